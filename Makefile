@@ -1,0 +1,36 @@
+# Every target sets up what it needs: a virtual environment in .venv, made again only when the requirements change.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test lint types kernels wheel ci clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cli,dev]'
+	touch $@
+
+demo: $(READY)      ## train on real text: dense against 1D, 2D and 3D on eight local ranks
+	$(BIN)/ndtp demo --output demo_output
+
+test: $(READY)      ## the whole test suite
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+kernels: $(READY)   ## compile the Triton kernels ahead of time for every target; no GPU needed
+	$(BIN)/python -m ndtp_kernels.aot
+
+wheel: $(READY)     ## build the wheel and import it from outside the repository
+	./.ci/check-wheel $(BIN)/python
+
+ci: lint types test kernels demo wheel
+
+clean:
+	rm -rf $(VENV) build dist demo_output *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,1 @@
+"""High-dimensional tensor parallelism for PyTorch."""
