@@ -1,0 +1,419 @@
+"""`MatMulPlan`: which collectives a product of two laid-out tensors needs, forward and backward.  Pure.
+
+Every axis splits one *letter* of the loop nest (batch, m, n or k) or none; the operands decide by one rule.  The same
+role map serves `C = A.B`, `dA = dC.B^T` and `dB = A^T.dC`, and every tensor goes from how it is stored to what its
+roles ask, or back, by `relayout`.  No scheme is named here: 1D, 2D, 3D, data parallelism and FSDP all follow.
+
+Sources: Agarwal et al. 1995 for the 3D algorithm; MindSpore's high-dimension tensor parallel for the layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+from ndtp.errors import LayoutError
+from ndtp.grid import Grid
+from ndtp.layout import Layout
+from ndtp.relayout import Dims, Step, is_legal, relayout
+
+if TYPE_CHECKING:
+    from ndtp.cost import Volume
+
+Letters = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class PlanStep:
+    """A step of a plan, with the phase that runs it and the tensor that it moves."""
+
+    phase: str
+    tensor: str
+    step: Step
+
+    def __str__(self) -> str:
+        return str(self.step).format(self.tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class MatMulPlan:
+    """The plan of `C[.., M, N] = A[.., M, K] . B[.., K, N]` for operands that lie as `a` and `b` say.
+
+    Args:
+        a, b: layouts of the operands as they are stored; leading dims are batch dims, aligned from the right.
+        out: layout in which C is wanted.  Default: the mirror.  Where A gave up an axis by gathering, C takes the
+            axes of K, as minors (on M if A gave it up there, else on a batch dim, else on N); where A gathered
+            nothing, C is all-reduced.
+        roles: letters ("m", "n", "k", "batch") for axes that shall not follow the rule.
+        transpose_a, transpose_b: the operand's two last dims are swapped, as `torch.matmul(a, b.mT)` would have it.
+        regather: the operands ("a", "b") that backward gathers again instead of keeping them gathered since forward.
+        name: what errors and profiles call the product.
+        a_units, b_units: batch dims of an operand that have size 1 and are broadcast; `bind` finds them from shapes.
+
+    Attributes:
+        out: the layout of C.
+        roles: axis -> letter, for the axes that have one.
+        steps: every collective and slice, in the order of the phases.
+
+    Raises:
+        LayoutError: a product that the rule cannot compute, with the nearest legal layout.
+    """
+
+    a: Layout
+    b: Layout
+    out: Layout = None  # type: ignore[assignment]  # filled in by the mirror rule
+    roles: Mapping[str, str] = None  # type: ignore[assignment]
+    transpose_a: bool = False
+    transpose_b: bool = False
+    regather: tuple[str, ...] = ()
+    name: str = "matmul"
+    a_units: tuple[int, ...] = ()
+    b_units: tuple[int, ...] = ()
+    requested: tuple[Layout | None, Mapping[str, str]] = field(init=False, repr=False)
+    orders: Mapping[str, tuple[str, ...]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._check_arguments()
+        set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        overrides = dict(self.roles or {})
+        set_field("requested", (self.out, overrides))
+        set_field("roles", self._assign_roles(overrides))
+        set_field("orders", {})
+        set_field("orders", {letter: self._order(letter) for letter in self.letters})
+        if self.out is None:
+            set_field("out", self._mirror())
+        for tensor, layout, need in self._sides():
+            if not is_legal(self.grid, layout.dims, need):
+                self._refuse(tensor, layout, need)
+
+    # ------------------------------------------------------------------------------------------------- structure
+
+    @property
+    def grid(self) -> Grid:
+        return self.a.grid
+
+    @cached_property
+    def batch_letters(self) -> tuple[str, ...]:
+        count = max(self.a.ndim, self.b.ndim) - 2
+        return ("batch",) if count == 1 else tuple(f"batch{i}" for i in range(count))
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        return (*self.batch_letters, "m", "n", "k")
+
+    @cached_property
+    def a_letters(self) -> Letters:
+        """The letter of each dim of A; None for a dim of size 1 that is broadcast."""
+        return self._letters_of(self.a, self.a_units, ("k", "m") if self.transpose_a else ("m", "k"))
+
+    @cached_property
+    def b_letters(self) -> Letters:
+        return self._letters_of(self.b, self.b_units, ("n", "k") if self.transpose_b else ("k", "n"))
+
+    @cached_property
+    def c_letters(self) -> Letters:
+        return (*self.batch_letters, "m", "n")
+
+    def _letters_of(self, layout: Layout, units: tuple[int, ...], last: tuple[str, str]) -> Letters:
+        batch = self.batch_letters[len(self.batch_letters) - (layout.ndim - 2) :]
+        return (*(None if dim in units else letter for dim, letter in enumerate(batch)), *last)
+
+    def need(self, letters: Letters) -> Dims:
+        """How a tensor with these letters is held while it is multiplied."""
+        return tuple(self.orders[letter] if letter else () for letter in letters)
+
+    def _sides(self) -> tuple[tuple[str, Layout, Dims], ...]:
+        return (
+            ("A", self.a, self.need(self.a_letters)),
+            ("B", self.b, self.need(self.b_letters)),
+            ("C", self.out, self.need(self.c_letters)),
+        )
+
+    # ---------------------------------------------------------------------------------------------- the role rule
+
+    def _assign_roles(self, overrides: Mapping[str, str]) -> dict[str, str]:
+        roles = {}
+        for axis in self.grid:
+            in_a = self._letter_of(self.a, self.a_letters, axis)
+            in_b = self._letter_of(self.b, self.b_letters, axis)
+            ranked = ("n" if in_b == "n" else None, "m" if in_a == "m" else None)
+            batch = tuple(letter for letter in (in_a, in_b) if letter in self.batch_letters)
+            role = overrides.get(axis) or next((r for r in (*ranked, *batch, in_a, in_b) if r), None)
+            if role is not None:
+                roles[axis] = role
+        return roles
+
+    @staticmethod
+    def _letter_of(layout: Layout, letters: Letters, axis: str) -> str | None:
+        dim = layout.dim_of(axis)
+        return None if dim is None else letters[dim]
+
+    def _order(self, letter: str) -> tuple[str, ...]:
+        """The axes that split a letter, major to minor: the order in which the tensors store them."""
+        wanted = [axis for axis in self.grid if self.roles.get(axis) == letter]
+        stored = []
+        for tensor, layout, letters in self._stored():
+            axes = layout.dims[letters.index(letter)] if letter in letters else ()
+            stored.append((tensor, tuple(axis for axis in axes if axis in wanted)))
+        _, longest = max(stored, key=lambda entry: len(entry[1]))
+        for tensor, axes in stored:
+            lead = self.grid.nontrivial(axes)
+            if lead != self.grid.nontrivial(longest)[: len(lead)]:
+                layout, letters = next((lay, let) for name, lay, let in self._stored() if name == tensor)
+                fixed = (*longest, *(axis for axis in axes if axis not in longest))
+                rest = [axis for axis in layout.dims[letters.index(letter)] if axis not in fixed]
+                dims = [
+                    (*fixed, *rest) if let == letter else tuple(axis for axis in ax if axis not in fixed)
+                    for let, ax in zip(letters, layout.dims, strict=True)
+                ]
+                self._raise_order(tensor, letter, layout.with_dims(*dims))
+        return (*longest, *(axis for axis in wanted if axis not in longest))
+
+    def _stored(self) -> list[tuple[str, Layout, Letters]]:
+        sides = [("A", self.a, self.a_letters), ("B", self.b, self.b_letters), ("C", self.out, self.c_letters)]
+        return [side for side in sides if side[1] is not None]
+
+    def _mirror(self) -> Layout:
+        dims = [list(self.orders[letter]) if letter else [] for letter in self.c_letters]
+        gave = set()
+        for axes, letter in zip(self.a.dims, self.a_letters, strict=True):
+            if any(self.roles.get(axis) not in self.a_letters for axis in axes):
+                gave.add("n" if letter == "k" else letter)
+        target = next((letter for letter in ("m", *self.batch_letters, "n") if letter in gave), None)
+        if target is not None:
+            dims[self.c_letters.index(target)] += self.orders["k"]
+        return Layout(self.grid, *dims)
+
+    # ---------------------------------------------------------------------------------------------------- steps
+
+    @cached_property
+    def relayouts(self) -> Mapping[str, tuple[Step, ...]]:
+        """The steps of every tensor, by name: A, B, C, dC, dA, dB, bias, dbias.
+
+        The bias of C is the product `ones[M, 1] . b[1, N]`: stored as C's last dim is, and its gradient is a partial
+        sum over the axes that split the rows of C.
+        """
+        (_, a, need_a), (_, b, need_b), (_, c, need_c) = self._sides()
+        grid = self.grid
+        last = (c.dims[-1],)
+        return {
+            "A": relayout(grid, a.dims, need_a),
+            "B": relayout(grid, b.dims, need_b),
+            "C": relayout(grid, need_c, c.dims, self.orders["k"]),
+            "dC": relayout(grid, c.dims, need_c),
+            "dA": relayout(grid, need_a, a.dims, self._contracted(self.a_letters)),
+            "dB": relayout(grid, need_b, b.dims, self._contracted(self.b_letters)),
+            "dbias": relayout(grid, last, last, [axis for axes in c.dims[:-1] for axis in axes]),
+        }
+
+    def _contracted(self, letters: Letters) -> list[str]:
+        return [axis for axis, letter in self.roles.items() if letter not in letters]
+
+    @property
+    def bias(self) -> Layout:
+        """The layout of a bias[N], that of C's last dim."""
+        return Layout(self.grid, self.out.dims[-1])
+
+    @cached_property
+    def steps(self) -> tuple[PlanStep, ...]:
+        return tuple(
+            PlanStep(phase, tensor, step)
+            for phase, tensors in self.phases(bias=False).items()
+            for tensor in tensors
+            for step in self.relayouts[tensor]
+        )
+
+    def phases(self, dgrad: bool = True, wgrad: bool = True, bias: bool = False) -> dict[str, tuple[str, ...]]:
+        """The tensors that each phase moves.  dC is gathered once, by the first phase that needs it."""
+        phases: dict[str, tuple[str, ...]] = {"forward": ("A", "B", "C")}
+        if dgrad:
+            phases["dgrad"] = ("dC", *(("B",) if "b" in self.regather else ()), "dA")
+        if wgrad:
+            phases["wgrad"] = ("dC",) * (not dgrad) + (("A",) if "a" in self.regather else ()) + ("dB",)
+        if bias:
+            phases["wgrad"] = (*phases.get("wgrad", ()), "dbias")
+        return phases
+
+    def volume(self, shape: Sequence[int], **phases: bool) -> Volume:
+        """Elements received per rank, per phase, collective and axis; see `ndtp.cost.volume`.
+
+        Args:
+            shape: `(*batch, M, K, N)`, the global sizes.
+            phases: `dgrad`, `wgrad` (default True) and `bias` (default False).
+        """
+        from ndtp.cost import volume
+
+        return volume(self, shape, **phases)
+
+    # --------------------------------------------------------------------------------------------------- shapes
+
+    def bind(self, a_shard: Sequence[int], b_shard: Sequence[int]) -> tuple[MatMulPlan, dict[str, int]]:
+        """The plan with broadcast batch dims marked, and the global size of every letter, from the shards' shapes.
+
+        Raises:
+            LayoutError: shapes that do not fit each other or the layouts.
+        """
+        return _bind(self, tuple(a_shard), tuple(b_shard))
+
+    def sizes(self, shape: Sequence[int]) -> dict[str, int]:
+        """Letter -> global size, from `(*batch, M, K, N)`; checks that every size divides.
+
+        Raises:
+            LayoutError: a size that its axes do not divide, with the sizes that would.
+        """
+        count = len(self.batch_letters)
+        if len(shape) != count + 3:
+            raise LayoutError(f"MatMul '{self.name}': give {count} batch sizes and M, K, N, not {tuple(shape)}")
+        sizes = dict(zip((*self.batch_letters, "m", "k", "n"), shape, strict=True))
+        self.check_divides(sizes)
+        return sizes
+
+    def check_divides(self, sizes: Mapping[str, int]) -> None:
+        for tensor, layout, need in self._sides():
+            letters = {"A": self.a_letters, "B": self.b_letters, "C": self.c_letters}[tensor]
+            for letter, stored, held in zip(letters, layout.dims, need, strict=True):
+                for axes in (stored, held):
+                    size, ranks = sizes[letter] if letter else 1, self.grid.size(axes)
+                    if size % ranks:
+                        self._refuse_size(tensor, letter or "1", size, axes, ranks, sizes)
+
+    def shard_shape(self, tensor: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of every rank's shard of "A", "B" or "C"."""
+        layout, letters = {"A": (self.a, self.a_letters), "B": (self.b, self.b_letters)}.get(
+            tensor, (self.out, self.c_letters)
+        )
+        return layout.shard_shape([sizes[letter] if letter else 1 for letter in letters])
+
+    # -------------------------------------------------------------------------------------------------- printing
+
+    def __str__(self) -> str:
+        moves = [str(s) for s in self.steps if s.phase == "forward"]
+        return f"{self.equation}: {', '.join(moves) if moves else 'no communication'}"
+
+    @property
+    def equation(self) -> str:
+        """`A[M_zy, K_x] . B[K_xz, N_y] -> C[M_zx, N_y]`"""
+        a, b, c = (
+            f"{tensor}[{layout.label([_shown(letter) for letter in letters])}]"
+            for tensor, layout, letters in self._stored()
+        )
+        return f"{a} . {b} -> {c}"
+
+    # ---------------------------------------------------------------------------------------------------- errors
+
+    def _check_arguments(self) -> None:
+        where = f"MatMul '{self.name}'"
+        for tensor, layout in (("A", self.a), ("B", self.b), ("C", self.out)):
+            if layout is None:
+                continue
+            if layout.grid != self.a.grid:
+                raise LayoutError(
+                    f"{where}: {tensor} lies on grid {layout.grid}, A on grid {self.a.grid}; use one grid"
+                )
+            least = max(self.a.ndim, self.b.ndim) if tensor == "C" else 2
+            if layout.ndim < least or (tensor == "C" and layout.ndim != least):
+                raise LayoutError(
+                    f"{where}: the layout of {tensor}, {layout}, has {layout.ndim} dims; {least} are needed"
+                )
+        for axis, role in (self.roles or {}).items():
+            if axis not in self.grid or role not in self.letters:
+                raise LayoutError(
+                    f"{where}: roles={{{axis!r}: {role!r}}} does not give an axis of grid {self.grid} "
+                    f"one of the letters {', '.join(self.letters)}"
+                )
+        if set(self.regather) - {"a", "b"}:
+            raise LayoutError(f"{where}: regather={self.regather!r} may name 'a' and 'b' only")
+
+    def _raise_order(self, tensor: str, letter: str, fixed: Layout) -> None:
+        raise LayoutError(
+            f"MatMul '{self.name}': {tensor} and the other tensors disagree on the order of the axes of "
+            f"{_shown(letter)}\n  {self._operands()}\n  fix: {tensor} as {fixed}"
+        )
+
+    def _refuse(self, tensor: str, layout: Layout, need: Dims) -> None:
+        dims = []
+        for axes, held in zip(layout.dims, need, strict=True):
+            dims.append((*(axis for axis in held if axis in axes), *(axis for axis in axes if axis not in held)))
+        dim = next(
+            d for d, (s, t) in enumerate(zip(layout.dims, need, strict=True)) if not is_legal(self.grid, (s,), (t,))
+        )
+        stays = [axis for axis in need[dim] if axis in layout.dims[dim]]
+        raise LayoutError(
+            f"MatMul '{self.name}': {tensor} stores dim {dim} over ({' '.join(layout.dims[dim])}), of which "
+            f"({' '.join(stays)}) must stay split in the order ({' '.join(need[dim])}); axes that are gathered or "
+            f"scattered must be the minor ones, so that blocks stay contiguous\n"
+            f"  {self._operands()}\n  fix: {tensor} as {layout.with_dims(*dims)}"
+        )
+
+    def _refuse_size(
+        self, tensor: str, letter: str, size: int, axes: tuple[str, ...], ranks: int, sizes: Mapping[str, int]
+    ) -> None:
+        which = ", ".join(f"{axis} ({self.grid[axis]})" for axis in axes)
+        letters = {"A": self.a_letters, "B": self.b_letters, "C": self.c_letters}[tensor]
+        shape = tuple(sizes[let] if let else 1 for let in letters)
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        shown = ", ".join(map(str, divisors if len(divisors) <= 8 else [*divisors[:4], "...", *divisors[-3:]]))
+        axis_text = axes[0] if len(axes) == 1 else "the product of " + " ".join(axes)
+        raise LayoutError(
+            f"MatMul '{self.name}': dim {_shown(letter)} of {tensor} ({size}) is split over axis "
+            f"{which}, and {ranks} does not divide {size}.\n"
+            f"  {self._operands()}; {tensor} is {shape}\n"
+            f"  fix: {axis_text} in {{{shown}}}, or pad {_shown(letter)} to {-(-size // ranks) * ranks} with pad=True"
+        )
+
+    def _operands(self) -> str:
+        texts = (
+            f"{tensor}[{layout.label([_shown(letter) for letter in letters])}]"
+            for tensor, layout, letters in self._stored()[:2]
+        )
+        return f"{' . '.join(texts)} on grid {self.grid}"
+
+
+def _shown(letter: str | None) -> str:
+    if letter is None:
+        return "1"
+    return letter.upper() if len(letter) == 1 else letter.replace("batch", "B", 1)
+
+
+@lru_cache(maxsize=4096)
+def _bind(plan: MatMulPlan, a_shard: tuple[int, ...], b_shard: tuple[int, ...]) -> tuple[MatMulPlan, dict[str, int]]:
+    where = f"MatMul '{plan.name}'"
+    for tensor, layout, shard in (("A", plan.a, a_shard), ("B", plan.b, b_shard)):
+        if len(shard) != layout.ndim:
+            raise LayoutError(
+                f"{where}: the shard of {tensor} has shape {shard}, its layout {layout} {layout.ndim} dims"
+            )
+    a_shape, b_shape = (
+        tuple(size * layout.num_splits(dim) for dim, size in enumerate(shard))
+        for layout, shard in ((plan.a, a_shard), (plan.b, b_shard))
+    )
+    out, overrides = plan.requested
+    plain = replace(plan, out=out, roles=overrides, a_units=(), b_units=())  # type: ignore[arg-type]
+    sizes: dict[str, int] = {}
+    for letter in plain.letters:
+        found = {
+            tensor: shape[letters.index(letter)]
+            for tensor, shape, letters in (("A", a_shape, plain.a_letters), ("B", b_shape, plain.b_letters))
+            if letter in letters
+        }
+        sizes[letter] = max(found.values()) if 0 not in found.values() else 0
+        may_differ = letter in plain.batch_letters
+        if any(size != sizes[letter] and not (may_differ and size == 1) for size in found.values()):
+            raise LayoutError(
+                f"{where}: {_shown(letter)} is {found['A']} in A {a_shape} and {found['B']} in B {b_shape}\n"
+                f"  {plan._operands()}; shards are {a_shard} and {b_shard}\n"
+                f"  fix: pass this rank's shards, with global shapes that torch.matmul would take"
+            )
+    units = {
+        f"{tensor}_units": tuple(
+            dim
+            for dim, (letter, size) in enumerate(zip(letters, shape, strict=True))
+            if letter in plain.batch_letters and size == 1 and sizes[letter] != 1
+        )
+        for tensor, shape, letters in (("a", a_shape, plain.a_letters), ("b", b_shape, plain.b_letters))
+    }
+    bound = plan if not any(units.values()) else replace(plain, **units)  # type: ignore[arg-type]
+    bound.check_divides(sizes)
+    return bound, sizes

@@ -1,0 +1,22 @@
+"""What ndtp raises.  Bad input is a `ValueError`; a peer that fails is a `RuntimeError`.
+
+Messages name the op, the tensor, the sizes and the fix.  They depend on global facts only, so every rank says the same.
+"""
+
+from __future__ import annotations
+
+
+class GridError(ValueError):
+    """A process grid that cannot exist, or does not fit the ranks at hand."""
+
+
+class LayoutError(ValueError):
+    """A layout, or a product of layouts, that cannot be computed, or a shape that does not follow from it."""
+
+
+class MismatchError(ValueError):
+    """Ranks disagree on plan, shapes or dtypes; names the ranks that deviate."""
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed: a peer died, stalled past the timeout, or the connection broke."""

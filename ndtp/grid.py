@@ -1,0 +1,125 @@
+"""`Grid`: named axes of a process grid, and the map between ranks and coordinates.  Pure arithmetic, any size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ndtp.errors import GridError
+
+RESERVED_NAMES = ("None", "interleaved_parallel")
+
+
+@dataclass(frozen=True, init=False)
+class Grid:
+    """A process grid with named axes; the first axis is the slowest in rank order.
+
+    `Grid(z=2, x=2, y=2)` has 8 ranks; rank 5 has the coordinate z=1, x=0, y=1.  Sizes may come as a mapping as well:
+    `Grid({"z": 2, "x": 4})`.
+
+    Raises:
+        GridError: a size below 1, a name that is not an identifier, or no axis at all.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def __init__(self, sizes: Mapping[str, int] | None = None, /, **axes: int) -> None:
+        named = {**(sizes or {}), **axes}
+        if not named:
+            raise GridError("Grid needs at least one axis, such as Grid(x=8)")
+        for name, size in named.items():
+            if not isinstance(name, str) or not name.isidentifier() or name in RESERVED_NAMES:
+                raise GridError(f"Grid axis {name!r} is not a usable name; take an identifier such as 'x' or 'dp'")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise GridError(f"Grid axis {name} has size {size!r}; a size is an integer of at least 1")
+        object.__setattr__(self, "names", tuple(named))
+        object.__setattr__(self, "shape", tuple(named.values()))
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.shape)
+
+    def __getitem__(self, axis: str) -> int:
+        """The size of an axis."""
+        try:
+            return self.shape[self.names.index(axis)]
+        except ValueError:
+            raise GridError(f"grid {self} has no axis {axis!r}; its axes are {', '.join(self.names)}") from None
+
+    def __contains__(self, axis: object) -> bool:
+        return axis in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def size(self, axes: Sequence[str]) -> int:
+        """The number of ranks along several axes: the product of their sizes."""
+        return math.prod(self[axis] for axis in axes)
+
+    def nontrivial(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of `axes` that have more than one rank, in the order given."""
+        return tuple(axis for axis in axes if self[axis] > 1)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """The coordinate of a rank on every axis.
+
+        Raises:
+            GridError: the grid has no such rank.
+        """
+        if not 0 <= rank < self.num_ranks:
+            raise GridError(f"grid {self} has ranks 0 to {self.num_ranks - 1}, not {rank}")
+        coordinate = {}
+        for name, size in zip(reversed(self.names), reversed(self.shape), strict=True):
+            rank, coordinate[name] = divmod(rank, size)
+        return {name: coordinate[name] for name in self.names}
+
+    def rank(self, **coordinate: int) -> int:
+        """The rank at a coordinate; axes that are not given are at 0."""
+        for axis, position in coordinate.items():
+            if not 0 <= position < self[axis]:
+                raise GridError(f"grid {self}: axis {axis} has positions 0 to {self[axis] - 1}, not {position}")
+        rank = 0
+        for name, size in zip(self.names, self.shape, strict=True):
+            rank = rank * size + coordinate.get(name, 0)
+        return rank
+
+    def index(self, rank: int, axes: Sequence[str]) -> int:
+        """The position of a rank among the ranks along `axes`, the first of `axes` being the major one."""
+        coordinate = self.coordinate(rank)
+        index = 0
+        for axis in axes:
+            index = index * self[axis] + coordinate[axis]
+        return index
+
+    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on `axes` only, ordered by their `index` on them."""
+        coordinate = self.coordinate(rank)
+        ranks = []
+        for position in range(self.size(axes)):
+            for axis in reversed(axes):
+                position, coordinate[axis] = divmod(position, self[axis])
+            ranks.append(self.rank(**coordinate))
+        return tuple(ranks)
+
+    @classmethod
+    def all(cls, num_ranks: int, names: Sequence[str] = ("z", "x", "y")) -> list[Grid]:
+        """Every grid of `num_ranks` ranks over the named axes, sizes of 1 included."""
+
+        def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
+            if parts == 1:
+                yield (n,)
+                return
+            for first in range(1, n + 1):
+                if n % first == 0:
+                    for rest in factorizations(n // first, parts - 1):
+                        yield (first, *rest)
+
+        return [cls(dict(zip(names, sizes, strict=True))) for sizes in factorizations(num_ranks, len(names))]
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={size}" for name, size in zip(self.names, self.shape, strict=True))
+
+    def __repr__(self) -> str:
+        return f"Grid({', '.join(str(self).split())})"
