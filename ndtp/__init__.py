@@ -1,1 +1,30 @@
-"""High-dimensional tensor parallelism for PyTorch."""
+"""High-dimensional tensor parallelism for PyTorch.
+
+Layouts over named grids of processes, the collectives that each product of two laid-out tensors needs, overlapped with
+the local GEMMs, differentiated, and counted to the byte.
+"""
+
+from ndtp.contraction import MatMulPlan
+from ndtp.errors import CommunicationError, GridError, LayoutError, MismatchError
+from ndtp.grid import Grid
+from ndtp.layout import Layout
+from ndtp.meter import CommMeter
+from ndtp.ops import batch_matmul, matmul, relayout
+from ndtp.process_grid import ProcessGrid
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CommMeter",
+    "CommunicationError",
+    "Grid",
+    "GridError",
+    "Layout",
+    "LayoutError",
+    "MatMulPlan",
+    "MismatchError",
+    "ProcessGrid",
+    "batch_matmul",
+    "matmul",
+    "relayout",
+]

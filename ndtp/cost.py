@@ -44,12 +44,12 @@ class Volume:
 
     @classmethod
     def of(cls, traffic: Iterable[Traffic]) -> Volume:
-        """Entries of one phase, collective and axes are merged, and sorted."""
+        """Entries of one phase, collective and axes are merged and sorted; those that move nothing are left out."""
         merged: dict[tuple[str, str, tuple[str, ...]], tuple[int, int]] = {}
         for entry in traffic:
             amount, calls = merged.get(entry.key, (0, 0))
             merged[entry.key] = amount + entry.amount, calls + entry.calls
-        return cls(tuple(Traffic(*key, *totals) for key, totals in sorted(merged.items())))
+        return cls(tuple(Traffic(*key, *totals) for key, totals in sorted(merged.items()) if totals[0]))
 
     @property
     def total(self) -> int:

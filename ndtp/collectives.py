@@ -1,0 +1,173 @@
+"""Collectives with handles.  One class a backend; every byte of ndtp passes through `Collectives.start`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ndtp.errors import CommunicationError
+from ndtp.meter import Label, labelled
+from ndtp.relayout import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed import ProcessGroup
+
+    from ndtp.process_grid import ProcessGrid
+
+# torch 2.13 renamed these two; 2.11 has only the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# What starting a collective returns: the work to wait for, how to finish it, and the buffers to hold until then.
+Started = tuple[Any, Callable[[], Tensor], Any]
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class Handle:
+    """A started collective.  `wait` gives its result, once; the buffers live until then."""
+
+    def __init__(self, owner: Collectives, label: Label, work: Any, finish: Callable[[], Tensor], buffers: Any) -> None:
+        self._owner, self._label, self._work, self._finish, self._buffers = owner, label, work, finish, buffers
+
+    def wait(self) -> Tensor:
+        """Wait on the consumer's stream (NCCL) or in the host (gloo), and return the result.
+
+        Raises:
+            CommunicationError: a peer died or stalled.
+        """
+        with self._owner.explain(self._label), labelled(self._label):
+            if self._work is not None:
+                self._work.wait()
+            result = self._finish()
+        self._owner.in_flight.discard(self)
+        self._buffers = None
+        return result
+
+
+class Collectives:
+    """The collectives of one `ProcessGrid`, by torch's own implementations (NCCL).
+
+    `in_flight` holds the handles that were started and not yet waited for.
+    """
+
+    def __init__(self, grid: ProcessGrid) -> None:
+        self.grid = grid
+        self.in_flight: set[Handle] = set()
+
+    @staticmethod
+    def of(grid: ProcessGrid) -> Collectives:
+        """The class that fits the backend of the grid's process groups."""
+        if grid.global_ranks is not None and "gloo" in dist.get_backend():
+            return GlooCollectives(grid)
+        return Collectives(grid)
+
+    def start(self, step: Step, tensor: Tensor, op: str, phase: str) -> Handle:
+        """Start a collective step on this rank's `tensor`.
+
+        Args:
+            step: anything but a slice.
+            op: what errors and profiles call it, such as "matmul A".
+            phase: "forward", "dgrad" or "wgrad".
+        """
+        label = Label(op, phase, step.kind, step.axes)
+        with self.explain(label), labelled(label):
+            group = self.grid.group(step.axes)
+            work, finish, buffers = getattr(self, step.kind)(tensor, group, self.grid.grid.size(step.axes), step)
+        handle = Handle(self, label, work, finish, buffers)
+        self.in_flight.add(handle)
+        return handle
+
+    @contextmanager
+    def explain(self, label: Label) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, CommunicationError):
+                raise
+            raise CommunicationError(
+                f"{label.collective} of {label.op} ({label.phase}) over axis {' '.join(label.axes)} failed: "
+                f"{self.grid.describe(label.axes)}\n  cause: {error}"
+            ) from error
+
+    def all_gather(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
+        """[.., s, ..] -> [.., ranks * s, ..] at `step.dim`."""
+        dim = step.dim or 0
+        x = x.contiguous()
+        gathered = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+        work = _all_gather_single(gathered, x, group=group, async_op=True)
+
+        def finish() -> Tensor:
+            return gathered if dim == 0 else gathered.view(ranks, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
+
+        return work, finish, (x, gathered)
+
+    def reduce_scatter(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
+        """[.., ranks * s, ..] partial sums -> [.., s, ..] at `step.dim`."""
+        blocks = _blocks(x, step.dim or 0, ranks)
+        summed = blocks.new_empty(blocks.shape[1:])
+        work = _reduce_scatter_single(summed, blocks.flatten(0, 1), group=group, async_op=True)
+        return work, lambda: summed, (blocks, summed)
+
+    def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
+        summed = x.clone(memory_format=torch.contiguous_format)
+        work = dist.all_reduce(summed, group=group, async_op=True)
+        return work, lambda: summed, (summed,)
+
+    def all_to_all(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
+        """`step.dim` shrinks by `ranks`, `step.source` grows."""
+        source = step.source or 0
+        work, received, blocks = self._exchange(x, group, ranks, step.dim or 0)
+        return work, lambda: received.movedim(0, source).flatten(source, source + 1), (blocks, received)
+
+    @staticmethod
+    def _exchange(x: Tensor, group: ProcessGroup, ranks: int, dim: int) -> tuple[Any, Tensor, Tensor]:
+        """Send block i of `dim` to rank i; returns (work, the blocks received [ranks, ...], the blocks sent)."""
+        blocks = _blocks(x, dim, ranks)
+        received = torch.empty_like(blocks)
+        work = dist.all_to_all_single(received.flatten(0, 1), blocks.flatten(0, 1), group=group, async_op=True)
+        return work, received, blocks
+
+
+class GlooCollectives(Collectives):
+    """gloo: reductions that sum in fp32, and a reduce-scatter at half the bytes of gloo's own.
+
+    gloo's reduce-scatter is an all-reduce inside (twice the bytes), and its bf16 sums round at every hop.
+    """
+
+    def reduce_scatter(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
+        work, received, blocks = self._exchange(x, group, ranks, step.dim or 0)
+        return work, lambda: _sum(received), (blocks, received)
+
+    def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
+        if x.dtype not in LOW_PRECISION:
+            return super().all_reduce(x, group, ranks, step)
+        # Reduce-scatter and all-gather of the flat tensor, the same volume as gloo's ring.
+        flat = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % ranks))
+        work, received, blocks = self._exchange(flat, group, ranks, 0)
+
+        def finish() -> Tensor:
+            gathered = torch.empty_like(flat)
+            _all_gather_single(gathered, _sum(received), group=group)
+            return gathered[: x.numel()].view(x.shape)
+
+        return work, finish, (blocks, received)
+
+
+def _blocks(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """[.., ranks * s, ..] -> contiguous [ranks, .., s, ..]: a view where `dim` is 0 and x is contiguous."""
+    return x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
+
+
+def _sum(blocks: Tensor) -> Tensor:
+    """Sum over dim 0, low precision in fp32, in the order of the ranks."""
+    if blocks.dtype in LOW_PRECISION:
+        return blocks.sum(0, dtype=torch.float32).to(blocks.dtype)
+    return blocks.sum(0)

@@ -1,0 +1,179 @@
+"""`matmul`, `batch_matmul` and `relayout`: differentiable, and the only door from tensors to collectives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ndtp.contraction import MatMulPlan
+from ndtp.errors import LayoutError
+from ndtp.layout import Layout
+from ndtp.relayout import is_legal
+from ndtp.relayout import relayout as relayout_steps
+from ndtp.schedule import Execution, Move
+
+if TYPE_CHECKING:
+    from ndtp.process_grid import ProcessGrid
+
+
+def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tensor | None = None) -> Tensor:
+    """Multiply two sharded matrices over a process grid.
+
+        a        [M / (z y), K / x]      this rank's shard of A[M_zy, K_x]
+        b        [K / (x z), N / y]      this rank's shard of B[K_xz, N_y]
+        returns  [M / (z x), N / y]      this rank's shard of C[M_zx, N_y]
+
+        forward  C  = RS_x( AG_y(A) . AG_z(B) )
+        dgrad    dA = RS_y( AG_x(dC) . AG_z(B)^T )
+        wgrad    dB = RS_z( AG_y(A)^T . AG_x(dC) )
+
+    Shapes are those of the 3D scheme; `plan` gives them for any other, with batch dims in front where its layouts have
+    them.  Accumulates in fp32, returns `a.dtype`.  An operand may be a DTensor parameter that lies as the plan says.
+
+    The gradient of a tensor has its layout; where that replicates, every rank gets the same full gradient.  The
+    loss is the *sum* over ranks that split rows of their local losses.
+
+    Args:
+        bias: this rank's shard of a bias[N], laid out as `plan.bias`; added once, after the reduction.
+
+    Raises:
+        LayoutError: a shard's shape does not follow from `plan`, or dtypes differ; the same on every rank.
+        CommunicationError: a peer died or stalled.
+
+    Source: MindSpore's high-dimension tensor parallel; Agarwal et al. 1995 for the 3D algorithm.
+    """
+    a, b, bias = local_shard(a), local_shard(b), None if bias is None else local_shard(bias)
+    if torch.is_autocast_enabled(a.device.type):
+        dtype = torch.get_autocast_dtype(a.device.type)
+        a, b, bias = a.to(dtype), b.to(dtype), None if bias is None else bias.to(dtype)
+    if plan.grid is not mesh.grid and plan.grid != mesh.grid:
+        raise LayoutError(f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}")
+    if mesh.check:
+        from ndtp.cross_check import cross_check
+
+        cross_check(mesh, f"{plan.equation}; A {_signature(a)}, B {_signature(b)}, bias {_signature(bias)}")
+    bound, sizes = plan.bind(a.shape, b.shape)
+    if a.dtype != b.dtype or (bias is not None and bias.dtype != a.dtype):
+        raise LayoutError(
+            f"MatMul '{plan.name}': A is {a.dtype}, B is {b.dtype}"
+            + (f", bias is {bias.dtype}" if bias is not None else "")
+            + "; fix: cast them to one dtype, or use torch.autocast"
+        )
+    if bias is not None and tuple(bias.shape) != bound.bias.shard_shape((sizes["n"],)):
+        raise LayoutError(
+            f"MatMul '{plan.name}': the bias shard has shape {tuple(bias.shape)}; bias[{bound.bias.label('N')}] of "
+            f"{sizes['n']} elements has shards of {bound.bias.shard_shape((sizes['n'],))}"
+        )
+    return _MatMul.apply(a, b, bias, Execution(bound, mesh))
+
+
+def batch_matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid) -> Tensor:
+    """`matmul` for operands that both have batch dims: `C[.., M, N] = A[.., M, K] . B[.., K, N]`.
+
+    Batch dims may be split by axes of their own, and are broadcast as `torch.matmul` would.
+
+    Raises:
+        LayoutError: an operand without batch dims, and all that `matmul` raises.
+    """
+    if plan.a.ndim < 3 or plan.b.ndim < 3:
+        raise LayoutError(
+            f"BatchMatMul '{plan.name}': A has {plan.a.ndim} dims and B {plan.b.ndim}; both need batch dims\n"
+            "  fix: ndtp.matmul takes operands without"
+        )
+    return matmul(a, b, plan, mesh)
+
+
+def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name: str = "relayout") -> Tensor:
+    """This rank's shard of a tensor in the layout `target`, from its shard in `source`.
+
+    Differentiable: the gradient goes the other way, from `target` to `source`.
+
+    Raises:
+        LayoutError: an axis that is gathered is not the minor one of its dim; shapes that do not divide.
+    """
+    if source == target:
+        return x
+    if x.dim() != source.ndim or target.ndim != source.ndim:
+        raise LayoutError(f"relayout '{name}': the shard has {x.dim()} dims, the layouts {source} and {target}")
+    shape = tuple(size * source.num_splits(dim) for dim, size in enumerate(x.shape))
+    target.shard_shape(shape)
+    if not is_legal(source.grid, source.dims, target.dims):
+        raise LayoutError(
+            f"relayout '{name}': from {source} to {target}, an axis that leaves or enters a dim is not its minor one\n"
+            f"  fix: go through {source.with_dims(*((),) * source.ndim)}, the replicated layout"
+        )
+    return _Relayout.apply(x, source, target, mesh, name)
+
+
+def local_shard(x: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, differentiable; any other tensor as it is."""
+    if type(x) is Tensor or type(x) is torch.nn.Parameter:
+        return x
+    from torch.distributed.tensor import DTensor
+
+    return _LocalShard.apply(x) if isinstance(x, DTensor) else x
+
+
+def _signature(x: Tensor | None) -> str:
+    return "None" if x is None else f"{tuple(x.shape)} {x.dtype}"
+
+
+class _LocalShard(torch.autograd.Function):
+    """`DTensor.to_local` at a third of its cost: the gradient is a DTensor of the parameter's own placements."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        ctx.spec = (x.device_mesh, x.placements, x.shape, x.stride())
+        return x._local_tensor.view_as(x._local_tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        mesh, placements, shape, stride = ctx.spec
+        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+class _MatMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a_shard: Tensor, b_shard: Tensor, bias: Tensor | None, execution: Execution) -> Tensor:
+        ctx.execution = execution
+        c, a, b = execution.forward(a_shard, b_shard)
+        regather = execution.plan.regather
+        need_a, need_b, _, _ = ctx.needs_input_grad
+        ctx.save_for_backward(
+            (a_shard if "a" in regather else a) if need_b else None,
+            (b_shard if "b" in regather else b) if need_a else None,
+        )
+        return c if bias is None else c + bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_shard: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        da, db = ctx.execution.backward(grad_shard, a, b)
+        dbias = None
+        if ctx.needs_input_grad[2]:
+            partial = grad_shard.sum(tuple(range(grad_shard.dim() - 1)))
+            dbias = ctx.execution.move("dbias", partial, "wgrad").finish()
+        return da, db, dbias, None
+
+
+class _Relayout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name: str) -> Tensor:
+        ctx.arguments = (source, target, mesh, name)
+        steps = relayout_steps(mesh.grid, source.dims, target.dims)
+        moved = Move(x, steps, mesh, name, "forward").finish()
+        return moved.view_as(moved) if moved is x else moved
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        source, target, mesh, name = ctx.arguments
+        steps = relayout_steps(mesh.grid, target.dims, source.dims)
+        return Move(grad, steps, mesh, name, "dgrad").finish(), None, None, None, None

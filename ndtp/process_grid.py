@@ -1,0 +1,154 @@
+"""`ProcessGrid`: a `Grid` bound to this process, its torch process groups and one DeviceMesh for parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ndtp.collectives import Collectives
+from ndtp.errors import GridError
+from ndtp.grid import Grid
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ProcessGrid:
+    """The process groups of a grid, one along every axis, as seen from this rank.
+
+    A grid of one rank needs no `init_process_group`, makes no group and costs nothing.
+
+    Args:
+        grid: as many ranks as `torch.distributed` has, first axis slowest.
+        timeout: seconds after which a collective that waits for a peer fails, naming the axis and the ranks waited
+            for.  Default: torch's.  On NCCL torch's watchdog enforces it.
+        check: before every product, compare plan, shapes and dtypes across all ranks and raise a `MismatchError` that
+            names the ranks that deviate, instead of a hang.  One small all-gather a product: for tests and debugging.
+        device_type: "cpu" or "cuda"; default: that of the backend (NCCL: "cuda").
+
+    Attributes:
+        rank: this process's rank on the grid.
+        coordinate: axis -> position.
+        mesh_axes: the order of the dims of `device_mesh`: rank order with `z` moved last, so that weights `K_xz` are
+            plain `Shard` placements.
+
+    Raises:
+        GridError: the grid has more or fewer ranks than there are.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        timeout: float | None = None,
+        check: bool = False,
+        device_type: str | None = None,
+    ) -> None:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if grid.num_ranks not in (world, 1):
+            raise GridError(
+                f"ProcessGrid: grid {grid} has {grid.num_ranks} ranks, torch.distributed has {world}\n"
+                f"  fix: a grid of {world} ranks, ProcessGrid.from_mesh for a part of them"
+                + ("" if dist.is_initialized() else ", or init_process_group first")
+            )
+        self._bind(grid, list(range(world)) if grid.num_ranks > 1 else None, {}, timeout, check, device_type)
+
+    @classmethod
+    def from_mesh(
+        cls,
+        device_mesh: DeviceMesh,
+        axes: Mapping[str, str] | None = None,
+        *,
+        timeout: float | None = None,
+        check: bool = False,
+    ) -> ProcessGrid:
+        """Bind to (a slice of) a DeviceMesh of the user's own, whose process groups are used as they are.
+
+        Args:
+            axes: axis of the grid -> name of a mesh dim, slowest axis first.  Default: every mesh dim, by its name.
+
+        Raises:
+            GridError: a mesh dim that is not there, or left out.
+        """
+        names = device_mesh.mesh_dim_names
+        axes = dict(axes) if axes is not None else {name: name for name in names or ()}
+        if names is None or sorted(axes.values()) != sorted(names):
+            raise GridError(
+                f"ProcessGrid.from_mesh: axes={axes} must name every dim of the mesh, {names}, once\n"
+                "  fix: slice the mesh first, as in mesh['tp0', 'tp1']"
+            )
+        order = [names.index(name) for name in axes.values()]
+        grid = Grid({axis: device_mesh.size(dim) for axis, dim in zip(axes, order, strict=True)})
+        ranks = device_mesh.mesh.permute(order).flatten().tolist()
+        groups: dict[tuple[str, ...], ProcessGroup] = {
+            (axis,): device_mesh.get_group(name) for axis, name in axes.items()
+        }
+        self = cls.__new__(cls)
+        self._bind(grid, ranks, groups, timeout, check, device_mesh.device_type)
+        return self
+
+    def _bind(
+        self,
+        grid: Grid,
+        global_ranks: Sequence[int] | None,
+        groups: dict[tuple[str, ...], ProcessGroup],
+        timeout: float | None,
+        check: bool,
+        device_type: str | None,
+    ) -> None:
+        self.grid = grid
+        self.check = check
+        self.timeout = timeout
+        self.global_ranks = global_ranks
+        self.rank = 0 if global_ranks is None else global_ranks.index(dist.get_rank())
+        self.coordinate = grid.coordinate(self.rank)
+        nccl = global_ranks is not None and "nccl" in dist.get_backend()
+        self.device_type = device_type or ("cuda" if nccl else "cpu")
+        self._groups = groups
+        self.mesh_axes = tuple(axis for axis in grid if axis != "z") + tuple(axis for axis in grid if axis == "z")
+        self.device_mesh: DeviceMesh | None = None
+        if global_ranks is not None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            ranks = torch.tensor(global_ranks, dtype=torch.int).reshape(grid.shape)
+            self.device_mesh = DeviceMesh.from_group(
+                [self.group((axis,)) for axis in self.mesh_axes],
+                self.device_type,
+                mesh=ranks.permute([grid.names.index(axis) for axis in self.mesh_axes]),
+                mesh_dim_names=self.mesh_axes,
+            )
+        self.collectives = Collectives.of(self)
+
+    def group(self, axes: Sequence[str]) -> ProcessGroup:
+        """The process group of the ranks that differ from this one on `axes` only.
+
+        A group over several axes is made on first use, by its members together.
+        """
+        key = tuple(axes)
+        if key not in self._groups:
+            if self.global_ranks is None:
+                raise GridError(f"grid {self.grid} has one rank and no process groups")
+            members = sorted(self.global_ranks[rank] for rank in self.grid.group(self.rank, key))
+            self._groups[key] = dist.new_group(
+                members,
+                timeout=None if self.timeout is None else timedelta(seconds=self.timeout),
+                use_local_synchronization=True,
+                group_desc=f"ndtp_{'_'.join(key)}",
+            )
+        return self._groups[key]
+
+    def describe(self, axes: Sequence[str] = ()) -> str:
+        """This rank and its coordinate, and the peers along `axes`: for errors."""
+        where = ", ".join(f"{axis}={position}" for axis, position in self.coordinate.items())
+        peers = [str(rank) for rank in self.grid.group(self.rank, tuple(axes)) if rank != self.rank]
+        return f"rank {self.rank} ({where})" + (
+            f" waited for rank{'s' * (len(peers) > 1)} {', '.join(peers)}" * bool(axes)
+        )
+
+    def __repr__(self) -> str:
+        return f"ProcessGrid({self.grid}; rank {self.rank})"
