@@ -63,7 +63,7 @@ class MatMulPlan:
 
     a: Layout
     b: Layout
-    out: Layout = None  # type: ignore[assignment]  # filled in by the mirror rule
+    out: Layout = None  # type: ignore[assignment]  # None is replaced by the mirror rule's
     roles: Mapping[str, str] = None  # type: ignore[assignment]
     transpose_a: bool = False
     transpose_b: bool = False
@@ -192,12 +192,11 @@ class MatMulPlan:
     def relayouts(self) -> Mapping[str, tuple[Step, ...]]:
         """The steps of every tensor, by name: A, B, C, dC, dA, dB, bias, dbias.
 
-        The bias of C is the product `ones[M, 1] . b[1, N]`: stored as C's last dim is, and its gradient is a partial
-        sum over the axes that split the rows of C.
+        The bias of C is the product `ones[M, 1] . b[1, N]` under the same roles: it is stored as the n axes split it,
+        cut to what C stores, and its gradient is a partial sum over the axes that split rows.
         """
         (_, a, need_a), (_, b, need_b), (_, c, need_c) = self._sides()
-        grid = self.grid
-        last = (c.dims[-1],)
+        grid, last = self.grid, (self.orders["n"],)
         return {
             "A": relayout(grid, a.dims, need_a),
             "B": relayout(grid, b.dims, need_b),
@@ -205,7 +204,8 @@ class MatMulPlan:
             "dC": relayout(grid, c.dims, need_c),
             "dA": relayout(grid, need_a, a.dims, self._contracted(self.a_letters)),
             "dB": relayout(grid, need_b, b.dims, self._contracted(self.b_letters)),
-            "dbias": relayout(grid, last, last, [axis for axes in c.dims[:-1] for axis in axes]),
+            "bias": relayout(grid, last, c.dims[-1:]),
+            "dbias": relayout(grid, last, last, [axis for axes in need_c[:-1] for axis in axes]),
         }
 
     def _contracted(self, letters: Letters) -> list[str]:
@@ -213,8 +213,8 @@ class MatMulPlan:
 
     @property
     def bias(self) -> Layout:
-        """The layout of a bias[N], that of C's last dim."""
-        return Layout(self.grid, self.out.dims[-1])
+        """The layout in which a bias[N] is stored."""
+        return Layout(self.grid, self.orders["n"])
 
     @cached_property
     def steps(self) -> tuple[PlanStep, ...]:
@@ -233,7 +233,7 @@ class MatMulPlan:
         if wgrad:
             phases["wgrad"] = ("dC",) * (not dgrad) + (("A",) if "a" in self.regather else ()) + ("dB",)
         if bias:
-            phases["wgrad"] = (*phases.get("wgrad", ()), "dbias")
+            phases["wgrad"] = (*phases.get("wgrad", ("dC",) * (not dgrad)), "dbias")
         return phases
 
     def volume(self, shape: Sequence[int], **phases: bool) -> Volume:
@@ -271,7 +271,7 @@ class MatMulPlan:
         return sizes
 
     def check_divides(self, sizes: Mapping[str, int]) -> None:
-        for tensor, layout, need in self._sides():
+        for tensor, layout, need in sorted(self._sides(), key=lambda side: side[0] != "B"):
             letters = {"A": self.a_letters, "B": self.b_letters, "C": self.c_letters}[tensor]
             for letter, stored, held in zip(letters, layout.dims, need, strict=True):
                 for axes in (stored, held):

@@ -122,7 +122,7 @@ def volume(
         "A": plan.shard_shape("A", sizes),
         "B": plan.shard_shape("B", sizes),
         "dC": plan.shard_shape("C", sizes),
-        "dbias": plan.shard_shape("C", sizes)[-1:],
+        "dbias": held["C"][-1:],
     }
     return Volume.of(
         entry

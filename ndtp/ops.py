@@ -142,25 +142,20 @@ class _MatMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a_shard: Tensor, b_shard: Tensor, bias: Tensor | None, execution: Execution) -> Tensor:
         ctx.execution = execution
-        c, a, b = execution.forward(a_shard, b_shard)
+        c, a, b = execution.forward(a_shard, b_shard, bias)
         regather = execution.plan.regather
         need_a, need_b, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(
             (a_shard if "a" in regather else a) if need_b else None,
             (b_shard if "b" in regather else b) if need_a else None,
         )
-        return c if bias is None else c + bias
+        return c
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_shard: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
-        da, db = ctx.execution.backward(grad_shard, a, b)
-        dbias = None
-        if ctx.needs_input_grad[2]:
-            partial = grad_shard.sum(tuple(range(grad_shard.dim() - 1)))
-            dbias = ctx.execution.move("dbias", partial, "wgrad").finish()
-        return da, db, dbias, None
+        return *ctx.execution.backward(grad_shard, a, b, ctx.needs_input_grad[2]), None
 
 
 class _Relayout(torch.autograd.Function):

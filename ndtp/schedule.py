@@ -62,30 +62,32 @@ class Execution:
     def move(self, name: str, tensor: Tensor, phase: str) -> Move:
         return Move(tensor, self.plan.relayouts[name], self.mesh, f"{self.plan.name} {name}", phase)
 
-    def forward(self, a_shard: Tensor, b_shard: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, a_shard: Tensor, b_shard: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns C as it is stored, and A and B as they were multiplied."""
         # B first: a weight does not depend on the layer before, so a schedule of several layers can start it earlier.
         b_move = self.move("B", b_shard, "forward").start()
         a_move = self.move("A", a_shard, "forward").start()
         b, a = b_move.finish(), a_move.finish()
         c = self.move("C", gemm.forward(self.plan, a, b), "forward").finish()
-        return c, a, b
+        return c if bias is None else c + self.move("bias", bias, "forward").finish(), a, b
 
-    def backward(self, grad_shard: Tensor, a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """dA and dB as A and B are stored.
+    def backward(
+        self, grad_shard: Tensor, a: Tensor | None, b: Tensor | None, bias: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """dA, dB and dbias as A, B and the bias are stored.
 
         `a` is given where dB is wanted, `b` where dA is: gathered, or as stored where the plan gathers it again.
         """
-        da_move = db = None
         phase = "dgrad" if b is not None else "wgrad"
         b_move = self.move("B", b, phase).start() if b is not None and "b" in self.plan.regather else None
         grad = self.move("dC", grad_shard, phase).finish()
+        moves: list[Move | None] = [None, None, None]
         if b is not None:
-            b = b_move.finish() if b_move else b
-            da_move = self.move("dA", gemm.dgrad(self.plan, grad, b), "dgrad").start()
+            moves[0] = self.move("dA", gemm.dgrad(self.plan, grad, b_move.finish() if b_move else b), "dgrad").start()
         if a is not None:
-            if "a" in self.plan.regather:
-                a = self.move("A", a, "wgrad").finish()
-            db_move = self.move("dB", gemm.wgrad(self.plan, grad, a), "wgrad").start()
-            db = db_move.finish()
-        return da_move.finish() if da_move else None, db
+            a = self.move("A", a, "wgrad").finish() if "a" in self.plan.regather else a
+            moves[1] = self.move("dB", gemm.wgrad(self.plan, grad, a), "wgrad").start()
+        if bias:
+            moves[2] = self.move("dbias", grad.sum(tuple(range(grad.dim() - 1))), "wgrad").start()
+        da, db, dbias = (move.finish() if move else None for move in moves)
+        return da, db, dbias

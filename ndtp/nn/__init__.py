@@ -1,0 +1,7 @@
+"""Modules: `nn.Linear` and MatMul -> activation -> MatMul on a grid of processes."""
+
+from ndtp.nn.dropout import Dropout
+from ndtp.nn.linear import Linear
+from ndtp.nn.mlp import MLP
+
+__all__ = ["MLP", "Dropout", "Linear"]

@@ -1,0 +1,203 @@
+"""`Linear`: `nn.Linear` on a grid of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ndtp.contraction import MatMulPlan
+from ndtp.cost import Volume
+from ndtp.errors import LayoutError
+from ndtp.layout import Layout
+from ndtp.nn.parameters import empty_parameter, fill_from_dense, fill_uniform, full
+from ndtp.nn.random import draw_seed
+from ndtp.ops import matmul
+from ndtp.process_grid import ProcessGrid
+from ndtp.schemes import block_layouts
+
+
+class Linear(nn.Module):
+    """`y = x W^T + b`, with x, W, b and y laid out on a grid.
+
+        x        [tokens, in]  as `in_layout`          returns [tokens, out] as `out_layout`
+        weight   [out, in]     as `weight_layout`      bias [out] as the weight's first dim
+
+    Weight and bias are DTensors with the keys and shapes of `nn.Linear`.  Further leading dims of x count as rows, of
+    which the first is the one that is split.  The same seed gives the same global weights on every grid.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as for `nn.Linear`.
+        mesh: the process grid.
+        scheme: a named scheme, see `ndtp.schemes.block_layouts`.
+        position: "up" for the first product of the scheme's block, "down" for the second.
+        axes: the axes that the scheme uses.
+        in_layout, weight_layout, out_layout: layouts of x, W (as [out, in]) and y instead of a scheme; the default of
+            `out_layout` is the plan's mirror rule.
+        pad: where a feature dim does not divide, store the weight padded with zeros to the next size that does.  x and
+            y are then shards of padded tensors; results and gradients are those of the unpadded problem.  A pair of
+            integers pads `in` and `out` to multiples of these, so that one checkpoint fits many grids.
+        regather: "a" and/or "b": operands that backward gathers again instead of keeping.
+        seed: default: drawn from torch's generator, which must be seeded alike on every rank.
+        name: what errors, profiles and the initialisation call this layer.
+
+    Raises:
+        LayoutError: layouts that make no product, or sizes that do not divide.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        mesh: ProcessGrid,
+        scheme: str = "3d",
+        position: str = "up",
+        axes: Sequence[str] | None = None,
+        in_layout: Layout | None = None,
+        weight_layout: Layout | None = None,
+        out_layout: Layout | None = None,
+        pad: bool | tuple[int, int] = False,
+        regather: tuple[str, ...] = (),
+        seed: int | None = None,
+        name: str = "linear",
+    ) -> None:
+        super().__init__()
+        if position not in ("up", "down"):
+            raise LayoutError(f"Linear '{name}': position={position!r} is neither 'up' nor 'down'")
+        if (in_layout is None) != (weight_layout is None) or (out_layout is not None and in_layout is None):
+            raise LayoutError(f"Linear '{name}': give in_layout and weight_layout together, or a scheme")
+        if in_layout is not None and weight_layout is not None:
+            a, b, out = in_layout, weight_layout, out_layout
+        else:
+            named = block_layouts(mesh.grid, scheme, axes)
+            up = (named.input, named.up_weight, named.hidden)
+            a, b, out = up if position == "up" else (named.hidden, named.down_weight, named.output)
+        plan = MatMulPlan(a, b, out, transpose_b=True, regather=regather, name=name)
+        self.in_features, self.out_features = in_features, out_features
+        self.plan, self.mesh, self.name, self.seed = plan, mesh, name, seed
+        pad_in, pad_out = pad if isinstance(pad, tuple) else (pad, pad)
+        self.padded_in = padded_size(in_features, "k", (plan,), pad_in)
+        self.padded_out = padded_size(out_features, "n", (plan,), pad_out)
+        self._create_parameters(bias, device, dtype)
+
+    def _create_parameters(self, bias: bool, device: Any, dtype: torch.dtype | None) -> None:
+        plan, mesh = self.plan, self.mesh
+        # Tokens are not known yet; features must divide now, identically on every rank.
+        plan.check_divides({"m": 0, "k": self.padded_in, "n": self.padded_out})
+        self.weight = empty_parameter((self.padded_out, self.padded_in), plan.b, mesh, device, dtype)
+        self.bias = empty_parameter((self.padded_out,), plan.bias, mesh, device, dtype) if bias else None
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    @property
+    def in_layout(self) -> Layout:
+        return self.plan.a
+
+    @property
+    def weight_layout(self) -> Layout:
+        return self.plan.b
+
+    @property
+    def out_layout(self) -> Layout:
+        return self.plan.out
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw weight and bias from U(-1/sqrt(in), 1/sqrt(in)), the distribution of `nn.Linear`.
+
+        Values are keyed by (seed, parameter name, global index); every rank draws its own shard.
+        """
+        seed = next((s for s in (seed, self.seed) if s is not None), None)
+        seed = draw_seed() if seed is None else seed
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        real = (self.out_features, self.in_features)
+        fill_uniform(self.weight, self.plan.b, self.mesh, bound, real, seed, f"{self.name}.weight")
+        if self.bias is not None:
+            fill_uniform(self.bias, self.plan.bias, self.mesh, bound, real[:1], seed, f"{self.name}.bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, lead = x.flatten(0, -2), x.shape[:-1]
+        y = matmul(rows, self.weight, self.plan, self.mesh, self.bias)
+        if self.padded_out != self.out_features:
+            y = zero_padding(y, self.out_layout, self.mesh, self.out_features)
+        if len(lead) == 1:
+            return y
+        if y.shape[0] % max(math.prod(lead[1:]), 1):
+            raise LayoutError(
+                f"Linear '{self.name}': {y.shape[0]} rows of the result do not make whole blocks of {tuple(lead[1:])}, "
+                f"the leading dims of the shard {tuple(x.shape)}\n  fix: flatten the leading dims first"
+            )
+        return y.unflatten(0, (y.shape[0] // max(math.prod(lead[1:]), 1), *lead[1:]))
+
+    def volume(self, tokens: int, dgrad: bool = True) -> Volume:
+        """The exact traffic of a forward and backward of `tokens` rows, in elements received per rank."""
+        shape = (tokens, self.padded_in, self.padded_out)
+        return self.plan.volume(
+            shape,
+            dgrad=dgrad,
+            wgrad=self.weight.requires_grad,
+            bias=self.bias is not None and self.bias.requires_grad,
+        )
+
+    @torch.no_grad()
+    def load_dense(self, dense: nn.Linear) -> Linear:
+        """Take over the values of an `nn.Linear`; every rank copies its shard.
+
+        Raises:
+            LayoutError: other sizes, or a bias that one of the two lacks.
+        """
+        theirs = (dense.in_features, dense.out_features, dense.bias is not None)
+        ours = (self.in_features, self.out_features, self.bias is not None)
+        if theirs != ours:
+            raise LayoutError(f"Linear '{self.name}': (in, out, bias) is {ours}, of the dense layer {theirs}")
+        fill_from_dense(self.weight, self.plan.b, self.mesh, dense.weight)
+        if self.bias is not None:
+            fill_from_dense(self.bias, self.plan.bias, self.mesh, dense.bias)
+        for ours_, theirs_ in ((self.weight, dense.weight), (self.bias, dense.bias)):
+            if ours_ is not None:
+                ours_.requires_grad_(theirs_.requires_grad)
+        return self
+
+    @classmethod
+    def from_dense(cls, dense: nn.Linear, *, mesh: ProcessGrid, **arguments: Any) -> Linear:
+        """The same layer as an `nn.Linear`, on a grid; further arguments as for the constructor."""
+        arguments = {"device": dense.weight.device, "dtype": dense.weight.dtype, "seed": 0, **arguments}
+        parallel = cls(dense.in_features, dense.out_features, dense.bias is not None, mesh=mesh, **arguments)
+        return parallel.load_dense(dense)
+
+    def to_dense(self) -> nn.Linear:
+        """An `nn.Linear` with the same values, on every rank; a collective."""
+        dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        shape = (self.out_features, self.in_features)
+        dense.weight = nn.Parameter(full(self.weight, self.plan.b, self.mesh, shape), self.weight.requires_grad)
+        if self.bias is not None:
+            dense.bias = nn.Parameter(full(self.bias, self.plan.bias, self.mesh, shape[:1]), self.bias.requires_grad)
+        return dense
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.plan}"
+
+
+def padded_size(size: int, letter: str, plans: Sequence[MatMulPlan], pad: bool | int) -> int:
+    """The next multiple of an integer `pad`; with `pad=True` the next size that every split of the letter divides."""
+    multiple = int(pad) or 1
+    for plan in plans if pad is True else ():
+        tensors = ((plan.a, plan.a_letters), (plan.b, plan.b_letters), (plan.out, plan.c_letters))
+        splits = [layout.num_splits(letters.index(letter)) for layout, letters in tensors if letter in letters]
+        multiple = math.lcm(multiple, plan.grid.size(plan.orders[letter]), *splits)
+    return -(-size // multiple) * multiple
+
+
+def zero_padding(x: Tensor, layout: Layout, mesh: ProcessGrid, features: int) -> Tensor:
+    """Set the columns of this rank's shard [.., features] that lie beyond the real features to zero."""
+    width = x.shape[-1]
+    start = mesh.grid.index(mesh.rank, layout.dims[-1]) * width
+    real = min(max(features - start, 0), width)
+    return x if real == width else F.pad(x[..., :real], (0, width - real))

@@ -1,0 +1,191 @@
+"""`MLP`: MatMul -> activation -> MatMul on a grid of processes."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ndtp.cost import Volume
+from ndtp.errors import LayoutError
+from ndtp.layout import Layout
+from ndtp.nn.activations import Activation, activation_named
+from ndtp.nn.dropout import Dropout
+from ndtp.nn.linear import Linear, padded_size, zero_padding
+from ndtp.nn.random import draw_seed
+from ndtp.process_grid import ProcessGrid
+from ndtp.schemes import BlockLayouts, block_layouts
+
+
+class MLP(nn.Module):
+    """`down(dropout(activation(up(x))))`, where both products and what lies between stay on the grid.
+
+        x        [tokens, hidden]  as `in_layout`     returns the same as `out_layout`
+        up       weight [inner, hidden]               down     weight [hidden, inner]
+
+    Under a named scheme the block ends in the layout in which it began.  Keys and shapes of the state dict are those of
+    a dense pair called `up` and `down`.
+
+    Args:
+        hidden, inner: features outside and inside of the block.
+        activation: a name (gelu, gelu_tanh, relu, squared_relu, silu, tanh, sigmoid, identity), or a callable that acts
+            element by element.
+        bias, device, dtype: as for `nn.Linear`.
+        dropout: probability for the activations; the mask is the same on every grid, see `ndtp.nn.Dropout`.
+        mesh: the process grid.
+        scheme: "1d", "1d-sp", "2d", "2d-features" or "3d", see `ndtp.schemes.block_layouts`.
+        axes: the axes that the scheme uses.
+        layouts: explicit layouts instead of a scheme.
+        pad: pad features that do not divide, see `ndtp.nn.Linear`; rows that do not divide inside the block too.
+        regather: "a" and/or "b": operands of both products that backward gathers again instead of keeping.
+        seed: default: drawn from torch's generator, which must be seeded alike on every rank.
+        name: what errors, profiles and the initialisation call this block.
+
+    Raises:
+        LayoutError: layouts that make no block, or sizes that do not divide.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        activation: str | Activation = "gelu",
+        bias: bool = True,
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        mesh: ProcessGrid,
+        scheme: str = "3d",
+        axes: Sequence[str] | None = None,
+        layouts: BlockLayouts | None = None,
+        pad: bool | int = False,
+        regather: tuple[str, ...] = (),
+        seed: int | None = None,
+        name: str = "mlp",
+    ) -> None:
+        super().__init__()
+        layouts = layouts or block_layouts(mesh.grid, scheme, axes)
+        plans = layouts.plans(name, regather)
+        # Both products must agree on the padded inner size, and the block on the hidden one at both ends.
+        at_ends = math.lcm(padded_size(1, "k", plans[:1], pad), padded_size(1, "n", plans[1:], pad))
+        inside = math.lcm(padded_size(1, "n", plans[:1], pad), padded_size(1, "k", plans[1:], pad))
+        shared: dict[str, Any] = {"mesh": mesh, "regather": regather, "device": device, "dtype": dtype}
+        seed = draw_seed() if seed is None and not _is_meta(device) else seed
+        self.hidden, self.inner, self.mesh, self.layouts = hidden, inner, mesh, layouts
+        self.activation_name = activation if isinstance(activation, str) else None
+        self.up = Linear(
+            hidden, inner, bias, in_layout=layouts.input, weight_layout=layouts.up_weight, out_layout=layouts.hidden,
+            pad=(at_ends, inside), seed=seed, name=f"{name}.up", **shared,
+        )  # fmt: skip
+        self.activation = activation_named(activation)
+        self.dropout = Dropout(dropout, layouts.hidden, mesh)
+        self.down = Linear(
+            inner, hidden, bias, in_layout=layouts.hidden, weight_layout=layouts.down_weight,
+            out_layout=layouts.output, pad=(inside, at_ends), seed=seed, name=f"{name}.down", **shared,
+        )  # fmt: skip
+        self.row_multiple = self._row_multiple() if pad else 1
+
+    def _row_multiple(self) -> int:
+        """Rows of a shard must come in multiples of this, for every split of the rows inside the block to divide."""
+        ends = self.layouts.input.num_splits(0)
+        if self.layouts.input.dims[0] != self.layouts.output.dims[0]:
+            return 1  # padding rows of a shard would end up among the rows of other shards
+        inside = [axes for plan in (self.up.plan, self.down.plan) for axes in (plan.out.dims[0], plan.orders["m"])]
+        total = math.lcm(ends, *(self.mesh.grid.size(axes) for axes in inside))
+        return total // ends
+
+    @property
+    def in_layout(self) -> Layout:
+        """The layout of the [tokens, hidden] activations that the block takes."""
+        return self.up.in_layout
+
+    @property
+    def out_layout(self) -> Layout:
+        """The layout of the [tokens, hidden] activations that the block returns."""
+        return self.down.out_layout
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw all parameters anew; the same values on every grid."""
+        seed = next((s for s in (seed, self.up.seed) if s is not None), None)
+        seed = draw_seed() if seed is None else seed
+        self.up.reset_parameters(seed)
+        self.down.reset_parameters(seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        count = rows.shape[0]
+        padding = -count % self.row_multiple
+        h = self.up(F.pad(rows, (0, 0, 0, padding)) if padding else rows)
+        h = self.dropout(self.activation(h))
+        if self.up.padded_out != self.inner:
+            # An activation need not be zero at zero; its padding must be, or the weight's padding gets a gradient.
+            h = zero_padding(h, self.up.out_layout, self.mesh, self.inner)
+        y = self.down(h)
+        y = y[:count] if padding else y
+        return y if x.dim() == 2 else y.unflatten(0, (-1, *x.shape[1:-1]) if x.numel() else x.shape[:-1])
+
+    def volume(self, tokens: int, dgrad: bool = True) -> Volume:
+        """The exact traffic of a forward and backward of `tokens` rows, in elements received per rank.
+
+        Args:
+            dgrad: whether the input of the block needs a gradient.
+        """
+        tokens += -tokens % (self.row_multiple * self.in_layout.num_splits(0))
+        inner_grad = dgrad or any(p.requires_grad for p in self.up.parameters())
+        return self.up.volume(tokens, dgrad) + self.down.volume(tokens, inner_grad)
+
+    @classmethod
+    def from_dense(
+        cls,
+        up: nn.Linear,
+        down: nn.Linear,
+        activation: str | Activation = "gelu",
+        *,
+        mesh: ProcessGrid,
+        **arguments: Any,
+    ) -> MLP:
+        """The block of two `nn.Linear`, on a grid; further arguments as for the constructor.
+
+        Raises:
+            LayoutError: layers that do not make a block, or of which one has a bias and the other none.
+        """
+        if (up.in_features, up.out_features) != (down.out_features, down.in_features):
+            raise LayoutError(
+                f"MLP.from_dense: up is {up.in_features} -> {up.out_features} and down {down.in_features} -> "
+                f"{down.out_features}; a block leads back to where it began\n  fix: two ndtp.nn.Linear"
+            )
+        arguments = {"device": up.weight.device, "dtype": up.weight.dtype, "seed": 0, **arguments}
+        block = cls(up.in_features, up.out_features, activation, up.bias is not None, mesh=mesh, **arguments)
+        block.up.load_dense(up)
+        block.down.load_dense(down)
+        return block
+
+    def to_dense(self) -> nn.Sequential:
+        """A dense `nn.Sequential` of `up`, `activation`, `dropout` and `down`, on every rank; a collective."""
+        return nn.Sequential(
+            OrderedDict(
+                up=self.up.to_dense(),
+                activation=_Elementwise(self.activation),
+                dropout=nn.Dropout(self.dropout.p),
+                down=self.down.to_dense(),
+            )
+        ).train(self.training)
+
+
+class _Elementwise(nn.Module):
+    def __init__(self, function: Activation) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"

@@ -1,0 +1,47 @@
+"""Draws that do not depend on the grid: every element of a global tensor has its own counter.
+
+Philox2x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), keyed by a seed
+and a name, counted by the global index.  A rank draws its own shard and nothing else; the integer arithmetic is
+the same on every device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+MULTIPLIER = 0xD256D193
+WEYL = 0x9E3779B9
+ROUNDS = 10
+
+
+def key_of(seed: int, name: str) -> int:
+    """A 32-bit key from a seed and the name of what is drawn."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=4).digest(), "little")
+
+
+def philox(counter: Tensor, key: int) -> Tensor:
+    """32 random bits, as int64, for each 64-bit counter (int64)."""
+    low, high = counter & MASK, (counter >> 32) & MASK
+    for _ in range(ROUNDS):
+        product = low * MULTIPLIER  # the low 64 bits; a signed shift is masked back to the high word
+        low, high = ((product >> 32) & MASK) ^ key ^ high, product & MASK
+        key = (key + WEYL) & MASK
+    return low
+
+
+def uniform(shape: Sequence[int], slices: Sequence[slice], key: int, device: torch.device | str) -> Tensor:
+    """The part `slices` of a tensor of the global `shape`, uniform in [0, 1), float64, multiples of 2^-32."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for size, part in zip(shape, slices, strict=True):
+        index = index.unsqueeze(-1) * size + torch.arange(part.start, part.stop, dtype=torch.int64, device=device)
+    return philox(index, key).double() * 2.0**-32
+
+
+def draw_seed() -> int:
+    """A seed from torch's default generator: the same on every rank that called `torch.manual_seed` alike."""
+    return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
