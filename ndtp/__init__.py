@@ -4,12 +4,14 @@ Layouts over named grids of processes, the collectives that each product of two 
 the local GEMMs, differentiated, and counted to the byte.
 """
 
+from ndtp import nn as nn
 from ndtp.contraction import MatMulPlan
 from ndtp.errors import CommunicationError, GridError, LayoutError, MismatchError
 from ndtp.grid import Grid
 from ndtp.layout import Layout
 from ndtp.meter import CommMeter
 from ndtp.ops import batch_matmul, matmul, relayout
+from ndtp.parallelize import parallelize
 from ndtp.process_grid import ProcessGrid
 
 __version__ = "0.1.0"
@@ -26,5 +28,6 @@ __all__ = [
     "ProcessGrid",
     "batch_matmul",
     "matmul",
+    "parallelize",
     "relayout",
 ]

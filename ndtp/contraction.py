@@ -64,7 +64,7 @@ class MatMulPlan:
     a: Layout
     b: Layout
     out: Layout = None  # type: ignore[assignment]  # None is replaced by the mirror rule's
-    roles: Mapping[str, str] = None  # type: ignore[assignment]
+    roles: Mapping[str, str] = None  # type: ignore[assignment]  # overrides, replaced by all roles
     transpose_a: bool = False
     transpose_b: bool = False
     regather: tuple[str, ...] = ()
@@ -73,6 +73,22 @@ class MatMulPlan:
     b_units: tuple[int, ...] = ()
     requested: tuple[Layout | None, Mapping[str, str]] = field(init=False, repr=False)
     orders: Mapping[str, tuple[str, ...]] = field(init=False, repr=False)
+
+    if TYPE_CHECKING:  # what may be passed, where the attributes are never None
+
+        def __init__(
+            self,
+            a: Layout,
+            b: Layout,
+            out: Layout | None = None,
+            roles: Mapping[str, str] | None = None,
+            transpose_a: bool = False,
+            transpose_b: bool = False,
+            regather: tuple[str, ...] = (),
+            name: str = "matmul",
+            a_units: tuple[int, ...] = (),
+            b_units: tuple[int, ...] = (),
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         self._check_arguments()

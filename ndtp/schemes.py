@@ -60,7 +60,7 @@ def block_layouts(grid: Grid, scheme: str, axes: Sequence[str] | None = None) ->
     count = {"1d": None, "2d": 2, "3d": 3}[scheme[:2]]
     if axes is None:
         named = [axis if axis in grid else None for axis in TENSOR_AXES]
-        used = [axis for axis in grid if axis in TENSOR_AXES] if count is None else named[:count]
+        used = named[:count]
         if count == 2 and named[2] and grid["z"] > 1:
             raise LayoutError(
                 f"scheme {scheme!r} uses the axes x and y, and grid {grid} has z={grid['z']}\n"

@@ -1,0 +1,220 @@
+"""`parallelize`: swap the Linear pairs of a user's model for tensor-parallel ones, in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ndtp.contraction import MatMulPlan
+from ndtp.cost import Volume, traffic
+from ndtp.errors import LayoutError
+from ndtp.layout import Layout
+from ndtp.linear_pairs import Pair, find_pairs, pairs_by_name
+from ndtp.nn.dropout import Dropout
+from ndtp.nn.linear import Linear, padded_size, zero_padding
+from ndtp.ops import relayout
+from ndtp.process_grid import ProcessGrid
+from ndtp.relayout import relayout as relayout_steps
+from ndtp.schemes import block_layouts
+
+
+@dataclass
+class Report:
+    """What `parallelize` did: `replaced` names each layer with its product, `kept` each Linear left alone and why."""
+
+    replaced: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+    layers: list[BoundaryLinear] = field(default_factory=list, repr=False)
+
+    def volume(self, tokens: int) -> Volume:
+        """The exact traffic of a training step over `tokens` rows, boundaries included, in elements per rank."""
+        return sum((layer.volume(tokens) for layer in self.layers), Volume())
+
+    def __str__(self) -> str:
+        lines = [f"replaced {name}: {product}" for name, product in self.replaced.items()]
+        return "\n".join(lines + [f"kept     {name}: {reason}" for name, reason in self.kept.items()])
+
+
+@dataclass
+class Rows:
+    """The leading dims of the activations that are between an up and its down."""
+
+    lead: tuple[int, ...] = ()
+
+
+class BoundaryLinear(Linear):
+    """A `Linear` whose input or output is converted from or to what its neighbours in the model expect.
+
+    Outside, activations are whole but for the rows that other axes (`dp`) split.  Inside they lie as the plan says, as
+    [rows, features], padded where a size does not divide.
+    """
+
+    enters: bool
+    leaves: bool
+    outside: Layout
+    rows: Rows
+    row_multiple: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.enters:
+            self.rows.lead = tuple(x.shape[:-1])
+            x = x.reshape(-1, x.shape[-1])
+            x = F.pad(x, (0, self.padded_in - x.shape[1], 0, -x.shape[0] % self.row_multiple))
+            x = relayout(x, self.outside, self.in_layout, self.mesh, f"{self.name} input")
+        elif self.padded_in != self.in_features:
+            # An activation need not be zero at zero; its padding must be, or the weight's padding gets a gradient.
+            x = zero_padding(x, self.in_layout, self.mesh, self.in_features)
+        y = super().forward(x)
+        if self.leaves:
+            y = relayout(y, self.out_layout, self.outside, self.mesh, f"{self.name} output")
+            y = y[: math.prod(self.rows.lead), : self.out_features].reshape(*self.rows.lead, -1)
+        return y
+
+    def volume(self, tokens: int, dgrad: bool = True) -> Volume:
+        """As `Linear.volume`, with the conversions at the boundary."""
+        shards = self.outside.num_splits(0)
+        tokens = -(-tokens // (self.row_multiple * shards)) * self.row_multiple * shards
+        total = super().volume(tokens, dgrad)
+        moves = []
+        if self.enters and dgrad:
+            moves.append(("dgrad", self.in_layout, self.outside, self.padded_in))
+        if self.leaves:
+            moves.append(("forward", self.out_layout, self.outside, self.padded_out))
+        for phase, source, target, features in moves:
+            steps = relayout_steps(self.mesh.grid, source.dims, target.dims)
+            total += Volume.of(traffic(self.mesh.grid, steps, source.shard_shape((tokens, features)), phase))
+        return total
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: ProcessGrid,
+    plan: Mapping[str, str | Sequence[Layout]] | None = None,
+    *,
+    scheme: str = "3d",
+    axes: Sequence[str] | None = None,
+    pad: bool = True,
+    regather: tuple[str, ...] = (),
+) -> nn.Module:
+    """Replace `Linear -> activation -> Linear` pairs of a model by tensor-parallel ones, in place, keeping the weights.
+
+    Pairs are found by tracing the `forward` of the modules that hold them; state-dict keys stay.  The rest of the model
+    keeps working: activations are whole outside of a pair, but for rows that other axes of the grid (`dp`) split.  What
+    was and was not replaced, and why, is in `model.ndtp_report`.
+
+    Args:
+        plan: names instead of a search, with wildcards: `{"encoder.*.fc1": "up", "encoder.*.fc2": "down"}`, or layouts
+            of one layer: `{"head": (in_layout, weight_layout, out_layout)}`, the last of which may be left out.
+        scheme, axes: as for `ndtp.nn.MLP`.
+        pad: pad sizes that do not divide; without it they are an error.
+        regather: as for `ndtp.nn.Linear`.
+
+    Raises:
+        LayoutError: names that match nothing or do not pair up, or sizes that do not divide.
+    """
+    report = Report()
+    if plan is None:
+        pairs, report.kept = find_pairs(model)
+    else:
+        pairs = pairs_by_name(model, {name: value for name, value in plan.items() if isinstance(value, str)})
+    layouts = block_layouts(mesh.grid, scheme, axes)
+    for pair in pairs:
+        _replace_pair(model, pair, mesh, report, pad, layouts.plans(pair.up, regather), regather)
+    for name, value in (plan or {}).items():
+        if not isinstance(value, str):
+            _replace_one(model, name, value, mesh, report, pad, regather)
+    linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
+    for name in linears:
+        report.kept.setdefault(name, "not named in the plan")
+    model.ndtp_report = report  # type: ignore[assignment]
+    return model
+
+
+def _outside(layouts: Sequence[Layout], axes: Sequence[str]) -> Layout:
+    """Whole, but for the rows that axes split in every layout."""
+    rows = [axis for axis in axes if all(axis in layout.dims[0] for layout in layouts)]
+    return Layout(layouts[0].grid, rows, None)
+
+
+def _replace_pair(
+    model: nn.Module,
+    pair: Pair,
+    mesh: ProcessGrid,
+    report: Report,
+    pad: bool,
+    plans: tuple[MatMulPlan, MatMulPlan],
+    regather: tuple[str, ...],
+) -> None:
+    up, down = plans
+    # Rows that every activation splits and no weight uses are data parallel; they stay split outside.
+    used = {axis for plan in plans for axis in plan.b.axes}
+    rows = [axis for axis in up.a.dims[0] if axis not in used]
+    outside = _outside((up.a, down.out), rows)
+    dense_up, dense_down = (model.get_submodule(name) for name in (pair.up, pair.down))
+    inside = math.lcm(padded_size(1, "n", (up,), pad), padded_size(1, "k", (down,), pad))
+    ends = (padded_size(1, "k", (up,), pad), padded_size(1, "n", (down,), pad))
+    multiple = _row_multiple(plans, outside) if pad else 1
+    shared = Rows()
+    for name, dense, plan, padding in (
+        (pair.up, dense_up, up, (ends[0], inside)),
+        (pair.down, dense_down, down, (inside, ends[1])),
+    ):
+        layer = _boundary_linear(dense, name, plan, mesh, padding, regather)
+        layer.enters, layer.leaves = name == pair.up, name == pair.down
+        layer.outside, layer.rows, layer.row_multiple = outside, shared, multiple
+        _put(model, name, layer, report)
+    for name in pair.dropouts:
+        dropout = model.get_submodule(name)
+        model.set_submodule(name, Dropout(dropout.p, up.out, mesh).train(dropout.training))  # type: ignore[arg-type]
+
+
+def _replace_one(
+    model: nn.Module,
+    name: str,
+    layouts: Sequence[Layout],
+    mesh: ProcessGrid,
+    report: Report,
+    pad: bool,
+    regather: tuple[str, ...],
+) -> None:
+    dense = dict(model.named_modules()).get(name)
+    if type(dense) is not nn.Linear:
+        raise LayoutError(f"parallelize: {name!r} is no nn.Linear of the model")
+    a, b, out = (*layouts, None)[:3]
+    if a is None or b is None:
+        raise LayoutError(f"parallelize: give {name!r} an input and a weight layout")
+    plan = MatMulPlan(a, b, out, transpose_b=True, regather=regather, name=name)
+    layer = _boundary_linear(dense, name, plan, mesh, pad, regather)
+    layer.enters = layer.leaves = True
+    layer.outside, layer.rows = _outside((plan.a, plan.out), ()), Rows()
+    layer.row_multiple = _row_multiple((plan,), layer.outside) if pad else 1
+    _put(model, name, layer, report)
+
+
+def _boundary_linear(
+    dense: Any, name: str, plan: MatMulPlan, mesh: ProcessGrid, pad: bool | tuple[int, int], regather: tuple[str, ...]
+) -> BoundaryLinear:
+    layer = BoundaryLinear.from_dense(
+        dense, mesh=mesh, in_layout=plan.a, weight_layout=plan.b, out_layout=plan.out,
+        pad=pad, regather=regather, name=name,
+    )  # fmt: skip
+    assert isinstance(layer, BoundaryLinear)
+    return layer.train(dense.training)
+
+
+def _row_multiple(plans: Sequence[MatMulPlan], outside: Layout) -> int:
+    splits = [layout.num_splits(0) for plan in plans for layout in (plan.a, plan.out)]
+    return math.lcm(*splits, *(plan.grid.size(plan.orders["m"]) for plan in plans)) // outside.num_splits(0)
+
+
+def _put(model: nn.Module, name: str, layer: BoundaryLinear, report: Report) -> None:
+    if not name:
+        raise LayoutError("parallelize: the model is a single Linear; use ndtp.nn.Linear.from_dense")
+    model.set_submodule(name, layer)
+    report.replaced[name] = str(layer.plan)
+    report.layers.append(layer)
