@@ -1,0 +1,122 @@
+"""What travels between the parent and its ranks, and how it is pickled."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+# True in a rank while it imports the user's script: starting ranks from there would never end.
+IMPORTING_MAIN: ContextVar[bool] = ContextVar("IMPORTING_MAIN", default=False)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Parent to rank: the pickled (fn, args, kwargs) follow, which these are needed to load."""
+
+    sys_path: list[str]
+    cwd: str
+    main: tuple[str, str] | None  # ("module", name) or ("path", file) of the parent's __main__, if the call uses it
+    echo: bool  # forward what this rank prints
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Rank to parent: the process group is up."""
+
+
+@dataclass(frozen=True)
+class Printed:
+    """Rank to parent: text written to sys.stdout."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Rank to parent: the pickled result follows.
+
+    `reusable` is False when the rank should be replaced before the next call.
+    """
+
+    reusable: bool
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Rank to parent: the function raised.  `when` is time.monotonic(), which all processes of a machine share."""
+
+    summary: str
+    traceback: str
+    exception: bytes | None  # pickled, where that is possible both ways
+    when: float
+
+
+class _PlainPickler(pickle.Pickler):
+    """Pickles tensors by value: detached, on the CPU, and without the rest of a larger storage they look into."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.layout != torch.strided:
+            return NotImplemented
+        plain = obj.detach().cpu()
+        if plain.device.type != "cpu" or type(plain) is not torch.Tensor:
+            return NotImplemented
+        if plain.untyped_storage().nbytes() != plain.numel() * plain.element_size():
+            plain = plain.clone()
+        return plain.__reduce_ex__(self.protocol)  # type: ignore[attr-defined]
+
+    protocol = pickle.HIGHEST_PROTOCOL
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle by value; tensors arrive as plain CPU tensors without autograd history."""
+    buffer = io.BytesIO()
+    _PlainPickler(buffer, protocol=_PlainPickler.protocol).dump(value)
+    return buffer.getvalue()
+
+
+def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """Pickle a call for the ranks.
+
+    Raises:
+        ValueError: the function cannot be imported by name, or an argument cannot be pickled; says which.
+    """
+    name = getattr(fn, "__qualname__", repr(fn))
+    try:
+        pickle.dumps(fn)
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot be sent to the ranks: {error}\n"
+            "  ranks are other processes, which import the function by its name; lambdas and functions defined inside "
+            "functions have none\n"
+            "  fix: define it at module level and pass what it captured as arguments"
+        ) from error
+    if getattr(fn, "__module__", None) == "__main__" and describe_main() is None:
+        raise ValueError(
+            f"{name} cannot be sent to the ranks: it was typed at a prompt or piped in, so no file holds it\n"
+            "  fix: put it into a file and import it from there"
+        )
+    try:
+        return dumps((fn, args, kwargs))
+    except Exception as error:
+        raise ValueError(f"an argument of {name} cannot be pickled for the ranks: {error}") from error
+
+
+def describe_main() -> tuple[str, str] | None:
+    """Where the parent's `__main__` can be imported from; None for a prompt, `-c` or standard input."""
+    main: ModuleType | None = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name:
+        return "module", spec.name
+    path = getattr(main, "__file__", None)
+    if path is None or not os.path.exists(path):
+        return None
+    return "path", os.path.abspath(path)

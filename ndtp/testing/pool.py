@@ -1,0 +1,331 @@
+"""Local gloo ranks that are started once and called many times.
+
+    with RankPool(8) as pool:
+        losses = pool.run(train_step, config)        # [loss of rank 0, ..., loss of rank 7]
+
+A call never hangs: the first rank that fails, dies or exceeds the timeout ends it for all.  The ranks are then killed
+(a gloo group does not survive the loss of a member), and the next call starts new ones, in about a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from ndtp.testing.messages import (
+    IMPORTING_MAIN,
+    Call,
+    Printed,
+    Raised,
+    Ready,
+    Returned,
+    describe_main,
+    pickle_call,
+)
+from ndtp.testing.process import RankProcess, kill, traces
+from ndtp.testing.zygote import Birth, Zygote
+
+_START_TIMEOUT_S = 180.0  # importing torch on a cold, busy machine included
+_GRACE_S = 0.5  # after the first failure, for the others to report theirs
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or hung.
+
+    Attributes:
+        rank: the rank that failed first; one that died before those that raised, who may only have lost it.
+        coordinates: its place on the grid, e.g. `{"z": 0, "x": 1, "y": 1}`; None unless the call named its `axes`.
+        errors: rank -> traceback text, or how the process ended, of every rank that failed.
+        exceptions: rank -> the exception itself, for those whose exception can be pickled.
+        stopped: ranks that had not finished and were killed.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        errors: Mapping[int, str],
+        *,
+        coordinates: Mapping[str, int] | None = None,
+        exceptions: Mapping[int, BaseException] | None = None,
+        summaries: Mapping[int, str] | None = None,
+        stopped: Collection[int] = (),
+    ) -> None:
+        self.rank = rank
+        self.errors = dict(errors)
+        self.coordinates = coordinates
+        self.exceptions = dict(exceptions or {})
+        self.stopped = tuple(sorted(stopped))
+        summaries = summaries or {}
+        place = "" if coordinates is None else " (" + " ".join(f"{a}={i}" for a, i in coordinates.items()) + ")"
+        lines = [f"rank {rank}{place}: {summaries.get(rank, 'failed')}", _indent(self.errors[rank])]
+        others: dict[str, list[int]] = {}
+        for other in sorted(set(self.errors) - {rank}):
+            others.setdefault(summaries.get(other, "failed"), []).append(other)
+        lines += [f"also {_name(ranks)}: {summary}" for summary, ranks in others.items()]
+        unfinished = sorted(set(self.stopped) - set(self.errors))
+        if unfinished:
+            lines.append(f"stopped before the end: {_name(unfinished)}")
+        super().__init__("\n".join(line for line in lines if line))
+
+
+class RankTimeout(RankError):
+    """Ranks were still running at the timeout; `errors` holds the Python stack where each of them was."""
+
+
+class RankPool:
+    """`ranks` processes in one gloo group, with one torch thread each.
+
+    They start at the first call and are reused by the later ones.  Each call finds the default process group
+    initialised, the parent's `sys.path` and working directory as they are then, its environment as it was when the
+    ranks started, and torch's seed at 0; everything else that calls leave behind stays.
+
+    Args:
+        ranks: number of processes.
+        timeout: seconds that a call may take, unless it says otherwise; the group's own timeout too.
+        echo: the ranks whose `print` goes to the parent's `sys.stdout`; the default is rank 0 alone.  stderr always
+            goes through.
+
+    Raises:
+        ValueError: `ranks` is not positive.
+    """
+
+    def __init__(self, ranks: int, timeout: float = 300.0, *, echo: Collection[int] = (0,)) -> None:
+        if ranks < 1:
+            raise ValueError(f"RankPool: ranks must be at least 1, not {ranks}")
+        self.num_ranks = ranks
+        self.timeout = timeout
+        self._echo = frozenset(echo)
+        self._ranks: list[RankProcess] = []
+        self._reusable = False
+        self._num_starts = 0
+        self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, kill, self._ranks, os.getpid())
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank; empty while no ranks are running."""
+        return [rank.pid for rank in self._ranks]
+
+    def close(self) -> None:
+        """Kill the ranks.  A later call starts new ones."""
+        with self._lock:
+            kill(self._ranks, os.getpid())
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        wait_all: bool = False,
+        axes: Mapping[str, int] | None = None,
+        per_rank: Sequence[tuple[Any, ...]] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on every rank and return the results by rank.
+
+        Tensors among the results arrive on the CPU, detached.
+
+        Args:
+            fn: a function that can be imported by its name: at module level, of a module or of the main script.
+            timeout: seconds; the pool's by default.
+            wait_all: after a failure, wait for all ranks to finish or fail, instead of half a second.
+            axes: axis sizes, slowest first, so that errors can name the failing rank's coordinates.
+            per_rank: for each rank, the arguments that precede `args`.
+
+        Raises:
+            ValueError: `fn` cannot be imported, or an argument not pickled, by another process.
+            RankTimeout: the timeout passed; names the ranks still running, and where.
+            RankError: a rank raised or died.
+        """
+        return self.call(fn, args, kwargs, timeout=timeout, wait_all=wait_all, axes=axes, per_rank=per_rank)
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+        wait_all: bool = False,
+        axes: Mapping[str, int] | None = None,
+        per_rank: Sequence[tuple[Any, ...]] | None = None,
+    ) -> list[Any]:
+        """`run` for functions whose keyword arguments have the names of its own."""
+        if IMPORTING_MAIN.get():
+            raise RuntimeError(
+                "the main script starts ranks while a rank imports it, which would never end\n"
+                '  fix: put what the script does under `if __name__ == "__main__":`'
+            )
+        if per_rank is not None and len(per_rank) != self.num_ranks:
+            raise ValueError(f"per_rank has {len(per_rank)} entries for {self.num_ranks} ranks")
+        if axes is not None and prod(axes.values()) != self.num_ranks:
+            raise ValueError(f"axes {dict(axes)} make {prod(axes.values())} ranks, but the pool has {self.num_ranks}")
+        if per_rank is None:
+            payloads = [pickle_call(fn, tuple(args), dict(kwargs or {}))] * self.num_ranks
+        else:
+            payloads = [pickle_call(fn, (*first, *args), dict(kwargs or {})) for first in per_rank]
+        main = describe_main() if any(b"__main__" in payload for payload in payloads) else None
+        timeout = self.timeout if timeout is None else timeout
+        with self._lock:
+            try:
+                self._ensure_started()
+                place = list(sys.path), os.getcwd(), main
+                headers = {echo: pickle.dumps(Call(*place, echo)) for echo in (False, True)}
+                for rank, payload in zip(self._ranks, payloads, strict=True):
+                    with contextlib.suppress(OSError):  # it just died: _collect reports it
+                        rank.connection.send_bytes(headers[rank.index in self._echo] + payload)
+                return self._collect(timeout, timeout if wait_all else _GRACE_S, axes)
+            except BaseException:  # KeyboardInterrupt too
+                kill(self._ranks, os.getpid())
+                raise
+
+    def _ensure_started(self) -> None:
+        if self._ranks and self._reusable and not any(rank.poll_exit() for rank in self._ranks):
+            return
+        kill(self._ranks, os.getpid())
+        zygote = _zygote(os.getpid())
+        zygote.ensure_running()
+        self._num_starts += 1
+        self._reusable = True
+        stem = os.path.join(zygote.folder, f"{id(self):x}-{self._num_starts}")
+        for index in range(self.num_ranks):
+            ours, theirs = socket.socketpair()
+            status_read, status_write = os.pipe()
+            rank = RankProcess(index, Connection(ours.detach()), status_read, f"{stem}-{index}.trace")
+            self._ranks.append(rank)
+            birth = Birth(
+                index, self.num_ranks, f"{stem}.store", rank.trace_path, self.timeout, dict(os.environ), list(sys.argv)
+            )
+            try:
+                zygote.fork(birth, theirs.fileno(), status_write)
+            finally:
+                theirs.close()
+                os.close(status_write)
+        self._collect(_START_TIMEOUT_S, _GRACE_S, None)
+
+    def _collect(self, timeout: float, grace: float, axes: Mapping[str, int] | None) -> list[Any]:
+        """Wait for one final message of every rank."""
+        deadline = time.monotonic() + timeout
+        waiting_until = deadline
+        results: dict[int, Any] = {}
+        failures: dict[int, Raised] = {}
+        pending = {rank.index: rank for rank in self._ranks}
+        while pending:
+            sources: list[Any] = [source for r in pending.values() for source in (r.connection, r.status_fd)]
+            ready = wait(sources, max(0.0, waiting_until - time.monotonic()))
+            if not ready:
+                break
+            for rank in list(pending.values()):
+                if rank.connection not in ready and rank.status_fd not in ready:
+                    continue
+                # In this order: what it said before it ended is already in the socket once we see the end.
+                ended = rank.status_fd in ready and rank.poll_exit()
+                message = self._receive(rank, results)
+                if message is None and ended:
+                    message = rank.death()
+                if message is None:
+                    continue
+                del pending[rank.index]
+                if isinstance(message, Raised):
+                    failures[rank.index] = message
+                    waiting_until = min(waiting_until, time.monotonic() + grace)
+        if not pending and not failures:
+            return [results[rank.index] for rank in self._ranks]
+
+        error_type = RankError if failures else RankTimeout
+        if pending and time.monotonic() >= deadline:
+            for index, trace in traces(pending.values()).items():
+                failures[index] = Raised(f"still running after {timeout:g} s", trace, None, time.monotonic())
+        first = min(failures, key=lambda index: (failures[index].when, index))
+        raise error_type(
+            first,
+            {index: failure.traceback or failure.summary for index, failure in sorted(failures.items())},
+            coordinates=None if axes is None else coordinates_of(first, axes),
+            exceptions=_exceptions(failures),
+            summaries={index: failure.summary for index, failure in failures.items()},
+            stopped=pending,
+        )
+
+    def _receive(self, rank: RankProcess, results: dict[int, Any]) -> Ready | Returned | Raised | None:
+        """The rank's final message if it has arrived; passes on what it printed before."""
+        try:
+            while rank.connection.poll():
+                stream = io.BytesIO(rank.connection.recv_bytes())
+                message = pickle.load(stream)
+                if isinstance(message, Printed):
+                    sys.stdout.write(message.text)
+                    sys.stdout.flush()
+                    continue
+                results[rank.index] = None
+                if isinstance(message, Returned):
+                    self._reusable &= message.reusable
+                    results[rank.index] = pickle.load(stream)
+                return message
+        except (EOFError, OSError):  # closed: it has ended or is about to
+            return rank.death()
+        return None
+
+
+def _exceptions(failures: Mapping[int, Raised]) -> dict[int, BaseException]:
+    exceptions = {}
+    for index, failure in failures.items():
+        if failure.exception is not None:
+            with contextlib.suppress(Exception):  # of a class that only the rank could import, say
+                exceptions[index] = pickle.loads(failure.exception)
+    return exceptions
+
+
+def shared_pool(ranks: int) -> RankPool:
+    """The pool of `ranks` ranks that everyone in this process shares."""
+    pools = _shared_pools(os.getpid())
+    return pools.setdefault(ranks, RankPool(ranks))
+
+
+def close_shared_pools() -> None:
+    """Kill the ranks of all shared pools; a later call starts new ones."""
+    for pool in _shared_pools(os.getpid()).values():
+        pool.close()
+
+
+@functools.cache
+def _shared_pools(pid: int) -> dict[int, RankPool]:  # by pid: a fork must not use its parent's ranks
+    return {}
+
+
+@functools.cache
+def _zygote(pid: int) -> Zygote:
+    return Zygote()
+
+
+def coordinates_of(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
+    """Grid coordinates of a rank, for axis sizes given slowest first."""
+    coordinates = {}
+    for axis in reversed(list(axes)):
+        rank, coordinates[axis] = divmod(rank, axes[axis])
+    return {axis: coordinates[axis] for axis in axes}
+
+
+def _indent(text: str) -> str:
+    return "".join(f"  {line}" for line in text.rstrip("\n").splitlines(keepends=True))
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

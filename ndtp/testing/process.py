@@ -1,0 +1,102 @@
+"""The parent's handle on one rank: is it alive, how did it end, where is it stuck."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+
+from ndtp.testing.messages import Raised
+from ndtp.testing.worker import TRACE_SIGNAL
+from ndtp.testing.zygote import STATUS
+
+_DEATH_S = 5.0  # for a killed process to disappear
+_TRACE_S = 0.3  # for a stuck rank to write its stack
+
+
+@dataclass
+class RankProcess:
+    """A rank as the parent sees it."""
+
+    index: int
+    connection: Connection
+    status_fd: int
+    trace_path: str
+    pid: int = 0
+    exit_code: int | None = None
+    alive: bool = True
+
+    def poll_exit(self, timeout: float = 0.0) -> bool:
+        """Whether the process has ended."""
+        while self.alive and self._read_status(timeout):
+            pass
+        return not self.alive
+
+    def _read_status(self, timeout: float) -> bool:
+        """Read the next record of the status pipe, where the zygote writes the pid and then the exit code."""
+        if not wait([self.status_fd], timeout):
+            return False
+        record = os.read(self.status_fd, STATUS.size)
+        if record and not self.pid:
+            self.pid = STATUS.unpack(record)[0]
+            return True
+        self.alive = False  # with no record: the zygote was killed, and its ranks with it
+        if record:
+            self.exit_code = STATUS.unpack(record)[0]
+        return True
+
+    def signal(self, number: int) -> None:
+        if not self.pid and self.alive:  # asked for, but not yet forked
+            self._read_status(_DEATH_S)
+        if not self.poll_exit():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def trace(self) -> str:
+        """What faulthandler wrote: the stack at a crash or at TRACE_SIGNAL, without the frames of ndtp.testing."""
+        with contextlib.suppress(OSError), open(self.trace_path) as file:
+            ours = ('File "<string>"', f'File "{os.path.dirname(__file__)}')
+            return "".join(line for line in file if not line.strip().startswith(ours))
+        return ""
+
+    def death(self) -> Raised:
+        """How it ended, as an error before all others: those may only have lost this rank."""
+        self.poll_exit(_DEATH_S)
+        return Raised(self._describe_exit(), self.trace(), None, when=-1.0)
+
+    def _describe_exit(self) -> str:
+        if not self.pid:
+            return "never started: the process that starts the ranks died; its stderr says why"
+        if self.exit_code is None:
+            return f"lost its connection (pid {self.pid})"
+        if self.exit_code < 0:
+            with contextlib.suppress(ValueError):
+                return f"killed by {signal.Signals(-self.exit_code).name} (pid {self.pid})"
+        return f"ended by itself with exit code {self.exit_code} (pid {self.pid}), without raising"
+
+
+def traces(ranks: Collection[RankProcess]) -> dict[int, str]:
+    """Where running ranks are."""
+    for rank in ranks:
+        rank.signal(TRACE_SIGNAL)
+    time.sleep(_TRACE_S)
+    return {rank.index: rank.trace() or "(no Python stack: it did not answer the signal)" for rank in ranks}
+
+
+def kill(ranks: list[RankProcess], owner_pid: int) -> None:
+    """Kill the ranks, wait until they are gone, and empty the list."""
+    if os.getpid() != owner_pid:
+        return
+    for rank in ranks:
+        rank.signal(signal.SIGKILL)
+    for rank in ranks:
+        rank.connection.close()
+        rank.poll_exit(_DEATH_S)
+        os.close(rank.status_fd)
+        with contextlib.suppress(OSError):
+            os.unlink(rank.trace_path)
+    ranks.clear()

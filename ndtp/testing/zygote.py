@@ -1,0 +1,216 @@
+"""A process with torch imported and nothing running, from which ranks are forked.
+
+Why not multiprocessing's forkserver: that one is shared with the user's program (its preload list is global), lets no
+rank have children (a DataLoader, say), and imports the user's `__main__` into every rank whether it is needed or not.
+
+    parent --socket--> zygote --fork--> rank 0 .. rank p-1
+       ^------------- one status pipe per rank --------'      pid first, then the exit code
+       ^------------- one message socket per rank -----'      see `worker`
+
+The zygote owns the ranks: when its socket to the parent closes, for whatever reason, it kills them and exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+STATUS = struct.Struct("<q")
+_LENGTH = struct.Struct("<I")
+_NUM_FDS = 4
+_PRELOAD = ("numpy", "torch", "torch.distributed", "torch.distributed.tensor")
+_PRELOAD_IF_USED = ("pytest", "hypothesis")
+
+
+@dataclass(frozen=True)
+class Birth:
+    """What a new rank is told when it is forked."""
+
+    rank: int
+    num_ranks: int
+    store_path: str
+    trace_path: str
+    group_timeout_s: float
+    environ: Mapping[str, str] = field(repr=False)
+    argv: Sequence[str]
+
+
+class Zygote:
+    """The parent's side: starts the zygote process when it is first needed, and again should it have died.
+
+    `folder` is a private temporary directory that disappears with the zygote process, even if the parent is killed.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self.folder = ""
+
+    def ensure_running(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        if sys.platform == "win32":
+            raise RuntimeError("ndtp.testing starts its ranks with fork(), which Windows lacks. fix: run under WSL")
+        folder = tempfile.mkdtemp(prefix="ndtp-ranks-")
+        ours, theirs = socket.socketpair()
+        preload = [*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)]
+        command = (
+            "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+            f"sys.path[:] = {sys.path!r}; from ndtp.testing.zygote import serve; "
+            f"serve({theirs.fileno()}, {folder!r}, {preload!r}, {os.getpid()})"
+        )
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", command],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                # Asking whether CUDA is there must not initialise it: forked ranks could no longer use it.
+                env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            )
+        self._control, self.folder = ours, folder
+        weakref.finalize(self, _shut_down, self._process, ours, folder, os.getpid())
+
+    def fork(self, birth: Birth, connection_fd: int, status_fd: int) -> None:
+        """Ask for one rank.  The two descriptors are its ends of the message socket and of the status pipe."""
+        self.ensure_running()
+        assert self._control is not None
+        request = pickle.dumps(birth)
+        with open(os.devnull, "wb") as null:
+            output_fds = [fd if _is_open(fd) else null.fileno() for fd in (1, 2)]
+            fds = [connection_fd, status_fd, *output_fds]
+            try:
+                socket.send_fds(self._control, [_LENGTH.pack(len(request))], fds)
+                self._control.sendall(request)
+            except OSError as error:
+                raise RuntimeError("the process that starts the ranks died; its stderr says why") from error
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def _shut_down(process: subprocess.Popen[bytes], control: socket.socket, folder: str, owner_pid: int) -> None:
+    control.close()
+    if os.getpid() != owner_pid:  # a fork of the parent is exiting: the zygote is not its own
+        return
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- below: runs in the zygote process ----
+
+
+def serve(control_fd: int, folder: str, preload: Sequence[str], parent_pid: int) -> None:
+    """Fork ranks on request until the parent closes the socket or disappears.  Never returns."""
+    control = socket.socket(fileno=control_fd)
+    status_fds: dict[int, int] = {}  # pid of a living rank -> write end of its status pipe
+    try:
+        for name in preload:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # the ranks share these pages with us as long as no collection touches them
+
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_write)
+        # A fork of the parent may hold the socket open beyond the parent's death: hence the look at getppid.
+        while os.getppid() == parent_pid:
+            readable, _, _ = select.select([control_fd, wake_read], [], [], 1.0)
+            if wake_read in readable:
+                os.read(wake_read, 4096)
+            _reap(status_fds)
+            if control_fd in readable and not _fork_one(control, status_fds, (wake_read, wake_write)):
+                break
+    finally:
+        # Only the zygote comes here: a forked rank ends in os._exit.
+        for pid in status_fds:
+            for kill in (os.kill, os.killpg):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(pid, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def _reap(status_fds: dict[int, int]) -> None:
+    for pid in list(status_fds):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            status_fd = status_fds.pop(pid)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)  # what the rank itself had started
+            with contextlib.suppress(OSError):
+                os.write(status_fd, STATUS.pack(os.waitstatus_to_exitcode(status)))
+            os.close(status_fd)
+
+
+def _fork_one(control: socket.socket, status_fds: dict[int, int], wake_fds: Sequence[int]) -> bool:
+    """Serve one request; False when the parent has closed the socket."""
+    header, fds, _, _ = socket.recv_fds(control, _LENGTH.size, _NUM_FDS)
+    if not header:
+        return False
+    header += _receive_exactly(control, _LENGTH.size - len(header))
+    birth: Birth = pickle.loads(_receive_exactly(control, _LENGTH.unpack(header)[0]))
+    connection_fd, status_fd, stdout_fd, stderr_fd = fds
+    zygote_pid = os.getpid()
+    pid = os.fork()
+    if pid:
+        status_fds[pid] = status_fd
+        with contextlib.suppress(OSError):
+            os.write(status_fd, STATUS.pack(pid))
+        for fd in (connection_fd, stdout_fd, stderr_fd):
+            os.close(fd)
+        return True
+
+    exit_code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.dup2(stdout_fd, 1)
+        os.dup2(stderr_fd, 2)
+        control.close()
+        # A rank must not hold what tells others that somebody has died.
+        for fd in (*status_fds.values(), *wake_fds, *fds[1:]):
+            os.close(fd)
+        from ndtp.testing.worker import work
+
+        work(birth, connection_fd, zygote_pid)
+        exit_code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(exit_code)  # no atexit: destructors of a broken process group may hang
+
+
+def _receive_exactly(control: socket.socket, num_bytes: int) -> bytes:
+    parts = []
+    while num_bytes:
+        part = control.recv(num_bytes)
+        if not part:
+            raise EOFError("the parent closed its socket in the middle of a request")
+        parts.append(part)
+        num_bytes -= len(part)
+    return b"".join(parts)

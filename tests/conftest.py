@@ -1,0 +1,3 @@
+from ndtp.testing.pytest_plugin import ranks
+
+__all__ = ["ranks"]

@@ -1,0 +1,172 @@
+"""`run` in whole programs: scripts, torchrun, interrupted and killed parents."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_states import parent_of, wait_until_gone
+
+import ndtp.testing
+from ndtp.testing import RankError
+
+SCRIPT = """
+    import os, signal, sys, time
+    import torch.distributed as dist
+    import ndtp.testing
+
+    class Answer:
+        def __init__(self, rank): self.rank = rank
+
+    def who():
+        return Answer(dist.get_rank()), os.getpid()
+
+    def hang():
+        print("hanging", flush=True)
+        time.sleep(600)
+"""
+
+
+def square(rank_offset, *, timeout=0):
+    return (dist.get_rank() + rank_offset) ** 2 + timeout
+
+
+def fail():
+    raise KeyError("missing")
+
+
+def run_again(ranks):
+    return ndtp.testing.run(square, ranks, args=(1,))
+
+
+def run_again_and_fail(ranks):
+    return ndtp.testing.run(fail, ranks, axes={"x": ranks})
+
+
+def in_fake_group_of_its_own():
+    return dist.get_world_size()
+
+
+def test_run():
+    assert ndtp.testing.run(square, 4, args=(1,), kwargs={"timeout": 100}) == [101, 104, 109, 116]
+    with pytest.raises(RankError, match="KeyError: 'missing'"):
+        ndtp.testing.run(fail, 4)
+
+
+def test_run_shares_the_pool_of_the_fixture(ranks):
+    pids = ranks(4).run(os.getpid)
+    assert ndtp.testing.run(os.getpid, 4) == pids
+
+
+def test_run_inside_a_rank_uses_its_group(ranks):
+    assert ranks(4).run(run_again, 4) == [[1, 4, 9, 16]] * 4
+    with pytest.raises(RankError, match="8 ranks were asked for in a program that is one of 4"):
+        ranks(4).run(run_again, 8)
+    with pytest.raises(RankError, match=r"rank 3 \(x=3\): KeyError: 'missing'"):
+        ranks(4).run(run_again_and_fail, 4, wait_all=True)
+
+
+def test_run_beside_a_fake_group():
+    """A fake group of 512, as volume tests use, is one process: it must not be taken for a launcher's."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)
+    try:
+        assert ndtp.testing.run(in_fake_group_of_its_own, 2) == [2, 2]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_functions_of_the_main_script(tmp_path):
+    """Found although the working directory changes; classes of the script too; interpreter exit leaves no process."""
+    output = check_script(
+        tmp_path,
+        """
+        if __name__ == "__main__":
+            os.chdir("/")
+            results = ndtp.testing.run(who, 2)
+            print([answer.rank for answer, _ in results], all(type(answer) is Answer for answer, _ in results))
+            print(*(pid for _, pid in results))
+        """,
+    )
+    first, pids = output.splitlines()
+    assert first == "[0, 1] True"
+    wait_until_gone(map(int, pids.split()))
+
+
+def test_a_script_without_main_guard_is_told_so(tmp_path):
+    script = write(tmp_path, "ndtp.testing.run(who, 2)")
+    done = subprocess.run([sys.executable, script], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert 'if __name__ == "__main__"' in done.stderr
+    assert "RankError: rank" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "when, end",
+    [
+        ("in a call", signal.SIGINT),
+        ("between calls", signal.SIGTERM),
+        ("in a call", signal.SIGKILL),
+        ("between calls", signal.SIGKILL),
+    ],
+)
+def test_a_parent_that_ends_leaves_no_process(tmp_path, when, end):
+    script = write(
+        tmp_path,
+        f"""
+        if __name__ == "__main__":
+            print(*(pid for _, pid in ndtp.testing.run(who, 2)), flush=True)
+            {"ndtp.testing.run(hang, 2)" if when == "in a call" else 'print("hanging", flush=True); time.sleep(600)'}
+        """,
+    )
+    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        zygote = parent_of(pids[0])
+        assert parent.stdout.readline() == "hanging\n"
+        parent.send_signal(end)
+        _, errors = parent.communicate(timeout=60)
+    assert parent.returncode == -end
+    assert errors.count("Traceback") == (1 if end == signal.SIGINT else 0)
+    wait_until_gone([zygote, *pids])
+
+
+def test_torchrun(tmp_path):
+    """Under a launcher the same script runs in the launcher's group."""
+    script = write(
+        tmp_path,
+        """
+        if __name__ == "__main__":
+            results = ndtp.testing.run(who, 2)
+            assert [answer.rank for answer, _ in results] == [0, 1]
+            assert os.getpid() in [pid for _, pid in results]
+            dist.destroy_process_group()
+        """,
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_and_running_initialises_no_cuda():
+    assert not torch.cuda.is_initialized()
+    assert ndtp.testing.run(torch.cuda.is_initialized, 2) == [False, False]
+
+
+def write(folder, body):
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(SCRIPT) + textwrap.dedent(body))
+    return str(path)
+
+
+def check_script(folder, body):
+    command = [sys.executable, write(folder, body)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
