@@ -1,0 +1,3 @@
+from ndtp.cli import main
+
+main()

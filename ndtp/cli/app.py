@@ -1,0 +1,20 @@
+"""The `ndtp` command: one module a subcommand."""
+
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(
+    name="ndtp",
+    help="Tensor parallelism in one, two and three dimensions: check it, measure it, plan it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+bench = typer.Typer(help="Benchmarks: volume, step, gemm, overlap.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def _root() -> None:
+    """A callback keeps subcommands named even while there is only one."""

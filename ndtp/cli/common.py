@@ -1,0 +1,34 @@
+"""What commands share: where JSON and tables go, and how an option is spelt."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+WIDTH = 100
+
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write one JSON object to FILE; - is standard output.")
+]
+
+
+def console(json_file: str | None) -> Console:
+    """Where tables and progress go: standard output, unless JSON is written there."""
+    stderr = json_file == "-"
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else WIDTH)
+
+
+def write_json(json_file: str | None, result: dict[str, Any]) -> None:
+    if json_file is None:
+        return
+    text = json.dumps(result, indent=2)
+    if json_file == "-":
+        print(text)
+    else:
+        Path(json_file).write_text(text + "\n")
