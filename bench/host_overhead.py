@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -28,29 +29,22 @@ import ndtp
 SIZE = 16
 
 
-def cases(mesh: ndtp.ProcessGrid) -> dict[str, tuple[ndtp.MatMulPlan, list, list, list]]:
-    """name -> plan, and DTensor placements (as stored) of a, b and the result, on the mesh (x, y)."""
-    grid = mesh.grid
-    parse = lambda text: ndtp.Layout.parse(grid, text)  # noqa: E731
+def cases(mesh: ndtp.ProcessGrid) -> dict[str, tuple[ndtp.MatMulPlan, tuple[list, list, list, list]]]:
+    """name -> plan, and DTensor placements on the mesh (x, y): of A as stored and as multiplied, of B, of C."""
+    parse = lambda text: ndtp.Layout.parse(mesh.grid, text)  # noqa: E731
     whole, split0, split1 = Replicate(), Shard(0), Shard(1)
     return {
         "neither communicates: batch split": (
             ndtp.MatMulPlan(parse("x None None"), parse("x None None")),
-            [split0, whole],
-            [split0, whole],
-            [split0, whole],
+            ([split0, whole], [split0, whole], [split0, whole], [split0, whole]),
         ),
         "both redistribute: 2D row split": (
             ndtp.MatMulPlan(parse("y x"), parse("x y")),
-            [split1, split0],
-            [split0, split1],
-            [split0, split1],
+            ([split1, split0], [split1, whole], [split0, split1], [split0, split1]),
         ),
         "both redistribute: 1D sequence parallel": (
             ndtp.MatMulPlan(parse("x None"), parse("None x")),
-            [split0, whole],
-            [split1, whole],
-            [split1, whole],
+            ([split0, whole], [whole, whole], [split1, whole], [split1, whole]),
         ),
     }
 
@@ -63,34 +57,31 @@ def step(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, grad
     return run
 
 
-def rivals(name: str, plan: ndtp.MatMulPlan, placements: tuple, mesh: ndtp.ProcessGrid, device_mesh: object) -> dict:
-    leading = (SIZE,) if plan.a.ndim == 3 else ()
-    shape = (*leading, SIZE, SIZE)
-    a, b = (torch.randn(layout.shard_shape(shape)) for layout in (plan.a, plan.b))
-    grad = torch.randn(plan.out.shard_shape(shape))
-    leaf = lambda t: t.clone().requires_grad_()  # noqa: E731
-    spread = lambda t, p: DTensor.from_local(t.clone(), device_mesh, p, run_check=False)  # noqa: E731
-    a_placed, b_placed, out_placed = placements
-    # What DTensor must be told to do by hand: gather A where the plan gathers it, and reduce into the stored layout.
-    gathers = any(s.tensor == "A" for s in plan.steps if s.phase == "forward")
-    a_role = [Replicate() if gathers and out_placed[i] != a_placed[i] and i == len(a_placed) - 1 else p
-              for i, p in enumerate(a_placed)]  # fmt: skip
-    if gathers and "sequence" in name:
-        a_role = [Replicate(), Replicate()]
+def rivals(
+    plan: ndtp.MatMulPlan, placements: tuple[list, list, list, list], mesh: ndtp.ProcessGrid, device_mesh: DeviceMesh
+) -> dict[str, Callable[[], None]]:
+    shape = (SIZE,) * plan.a.ndim
+    a, b, grad = (torch.randn(layout.shard_shape(shape)) for layout in (plan.a, plan.b, plan.out))
+    a_stored, a_multiplied, b_stored, c_stored = placements
+
+    def leaf(t: Tensor) -> Tensor:
+        return t.clone().requires_grad_()
+
+    def spread(t: Tensor, stored: list) -> DTensor:
+        return DTensor.from_local(t.clone(), device_mesh, stored, run_check=False)
 
     def dtensor(x: DTensor, w: DTensor) -> DTensor:
-        return torch.matmul(x.redistribute(placements=a_role), w).redistribute(placements=out_placed)
+        return torch.matmul(x.redistribute(placements=a_multiplied), w).redistribute(placements=c_stored)
 
-    held = mesh.grid
-    local_a = [size // held.size(axes) for size, axes in zip(shape, plan.need(plan.a_letters), strict=True)]
-    local_b = [size // held.size(axes) for size, axes in zip(shape, plan.need(plan.b_letters), strict=True)]
-    local_c = [size // held.size(axes) for size, axes in zip(shape, plan.need(plan.c_letters), strict=True)]
-    da = spread(a, a_placed).requires_grad_()
-    db = spread(b, b_placed).requires_grad_()
+    def held(letters: tuple) -> Tensor:
+        return torch.randn([SIZE // mesh.grid.size(axes) for axes in plan.need(letters)])
+
     return {
-        "plain": step(torch.matmul, leaf(torch.randn(local_a)), leaf(torch.randn(local_b)), torch.randn(local_c)),
+        "plain": step(torch.matmul, leaf(held(plan.a_letters)), leaf(held(plan.b_letters)), held(plan.c_letters)),
         "ndtp": step(lambda x, w: ndtp.matmul(x, w, plan, mesh), leaf(a), leaf(b), grad),
-        "dtensor": step(dtensor, da, db, spread(grad, out_placed)),
+        "dtensor": step(
+            dtensor, spread(a, a_stored).requires_grad_(), spread(b, b_stored).requires_grad_(), spread(grad, c_stored)
+        ),
     }
 
 
@@ -121,8 +112,8 @@ def main() -> None:
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
     rows = {}
     print(f"{'forward + backward, us a call':42} {'a @ b':>8} {'ndtp':>8} {'DTensor':>8} {'overhead ratio':>15}")
-    for name, (plan, *placements) in cases(mesh).items():
-        medians = measure(rivals(name, plan, tuple(placements), mesh, device_mesh), arguments.repetitions, arguments.calls)
+    for name, (plan, placements) in cases(mesh).items():
+        medians = measure(rivals(plan, placements, mesh, device_mesh), arguments.repetitions, arguments.calls)
         ratio = (medians["ndtp"] - medians["plain"]) / (medians["dtensor"] - medians["plain"])
         rows[name] = {**{rival: round(value, 1) for rival, value in medians.items()}, "overhead_ratio": round(ratio, 3)}
         print(f"{name:42} {medians['plain']:8.1f} {medians['ndtp']:8.1f} {medians['dtensor']:8.1f} {ratio:15.2f}")
