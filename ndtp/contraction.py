@@ -49,6 +49,8 @@ class MatMulPlan:
         roles: letters ("m", "n", "k", "batch") for axes that shall not follow the rule.
         transpose_a, transpose_b: the operand's two last dims are swapped, as `torch.matmul(a, b.mT)` would have it.
         regather: the operands ("a", "b") that backward gathers again instead of keeping them gathered since forward.
+        chunks: the number of chunks of rows whose communication and GEMMs overlap; default: what the layout of A asks
+            for (`interleaved_parallel`), else 1.  Fewer are used where the rows do not divide.
         name: what errors and profiles call the product.
         a_units, b_units: batch dims of an operand that have size 1 and are broadcast; `bind` finds them from shapes.
 
@@ -68,6 +70,7 @@ class MatMulPlan:
     transpose_a: bool = False
     transpose_b: bool = False
     regather: tuple[str, ...] = ()
+    chunks: int = 0
     name: str = "matmul"
     a_units: tuple[int, ...] = ()
     b_units: tuple[int, ...] = ()
@@ -85,6 +88,7 @@ class MatMulPlan:
             transpose_a: bool = False,
             transpose_b: bool = False,
             regather: tuple[str, ...] = (),
+            chunks: int = 0,
             name: str = "matmul",
             a_units: tuple[int, ...] = (),
             b_units: tuple[int, ...] = (),
@@ -100,6 +104,9 @@ class MatMulPlan:
         set_field("orders", {letter: self._order(letter) for letter in self.letters})
         if self.out is None:
             set_field("out", self._mirror())
+        if not self.chunks:
+            asked = self.a.chunks
+            set_field("chunks", asked[1] if asked and self.a_letters[asked[0]] == "m" else 1)
         for tensor, layout, need in self._sides():
             if not is_legal(self.grid, layout.dims, need):
                 self._refuse(tensor, layout, need)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ndtp.grid import Grid
@@ -23,7 +23,7 @@ class Traffic:
     collective: str
     axes: tuple[str, ...]
     amount: int
-    calls: int = 1
+    calls: int = field(default=1, compare=False)  # a schedule may cut a collective into chunks
 
     @property
     def key(self) -> tuple[str, str, tuple[str, ...]]:
