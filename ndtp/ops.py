@@ -48,7 +48,7 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tens
     a, b, bias = local_shard(a), local_shard(b), None if bias is None else local_shard(bias)
     if torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
-        a, b, bias = a.to(dtype), b.to(dtype), None if bias is None else bias.to(dtype)
+        a, b, bias = (x if x is None or x.dtype is torch.float64 else x.to(dtype) for x in (a, b, bias))
     if plan.grid is not mesh.grid and plan.grid != mesh.grid:
         raise LayoutError(f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}")
     if mesh.check:
