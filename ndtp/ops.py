@@ -94,6 +94,11 @@ def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name:
     Raises:
         LayoutError: an axis that is gathered is not the minor one of its dim; shapes that do not divide.
     """
+    for layout in (source, target):
+        if layout.grid is not mesh.grid and layout.grid != mesh.grid:
+            raise LayoutError(
+                f"relayout '{name}': {layout} lies on grid {layout.grid}, the process grid is {mesh.grid}"
+            )
     if source == target:
         return x
     if x.dim() != source.ndim or target.ndim != source.ndim:
