@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +46,8 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tens
 
     Source: MindSpore's high-dimension tensor parallel; Agarwal et al. 1995 for the 3D algorithm.
     """
-    a, b, bias = local_shard(a), local_shard(b), None if bias is None else local_shard(bias)
+    a, b = _operand(a, "A", plan, mesh), _operand(b, "B", plan, mesh)
+    bias = None if bias is None else _operand(bias, "bias", plan, mesh)
     if torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
         a, b, bias = (x if x is None or x.dtype is torch.float64 else x.to(dtype) for x in (a, b, bias))
@@ -120,6 +122,28 @@ def local_shard(x: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return _LocalShard.apply(x) if isinstance(x, DTensor) else x
+
+
+def _operand(x: Tensor, tensor: str, plan: MatMulPlan, mesh: ProcessGrid) -> Tensor:
+    """`local_shard`, for a DTensor that lies as the plan says: another one may have shards of the same shape."""
+    if type(x) is Tensor or type(x) is torch.nn.Parameter or mesh.device_mesh is None:
+        return local_shard(x)
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(x, DTensor):
+        layout = {"A": plan.a, "B": plan.b}.get(tensor) or plan.bias
+        if x.device_mesh != mesh.device_mesh or x.placements != _placements(layout, mesh.mesh_axes):
+            raise LayoutError(
+                f"MatMul '{plan.name}': {tensor} is a DTensor with placements {x.placements} on {x.device_mesh}; the plan "
+                f"wants {layout}\n  fix: DTensor.redistribute(mesh.device_mesh, "
+                f"{_placements(layout, mesh.mesh_axes)}), or pass the shard itself"
+            )
+    return local_shard(x)
+
+
+@lru_cache(maxsize=4096)
+def _placements(layout: Layout, mesh_axes: tuple[str, ...]) -> tuple[Any, ...]:
+    return layout.placements_on(mesh_axes)
 
 
 def _signature(x: Tensor | None) -> str:
