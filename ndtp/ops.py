@@ -50,7 +50,8 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tens
     bias = None if bias is None else _operand(bias, "bias", plan, mesh)
     if torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
-        a, b, bias = (x if x is None or x.dtype is torch.float64 else x.to(dtype) for x in (a, b, bias))
+        a, b = _autocast(a, dtype), _autocast(b, dtype)
+        bias = None if bias is None else _autocast(bias, dtype)
     if plan.grid is not mesh.grid and plan.grid != mesh.grid:
         raise LayoutError(f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}")
     if mesh.check:
@@ -132,13 +133,21 @@ def _operand(x: Tensor, tensor: str, plan: MatMulPlan, mesh: ProcessGrid) -> Ten
 
     if isinstance(x, DTensor):
         layout = {"A": plan.a, "B": plan.b}.get(tensor) or plan.bias
-        if x.device_mesh != mesh.device_mesh or x.placements != _placements(layout, mesh.mesh_axes):
+        wanted = _placements(layout, mesh.mesh_axes)
+        same = x.placements == wanted or all(
+            mesh.grid[axis] == 1 or one == other
+            for axis, one, other in zip(mesh.mesh_axes, x.placements, wanted, strict=False)
+        )
+        if x.device_mesh != mesh.device_mesh or not same:
             raise LayoutError(
-                f"MatMul '{plan.name}': {tensor} is a DTensor with placements {x.placements} on {x.device_mesh}; the plan "
-                f"wants {layout}\n  fix: DTensor.redistribute(mesh.device_mesh, "
-                f"{_placements(layout, mesh.mesh_axes)}), or pass the shard itself"
+                f"MatMul '{plan.name}': {tensor} is a DTensor with placements {x.placements} on {x.device_mesh}; the "
+                f"plan wants {layout}\n  fix: DTensor.redistribute(mesh.device_mesh, {wanted}), or pass the shard itself"
             )
     return local_shard(x)
+
+
+def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is torch.float64 else x.to(dtype)
 
 
 @lru_cache(maxsize=4096)
