@@ -141,7 +141,7 @@ def _operand(x: Tensor, tensor: str, plan: MatMulPlan, mesh: ProcessGrid) -> Ten
         if x.device_mesh != mesh.device_mesh or not same:
             raise LayoutError(
                 f"MatMul '{plan.name}': {tensor} is a DTensor with placements {x.placements} on {x.device_mesh}; the "
-                f"plan wants {layout}\n  fix: DTensor.redistribute(mesh.device_mesh, {wanted}), or pass the shard itself"
+                f"plan wants {layout}\n  fix: redistribute(mesh.device_mesh, {wanted}), or pass the shard itself"
             )
     return local_shard(x)
 
