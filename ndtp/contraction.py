@@ -248,14 +248,16 @@ class MatMulPlan:
             for step in self.relayouts[tensor]
         )
 
-    def phases(self, dgrad: bool = True, wgrad: bool = True, bias: bool = False) -> dict[str, tuple[str, ...]]:
+    def phases(
+        self, dgrad: bool = True, wgrad: bool = True, bias: bool = False, bias_grad: bool | None = None
+    ) -> dict[str, tuple[str, ...]]:
         """The tensors that each phase moves.  dC is gathered once, by the first phase that needs it."""
-        phases: dict[str, tuple[str, ...]] = {"forward": ("A", "B", "C")}
+        phases: dict[str, tuple[str, ...]] = {"forward": ("A", "B", "C", *(("bias",) if bias else ()))}
         if dgrad:
             phases["dgrad"] = ("dC", *(("B",) if "b" in self.regather else ()), "dA")
         if wgrad:
             phases["wgrad"] = ("dC",) * (not dgrad) + (("A",) if "a" in self.regather else ()) + ("dB",)
-        if bias:
+        if bias if bias_grad is None else bias_grad:
             phases["wgrad"] = (*phases.get("wgrad", ("dC",) * (not dgrad)), "dbias")
         return phases
 
@@ -264,7 +266,7 @@ class MatMulPlan:
 
         Args:
             shape: `(*batch, M, K, N)`, the global sizes.
-            phases: `dgrad`, `wgrad` (default True) and `bias` (default False).
+            phases: `dgrad`, `wgrad` (default True), `bias` (default False) and `bias_grad` (default: as `bias`).
         """
         from ndtp.cost import volume
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,14 +47,14 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tens
     Source: MindSpore's high-dimension tensor parallel; Agarwal et al. 1995 for the 3D algorithm.
     """
     weight = b
-    deferred = tuple(Deferred() if x is not None and x.requires_grad else None for x in (b, bias))
-    a = local_shard(a)
-    b = _sink(b, mesh, deferred[0]) if deferred[0] else local_shard(b)
-    if bias is not None:
-        bias = _sink(bias, mesh, deferred[1]) if deferred[1] else local_shard(bias)
+    for x, tensor in ((a, "A"), (b, "B"), (bias, "bias")):
+        _check_placements(x, tensor, plan, mesh)
     if torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
-        a, b, bias = a.to(dtype), b.to(dtype), None if bias is None else bias.to(dtype)
+        a, b, bias = _autocast(a, dtype), _autocast(b, dtype), None if bias is None else _autocast(bias, dtype)
+    a = local_shard(a)
+    b, b_deferred = _arriving(b, mesh)
+    bias, bias_deferred = (None, None) if bias is None else _arriving(bias, mesh)
     if plan.grid is not mesh.grid and plan.grid != mesh.grid:
         raise LayoutError(f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}")
     if mesh.check:
@@ -72,9 +73,9 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tens
             f"MatMul '{plan.name}': the bias shard has shape {tuple(bias.shape)}; bias[{bound.bias.label('N')}] of "
             f"{sizes['n']} elements has shards of {bound.bias.shard_shape((sizes['n'],))}"
         )
-    c = _MatMul.apply(a, b, bias, Execution(bound, mesh, sizes, weight), deferred)
+    c = _MatMul.apply(a, b, bias, Execution(bound, mesh, sizes, weight), (b_deferred, bias_deferred))
     if c.grad_fn is not None:
-        mesh.sink_window.append(c.grad_fn._sequence_nr() - 1)
+        mesh.recent_products.append(c.grad_fn._sequence_nr() - 1)
     return c
 
 
@@ -102,6 +103,11 @@ def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name:
     Raises:
         LayoutError: an axis that is gathered is not the minor one of its dim; shapes that do not divide.
     """
+    for layout in (source, target):
+        if layout.grid is not mesh.grid and layout.grid != mesh.grid:
+            raise LayoutError(
+                f"relayout '{name}': {layout} lies on grid {layout.grid}, the process grid is {mesh.grid}"
+            )
     if source == target:
         return x
     if x.dim() != source.ndim or target.ndim != source.ndim:
@@ -118,7 +124,7 @@ def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name:
 
 def local_shard(x: Tensor) -> Tensor:
     """This rank's shard of a DTensor, differentiable; any other tensor as it is."""
-    return x if _is_plain(x) else _Sink.apply(x, Deferred())
+    return x if _is_plain(x) else _Arrival.apply(x, Deferred())
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -129,17 +135,43 @@ def _is_plain(x: Tensor) -> bool:
     return not isinstance(x, DTensor)
 
 
+def _check_placements(x: Any, tensor: str, plan: MatMulPlan, mesh: ProcessGrid) -> None:
+    """A DTensor must lie as the plan says: one that lies otherwise may have shards of the same shape."""
+    if x is None or mesh.device_mesh is None or _is_plain(x):
+        return
+    layout = {"A": plan.a, "B": plan.b}.get(tensor) or plan.bias
+    wanted = _placements(layout, mesh.mesh_axes)
+    same = x.placements == wanted or all(
+        mesh.grid[axis] == 1 or one == other
+        for axis, one, other in zip(mesh.mesh_axes, x.placements, wanted, strict=False)
+    )
+    if x.device_mesh != mesh.device_mesh or not same:
+        raise LayoutError(
+            f"MatMul '{plan.name}': {tensor} is a DTensor with placements {x.placements} on {x.device_mesh}; the "
+            f"plan wants {layout}\n  fix: redistribute(mesh.device_mesh, {wanted}), or pass the shard itself"
+        )
+
+
+def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype in (torch.float64, dtype) else local_shard(x).to(dtype)
+
+
+@lru_cache(maxsize=4096)
+def _placements(layout: Layout, mesh_axes: tuple[str, ...]) -> tuple[Any, ...]:
+    return layout.placements_on(mesh_axes)
+
+
 def _signature(x: Tensor | None) -> str:
     return "None" if x is None else f"{tuple(x.shape)} {x.dtype}"
 
 
 class Deferred:
-    """The gradient of one use of a weight, on its way: set by the product's backward, taken by the sink's."""
+    """The gradient of one use of a weight, on its way: set by the product's backward, taken where it arrives."""
 
     move: Move | None = None
 
 
-class _Sink(torch.autograd.Function):
+class _Arrival(torch.autograd.Function):
     """Where the gradient of a weight arrives: waits for its reduction, as late as its sequence number says.
 
     A product must not return a gradient that is not finished, and must not wait for it either.  It returns a
@@ -168,13 +200,16 @@ class _Sink(torch.autograd.Function):
         return grad, None
 
 
-def _sink(x: Tensor, mesh: ProcessGrid, deferred: Deferred) -> Tensor:
-    """`x` through a sink that waits when backward has gone on past the products of `mesh.sink_window`."""
-    local = _Sink.apply(x, deferred)
-    if local.grad_fn is not None:
-        window = mesh.sink_window
-        local.grad_fn._set_sequence_nr(window[0] if len(window) == window.maxlen else 0)
-    return local
+def _arriving(x: Tensor, mesh: ProcessGrid) -> tuple[Tensor, Deferred | None]:
+    """The local shard of a weight, and where its gradient will arrive if it wants one."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return local_shard(x), None
+    deferred = Deferred()
+    local = _Arrival.apply(x, deferred)
+    # Backward goes by sequence numbers, highest first: wait when it has gone past the oldest product of the window.
+    window = mesh.recent_products
+    local.grad_fn._set_sequence_nr(window[0] if len(window) == window.maxlen else 0)
+    return local, deferred
 
 
 class _MatMul(torch.autograd.Function):

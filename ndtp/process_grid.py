@@ -128,7 +128,7 @@ class ProcessGrid:
         self.prefetch = WeightPrefetch()
         # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
         # past the oldest of them.  Two products hide a reduction, and bound the gradients that are held unreduced.
-        self.sink_window: deque[int] = deque(maxlen=2)
+        self.recent_products: deque[int] = deque(maxlen=2)
 
     def group(self, axes: Sequence[str]) -> ProcessGroup:
         """The process group of the ranks that differ from this one on `axes` only.
