@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
+from ndtp import refusals
 from ndtp.errors import LayoutError
 from ndtp.grid import Grid
 from ndtp.layout import Layout
+from ndtp.refusals import shown
 from ndtp.relayout import Dims, Step, is_legal, relayout
 
 if TYPE_CHECKING:
@@ -86,7 +88,7 @@ class MatMulPlan:
             set_field("out", self._mirror())
         for tensor, layout, need in self._sides():
             if not is_legal(self.grid, layout.dims, need):
-                self._refuse(tensor, layout, need)
+                refusals.contiguity(self, tensor, layout, need)
 
     # ------------------------------------------------------------------------------------------------- structure
 
@@ -168,7 +170,7 @@ class MatMulPlan:
                     (*fixed, *rest) if let == letter else tuple(axis for axis in ax if axis not in fixed)
                     for let, ax in zip(letters, layout.dims, strict=True)
                 ]
-                self._raise_order(tensor, letter, layout.with_dims(*dims))
+                refusals.order(self, tensor, letter, layout.with_dims(*dims))
         return (*longest, *(axis for axis in wanted if axis not in longest))
 
     def _stored(self) -> list[tuple[str, Layout, Letters]]:
@@ -277,7 +279,7 @@ class MatMulPlan:
                 for axes in (stored, held):
                     size, ranks = sizes[letter] if letter else 1, self.grid.size(axes)
                     if size % ranks:
-                        self._refuse_size(tensor, letter or "1", size, axes, ranks, sizes)
+                        refusals.size(self, tensor, letter or "1", size, axes, ranks, sizes)
 
     def shard_shape(self, tensor: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of every rank's shard of "A", "B" or "C"."""
@@ -296,7 +298,7 @@ class MatMulPlan:
     def equation(self) -> str:
         """`A[M_zy, K_x] . B[K_xz, N_y] -> C[M_zx, N_y]`"""
         a, b, c = (
-            f"{tensor}[{layout.label([_shown(letter) for letter in letters])}]"
+            f"{tensor}[{layout.label([shown(letter) for letter in letters])}]"
             for tensor, layout, letters in self._stored()
         )
         return f"{a} . {b} -> {c}"
@@ -326,56 +328,6 @@ class MatMulPlan:
         if set(self.regather) - {"a", "b"}:
             raise LayoutError(f"{where}: regather={self.regather!r} may name 'a' and 'b' only")
 
-    def _raise_order(self, tensor: str, letter: str, fixed: Layout) -> None:
-        raise LayoutError(
-            f"MatMul '{self.name}': {tensor} and the other tensors disagree on the order of the axes of "
-            f"{_shown(letter)}\n  {self._operands()}\n  fix: {tensor} as {fixed}"
-        )
-
-    def _refuse(self, tensor: str, layout: Layout, need: Dims) -> None:
-        dims = []
-        for axes, held in zip(layout.dims, need, strict=True):
-            dims.append((*(axis for axis in held if axis in axes), *(axis for axis in axes if axis not in held)))
-        dim = next(
-            d for d, (s, t) in enumerate(zip(layout.dims, need, strict=True)) if not is_legal(self.grid, (s,), (t,))
-        )
-        stays = [axis for axis in need[dim] if axis in layout.dims[dim]]
-        raise LayoutError(
-            f"MatMul '{self.name}': {tensor} stores dim {dim} over ({' '.join(layout.dims[dim])}), of which "
-            f"({' '.join(stays)}) must stay split in the order ({' '.join(need[dim])}); axes that are gathered or "
-            f"scattered must be the minor ones, so that blocks stay contiguous\n"
-            f"  {self._operands()}\n  fix: {tensor} as {layout.with_dims(*dims)}"
-        )
-
-    def _refuse_size(
-        self, tensor: str, letter: str, size: int, axes: tuple[str, ...], ranks: int, sizes: Mapping[str, int]
-    ) -> None:
-        which = ", ".join(f"{axis} ({self.grid[axis]})" for axis in axes)
-        letters = {"A": self.a_letters, "B": self.b_letters, "C": self.c_letters}[tensor]
-        shape = tuple(sizes[let] if let else 1 for let in letters)
-        divisors = [d for d in range(1, size + 1) if size % d == 0]
-        shown = ", ".join(map(str, divisors if len(divisors) <= 8 else [*divisors[:4], "...", *divisors[-3:]]))
-        axis_text = axes[0] if len(axes) == 1 else "the product of " + " ".join(axes)
-        raise LayoutError(
-            f"MatMul '{self.name}': dim {_shown(letter)} of {tensor} ({size}) is split over axis "
-            f"{which}, and {ranks} does not divide {size}.\n"
-            f"  {self._operands()}; {tensor} is {shape}\n"
-            f"  fix: {axis_text} in {{{shown}}}, or pad {_shown(letter)} to {-(-size // ranks) * ranks} with pad=True"
-        )
-
-    def _operands(self) -> str:
-        texts = (
-            f"{tensor}[{layout.label([_shown(letter) for letter in letters])}]"
-            for tensor, layout, letters in self._stored()[:2]
-        )
-        return f"{' . '.join(texts)} on grid {self.grid}"
-
-
-def _shown(letter: str | None) -> str:
-    if letter is None:
-        return "1"
-    return letter.upper() if len(letter) == 1 else letter.replace("batch", "B", 1)
-
 
 @lru_cache(maxsize=4096)
 def _bind(plan: MatMulPlan, a_shard: tuple[int, ...], b_shard: tuple[int, ...]) -> tuple[MatMulPlan, dict[str, int]]:
@@ -402,8 +354,8 @@ def _bind(plan: MatMulPlan, a_shard: tuple[int, ...], b_shard: tuple[int, ...]) 
         may_differ = letter in plain.batch_letters
         if any(size != sizes[letter] and not (may_differ and size == 1) for size in found.values()):
             raise LayoutError(
-                f"{where}: {_shown(letter)} is {found['A']} in A {a_shape} and {found['B']} in B {b_shape}\n"
-                f"  {plan._operands()}; shards are {a_shard} and {b_shard}\n"
+                f"{where}: {shown(letter)} is {found['A']} in A {a_shape} and {found['B']} in B {b_shape}\n"
+                f"  {refusals.operands(plan)}; shards are {a_shard} and {b_shard}\n"
                 f"  fix: pass this rank's shards, with global shapes that torch.matmul would take"
             )
     units = {
