@@ -41,7 +41,8 @@ def blocks(layout: Layout, shape: Sequence[int]) -> str:
         columns = edges[-1] if layout.ndim else [None]
         cells = [["", *(_span(column) for column in columns)]]
         for row in rows:
-            held = [owners[(*lead, *(edge for edge in (row, column) if edge))] for column in columns]
+            keys = [(*lead, *(edge for edge in (row, column) if edge)) for column in columns]
+            held = [owners[key] for key in keys]
             cells.append([_span(row), *(ranges(ranks) for ranks in held)])
         lines += _table(cells)
     return "\n".join(lines)
