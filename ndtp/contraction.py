@@ -159,7 +159,8 @@ class MatMulPlan:
         for tensor, layout, letters in self._stored():
             axes = layout.dims[letters.index(letter)] if letter in letters else ()
             stored.append((tensor, tuple(axis for axis in axes if axis in wanted)))
-        _, longest = max(stored, key=lambda entry: len(entry[1]))
+        # Axes of one rank stand in no order: the sequence to agree with is the one with the most axes that split.
+        _, longest = max(stored, key=lambda entry: (len(self.grid.nontrivial(entry[1])), len(entry[1])))
         for tensor, axes in stored:
             lead = self.grid.nontrivial(axes)
             if lead != self.grid.nontrivial(longest)[: len(lead)]:
