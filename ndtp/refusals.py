@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 from ndtp.errors import LayoutError
+from ndtp.grid import divisors
 from ndtp.layout import Layout
 from ndtp.relayout import Dims, is_legal
 
@@ -57,8 +58,9 @@ def size(
     which = ", ".join(f"{axis} ({plan.grid[axis]})" for axis in axes)
     letters = {"A": plan.a_letters, "B": plan.b_letters, "C": plan.c_letters}[tensor]
     shape = tuple(sizes[let] if let else 1 for let in letters)
-    divisors = [d for d in range(1, extent + 1) if extent % d == 0]
-    listed = ", ".join(map(str, divisors if len(divisors) <= 8 else [*divisors[:4], "...", *divisors[-3:]]))
+    sizes_that_fit = divisors(extent)
+    shortened = sizes_that_fit if len(sizes_that_fit) <= 8 else [*sizes_that_fit[:4], "...", *sizes_that_fit[-3:]]
+    listed = ", ".join(map(str, shortened))
     axis_text = axes[0] if len(axes) == 1 else "the product of " + " ".join(axes)
     raise LayoutError(
         f"MatMul '{plan.name}': dim {shown(letter)} of {tensor} ({extent}) is split over axis "
