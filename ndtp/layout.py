@@ -239,11 +239,13 @@ class Layout:
         """The layout of a DTensor with `placements` on a mesh whose dims are `mesh_axes`.
 
         Raises:
-            LayoutError: a placement other than Shard and Replicate.
+            LayoutError: a placement other than Shard and Replicate, or a dim that the tensor lacks.
         """
         dims: list[tuple[str, ...]] = [() for _ in range(ndim)]
         for axis, placement in zip(mesh_axes, placements, strict=True):
             if type(placement).__name__ == "Shard":
+                if not -ndim <= placement.dim < ndim:
+                    raise LayoutError(f"placement {placement} over axis {axis} names no dim of a tensor of {ndim} dims")
                 dims[placement.dim % ndim] += (axis,)
             elif not placement.is_replicate():
                 raise LayoutError(f"placement {placement} over axis {axis} has no layout; Shard and Replicate have")
