@@ -62,15 +62,18 @@ class Layout:
 
     @classmethod
     def parse(cls, grid: Grid, text: str) -> Layout:
-        """Read the einops-like form, one word or bracket a dim: `"(z y) x"`, `"None (x y)"`.
+        """Read the einops-like form, one word or bracket a dim: `"(z y) x"`, `"None (x y)"`; `()` is `None`.
+
+        It reads what `str(layout)` prints.
 
         Raises:
             LayoutError: brackets that do not match, or axes that make no layout.
         """
+        text = text.strip().strip("'\"")
         words = re.findall(r"\([^()]*\)|[^\s(),]+", text)
         if re.sub(r"\([^()]*\)|[^\s(),]+|[\s,]", "", text):
             raise LayoutError(f"Layout {text!r}: brackets do not match; write it like '(z y) x'")
-        return cls(grid, *(re.split(r"[\s,]+", word[1:-1].strip()) if word[0] == "(" else word for word in words))
+        return cls(grid, *(re.findall(r"[^\s,]+", word[1:-1]) if word[0] == "(" else word for word in words))
 
     @staticmethod
     def over(sizes: Sequence[int], names: Sequence[str]) -> Callable[..., Layout]:
