@@ -32,6 +32,8 @@ class Grid:
     shape: tuple[int, ...]
 
     def __init__(self, sizes: Mapping[str, int] | None = None, /, **axes: int) -> None:
+        if twice := set(sizes or {}) & set(axes):
+            raise GridError(f"Grid axis {min(twice)} is given twice")
         named = {**(sizes or {}), **axes}
         if not named:
             raise GridError("Grid needs at least one axis, such as Grid(x=8)")

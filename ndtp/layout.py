@@ -86,9 +86,9 @@ class Layout:
             LayoutError: as many sizes as names are needed; `interleaved_parallel` must be the last.
         """
         sizes, names = tuple(sizes), tuple(names)
-        if len(sizes) != len(names) or INTERLEAVED in names[:-1]:
+        if len(sizes) != len(names) or len(set(names)) != len(names) or INTERLEAVED in names[:-1]:
             raise LayoutError(
-                f"Layout.over({sizes}, {names}): give one size a name, and {INTERLEAVED!r} only as the last name"
+                f"Layout.over({sizes}, {names}): give each name once, with a size, and {INTERLEAVED!r} only as the last"
             )
         count = sizes[-1] if INTERLEAVED in names else 1
         num_axes = len(names) - (INTERLEAVED in names)
