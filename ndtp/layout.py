@@ -164,6 +164,7 @@ class Layout:
         Raises:
             LayoutError: as `shard_shape`, unless `uneven`.
         """
+        self._check_ndim(shape)
         if not uneven:
             self.shard_shape(shape)
         coordinate = self.grid.coordinate(rank)
@@ -179,7 +180,8 @@ class Layout:
 
     def shard(self, dense: Any, rank: int) -> Any:
         """The shard of `rank`: a view of a NumPy array or a torch tensor."""
-        return dense[self.slices(rank, dense.shape)]
+        block = (*self.slices(rank, dense.shape), ...)  # the ellipsis keeps a NumPy array of no dims an array
+        return dense[block]
 
     def from_slices(self, shards: Sequence[Any]) -> Any:
         """The dense array (NumPy or torch) of which `shards[rank]` is the shard of every rank.
