@@ -9,9 +9,10 @@ Sources: Agarwal et al. 1995 for the 3D algorithm; MindSpore's high-dimension te
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import lcm
 from typing import TYPE_CHECKING
 
 from ndtp import refusals
@@ -274,13 +275,21 @@ class MatMulPlan:
         return sizes
 
     def check_divides(self, sizes: Mapping[str, int]) -> None:
+        for tensor, letter, axes in self._splits():
+            size, ranks = sizes[letter] if letter else 1, self.grid.size(axes)
+            if size % ranks:
+                refusals.size(self, tensor, letter or "1", size, axes, ranks, sizes)
+
+    def granularity(self, letter: str) -> int:
+        """What the size of a letter has to be a multiple of."""
+        return lcm(*(self.grid.size(axes) for _, own, axes in self._splits() if own == letter))
+
+    def _splits(self) -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
+        """Every way in which a dim of a tensor is split, as it is stored and as it is multiplied."""
+        letters_of = {"A": self.a_letters, "B": self.b_letters, "C": self.c_letters}
         for tensor, layout, need in self._sides():
-            letters = {"A": self.a_letters, "B": self.b_letters, "C": self.c_letters}[tensor]
-            for letter, stored, held in zip(letters, layout.dims, need, strict=True):
-                for axes in (stored, held):
-                    size, ranks = sizes[letter] if letter else 1, self.grid.size(axes)
-                    if size % ranks:
-                        refusals.size(self, tensor, letter or "1", size, axes, ranks, sizes)
+            for letter, *splits in zip(letters_of[tensor], layout.dims, need, strict=True):
+                yield from ((tensor, letter, axes) for axes in splits)
 
     def shard_shape(self, tensor: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of every rank's shard of "A", "B" or "C"."""

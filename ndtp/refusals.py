@@ -61,10 +61,11 @@ def size(
     sizes_that_fit = divisors(extent)
     shortened = sizes_that_fit if len(sizes_that_fit) <= 8 else [*sizes_that_fit[:4], "...", *sizes_that_fit[-3:]]
     listed = ", ".join(map(str, shortened))
+    whole = plan.granularity(letter)
     axis_text = axes[0] if len(axes) == 1 else "the product of " + " ".join(axes)
     raise LayoutError(
         f"MatMul '{plan.name}': dim {shown(letter)} of {tensor} ({extent}) is split over axis "
         f"{which}, and {ranks} does not divide {extent}.\n"
         f"  {operands(plan)}; {tensor} is {shape}\n"
-        f"  fix: {axis_text} in {{{listed}}}, or pad {shown(letter)} to {-(-extent // ranks) * ranks} with pad=True"
+        f"  fix: {axis_text} in {{{listed}}}, or pad {shown(letter)} to {-(-extent // whole) * whole} with pad=True"
     )
