@@ -368,14 +368,16 @@ def _bind(plan: MatMulPlan, a_shard: tuple[int, ...], b_shard: tuple[int, ...]) 
                 f"  {refusals.operands(plan)}; shards are {a_shard} and {b_shard}\n"
                 f"  fix: pass this rank's shards, with global shapes that torch.matmul would take"
             )
-    units = {
-        f"{tensor}_units": tuple(
+    a_units, b_units = (
+        tuple(
             dim
             for dim, (letter, size) in enumerate(zip(letters, shape, strict=True))
             if letter in plain.batch_letters and size == 1 and sizes[letter] != 1
         )
-        for tensor, shape, letters in (("a", a_shape, plain.a_letters), ("b", b_shape, plain.b_letters))
-    }
-    bound = plan if not any(units.values()) else replace(plain, **units)  # type: ignore[arg-type]
+        for shape, letters in ((a_shape, plain.a_letters), (b_shape, plain.b_letters))
+    )
+    # A bound plan may meet operands that broadcast otherwise; `out` and the roles stay as announced.
+    same = (a_units, b_units) == (plan.a_units, plan.b_units)
+    bound = plan if same else replace(plan, a_units=a_units, b_units=b_units)
     bound.check_divides(sizes)
     return bound, sizes
