@@ -6,16 +6,18 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ndtp.errors import GridError
 from ndtp.grid import Grid, divisors
 
+quick = settings(max_examples=200, deadline=None, derandomize=True)
 NAMES = ("z", "x", "y", "dp", "ep")
 grids = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(lambda s: Grid(dict(zip(NAMES, s, strict=False))))
 
 
+@quick
 @given(grids, st.data())
 def test_ranks_are_row_major(grid: Grid, draw: st.DataObject) -> None:
     rank = draw.draw(st.integers(0, grid.num_ranks - 1))
@@ -28,6 +30,7 @@ def test_ranks_are_row_major(grid: Grid, draw: st.DataObject) -> None:
     assert grid.index(rank, axes) == expected
 
 
+@quick
 @given(grids, st.data())
 def test_groups_differ_on_their_axes_only_and_are_ordered_by_them(grid: Grid, draw: st.DataObject) -> None:
     rank = draw.draw(st.integers(0, grid.num_ranks - 1))
@@ -68,6 +71,7 @@ def test_all_grids(num_ranks: int) -> None:
     assert Grid.all(num_ranks, ["tp"]) == [Grid(tp=num_ranks)]
 
 
+@quick
 @given(st.integers(1, 3000))
 def test_divisors(n: int) -> None:
     assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
