@@ -131,16 +131,27 @@ class ProcessGrid:
         """
         key = tuple(axes)
         if key not in self._groups:
-            if self.global_ranks is None:
-                raise GridError(f"grid {self.grid} has one rank and no process groups")
-            members = sorted(self.global_ranks[rank] for rank in self.grid.group(self.rank, key))
-            self._groups[key] = dist.new_group(
-                members,
-                timeout=None if self.timeout is None else timedelta(seconds=self.timeout),
-                use_local_synchronization=True,
-                group_desc=f"ndtp_{'_'.join(key)}",
-            )
+            self._groups[key] = self._make_group(key)
         return self._groups[key]
+
+    def _make_group(self, axes: tuple[str, ...]) -> ProcessGroup:
+        if self.global_ranks is None:
+            raise GridError(f"grid {self.grid} has one rank and no process groups")
+        # torch names a group that its members alone make by how many groups they have: ranks that are in different
+        # numbers of groups of the user's own would wait for each other under different names.  So where the grid is the
+        # whole world, all of it makes all groups along the axes; a part of it cannot.
+        alone = len(self.global_ranks) < dist.get_world_size()
+        parallel = [self.rank] if alone else range(self.grid.num_ranks)
+        groups = {tuple(sorted(self.global_ranks[r] for r in self.grid.group(rank, axes))): None for rank in parallel}
+        made = {}
+        for members in groups:
+            made[members] = dist.new_group(
+                list(members),
+                timeout=None if self.timeout is None else timedelta(seconds=self.timeout),
+                use_local_synchronization=alone,
+                group_desc=f"ndtp_{'_'.join(axes)}",
+            )
+        return next(group for members, group in made.items() if self.global_ranks[self.rank] in members)
 
     def describe(self, axes: Sequence[str] = ()) -> str:
         """This rank and its coordinate, and the peers along `axes`: for errors."""
