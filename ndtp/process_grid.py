@@ -71,9 +71,11 @@ class ProcessGrid:
 
         Args:
             axes: axis of the grid -> name of a mesh dim, slowest axis first.  Default: every mesh dim, by its name.
+            timeout: as for the constructor; makes groups anew, with that timeout.
 
         Raises:
-            GridError: a mesh dim that is not there, or left out.
+            GridError: a mesh dim that is not there, or left out; a mesh that this rank is not part of, or whose ranks
+                do not ascend.
         """
         names = device_mesh.mesh_dim_names
         axes = dict(axes) if axes is not None else {name: name for name in names or ()}
@@ -82,11 +84,19 @@ class ProcessGrid:
                 f"ProcessGrid.from_mesh: axes={axes} must name every dim of the mesh, {names}, once\n"
                 "  fix: slice the mesh first, as in mesh['tp0', 'tp1']"
             )
+        if device_mesh.get_coordinate() is None:
+            raise GridError("ProcessGrid.from_mesh: this rank is not part of the mesh; call it on the mesh's ranks only")
+        if any((device_mesh.mesh.diff(dim=dim) < 0).any() for dim in range(device_mesh.ndim)):
+            raise GridError(
+                f"ProcessGrid.from_mesh: {device_mesh} has ranks in descending order along a dim; torch's groups order "
+                "them ascending\n  fix: a mesh whose ranks ascend along every dim"
+            )
         order = [names.index(name) for name in axes.values()]
         grid = Grid({axis: device_mesh.size(dim) for axis, dim in zip(axes, order, strict=True)})
         ranks = device_mesh.mesh.permute(order).flatten().tolist()
+        # The groups of the mesh have a timeout of their own.
         groups: dict[tuple[str, ...], ProcessGroup] = {
-            (axis,): device_mesh.get_group(name) for axis, name in axes.items()
+            (axis,): device_mesh.get_group(name) for axis, name in axes.items() if timeout is None
         }
         self = cls.__new__(cls)
         self._bind(grid, ranks, groups, timeout, check, device_mesh.device_type)
