@@ -34,6 +34,7 @@ class ProcessGrid:
     Attributes:
         rank: this process's rank on the grid.
         coordinate: axis -> position.
+        backend: that of the process groups for `device_type`; None for a grid of one rank.
         mesh_axes: the order of the dims of `device_mesh`: rank order with `z` moved last, so that weights `K_xz` are
             plain `Shard` placements.
 
@@ -85,7 +86,7 @@ class ProcessGrid:
                 "  fix: slice the mesh first, as in mesh['tp0', 'tp1']"
             )
         if device_mesh.get_coordinate() is None:
-            raise GridError("ProcessGrid.from_mesh: this rank is not part of the mesh; call it on the mesh's ranks only")
+            raise GridError("ProcessGrid.from_mesh: this rank is not part of the mesh; call it on the mesh's ranks")
         if any((device_mesh.mesh.diff(dim=dim) < 0).any() for dim in range(device_mesh.ndim)):
             raise GridError(
                 f"ProcessGrid.from_mesh: {device_mesh} has ranks in descending order along a dim; torch's groups order "
@@ -117,8 +118,9 @@ class ProcessGrid:
         self.global_ranks = global_ranks
         self.rank = 0 if global_ranks is None else global_ranks.index(dist.get_rank())
         self.coordinate = grid.coordinate(self.rank)
-        nccl = global_ranks is not None and "nccl" in dist.get_backend()
-        self.device_type = device_type or ("cuda" if nccl else "cpu")
+        backends = {} if global_ranks is None else backends_by_device()
+        self.device_type = device_type or ("cuda" if "nccl" in backends.values() else "cpu")
+        self.backend = backends.get(self.device_type)
         self._groups = groups
         self.mesh_axes = tuple(axis for axis in grid if axis != "z") + tuple(axis for axis in grid if axis == "z")
         self.device_mesh: DeviceMesh | None = None
@@ -173,3 +175,11 @@ class ProcessGrid:
 
     def __repr__(self) -> str:
         return f"ProcessGrid({self.grid}; rank {self.rank})"
+
+
+def backends_by_device() -> dict[str, str]:
+    """Device type -> backend of the default process group.
+
+    `dist.get_backend` says "undefined" after an `init_process_group` that names none.
+    """
+    return dict(entry.split(":") for entry in dist.get_backend_config().split(",") if ":" in entry)
