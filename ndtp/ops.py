@@ -48,7 +48,7 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tens
     """
     a, b = _operand(a, "A", plan, mesh), _operand(b, "B", plan, mesh)
     bias = None if bias is None else _operand(bias, "bias", plan, mesh)
-    if torch.is_autocast_enabled(a.device.type):
+    if not a.is_meta and torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
         a, b = _autocast(a, dtype), _autocast(b, dtype)
         bias = None if bias is None else _autocast(bias, dtype)
