@@ -173,6 +173,9 @@ class ProcessGrid:
             f" waited for rank{'s' * (len(peers) > 1)} {', '.join(peers)}" * bool(axes)
         )
 
+    def __deepcopy__(self, memo: object) -> ProcessGrid:
+        return self  # a copied module lives on the same ranks; process groups cannot be copied
+
     def __repr__(self) -> str:
         return f"ProcessGrid({self.grid}; rank {self.rank})"
 
