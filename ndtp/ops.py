@@ -52,12 +52,16 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tens
         dtype = torch.get_autocast_dtype(a.device.type)
         a, b = _autocast(a, dtype), _autocast(b, dtype)
         bias = None if bias is None else _autocast(bias, dtype)
-    if plan.grid is not mesh.grid and plan.grid != mesh.grid:
-        raise LayoutError(f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}")
     if mesh.check:
         from ndtp.cross_check import cross_check
 
-        cross_check(mesh, f"{plan.equation}; A {_signature(a)}, B {_signature(b)}, bias {_signature(bias)}")
+        cross_check(
+            mesh,
+            f"{plan.equation} on grid {plan.grid}, roles {sorted(plan.roles.items())}, "
+            f"regather {sorted(plan.regather)}; A {_signature(a)}, B {_signature(b)}, bias {_signature(bias)}",
+        )
+    if plan.grid is not mesh.grid and plan.grid != mesh.grid:
+        raise LayoutError(f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}")
     bound, sizes = plan.bind(a.shape, b.shape)
     if a.dtype != b.dtype or (bias is not None and bias.dtype != a.dtype):
         raise LayoutError(
@@ -104,6 +108,10 @@ def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name:
             )
     if source == target:
         return x
+    if mesh.check:
+        from ndtp.cross_check import cross_check
+
+        cross_check(mesh, f"relayout from {source} to {target}; {_signature(x)}")
     if x.dim() != source.ndim or target.ndim != source.ndim:
         raise LayoutError(f"relayout '{name}': the shard has {x.dim()} dims, the layouts {source} and {target}")
     shape = tuple(size * source.num_splits(dim) for dim, size in enumerate(x.shape))
@@ -156,7 +164,10 @@ def _placements(layout: Layout, mesh_axes: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def _signature(x: Tensor | None) -> str:
-    return "None" if x is None else f"{tuple(x.shape)} {x.dtype}"
+    if x is None:
+        return "None"
+    # Whether a gradient is wanted decides which collectives backward runs.
+    return f"{tuple(x.shape)} {x.dtype}{' requires_grad' * (x.requires_grad and torch.is_grad_enabled())}"
 
 
 class _LocalShard(torch.autograd.Function):
