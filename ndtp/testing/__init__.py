@@ -4,12 +4,11 @@ For ndtp's tests, its command line, and the tests of users.  Needs no GPU and no
 """
 
 from ndtp.testing.compare import assert_close_to_dense, assert_equal, small_integers
-from ndtp.testing.dense import DenseResult, assert_matches_dense
+from ndtp.testing.dense import assert_matches_dense
 from ndtp.testing.launch import run
 from ndtp.testing.pool import RankError, RankPool, RankTimeout
 
 __all__ = [
-    "DenseResult",
     "RankError",
     "RankPool",
     "RankTimeout",

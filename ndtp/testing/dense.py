@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ class DenseResult:
     factor: float = 4.0
     floor_eps: float = 4.0
 
-    @property
+    @cached_property
     def tolerance(self) -> float:
         if self.exact or not self.dense.numel():
             return 0.0
@@ -116,7 +117,7 @@ def assert_matches_dense(
     for name, parameter in parallel.named_parameters():
         value = theirs[name][1].detach()
         comparison.add(f"value of {name}", *_local(parameter, mesh), DenseResult(value, value.double(), exact=True))
-    comparison.conclude()
+    comparison.results_follow()
 
     def weights(output: Tensor) -> Tensor:
         drawn = small_integers(output.shape, seed)
@@ -154,6 +155,7 @@ class _Comparison:
 
     def __init__(self, mesh: ProcessGrid) -> None:
         self.mesh = mesh
+        self.values: list[str] = []
         self.failures: list[str] = []
         self.largest = 0.0
 
@@ -169,13 +171,18 @@ class _Comparison:
             side = "parallel" if actual is None else "dense"
             self.failures.append(f"{self.mesh.describe()}: {what}: the {side} module gives none")
 
+    def results_follow(self) -> None:
+        """What was added so far were the parameters' values; where they differ, no result is worth a word."""
+        self.values, self.failures, self.largest = self.failures, [], 0.0
+
     def conclude(self) -> None:
-        failures = self.failures
+        both = (self.values, self.failures)
         axes = self.mesh.grid.nontrivial(self.mesh.grid.names)
         if axes:
-            everyones: list[list[str]] = [[] for _ in range(self.mesh.grid.num_ranks)]
-            dist.all_gather_object(everyones, failures, group=self.mesh.group(axes))
-            failures = [failure for one in everyones for failure in one]
+            everyones = [both] * self.mesh.grid.num_ranks
+            dist.all_gather_object(everyones, both, group=self.mesh.group(axes))
+            both = tuple([text for one in everyones for text in one[i]] for i in (0, 1))  # type: ignore[assignment]
+        failures = both[0] or both[1]
         if failures:
             rest = [f"and {len(failures) - MAX_SHOWN} more"] if len(failures) > MAX_SHOWN else []
             raise AssertionError(
