@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from ndtp.cli.check import check
+from ndtp.cli.demo import demo
 
 app = typer.Typer(
     name="ndtp",
@@ -22,4 +23,5 @@ def _root() -> None:
     """A callback keeps subcommands named even while there is only one."""
 
 
-app.command()(check)
+for command in (demo, check):
+    app.command()(command)
