@@ -12,6 +12,7 @@ from ndtp.layout import Layout
 from ndtp.meter import CommMeter
 from ndtp.ops import batch_matmul, matmul, relayout
 from ndtp.parallelize import parallelize
+from ndtp.planner import plan
 from ndtp.process_grid import ProcessGrid
 
 __version__ = "0.1.0"
@@ -29,5 +30,6 @@ __all__ = [
     "batch_matmul",
     "matmul",
     "parallelize",
+    "plan",
     "relayout",
 ]
