@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from ndtp.cli import plan
+
 app = typer.Typer(
     name="ndtp",
     help="Tensor parallelism in one, two and three dimensions: check it, measure it, plan it.",
@@ -18,3 +20,6 @@ app.add_typer(bench, name="bench")
 @app.callback()
 def _root() -> None:
     """A callback keeps subcommands named even while there is only one."""
+
+
+app.command("plan")(plan.plan)
