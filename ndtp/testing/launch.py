@@ -43,6 +43,7 @@ def run(
         RankTimeout: the timeout passed; names the ranks still running, and where.
         RankError: a rank raised or died; carries its traceback.
     """
+    __tracebackhide__ = True
     world_size = _world_size()
     if world_size is None or IMPORTING_MAIN.get():
         return shared_pool(ranks).call(fn, args, kwargs, timeout=timeout, axes=axes, wait_all=wait_all)

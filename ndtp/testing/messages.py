@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -16,6 +17,10 @@ import torch
 
 # True in a rank while it imports the user's script: starting ranks from there would never end.
 IMPORTING_MAIN: ContextVar[bool] = ContextVar("IMPORTING_MAIN", default=False)
+
+
+# Makes a rank write its Python stack to its trace file.  (Windows has no such signal, and no ranks.)
+TRACE_SIGNAL = getattr(signal, "SIGUSR1", signal.SIGTERM)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from ndtp.testing.messages import (
     describe_main,
     pickle_call,
 )
-from ndtp.testing.process import RankProcess, kill, traces
+from ndtp.testing.process import RankProcess, kill, place_in, traces
 from ndtp.testing.zygote import Birth, Zygote
 
 _START_TIMEOUT_S = 180.0  # importing torch on a cold, busy machine included
@@ -69,7 +69,10 @@ class RankError(RuntimeError):
         self.stopped = tuple(sorted(stopped))
         summaries = summaries or {}
         place = "" if coordinates is None else " (" + " ".join(f"{a}={i}" for a, i in coordinates.items()) + ")"
-        lines = [f"rank {rank}{place}: {summaries.get(rank, 'failed')}", _indent(self.errors[rank])]
+        summary = summaries.get(rank, "failed")
+        lines = [f"rank {rank}{place}: {summary}"]
+        if self.errors[rank] != summary:
+            lines.append(_indent(self.errors[rank]))
         others: dict[str, list[int]] = {}
         for other in sorted(set(self.errors) - {rank}):
             others.setdefault(summaries.get(other, "failed"), []).append(other)
@@ -77,7 +80,7 @@ class RankError(RuntimeError):
         unfinished = sorted(set(self.stopped) - set(self.errors))
         if unfinished:
             lines.append(f"stopped before the end: {_name(unfinished)}")
-        super().__init__("\n".join(line for line in lines if line))
+        super().__init__("\n".join(lines))
 
 
 class RankTimeout(RankError):
@@ -93,7 +96,7 @@ class RankPool:
 
     Args:
         ranks: number of processes.
-        timeout: seconds that a call may take, unless it says otherwise; the group's own timeout too.
+        timeout: seconds that a call may take, unless it says otherwise.  The group's own timeout is no shorter.
         echo: the ranks whose `print` goes to the parent's `sys.stdout`; the default is rank 0 alone.  stderr always
             goes through.
 
@@ -155,6 +158,7 @@ class RankPool:
             RankTimeout: the timeout passed; names the ranks still running, and where.
             RankError: a rank raised or died.
         """
+        __tracebackhide__ = True  # pytest: the frames of interest are in the ranks
         return self.call(fn, args, kwargs, timeout=timeout, wait_all=wait_all, axes=axes, per_rank=per_rank)
 
     def call(
@@ -169,6 +173,7 @@ class RankPool:
         per_rank: Sequence[tuple[Any, ...]] | None = None,
     ) -> list[Any]:
         """`run` for functions whose keyword arguments have the names of its own."""
+        __tracebackhide__ = True
         if IMPORTING_MAIN.get():
             raise RuntimeError(
                 "the main script starts ranks while a rank imports it, which would never end\n"
@@ -198,7 +203,8 @@ class RankPool:
                 raise
 
     def _ensure_started(self) -> None:
-        if self._ranks and self._reusable and not any(rank.poll_exit() for rank in self._ranks):
+        # An idle rank has nothing to say: a message is the end of its connection, seen a little before its exit code.
+        if self._ranks and self._reusable and not any(r.poll_exit() or self._receive(r, {}) for r in self._ranks):
             return
         kill(self._ranks, os.getpid())
         zygote = _zygote(os.getpid())
@@ -212,7 +218,13 @@ class RankPool:
             rank = RankProcess(index, Connection(ours.detach()), status_read, f"{stem}-{index}.trace")
             self._ranks.append(rank)
             birth = Birth(
-                index, self.num_ranks, f"{stem}.store", rank.trace_path, self.timeout, dict(os.environ), list(sys.argv)
+                rank=index,
+                num_ranks=self.num_ranks,
+                store_path=f"{stem}.store",
+                trace_path=rank.trace_path,
+                group_timeout_s=max(self.timeout, _START_TIMEOUT_S),
+                environ=dict(os.environ),
+                argv=list(sys.argv),
             )
             try:
                 zygote.fork(birth, theirs.fileno(), status_write)
@@ -223,6 +235,7 @@ class RankPool:
 
     def _collect(self, timeout: float, grace: float, axes: Mapping[str, int] | None) -> list[Any]:
         """Wait for one final message of every rank."""
+        __tracebackhide__ = True
         deadline = time.monotonic() + timeout
         waiting_until = deadline
         results: dict[int, Any] = {}
@@ -248,12 +261,13 @@ class RankPool:
                     failures[rank.index] = message
                     waiting_until = min(waiting_until, time.monotonic() + grace)
         if not pending and not failures:
-            return [results[rank.index] for rank in self._ranks]
+            return [results.get(rank.index) for rank in self._ranks]
 
         error_type = RankError if failures else RankTimeout
         if pending and time.monotonic() >= deadline:
             for index, trace in traces(pending.values()).items():
-                failures[index] = Raised(f"still running after {timeout:g} s", trace, None, time.monotonic())
+                summary = f"still running after {timeout:g} s, {place_in(trace)}"
+                failures[index] = Raised(summary, trace, None, time.monotonic())
         first = min(failures, key=lambda index: (failures[index].when, index))
         raise error_type(
             first,
@@ -266,22 +280,22 @@ class RankPool:
 
     def _receive(self, rank: RankProcess, results: dict[int, Any]) -> Ready | Returned | Raised | None:
         """The rank's final message if it has arrived; passes on what it printed before."""
-        try:
-            while rank.connection.poll():
+        while True:
+            try:
+                if not rank.connection.poll():
+                    return None
                 stream = io.BytesIO(rank.connection.recv_bytes())
-                message = pickle.load(stream)
-                if isinstance(message, Printed):
-                    sys.stdout.write(message.text)
-                    sys.stdout.flush()
-                    continue
-                results[rank.index] = None
-                if isinstance(message, Returned):
-                    self._reusable &= message.reusable
-                    results[rank.index] = pickle.load(stream)
-                return message
-        except (EOFError, OSError):  # closed: it has ended or is about to
-            return rank.death()
-        return None
+            except (EOFError, OSError):  # closed: it has ended or is about to
+                return rank.death()
+            message = pickle.load(stream)
+            if isinstance(message, Printed):
+                sys.stdout.write(message.text)
+                sys.stdout.flush()
+                continue
+            if isinstance(message, Returned):
+                self._reusable &= message.reusable
+                results[rank.index] = pickle.load(stream)
+            return message
 
 
 def _exceptions(failures: Mapping[int, Raised]) -> dict[int, BaseException]:
@@ -296,7 +310,9 @@ def _exceptions(failures: Mapping[int, Raised]) -> dict[int, BaseException]:
 def shared_pool(ranks: int) -> RankPool:
     """The pool of `ranks` ranks that everyone in this process shares."""
     pools = _shared_pools(os.getpid())
-    return pools.setdefault(ranks, RankPool(ranks))
+    if ranks not in pools:
+        pools[ranks] = RankPool(ranks)
+    return pools[ranks]
 
 
 def close_shared_pools() -> None:

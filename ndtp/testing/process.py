@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
-from ndtp.testing.messages import Raised
-from ndtp.testing.worker import TRACE_SIGNAL
+from ndtp.testing.messages import TRACE_SIGNAL, Raised
 from ndtp.testing.zygote import STATUS
 
 _DEATH_S = 5.0  # for a killed process to disappear
@@ -52,7 +52,8 @@ class RankProcess:
     def signal(self, number: int) -> None:
         if not self.pid and self.alive:  # asked for, but not yet forked
             self._read_status(_DEATH_S)
-        if not self.poll_exit():
+        self.poll_exit()
+        if self.pid and self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -77,6 +78,12 @@ class RankProcess:
             with contextlib.suppress(ValueError):
                 return f"killed by {signal.Signals(-self.exit_code).name} (pid {self.pid})"
         return f"ended by itself with exit code {self.exit_code} (pid {self.pid}), without raising"
+
+
+def place_in(trace: str) -> str:
+    """The innermost frame of a trace, in a few words: "in all_reduce (distributed_c10d.py:3000)"."""
+    frame = re.search(r'File "(?:.*/)?(.+)", line (\d+) in (.+)', trace)
+    return f"in {frame[3]} ({frame[1]}:{frame[2]})" if frame else "at an unknown place"
 
 
 def traces(ranks: Collection[RankProcess]) -> dict[int, str]:

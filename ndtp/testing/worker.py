@@ -24,10 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ndtp.testing.messages import IMPORTING_MAIN, Call, Printed, Raised, Ready, Returned, dumps
+from ndtp.testing.messages import IMPORTING_MAIN, TRACE_SIGNAL, Call, Printed, Raised, Ready, Returned, dumps
 from ndtp.testing.zygote import Birth
 
-TRACE_SIGNAL = signal.SIGUSR1 if sys.platform != "win32" else signal.SIGTERM
 # Process groups that a call created stay alive, since a cached mesh may come back in a later call (DTensor caches
 # some itself).  A gloo group of two holds five descriptors and three threads, so they are finite: past this many
 # descriptors, or half of what the system allows, the pool replaces its ranks.

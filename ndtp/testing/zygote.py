@@ -25,6 +25,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,15 @@ from dataclasses import dataclass, field
 STATUS = struct.Struct("<q")
 _LENGTH = struct.Struct("<I")
 _NUM_FDS = 4
-_PRELOAD = ("numpy", "torch", "torch.distributed", "torch.distributed.tensor")
+_PRELOAD = ("numpy", "torch", "torch.distributed", "torch.distributed.tensor", "ndtp.testing.worker")
+# Of the zygote alone; the ranks get the parent's.  Asking whether CUDA is there must not initialise it, or forked ranks
+# could not use it; and a process that has threads should not fork.
+_ENVIRON = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
 _PRELOAD_IF_USED = ("pytest", "hypothesis")
 
 
@@ -78,8 +87,7 @@ class Zygote:
                 [sys.executable, "-c", command],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                # Asking whether CUDA is there must not initialise it: forked ranks could no longer use it.
-                env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+                env={**os.environ, **_ENVIRON},
             )
         self._control, self.folder = ours, folder
         weakref.finalize(self, _shut_down, self._process, ours, folder, os.getpid())
@@ -176,7 +184,9 @@ def _fork_one(control: socket.socket, status_fds: dict[int, int], wake_fds: Sequ
     birth: Birth = pickle.loads(_receive_exactly(control, _LENGTH.unpack(header)[0]))
     connection_fd, status_fd, stdout_fd, stderr_fd = fds
     zygote_pid = os.getpid()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python >= 3.12, should a preloaded library have a thread
+        pid = os.fork()
     if pid:
         status_fds[pid] = status_fd
         with contextlib.suppress(OSError):

@@ -1,5 +1,6 @@
 """What the operating system says about processes."""
 
+import os
 import subprocess
 import time
 
@@ -9,6 +10,18 @@ def wait_until_gone(pids):
     deadline = time.monotonic() + 30
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if is_running(pid)]}"
+        time.sleep(0.02)
+
+
+def wait_until_collected(pid):
+    """Until not even a zombie is left: its threads, which outlive the first one a little, have closed its sockets."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        assert time.monotonic() < deadline, f"still there: {pid}"
         time.sleep(0.02)
 
 

@@ -112,7 +112,6 @@ def test_a_script_without_main_guard_is_told_so(tmp_path):
         ("in a call", signal.SIGINT),
         ("between calls", signal.SIGTERM),
         ("in a call", signal.SIGKILL),
-        ("between calls", signal.SIGKILL),
     ],
 )
 def test_a_parent_that_ends_leaves_no_process(tmp_path, when, end):

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from process_states import wait_until_gone
+from process_states import wait_until_collected, wait_until_gone
 from torch.distributed.device_mesh import init_device_mesh
 
 from ndtp.testing import RankError, RankPool, RankTimeout
@@ -285,12 +285,14 @@ def test_children_of_a_dead_rank_neither_hide_its_death_nor_survive_it(pool, cap
 def test_a_rank_that_dies_between_calls_is_replaced(pool):
     pids = [pid for _, pid in pool.run(rank_and_pid)]
     os.kill(pids[3], signal.SIGKILL)
-    wait_until_gone(pids[3:])
+    wait_until_collected(pids[3])
     assert not set(pids) & {pid for _, pid in pool.run(rank_and_pid)}
 
 
 def test_a_timeout_names_ranks_and_places(pool):
-    with pytest.raises(RankTimeout, match=r"rank 1: still running after 0\.5 s") as caught:
+    with pytest.raises(
+        RankTimeout, match=r"rank 1: still running after 0\.5 s, in wait_for_godot \(test_pool"
+    ) as caught:
         pool.run(sleep_on, (1, 3), timeout=0.5)
     assert sorted(caught.value.errors) == [1, 3]
     assert all("in wait_for_godot" in trace for trace in caught.value.errors.values())
