@@ -152,7 +152,7 @@ def plan(
         fixed: sizes of axes that are given, such as `{"dp": 4}`.
         tp_within_node: x and y must not leave a node.
         pad: pad sizes that a grid does not divide, at its cost; otherwise such grids are left out.
-        chunks: see `ndtp.time_model.Work.time`.
+        chunks: pieces of rows whose collectives run beside their products, as `MatMulPlan(chunks=)`.
         limit: how many to return; default all.
 
     Raises:
@@ -259,13 +259,16 @@ def _with_regather(request: Request, g: Grids) -> tuple[Any, Any, Any]:
 
 def _fastest_order(request: Request, g: Grids, variant: Any) -> tuple[Any, Time]:
     """For each grid the index into ORDERS of its fastest order (-1: none is allowed) and the time in it."""
-    work = works(request, g, *(_mask(operand, variant) for operand in "ab"))
+    work = Work.of(
+        request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks,
+        regather_a=_mask("a", variant), regather_b=_mask("b", variant),
+    )  # fmt: skip
     best_order = np.full(g.ranks.shape, -1)
     best = Time(*(np.full(g.ranks.shape, np.inf) for _ in range(4)))
     one_node = request.ranks <= request.hardware.ranks_per_node
     for index, order in enumerate(ORDERS[:1] if one_node else ORDERS):
         network = Network.of(g, order, request.hardware)
-        time = request_time(request, work, network)
+        time = work.time(network)
         # A tie within rounding keeps the earlier order.
         better = time.total < best.total * (1 - 1e-9) if index else np.ones(g.ranks.shape, dtype=bool)
         if request.tp_within_node:
@@ -273,17 +276,6 @@ def _fastest_order(request: Request, g: Grids, variant: Any) -> tuple[Any, Time]
         best_order = np.where(better, index, best_order)
         best = _select(better, time, best)
     return best_order, best
-
-
-def works(request: Request, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -> list[Work]:
-    return [Work.of(block, g, request.hardware, request.dtype, regather_a, regather_b) for block in request.blocks]
-
-
-def request_time(request: Request, work: Sequence[Work], network: Network) -> Time:
-    """The time of all layers."""
-    times = [each.time(network, request.chunks) for each in work]
-    total = sum(times[1:], times[0])
-    return Time(*(part * request.layers for part in _parts(total)))
 
 
 def _mask(operand: str, variant: Any) -> Any:

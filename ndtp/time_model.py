@@ -1,13 +1,12 @@
 """How long a training step of a block takes: collectives by latency and bandwidth, products by a roof.  Pure.
 
-A model, with the schedule that `ndtp.schedule` executes: the gathers of A and B fly together, what a product reduces is
-waited for, and backward's reduction of dA flies while the weight gradient is computed.  The order of the axes on the
-ranks decides which collectives leave a node.
+The costs of single collectives and products are here; `ndtp.timeline` puts them into the schedule that is executed.
+The order of the axes on the ranks decides which collectives leave a node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 
 from ndtp.block_cost import AXES, Block, Grids, gemms, messages, padded
 from ndtp.hardware import DTYPES, Hardware
+from ndtp.timeline import Messages, Product, step_seconds
 
 # Rank orders of the four axes, slowest first; of equally fast ones the first wins.
 ORDERS = tuple(permutations(AXES))
@@ -87,6 +87,10 @@ class Network:
         per_byte, latency = self.cost(collective, axis)
         return received * per_byte + (np.asarray(received) > 0) * latency
 
+    def crosses(self, axis: str) -> Any:
+        """Whether the groups of an axis leave their node."""
+        return self.reach[axis].nodes > 1
+
     def inside_node(self, axes: Sequence[str]) -> Any:
         """Whether every group of these axes lies on one node."""
         return np.logical_and.reduce([self.reach[axis].nodes == 1 for axis in axes])
@@ -111,83 +115,72 @@ class Time:
 
     @property
     def exposed(self) -> Any:
-        return self.total - self.gemm - self.elementwise
-
-    def __add__(self, other: Time) -> Time:
-        return Time(
-            self.total + other.total,
-            self.gemm + other.gemm,
-            self.elementwise + other.elementwise,
-            self.communication + other.communication,
-        )
+        return np.maximum(0.0, self.total - self.gemm - self.elementwise)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What does not depend on the order of the axes: the messages of a step, its products and its passes over memory.
+    """A layer of blocks on many grids: what does not depend on the order of the axes on the ranks."""
 
-    `messages` maps (product, phase, tensor) to the (collective, axis, bytes) that move it, one after another.
-    """
-
-    hardware: Hardware
-    messages: dict[tuple[str, str, str], list[tuple[str, str, Any]]]
-    gemms: dict[str, Any]
-    elementwise: Any
+    products: tuple[Product, ...]
+    layers: int
+    chunks: int
+    regather: bool
 
     @classmethod
     def of(
-        cls, block: Block, g: Grids, hardware: Hardware, dtype: str, regather_a: Any = 0, regather_b: Any = 0
+        cls,
+        blocks: Sequence[Block],
+        g: Grids,
+        hardware: Hardware,
+        dtype: str,
+        *,
+        layers: int = 1,
+        chunks: int = 1,
+        regather_a: Any = 0,
+        regather_b: Any = 0,
     ) -> Work:
-        itemsize = DTYPES[dtype]
-        moved: dict[tuple[str, str, str], list[tuple[str, str, Any]]] = {}
-        for message in messages(block, g, regather_a, regather_b):
-            product, tensor = message.tensor.split()
-            entry = (message.collective, message.axis, message.elements * float(itemsize))
-            moved.setdefault((product, message.phase, tensor), []).append(entry)
-        products = {
-            name: gemm_seconds(hardware, *shape, dtype)
-            for name, shape in zip(("up", "down"), gemms(block, g), strict=True)
-        }
-        s = padded(block, g)
-        # Forward reads and writes the activations once, backward thrice; a reduction reads p parts and writes one.
-        reduced = (s.tokens * s.up * g.x + 2 * s.tokens * s.hidden * g.y) / g.ranks
-        touched = (4 * (s.up + s.inner) * s.tokens / g.ranks + reduced) * itemsize
-        return cls(hardware, moved, products, touched / (hardware.memory_gbs * 1e9))
-
-    def time(self, network: Network, chunks: int = 1) -> Time:
-        """Forward and backward of the block.
-
-        Args:
-            chunks: pieces into which activations are cut so that their collectives run beside the products; 1 is what
-                the executor does where it does not overlap.
         """
-        total: Any = self.elementwise
+        Args:
+            chunks: pieces of rows whose collectives run beside their products, as `MatMulPlan(chunks=)`.
+        """
+        products: list[Product] = []
+        for block in blocks:
+            products += _products(block, g, hardware, dtype, chunks, regather_a, regather_b)
+        return cls(tuple(products), layers, chunks, bool(np.any(regather_a) or np.any(regather_b)))
+
+    def time(self, network: Network) -> Time:
+        """Forward and backward of all layers.  From the second layer on each adds what the second one adds."""
+        total = step_seconds(self.products, network, self.chunks, self.regather)
+        if self.layers > 1:
+            two = step_seconds(self.products * 2, network, self.chunks, self.regather)
+            total = total + (self.layers - 1) * (two - total)
         communication: Any = 0.0
-        for name, gemm in self.gemms.items():
-            t = {}
-            for phase, tensor in PHASES:
-                seconds = sum(network.seconds(*entry) for entry in self.messages[name, phase, tensor])
-                t[phase, tensor] = seconds
-                communication = communication + seconds
-            # Two gathers in flight share the rank's links: their times add up.
-            forward = overlapped(chunks, self.hardware, gemm, t["forward", "A"], t["forward", "C"])
-            dgrad = overlapped(chunks, self.hardware, gemm, t["dgrad", "dC"])
-            wgrad = np.maximum(t["dgrad", "dA"], t["wgrad", "A"] + gemm)
-            total = total + t["forward", "B"] + forward + t["dgrad", "B"] + dgrad + wgrad + t["wgrad", "dB"]
-        return Time(total, 3 * sum(self.gemms.values()), self.elementwise, communication)
+        for product in self.products:
+            for moves in product.messages.values():
+                communication = communication + sum(network.seconds(*move) for move in moves)
+        gemm = 3 * sum(product.gemm for product in self.products)
+        elementwise = 4 * sum(product.after for product in self.products)
+        return Time(total, gemm * self.layers, elementwise * self.layers, communication * self.layers)
 
 
-PHASES = (
-    ("forward", "A"), ("forward", "B"), ("forward", "C"), ("dgrad", "dC"), ("dgrad", "B"), ("dgrad", "dA"),
-    ("wgrad", "A"), ("wgrad", "dB"),
-)  # fmt: skip
-
-
-def overlapped(chunks: int, hardware: Hardware, gemm: Any, *communication: Any) -> Any:
-    """A product and the collectives before and after it, cut into chunks that pass through all of them in turn."""
-    if chunks == 1:
-        return gemm + sum(communication)
-    longest = np.maximum.reduce([np.asarray(gemm + 0.0), *map(np.asarray, communication)])
-    rest = gemm + sum(communication) - longest
-    fixed = (chunks - 1) * (hardware.launch_us + hardware.intra.latency_us) * 1e-6
-    return np.minimum(longest + rest / chunks + fixed, gemm + sum(communication))
+def _products(
+    block: Block, g: Grids, hardware: Hardware, dtype: str, chunks: int, regather_a: Any, regather_b: Any
+) -> Iterator[Product]:
+    itemsize = float(DTYPES[dtype])
+    moved: dict[str, dict[tuple[str, str], Messages]] = {"up": {}, "down": {}}
+    for message in messages(block, g, regather_a, regather_b):
+        name, tensor = message.tensor.split()
+        entry = (message.collective, message.axis, message.elements * itemsize)
+        moved[name].setdefault((message.phase, tensor), []).append(entry)
+    s = padded(block, g)
+    # Forward reads the activations and writes them once; a reduction reads as many parts as its axis has ranks.
+    activation = (s.up + s.inner) * s.tokens / g.ranks
+    touched = activation + s.tokens * s.up * g.x / g.ranks / 4, s.tokens * s.hidden * g.y / g.ranks / 2
+    for name, (m, n, k), elements in zip(("up", "down"), gemms(block, g), touched, strict=True):
+        yield Product(
+            moved[name],
+            gemm_seconds(hardware, m, n, k, dtype),
+            gemm_seconds(hardware, m / chunks, n, k, dtype),
+            elements * itemsize / (hardware.memory_gbs * 1e9),
+        )

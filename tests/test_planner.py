@@ -5,6 +5,7 @@ import math
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from ndtp import Grid, MatMulPlan
 from ndtp.block_cost import Block, Grids, memory
 from ndtp.cost import Volume, lower_bound
 from ndtp.errors import GridError
+from ndtp.hardware import Hardware
 from ndtp.planner import MIB, plan
 from ndtp.schemes import block_layouts
 
@@ -45,9 +47,11 @@ def brute_force(tokens, hidden, ffn, ranks, itemsize=2):
 
 @pytest.mark.parametrize("ranks", [*POWERS, *AWKWARD])
 def test_volume_is_the_minimum_over_all_grids(ranks):
+    # On one node every rank order is the same, which saves this test the time of comparing them.
+    hardware = replace(Hardware.load("h100-ib"), ranks_per_node=1024)
     for shape in shapes(100):
         volumes = brute_force(*shape, ranks)
-        best, *others = plan(*shape, ranks, objective="volume", limit=8)
+        best, *others = plan(*shape, ranks, hardware, objective="volume", limit=8)
         key = tuple(best.grid[axis] for axis in ("dp", "z", "x", "y"))
         assert best.volume_bytes == volumes[key] == min(volumes.values()), (shape, best)
         ties = [other for other in others if other.volume_bytes == best.volume_bytes]
@@ -144,7 +148,8 @@ def test_layers_gated_and_attention_add_up():
     one = plan(8192, 4096, 14336, 16, gated=True, heads=32, kv_heads=8, fixed={"x": 2, "y": 4})[0]
     many = plan(8192, 4096, 14336, 16, gated=True, heads=32, kv_heads=8, fixed={"x": 2, "y": 4}, layers=10)[0]
     assert many.volume_bytes == 10 * one.volume_bytes
-    assert many.step_ms == pytest.approx(10 * one.step_ms)
+    assert many.gemm_ms == pytest.approx(10 * one.gemm_ms)
+    assert one.step_ms < many.step_ms <= 10 * one.step_ms
     parameters = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     assert sum(block.parameters for block in one.request.blocks) == parameters
 

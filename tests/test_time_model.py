@@ -1,6 +1,7 @@
-"""The time model: hand-computed cases, the hierarchy of nodes, and monotony."""
+"""The time model: hand-computed cases, the hierarchy of nodes, and what hides under what."""
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
 
 from ndtp.block_cost import AXES, Block, Grids
@@ -73,7 +74,7 @@ def test_step_by_hand():
     """1D over 4 ranks of one node, one block: what is waited for, and what hides under the weight gradient."""
     block, g = Block.mlp(64, 16, 32), Grids(1, 1, 1, 4)
     net = Network.of(g, AXES, MACHINE)
-    time = Work.of(block, g, MACHINE, "float32").time(net)
+    time = Work.of([block], g, MACHINE, "float32").time(net)
     gemm = 2 * 64 * 16 * 8 / 1e12
     move = 64 * 16 * 3 / 4 * 4 / 100e9 + 8e-6
     # forward: gather, two products, scatter.  Backward: gather dC of down; dA of up hides under nothing but its wgrad.
@@ -84,11 +85,47 @@ def test_step_by_hand():
     assert time.exposed == pytest.approx(expected - 6 * gemm)
 
 
-def test_chunks_never_slow_a_step_down():
-    g = Grids.all(64)
-    work = Work.of(Block.mlp(8192, 4096, 16384), g, MACHINE, "float32")
+def test_chunks_cost_latency():
+    g = Grids(1, 1, 1, 4)
+    slow = replace(MACHINE, intra=Link(1e9, 1000.0, 0.0))
+    one, four = (
+        Work.of([Block.mlp(64, 16, 32)], g, slow, "float32", chunks=n).time(Network.of(g, AXES, slow)) for n in (1, 4)
+    )
+    assert four.total > one.total
+
+
+def test_weight_gradients_of_a_layer_reduce_under_the_layers_before():
+    """Data parallel: of four layers only the first one's reduction has nothing left to hide under."""
+    g, block = Grids(4, 1, 1, 1), Block.mlp(4096, 256, 256)
     net = Network.of(g, AXES, MACHINE)
-    whole, cut = work.time(net), work.time(net, chunks=4)
-    assert (cut.total <= whole.total * (1 + 1e-12)).all()
-    assert (cut.total < whole.total * 0.95).any()
-    assert (cut.total >= np.maximum(whole.gemm, 0)).all()
+    one, four = (Work.of([block], g, MACHINE, "float32", layers=n).time(net) for n in (1, 4))
+    reduction = net.seconds("all_reduce", "dp", 2 * 3 / 4 * 256 * 256 * 4)
+    assert reduction < one.gemm / 6
+    assert one.exposed == pytest.approx(reduction)
+    assert four.exposed == pytest.approx(reduction)
+    assert four.total == pytest.approx(4 * (one.total - reduction) + reduction)
+
+
+def test_next_weight_is_gathered_under_this_product():
+    g, block = Grids(1, 4, 1, 1), Block.mlp(4096, 256, 256)
+    net = Network.of(g, AXES, MACHINE)
+    time = Work.of([block], g, MACHINE, "float32").time(net)
+    gather = net.seconds("all_gather", "z", 3 / 4 * 256 * 256 * 4)
+    assert gather < time.gemm / 6
+    # Exposed: the first gather, and the last reduction.
+    assert time.communication == pytest.approx(4 * gather)
+    assert time.exposed == pytest.approx(2 * gather)
+
+
+def test_chunks_never_slow_a_step_down_without_latency():
+    g = Grids.all(64)
+    block, machine = (
+        Block.mlp(8192, 4096, 16384),
+        replace(MACHINE, intra=Link(1.0, 0.0, 0.0), inter=Link(1.0, 0.0, 0.0)),
+    )
+    net = Network.of(g, AXES, machine)
+    whole, cut = (Work.of([block], g, machine, "float32", chunks=chunks).time(net) for chunks in (1, 4))
+    activations = (g.z == 1) & (g.dp == 1)  # a weight is not cut
+    assert (cut.total <= whole.total * (1 + 1e-12))[activations].all()
+    assert (cut.total < whole.total * 0.9)[activations].any()
+    assert (cut.total >= whole.gemm).all()
