@@ -49,7 +49,7 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tens
     weight = b
     for x, tensor in ((a, "A"), (b, "B"), (bias, "bias")):
         _check_placements(x, tensor, plan, mesh)
-    if torch.is_autocast_enabled(a.device.type):
+    if a.device.type != "meta" and torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
         a, b, bias = _autocast(a, dtype), _autocast(b, dtype), None if bias is None else _autocast(bias, dtype)
     a = local_shard(a)
