@@ -61,7 +61,8 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tens
         cross_check(
             mesh,
             f"{plan.equation} on grid {plan.grid}, roles {sorted(plan.roles.items())}, "
-            f"regather {sorted(plan.regather)}, chunks {plan.chunks}; A {_signature(a)}, B {_signature(b)}, bias {_signature(bias)}",
+            f"regather {sorted(plan.regather)}, chunks {plan.chunks}; "
+            f"A {_signature(a)}, B {_signature(b)}, bias {_signature(bias)}",
         )
     if plan.grid is not mesh.grid and plan.grid != mesh.grid:
         raise LayoutError(f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}")

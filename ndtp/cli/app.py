@@ -6,6 +6,7 @@ import typer
 
 from ndtp.cli.check import check
 from ndtp.cli.demo import demo
+from ndtp.cli.plan import plan
 
 app = typer.Typer(
     name="ndtp",
@@ -23,5 +24,5 @@ def _root() -> None:
     """A callback keeps subcommands named even while there is only one."""
 
 
-for command in (demo, check):
+for command in (demo, check, plan):
     app.command()(command)
