@@ -4,6 +4,9 @@ Layouts over named grids of processes, the collectives that each product of two 
 the local GEMMs, differentiated, and counted to the byte.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ndtp import nn as nn
 from ndtp.contraction import MatMulPlan
 from ndtp.errors import CommunicationError, GridError, LayoutError, MismatchError
@@ -13,6 +16,9 @@ from ndtp.meter import CommMeter
 from ndtp.ops import batch_matmul, matmul, relayout
 from ndtp.parallelize import parallelize
 from ndtp.process_grid import ProcessGrid
+
+if TYPE_CHECKING:
+    from ndtp import testing as testing
 
 __version__ = "0.1.0"
 
@@ -31,3 +37,10 @@ __all__ = [
     "parallelize",
     "relayout",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`ndtp.testing` is imported when it is first used: programs that train do not need it."""
+    if name == "testing":
+        return import_module("ndtp.testing")
+    raise AttributeError(f"module 'ndtp' has no attribute {name!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,11 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Handle:
-    """A started collective.  `wait` gives its result, once; the buffers live until then."""
+    """A started collective.  `wait` gives its result, once; the buffers live until then.
+
+    A handle that is dropped (an exception, a gradient nobody asked for) makes the stream wait before its buffers go;
+    gloo's own work holds them.
+    """
 
     def __init__(self, owner: Collectives, label: Label, work: Any, finish: Callable[[], Tensor], buffers: Any) -> None:
         self._owner, self._label, self._work, self._finish, self._buffers = owner, label, work, finish, buffers
@@ -48,19 +53,25 @@ class Handle:
                 self._work.wait()
             result = self._finish()
         self._owner.in_flight.discard(self)
-        self._buffers = None
+        self._work = self._buffers = None
         return result
+
+    def __del__(self) -> None:
+        if self._work is not None and self._owner.orders_by_stream:
+            self._work.wait()
 
 
 class Collectives:
     """The collectives of one `ProcessGrid`, by torch's own implementations (NCCL).
 
-    `in_flight` holds the handles that were started and not yet waited for.
+    `in_flight` has the handles that were started and not yet waited for.
     """
+
+    orders_by_stream = True  # waiting blocks a stream, not the host
 
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid = grid
-        self.in_flight: set[Handle] = set()
+        self.in_flight: WeakSet[Handle] = WeakSet()
 
     @staticmethod
     def of(grid: ProcessGrid) -> Collectives:
@@ -141,6 +152,8 @@ class GlooCollectives(Collectives):
 
     gloo's reduce-scatter is an all-reduce inside (twice the bytes), and its bf16 sums round at every hop.
     """
+
+    orders_by_stream = False
 
     def reduce_scatter(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
         work, received, blocks = self._exchange(x, group, ranks, step.dim or 0)

@@ -49,6 +49,8 @@ class MatMulPlan:
         roles: letters ("m", "n", "k", "batch") for axes that shall not follow the rule.
         transpose_a, transpose_b: the operand's two last dims are swapped, as `torch.matmul(a, b.mT)` would have it.
         regather: the operands ("a", "b") that backward gathers again instead of keeping them gathered since forward.
+        chunks: the number of chunks of rows whose communication and GEMMs overlap; default: what the layout of A asks
+            for (`interleaved_parallel`), else 1.  Fewer are used where the rows do not divide.
         name: what errors and profiles call the product.
         a_units, b_units: batch dims of an operand that have size 1 and are broadcast; `bind` finds them from shapes.
 
@@ -68,6 +70,7 @@ class MatMulPlan:
     transpose_a: bool = False
     transpose_b: bool = False
     regather: tuple[str, ...] = ()
+    chunks: int = 0
     name: str = "matmul"
     a_units: tuple[int, ...] = ()
     b_units: tuple[int, ...] = ()
@@ -85,6 +88,7 @@ class MatMulPlan:
             transpose_a: bool = False,
             transpose_b: bool = False,
             regather: tuple[str, ...] = (),
+            chunks: int = 0,
             name: str = "matmul",
             a_units: tuple[int, ...] = (),
             b_units: tuple[int, ...] = (),
@@ -100,6 +104,9 @@ class MatMulPlan:
         set_field("orders", {letter: self._order(letter) for letter in self.letters})
         if self.out is None:
             set_field("out", self._mirror())
+        if not self.chunks:
+            asked = self.a.chunks
+            set_field("chunks", asked[1] if asked and self.a_letters[asked[0]] == "m" else 1)
         for tensor, layout, need in self._sides():
             if not is_legal(self.grid, layout.dims, need):
                 self._refuse(tensor, layout, need)
@@ -241,14 +248,16 @@ class MatMulPlan:
             for step in self.relayouts[tensor]
         )
 
-    def phases(self, dgrad: bool = True, wgrad: bool = True, bias: bool = False) -> dict[str, tuple[str, ...]]:
+    def phases(
+        self, dgrad: bool = True, wgrad: bool = True, bias: bool = False, bias_grad: bool | None = None
+    ) -> dict[str, tuple[str, ...]]:
         """The tensors that each phase moves.  dC is gathered once, by the first phase that needs it."""
-        phases: dict[str, tuple[str, ...]] = {"forward": ("A", "B", "C")}
+        phases: dict[str, tuple[str, ...]] = {"forward": ("A", "B", "C", *(("bias",) if bias else ()))}
         if dgrad:
             phases["dgrad"] = ("dC", *(("B",) if "b" in self.regather else ()), "dA")
         if wgrad:
             phases["wgrad"] = ("dC",) * (not dgrad) + (("A",) if "a" in self.regather else ()) + ("dB",)
-        if bias:
+        if bias if bias_grad is None else bias_grad:
             phases["wgrad"] = (*phases.get("wgrad", ("dC",) * (not dgrad)), "dbias")
         return phases
 
@@ -257,7 +266,7 @@ class MatMulPlan:
 
         Args:
             shape: `(*batch, M, K, N)`, the global sizes.
-            phases: `dgrad`, `wgrad` (default True) and `bias` (default False).
+            phases: `dgrad`, `wgrad` (default True), `bias` (default False) and `bias_grad` (default: as `bias`).
         """
         from ndtp.cost import volume
 

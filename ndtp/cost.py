@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ndtp.grid import Grid
@@ -23,7 +23,7 @@ class Traffic:
     collective: str
     axes: tuple[str, ...]
     amount: int
-    calls: int = 1
+    calls: int = field(default=1, compare=False)  # a schedule may cut a collective into chunks
 
     @property
     def key(self) -> tuple[str, str, tuple[str, ...]]:
@@ -94,7 +94,12 @@ def traffic(grid: Grid, steps: Sequence[Step], shape: Sequence[int], phase: str)
 
 
 def volume(
-    plan: MatMulPlan, shape: Sequence[int], dgrad: bool = True, wgrad: bool = True, bias: bool = False
+    plan: MatMulPlan,
+    shape: Sequence[int],
+    dgrad: bool = True,
+    wgrad: bool = True,
+    bias: bool = False,
+    bias_grad: bool | None = None,
 ) -> Volume:
     """The exact traffic of a product, in elements received per rank.
 
@@ -104,7 +109,8 @@ def volume(
     Args:
         shape: `(*batch, M, K, N)`, the global sizes.
         dgrad, wgrad: whether A and B need a gradient.
-        bias: whether a bias is added and needs one.
+        bias: whether a bias is added; it is gathered where C is.
+        bias_grad: whether the bias needs a gradient; default: if there is one.
 
     Raises:
         LayoutError: sizes that the layouts do not divide.
@@ -122,11 +128,12 @@ def volume(
         "A": plan.shard_shape("A", sizes),
         "B": plan.shard_shape("B", sizes),
         "dC": plan.shard_shape("C", sizes),
+        "bias": held["C"][-1:],
         "dbias": held["C"][-1:],
     }
     return Volume.of(
         entry
-        for phase, tensors in plan.phases(dgrad, wgrad, bias).items()
+        for phase, tensors in plan.phases(dgrad, wgrad, bias, bias_grad).items()
         for tensor in tensors
         for entry in traffic(plan.grid, plan.relayouts[tensor], starts[tensor], phase)
     )

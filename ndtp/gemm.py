@@ -23,7 +23,7 @@ def dgrad(plan: MatMulPlan, grad: Tensor, b: Tensor) -> Tensor:
 def wgrad(plan: MatMulPlan, grad: Tensor, a: Tensor) -> Tensor:
     """dB = A^T . dC, stored as B is, summed over batch dims that B lacks."""
     if plan.b.ndim == 2 and not plan.transpose_a and a.shape[:-1] == grad.shape[:-1]:
-        a, grad = a.reshape(-1, a.shape[-1]), grad.reshape(-1, grad.shape[-1])  # one GEMM, not a batch of them
+        a, grad = a.flatten(0, -2), grad.flatten(0, -2)  # one GEMM, not a batch of them
     a_t = a if plan.transpose_a else a.mT
     product = torch.matmul(grad.mT, a_t.mT) if plan.transpose_b else torch.matmul(a_t, grad)
     return _drop_batch(product, plan.b_letters, plan.batch_letters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +11,10 @@ from torch.autograd.function import once_differentiable
 
 from ndtp.contraction import MatMulPlan
 from ndtp.errors import LayoutError
+from ndtp.execution import Execution, Move
 from ndtp.layout import Layout
 from ndtp.relayout import is_legal
 from ndtp.relayout import relayout as relayout_steps
-from ndtp.schedule import Execution, Move
 
 if TYPE_CHECKING:
     from ndtp.process_grid import ProcessGrid
@@ -45,10 +46,15 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tens
 
     Source: MindSpore's high-dimension tensor parallel; Agarwal et al. 1995 for the 3D algorithm.
     """
-    a, b, bias = local_shard(a), local_shard(b), None if bias is None else local_shard(bias)
+    weight = b
+    for x, tensor in ((a, "A"), (b, "B"), (bias, "bias")):
+        _check_placements(x, tensor, plan, mesh)
     if torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
-        a, b, bias = a.to(dtype), b.to(dtype), None if bias is None else bias.to(dtype)
+        a, b, bias = _autocast(a, dtype), _autocast(b, dtype), None if bias is None else _autocast(bias, dtype)
+    a = local_shard(a)
+    b, b_deferred = _arriving(b, mesh)
+    bias, bias_deferred = (None, None) if bias is None else _arriving(bias, mesh)
     if plan.grid is not mesh.grid and plan.grid != mesh.grid:
         raise LayoutError(f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}")
     if mesh.check:
@@ -67,7 +73,10 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tens
             f"MatMul '{plan.name}': the bias shard has shape {tuple(bias.shape)}; bias[{bound.bias.label('N')}] of "
             f"{sizes['n']} elements has shards of {bound.bias.shard_shape((sizes['n'],))}"
         )
-    return _MatMul.apply(a, b, bias, Execution(bound, mesh))
+    c = _MatMul.apply(a, b, bias, Execution(bound, mesh, sizes, weight), (b_deferred, bias_deferred))
+    if c.grad_fn is not None:
+        mesh.recent_products.append(c.grad_fn._sequence_nr() - 1)
+    return c
 
 
 def batch_matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid) -> Tensor:
@@ -94,6 +103,11 @@ def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name:
     Raises:
         LayoutError: an axis that is gathered is not the minor one of its dim; shapes that do not divide.
     """
+    for layout in (source, target):
+        if layout.grid is not mesh.grid and layout.grid != mesh.grid:
+            raise LayoutError(
+                f"relayout '{name}': {layout} lies on grid {layout.grid}, the process grid is {mesh.grid}"
+            )
     if source == target:
         return x
     if x.dim() != source.ndim or target.ndim != source.ndim:
@@ -110,52 +124,128 @@ def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name:
 
 def local_shard(x: Tensor) -> Tensor:
     """This rank's shard of a DTensor, differentiable; any other tensor as it is."""
+    return x if _is_plain(x) else _Arrival.apply(x, Deferred())
+
+
+def _is_plain(x: Tensor) -> bool:
     if type(x) is Tensor or type(x) is torch.nn.Parameter:
-        return x
+        return True
     from torch.distributed.tensor import DTensor
 
-    return _LocalShard.apply(x) if isinstance(x, DTensor) else x
+    return not isinstance(x, DTensor)
+
+
+def _check_placements(x: Any, tensor: str, plan: MatMulPlan, mesh: ProcessGrid) -> None:
+    """A DTensor must lie as the plan says: one that lies otherwise may have shards of the same shape."""
+    if x is None or mesh.device_mesh is None or _is_plain(x):
+        return
+    layout = {"A": plan.a, "B": plan.b}.get(tensor) or plan.bias
+    wanted = _placements(layout, mesh.mesh_axes)
+    same = x.placements == wanted or all(
+        mesh.grid[axis] == 1 or one == other
+        for axis, one, other in zip(mesh.mesh_axes, x.placements, wanted, strict=False)
+    )
+    if x.device_mesh != mesh.device_mesh or not same:
+        raise LayoutError(
+            f"MatMul '{plan.name}': {tensor} is a DTensor with placements {x.placements} on {x.device_mesh}; the "
+            f"plan wants {layout}\n  fix: redistribute(mesh.device_mesh, {wanted}), or pass the shard itself"
+        )
+
+
+def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype in (torch.float64, dtype) else local_shard(x).to(dtype)
+
+
+@lru_cache(maxsize=4096)
+def _placements(layout: Layout, mesh_axes: tuple[str, ...]) -> tuple[Any, ...]:
+    return layout.placements_on(mesh_axes)
 
 
 def _signature(x: Tensor | None) -> str:
     return "None" if x is None else f"{tuple(x.shape)} {x.dtype}"
 
 
-class _LocalShard(torch.autograd.Function):
-    """`DTensor.to_local` at a third of its cost: the gradient is a DTensor of the parameter's own placements."""
+class Deferred:
+    """The gradient of one use of a weight, on its way: set by the product's backward, taken where it arrives."""
+
+    move: Move | None = None
+
+
+class _Arrival(torch.autograd.Function):
+    """Where the gradient of a weight arrives: waits for its reduction, as late as its sequence number says.
+
+    A product must not return a gradient that is not finished, and must not wait for it either.  It returns a
+    placeholder instead, and this node, between the weight and the product, waits.  There is one a use, so that
+    gradients of several uses add up.  For a DTensor it is `to_local` at a third of the cost.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Any) -> Tensor:
-        ctx.spec = (x.device_mesh, x.placements, x.shape, x.stride())
-        return x._local_tensor.view_as(x._local_tensor)
+    def forward(ctx: Any, x: Any, deferred: Deferred) -> Tensor:
+        ctx.deferred = deferred
+        ctx.spec = None if _is_plain(x) else (x.device_mesh, x.placements, x.shape, x.stride())
+        local = x if ctx.spec is None else x._local_tensor
+        return local.view_as(local)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        from torch.distributed.tensor import DTensor
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
+        move, ctx.deferred.move = ctx.deferred.move, None
+        if move is not None:
+            grad = move.finish()
+        if ctx.spec is not None:
+            from torch.distributed.tensor import DTensor
 
-        mesh, placements, shape, stride = ctx.spec
-        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+            mesh, placements, shape, stride = ctx.spec
+            grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return grad, None
+
+
+def _arriving(x: Tensor, mesh: ProcessGrid) -> tuple[Tensor, Deferred | None]:
+    """The local shard of a weight, and where its gradient will arrive if it wants one."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return local_shard(x), None
+    deferred = Deferred()
+    local = _Arrival.apply(x, deferred)
+    # Backward goes by sequence numbers, highest first: wait when it has gone past the oldest product of the window.
+    window = mesh.recent_products
+    local.grad_fn._set_sequence_nr(window[0] if len(window) == window.maxlen else 0)
+    return local, deferred
 
 
 class _MatMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a_shard: Tensor, b_shard: Tensor, bias: Tensor | None, execution: Execution) -> Tensor:
-        ctx.execution = execution
-        c, a, b = execution.forward(a_shard, b_shard, bias)
+    def forward(
+        ctx: Any,
+        a_shard: Tensor,
+        b_shard: Tensor,
+        bias: Tensor | None,
+        execution: Execution,
+        deferred: tuple[Deferred | None, Deferred | None],
+    ) -> Tensor:
+        ctx.execution, ctx.deferred = execution, deferred
+        need_a, need_b, *_ = ctx.needs_input_grad
+        c, a, b = execution.forward(a_shard, b_shard, bias, keep_a=need_b)
         regather = execution.plan.regather
-        need_a, need_b, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(
             (a_shard if "a" in regather else a) if need_b else None,
             (b_shard if "b" in regather else b) if need_a else None,
         )
+        ctx.shapes = b_shard.shape, None if bias is None else bias.shape
         return c
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_shard: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
-        return *ctx.execution.backward(grad_shard, a, b, ctx.needs_input_grad[2]), None
+        da, *moves = ctx.execution.backward(grad_shard, a, b, ctx.needs_input_grad[2])
+        gradients = []
+        for move, deferred, shape in zip(moves, ctx.deferred, ctx.shapes, strict=True):
+            if move is not None and deferred is not None and move.handle is not None:
+                deferred.move = move
+                gradients.append(grad_shard.new_empty(()).expand(shape))  # a placeholder that the sink drops
+            else:
+                gradients.append(move and move.finish())
+        return da, *gradients, None, None
 
 
 class _Relayout(torch.autograd.Function):

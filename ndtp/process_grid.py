@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ndtp.collectives import Collectives
 from ndtp.errors import GridError
 from ndtp.grid import Grid
+from ndtp.prefetch import WeightPrefetch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -123,6 +125,10 @@ class ProcessGrid:
                 mesh_dim_names=self.mesh_axes,
             )
         self.collectives = Collectives.of(self)
+        self.prefetch = WeightPrefetch()
+        # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
+        # past the oldest of them.  Two products hide a reduction, and bound the gradients that are held unreduced.
+        self.recent_products: deque[int] = deque(maxlen=2)
 
     def group(self, axes: Sequence[str]) -> ProcessGroup:
         """The process group of the ranks that differ from this one on `axes` only.

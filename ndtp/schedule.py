@@ -1,93 +1,137 @@
-"""The executor: runs a plan's relayouts and local products, forward, dgrad and wgrad.
+"""A plan and a number of chunks become a list of tasks.  Pure: it prints, and is tested, without processes.
 
-The two gathers of a phase fly together, and dgrad's collectives fly while wgrad's GEMM runs.
+Products are cut along M, never along K: partial sums would be written to memory once a chunk.  Chunk i holds rows for
+every peer, so that it is the whole problem with M / n rows, and the layouts' exact row order is kept: the rows of a
+shard are seen as [blocks, n, rows], where the blocks are the common refinement of what is gathered and what is
+scattered, and chunk i is [:, i, :].
+
+While chunk i is multiplied, the gathers of the next chunks and the scatter of the last one fly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from ndtp import gemm
-from ndtp.contraction import MatMulPlan
 from ndtp.relayout import Step
 
 if TYPE_CHECKING:
-    from ndtp.collectives import Handle
-    from ndtp.process_grid import ProcessGrid
+    from torch import Tensor
+
+    from ndtp.contraction import MatMulPlan
+
+LOOKAHEAD = 2  # gathers in flight at a time: one that is waited for, and one behind it
 
 
-class Move:
-    """A tensor on its way through the steps of a relayout.
+@dataclass(frozen=True)
+class Task:
+    """Something that a rank does: start or wait for the moves of a tensor, or multiply to get one.
 
-    `start` sends it off as far as it goes without waiting; `finish` brings it home.
+    "prefetch" starts the gather of the next product's B, if it is known.
+
+    `chunk` is None where the whole tensor moves at once.
     """
 
-    def __init__(self, tensor: Tensor, steps: Sequence[Step], mesh: ProcessGrid, op: str, phase: str) -> None:
-        self.tensor, self.steps, self.mesh, self.op, self.phase = tensor, list(steps), mesh, op, phase
-        self.handle: Handle | None = None
+    action: str
+    tensor: str
+    chunk: int | None = None
 
-    def start(self) -> Move:
-        """Take the local steps and start the first collective."""
-        while self.steps and self.handle is None:
-            step = self.steps.pop(0)
-            if step.kind == "slice":
-                self.tensor = _slice(self.tensor, step, self.mesh)
-            else:
-                self.handle = self.mesh.collectives.start(step, self.tensor, self.op, self.phase)
-        return self
-
-    def finish(self) -> Tensor:
-        """Run all steps that are left and return the tensor."""
-        while self.start().handle is not None:
-            handle, self.handle = self.handle, None
-            self.tensor = handle.wait()  # type: ignore[union-attr]
-        return self.tensor
+    def __str__(self) -> str:
+        return f"{self.action} {self.tensor}" + ("" if self.chunk is None else f"[{self.chunk}]")
 
 
-def _slice(tensor: Tensor, step: Step, mesh: ProcessGrid) -> Tensor:
-    dim = step.dim or 0
-    size = tensor.shape[dim] // mesh.grid.size(step.axes)
-    return tensor.narrow(dim, mesh.grid.index(mesh.rank, step.axes) * size, size)
+def forward_tasks(chunks: int) -> Iterator[Task]:
+    """C = A . B.  B first: a weight needs no activation, and every chunk needs the whole of it."""
+    yield Task("start", "B")
+    yield from _pipeline("A", "C", chunks, needs="B")
+    yield from (Task("wait", "C", i) for i in range(chunks))
 
 
-class Execution:
-    """One product of one plan on one grid."""
+def backward_tasks(chunks: int, dgrad: bool, wgrad: bool, bias: bool, regather: tuple[str, ...]) -> Iterator[Task]:
+    """dA = dC . B^T and dB = A^T . dC, of one gather of dC.  dA's scatters fly while dB is multiplied.
 
-    def __init__(self, plan: MatMulPlan, mesh: ProcessGrid) -> None:
-        self.plan, self.mesh = plan, mesh
+    dB and the bias's gradient are started here, and waited for at the end of the whole backward pass.
+    """
+    again_a, again_b = wgrad and "a" in regather, dgrad and "b" in regather
+    if again_b:
+        yield Task("start", "B")
+    if dgrad:
+        yield from _pipeline("dC", "dA", chunks, needs="B" if again_b else None)
+    else:
+        yield from (Task("start", "dC", i) for i in range(chunks))
+        yield from (Task("wait", "dC", i) for i in range(chunks))
+    if again_a:
+        yield from (Task("start", "A", i) for i in range(chunks))
+        yield from (Task("wait", "A", i) for i in range(chunks))
+    if wgrad:
+        yield Task("multiply", "dB")
+        yield Task("start", "dB")
+    if bias:
+        yield Task("multiply", "dbias")
+        yield Task("start", "dbias")
+    if dgrad:
+        yield from (Task("wait", "dA", i) for i in range(chunks))
 
-    def move(self, name: str, tensor: Tensor, phase: str) -> Move:
-        return Move(tensor, self.plan.relayouts[name], self.mesh, f"{self.plan.name} {name}", phase)
 
-    def forward(self, a_shard: Tensor, b_shard: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns C as it is stored, and A and B as they were multiplied."""
-        # B first: a weight does not depend on the layer before, so a schedule of several layers can start it earlier.
-        b_move = self.move("B", b_shard, "forward").start()
-        a_move = self.move("A", a_shard, "forward").start()
-        b, a = b_move.finish(), a_move.finish()
-        c = self.move("C", gemm.forward(self.plan, a, b), "forward").finish()
-        return c if bias is None else c + self.move("bias", bias, "forward").finish(), a, b
+def _pipeline(source: str, result: str, chunks: int, needs: str | None) -> Iterator[Task]:
+    yield from (Task("start", source, i) for i in range(min(LOOKAHEAD, chunks)))
+    if needs:
+        yield Task("wait", needs)
+    for i in range(chunks):
+        yield Task("wait", source, i)
+        if i + LOOKAHEAD < chunks:
+            yield Task("start", source, i + LOOKAHEAD)
+        if i == chunks - 1 and result == "C":
+            yield Task("prefetch", "B")  # the next product's, behind all gathers of this one
+        yield Task("multiply", result, i)
+        yield Task("start", result, i)
 
-    def backward(
-        self, grad_shard: Tensor, a: Tensor | None, b: Tensor | None, bias: bool
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """dA, dB and dbias as A, B and the bias are stored.
 
-        `a` is given where dB is wanted, `b` where dA is: gathered, or as stored where the plan gathers it again.
-        """
-        phase = "dgrad" if b is not None else "wgrad"
-        b_move = self.move("B", b, phase).start() if b is not None and "b" in self.plan.regather else None
-        grad = self.move("dC", grad_shard, phase).finish()
-        moves: list[Move | None] = [None, None, None]
-        if b is not None:
-            moves[0] = self.move("dA", gemm.dgrad(self.plan, grad, b_move.finish() if b_move else b), "dgrad").start()
-        if a is not None:
-            a = self.move("A", a, "wgrad").finish() if "a" in self.plan.regather else a
-            moves[1] = self.move("dB", gemm.wgrad(self.plan, grad, a), "wgrad").start()
-        if bias:
-            moves[2] = self.move("dbias", grad.sum(tuple(range(grad.dim() - 1))), "wgrad").start()
-        da, db, dbias = (move.finish() if move else None for move in moves)
-        return da, db, dbias
+@dataclass(frozen=True)
+class RowChunks:
+    """How the rows of the shards of A and C (and of dA and dC) are cut into `count` chunks."""
+
+    count: int
+    a_dim: int = 0
+    a_blocks: int = 1
+    c_dim: int = 0
+    c_blocks: int = 1
+
+    @classmethod
+    def of(cls, plan: MatMulPlan, sizes: Mapping[str, int], wanted: int) -> RowChunks:
+        """At most `wanted` chunks; fewer where the rows do not divide, one where the rows take other moves."""
+        a_dim, c_dim = plan.a_letters.index("m"), plan.c_letters.index("m")
+        gathered = _ranks_that(plan, "A", a_dim, "all_gather")
+        scattered = _ranks_that(plan, "C", c_dim, "reduce_scatter")
+        if wanted <= 1 or gathered is None or scattered is None:
+            return cls(1)
+        blocks = math.lcm(gathered, scattered)
+        rows = sizes["m"] // plan.grid.size(plan.orders["m"])
+        count = max((n for n in range(1, wanted + 1) if rows % (blocks * n) == 0), default=1)
+        return cls(count, a_dim, blocks // gathered, c_dim, blocks // scattered) if count > 1 else cls(1)
+
+    def cut(self, shard: Tensor, name: str, i: int) -> Tensor:
+        """Chunk i of a shard of "A" or "dC"."""
+        if self.count == 1:
+            return shard
+        dim, blocks = self._place(name)
+        return shard.unflatten(dim, (blocks, self.count, -1)).select(dim + 1, i).flatten(dim, dim + 1)
+
+    def paste(self, shard: Tensor, name: str, i: int, chunk: Tensor) -> None:
+        """Write chunk i of a shard of "C" or "dA"."""
+        dim, blocks = self._place(name)
+        place = shard.unflatten(dim, (blocks, self.count, -1)).select(dim + 1, i)
+        place.copy_(chunk.unflatten(dim, (blocks, -1)))
+
+    def _place(self, name: str) -> tuple[int, int]:
+        return (self.a_dim, self.a_blocks) if name.endswith("A") else (self.c_dim, self.c_blocks)
+
+
+def _ranks_that(plan: MatMulPlan, tensor: str, dim: int, kind: str) -> int | None:
+    """The ranks over which the rows are gathered or scattered; None if they are moved in any other way."""
+    steps: list[Step] = [step for step in plan.relayouts[tensor] if dim in (step.dim, step.source)]
+    if any(step.kind != kind for step in steps):
+        return None
+    return math.prod(plan.grid.size(step.axes) for step in steps)

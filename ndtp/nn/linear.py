@@ -143,7 +143,8 @@ class Linear(nn.Module):
             shape,
             dgrad=dgrad,
             wgrad=self.weight.requires_grad,
-            bias=self.bias is not None and self.bias.requires_grad,
+            bias=self.bias is not None,
+            bias_grad=self.bias is not None and self.bias.requires_grad,
         )
 
     @torch.no_grad()

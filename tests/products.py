@@ -1,0 +1,96 @@
+"""Checks of distributed products that several test files run on the ranks: against dense ones, and against the plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ndtp import CommMeter, Grid, Layout, MatMulPlan, ProcessGrid, matmul
+from ndtp.testing import assert_equal, small_integers
+
+# Sums of so few products of -1, 0 and 1 are exact in every dtype, whatever their order.
+BOUNDS = {"low": -1, "high": 1}
+
+
+@functools.cache
+def mesh_of(grid: Grid) -> ProcessGrid:
+    """One per grid and process: process groups are finite."""
+    return ProcessGrid(grid)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product to check.  Layouts as `Layout.parse` reads them; shapes are global, as the operands are stored."""
+
+    grid: Grid
+    a: str
+    b: str
+    a_shape: tuple[int, ...]
+    b_shape: tuple[int, ...]
+    out: str | None = None
+    dtype: torch.dtype = torch.float32
+    bias: bool = False
+    needs: tuple[bool, bool] = (True, True)
+    options: dict = field(default_factory=dict)
+
+    def plan(self) -> MatMulPlan:
+        out = None if self.out is None else Layout.parse(self.grid, self.out)
+        return MatMulPlan(Layout.parse(self.grid, self.a), Layout.parse(self.grid, self.b), out, **self.options)
+
+
+def global_shape(product: Product) -> tuple[int, ...]:
+    """(*batch, M, K, N)"""
+    a, b = list(product.a_shape), list(product.b_shape)
+    m, k = (a[-1], a[-2]) if product.options.get("transpose_a") else (a[-2], a[-1])
+    n = b[-2] if product.options.get("transpose_b") else b[-1]
+    return (*torch.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2])), m, k, n)
+
+
+def dense(product: Product, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    a = a.mT if product.options.get("transpose_a") else a
+    b = b.mT if product.options.get("transpose_b") else b
+    c = torch.matmul(a, b)
+    return c if bias is None else c + bias
+
+
+def check_product(product: Product, seed: int = 0) -> None:
+    """Result and gradients are bit-equal to the dense ones, every byte is as the plan says, no handle is left over."""
+    plan, mesh = product.plan(), mesh_of(product.grid)
+    *_, n = shape = global_shape(product)
+    shapes = (product.a_shape, product.b_shape, (n,))
+    whole = [small_integers(s, seed + i, torch.float64, **BOUNDS) for i, s in enumerate(shapes)]
+    wanted = [tensor.requires_grad_(need) for tensor, need in zip(whole, (*product.needs, product.bias), strict=True)]
+    reference = dense(product, wanted[0], wanted[1], wanted[2] if product.bias else None)
+    upstream = small_integers(reference.shape, seed + 3, torch.float64, **BOUNDS)
+    layouts = (plan.a, plan.b, plan.bias)
+    shards = [
+        layout.shard(tensor.detach(), mesh.rank).to(product.dtype, copy=True).requires_grad_(tensor.requires_grad)
+        for layout, tensor in zip(layouts, whole, strict=True)
+    ]
+    wants_grad = any(tensor.requires_grad for tensor in shards)
+    with CommMeter() as meter:
+        c = matmul(shards[0], shards[1], plan, mesh, shards[2] if product.bias else None)
+        if wants_grad:
+            c.backward(plan.out.shard(upstream, mesh.rank).to(product.dtype))
+    assert_equal(c, plan.out.shard(reference, mesh.rank).to(product.dtype), f"{product}: C")
+    if wants_grad:
+        reference.backward(upstream)
+    for name, layout, shard, tensor in zip(("dA", "dB", "dbias"), layouts, shards, whole, strict=True):
+        if tensor.requires_grad:
+            assert_equal(shard.grad, layout.shard(tensor.grad, mesh.rank).to(product.dtype), f"{product}: {name}")
+        else:
+            assert shard.grad is None, f"{product}: {name} was not wanted"
+    bound, _ = plan.bind(shards[0].shape, shards[1].shape)
+    predicted = bound.volume(shape, dgrad=product.needs[0], wgrad=product.needs[1], bias=product.bias)
+    predicted = predicted.in_bytes(c.element_size())
+    assert meter.volume == predicted, f"{product}: measured {meter.volume}, predicted {predicted}"
+    assert not mesh.collectives.in_flight, f"{product}: handles left over"
+
+
+def check_products(products: Sequence[Product]) -> None:
+    for product in products:
+        check_product(product)

@@ -1,0 +1,472 @@
+"""matmul, batch_matmul and relayout on real ranks: exact, differentiable, and no byte more than the plan says."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from products import BOUNDS, Product, check_product, check_products, mesh_of
+from torch.utils.checkpoint import checkpoint
+
+import ndtp
+from ndtp import CommMeter, Grid, Layout, LayoutError, MatMulPlan, ProcessGrid
+from ndtp.testing import assert_equal, small_integers
+
+CUBE = Grid(z=2, x=2, y=2)
+LINE = Grid(x=8)
+PLANE = Grid(x=2, y=4)
+DATA = Grid(d=2, x=4)
+M, K, N = 16, 32, 64
+
+# The table of docs/: name -> grid, A, B, explicit output.
+SCHEMES = {
+    "1d column": (LINE, "None None", "None x", None),
+    "1d row": (LINE, "None x", "x None", None),
+    "1d row, scattered": (LINE, "None x", "x None", "x None"),
+    "1d column, sequence parallel": (LINE, "x None", "None x", None),
+    "2d feature split": (PLANE, "None (x y)", "x y", None),
+    "2d row split": (PLANE, "y x", "x y", None),
+    "3d": (CUBE, "(z y) x", "(x z) y", None),
+    "3d, second product": (CUBE, "(z x) y", "(y z) x", None),
+    "data parallel": (DATA, "d None", "None None", None),
+    "fsdp": (DATA, "d None", "d None", None),
+    "data parallel 1d": (DATA, "d x", "x None", None),
+    "2d on a cube, z replicates": (CUBE, "y x", "x y", None),
+    "sizes of 1": (Grid(z=1, x=8, y=1), "(z y) x", "(x z) y", None),
+}
+
+
+def scheme_product(name, **changes):
+    grid, a, b, out = SCHEMES[name]
+    return dataclasses.replace(Product(grid, a, b, (M, K), (K, N), out), **changes)
+
+
+def transposed(product, flags):
+    """The same product of operands that are stored with their two last dims swapped."""
+    swapped = {}
+    for flag, name in zip(flags, ("a", "b"), strict=True):
+        if flag:
+            layout = Layout.parse(product.grid, getattr(product, name))
+            shape = getattr(product, f"{name}_shape")
+            swapped[name] = str(layout.with_dims(*layout.dims[:-2], layout.dims[-1], layout.dims[-2])).strip("'")
+            swapped[f"{name}_shape"] = (*shape[:-2], shape[-1], shape[-2])
+    options = {**product.options, "transpose_a": flags[0], "transpose_b": flags[1]}
+    return dataclasses.replace(product, options=options, **swapped)
+
+
+# ---- results, gradients and bytes ----
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_scheme_is_exact_with_both_transposes_and_regather(ranks, name):
+    flags = list(itertools.product((False, True), repeat=2))
+    products = [transposed(scheme_product(name, bias=bias), f) for bias in (False, True) for f in flags]
+    products += [
+        dataclasses.replace(scheme_product(name, bias=True), options={"regather": regather})
+        for regather in (("a",), ("b",), ("a", "b"))
+    ]
+    ranks(8).run(check_products, products)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_are_exact(ranks, dtype):
+    """Sums stay below 2^8, so that bf16 holds them: any rounding of a partial sum would show."""
+    ranks(8).run(check_products, [scheme_product(name, dtype=dtype, bias=True) for name in SCHEMES])
+
+
+def held_to_stored():
+    """Every row of the table, for C and, by the layouts of A and B, for the gradients."""
+    grid = Grid(x=2, y=4)
+    every = Product(grid, "None x", "x None", (16, 32), (32, 8))
+    for out in ("None None", "x None", "None x", "(x y) None", "x y", "y x", "None (x y)", "(y x) None", "None (y x)"):
+        yield dataclasses.replace(every, out=out)  # partial -> replicated, split; replicated -> slice
+    for out in ("y None", "None y", "None None", "x y", "(y x) None", "y x", "None (y x)"):
+        yield Product(grid, "y None", "None None", (16, 32), (32, 8), out)  # split -> replicated, split, moved
+        yield Product(grid, "None None", "None y", (16, 32), (32, 8), out if out[0] != "y" else "None None")
+    for a, b in itertools.product(("None None", "x None", "None x", "y x", "(x y) None"), repeat=2):
+        yield Product(grid, a, b, (16, 32), (32, 8))  # gathered, replicated inputs sliced
+    # An axis that overrides its role: gathered where it would have contracted.
+    yield Product(grid, "None x", "x None", (16, 32), (32, 8), options={"roles": {"x": "m"}})
+    yield Product(grid, "None x", "x None", (16, 32), (32, 8), options={"roles": {"x": "n", "y": "k"}})
+
+
+def test_every_row_of_the_relayout_table(ranks):
+    cases = [dataclasses.replace(p, bias=bias) for p in held_to_stored() for bias in (False, True)]
+    legal = []
+    for case in cases:
+        try:
+            case.plan()
+        except LayoutError:
+            continue
+        legal.append(case)
+    assert len(legal) > 60
+    kinds = {step.step.kind for case in legal for step in case.plan().steps}
+    assert kinds == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice"}
+    ranks(8).run(check_products, legal)
+
+
+def test_batched(ranks):
+    grid = Grid(e=2, x=2, y=2)
+    cases = [
+        Product(grid, "e None x", "e x y", (4, 8, 8), (4, 8, 4)),
+        Product(grid, "e y x", "e x y", (4, 8, 8), (4, 8, 4)),
+        Product(grid, "None y x", "e x y", (4, 8, 8), (4, 8, 4)),  # A is sliced over e
+        Product(grid, "e y x", "None x y", (4, 8, 8), (4, 8, 4)),
+        Product(grid, "e y x", "x y", (4, 8, 8), (8, 4)),  # B lacks the batch dim
+        Product(grid, "y x", "e x y", (8, 8), (4, 8, 4)),
+        Product(grid, "e y x", "None x y", (4, 8, 8), (1, 8, 4)),  # B is broadcast
+        Product(grid, "None y x", "e x y", (1, 8, 8), (4, 8, 4)),
+        Product(grid, "e None None x", "y x None", (2, 4, 4, 8), (4, 8, 4)),
+        Product(grid, "e None y x", "e None x y", (2, 1, 4, 8), (2, 3, 8, 4)),
+        Product(grid, "(e x) None None", "(e x) None y", (4, 4, 8), (4, 8, 4)),
+        Product(grid, "e None x", "e x y", (4, 8, 8), (4, 8, 4), "None None (y x)"),
+        Product(grid, "e None x", "e x y", (4, 8, 8), (4, 8, 4), "x e y"),
+    ]
+    flags = list(itertools.product((False, True), repeat=2))
+    ranks(8).run(check_products, [transposed(case, f) for case in cases for f in flags])
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)], ids=str)
+def test_what_needs_no_gradient_costs_nothing(ranks, needs):
+    """A frozen weight or input skips its product and its collectives: the meter says so."""
+    cases = [
+        scheme_product(name, needs=needs, bias=bias, options={"regather": regather})
+        for name in SCHEMES
+        for bias in (False, True)
+        for regather in ((), ("a", "b"))
+    ]
+    ranks(8).run(check_products, cases)
+
+
+def test_fewer_ranks(ranks):
+    ranks(2).run(check_products, [Product(Grid(x=2), "None x", "x None", (4, 8), (8, 4), bias=True)])
+    ranks(4).run(
+        check_products,
+        [
+            Product(Grid(x=2, y=2), "y x", "x y", (4, 8), (8, 4), bias=True),
+            Product(Grid(z=4, x=1, y=1), "(z y) x", "(x z) y", (4, 8), (8, 4), bias=True),
+        ],
+    )
+
+
+def test_world_size_one_needs_no_process_group():
+    assert not torch.distributed.is_initialized()
+    check_product(Product(Grid(z=1, x=1, y=1), "(z y) x", "(x z) y", (3, 5), (5, 7), bias=True))
+    check_product(Product(Grid(x=1), "None x", "x None", (3, 5), (5, 7), bias=True))
+    assert not torch.distributed.is_initialized()
+
+
+def test_zero_rows(ranks):
+    cases = [scheme_product(name, a_shape=(0, K), bias=True) for name in SCHEMES]
+    cases += [scheme_product(name, a_shape=(0, K), bias=True, dtype=torch.bfloat16) for name in SCHEMES]
+    cases += [Product(PLANE, "y x", "x y", (8, 0), (0, 8), bias=True)]
+    ranks(8).run(check_products, cases)
+
+
+# ---- operands and gradients of every memory layout ----
+
+
+def shards_of(product, seed=0):
+    plan, mesh = product.plan(), mesh_of(product.grid)
+    whole = [small_integers(s, seed + i, **BOUNDS) for i, s in enumerate((product.a_shape, product.b_shape))]
+    a, b = (layout.shard(t, mesh.rank).contiguous() for layout, t in zip((plan.a, plan.b), whole, strict=True))
+    return plan, mesh, whole, a, b
+
+
+def strides(product):
+    plan, mesh, (a_whole, b_whole), a, b = shards_of(product)
+    expected = a_whole @ b_whole
+    # Column-major and with gaps.
+    a_strided = torch.empty(a.shape[0], 2 * a.shape[1])[:, ::2].copy_(a).requires_grad_()
+    b_strided = b.t().contiguous().t().requires_grad_()
+    assert not a_strided.is_contiguous()
+    c = ndtp.matmul(a_strided, b_strided, plan, mesh)
+    assert_equal(c, plan.out.shard(expected, mesh.rank), "C of strided operands")
+    # The gradient of a sum is expanded from one element.
+    c.sum().backward()
+    ones = torch.ones_like(expected)
+    assert_equal(a_strided.grad, plan.a.shard(ones @ b_whole.mT, mesh.rank), "dA of a sum")
+    assert_equal(b_strided.grad, plan.b.shard(a_whole.mT @ ones, mesh.rank), "dB of a sum")
+    # A transposed gradient, and expanded operands.
+    a.requires_grad_()
+    ndtp.matmul(a, b, plan, mesh).backward(torch.ones(c.shape[::-1]).t())
+    assert_equal(a.grad, plan.a.shard(ones @ b_whole.mT, mesh.rank), "dA of a transposed gradient")
+    flat = ndtp.matmul(torch.ones(1, 1).expand(a.shape), torch.ones(1, 1).expand(b.shape), plan, mesh)
+    assert_equal(flat, torch.full_like(flat, a_whole.shape[1]), "C of expanded operands")
+    assert not mesh.collectives.in_flight, "handles left over"
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_non_contiguous_and_expanded(ranks, name):
+    ranks(8).run(strides, scheme_product(name))
+
+
+def relayouts(grid, layouts, shape):
+    """Every pair of layouts; returns those that were refused."""
+    mesh, refused = mesh_of(grid), []
+    whole, upstream = small_integers(shape, 1), small_integers(shape, 2)
+    for texts in itertools.product(layouts, repeat=2):
+        source, target = (Layout.parse(grid, text) for text in texts)
+        x = source.shard(whole, mesh.rank).clone().requires_grad_()
+        try:
+            y = ndtp.relayout(x, source, target, mesh)
+        except LayoutError:
+            refused.append(texts)
+            continue
+        assert_equal(y, target.shard(whole, mesh.rank), f"{source} -> {target}")
+        y.backward(target.shard(upstream, mesh.rank))
+        assert_equal(x.grad, source.shard(upstream, mesh.rank), f"{source} -> {target}, gradient")
+    assert not mesh.collectives.in_flight, "handles left over"
+    return refused
+
+
+def shared_axes_lead(source, target):
+    """In every dim the axes that stay must be the major ones, in one order: then blocks stay whole."""
+    for s, t in zip(source.dims, target.dims, strict=True):
+        stay = [axis for axis in s if axis in t]
+        if list(s[: len(stay)]) != stay or list(t[: len(stay)]) != stay:
+            return False
+    return True
+
+
+def test_relayout_between_all_layouts(ranks):
+    grid = Grid(x=2, y=4)
+    layouts = ["None None", "x None", "None x", "y None", "None y", "(x y) None", "None (x y)"]
+    layouts += ["x y", "y x", "(y x) None", "None (y x)"]
+    illegal = [
+        pair
+        for pair in itertools.product(layouts, repeat=2)
+        if not shared_axes_lead(*(Layout.parse(grid, text) for text in pair))
+    ]
+    assert 0 < len(illegal) < 30
+    for refused in ranks(8).run(relayouts, grid, layouts, (16, 8)):
+        assert refused == illegal
+
+
+# ---- autograd ----
+
+
+def accumulate(product):
+    plan, mesh, (a_whole, b_whole), a, b = shards_of(product)
+    b.requires_grad_()
+    a2_whole = small_integers(a_whole.shape, 7, **BOUNDS)
+    a2 = plan.a.shard(a2_whole, mesh.rank)
+    upstream = small_integers((a_whole.shape[0], b_whole.shape[1]), 8, **BOUNDS)
+    g = plan.out.shard(upstream, mesh.rank)
+    once = plan.b.shard(a_whole.mT @ upstream, mesh.rank)
+    both = plan.b.shard((a_whole + a2_whole).mT @ upstream, mesh.rank)
+
+    y = ndtp.matmul(a, b, plan, mesh) + ndtp.matmul(a2, b, plan, mesh)
+    y.backward(g)
+    assert_equal(b.grad, both, "a weight used twice")
+    ndtp.matmul(a, b, plan, mesh).backward(g)
+    assert_equal(b.grad, both + once, "accumulated over two backwards")
+
+    b.grad = None
+    c = ndtp.matmul(a, b, plan, mesh)
+    c.backward(g, retain_graph=True)
+    c.backward(g)
+    assert_equal(b.grad, 2 * once, "retain_graph")
+
+    b.grad = None
+    (db,) = torch.autograd.grad(ndtp.matmul(a, b, plan, mesh), b, g)
+    assert_equal(db, once, "torch.autograd.grad")
+    assert b.grad is None, "autograd.grad does not accumulate"
+
+    def block(a, b):
+        return ndtp.matmul(a, b, plan, mesh)
+
+    a.requires_grad_()
+    checkpoint(block, a, b, use_reentrant=False).backward(g)
+    assert_equal(b.grad, once, "checkpoint, dB")
+    assert_equal(a.grad, plan.a.shard(upstream @ b_whole.mT, mesh.rank), "checkpoint, dA")
+
+    c = ndtp.matmul(a, b, plan, mesh)
+    with torch.no_grad():
+        assert not ndtp.matmul(a, b, plan, mesh).requires_grad, "no_grad"
+        b.mul_(2)
+    try:
+        c.backward(g)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error), error
+    else:
+        raise AssertionError("a weight changed between forward and backward went unnoticed")
+    assert not mesh.collectives.in_flight, "handles left over"
+
+
+def gradient_buffers_are_not_shared(product):
+    """Writing into one gradient must change no other tensor that the user holds."""
+    plan, mesh, _, a, b = shards_of(product)
+    bias = torch.zeros(plan.bias.shard_shape((product.b_shape[1],)), requires_grad=True)
+    a.requires_grad_(), b.requires_grad_()
+    g = torch.ones(plan.out.shard_shape((product.a_shape[0], product.b_shape[1])))
+    before = [t.detach().clone() for t in (a, b, bias, g)]
+    ndtp.matmul(a, b, plan, mesh, bias).backward(g)
+    gradients = [t.grad.clone() for t in (a, b, bias)]
+    for i, tensor in enumerate((a, b, bias)):
+        tensor.grad.fill_(99)
+        for j, (other, value) in enumerate(zip((a, b, bias), gradients, strict=True)):
+            assert j <= i or torch.equal(other.grad, value), f"gradient {j} changed with gradient {i}"
+    for tensor, value in zip((a, b, bias, g), before, strict=True):
+        assert_equal(tensor, value, "an operand changed with a gradient")
+
+
+@pytest.mark.parametrize("name", ["1d row", "2d feature split", "3d", "fsdp"])
+def test_autograd(ranks, name):
+    # The scattered form keeps a gathered B of its own; the check for a weight changed in place wants B saved as it is.
+    ranks(8).run(gradient_buffers_are_not_shared, scheme_product(name))
+    product = scheme_product(name)
+    if name in ("1d row", "2d feature split"):
+        ranks(8).run(accumulate, product)
+    else:
+        ranks(8).run(accumulate, dataclasses.replace(product, options={"regather": ("b",)}))
+
+
+def local_mean_loss(name):
+    """The recipe of the docs: a local mean, divided by the number of ranks that split rows."""
+    product = scheme_product(name)
+    plan, mesh, (a_whole, b_whole), a, b = shards_of(product)
+    b.requires_grad_()
+    splits = plan.out.num_splits(0) * plan.out.num_splits(1)
+    c = ndtp.matmul(a, b, plan, mesh)
+    (c.square().mean() / splits).backward()
+    weight = b_whole.double().requires_grad_()
+    (a_whole.double() @ weight).square().mean().backward()
+    torch.testing.assert_close(b.grad.double(), plan.b.shard(weight.grad, mesh.rank), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_loss_recipe(ranks, name):
+    ranks(8).run(local_mean_loss, name)
+
+
+# ---- dtypes ----
+
+
+def autocast(product):
+    plan, mesh, (a_whole, b_whole), a, b = shards_of(product)
+    a.requires_grad_(), b.requires_grad_()
+    bias = torch.ones(plan.bias.shard_shape((product.b_shape[1],)), requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), CommMeter() as meter:
+        c = ndtp.matmul(a, b, plan, mesh, bias)
+    assert_equal(c, plan.out.shard((a_whole @ b_whole + 1).bfloat16(), mesh.rank), "C")
+    forward = plan.volume(global_shape_of(product), dgrad=False, wgrad=False)
+    assert meter.volume == forward.in_bytes(2), "cast before they are sent"
+    c.float().sum().backward()
+    assert (a.grad.dtype, b.grad.dtype, bias.grad.dtype) == (torch.float32,) * 3, "gradients in the operands' dtype"
+    ones = torch.ones(product.a_shape[0], product.b_shape[1])
+    assert_equal(a.grad, plan.a.shard(ones @ b_whole.mT, mesh.rank), "dA")
+    with torch.autocast("cpu", torch.bfloat16):
+        # As torch does: autocast leaves fp64 alone.
+        assert ndtp.matmul(a.double(), b.double(), plan, mesh).dtype == torch.float64, "fp64 under autocast"
+
+
+def global_shape_of(product):
+    return product.a_shape[0], product.a_shape[1], product.b_shape[1]
+
+
+@pytest.mark.parametrize("name", ["1d row", "2d row split", "3d"])
+def test_autocast(ranks, name):
+    ranks(8).run(autocast, scheme_product(name))
+
+
+# ---- errors: the same on every rank, before any collective ----
+
+
+def errors():
+    grid = Grid(z=2, x=2, y=2)
+    mesh = mesh_of(grid)
+    plan = MatMulPlan(Layout.parse(grid, "(z y) x"), Layout.parse(grid, "(x z) y"), name="up")
+    batched = MatMulPlan(Layout.parse(grid, "z y x"), Layout.parse(grid, "z x y"))
+    scattered = MatMulPlan(*(Layout.parse(grid, text) for text in ("None x", "x None", "x None")))
+    a, b = torch.ones(4, 16), torch.ones(8, 32)
+    other = Grid(x=8)
+    other_plan = MatMulPlan(Layout(other, None, "x"), Layout(other, "x", None))
+    x_rows, rows = Layout.parse(grid, "x None"), Layout.parse(grid, "None None")
+    calls = {
+        "dtype": lambda: ndtp.matmul(a, b.double(), plan, mesh),
+        "bias dtype": lambda: ndtp.matmul(a, b, plan, mesh, torch.ones(32).double()),
+        "k": lambda: ndtp.matmul(torch.ones(4, 24), b, plan, mesh),
+        "ndim": lambda: ndtp.matmul(torch.ones(2, 4, 16), b, plan, mesh),
+        "grid": lambda: ndtp.matmul(a, b, other_plan, mesh),
+        "bias": lambda: ndtp.matmul(a, b, plan, mesh, torch.ones(64)),
+        "divide": lambda: ndtp.matmul(torch.ones(3, 2), torch.ones(2, 1), scattered, mesh),
+        "no batch": lambda: ndtp.batch_matmul(a, b, plan, mesh),
+        "batch": lambda: ndtp.batch_matmul(torch.ones(2, 4, 16), torch.ones(3, 16, 32), batched, mesh),
+        "relayout ndim": lambda: ndtp.relayout(torch.ones(4), x_rows, rows, mesh),
+        "relayout divide": lambda: ndtp.relayout(torch.ones(3, 3), rows, x_rows, mesh),
+        "relayout grid": lambda: ndtp.relayout(torch.ones(8, 8), Layout(other, "x", None), rows, mesh),
+        "relayout mesh": lambda: ndtp.relayout(
+            torch.ones(8, 8), Layout(other, "x", None), Layout(other, None, "x"), mesh
+        ),
+    }
+    messages = {}
+    with CommMeter() as meter:
+        for name, call in calls.items():
+            try:
+                call()
+            except LayoutError as error:
+                messages[name] = str(error)
+            else:
+                raise AssertionError(f"{name}: no error")
+    assert not meter.volume.entries, f"communicated before the check: {meter.volume}"
+    return messages
+
+
+def test_errors_name_what_is_wrong_on_every_rank_alike(ranks):
+    messages = ranks(8).run(errors)
+    assert all(message == messages[0] for message in messages)
+    for name, words in {
+        "dtype": ["'up'", "float32", "float64", "fix"],
+        "k": ["K is 48 in A", "32 in B", "fix"],
+        "ndim": ["'up'", "(2, 4, 16)", "2 dims"],
+        "grid": ["z=2 x=2 y=2", "x=8"],
+        "bias": ["bias", "(64,)", "(32,)"],
+        "divide": ["does not divide", "fix"],
+        "no batch": ["batch dims", "ndtp.matmul"],
+        "batch": ["4 in A", "6 in B"],
+        "relayout ndim": ["1 dims"],
+        "relayout grid": ["x=8", "z=2 x=2 y=2"],
+        "relayout mesh": ["x=8", "z=2 x=2 y=2"],
+    }.items():
+        for word in words:
+            assert word in messages[0][name], (name, word, messages[0][name])
+
+
+def dtensors(product):
+    """A DTensor operand is taken by its shard, and gets a DTensor gradient; one that lies otherwise is refused."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    plan, mesh, (a_whole, b_whole), a, b = shards_of(product)
+    placements = plan.b.placements_on(mesh.mesh_axes)
+    weight = torch.nn.Parameter(DTensor.from_local(b, mesh.device_mesh, placements, run_check=False))
+    ndtp.matmul(a, weight, plan, mesh).sum().backward()
+    assert weight.grad.placements == placements, "placements of the gradient"
+    assert_equal(weight.grad.full_tensor(), a_whole.mT @ torch.ones(a_whole.shape[0], b_whole.shape[1]), "dB")
+    swapped = tuple(Shard(1 - p.dim) if p.is_shard() else Replicate() for p in placements)
+    wrong = DTensor.from_local(b, mesh.device_mesh, swapped, run_check=False)
+    try:
+        ndtp.matmul(a, wrong, plan, mesh)
+    except LayoutError as error:
+        return str(error)
+    raise AssertionError("a DTensor that lies otherwise than the plan says was taken for one that does")
+
+
+def test_dtensor_operands(ranks):
+    product = Product(Grid(x=2, y=2), "y x", "x y", (8, 8), (8, 8))
+    for message in ranks(4).run(dtensors, product):
+        assert "DTensor" in message and "B" in message
+
+
+def one_rank_of_many():
+    """A grid of one rank inside a world of many communicates with nobody."""
+    mesh = ProcessGrid(Grid(x=1, y=1))
+    layout = Layout(mesh.grid, "x", "y")
+    with CommMeter() as meter:
+        c = ndtp.matmul(torch.ones(2, 3), torch.ones(3, 4), MatMulPlan(layout, layout), mesh)
+    assert_equal(c, torch.full((2, 4), 3.0))
+    assert not meter.volume.entries, "no communication"
+
+
+def test_grid_of_one_rank_in_a_world_of_many(ranks):
+    ranks(2).run(one_rank_of_many)
