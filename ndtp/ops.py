@@ -184,7 +184,7 @@ class _Arrival(torch.autograd.Function):
         ctx.deferred = deferred
         ctx.spec = None if _is_plain(x) else (x.device_mesh, x.placements, x.shape, x.stride())
         local = x if ctx.spec is None else x._local_tensor
-        return local.view_as(local)
+        return local.detach()
 
     @staticmethod
     @once_differentiable

@@ -188,11 +188,7 @@ class Linear(nn.Module):
 
 def padded_size(size: int, letter: str, plans: Sequence[MatMulPlan], pad: bool | int) -> int:
     """The next multiple of an integer `pad`; with `pad=True` the next size that every split of the letter divides."""
-    multiple = int(pad) or 1
-    for plan in plans if pad is True else ():
-        tensors = ((plan.a, plan.a_letters), (plan.b, plan.b_letters), (plan.out, plan.c_letters))
-        splits = [layout.num_splits(letters.index(letter)) for layout, letters in tensors if letter in letters]
-        multiple = math.lcm(multiple, plan.grid.size(plan.orders[letter]), *splits)
+    multiple = math.lcm(*(plan.granularity(letter) for plan in plans)) if pad is True else int(pad) or 1
     return -(-size // multiple) * multiple
 
 
