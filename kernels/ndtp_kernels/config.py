@@ -45,6 +45,20 @@ class Config:
     def to_json(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
+    @property
+    def code(self) -> str:
+        """All fields as text without spaces; `from_code` reads it."""
+        numbers = (self.block_m, self.block_n, self.block_k, self.num_stages, self.num_warps, self.group_m)
+        rest = (self.split_k, self.subtile, int(self.warp_specialize), self.ctas_per_sm)
+        return ",".join([self.kernel, *[str(number) for number in numbers + rest]])
+
+    @classmethod
+    def from_code(cls, text: str) -> Config:
+        parsed: dict[str, Any] = {}
+        for known, value in zip(fields(cls), text.split(","), strict=True):
+            parsed[known.name] = value if known.name == "kernel" else type(known.default)(int(value))
+        return cls(**parsed)
+
 
 TORCH = Config(kernel="torch")
 

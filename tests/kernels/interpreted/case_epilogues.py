@@ -92,7 +92,13 @@ def test_after_a_scatter(dtype, blocks, gated):
     """Blocks are added in fp32: the result is rounded once, however many there are."""
     x = real(*((2,) if gated else ()), blocks, 3, 7, 129, dtype=dtype)
     bias, bias2, residual = real(129, dtype=dtype), real(129, dtype=dtype), real(3, 7, 129, dtype=dtype)
-    arguments = {"gated": gated, "bias": bias, "bias2": bias2 if gated else None, "residual": residual, "activation": "gelu_tanh"}
+    arguments = {
+        "gated": gated,
+        "bias": bias,
+        "bias2": bias2 if gated else None,
+        "residual": residual,
+        "activation": "gelu_tanh",
+    }
     got = products.reduce("reduce", x, **arguments, keep_pre=True, backend="triton")
     want = products.reduce("reduce", x.double(), **arguments, keep_pre=True, backend="torch")
     assert got.c.dtype == dtype
