@@ -56,7 +56,10 @@ class Config:
     def from_code(cls, text: str) -> Config:
         parsed: dict[str, Any] = {}
         for known, value in zip(fields(cls), text.split(","), strict=True):
-            parsed[known.name] = value if known.name == "kernel" else type(known.default)(int(value))
+            if known.name == "kernel":
+                parsed[known.name] = value
+            else:
+                parsed[known.name] = value == "1" if known.name == "warp_specialize" else int(value)
         return cls(**parsed)
 
 
@@ -74,7 +77,7 @@ class Problem:
     batch: int = 1
     products: int = 1  # 2 for a gated pair
     out_bytes: int = 2
-    kind: str = "plain"  # plain, epilogue, gated, backward, wgrad
+    kind: str = "plain"  # plain, blocks (of an operand, nothing else), epilogue, gated, backward, wgrad
     layout: str = "nt"  # A then B: n = contiguous along the second letter (k of A, n of B), t = along the first
     tma: bool = True  # strides and alignment allow tensor descriptors
     blocks: tuple[int, int, int] = (0, 0, 0)  # a tile of a TMA kernel may not cross these multiples of m, n, k
@@ -192,7 +195,7 @@ def fits(problem: Problem, config: Config, chip: Chip) -> bool:
     """Whether `config` can run `problem` on `chip` at all."""
     if config.kernel == "torch":
         return True
-    if roof.shared_bytes(config, problem.dtype, problem.products) > chip.shared_bytes:
+    if roof.shared_bytes(problem, config) > chip.shared_bytes:
         return False
     if config.kernel == "pointer":
         return True

@@ -91,6 +91,8 @@ class Call:
             kind = "epilogue"
         elif self.accumulate or self.row_sums:
             kind = "wgrad"
+        elif a.blocked or b.blocked or c.blocked:
+            kind = "blocks"
         touched = (self.aux, self.aux2, self.pre, self.pre2, self.c2, self.c if self.accumulate else None)
         dtype = str(self.a.dtype).removeprefix("torch.")
         copied = (a.blocked != 0) * a.rows * a.cols + (b.blocked != 0) * b.rows * b.cols
@@ -316,6 +318,14 @@ def allocate_on(device: torch.device) -> Callable[[int, int, int | None], Tensor
         return torch.empty(size, device=device, dtype=torch.int8)
 
     return allocate
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What Triton raises, before anything has run, when a kernel does not compile or does not fit."""
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return (OutOfResources, PTXASError, CompilationError)
 
 
 def run(launches: Sequence[Launch], device: torch.device, needs_descriptors: bool) -> None:

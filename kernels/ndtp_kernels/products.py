@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ndtp_kernels import launch, torch_path, tracing
-from ndtp_kernels.errors import KernelError
+from ndtp_kernels.config import Config
+from ndtp_kernels.errors import KernelError, warn_once
 from ndtp_kernels.launch import FP8, Call
 from ndtp_kernels.operands import Matrix, batch_shape, matrix, shape_of
 from ndtp_kernels.reference import ACTIVATIONS
-from ndtp_kernels.selection import INTERPRETER, Options, configuration, triton_chip
+from ndtp_kernels.selection import Options, configuration, triton_chip
 
 NO_OPTIONS = Options()
 
@@ -185,8 +186,19 @@ def gemm(
         if config.kernel == "torch":
             return by_torch()
         launches, (_, _, rows) = launch.gemm_launches(call, config, chip)
-        launch.run(launches, a.device, config.kernel == "tma")
+        if not _ran(op, launches, a.device, config):
+            return by_torch()
     return Product(c, pre, None, None if rows is None else rows.sum((0, 1)))
+
+
+def _ran(op: str, launches: list[launch.Launch], device: torch.device, config: Config) -> bool:
+    """Launch; False, and a warning, if Triton refuses the configuration on this device."""
+    try:
+        launch.run(launches, device, config.kernel == "tma")
+    except launch.refusals() as error:
+        warn_once(f"{op}: {config} does not run here, torch does instead: {str(error).splitlines()[0]}")
+        return False
+    return True
 
 
 def _like_c(op: str, name: str, tensor: Tensor, c: Tensor, form: Form) -> Matrix:
@@ -277,7 +289,8 @@ def backward_gemm(
         if config.kernel == "torch":
             return by_torch()
         launches, (sums, sums2, _) = launch.gemm_launches(call, config, chip)
-        launch.run(launches, a.device, config.kernel == "tma")
+        if not _ran(op, launches, a.device, config):
+            return by_torch()
     return Product(c, hidden, _add_up(sums, sums2))
 
 
@@ -380,6 +393,3 @@ def _read_blocks(op: str, x: Tensor, gated: bool, activation: str) -> tuple[int,
     for size in shape[:-1]:
         rows *= size
     return x.shape[lead - 1], shape, rows, shape[-1]
-
-
-__all__ = ["INTERPRETER", "Form", "Product", "backward_gemm", "gemm", "read", "reduce", "reduce_backward"]

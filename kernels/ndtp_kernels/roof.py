@@ -42,10 +42,20 @@ class Roof:
         return self.flops / self.seconds / 1e12 if self.seconds else 0.0
 
 
-def shared_bytes(config: Config, dtype: str, products: int = 1) -> int:
-    """Shared memory of the pipeline; the compiler's own figure (see `aot`) adds the staging of the stores."""
-    item = ITEM_BYTES[dtype]
-    return config.num_stages * config.block_k * (config.block_m + products * config.block_n) * item
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """An upper bound of a block's shared memory; `aot` compares it with the compiler's figure.
+
+    The pipeline's stages; beside them, in a persistent kernel, the tile on its way to memory, twice where the epilogue
+    turns other tensors into the layout of the sums; and scratch for barriers and sums over threads.
+    """
+    item = ITEM_BYTES[problem.dtype]
+    tiles = config.block_m + problem.products * config.block_n
+    pipeline = config.num_stages * config.block_k * tiles * item
+    staging = config.block_m * config.block_n // config.subtile * problem.out_bytes
+    scratch = 8192 if problem.kind == "wgrad" else 1024
+    if config.kernel == "pointer":
+        return max(pipeline, staging) + scratch
+    return pipeline + staging * (1 if problem.kind in ("plain", "blocks") else 2) + scratch
 
 
 def tile_efficiency(config: Config, chip: Chip) -> float:
