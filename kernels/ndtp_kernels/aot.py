@@ -160,7 +160,8 @@ def usage(compiled: Any, target: str) -> tuple[int, int]:
     if target.startswith("gfx"):
         text = compiled.asm["amdgcn"]
         registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[-1])
-        return registers, sum(int(x) for x in re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", text))
+        # Scalar registers spill into lanes of vector registers, not into memory.
+        return registers, sum(int(x) for x in re.findall(r"\.vgpr_spill_count:\s+(\d+)", text))
     from triton.backends import nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
