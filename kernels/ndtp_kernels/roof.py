@@ -54,7 +54,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     staging = config.block_m * config.block_n // config.subtile * problem.out_bytes
     scratch = 8192 if problem.kind == "wgrad" else 1024
     if config.kernel == "pointer":
-        return max(pipeline, staging) + scratch
+        return max(pipeline + scratch, staging)
     return pipeline + staging * (1 if problem.kind in ("plain", "blocks") else 2) + scratch
 
 
