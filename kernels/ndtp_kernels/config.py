@@ -195,7 +195,7 @@ def fits(problem: Problem, config: Config, chip: Chip) -> bool:
     """Whether `config` can run `problem` on `chip` at all."""
     if config.kernel == "torch":
         return True
-    if roof.shared_bytes(problem, config) > chip.shared_bytes:
+    if roof.shared_bytes(problem, config, chip) > chip.shared_bytes:
         return False
     if config.kernel == "pointer":
         return True

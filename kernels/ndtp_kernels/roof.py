@@ -42,7 +42,7 @@ class Roof:
         return self.flops / self.seconds / 1e12 if self.seconds else 0.0
 
 
-def shared_bytes(problem: Problem, config: Config) -> int:
+def shared_bytes(problem: Problem, config: Config, chip: Chip) -> int:
     """An upper bound of a block's shared memory; `aot` compares it with the compiler's figure.
 
     The pipeline's stages; beside them, in a persistent kernel, the tile on its way to memory, twice where the epilogue
@@ -50,7 +50,9 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     """
     item = ITEM_BYTES[problem.dtype]
     tiles = config.block_m + problem.products * config.block_n
-    pipeline = config.num_stages * config.block_k * tiles * item
+    # AMD's pipeline keeps the newest stage in registers.
+    held = config.num_stages - chip.target.startswith("gfx")
+    pipeline = held * config.block_k * tiles * item
     staging = config.block_m * config.block_n // config.subtile * problem.out_bytes
     scratch = 8192 if problem.kind == "wgrad" else 1024
     if config.kernel == "pointer":

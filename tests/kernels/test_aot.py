@@ -51,7 +51,7 @@ def test_the_bound_on_shared_memory_holds(report):
             problem = aot.call_of(case).problem()
             if split:  # fp32 sums, stored without staging
                 problem = replace(problem, out_bytes=4)
-            assert row["shared_bytes"] <= roof.shared_bytes(problem, case.config), row
+            assert row["shared_bytes"] <= roof.shared_bytes(problem, case.config, case.chip), row
             assert split or config.fits(problem, case.config, case.chip), row
             assert split or case.kind == problem.kind or case.dtype.startswith("float8"), (row, problem)
 
