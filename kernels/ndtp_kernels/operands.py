@@ -7,6 +7,7 @@ m and k, B has k and n, C has m and n, whatever the transposes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,8 @@ class Matrix:
 
     def broadcast(self, batch: tuple[int, ...]) -> Matrix:
         """The same operand over all of `batch`: missing and size-1 dims get stride 0."""
+        if not batch:
+            return self
         missing = len(batch) - len(self.batch)
         sizes, strides = (1,) * missing + self.batch, (0,) * missing + self.batch_strides
         strides = tuple(0 if own == 1 else stride for own, stride in zip(sizes, strides, strict=True))
@@ -63,38 +66,60 @@ def matrix(tensor: Tensor, letters: str, transpose: bool, blocks: str | None, *,
     Raises:
         KernelError: too few dims, or blocks along a letter that the operand does not have.
     """
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    try:
+        return _read_cached(shape, stride, letters, transpose, blocks, op, name)
+    except TypeError:  # symbolic sizes, while something is traced, have no hash
+        return _read(shape, stride, letters, transpose, blocks, op, name)
+
+
+def _read(
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    letters: str,
+    transpose: bool,
+    blocks: str | None,
+    op: str,
+    name: str,
+) -> Matrix:
     if blocks is not None and (len(blocks) != 1 or blocks not in letters):
         raise KernelError(
             op, f"{name} has dims {letters[0]} and {letters[1]}, not {blocks!r}", f"{name}_blocks in {tuple(letters)}"
         )
     wanted = 2 + (blocks is not None)
-    if tensor.dim() < wanted:
-        shape = f"[{'blocks, ' if blocks else ''}.., {letters[0]}, {letters[1]}]"
-        raise KernelError(op, f"{name} has shape {tuple(tensor.shape)}", f"pass {name} as {shape}")
+    if len(shape) < wanted:
+        form = f"[{'blocks, ' if blocks else ''}.., {letters[0]}, {letters[1]}]"
+        raise KernelError(op, f"{name} has shape {shape}", f"pass {name} as {form}")
     lead = 1 if blocks is not None else 0
-    batch, batch_strides = tuple(tensor.shape[lead:-2]), tuple(tensor.stride()[lead:-2])
-    (rows, cols), (stride_row, stride_col) = tensor.shape[-2:], tensor.stride()[-2:]
+    batch, batch_strides = shape[lead:-2], stride[lead:-2]
+    (rows, cols), (stride_row, stride_col) = shape[-2:], stride[-2:]
     if transpose:
         rows, cols, stride_row, stride_col = cols, rows, stride_col, stride_row
     plain = Matrix(rows, cols, stride_row, stride_col, batch, batch_strides)
     if blocks is None:
         return plain
-    num_blocks, block_stride = tensor.shape[0], tensor.stride(0)
+    num_blocks, block_stride = shape[0], stride[0]
     if num_blocks == 0:
-        raise KernelError(op, f"{name} has shape {tuple(tensor.shape)}: no block at all", "pass at least one block")
+        raise KernelError(op, f"{name} has shape {shape}: no block at all", "pass at least one block")
     along_rows = blocks == letters[0]
-    block, stride = (rows, stride_row) if along_rows else (cols, stride_col)
+    block, step = (rows, stride_row) if along_rows else (cols, stride_col)
     if along_rows:
         plain = replace(plain, rows=rows * num_blocks)
     else:
         plain = replace(plain, cols=cols * num_blocks)
     # One block, or blocks that follow one another without a gap: an ordinary matrix.
-    if num_blocks == 1 or block_stride == block * stride or block == 0:
+    if num_blocks == 1 or block_stride == block * step or block == 0:
         return plain
     return replace(plain, blocked=1 if along_rows else 2, block=block, block_stride=block_stride)
 
 
+# A model multiplies the same few shapes again and again.
+_read_cached = functools.lru_cache(maxsize=4096)(_read)
+
+
 def batch_shape(op: str, **operands: Matrix) -> tuple[int, ...]:
+    if not any(o.batch for o in operands.values()):
+        return ()
     try:
         return tuple(torch.broadcast_shapes(*(o.batch for o in operands.values())))
     except RuntimeError:
@@ -104,6 +129,8 @@ def batch_shape(op: str, **operands: Matrix) -> tuple[int, ...]:
 
 def merge_batch(matrices: Sequence[Matrix]) -> list[Matrix]:
     """Merge batch dims, of equal sizes in all of `matrices`, wherever one stride serves two neighbours in each."""
+    if not matrices[0].batch:
+        return list(matrices)
     sizes = matrices[0].batch
     result = [m.keep([d for d, size in enumerate(sizes) if size != 1]) for m in matrices]
     dim = len(result[0].batch) - 2

@@ -125,7 +125,14 @@ def _backward_gemm_op(ctx: Any, dc: Tensor | None, dpre: Tensor | None, _: Tenso
             raise KernelError("gemm", "backward needs the pre-activation, which was not kept", "keep_pre=True")
         joined = form.c_blocks != "n"
         dc, sums, _ = reduce_blocks_backward(
-            dc.unsqueeze(0), pre, ctx.activation, False, bool(needs[2] and joined), False, a.dtype, "auto"
+            dc.unsqueeze(0),
+            pre,
+            ctx.activation,
+            False,
+            bool(needs[2] and joined),
+            False,
+            a.dtype,
+            decode(ctx.options).backend,
         )
         dbias = sums if needs[2] and joined else None
     if dpre is not None:  # the pre-activation was itself used
@@ -228,7 +235,14 @@ def _backward_gated(ctx: Any, dc: Tensor | None, dpre: Tensor | None) -> tuple[A
             raise KernelError("gated_gemm", "backward needs gate and up, which were not kept", "keep_pre=True")
         dresidual = dc.to(ctx.residual_dtype) if needs[5] else None
         from_c, sums, _ = reduce_blocks_backward(
-            dc.unsqueeze(0), pre, ctx.activation, True, form.c_blocks != "n", False, a.dtype, "auto"
+            dc.unsqueeze(0),
+            pre,
+            ctx.activation,
+            True,
+            form.c_blocks != "n",
+            False,
+            a.dtype,
+            decode(ctx.options).backend,
         )
         both = from_c if dpre is None else from_c + dpre
         sums = sums if dpre is None and form.c_blocks != "n" else None

@@ -154,7 +154,7 @@ def gemm(
     if accumulate and out is None:
         raise KernelError(op, "accumulate=True has nothing to accumulate into", "pass out")
     out_dtype = out.dtype if out is not None else default_dtype(a, out_dtype)
-    chip = triton_chip(op, a, options.backend)
+    chip = triton_chip(op, a, options.backend) if all(shape) else None  # nothing to launch for an empty C
 
     def by_torch() -> Product:
         return torch_path.gemm(

@@ -10,6 +10,8 @@ POINTER = Config("pointer", 16, 16, 16, 1, 1, group_m=2)
 TMA = Config("tma", 16, 16, 16, 1, 1, group_m=2)
 TMA_HALVES = Config("tma", 16, 32, 16, 1, 1, group_m=3, subtile=2)
 
+INTERPRETED = Options(backend="triton")
+
 
 def triton_options(config=POINTER, **more):
     return Options(backend="triton", config=config, **more)
