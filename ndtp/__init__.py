@@ -15,6 +15,7 @@ from ndtp.layout import Layout
 from ndtp.meter import CommMeter
 from ndtp.ops import batch_matmul, matmul, relayout
 from ndtp.parallelize import parallelize
+from ndtp.planner import plan
 from ndtp.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = [
     "batch_matmul",
     "matmul",
     "parallelize",
+    "plan",
     "relayout",
 ]
 

@@ -20,24 +20,12 @@ from ndtp.errors import LayoutError
 from ndtp.grid import Grid
 from ndtp.layout import Layout
 from ndtp.refusals import shown
-from ndtp.relayout import Dims, Step, is_legal, relayout
+from ndtp.relayout import Dims, PlanStep, Step, is_legal, relayout
 
 if TYPE_CHECKING:
     from ndtp.cost import Volume
 
 Letters = tuple[str | None, ...]
-
-
-@dataclass(frozen=True)
-class PlanStep:
-    """A step of a plan, with the phase that runs it and the tensor that it moves."""
-
-    phase: str
-    tensor: str
-    step: Step
-
-    def __str__(self) -> str:
-        return str(self.step).format(self.tensor)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from ndtp.cli.check import check
+from ndtp.cli.demo import demo
+from ndtp.cli.plan import plan
+
 app = typer.Typer(
     name="ndtp",
     help="Tensor parallelism in one, two and three dimensions: check it, measure it, plan it.",
@@ -18,3 +22,7 @@ app.add_typer(bench, name="bench")
 @app.callback()
 def _root() -> None:
     """A callback keeps subcommands named even while there is only one."""
+
+
+for command in (demo, check, plan):
+    app.command()(command)

@@ -1,0 +1,165 @@
+"""`ndtp plan`: which grid, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ndtp.cli.common import JsonOption, console, write_json
+from ndtp.errors import GridError
+from ndtp.hardware import Hardware
+from ndtp.model_config import read_config
+from ndtp.planner import GIB, MIB, GridPlan
+from ndtp.planner import plan as search
+
+DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def plan(
+    ranks: Annotated[int, typer.Option(help="Number of ranks (devices) of the job.")],
+    tokens: Annotated[int, typer.Option(help="Rows of a step, over all ranks: sequences x length.")],
+    hidden: Annotated[int | None, typer.Option(help="Features outside of the block.")] = None,
+    ffn: Annotated[int | None, typer.Option(help="Features inside of the block.")] = None,
+    gated: Annotated[bool, typer.Option("--gated", help="An MLP with a gate beside its up projection.")] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="PATH", help="A transformers config.json, instead of --hidden and --ffn.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="How often the block is repeated.")] = None,
+    objective: Annotated[str, typer.Option(help="Of a training step: time, volume or memory.")] = "time",
+    hardware: Annotated[
+        str, typer.Option(metavar="NAME|FILE.toml", help="A preset, or a profile of `ndtp bench calibrate`.")
+    ] = "h100-ib",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
+    optimizer: Annotated[str, typer.Option(help="State in memory: adamw, momentum, sgd or none.")] = "adamw",
+    memory_limit: Annotated[float | None, typer.Option(metavar="GIB", help="Of a rank.")] = None,
+    tp_within_node: Annotated[bool, typer.Option("--tp-within-node", help="Keep x and y inside a node.")] = False,
+    fix: Annotated[list[str] | None, typer.Option(metavar="AXIS=SIZE", help="An axis that is given: dp=4.")] = None,
+    no_pad: Annotated[bool, typer.Option("--no-pad", help="Only grids that divide every size.")] = False,
+    chunks: Annotated[int, typer.Option(help="Overlap collectives and products in this many pieces.")] = 1,
+    top: Annotated[int, typer.Option(help="Rows of the table, and plans in the JSON.")] = 10,
+    json_file: JsonOption = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Volume and time against the number of ranks.")
+    ] = None,
+) -> None:
+    """Rank every process grid for a block by predicted time, exact volume or memory.
+
+    Example: ndtp plan --tokens 8192 --hidden 4096 --ffn 16384 --ranks 64 --hardware h100-ib
+    """
+    arguments = _sizes(model, hidden, ffn, gated, layers)
+    if top < 1:
+        raise GridError(f"plan: --top {top} must be at least 1")
+    plans = search(
+        tokens, ranks=ranks, hardware=Hardware.load(hardware), objective=objective,
+        dtype=DTYPE_NAMES.get(dtype, dtype), optimizer=optimizer, memory_limit_gib=memory_limit,
+        fixed=_fixed(fix or []), tp_within_node=tp_within_node, pad=not no_pad, chunks=chunks, **arguments,
+    )  # fmt: skip
+    out = console(json_file)
+    out.print(_table(plans[:top], len(plans)))
+    _say_best(out, plans[0])
+    if plot is not None:
+        _plot(plans[0], plot)
+        out.print(f"wrote {plot}")
+    write_json(json_file, _result(plans[:top]))
+
+
+def _sizes(model: str | None, hidden: int | None, ffn: int | None, gated: bool, layers: int | None) -> dict[str, Any]:
+    if model is not None:
+        if hidden is not None or ffn is not None or gated:
+            raise GridError("plan: --model gives --hidden, --ffn and --gated; leave them out")
+        sizes = read_config(model).as_arguments()
+        return sizes | ({"layers": layers} if layers is not None else {})
+    if hidden is None or ffn is None:
+        raise GridError("plan: give --hidden and --ffn, or --model with the path of a config.json")
+    return {"hidden": hidden, "ffn": ffn, "gated": gated, "layers": layers or 1}
+
+
+def _fixed(texts: list[str]) -> dict[str, int]:
+    fixed = {}
+    for text in " ".join(texts).replace(",", " ").split():
+        axis, _, size = text.partition("=")
+        if not size.isdigit():
+            raise GridError(f"plan: --fix {text!r} is not of the form dp=4")
+        fixed[axis] = int(size)
+    return fixed
+
+
+def _table(plans: list[GridPlan], count: int) -> Table:
+    request = plans[0].request
+    of = f" of {count}" if count > len(plans) else ""
+    title = f"{len(plans)}{of} grids of {request.ranks} ranks by {request.objective}, on {request.hardware.name}"
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.add_column("#", justify="right")
+    table.add_column("grid, slowest axis first")
+    table.add_column("kind")
+    for heading in ("MiB/step", "x bound", "ms/step", "waiting", "GiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for i, each in enumerate(plans, 1):
+        table.add_row(
+            str(i),
+            grid_text(each),
+            each.kind.replace("data parallel", "DP"),
+            f"{each.volume_bytes / MIB:,.4g}" if each.volume_bytes < 1e4 * MIB else f"{each.volume_bytes / MIB:,.0f}",
+            f"{each.bound_ratio:.3g}",
+            f"{each.step_ms:.4g}",
+            f"{each.exposed_ms / each.step_ms:.0%}",
+            f"{each.memory_bytes / GIB:.3g}",
+        )
+    table.caption = (
+        "Per rank, forward and backward; times are predicted, not measured.\n"
+        "x bound: volume over twice the products' lower bounds, a reference."
+    )
+    return table
+
+
+def grid_text(plan: GridPlan) -> str:
+    """Axes of one rank say nothing."""
+    axes = plan.grid.nontrivial(plan.grid.names)
+    text = " ".join(f"{axis}={plan.grid[axis]}" for axis in axes) or "one rank"
+    return text + (f" regather {''.join(plan.regather)}" if plan.regather else "")
+
+
+def _say_best(out: Any, best: GridPlan) -> None:
+    out.print(best.why, highlight=False)
+    room = best.request.hardware.memory_gib
+    if best.memory_bytes > room * GIB:
+        out.print(f"It needs more than the {room:g} GiB of a device: see --memory-limit {room:g}.", style="yellow")
+    axes = best.grid.nontrivial(best.grid.names) or ("x",)
+    grid = ", ".join(f"{axis}={best.grid[axis]}" for axis in axes)
+    block = best.request.blocks[-1]
+    extra = "".join(f", {name}={value!r}" for name, value in (("regather", best.regather), ("pad", best.pad)) if value)
+    out.print(f"  mesh = ndtp.ProcessGrid(ndtp.Grid({grid}))", highlight=False, soft_wrap=True)
+    name = "GatedMLP" if len(block.outs) == 2 else "MLP"
+    call = f'ndtp.nn.{name}({block.hidden}, {block.inner}, mesh=mesh, scheme="{best.scheme}"{extra})'
+    out.print(f"  block = {call}", highlight=False, soft_wrap=True)
+
+
+def _plot(best: GridPlan, path: Path) -> None:
+    from ndtp.cli.plan_plot import draw
+    from ndtp.plan_scaling import rank_counts, scaling
+
+    if not path.parent.is_dir():
+        raise GridError(f"plan: --plot {path}: the folder {path.parent} does not exist")
+    draw(scaling(best.request, rank_counts(best.request.ranks)), best.request, path)
+
+
+def _result(plans: list[GridPlan]) -> dict[str, Any]:
+    """`plans` as promised; what is needed to use them stands beside it, in the same order."""
+    request = plans[0].request
+    return {
+        "plans": [each.as_dict() for each in plans],
+        "use": [
+            {"rank_order": list(each.grid.names), "kind": each.kind, **each.arguments, "exposed_ms": each.exposed_ms}
+            for each in plans
+        ],
+        "request": {
+            "blocks": [
+                {"name": b.name, "tokens": b.tokens, "hidden": b.hidden, "inner": b.inner} for b in request.blocks
+            ],
+            "ranks": request.ranks, "layers": request.layers, "dtype": request.dtype,
+            "objective": request.objective, "hardware": request.hardware.name, "optimizer": request.optimizer,
+        },
+    }  # fmt: skip

@@ -1,0 +1,221 @@
+"""`Hardware`: what a time model has to know of a machine.  Presets by name, and TOML files of the user's own.  Pure.
+
+Presets hold data-sheet figures and an efficiency, not measurements; `ndtp bench calibrate` writes a file that was
+measured on the ranks at hand.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ndtp.errors import GridError
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a rank's connection to its peers does: a collective over p ranks that makes a rank receive b bytes takes
+    `latency_us + (p - 1) hop_us + b / (bandwidth x efficiency[collective])`.
+
+    Attributes:
+        bandwidth_gbs: GB/s that one rank receives, and sends at the same time.
+        latency_us: fixed cost of a call.
+        hop_us: cost of each of the p - 1 exchanges.
+        efficiency: collective -> fraction of the bandwidth that it reaches; 1 where it is not named.
+    """
+
+    bandwidth_gbs: float
+    latency_us: float = 10.0
+    hop_us: float = 1.0
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+
+    def seconds_per_byte(self, collective: str) -> float:
+        return 1e-9 / (self.bandwidth_gbs * self.efficiency.get(collective, 1.0))
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A cluster of nodes with the same number of ranks each, numbered node by node.
+
+    Attributes:
+        ranks_per_node: devices of a node, one rank each.
+        intra, inter: the link of a rank inside of its node, and its share of the node's link to the others.
+        tflops: dtype -> rate of large matrix products.
+        gemm_half: a dim of this size costs a product half of its rate: each dim d contributes d / (d + gemm_half).
+        memory_gib, memory_gbs: a rank's device memory, and the rate at which it is read and written.
+        launch_us: fixed cost of a local product.
+        source: where the figures come from.
+    """
+
+    name: str
+    ranks_per_node: int
+    intra: Link
+    inter: Link
+    tflops: Mapping[str, float]
+    gemm_half: float = 96.0
+    memory_gib: float = 80.0
+    memory_gbs: float = 2000.0
+    launch_us: float = 5.0
+    source: str = "data sheets"
+
+    def flops_per_second(self, dtype: str) -> float:
+        """
+        Raises:
+            GridError: a dtype that the profile has no rate for.
+        """
+        if dtype not in self.tflops:
+            raise GridError(f"hardware {self.name!r} has no GEMM rate for {dtype}; it has {', '.join(self.tflops)}")
+        return self.tflops[dtype] * 1e12
+
+    @classmethod
+    def load(cls, name: str | Path | Hardware) -> Hardware:
+        """A preset by name, or a profile from a TOML file (any name that ends in .toml).
+
+        Raises:
+            GridError: no such preset, or a file without the fields of a profile; names the nearest ones.
+        """
+        if isinstance(name, Hardware):
+            return name
+        if str(name).endswith(".toml"):
+            return _read(Path(name))
+        if str(name) not in PRESETS:
+            near = difflib.get_close_matches(str(name), PRESETS, 3, 0.3)
+            raise GridError(
+                f"hardware {str(name)!r} is not a preset"
+                + (f"; did you mean {' or '.join(near)}?" if near else "")
+                + f"\n  presets: {', '.join(PRESETS)}\n  or the path of a .toml file; `ndtp bench calibrate` writes one"
+            )
+        return PRESETS[str(name)]
+
+    def to_toml(self) -> str:
+        """The text of a file that `load` reads."""
+        lines = [f"{name} = {_toml(getattr(self, name))}" for name in SCALARS]
+        lines += ["", "[tflops]", *(f"{dtype} = {_toml(rate)}" for dtype, rate in self.tflops.items())]
+        for name in ("intra", "inter"):
+            link: Link = getattr(self, name)
+            lines += ["", f"[{name}]"]
+            lines += [f"{key} = {_toml(getattr(link, key))}" for key in ("bandwidth_gbs", "latency_us", "hop_us")]
+            if link.efficiency:
+                pairs = (f"{key} = {_toml(value)}" for key, value in link.efficiency.items())
+                lines.append(f"efficiency = {{ {', '.join(pairs)} }}")
+        return "\n".join(lines) + "\n"
+
+
+SCALARS = ("name", "ranks_per_node", "gemm_half", "memory_gib", "memory_gbs", "launch_us", "source")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return repr(value) if isinstance(value, int) else f"{float(value):.6g}" + ".0" * (f"{value:.6g}".isdigit())
+
+
+def _read(path: Path) -> Hardware:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        table = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise GridError(
+            f"hardware profile {path} does not exist; `ndtp bench calibrate --output {path}` writes it"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise GridError(f"hardware profile {path} is not TOML: {error}") from None
+    table.setdefault("name", path.stem)
+    table.setdefault("source", str(path.name))
+    table.setdefault("intra", table.get("inter"))
+    table.setdefault("inter", table.get("intra"))
+    allowed = {each.name for each in fields(Hardware)}
+    unknown = sorted(set(table) - allowed - {"measured"})
+    missing = [name for name in ("ranks_per_node", "tflops") if name not in table]
+    missing += ["intra or inter"] * (table["intra"] is None)
+    if unknown or missing:
+        near = [match for name in unknown for match in difflib.get_close_matches(name, allowed, 1)]
+        raise GridError(
+            f"hardware profile {path}:"
+            + f" lacks {', '.join(missing)};" * bool(missing)
+            + f" does not know {', '.join(unknown)};" * bool(unknown)
+            + (f" did you mean {', '.join(near)}?" if near else f" its fields are {', '.join(sorted(allowed))}")
+        )
+    try:
+        links = {name: Link(**table[name]) for name in ("intra", "inter")}
+        profile = Hardware(**{key: value for key, value in table.items() if key in allowed} | links)
+        rates = [*profile.tflops.values(), profile.memory_gib, profile.memory_gbs, profile.ranks_per_node]
+        if any(rate <= 0 for rate in (*rates, *(link.bandwidth_gbs for link in links.values()))):
+            raise ValueError("rates and sizes must be above 0")
+    except (TypeError, ValueError) as error:
+        raise GridError(f"hardware profile {path}: {error}") from None
+    return profile
+
+
+# ------------------------------------------------------------------------------------------------------------ presets
+
+# What collectives and large products reach of the data sheet's figures, as reported for NCCL and cuBLAS on Hopper.
+LINK_EFFICIENCY = 0.8
+GEMM_EFFICIENCY = 0.8
+
+# device -> (dense bf16 TFLOP/s, fp32 TFLOP/s as torch computes it by default, GiB, GB/s of memory, GB/s of intra link)
+DEVICES = {
+    "a100": (312.0, 19.5, 80.0, 2039.0, 300.0),
+    "h100": (989.0, 67.0, 80.0, 3350.0, 450.0),
+    "h200": (989.0, 67.0, 141.0, 4800.0, 450.0),
+    "b200": (2250.0, 75.0, 180.0, 8000.0, 900.0),
+    "mi300x": (1307.0, 163.4, 192.0, 5300.0, 448.0),
+}
+# Gbit/s of a device's share of its node's network, and the latency of a call and of a hop in us.
+FABRICS = {
+    "ib": ({"a100": 200.0, "b200": 800.0}, 400.0, 15.0, 3.0),
+    "roce": ({"a100": 100.0}, 200.0, 20.0, 5.0),
+    "eth": ({}, 12.5, 50.0, 20.0),  # one 100 Gbit/s card for the eight devices of a node
+}
+
+
+def _preset(device: str, fabric: str) -> Hardware:
+    bf16, fp32, memory, memory_gbs, intra = DEVICES[device]
+    rates, default, latency, hop = FABRICS[fabric]
+    return Hardware(
+        name=f"{device}-{fabric}",
+        ranks_per_node=8,
+        intra=Link(intra * LINK_EFFICIENCY, 8.0, 1.0),
+        inter=Link(rates.get(device, default) / 8 * LINK_EFFICIENCY, latency, hop),
+        tflops={
+            "bfloat16": bf16 * GEMM_EFFICIENCY,
+            "float16": bf16 * GEMM_EFFICIENCY,
+            "float32": fp32 * GEMM_EFFICIENCY,
+        },
+        memory_gib=memory,
+        memory_gbs=memory_gbs * 0.9,
+    )
+
+
+PRESETS = {
+    **{f"{device}-{fabric}": _preset(device, fabric) for device in DEVICES for fabric in FABRICS},
+    "pcie": Hardware(
+        name="pcie",  # eight L40S on PCIe 4 x16, one 100 Gbit/s card
+        ranks_per_node=8,
+        intra=Link(16.0, 15.0, 3.0),
+        inter=Link(1.25, 50.0, 20.0),
+        tflops={"bfloat16": 290.0, "float16": 290.0, "float32": 73.0},
+        memory_gib=48.0,
+        memory_gbs=780.0,
+    ),
+    "cpu": Hardware(
+        name="cpu",  # one rank a node, 25 Gbit/s Ethernet, gloo
+        ranks_per_node=1,
+        intra=Link(2.5, 100.0, 50.0),
+        inter=Link(2.5, 100.0, 50.0),
+        tflops={"float32": 2.0, "bfloat16": 2.0, "float16": 0.5, "float64": 1.0},
+        memory_gib=256.0,
+        memory_gbs=200.0,
+        launch_us=2.0,
+        gemm_half=32.0,
+    ),
+}
