@@ -11,6 +11,7 @@ import importlib
 import io
 import os
 import re
+import socket
 import subprocess
 import sys
 import types
@@ -118,7 +119,7 @@ def start(*arguments):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     result = subprocess.run(
         [sys.executable, *map(str, arguments)],
-        capture_output=True, text=True, env={**environment, "OMP_NUM_THREADS": "1"}, timeout=120, check=False,
+        capture_output=True, text=True, env={**environment, "OMP_NUM_THREADS": "1"}, timeout=240, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -138,7 +139,10 @@ def test_torchrun_example(tmp_path):
     script = next(script for script in scripts_of(ROOT / "README.md") if "init_process_group" in script.source)
     path = tmp_path / "train.py"
     path.write_text(script.source)
-    printed = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = ("--master-addr", "127.0.0.1", "--master-port", port)
+    printed = start("-m", "torch.distributed.run", *address, "--nproc-per-node", "2", path)
     losses = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("step")]
     assert losses and losses[-1] < losses[0]
 
@@ -213,7 +217,7 @@ def test_table_is_what_the_library_computes(name, rows):
 
 # -------------------------------------------------------------------------------------------------------------- names
 
-ANNOUNCED = {"ndtp.testing.assert_matches_dense", "ndtp.plan"}  # may be named before they are there
+ANNOUNCED = {"ndtp.testing.assert_matches_dense"}  # may be named before it is there
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
