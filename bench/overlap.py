@@ -183,7 +183,12 @@ def main() -> None:
     base = statistics.median(times["torch sequence parallel"][True])
     for name, step in steps.items():
         forward_s, both_s = (statistics.median(times[name][backward]) for backward in (False, True))
-        row = {"forward_ms": forward_s * 1e3, "step_ms": both_s * 1e3, "speedup": base / both_s, "wire": wire_bytes(step)}
+        row = {
+            "forward_ms": forward_s * 1e3,
+            "step_ms": both_s * 1e3,
+            "speedup": base / both_s,
+            "wire": wire_bytes(step),
+        }
         if (mlp := blocks.get(name)) is not None:
             row["predicted"] = mlp.volume(tokens).in_bytes(4).total
             parts = alone(step, mlp, 3)

@@ -100,6 +100,7 @@ def parallelize(
     axes: Sequence[str] | None = None,
     pad: bool = True,
     regather: tuple[str, ...] = (),
+    chunks: int = 0,
 ) -> nn.Module:
     """Replace `Linear -> activation -> Linear` pairs of a model by tensor-parallel ones, in place, keeping the weights.
 
@@ -112,7 +113,7 @@ def parallelize(
             of one layer: `{"head": (in_layout, weight_layout, out_layout)}`, the last of which may be left out.
         scheme, axes: as for `ndtp.nn.MLP`.
         pad: pad sizes that do not divide; without it they are an error.
-        regather: as for `ndtp.nn.Linear`.
+        regather, chunks: as for `ndtp.nn.Linear`.
 
     Raises:
         LayoutError: names that match nothing or do not pair up, or sizes that do not divide.
@@ -123,11 +124,12 @@ def parallelize(
     else:
         pairs = pairs_by_name(model, {name: value for name, value in plan.items() if isinstance(value, str)})
     layouts = block_layouts(mesh.grid, scheme, axes)
+    options = {"regather": regather, "chunks": chunks}
     for pair in pairs:
-        _replace_pair(model, pair, mesh, report, pad, layouts.plans(pair.up, regather), regather)
+        _replace_pair(model, pair, mesh, report, pad, layouts.plans(pair.up), options)
     for name, value in (plan or {}).items():
         if not isinstance(value, str):
-            _replace_one(model, name, value, mesh, report, pad, regather)
+            _replace_one(model, name, value, mesh, report, pad, options)
     linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
     for name in linears:
         report.kept.setdefault(name, "not named in the plan")
@@ -148,7 +150,7 @@ def _replace_pair(
     report: Report,
     pad: bool,
     plans: tuple[MatMulPlan, MatMulPlan],
-    regather: tuple[str, ...],
+    options: Mapping[str, Any],
 ) -> None:
     up, down = plans
     # Rows that every activation splits and no weight uses are data parallel; they stay split outside.
@@ -164,7 +166,7 @@ def _replace_pair(
         (pair.up, dense_up, up, (ends[0], inside)),
         (pair.down, dense_down, down, (inside, ends[1])),
     ):
-        layer = _boundary_linear(dense, name, plan, mesh, padding, regather)
+        layer = _boundary_linear(dense, name, plan, mesh, padding, options)
         layer.enters, layer.leaves = name == pair.up, name == pair.down
         layer.outside, layer.rows, layer.row_multiple = outside, shared, multiple
         _put(model, name, layer, report)
@@ -180,7 +182,7 @@ def _replace_one(
     mesh: ProcessGrid,
     report: Report,
     pad: bool,
-    regather: tuple[str, ...],
+    options: Mapping[str, Any],
 ) -> None:
     dense = dict(model.named_modules()).get(name)
     if type(dense) is not nn.Linear:
@@ -188,8 +190,8 @@ def _replace_one(
     a, b, out = (*layouts, None)[:3]
     if a is None or b is None:
         raise LayoutError(f"parallelize: give {name!r} an input and a weight layout")
-    plan = MatMulPlan(a, b, out, transpose_b=True, regather=regather, name=name)
-    layer = _boundary_linear(dense, name, plan, mesh, pad, regather)
+    plan = MatMulPlan(a, b, out, transpose_b=True, name=name)
+    layer = _boundary_linear(dense, name, plan, mesh, pad, options)
     layer.enters = layer.leaves = True
     layer.outside, layer.rows = _outside((plan.a, plan.out), ()), Rows()
     layer.row_multiple = _row_multiple((plan,), layer.outside) if pad else 1
@@ -197,11 +199,11 @@ def _replace_one(
 
 
 def _boundary_linear(
-    dense: Any, name: str, plan: MatMulPlan, mesh: ProcessGrid, pad: bool | tuple[int, int], regather: tuple[str, ...]
+    dense: Any, name: str, plan: MatMulPlan, mesh: ProcessGrid, pad: bool | tuple[int, int], options: Mapping[str, Any]
 ) -> BoundaryLinear:
     layer = BoundaryLinear.from_dense(
         dense, mesh=mesh, in_layout=plan.a, weight_layout=plan.b, out_layout=plan.out,
-        pad=pad, regather=regather, name=name,
+        pad=pad, name=name, **options,
     )  # fmt: skip
     assert isinstance(layer, BoundaryLinear)
     return layer.train(dense.training)

@@ -43,6 +43,7 @@ class MLP(nn.Module):
         layouts: explicit layouts instead of a scheme.
         pad: pad features that do not divide, see `ndtp.nn.Linear`; rows that do not divide inside the block too.
         regather: "a" and/or "b": operands of both products that backward gathers again instead of keeping.
+        chunks: as for `ndtp.nn.Linear`.
         seed: default: drawn from torch's generator, which must be seeded alike on every rank.
         name: what errors, profiles and the initialisation call this block.
 
@@ -66,16 +67,23 @@ class MLP(nn.Module):
         layouts: BlockLayouts | None = None,
         pad: bool | int = False,
         regather: tuple[str, ...] = (),
+        chunks: int = 0,
         seed: int | None = None,
         name: str = "mlp",
     ) -> None:
         super().__init__()
         layouts = layouts or block_layouts(mesh.grid, scheme, axes)
-        plans = layouts.plans(name, regather)
+        plans = layouts.plans(name)
         # Both products must agree on the padded inner size, and the block on the hidden one at both ends.
         at_ends = math.lcm(padded_size(1, "k", plans[:1], pad), padded_size(1, "n", plans[1:], pad))
         inside = math.lcm(padded_size(1, "n", plans[:1], pad), padded_size(1, "k", plans[1:], pad))
-        shared: dict[str, Any] = {"mesh": mesh, "regather": regather, "device": device, "dtype": dtype}
+        shared: dict[str, Any] = {
+            "mesh": mesh,
+            "regather": regather,
+            "chunks": chunks,
+            "device": device,
+            "dtype": dtype,
+        }
         seed = draw_seed() if seed is None and not _is_meta(device) else seed
         self.hidden, self.inner, self.mesh, self.layouts = hidden, inner, mesh, layouts
         self.activation_name = activation if isinstance(activation, str) else None
