@@ -3,8 +3,8 @@
     python bench/slow_network.py --ranks 8 --rate 500mbit -- python bench/overlap.py --out bench/results/overlap.json
 
 Communication then costs time and no processor, so that overlap can be measured without a GPU or a second machine.  Each
-rank gets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME, as under torchrun; rank 0 prints.
-The link's own counters, /sys/class/net/eth0/statistics, are an independent check of `CommMeter`.
+rank gets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME, as under torchrun; rank 0 may
+print.  The link's own counters, /sys/class/net/eth0/statistics, are an independent check of `CommMeter`.
 
 Needs root and iproute2 (`ip`, `tc`), and says so where they are missing.
 """
@@ -41,7 +41,7 @@ def requirements() -> str | None:
 
 @contextlib.contextmanager
 def cluster(ranks: int, rate: str) -> Iterator[list[str]]:
-    """Namespaces joined by a bridge, each link limited to `rate` (of tc, such as 500mbit; "none") in both directions."""
+    """Namespaces joined by a bridge, each link limited to `rate` (tc's 500mbit, or "none") in both directions."""
     tag = f"nd{os.getpid() % 100000}"
     bridge, names = f"{tag}b", [f"{tag}n{i}" for i in range(ranks)]
     try:
