@@ -15,7 +15,7 @@ from ndtp.cost import Volume, traffic
 from ndtp.errors import LayoutError
 from ndtp.layout import Layout
 from ndtp.linear_pairs import Pair, find_pairs, pairs_by_name
-from ndtp.nn.dropout import Dropout
+from ndtp.nn.dropout import Dropout, RowBlocks
 from ndtp.nn.linear import Linear, padded_size, zero_padding
 from ndtp.ops import relayout
 from ndtp.process_grid import ProcessGrid
@@ -41,8 +41,8 @@ class Report:
 
 
 @dataclass
-class Rows:
-    """The leading dims of the activations that are between an up and its down."""
+class Rows(RowBlocks):
+    """The rows of the activations that are between an up and its down, and the leading dims they come from."""
 
     lead: tuple[int, ...] = ()
 
@@ -63,8 +63,10 @@ class BoundaryLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.enters:
             self.rows.lead = tuple(x.shape[:-1])
-            x = x.reshape(-1, x.shape[-1])
-            x = F.pad(x, (0, self.padded_in - x.shape[1], 0, -x.shape[0] % self.row_multiple))
+            x = x.reshape(math.prod(self.rows.lead), x.shape[-1])
+            padding = -x.shape[0] % self.row_multiple
+            self.rows.real, self.rows.padded = x.shape[0] or 1, x.shape[0] + padding or 1
+            x = F.pad(x, (0, self.padded_in - x.shape[1], 0, padding))
             x = relayout(x, self.outside, self.in_layout, self.mesh, f"{self.name} input")
         elif self.padded_in != self.in_features:
             # An activation need not be zero at zero; its padding must be, or the weight's padding gets a gradient.
@@ -169,8 +171,10 @@ def _replace_pair(
         layer.outside, layer.rows, layer.row_multiple = outside, shared, multiple
         _put(model, name, layer, report)
     for name in pair.dropouts:
-        dropout = model.get_submodule(name)
-        model.set_submodule(name, Dropout(dropout.p, up.out, mesh).train(dropout.training))  # type: ignore[arg-type]
+        old: Any = model.get_submodule(name)
+        dropout = Dropout(old.p, up.out, mesh, dense_up.out_features)  # type: ignore[arg-type]
+        dropout.row_blocks = shared
+        model.set_submodule(name, dropout.train(old.training))
 
 
 def _replace_one(
