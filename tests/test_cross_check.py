@@ -56,9 +56,7 @@ def deviate(how):
     return message
 
 
-@pytest.mark.parametrize(
-    "how", ["shape", "dtype", "out", "roles", "regather", "gradient", "bias", "grid", "relayout"]
-)
+@pytest.mark.parametrize("how", ["shape", "dtype", "out", "roles", "regather", "gradient", "bias", "grid", "relayout"])
 def test_the_deviating_rank_is_named_on_all_ranks(ranks, how):
     messages = ranks(4).run(deviate, how, timeout=100)
     assert messages[0] is not None and all(message == messages[0] for message in messages), messages
