@@ -14,7 +14,7 @@ from ndtp.contraction import MatMulPlan
 from ndtp.cost import Volume, traffic
 from ndtp.errors import LayoutError
 from ndtp.layout import Layout
-from ndtp.linear_pairs import Pair, find_pairs, pairs_by_name
+from ndtp.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unfit
 from ndtp.nn.dropout import Dropout, RowBlocks
 from ndtp.nn.linear import Linear, padded_size, zero_padding
 from ndtp.ops import relayout
@@ -111,7 +111,8 @@ def parallelize(
 
     Args:
         plan: names instead of a search, with wildcards: `{"encoder.*.fc1": "up", "encoder.*.fc2": "down"}`, or layouts
-            of one layer: `{"head": (in_layout, weight_layout, out_layout)}`, the last of which may be left out.
+            of one layer: `{"head": (in_layout, weight_layout, out_layout)}`, the last of which may be left out.  Rows
+            that axes split in both activations and that split no weight stay split outside.
         scheme, axes: as for `ndtp.nn.MLP`.
         pad: pad sizes that do not divide; without it they are an error.
         regather: as for `ndtp.nn.Linear`.
@@ -189,13 +190,15 @@ def _replace_one(
     dense = dict(model.named_modules()).get(name)
     if type(dense) is not nn.Linear:
         raise LayoutError(f"parallelize: {name!r} is no nn.Linear of the model")
-    a, b, out = (*layouts, None)[:3]
+    refuse_unfit(model, [name])
+    a, b, out = (*layouts, None, None)[:3]
     if a is None or b is None:
         raise LayoutError(f"parallelize: give {name!r} an input and a weight layout")
     plan = MatMulPlan(a, b, out, transpose_b=True, regather=regather, name=name)
     layer = _boundary_linear(dense, name, plan, mesh, pad, regather)
     layer.enters = layer.leaves = True
-    layer.outside, layer.rows = _outside((plan.a, plan.out), ()), Rows()
+    rows = [axis for axis in plan.a.dims[0] if axis not in plan.b.axes]
+    layer.outside, layer.rows = _outside((plan.a, plan.out), rows), Rows()
     layer.row_multiple = _row_multiple((plan,), layer.outside) if pad else 1
     _put(model, name, layer, report)
 
