@@ -15,7 +15,7 @@ from ndtp.cost import Volume
 from ndtp.errors import LayoutError
 from ndtp.layout import Layout
 from ndtp.nn.activations import Activation, activation_named
-from ndtp.nn.dropout import Dropout
+from ndtp.nn.dropout import Dropout, RowBlocks
 from ndtp.nn.linear import Linear, padded_size, zero_padding
 from ndtp.nn.random import draw_seed
 from ndtp.process_grid import ProcessGrid
@@ -92,7 +92,7 @@ class MLP(nn.Module):
             pad=(at_ends, inside), seed=seed, name=f"{name}.up", **shared,
         )  # fmt: skip
         self.activation = activation_named(activation)
-        self.dropout = Dropout(dropout, layouts.hidden, mesh)
+        self.dropout = Dropout(dropout, layouts.hidden, mesh, inner)
         self.down = Linear(
             inner, hidden, bias, in_layout=layouts.hidden, weight_layout=layouts.down_weight,
             out_layout=layouts.output, pad=(inside, at_ends), seed=seed, name=f"{name}.down", **shared,
@@ -129,6 +129,7 @@ class MLP(nn.Module):
         rows = x.flatten(0, -2)
         count = rows.shape[0]
         padding = -count % self.row_multiple
+        self.dropout.row_blocks = RowBlocks(count or 1, count + padding or 1)
         h = self.up(F.pad(rows, (0, 0, 0, padding)) if padding else rows)
         h = self.dropout(self.activation(h))
         if self.up.padded_out != self.inner:
