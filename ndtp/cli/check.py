@@ -76,15 +76,18 @@ def check(
     json_file: JsonOption = None,
     broken: Annotated[str | None, typer.Option("--break-collective", hidden=True)] = None,
 ) -> None:
-    """Compare every parallel product with the dense one, and its bytes with the prediction.
+    """Compare every parallel product with the dense one, bytes included.
 
-    Runs every grid of the ranks (x, y, z) under every scheme: both products of the block, operands transposed
-    or not, batched or not, with a bias or without, and the whole block, plain and padded. Output and all
-    gradients must be bit-equal to dense on integers, and within a tolerance on real numbers (four times the
-    error of the dense result of the same dtype against fp64). Measured bytes must equal the predicted ones.
+    Runs every grid of the ranks (x, y, z) under every scheme: both products of
+    the block, operands transposed or not, batched or not, with a bias or
+    without, and the whole block, plain and padded. Output and all gradients must
+    be bit-equal to dense on integers, and within a tolerance on real numbers:
+    four times the error of the dense result of the same dtype against fp64.
+    Measured bytes must equal the predicted ones.
+
     Exit status: 0 when all is well, 1 when a case fails, 2 on wrong use.
 
-    Example: ndtp check --ranks 8 --scheme 3d --scheme 2d --dtype bfloat16 --json check.json
+    Example: ndtp check --ranks 8 --scheme 3d --scheme 2d --dtype bfloat16
     """
     schemes = _one_of("--scheme", scheme or list(SCHEMES), SCHEMES)
     dtypes = _one_of("--dtype", dtype or ["float32"], DTYPES)

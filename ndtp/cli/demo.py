@@ -85,11 +85,13 @@ def demo(
     ranks: Annotated[int, typer.Option(min=1, help="Number of local ranks; torchrun's are joined.")] = 8,
     json_file: JsonOption = None,
 ) -> None:
-    """Train a small transformer on real text: dense against 1D, 2D and 3D tensor parallelism.
+    """Train on real text: dense against 1D, 2D and 3D tensor parallelism.
 
-    A byte-level transformer in plain torch learns the help topics of Python's standard library; ndtp.parallelize
-    puts its MLPs on one grid of ranks after another. The loss curves must coincide with the dense one, and
-    the bytes that each step moves must be those predicted. Writes demo.png and report.json to the output directory.
+    A byte-level transformer in plain torch learns the help topics of Python's
+    standard library; ndtp.parallelize puts its MLPs on one grid of ranks after
+    another. The loss curves must coincide with the dense one, and the bytes that
+    each step moves must be those predicted. Writes demo.png and report.json.
+
     Exit status: 0 when all is well, 1 when a loss or a byte is off, 2 on wrong use.
 
     Example: ndtp demo --output demo_output --steps 100
