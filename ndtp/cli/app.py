@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from ndtp.cli import plan
+from ndtp.cli import bench_volume, plan
 
 app = typer.Typer(
     name="ndtp",
@@ -23,3 +23,4 @@ def _root() -> None:
 
 
 app.command("plan")(plan.plan)
+bench.command("volume")(bench_volume.volume)
