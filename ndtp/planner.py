@@ -315,6 +315,15 @@ def _grid_plan(request: Request, found: Candidates, i: int, pad: bool, bound: fl
     )
 
 
+def predict(request: Request, grid: Grid) -> Time:
+    """The time of a step on one grid, in the order in which it is given."""
+    sizes = {axis: grid[axis] if axis in grid else 1 for axis in AXES}
+    order = (*(axis for axis in AXES if axis not in grid), *grid.names)
+    g = Grids(**sizes)
+    work = Work.of(request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks)
+    return work.time(Network.of(g, order, request.hardware))
+
+
 def scheme_of(sizes: Mapping[str, int]) -> str:
     """The named scheme under which `block_layouts` gives the layouts that were weighed."""
     if sizes["z"] > 1:

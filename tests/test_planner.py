@@ -15,7 +15,7 @@ from ndtp.block_cost import Block, Grids, memory
 from ndtp.cost import Volume, lower_bound
 from ndtp.errors import GridError
 from ndtp.hardware import Hardware
-from ndtp.planner import MIB, plan
+from ndtp.planner import MIB, plan, predict
 from ndtp.schemes import block_layouts
 
 POWERS = [2**n for n in range(11)]
@@ -142,6 +142,13 @@ def test_every_grid_is_listed_once_and_sorted():
         values = [getattr(p, key) for p in plans]
         assert values == sorted(values)
         assert all(p.grid.num_ranks == 24 for p in plans)
+
+
+def test_prediction_of_one_grid_is_that_of_the_search():
+    best = plan(8192, 4096, 16384, 64)[0]
+    assert predict(best.request, best.grid).total * 1e3 == pytest.approx(best.step_ms)
+    turned = Grid(dict(reversed([(axis, best.grid[axis]) for axis in best.grid])))
+    assert predict(best.request, turned).total * 1e3 > best.step_ms
 
 
 def test_layers_gated_and_attention_add_up():

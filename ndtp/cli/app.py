@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from ndtp.cli.bench_volume import volume
 from ndtp.cli.check import check
 from ndtp.cli.demo import demo
 from ndtp.cli.plan import plan
@@ -26,3 +27,4 @@ def _root() -> None:
 
 for command in (demo, check, plan):
     app.command()(command)
+bench.command()(volume)

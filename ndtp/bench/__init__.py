@@ -1,0 +1,1 @@
+"""What `ndtp bench` measures.  The commands are in `ndtp.cli`; these modules run without it."""

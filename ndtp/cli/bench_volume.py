@@ -1,0 +1,159 @@
+"""`ndtp bench volume`: what grids move, predicted and metered."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ndtp.cli.common import JsonOption, console, write_json
+from ndtp.errors import GridError
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+REAL_LIMIT = 8  # ranks that are started as processes unless asked otherwise
+
+
+def volume(
+    ranks: Annotated[int, typer.Option(help="Number of ranks; thousands take seconds.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Rows of the block.")] = 8192,
+    hidden: Annotated[int, typer.Option(help="Features outside of the block.")] = 4096,
+    ffn: Annotated[int, typer.Option(help="Features inside of the block.")] = 16384,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    top: Annotated[int, typer.Option(help="Grids to show, beside the best of each scheme.")] = 8,
+    real: Annotated[
+        bool | None, typer.Option("--real/--no-real", help="Meter real local ranks too; default: up to 8.")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Meter torch's Colwise/Rowwise plan and a Megatron-style layer too.")
+    ] = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Communication volume of a block across grids: predicted == metered, or exit status 1.
+
+    Metered on a fake process group, and for small counts on real ranks with a smaller block.
+
+    Example: ndtp bench volume --ranks 4096 --tokens 131072 --hidden 8192 --ffn 32768
+    """
+    from ndtp.bench.volume import Shape, analysis, cases, fake_group, meter, meter_real, scaled_down
+
+    for name, size in (("ranks", ranks), ("tokens", tokens), ("hidden", hidden), ("ffn", ffn), ("top", top)):
+        if size < 1:
+            raise GridError(f"bench volume: --{name} {size} must be at least 1")
+    if dtype not in DTYPES:
+        raise GridError(f"bench volume: --dtype {dtype} is not one of {', '.join(DTYPES)}")
+    import torch
+
+    shape, torch_dtype = Shape(tokens, hidden, ffn), getattr(torch, DTYPES[dtype])
+    itemsize = torch_dtype.itemsize
+    chosen = cases(ranks, shape, top)
+    out = console(json_file)
+    with fake_group(ranks):
+        metered = [meter(case, shape, torch_dtype) for case in chosen]
+    predicted = [case.predicted(shape, itemsize) for case in chosen]
+    rows: list[dict[str, Any]] = [
+        {
+            "grid": {axis: case.grid[axis] for axis in case.grid}, "scheme": case.scheme,
+            "predicted_forward_bytes": want.forward, "predicted_backward_bytes": want.backward,
+            "metered_bytes": got.total, "equal": want == got,
+            "entries": {f"{entry}": entry.amount for entry in want},
+        }
+        for case, want, got in zip(chosen, predicted, metered, strict=True)
+    ]  # fmt: skip
+    small = scaled_down(shape, ranks)
+    use_real = ranks <= REAL_LIMIT if real is None else real
+    if use_real and ranks > 1:
+        by_rank = meter_real(chosen, small, DTYPES[dtype])
+        for i, (case, row) in enumerate(zip(chosen, rows, strict=True)):
+            want = case.predicted(small, itemsize)
+            row["real_bytes"] = max(ofrank[i].total for ofrank in by_rank)
+            row["real_predicted_bytes"] = want.total
+            row["equal"] = row["equal"] and all(ofrank[i] == want for ofrank in by_rank)
+    rivals = _rivals(ranks, shape, torch_dtype) if compare else []
+    out.print(_volumes(rows, rivals, ranks, shape, dtype, small if use_real and ranks > 1 else None))
+    analysed = [analysis(case, shape) for case in _one_per_scheme(chosen)]
+    out.print(_analysis(analysed))
+    wrong = sum(not row["equal"] for row in rows)
+    published = all(a.published == a.forward for a in analysed)
+    out.print(
+        f"{len(rows) - wrong} of {len(rows)} grids: predicted == metered, per phase, collective and axis"
+        + ("" if published else "; a published formula differs")
+    )
+    write_json(json_file, {
+        "ranks": ranks, "tokens": tokens, "hidden": hidden, "ffn": ffn, "dtype": dtype, "rows": rows,
+        "real_shape": [small.tokens, small.hidden, small.ffn] if use_real else None, "rivals": rivals,
+        "analysis": [
+            {
+                "scheme": a.case.scheme, "grid": str(a.case), "computation": a.computation,
+                "parameters": a.parameters, "activations": a.activations, "published_elements": a.published,
+                "forward_elements": a.forward, "backward_elements": a.backward,
+            }
+            for a in analysed
+        ],
+        "ok": not wrong and published,
+    })  # fmt: skip
+    raise typer.Exit(0 if not wrong and published else 1)
+
+
+def _rivals(ranks: int, shape: Any, dtype: Any) -> list[dict[str, Any]]:
+    import torch
+
+    from ndtp.bench.rivals import RIVALS, DenseBlock
+    from ndtp.bench.volume import fake_group, meter_step
+
+    found = []
+    for name, (build, rows_split) in RIVALS.items():
+        with fake_group(ranks):
+            block = build(DenseBlock(shape.hidden, shape.ffn, dtype, "meta"), "cpu")
+            rows = shape.tokens // ranks if rows_split else shape.tokens
+            got = meter_step(block, torch.ones(rows, shape.hidden, dtype=dtype, device="meta").requires_grad_())
+        found.append({"name": name, "forward_bytes": got.forward, "backward_bytes": got.backward})
+    return found
+
+
+def _one_per_scheme(chosen: list[Any]) -> list[Any]:
+    """1D, the best 2D and the best 3D grid, in the order of the published table."""
+    first = {scheme: next((case for case in chosen if case.scheme == scheme), None) for scheme in ("1d", "2d", "3d")}
+    return [case for case in first.values() if case is not None]
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.4g}" if count < 2**30 * 9 else f"{count / 2**20:,.0f}"
+
+
+def _volumes(rows: Any, rivals: Any, ranks: int, shape: Any, dtype: str, small: Any) -> Table:
+    table = Table(title=f"MiB received per rank, {shape} (tokens x hidden x ffn), {dtype}, {ranks} ranks")
+    table.title_justify = "left"
+    for heading in ("grid", "scheme"):
+        table.add_column(heading)
+    for heading in ("forward", "backward", "step", "metered"):
+        table.add_column(heading, justify="right")
+    if small is not None:
+        table.add_column("real ranks*", justify="right")
+        table.caption, table.caption_justify = f"* {small}, metered on {ranks} local gloo ranks", "left"
+    table.add_column("equal", justify="right")
+    for row in rows:
+        grid = " ".join(f"{axis}={size}" for axis, size in row["grid"].items() if size > 1) or "one rank"
+        forward, backward = row["predicted_forward_bytes"], row["predicted_backward_bytes"]
+        cells = [grid, row["scheme"], _mib(forward), _mib(backward), _mib(forward + backward)]
+        cells.append(_mib(row["metered_bytes"]))
+        cells += [_mib(row["real_bytes"])] if small is not None else []
+        table.add_row(*cells, "yes" if row["equal"] else "[red]NO")
+    for rival in rivals:
+        forward, backward = rival["forward_bytes"], rival["backward_bytes"]
+        cells = [rival["name"], "", "-", "-", "-", _mib(forward + backward)]
+        table.add_row(*cells, *([""] if small is not None else []), "")
+    return table
+
+
+def _analysis(rows: list[Any]) -> Table:
+    table = Table(title="Shares of a rank, and elements received; formula: MindSpore's published one, forward")
+    table.title_justify = "left"
+    for heading in ("scheme", "grid"):
+        table.add_column(heading)
+    for heading in ("computation", "parameters", "activations", "formula", "forward", "backward"):
+        table.add_column(heading, justify="right")
+    for a in rows:
+        shares = (f"1/{1 / share:.4g}" for share in (a.computation, a.parameters, a.activations))
+        table.add_row(a.case.scheme, str(a.case), *shares, f"{a.published:,}", f"{a.forward:,}", f"{a.backward:,}")
+    return table

@@ -1,0 +1,98 @@
+"""`ndtp bench volume`, as it is typed."""
+
+import json
+import sys
+
+import pytest
+import torch
+from rich.cells import cell_len
+
+from ndtp.bench import volume as bench
+from ndtp.bench.volume import Case, Shape, analysis, cases, fake_group, meter, scaled_down
+from ndtp.cli import main
+from ndtp.grid import Grid
+
+
+@pytest.fixture
+def ndtp(monkeypatch, capsys):
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["ndtp", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return (end.value.code, *capsys.readouterr())
+
+    return run
+
+
+def test_thousands_of_ranks(ndtp):
+    sizes = ("--ranks", "4096", "--tokens", "131072", "--hidden", "8192", "--ffn", "32768")
+    code, out, err = ndtp("bench", "volume", *sizes, "--top", "3", "--json", "-")
+    assert code == 0
+    result = json.loads(out)
+    assert result["ok"] and all(row["equal"] for row in result["rows"])
+    assert result["rows"][0]["metered_bytes"] == 89653248
+    assert {row["scheme"] for row in result["rows"]} == {"1d", "1d-sp", "2d", "3d"}
+    assert max(map(cell_len, err.splitlines())) <= 100
+
+
+def test_real_ranks_and_rivals(ndtp):
+    code, out, err = ndtp("bench", "volume", "--ranks", "4", "--top", "2", "--compare", "--json", "-")
+    assert code == 0
+    result = json.loads(out)
+    for row in result["rows"]:
+        assert row["real_bytes"] == row["real_predicted_bytes"] > 0
+    rivals = {rival["name"]: rival["forward_bytes"] for rival in result["rivals"]}
+    assert rivals["torch Colwise/Rowwise"] == rivals["Megatron-style 1D"] == 96 * 2**20
+    assert max(map(cell_len, err.splitlines())) <= 100
+
+
+def test_a_row_that_differs_exits_1(ndtp, monkeypatch):
+    predicted = Case.predicted
+    monkeypatch.setattr(Case, "predicted", lambda self, shape, itemsize: predicted(self, shape, itemsize + 1))
+    monkeypatch.setattr(bench, "meter_real", lambda *_: pytest.fail("not asked for"))
+    code, out, _ = ndtp("bench", "volume", "--ranks", "4", "--no-real")
+    assert code == 1
+    assert "NO" in out and "0 of" in out
+
+
+def test_published_table():
+    """MindSpore's formulae, forward, on every grid that has one."""
+    shape = Shape(8192, 4096, 16384)
+    for ranks in (4, 8, 16, 64):
+        for case in cases(ranks, shape, 100):
+            row = analysis(case, shape)
+            assert row.forward == row.published
+            assert row.computation == row.parameters == 1 / ranks
+            if case.scheme == "1d":  # whole outside of the block, split inside
+                assert row.activations == pytest.approx((2 * 4096 + 16384 / ranks) / (2 * 4096 + 16384))
+            else:
+                assert row.activations == 1 / ranks
+
+
+def test_metered_by_entry_not_only_in_sum():
+    shape, case = Shape(64, 32, 128), Case(Grid(z=2, x=2, y=2), "3d")
+    with fake_group(8):
+        assert meter(case, shape, torch.float32) == case.predicted(shape, 4)
+
+
+def test_scaled_down_keeps_what_divides():
+    assert scaled_down(Shape(8192, 4096, 16384), 8) == Shape(256, 128, 512)
+    assert scaled_down(Shape(120, 24, 48), 24) == Shape(120, 24, 48)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--ranks", "7"), "multiples of 7, such as 8190 x 4095 x 16380"),
+        (("--ranks", "0"), "--ranks 0 must be at least 1"),
+        (("--dtype", "int8"), "not one of bf16, fp16, fp32"),
+    ],
+)
+def test_wrong_use(ndtp, words, message):
+    code, _, err = ndtp("bench", "volume", *words)
+    assert code == 2 and message in err
+
+
+def test_help_has_an_example(ndtp):
+    code, out, _ = ndtp("bench", "volume", "--help")
+    assert code == 0 and "Example: ndtp bench volume" in out
