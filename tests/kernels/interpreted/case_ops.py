@@ -3,8 +3,8 @@
 import ndtp_kernels
 import pytest
 import torch
-from conftest import INTERPRETED, integers
 from ndtp_kernels import reference
+from poisoned import INTERPRETED, integers
 
 
 def leaves(*shapes):
