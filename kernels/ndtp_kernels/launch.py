@@ -112,7 +112,7 @@ class Call:
                 math.gcd(b.block * (b.blocked == 2), c.block * (c.blocked == 2)),
                 math.gcd(a.block * (a.blocked == 2), b.block * (b.blocked == 1)),
             ),
-            torch_passes=self.fused_passes,
+            torch_passes=self.fused_passes + self.accumulate + self.row_sums,
             epilogue_bytes=sum(t.element_size() for t in touched if t is not None),
             copied_elements=self.batch * (copied + (c.blocked != 0) * c.rows * c.cols),
             sms_to_leave=self.sms_to_leave,
@@ -320,12 +320,13 @@ def allocate_on(device: torch.device) -> Callable[[int, int, int | None], Tensor
     return allocate
 
 
-def refusals() -> tuple[type[Exception], ...]:
-    """What Triton raises, before anything has run, when a kernel does not compile or does not fit."""
+def refused(error: Exception) -> bool:
+    """Whether Triton raised `error` before anything ran: a kernel that does not compile, or does not fit."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
-    return (OutOfResources, PTXASError, CompilationError)
+    # The compiler's passes fail with a plain RuntimeError.
+    return isinstance(error, (OutOfResources, PTXASError, CompilationError)) or "PassManager::run" in str(error)
 
 
 def run(launches: Sequence[Launch], device: torch.device, needs_descriptors: bool) -> None:

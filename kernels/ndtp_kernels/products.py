@@ -195,7 +195,9 @@ def _ran(op: str, launches: list[launch.Launch], device: torch.device, config: C
     """Launch; False, and a warning, if Triton refuses the configuration on this device."""
     try:
         launch.run(launches, device, config.kernel == "tma")
-    except launch.refusals() as error:
+    except Exception as error:
+        if not launch.refused(error):
+            raise
         warn_once(f"{op}: {config} does not run here, torch does instead: {str(error).splitlines()[0]}")
         return False
     return True

@@ -77,7 +77,7 @@ def tile_efficiency(config: Config, chip: Chip) -> float:
 def estimate(problem: Problem, config: Config, chip: Chip) -> Roof:
     """Seconds, flops and bytes of `problem` with `config` on `chip`."""
     p = problem
-    item, rate = ITEM_BYTES[p.dtype], chip.flops[p.dtype]
+    item, rate = ITEM_BYTES[p.dtype], chip.flops[p.dtype] or chip.flops["float32"]
     flops = 2.0 * p.batch * p.m * p.n * p.k * p.products
     compulsory = p.batch * (item * (p.m * p.k + p.products * p.n * p.k) + p.out_bytes * p.m * p.n)
     if config.kernel == "torch":

@@ -72,6 +72,18 @@ def test_exact_fp32_never_takes_a_descriptor_kernel():
     assert choose(4096, 4096, 4096, "float32").kernel in ("torch", "pointer")
 
 
+def test_fp8_goes_to_a_kernel_wherever_there_is_one():
+    """torch would multiply in fp32."""
+    for kind in ("plain", "epilogue"):
+        assert choose(4096, 4096, 4096, "float8_e4m3fn", "h200", kind=kind).kernel == "tma"
+    assert choose(4096, 4096, 4096, "float8_e4m3fn", "a100") == TORCH
+
+
+@pytest.mark.parametrize("size", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
+def test_empty_products_have_a_choice(size):
+    assert choose(*size) in config.candidates(Problem(*size), H200, config.shipped_table())
+
+
 def test_a_tuned_entry_wins_if_it_fits():
     """The table first; but an entry that this product's strides rule out is passed over."""
     wanted = Config("tma", 64, 128, 64, 4, 4, ctas_per_sm=2)

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import POINTER, TMA, TMA_HALVES, integers, surrounded, triton_options
 from ndtp_kernels import products, reference
 from ndtp_kernels.config import fits
 from ndtp_kernels.launch import Call
 from ndtp_kernels.operands import matrix
 from ndtp_kernels.products import Form
 from ndtp_kernels.selection import INTERPRETER
+from poisoned import POINTER, TMA, TMA_HALVES, integers, surrounded, triton_options
 
 FORMS = [
     (a, b, c) for a, b, c in itertools.product((None, "m", "k"), (None, "k", "n"), (None, "m", "n")) if a or b or c

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import POINTER, TMA, TMA_HALVES, assert_close, integers, triton_options
 from ndtp_kernels import products, reference
 from ndtp_kernels.products import Form
+from poisoned import POINTER, TMA, TMA_HALVES, assert_close, integers, triton_options
 
 ACTIVATIONS = reference.ACTIVATIONS
 CONFIGS = [POINTER, TMA_HALVES, replace(POINTER, split_k=2)]

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import POINTER, TMA, TMA_HALVES, assert_close, integers, surrounded, triton_options
 from ndtp_kernels import products, reference
 from ndtp_kernels.products import Form
+from poisoned import POINTER, TMA, TMA_HALVES, assert_close, integers, surrounded, triton_options
 
 TRANSPOSES = list(itertools.product((False, True), repeat=2))
 

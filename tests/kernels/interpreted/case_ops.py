@@ -3,8 +3,9 @@
 import ndtp_kernels
 import pytest
 import torch
-from conftest import INTERPRETED, integers
-from ndtp_kernels import reference
+from ndtp_kernels import products, reference
+from ndtp_kernels.errors import KernelFallback
+from poisoned import INTERPRETED, integers
 
 
 def leaves(*shapes):
@@ -72,3 +73,22 @@ def test_empty_products():
             assert not gradient.isnan().any()
     got = ndtp_kernels.gemm(integers(5, 4), integers(5, 0), transpose_a=True, return_row_sums=True, options=INTERPRETED)
     assert not got.row_sums.isnan().any()
+
+
+def test_a_kernel_that_the_compiler_refuses(monkeypatch):
+    """torch takes over, and says so; any other error is the caller's."""
+    a, b = integers(6, 8), integers(8, 10)
+
+    def refuse(*_):
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(products.launch, "run", refuse)
+    with pytest.warns(KernelFallback, match="does not run here, torch does instead: PassManager"):
+        assert torch.equal(ndtp_kernels.gemm(a, b, options=INTERPRETED), a @ b)
+
+    def fail(*_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(products.launch, "run", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        ndtp_kernels.gemm(a, b, options=INTERPRETED)
