@@ -6,6 +6,8 @@ import typer
 
 from ndtp.cli.check import check
 from ndtp.cli.demo import demo
+from ndtp.cli.info import info
+from ndtp.cli.show import show
 
 app = typer.Typer(
     name="ndtp",
@@ -16,6 +18,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Benchmarks: volume, step, gemm, overlap.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(show, name="show")
 
 
 @app.callback()
@@ -23,5 +26,5 @@ def _root() -> None:
     """A callback keeps subcommands named even while there is only one."""
 
 
-for command in (demo, check):
+for command in (demo, check, info):
     app.command()(command)
