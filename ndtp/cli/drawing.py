@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def as_text(panel: Panel, width: int) -> Text:
     text = Text(f"{panel.title}\n", style="bold")
     text.append(f"{panel.note}\n", style="not bold dim")
     for lead in panel.leads[:MAX_LEADS]:
-        if lead:
+        if len(panel.leads) > 1:
             text.append(f"[{', '.join(_span(edge) for edge in lead)}]\n", style="not bold")
         _append_table(text, panel, lead, width)
     if len(panel.leads) > MAX_LEADS:
@@ -82,7 +83,9 @@ def save(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
     columns = max(map(len, rows))
     figure = Figure(figsize=(max(3.4 * columns, 5), 3.2 * len(rows) + 0.5), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, color=INK, fontsize=11)
+    wrapped = textwrap.fill(title, int(12 * figure.get_figwidth()))
+    if sum(map(len, rows)) > 1:
+        figure.suptitle(wrapped, x=0.01, ha="left", color=INK, fontsize=10, fontweight="bold")
     grid = figure.subplots(len(rows), columns, squeeze=False)
     for row, axes in zip(rows, grid, strict=True):
         for i, axis in enumerate(axes):

@@ -99,23 +99,23 @@ def plan_panels(plan: MatMulPlan, shape: Sequence[int], phase: str = "forward") 
         # Backward finds operands as forward left them, and wgrad finds dC as dgrad did, unless they are gathered again.
         kept = phase != "forward" and (name.lower() not in plan.regather if name in tensors else phase == "wgrad")
         steps = () if kept and not result else plan.relayouts[name]
+        begin = "as multiplied" if result else "as kept" if kept else "as stored"
         start = held if result or kept else stored
         global_shape = tuple(sizes[letter] if letter else 1 for letter in letters)
         shown = [("1" if letter is None else letter.upper().replace("BATCH", "B")) for letter in letters]
-        rows.append(_stages(name, start, steps, partial, global_shape, shown, result))
+        rows.append(_stages(name, begin, start, steps, partial, global_shape, shown))
     return rows
 
 
 def _stages(
     name: str,
+    begin: str,
     layout: Layout,
     steps: Sequence[Step],
     partial: tuple[str, ...],
     shape: tuple[int, ...],
     letters: Sequence[str],
-    result: bool,
 ) -> list[Panel]:
-    begin = "multiplied" if result else "as it lies"
     panels = [Panel(f"{name}[{layout.label(letters)}] {begin}", layout, shape, partial)]
     dims = [list(layout.grid.nontrivial(axes)) for axes in layout.dims]
     for step in steps:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from ndtp.cli.common import JsonOption, console, write_json
 from ndtp.cli.drawing import FORMATS, as_text, save
@@ -16,6 +17,7 @@ from ndtp.grid import Grid
 from ndtp.layout import Layout
 
 MAX_RANKS = 4096
+GAP = 4  # between pictures side by side
 
 show = typer.Typer(help="Draw who holds what: a layout, or a plan step by step.", no_args_is_help=True)
 
@@ -109,8 +111,15 @@ def _show(
     if sum(map(len, rows)) > 1:
         out.print(f"{title}\n", highlight=False, style="bold", soft_wrap=True)
     for row in rows:
-        for panel in row:
-            out.print(as_text(panel, out.width), highlight=False, no_wrap=True, overflow="ignore", crop=False)
+        pictures = [as_text(panel, out.width) for panel in row]
+        widths = [max(map(len, picture.plain.splitlines())) for picture in pictures]
+        if len(row) > 1 and sum(widths) + GAP * (len(row) - 1) <= out.width:
+            side_by_side = Table.grid(padding=(0, GAP, 0, 0))
+            side_by_side.add_row(*pictures)
+            out.print(side_by_side)
+        else:
+            for picture in pictures:
+                out.print(picture, highlight=False, no_wrap=True, overflow="ignore", crop=False)
     if output is not None:
         try:
             save(output, rows, title)
