@@ -7,7 +7,9 @@ import typer
 from ndtp.cli.bench_volume import volume
 from ndtp.cli.check import check
 from ndtp.cli.demo import demo
+from ndtp.cli.info import info
 from ndtp.cli.plan import plan
+from ndtp.cli.show import show
 
 app = typer.Typer(
     name="ndtp",
@@ -18,6 +20,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Benchmarks: volume, step, gemm, overlap.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(show, name="show")
 
 
 @app.callback()
@@ -25,6 +28,6 @@ def _root() -> None:
     """A callback keeps subcommands named even while there is only one."""
 
 
-for command in (demo, check, plan):
+for command in (demo, check, plan, info):
     app.command()(command)
 bench.command()(volume)
