@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from ndtp.cli import bench_volume, plan
+from ndtp.cli import bench_calibrate, bench_step, bench_volume, plan
 
 app = typer.Typer(
     name="ndtp",
@@ -13,7 +13,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-bench = typer.Typer(help="Benchmarks: volume, step, gemm, overlap.", no_args_is_help=True)
+bench = typer.Typer(help="Benchmarks: volume, step, calibrate, gemm, overlap.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
@@ -24,3 +24,5 @@ def _root() -> None:
 
 app.command("plan")(plan.plan)
 bench.command("volume")(bench_volume.volume)
+bench.command("step")(bench_step.step)
+bench.command("calibrate")(bench_calibrate.calibrate)
