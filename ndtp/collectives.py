@@ -76,7 +76,7 @@ class Collectives:
     @staticmethod
     def of(grid: ProcessGrid) -> Collectives:
         """The class that fits the backend of the grid's process groups."""
-        if grid.global_ranks is not None and "gloo" in dist.get_backend():
+        if grid.backend == "gloo":
             return GlooCollectives(grid)
         return Collectives(grid)
 

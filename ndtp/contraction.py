@@ -9,32 +9,23 @@ Sources: Agarwal et al. 1995 for the 3D algorithm; MindSpore's high-dimension te
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import lcm
 from typing import TYPE_CHECKING
 
+from ndtp import refusals
 from ndtp.errors import LayoutError
 from ndtp.grid import Grid
 from ndtp.layout import Layout
-from ndtp.relayout import Dims, Step, is_legal, relayout
+from ndtp.refusals import shown
+from ndtp.relayout import Dims, PlanStep, Step, is_legal, relayout
 
 if TYPE_CHECKING:
     from ndtp.cost import Volume
 
 Letters = tuple[str | None, ...]
-
-
-@dataclass(frozen=True)
-class PlanStep:
-    """A step of a plan, with the phase that runs it and the tensor that it moves."""
-
-    phase: str
-    tensor: str
-    step: Step
-
-    def __str__(self) -> str:
-        return str(self.step).format(self.tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +100,7 @@ class MatMulPlan:
             set_field("chunks", asked[1] if asked and self.a_letters[asked[0]] == "m" else 1)
         for tensor, layout, need in self._sides():
             if not is_legal(self.grid, layout.dims, need):
-                self._refuse(tensor, layout, need)
+                refusals.contiguity(self, tensor, layout, need)
 
     # ------------------------------------------------------------------------------------------------- structure
 
@@ -180,7 +171,8 @@ class MatMulPlan:
         for tensor, layout, letters in self._stored():
             axes = layout.dims[letters.index(letter)] if letter in letters else ()
             stored.append((tensor, tuple(axis for axis in axes if axis in wanted)))
-        _, longest = max(stored, key=lambda entry: len(entry[1]))
+        # Axes of one rank stand in no order: the sequence to agree with is the one with the most axes that split.
+        _, longest = max(stored, key=lambda entry: (len(self.grid.nontrivial(entry[1])), len(entry[1])))
         for tensor, axes in stored:
             lead = self.grid.nontrivial(axes)
             if lead != self.grid.nontrivial(longest)[: len(lead)]:
@@ -191,7 +183,7 @@ class MatMulPlan:
                     (*fixed, *rest) if let == letter else tuple(axis for axis in ax if axis not in fixed)
                     for let, ax in zip(letters, layout.dims, strict=True)
                 ]
-                self._raise_order(tensor, letter, layout.with_dims(*dims))
+                refusals.order(self, tensor, letter, layout.with_dims(*dims))
         return (*longest, *(axis for axis in wanted if axis not in longest))
 
     def _stored(self) -> list[tuple[str, Layout, Letters]]:
@@ -296,13 +288,21 @@ class MatMulPlan:
         return sizes
 
     def check_divides(self, sizes: Mapping[str, int]) -> None:
-        for tensor, layout, need in sorted(self._sides(), key=lambda side: side[0] != "B"):
-            letters = {"A": self.a_letters, "B": self.b_letters, "C": self.c_letters}[tensor]
-            for letter, stored, held in zip(letters, layout.dims, need, strict=True):
-                for axes in (stored, held):
-                    size, ranks = sizes[letter] if letter else 1, self.grid.size(axes)
-                    if size % ranks:
-                        self._refuse_size(tensor, letter or "1", size, axes, ranks, sizes)
+        for tensor, letter, axes in self._splits():
+            size, ranks = sizes[letter] if letter else 1, self.grid.size(axes)
+            if size % ranks:
+                refusals.size(self, tensor, letter or "1", size, axes, ranks, sizes)
+
+    def granularity(self, letter: str) -> int:
+        """What the size of a letter has to be a multiple of."""
+        return lcm(*(self.grid.size(axes) for _, own, axes in self._splits() if own == letter))
+
+    def _splits(self) -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
+        """Every way in which a dim of a tensor is split, as it is stored and as it is multiplied."""
+        letters_of = {"A": self.a_letters, "B": self.b_letters, "C": self.c_letters}
+        for tensor, layout, need in sorted(self._sides(), key=lambda side: side[0] != "B"):  # weights first
+            for letter, *splits in zip(letters_of[tensor], layout.dims, need, strict=True):
+                yield from ((tensor, letter, axes) for axes in splits)
 
     def shard_shape(self, tensor: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of every rank's shard of "A", "B" or "C"."""
@@ -321,7 +321,7 @@ class MatMulPlan:
     def equation(self) -> str:
         """`A[M_zy, K_x] . B[K_xz, N_y] -> C[M_zx, N_y]`"""
         a, b, c = (
-            f"{tensor}[{layout.label([_shown(letter) for letter in letters])}]"
+            f"{tensor}[{layout.label([shown(letter) for letter in letters])}]"
             for tensor, layout, letters in self._stored()
         )
         return f"{a} . {b} -> {c}"
@@ -351,56 +351,6 @@ class MatMulPlan:
         if set(self.regather) - {"a", "b"}:
             raise LayoutError(f"{where}: regather={self.regather!r} may name 'a' and 'b' only")
 
-    def _raise_order(self, tensor: str, letter: str, fixed: Layout) -> None:
-        raise LayoutError(
-            f"MatMul '{self.name}': {tensor} and the other tensors disagree on the order of the axes of "
-            f"{_shown(letter)}\n  {self._operands()}\n  fix: {tensor} as {fixed}"
-        )
-
-    def _refuse(self, tensor: str, layout: Layout, need: Dims) -> None:
-        dims = []
-        for axes, held in zip(layout.dims, need, strict=True):
-            dims.append((*(axis for axis in held if axis in axes), *(axis for axis in axes if axis not in held)))
-        dim = next(
-            d for d, (s, t) in enumerate(zip(layout.dims, need, strict=True)) if not is_legal(self.grid, (s,), (t,))
-        )
-        stays = [axis for axis in need[dim] if axis in layout.dims[dim]]
-        raise LayoutError(
-            f"MatMul '{self.name}': {tensor} stores dim {dim} over ({' '.join(layout.dims[dim])}), of which "
-            f"({' '.join(stays)}) must stay split in the order ({' '.join(need[dim])}); axes that are gathered or "
-            f"scattered must be the minor ones, so that blocks stay contiguous\n"
-            f"  {self._operands()}\n  fix: {tensor} as {layout.with_dims(*dims)}"
-        )
-
-    def _refuse_size(
-        self, tensor: str, letter: str, size: int, axes: tuple[str, ...], ranks: int, sizes: Mapping[str, int]
-    ) -> None:
-        which = ", ".join(f"{axis} ({self.grid[axis]})" for axis in axes)
-        letters = {"A": self.a_letters, "B": self.b_letters, "C": self.c_letters}[tensor]
-        shape = tuple(sizes[let] if let else 1 for let in letters)
-        divisors = [d for d in range(1, size + 1) if size % d == 0]
-        shown = ", ".join(map(str, divisors if len(divisors) <= 8 else [*divisors[:4], "...", *divisors[-3:]]))
-        axis_text = axes[0] if len(axes) == 1 else "the product of " + " ".join(axes)
-        raise LayoutError(
-            f"MatMul '{self.name}': dim {_shown(letter)} of {tensor} ({size}) is split over axis "
-            f"{which}, and {ranks} does not divide {size}.\n"
-            f"  {self._operands()}; {tensor} is {shape}\n"
-            f"  fix: {axis_text} in {{{shown}}}, or pad {_shown(letter)} to {-(-size // ranks) * ranks} with pad=True"
-        )
-
-    def _operands(self) -> str:
-        texts = (
-            f"{tensor}[{layout.label([_shown(letter) for letter in letters])}]"
-            for tensor, layout, letters in self._stored()[:2]
-        )
-        return f"{' . '.join(texts)} on grid {self.grid}"
-
-
-def _shown(letter: str | None) -> str:
-    if letter is None:
-        return "1"
-    return letter.upper() if len(letter) == 1 else letter.replace("batch", "B", 1)
-
 
 @lru_cache(maxsize=4096)
 def _bind(plan: MatMulPlan, a_shard: tuple[int, ...], b_shard: tuple[int, ...]) -> tuple[MatMulPlan, dict[str, int]]:
@@ -427,18 +377,20 @@ def _bind(plan: MatMulPlan, a_shard: tuple[int, ...], b_shard: tuple[int, ...]) 
         may_differ = letter in plain.batch_letters
         if any(size != sizes[letter] and not (may_differ and size == 1) for size in found.values()):
             raise LayoutError(
-                f"{where}: {_shown(letter)} is {found['A']} in A {a_shape} and {found['B']} in B {b_shape}\n"
-                f"  {plan._operands()}; shards are {a_shard} and {b_shard}\n"
+                f"{where}: {shown(letter)} is {found['A']} in A {a_shape} and {found['B']} in B {b_shape}\n"
+                f"  {refusals.operands(plan)}; shards are {a_shard} and {b_shard}\n"
                 f"  fix: pass this rank's shards, with global shapes that torch.matmul would take"
             )
-    units = {
-        f"{tensor}_units": tuple(
+    a_units, b_units = (
+        tuple(
             dim
             for dim, (letter, size) in enumerate(zip(letters, shape, strict=True))
             if letter in plain.batch_letters and size == 1 and sizes[letter] != 1
         )
-        for tensor, shape, letters in (("a", a_shape, plain.a_letters), ("b", b_shape, plain.b_letters))
-    }
-    bound = plan if not any(units.values()) else replace(plain, **units)  # type: ignore[arg-type]
+        for shape, letters in ((a_shape, plain.a_letters), (b_shape, plain.b_letters))
+    )
+    # A bound plan may meet operands that broadcast otherwise; `out` and the roles stay as announced.
+    same = (a_units, b_units) == (plan.a_units, plan.b_units)
+    bound = plan if same else replace(plan, a_units=a_units, b_units=b_units)
     bound.check_divides(sizes)
     return bound, sizes

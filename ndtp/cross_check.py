@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ndtp.collectives import _all_gather_single
 from ndtp.errors import MismatchError
+from ndtp.meter import Label, labelled
 
 if TYPE_CHECKING:
     from ndtp.process_grid import ProcessGrid
@@ -31,11 +32,13 @@ def cross_check(mesh: ProcessGrid, signature: str) -> None:
     digest = hashlib.blake2b(signature.encode(), digest_size=DIGEST_BYTES).digest()
     own = torch.tensor(list(digest), dtype=torch.uint8, device=mesh.device_type)
     digests = own.new_empty(DIGEST_BYTES * mesh.grid.num_ranks)
-    _all_gather_single(digests, own, group=group)
-    if len({tuple(row) for row in digests.view(-1, DIGEST_BYTES).tolist()}) == 1:
-        return
-    signatures: list[str] = [""] * mesh.grid.num_ranks
-    dist.all_gather_object(signatures, signature, group=group)
+    label = Label("cross-check", "check", "all_gather", axes)
+    with mesh.collectives.explain(label), labelled(label):
+        _all_gather_single(digests, own, group=group)
+        if len({tuple(row) for row in digests.view(-1, DIGEST_BYTES).tolist()}) == 1:
+            return
+        signatures: list[str] = [""] * mesh.grid.num_ranks
+        dist.all_gather_object(signatures, signature, group=group)
     members = dist.get_process_group_ranks(group)
     by_rank = {mesh.global_ranks.index(member): text for member, text in zip(members, signatures, strict=True)}  # type: ignore[union-attr]
     common, count = Counter(signatures).most_common(1)[0]

@@ -76,6 +76,11 @@ class Execution:
         self, a_shard: Tensor, b_shard: Tensor, bias: Tensor | None, keep_a: bool
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Returns C as it is stored, and A (if `keep_a`) and B as they were multiplied, A's rows chunk by chunk."""
+        weight = self.weight()
+        if weight is not None and weight.is_leaf and weight.dtype == b_shard.dtype:
+            ahead = self.mesh.prefetch.take(weight, self.plan)
+            if ahead is not None:
+                self._moves["B", None] = ahead
         products: dict[str, Product] = {
             "C": lambda i: gemm.forward(self.plan, self._tensors["A", i], self._tensors["B", None])
         }
@@ -93,7 +98,8 @@ class Execution:
         `a` is given where dB is wanted, `b` where dA is: gathered, or as stored where the plan gathers it again.
         """
         plan, tensors = self.plan, self._tensors
-        tensors.clear()
+        tensors.clear()  # an earlier backward may have ended in an exception
+        self._moves.clear()
         tasks = backward_tasks(self.rows.count, b is not None, a is not None, bias, plan.regather)
         stored = {"dC": grad_shard}
         for name, operand in (("A", a), ("B", b)):

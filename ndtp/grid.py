@@ -11,6 +11,12 @@ from ndtp.errors import GridError
 RESERVED_NAMES = ("None", "interleaved_parallel")
 
 
+def divisors(n: int) -> list[int]:
+    """Every divisor of n >= 1, ascending."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
 @dataclass(frozen=True, init=False)
 class Grid:
     """A process grid with named axes; the first axis is the slowest in rank order.
@@ -26,6 +32,8 @@ class Grid:
     shape: tuple[int, ...]
 
     def __init__(self, sizes: Mapping[str, int] | None = None, /, **axes: int) -> None:
+        if twice := set(sizes or {}) & set(axes):
+            raise GridError(f"Grid axis {min(twice)} is given twice")
         named = {**(sizes or {}), **axes}
         if not named:
             raise GridError("Grid needs at least one axis, such as Grid(x=8)")
@@ -111,10 +119,9 @@ class Grid:
             if parts == 1:
                 yield (n,)
                 return
-            for first in range(1, n + 1):
-                if n % first == 0:
-                    for rest in factorizations(n // first, parts - 1):
-                        yield (first, *rest)
+            for first in divisors(n):
+                for rest in factorizations(n // first, parts - 1):
+                    yield (first, *rest)
 
         return [cls(dict(zip(names, sizes, strict=True))) for sizes in factorizations(num_ranks, len(names))]
 

@@ -62,15 +62,18 @@ class Layout:
 
     @classmethod
     def parse(cls, grid: Grid, text: str) -> Layout:
-        """Read the einops-like form, one word or bracket a dim: `"(z y) x"`, `"None (x y)"`.
+        """Read the einops-like form, one word or bracket a dim: `"(z y) x"`, `"None (x y)"`; `()` is `None`.
+
+        It reads what `str(layout)` prints.
 
         Raises:
             LayoutError: brackets that do not match, or axes that make no layout.
         """
+        text = text.strip().strip("'\"")
         words = re.findall(r"\([^()]*\)|[^\s(),]+", text)
         if re.sub(r"\([^()]*\)|[^\s(),]+|[\s,]", "", text):
             raise LayoutError(f"Layout {text!r}: brackets do not match; write it like '(z y) x'")
-        return cls(grid, *(re.split(r"[\s,]+", word[1:-1].strip()) if word[0] == "(" else word for word in words))
+        return cls(grid, *(re.findall(r"[^\s,]+", word[1:-1]) if word[0] == "(" else word for word in words))
 
     @staticmethod
     def over(sizes: Sequence[int], names: Sequence[str]) -> Callable[..., Layout]:
@@ -83,9 +86,9 @@ class Layout:
             LayoutError: as many sizes as names are needed; `interleaved_parallel` must be the last.
         """
         sizes, names = tuple(sizes), tuple(names)
-        if len(sizes) != len(names) or INTERLEAVED in names[:-1]:
+        if len(sizes) != len(names) or len(set(names)) != len(names) or INTERLEAVED in names[:-1]:
             raise LayoutError(
-                f"Layout.over({sizes}, {names}): give one size a name, and {INTERLEAVED!r} only as the last name"
+                f"Layout.over({sizes}, {names}): give each name once, with a size, and {INTERLEAVED!r} only as the last"
             )
         count = sizes[-1] if INTERLEAVED in names else 1
         num_axes = len(names) - (INTERLEAVED in names)
@@ -161,6 +164,7 @@ class Layout:
         Raises:
             LayoutError: as `shard_shape`, unless `uneven`.
         """
+        self._check_ndim(shape)
         if not uneven:
             self.shard_shape(shape)
         coordinate = self.grid.coordinate(rank)
@@ -176,7 +180,8 @@ class Layout:
 
     def shard(self, dense: Any, rank: int) -> Any:
         """The shard of `rank`: a view of a NumPy array or a torch tensor."""
-        return dense[self.slices(rank, dense.shape)]
+        block = (*self.slices(rank, dense.shape), ...)  # the ellipsis keeps a NumPy array of no dims an array
+        return dense[block]
 
     def from_slices(self, shards: Sequence[Any]) -> Any:
         """The dense array (NumPy or torch) of which `shards[rank]` is the shard of every rank.
@@ -239,11 +244,13 @@ class Layout:
         """The layout of a DTensor with `placements` on a mesh whose dims are `mesh_axes`.
 
         Raises:
-            LayoutError: a placement other than Shard and Replicate.
+            LayoutError: a placement other than Shard and Replicate, or a dim that the tensor lacks.
         """
         dims: list[tuple[str, ...]] = [() for _ in range(ndim)]
         for axis, placement in zip(mesh_axes, placements, strict=True):
             if type(placement).__name__ == "Shard":
+                if not -ndim <= placement.dim < ndim:
+                    raise LayoutError(f"placement {placement} over axis {axis} names no dim of a tensor of {ndim} dims")
                 dims[placement.dim % ndim] += (axis,)
             elif not placement.is_replicate():
                 raise LayoutError(f"placement {placement} over axis {axis} has no layout; Shard and Replicate have")

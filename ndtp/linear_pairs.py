@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,6 +25,7 @@ ELEMENTWISE_FUNCTIONS = {
     F.sigmoid, F.softplus, F.tanh, torch.relu, torch.sigmoid, torch.square, torch.tanh,
 }  # fmt: skip
 ELEMENTWISE_METHODS = {"relu", "sigmoid", "square", "tanh", "contiguous"}
+HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 # These take a second operand, which must be a number.
 WITH_NUMBER = {operator.mul, operator.pow, operator.truediv, torch.mul, torch.pow, torch.div}
 
@@ -47,8 +48,8 @@ def find_pairs(model: nn.Module) -> tuple[list[Pair], dict[str, str]]:
     """The pairs of a model, and for each other `nn.Linear` the reason why it is in none."""
     linears = {name for name, module in model.named_modules(remove_duplicate=False) if type(module) is nn.Linear}
     reasons = dict.fromkeys(sorted(linears), "no nn.Linear follows it through element-wise operations alone")
-    shared = _shared(model, linears)
-    reasons |= shared
+    unfit = _unfit(model, linears)
+    reasons |= unfit
     pairs: list[Pair] = []
     taken: set[str] = set()
     for prefix, parent in model.named_modules():
@@ -67,7 +68,7 @@ def find_pairs(model: nn.Module) -> tuple[list[Pair], dict[str, str]]:
         calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
         for node in graph.nodes:
             name = _join(prefix, str(node.target))
-            if node.op != "call_module" or name not in linears or name in taken or name in shared:
+            if node.op != "call_module" or name not in linears or name in taken or name in unfit:
                 continue
             if calls[node.target] > 1:
                 reasons[name] = "it is used more than once"
@@ -75,7 +76,9 @@ def find_pairs(model: nn.Module) -> tuple[list[Pair], dict[str, str]]:
             pair, reason = _follow(node, parent, prefix, calls)
             if pair is None:
                 reasons[name] = reason or reasons[name]
-            elif pair.down not in taken and pair.down not in shared:
+            elif pair.down in unfit:
+                reasons[name] = f"{pair.down}, which follows, cannot be replaced: {unfit[pair.down]}"
+            elif pair.down not in taken:
                 pairs.append(pair)
                 taken |= {pair.up, pair.down}
     return pairs, {name: reason for name, reason in reasons.items() if name not in taken}
@@ -111,18 +114,26 @@ def _follow(node: Any, parent: nn.Module, prefix: str, calls: Mapping[Any, int])
 def _is_elementwise(node: Any) -> bool:
     if node.op == "call_method":
         return node.target in ELEMENTWISE_METHODS
-    others = [arg for arg in node.args[1:] if isinstance(arg, torch.fx.Node)]
-    if node.target in WITH_NUMBER:
-        return not others and isinstance(node.args[0], torch.fx.Node)
-    return node.op == "call_function" and node.target in ELEMENTWISE_FUNCTIONS
+    # One tensor goes in, by position or by name, so any other operand is a number.
+    known = node.target in ELEMENTWISE_FUNCTIONS or node.target in WITH_NUMBER
+    return node.op == "call_function" and known and len(node.all_input_nodes) == 1
 
 
-def _shared(model: nn.Module, linears: set[str]) -> dict[str, str]:
-    """Layers that share a parameter with another one."""
+def _unfit(model: nn.Module, linears: set[str]) -> dict[str, str]:
+    """Layers that cannot be swapped alone: for a parameter that another one shares, or hooks of the user's own."""
+    hooked = {
+        name
+        for name in sorted(linears)
+        for module in [model.get_submodule(name)]
+        if any(getattr(module, f"_{kind}") for kind in HOOKS)
+    }
     named = list(model.named_parameters(remove_duplicate=False))
     counts = Counter(id(parameter) for _, parameter in named)
     owners = {name.rpartition(".")[0] for name, parameter in named if counts[id(parameter)] > 1}
-    return dict.fromkeys(sorted(owners & linears), "it shares a parameter with another layer")
+    return {
+        **dict.fromkeys(sorted(hooked), "it has hooks, which a new layer would lose"),
+        **dict.fromkeys(sorted(owners & linears), "it shares a parameter with another layer"),
+    }
 
 
 def pairs_by_name(model: nn.Module, plan: Mapping[str, str]) -> list[Pair]:
@@ -141,6 +152,7 @@ def pairs_by_name(model: nn.Module, plan: Mapping[str, str]) -> list[Pair]:
                 f"an nn.Linear and 'up' or 'down'\n  the model has: {', '.join(linears) or 'no nn.Linear'}"
             )
         found[position] += matches
+    refuse_unfit(model, [name for matches in found.values() for name in matches])
     ups, downs = ([name for name in linears if name in found[position]] for position in ("up", "down"))
     if len(ups) != len(downs) or set(ups) & set(downs):
         raise LayoutError(f"parallelize: up names {ups} and down names {downs}; every up needs a down of its own")
@@ -149,6 +161,16 @@ def pairs_by_name(model: nn.Module, plan: Mapping[str, str]) -> list[Pair]:
         if inner[0] != inner[1]:
             raise LayoutError(f"parallelize: {up} gives {inner[0]} features, {down}, paired with it, takes {inner[1]}")
     return [Pair(up, down) for up, down in zip(ups, downs, strict=True)]
+
+
+def refuse_unfit(model: nn.Module, names: Sequence[str]) -> None:
+    """Layers that were asked for by name, and cannot be swapped.
+
+    Raises:
+        LayoutError: names the first of them, and why.
+    """
+    for name, reason in _unfit(model, set(names)).items():
+        raise LayoutError(f"parallelize: {name} cannot be replaced: {reason}")
 
 
 def _join(prefix: str, name: str) -> str:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from ndtp.cost import Traffic, Volume
 from ndtp.relayout import received
@@ -71,9 +70,9 @@ class CommMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in RULES:
             self._count(RULES[func.namespace].get(func.__name__.split(".")[0]), args)
-        elif any(kind not in (Tensor, torch.nn.Parameter) and not issubclass(kind, FakeTensor) for kind in types):
-            # A tensor subclass (DTensor) unfolds into plain operations, which come back here one by one.  Fake tensors,
-            # with which DTensor works out shapes, do not unfold.
+        elif any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            # A wrapper (DTensor) unfolds into plain operations, which come back here one by one.  Not so a FakeTensor,
+            # by which DTensor propagates shapes: nobody would run it.
             return NotImplemented
         return func(*args, **(kwargs or {}))
 

@@ -49,18 +49,23 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tens
     weight = b
     for x, tensor in ((a, "A"), (b, "B"), (bias, "bias")):
         _check_placements(x, tensor, plan, mesh)
-    if a.device.type != "meta" and torch.is_autocast_enabled(a.device.type):
+    if not a.is_meta and torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
         a, b, bias = _autocast(a, dtype), _autocast(b, dtype), None if bias is None else _autocast(bias, dtype)
     a = local_shard(a)
     b, b_deferred = _arriving(b, mesh)
     bias, bias_deferred = (None, None) if bias is None else _arriving(bias, mesh)
-    if plan.grid is not mesh.grid and plan.grid != mesh.grid:
-        raise LayoutError(f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}")
     if mesh.check:
         from ndtp.cross_check import cross_check
 
-        cross_check(mesh, f"{plan.equation}; A {_signature(a)}, B {_signature(b)}, bias {_signature(bias)}")
+        cross_check(
+            mesh,
+            f"{plan.equation} on grid {plan.grid}, roles {sorted(plan.roles.items())}, "
+            f"regather {sorted(plan.regather)}, chunks {plan.chunks}; "
+            f"A {_signature(a)}, B {_signature(b)}, bias {_signature(bias)}",
+        )
+    if plan.grid is not mesh.grid and plan.grid != mesh.grid:
+        raise LayoutError(f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}")
     bound, sizes = plan.bind(a.shape, b.shape)
     if a.dtype != b.dtype or (bias is not None and bias.dtype != a.dtype):
         raise LayoutError(
@@ -110,6 +115,10 @@ def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name:
             )
     if source == target:
         return x
+    if mesh.check:
+        from ndtp.cross_check import cross_check
+
+        cross_check(mesh, f"relayout from {source} to {target}; {_signature(x)}")
     if x.dim() != source.ndim or target.ndim != source.ndim:
         raise LayoutError(f"relayout '{name}': the shard has {x.dim()} dims, the layouts {source} and {target}")
     shape = tuple(size * source.num_splits(dim) for dim, size in enumerate(x.shape))
@@ -162,7 +171,10 @@ def _placements(layout: Layout, mesh_axes: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def _signature(x: Tensor | None) -> str:
-    return "None" if x is None else f"{tuple(x.shape)} {x.dtype}"
+    if x is None:
+        return "None"
+    # Whether a gradient is wanted decides which collectives backward runs.
+    return f"{tuple(x.shape)} {x.dtype}{' requires_grad' * (x.requires_grad and torch.is_grad_enabled())}"
 
 
 class Deferred:
@@ -184,7 +196,7 @@ class _Arrival(torch.autograd.Function):
         ctx.deferred = deferred
         ctx.spec = None if _is_plain(x) else (x.device_mesh, x.placements, x.shape, x.stride())
         local = x if ctx.spec is None else x._local_tensor
-        return local.view_as(local)
+        return local.detach()
 
     @staticmethod
     @once_differentiable

@@ -14,8 +14,8 @@ from ndtp.contraction import MatMulPlan
 from ndtp.cost import Volume, traffic
 from ndtp.errors import LayoutError
 from ndtp.layout import Layout
-from ndtp.linear_pairs import Pair, find_pairs, pairs_by_name
-from ndtp.nn.dropout import Dropout
+from ndtp.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unfit
+from ndtp.nn.dropout import Dropout, RowBlocks
 from ndtp.nn.linear import Linear, padded_size, zero_padding
 from ndtp.ops import relayout
 from ndtp.process_grid import ProcessGrid
@@ -41,8 +41,8 @@ class Report:
 
 
 @dataclass
-class Rows:
-    """The leading dims of the activations that are between an up and its down."""
+class Rows(RowBlocks):
+    """The rows of the activations that are between an up and its down, and the leading dims they come from."""
 
     lead: tuple[int, ...] = ()
 
@@ -63,8 +63,10 @@ class BoundaryLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.enters:
             self.rows.lead = tuple(x.shape[:-1])
-            x = x.reshape(-1, x.shape[-1])
-            x = F.pad(x, (0, self.padded_in - x.shape[1], 0, -x.shape[0] % self.row_multiple))
+            x = x.reshape(math.prod(self.rows.lead), x.shape[-1])
+            padding = -x.shape[0] % self.row_multiple
+            self.rows.real, self.rows.padded = x.shape[0] or 1, x.shape[0] + padding or 1
+            x = F.pad(x, (0, self.padded_in - x.shape[1], 0, padding))
             x = relayout(x, self.outside, self.in_layout, self.mesh, f"{self.name} input")
         elif self.padded_in != self.in_features:
             # An activation need not be zero at zero; its padding must be, or the weight's padding gets a gradient.
@@ -100,6 +102,7 @@ def parallelize(
     axes: Sequence[str] | None = None,
     pad: bool = True,
     regather: tuple[str, ...] = (),
+    chunks: int = 0,
 ) -> nn.Module:
     """Replace `Linear -> activation -> Linear` pairs of a model by tensor-parallel ones, in place, keeping the weights.
 
@@ -109,10 +112,11 @@ def parallelize(
 
     Args:
         plan: names instead of a search, with wildcards: `{"encoder.*.fc1": "up", "encoder.*.fc2": "down"}`, or layouts
-            of one layer: `{"head": (in_layout, weight_layout, out_layout)}`, the last of which may be left out.
+            of one layer: `{"head": (in_layout, weight_layout, out_layout)}`, the last of which may be left out.  Rows
+            that axes split in both activations and that split no weight stay split outside.
         scheme, axes: as for `ndtp.nn.MLP`.
         pad: pad sizes that do not divide; without it they are an error.
-        regather: as for `ndtp.nn.Linear`.
+        regather, chunks: as for `ndtp.nn.Linear`.
 
     Raises:
         LayoutError: names that match nothing or do not pair up, or sizes that do not divide.
@@ -123,11 +127,12 @@ def parallelize(
     else:
         pairs = pairs_by_name(model, {name: value for name, value in plan.items() if isinstance(value, str)})
     layouts = block_layouts(mesh.grid, scheme, axes)
+    options = {"regather": regather, "chunks": chunks}
     for pair in pairs:
-        _replace_pair(model, pair, mesh, report, pad, layouts.plans(pair.up, regather), regather)
+        _replace_pair(model, pair, mesh, report, pad, layouts.plans(pair.up), options)
     for name, value in (plan or {}).items():
         if not isinstance(value, str):
-            _replace_one(model, name, value, mesh, report, pad, regather)
+            _replace_one(model, name, value, mesh, report, pad, options)
     linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
     for name in linears:
         report.kept.setdefault(name, "not named in the plan")
@@ -148,7 +153,7 @@ def _replace_pair(
     report: Report,
     pad: bool,
     plans: tuple[MatMulPlan, MatMulPlan],
-    regather: tuple[str, ...],
+    options: Mapping[str, Any],
 ) -> None:
     up, down = plans
     # Rows that every activation splits and no weight uses are data parallel; they stay split outside.
@@ -164,13 +169,15 @@ def _replace_pair(
         (pair.up, dense_up, up, (ends[0], inside)),
         (pair.down, dense_down, down, (inside, ends[1])),
     ):
-        layer = _boundary_linear(dense, name, plan, mesh, padding, regather)
+        layer = _boundary_linear(dense, name, plan, mesh, padding, options)
         layer.enters, layer.leaves = name == pair.up, name == pair.down
         layer.outside, layer.rows, layer.row_multiple = outside, shared, multiple
         _put(model, name, layer, report)
     for name in pair.dropouts:
-        dropout = model.get_submodule(name)
-        model.set_submodule(name, Dropout(dropout.p, up.out, mesh).train(dropout.training))  # type: ignore[arg-type]
+        old: Any = model.get_submodule(name)
+        dropout = Dropout(old.p, up.out, mesh, dense_up.out_features)  # type: ignore[arg-type]
+        dropout.row_blocks = shared
+        model.set_submodule(name, dropout.train(old.training))
 
 
 def _replace_one(
@@ -180,28 +187,30 @@ def _replace_one(
     mesh: ProcessGrid,
     report: Report,
     pad: bool,
-    regather: tuple[str, ...],
+    options: Mapping[str, Any],
 ) -> None:
     dense = dict(model.named_modules()).get(name)
     if type(dense) is not nn.Linear:
         raise LayoutError(f"parallelize: {name!r} is no nn.Linear of the model")
-    a, b, out = (*layouts, None)[:3]
+    refuse_unfit(model, [name])
+    a, b, out = (*layouts, None, None)[:3]
     if a is None or b is None:
         raise LayoutError(f"parallelize: give {name!r} an input and a weight layout")
-    plan = MatMulPlan(a, b, out, transpose_b=True, regather=regather, name=name)
-    layer = _boundary_linear(dense, name, plan, mesh, pad, regather)
+    plan = MatMulPlan(a, b, out, transpose_b=True, name=name)
+    layer = _boundary_linear(dense, name, plan, mesh, pad, options)
     layer.enters = layer.leaves = True
-    layer.outside, layer.rows = _outside((plan.a, plan.out), ()), Rows()
+    rows = [axis for axis in plan.a.dims[0] if axis not in plan.b.axes]
+    layer.outside, layer.rows = _outside((plan.a, plan.out), rows), Rows()
     layer.row_multiple = _row_multiple((plan,), layer.outside) if pad else 1
     _put(model, name, layer, report)
 
 
 def _boundary_linear(
-    dense: Any, name: str, plan: MatMulPlan, mesh: ProcessGrid, pad: bool | tuple[int, int], regather: tuple[str, ...]
+    dense: Any, name: str, plan: MatMulPlan, mesh: ProcessGrid, pad: bool | tuple[int, int], options: Mapping[str, Any]
 ) -> BoundaryLinear:
     layer = BoundaryLinear.from_dense(
         dense, mesh=mesh, in_layout=plan.a, weight_layout=plan.b, out_layout=plan.out,
-        pad=pad, regather=regather, name=name,
+        pad=pad, name=name, **options,
     )  # fmt: skip
     assert isinstance(layer, BoundaryLinear)
     return layer.train(dense.training)

@@ -36,6 +36,7 @@ class ProcessGrid:
     Attributes:
         rank: this process's rank on the grid.
         coordinate: axis -> position.
+        backend: that of the process groups for `device_type`; None for a grid of one rank.
         mesh_axes: the order of the dims of `device_mesh`: rank order with `z` moved last, so that weights `K_xz` are
             plain `Shard` placements.
 
@@ -73,9 +74,11 @@ class ProcessGrid:
 
         Args:
             axes: axis of the grid -> name of a mesh dim, slowest axis first.  Default: every mesh dim, by its name.
+            timeout: as for the constructor; makes groups anew, with that timeout.
 
         Raises:
-            GridError: a mesh dim that is not there, or left out.
+            GridError: a mesh dim that is not there, or left out; a mesh that this rank is not part of, or whose ranks
+                do not ascend.
         """
         names = device_mesh.mesh_dim_names
         axes = dict(axes) if axes is not None else {name: name for name in names or ()}
@@ -84,11 +87,19 @@ class ProcessGrid:
                 f"ProcessGrid.from_mesh: axes={axes} must name every dim of the mesh, {names}, once\n"
                 "  fix: slice the mesh first, as in mesh['tp0', 'tp1']"
             )
+        if device_mesh.get_coordinate() is None:
+            raise GridError("ProcessGrid.from_mesh: this rank is not part of the mesh; call it on the mesh's ranks")
+        if any((device_mesh.mesh.diff(dim=dim) < 0).any() for dim in range(device_mesh.ndim)):
+            raise GridError(
+                f"ProcessGrid.from_mesh: {device_mesh} has ranks in descending order along a dim; torch's groups order "
+                "them ascending\n  fix: a mesh whose ranks ascend along every dim"
+            )
         order = [names.index(name) for name in axes.values()]
         grid = Grid({axis: device_mesh.size(dim) for axis, dim in zip(axes, order, strict=True)})
         ranks = device_mesh.mesh.permute(order).flatten().tolist()
+        # The groups of the mesh have a timeout of their own.
         groups: dict[tuple[str, ...], ProcessGroup] = {
-            (axis,): device_mesh.get_group(name) for axis, name in axes.items()
+            (axis,): device_mesh.get_group(name) for axis, name in axes.items() if timeout is None
         }
         self = cls.__new__(cls)
         self._bind(grid, ranks, groups, timeout, check, device_mesh.device_type)
@@ -109,8 +120,9 @@ class ProcessGrid:
         self.global_ranks = global_ranks
         self.rank = 0 if global_ranks is None else global_ranks.index(dist.get_rank())
         self.coordinate = grid.coordinate(self.rank)
-        nccl = global_ranks is not None and "nccl" in dist.get_backend()
-        self.device_type = device_type or ("cuda" if nccl else "cpu")
+        backends = {} if global_ranks is None else backends_by_device()
+        self.device_type = device_type or ("cuda" if "nccl" in backends.values() else "cpu")
+        self.backend = backends.get(self.device_type)
         self._groups = groups
         self.mesh_axes = tuple(axis for axis in grid if axis != "z") + tuple(axis for axis in grid if axis == "z")
         self.device_mesh: DeviceMesh | None = None
@@ -137,16 +149,27 @@ class ProcessGrid:
         """
         key = tuple(axes)
         if key not in self._groups:
-            if self.global_ranks is None:
-                raise GridError(f"grid {self.grid} has one rank and no process groups")
-            members = sorted(self.global_ranks[rank] for rank in self.grid.group(self.rank, key))
-            self._groups[key] = dist.new_group(
-                members,
-                timeout=None if self.timeout is None else timedelta(seconds=self.timeout),
-                use_local_synchronization=True,
-                group_desc=f"ndtp_{'_'.join(key)}",
-            )
+            self._groups[key] = self._make_group(key)
         return self._groups[key]
+
+    def _make_group(self, axes: tuple[str, ...]) -> ProcessGroup:
+        if self.global_ranks is None:
+            raise GridError(f"grid {self.grid} has one rank and no process groups")
+        # torch names a group that its members alone make by how many groups they have: ranks that are in different
+        # numbers of groups of the user's own would wait for each other under different names.  So where the grid is the
+        # whole world, all of it makes all groups along the axes; a part of it cannot.
+        alone = len(self.global_ranks) < dist.get_world_size()
+        parallel = [self.rank] if alone else range(self.grid.num_ranks)
+        groups = {tuple(sorted(self.global_ranks[r] for r in self.grid.group(rank, axes))): None for rank in parallel}
+        made = {}
+        for members in groups:
+            made[members] = dist.new_group(
+                list(members),
+                timeout=None if self.timeout is None else timedelta(seconds=self.timeout),
+                use_local_synchronization=alone,
+                group_desc=f"ndtp_{'_'.join(axes)}",
+            )
+        return next(group for members, group in made.items() if self.global_ranks[self.rank] in members)
 
     def describe(self, axes: Sequence[str] = ()) -> str:
         """This rank and its coordinate, and the peers along `axes`: for errors."""
@@ -156,5 +179,16 @@ class ProcessGrid:
             f" waited for rank{'s' * (len(peers) > 1)} {', '.join(peers)}" * bool(axes)
         )
 
+    def __deepcopy__(self, memo: object) -> ProcessGrid:
+        return self  # a copied module lives on the same ranks; process groups cannot be copied
+
     def __repr__(self) -> str:
         return f"ProcessGrid({self.grid}; rank {self.rank})"
+
+
+def backends_by_device() -> dict[str, str]:
+    """Device type -> backend of the default process group.
+
+    `dist.get_backend` says "undefined" after an `init_process_group` that names none.
+    """
+    return dict(entry.split(":") for entry in dist.get_backend_config().split(",") if ":" in entry)

@@ -40,6 +40,18 @@ class Step:
         return f"{SHORT[self.kind]} {{}} over {' '.join(self.axes)}"
 
 
+@dataclass(frozen=True)
+class PlanStep:
+    """A step of a plan, with the phase that runs it and the tensor that it moves."""
+
+    phase: str
+    tensor: str
+    step: Step
+
+    def __str__(self) -> str:
+        return str(self.step).format(self.tensor)
+
+
 def is_legal(grid: Grid, one: Dims, other: Dims) -> bool:
     """Whether two layouts are a relayout apart: in every dim the axes they share lead in both, in one order."""
     return all(_shared_lead(grid.nontrivial(s), grid.nontrivial(t)) for s, t in zip(one, other, strict=True))
@@ -59,7 +71,8 @@ def relayout(grid: Grid, held: Dims, stored: Dims, partial: Iterable[str] = ()) 
     now = [list(grid.nontrivial(axes)) for axes in held]
     goal = [list(grid.nontrivial(axes)) for axes in stored]
     place = {axis: dim for dim, axes in enumerate(goal) for axis in axes}
-    pending = list(grid.nontrivial(tuple(partial)))
+    partial = set(partial)
+    pending = [axis for axis in grid.nontrivial(grid.names) if axis in partial]  # one order, so one process group
     steps: list[Step] = []
     while now != goal or pending:
         arriving = {g[len(n)]: d for d, (n, g) in enumerate(zip(now, goal, strict=True)) if g[: len(n)] == n != g}

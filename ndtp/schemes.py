@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ndtp.contraction import MatMulPlan
 from ndtp.errors import LayoutError
@@ -26,12 +27,11 @@ class BlockLayouts:
     down_weight: Layout
     output: Layout
 
-    def plans(self, name: str = "mlp", regather: tuple[str, ...] = ()) -> tuple[MatMulPlan, MatMulPlan]:
-        """The plans of the two products."""
-        up = MatMulPlan(self.input, self.up_weight, self.hidden, transpose_b=True, regather=regather, name=f"{name}.up")
-        down = MatMulPlan(
-            self.hidden, self.down_weight, self.output, transpose_b=True, regather=regather, name=f"{name}.down"
-        )
+    def plans(self, name: str = "mlp", **options: Any) -> tuple[MatMulPlan, MatMulPlan]:
+        """The plans of the two products; `options` as for `MatMulPlan`: `regather`, `chunks`."""
+        options["transpose_b"] = True
+        up = MatMulPlan(self.input, self.up_weight, self.hidden, name=f"{name}.up", **options)
+        down = MatMulPlan(self.hidden, self.down_weight, self.output, name=f"{name}.down", **options)
         return up, down
 
 

@@ -1,1 +1,54 @@
-"""Single-device Triton GEMMs for tensor-parallel blocks; knows nothing of grids or process groups."""
+"""Single-device Triton GEMMs for tensor-parallel blocks; knows nothing of grids or process groups.
+
+Nothing is loaded until it is used: importing this package costs no time and touches neither Triton nor a driver.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ndtp_kernels.config import Config, Table, choose, explain, tune
+    from ndtp_kernels.errors import KernelError, KernelFallback
+    from ndtp_kernels.interface import (
+        backward_gemm,
+        gated_gemm,
+        gemm,
+        reduce_blocks,
+        reduce_blocks_backward,
+    )
+    from ndtp_kernels.products import Form
+    from ndtp_kernels.selection import Options
+
+_HOME = {
+    "gemm": "interface",
+    "gated_gemm": "interface",
+    "backward_gemm": "interface",
+    "reduce_blocks": "interface",
+    "reduce_blocks_backward": "interface",
+    "Form": "products",
+    "Options": "selection",
+    "Config": "config",
+    "Table": "config",
+    "choose": "config",
+    "explain": "config",
+    "tune": "config",
+    "KernelError": "errors",
+    "KernelFallback": "errors",
+}
+
+__all__ = [
+    "Config", "Form", "KernelError", "KernelFallback", "Options", "Table", "backward_gemm", "choose", "explain",
+    "gated_gemm", "gemm", "reduce_blocks", "reduce_blocks_backward", "tune",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"ndtp_kernels.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

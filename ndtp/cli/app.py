@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from ndtp.cli import bench_calibrate, bench_step, bench_volume, plan
+from ndtp.cli.bench_calibrate import calibrate
+from ndtp.cli.bench_step import step
+from ndtp.cli.bench_volume import volume
+from ndtp.cli.check import check
+from ndtp.cli.demo import demo
+from ndtp.cli.plan import plan
 
 app = typer.Typer(
     name="ndtp",
@@ -22,7 +27,7 @@ def _root() -> None:
     """A callback keeps subcommands named even while there is only one."""
 
 
-app.command("plan")(plan.plan)
-bench.command("volume")(bench_volume.volume)
-bench.command("step")(bench_step.step)
-bench.command("calibrate")(bench_calibrate.calibrate)
+for command in (demo, check, plan):
+    app.command()(command)
+for benchmark in (volume, step, calibrate):
+    bench.command()(benchmark)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ndtp.cli.common import JsonOption, console, write_json
+from ndtp.cli.common import JsonOption, console, is_first_rank, write_json
 from ndtp.errors import GridError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -62,7 +62,7 @@ def calibrate(
     out = console(json_file)
     with out.status(f"measuring {count} ranks"):
         samples = ndtp.testing.run(measure, count, args=(job,), timeout=3600)[0]
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_rank():
         return
     hardware, fits = fit(samples, job, output.stem)
     output.write_text(to_toml(hardware, fits, samples))

@@ -14,7 +14,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ndtp.cli.common import JsonOption, console, write_json
+from ndtp.cli.common import JsonOption, console, is_first_rank, write_json
 from ndtp.errors import GridError
 from ndtp.grid import Grid
 
@@ -77,7 +77,7 @@ def step(
     with tempfile.TemporaryDirectory() as folder:
         log = str(Path(folder) / "rounds.jsonl")
         job = Job(tuple(chosen), shape, DTYPES[dtype], rounds, warmup, rivals, log, _device(world))
-        first = os.environ.get("RANK", "0") == "0"
+        first = is_first_rank()
         try:
             with _progress(out, rounds + warmup, lambda: num_rounds(log)) if first else _nothing():
                 _run(job, count)

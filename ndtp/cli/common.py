@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,15 +18,21 @@ JsonOption = Annotated[
 ]
 
 
+def is_first_rank() -> bool:
+    """False on the other ranks of a torchrun: one of them is enough to write files and print."""
+    launched = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+    return not launched or os.environ["RANK"] == "0"
+
+
 def console(json_file: str | None) -> Console:
     """Where tables and progress go: standard output, unless JSON is written there."""
     stderr = json_file == "-"
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else WIDTH)
+    return Console(stderr=stderr, width=None if stream.isatty() else WIDTH, quiet=not is_first_rank())
 
 
 def write_json(json_file: str | None, result: dict[str, Any]) -> None:
-    if json_file is None:
+    if json_file is None or not is_first_rank():
         return
     text = json.dumps(result, indent=2)
     if json_file == "-":

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor, nn
 
 from ndtp.layout import Layout
-from ndtp.nn.random import draw_seed, key_of, uniform
+from ndtp.nn.random import draw_seed, key_of, uniform_at
 from ndtp.process_grid import ProcessGrid
+
+
+@dataclass
+class RowBlocks:
+    """The rows of the whole tensor come in blocks of `padded`, of which the first `real` are no padding."""
+
+    real: int = 1
+    padded: int = 1
 
 
 class Dropout(nn.Module):
@@ -19,13 +30,15 @@ class Dropout(nn.Module):
     Args:
         p: the probability of an element to become zero.
         layout: how the tensor [rows, features] lies; further leading dims of the shard count as rows.
+        features: how many of the features are no padding, which has no part in the mask; default: all.
     """
 
-    def __init__(self, p: float, layout: Layout, mesh: ProcessGrid) -> None:
+    def __init__(self, p: float, layout: Layout, mesh: ProcessGrid, features: int | None = None) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:
             raise ValueError(f"Dropout: p={p} is not in [0, 1)")
-        self.p, self.layout, self.mesh = p, layout, mesh
+        self.p, self.layout, self.mesh, self.features = p, layout, mesh, features
+        self.row_blocks = RowBlocks()
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
@@ -33,7 +46,11 @@ class Dropout(nn.Module):
         rows = x.flatten(0, -2)
         shape = [size * self.layout.num_splits(dim) for dim, size in enumerate(rows.shape)]
         key = key_of(draw_seed(), "dropout")
-        kept = uniform(shape, self.layout.slices(self.mesh.rank, shape), key, x.device) >= self.p
+        row, column = (
+            torch.arange(part.start, part.stop, device=x.device) for part in self.layout.slices(self.mesh.rank, shape)
+        )
+        row = row // self.row_blocks.padded * self.row_blocks.real + row % self.row_blocks.padded
+        kept = uniform_at((shape[0], self.features or shape[1]), (row, column), key) >= self.p
         return x * (kept.view(x.shape).to(x.dtype) / (1.0 - self.p))
 
     def extra_repr(self) -> str:

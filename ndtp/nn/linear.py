@@ -42,6 +42,7 @@ class Linear(nn.Module):
             y are then shards of padded tensors; results and gradients are those of the unpadded problem.  A pair of
             integers pads `in` and `out` to multiples of these, so that one checkpoint fits many grids.
         regather: "a" and/or "b": operands that backward gathers again instead of keeping.
+        chunks: the number of chunks of rows whose communication and GEMMs overlap; default: one.
         seed: default: drawn from torch's generator, which must be seeded alike on every rank.
         name: what errors, profiles and the initialisation call this layer.
 
@@ -66,6 +67,7 @@ class Linear(nn.Module):
         out_layout: Layout | None = None,
         pad: bool | tuple[int, int] = False,
         regather: tuple[str, ...] = (),
+        chunks: int = 0,
         seed: int | None = None,
         name: str = "linear",
     ) -> None:
@@ -80,7 +82,7 @@ class Linear(nn.Module):
             named = block_layouts(mesh.grid, scheme, axes)
             up = (named.input, named.up_weight, named.hidden)
             a, b, out = up if position == "up" else (named.hidden, named.down_weight, named.output)
-        plan = MatMulPlan(a, b, out, transpose_b=True, regather=regather, name=name)
+        plan = MatMulPlan(a, b, out, transpose_b=True, regather=regather, chunks=chunks, name=name)
         self.in_features, self.out_features = in_features, out_features
         self.plan, self.mesh, self.name, self.seed = plan, mesh, name, seed
         pad_in, pad_out = pad if isinstance(pad, tuple) else (pad, pad)
@@ -188,11 +190,7 @@ class Linear(nn.Module):
 
 def padded_size(size: int, letter: str, plans: Sequence[MatMulPlan], pad: bool | int) -> int:
     """The next multiple of an integer `pad`; with `pad=True` the next size that every split of the letter divides."""
-    multiple = int(pad) or 1
-    for plan in plans if pad is True else ():
-        tensors = ((plan.a, plan.a_letters), (plan.b, plan.b_letters), (plan.out, plan.c_letters))
-        splits = [layout.num_splits(letters.index(letter)) for layout, letters in tensors if letter in letters]
-        multiple = math.lcm(multiple, plan.grid.size(plan.orders[letter]), *splits)
+    multiple = math.lcm(*(plan.granularity(letter) for plan in plans)) if pad is True else int(pad) or 1
     return -(-size // multiple) * multiple
 
 

@@ -15,7 +15,7 @@ from ndtp.cost import Volume
 from ndtp.errors import LayoutError
 from ndtp.layout import Layout
 from ndtp.nn.activations import Activation, activation_named
-from ndtp.nn.dropout import Dropout
+from ndtp.nn.dropout import Dropout, RowBlocks
 from ndtp.nn.linear import Linear, padded_size, zero_padding
 from ndtp.nn.random import draw_seed
 from ndtp.process_grid import ProcessGrid
@@ -43,6 +43,7 @@ class MLP(nn.Module):
         layouts: explicit layouts instead of a scheme.
         pad: pad features that do not divide, see `ndtp.nn.Linear`; rows that do not divide inside the block too.
         regather: "a" and/or "b": operands of both products that backward gathers again instead of keeping.
+        chunks: as for `ndtp.nn.Linear`.
         seed: default: drawn from torch's generator, which must be seeded alike on every rank.
         name: what errors, profiles and the initialisation call this block.
 
@@ -66,16 +67,23 @@ class MLP(nn.Module):
         layouts: BlockLayouts | None = None,
         pad: bool | int = False,
         regather: tuple[str, ...] = (),
+        chunks: int = 0,
         seed: int | None = None,
         name: str = "mlp",
     ) -> None:
         super().__init__()
         layouts = layouts or block_layouts(mesh.grid, scheme, axes)
-        plans = layouts.plans(name, regather)
+        plans = layouts.plans(name)
         # Both products must agree on the padded inner size, and the block on the hidden one at both ends.
         at_ends = math.lcm(padded_size(1, "k", plans[:1], pad), padded_size(1, "n", plans[1:], pad))
         inside = math.lcm(padded_size(1, "n", plans[:1], pad), padded_size(1, "k", plans[1:], pad))
-        shared: dict[str, Any] = {"mesh": mesh, "regather": regather, "device": device, "dtype": dtype}
+        shared: dict[str, Any] = {
+            "mesh": mesh,
+            "regather": regather,
+            "chunks": chunks,
+            "device": device,
+            "dtype": dtype,
+        }
         seed = draw_seed() if seed is None and not _is_meta(device) else seed
         self.hidden, self.inner, self.mesh, self.layouts = hidden, inner, mesh, layouts
         self.activation_name = activation if isinstance(activation, str) else None
@@ -84,7 +92,7 @@ class MLP(nn.Module):
             pad=(at_ends, inside), seed=seed, name=f"{name}.up", **shared,
         )  # fmt: skip
         self.activation = activation_named(activation)
-        self.dropout = Dropout(dropout, layouts.hidden, mesh)
+        self.dropout = Dropout(dropout, layouts.hidden, mesh, inner)
         self.down = Linear(
             inner, hidden, bias, in_layout=layouts.hidden, weight_layout=layouts.down_weight,
             out_layout=layouts.output, pad=(inside, at_ends), seed=seed, name=f"{name}.down", **shared,
@@ -121,6 +129,7 @@ class MLP(nn.Module):
         rows = x.flatten(0, -2)
         count = rows.shape[0]
         padding = -count % self.row_multiple
+        self.dropout.row_blocks = RowBlocks(count or 1, count + padding or 1)
         h = self.up(F.pad(rows, (0, 0, 0, padding)) if padding else rows)
         h = self.dropout(self.activation(h))
         if self.up.padded_out != self.inner:

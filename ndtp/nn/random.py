@@ -36,9 +36,14 @@ def philox(counter: Tensor, key: int) -> Tensor:
 
 def uniform(shape: Sequence[int], slices: Sequence[slice], key: int, device: torch.device | str) -> Tensor:
     """The part `slices` of a tensor of the global `shape`, uniform in [0, 1), float64, multiples of 2^-32."""
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    for size, part in zip(shape, slices, strict=True):
-        index = index.unsqueeze(-1) * size + torch.arange(part.start, part.stop, dtype=torch.int64, device=device)
+    return uniform_at(shape, [torch.arange(s.start, s.stop, dtype=torch.int64, device=device) for s in slices], key)
+
+
+def uniform_at(shape: Sequence[int], indices: Sequence[Tensor], key: int) -> Tensor:
+    """`uniform` at the elements whose index along each dim is in `indices`."""
+    index = torch.zeros((), dtype=torch.int64, device=indices[0].device)
+    for size, along in zip(shape, indices, strict=True):
+        index = index.unsqueeze(-1) * size + along
     return philox(index, key).double() * 2.0**-32
 
 

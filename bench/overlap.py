@@ -1,0 +1,236 @@
+"""How much of the communication of a block is hidden: torch's tensor parallelism, ndtp plain, ndtp overlapped.
+
+    python bench/slow_network.py --ranks 8 --rate 500mbit -- python bench/overlap.py --out bench/results/overlap.json
+
+Forward and backward of MatMul -> GELU -> MatMul on every grid of the ranks at hand, rivals interleaved, median of the
+slowest rank.  Each rival is checked against the dense block first.  "compute" is the same step with collectives that
+move nothing, "communication" the same step with products that compute nothing.  Wire bytes are read from the link's own
+counter, headers included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import ndtp
+from ndtp import gemm
+from ndtp.collectives import Collectives
+
+COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+Step = Callable[[bool], None]
+
+
+class NoCommunication(Collectives):
+    """Collectives that allocate what they would return, and move nothing."""
+
+    def start(self, step, tensor, op, phase):
+        shape = list(tensor.shape)
+        ranks = self.grid.grid.size(step.axes)
+        if step.kind == "all_gather":
+            shape[step.dim] *= ranks
+        elif step.kind == "reduce_scatter":
+            shape[step.dim] //= ranks
+        return _Done(tensor.new_zeros(shape))
+
+
+class _Done:
+    def __init__(self, result: Tensor) -> None:
+        self.result = result
+
+    def wait(self) -> Tensor:
+        return self.result
+
+
+def dense_block(hidden: int, inner: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(hidden, inner), nn.GELU(), nn.Linear(inner, hidden))
+
+
+def torch_sequence_parallel(tokens: int, hidden: int, inner: int) -> tuple[Step, Callable[[Tensor], Tensor]]:
+    """torch's ColwiseParallel and RowwiseParallel, activations split by tokens outside of the block."""
+    ranks = dist.get_world_size()
+    block = parallelize_module(
+        dense_block(hidden, inner),
+        init_device_mesh("cpu", (ranks,)),
+        {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))},
+    )
+    x = torch.randn(tokens // ranks, hidden, requires_grad=True)
+    grad = torch.randn(tokens // ranks, hidden)
+
+    def step(backward: bool) -> None:
+        y = block(x)
+        if backward:
+            y.backward(grad)
+
+    return step, lambda whole: block(whole.chunk(ranks)[dist.get_rank()])
+
+
+def ndtp_block(
+    grid: ndtp.Grid, scheme: str, chunks: int, tokens: int, hidden: int, inner: int
+) -> tuple[Step, Callable[[Tensor], Tensor], ndtp.nn.MLP]:
+    mesh = ndtp.ProcessGrid(grid)
+    dense = dense_block(hidden, inner)
+    mlp = ndtp.nn.MLP.from_dense(dense[0], dense[2], mesh=mesh, scheme=scheme, chunks=chunks)
+    x = torch.randn(mlp.in_layout.shard_shape((tokens, hidden)), requires_grad=True)
+    grad = torch.randn_like(x)
+
+    def step(backward: bool) -> None:
+        y = mlp(x)
+        if backward:
+            y.backward(grad)
+
+    return step, lambda whole: mlp(mlp.in_layout.shard(whole, mesh.rank)), mlp
+
+
+def check(forward: Callable[[Tensor], Tensor], mine: Callable[[Tensor], Tensor], sizes: tuple[int, int, int]) -> None:
+    """The rival's shard of the result is that of the dense block."""
+    tokens, hidden, inner = sizes
+    whole = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(forward(whole), mine(dense_block(hidden, inner)(whole)), rtol=1e-4, atol=1e-4)
+
+
+def timed(step: Step, backward: bool) -> float:
+    """Seconds of the slowest rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    step(backward)
+    elapsed = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+    return float(elapsed)
+
+
+def wire_bytes(step: Step) -> int | None:
+    """Bytes that this rank put on its link in a step, headers and acknowledgements included."""
+    if not COUNTER.exists():
+        return None
+    dist.barrier()
+    time.sleep(0.2)
+    before = int(COUNTER.read_text())
+    step(True)
+    time.sleep(0.2)
+    return int(COUNTER.read_text()) - before
+
+
+def alone(step: Step, mlp: ndtp.nn.MLP, repetitions: int) -> dict[str, float]:
+    """Medians of the step with collectives that move nothing, and with products that compute nothing."""
+    mesh = mlp.mesh
+    collectives, mesh.collectives = mesh.collectives, NoCommunication(mesh)
+    try:
+        compute = statistics.median(timed(step, True) for _ in range(repetitions))
+    finally:
+        mesh.collectives = collectives
+    products = gemm.forward, gemm.dgrad, gemm.wgrad
+    activation, mlp.activation = mlp.activation, lambda h: h
+
+    def nothing(shape_of: Callable) -> Callable:
+        return lambda plan, left, right: left.new_empty(shape_of(plan, left, right))
+
+    gemm.forward = nothing(lambda plan, a, b: (a.shape[0], b.shape[0]))
+    gemm.dgrad = nothing(lambda plan, g, b: (g.shape[0], b.shape[1]))
+    gemm.wgrad = nothing(lambda plan, g, a: (g.shape[1], a.shape[1]))
+    try:
+        communication = statistics.median(timed(step, True) for _ in range(repetitions))
+    finally:
+        gemm.forward, gemm.dgrad, gemm.wgrad = products
+        mlp.activation = activation
+    return {"compute": compute, "communication": communication}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--inner", type=int, default=2048)
+    parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--rate", default="as given to slow_network.py", help="noted in the result")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    sizes = tokens, hidden, inner = arguments.tokens, arguments.hidden, arguments.inner
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    blocks: dict[str, ndtp.nn.MLP] = {}
+    steps: dict[str, Step] = {}
+    steps["torch sequence parallel"], forward = torch_sequence_parallel(tokens, hidden, inner)
+    check(forward, lambda y: y.chunk(ranks)[dist.get_rank()], sizes)
+    cases = [(ndtp.Grid(x=ranks), "1d-sp")] + [(grid, "3d") for grid in ndtp.Grid.all(ranks)]
+    for grid, scheme in cases:
+        for chunks in (1, arguments.chunks):
+            name = f"{scheme} {grid}, {'plain' if chunks == 1 else 'overlapped'}"
+            steps[name], forward, mlp = ndtp_block(grid, scheme, chunks, *sizes)
+            check(forward, lambda y, mlp=mlp: mlp.out_layout.shard(y, mlp.mesh.rank), sizes)
+            blocks[name] = mlp
+    times: dict[str, dict[bool, list[float]]] = {name: {False: [], True: []} for name in steps}
+    for _ in range(arguments.repetitions):
+        for name, step in steps.items():
+            for backward in (False, True):
+                times[name][backward].append(timed(step, backward))
+    rows = {}
+    base = statistics.median(times["torch sequence parallel"][True])
+    for name, step in steps.items():
+        forward_s, both_s = (statistics.median(times[name][backward]) for backward in (False, True))
+        row = {
+            "forward_ms": forward_s * 1e3,
+            "step_ms": both_s * 1e3,
+            "speedup": base / both_s,
+            "wire": wire_bytes(step),
+        }
+        if (mlp := blocks.get(name)) is not None:
+            row["predicted"] = mlp.volume(tokens).in_bytes(4).total
+            parts = alone(step, mlp, 3)
+            exposed = max(0.0, both_s - parts["compute"])
+            row |= {f"{part}_ms": value * 1e3 for part, value in parts.items()}
+            row["hidden_fraction"] = max(0.0, 1 - exposed / parts["communication"]) if parts["communication"] else 1.0
+            row["over_bound"] = both_s / max(parts.values())
+        rows[name] = {key: value if value is None else round(value, 3) for key, value in row.items()}
+    if dist.get_rank() == 0:
+        report(rows, arguments)
+    dist.barrier()
+
+
+def report(rows: dict[str, dict], arguments: argparse.Namespace) -> None:
+    heads = ("forward", "step", "compute", "comm."), ("hidden", "speedup"), ("wire/predicted",)
+    print(" " * 34, *(f"{head:>{width}}" for width, group in zip((8, 8, 15), heads, strict=True) for head in group))
+    for name, row in rows.items():
+        wire = f"{row['wire'] / row['predicted']:.3f}" if row["wire"] and row.get("predicted") else "-"
+        parts = (
+            f"{row['compute_ms']:8.0f} {row['communication_ms']:8.0f} {row['hidden_fraction']:8.0%}"
+            if "compute_ms" in row
+            else f"{'-':>8} {'-':>8} {'-':>8}"
+        )
+        print(f"{name:34} {row['forward_ms']:8.0f} {row['step_ms']:8.0f} {parts} {row['speedup']:7.2f}x {wire:>15}")
+    if arguments.out:
+        arguments.out.write_text(
+            json.dumps(
+                {
+                    "date": str(date.today()),
+                    "torch": torch.__version__,
+                    "ranks": dist.get_world_size(),
+                    "link": arguments.rate,
+                    "block": [arguments.tokens, arguments.hidden, arguments.inner],
+                    "dtype": "float32",
+                    "unit": "ms, median of the slowest rank; gloo on CPUs, no NCCL figure",
+                    "rows": rows,
+                },
+                indent=2,
+            )
+            + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

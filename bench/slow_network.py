@@ -1,0 +1,127 @@
+"""A cluster on one machine: every rank in a network namespace of its own, behind a rate-limited link.
+
+    python bench/slow_network.py --ranks 8 --rate 500mbit -- python bench/overlap.py --out bench/results/overlap.json
+
+Communication then costs time and no processor, so that overlap can be measured without a GPU or a second machine.  Each
+rank gets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME, as under torchrun; rank 0 may
+print.  The link's own counters, /sys/class/net/eth0/statistics, are an independent check of `CommMeter`.
+
+Needs root and iproute2 (`ip`, `tc`), and says so where they are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+SUBNET = "10.77.0"
+PORT = 29517
+
+
+def run(*command: str, check: bool = True) -> str:
+    return subprocess.run(command, check=check, capture_output=True, text=True).stdout
+
+
+def requirements() -> str | None:
+    """What is missing, in words; None if nothing is."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found: install iproute2"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    return None
+
+
+@contextlib.contextmanager
+def cluster(ranks: int, rate: str) -> Iterator[list[str]]:
+    """Namespaces joined by a bridge, each link limited to `rate` (tc's 500mbit, or "none") in both directions."""
+    tag = f"nd{os.getpid() % 100000}"
+    bridge, names = f"{tag}b", [f"{tag}n{i}" for i in range(ranks)]
+    try:
+        run("ip", "link", "add", bridge, "type", "bridge")
+        run("ip", "link", "set", bridge, "up")
+        for i, name in enumerate(names):
+            inside = ("ip", "netns", "exec", name)
+            link = f"{tag}v{i}"
+            run("ip", "netns", "add", name)
+            run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+            run("ip", "link", "set", link, "master", bridge, "up")
+            run(*inside, "ip", "addr", "add", f"{SUBNET}.{i + 1}/24", "dev", "eth0")
+            run(*inside, "ip", "link", "set", "eth0", "up")
+            run(*inside, "ip", "link", "set", "lo", "up")
+            if rate != "none":
+                shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "200ms")
+                run(*inside, "tc", "qdisc", "add", "dev", "eth0", *shape)
+                run("tc", "qdisc", "add", "dev", link, *shape)
+        yield names
+    finally:
+        for name in names:
+            run("ip", "netns", "del", name, check=False)
+        run("ip", "link", "del", bridge, check=False)
+
+
+def launch(names: Sequence[str], command: Sequence[str], timeout: float) -> int:
+    """Run one rank of the command in every namespace; the first that fails, or the timeout, ends all."""
+    processes = []
+    for rank, name in enumerate(names):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(names)),
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": f"{SUBNET}.1",
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+        }
+        output = None if rank == 0 else subprocess.DEVNULL
+        processes.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *command],
+                env=environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        )
+    deadline = time.monotonic() + timeout
+    try:
+        while any(process.poll() is None for process in processes):
+            failed = [rank for rank, process in enumerate(processes) if process.poll()]
+            if failed or time.monotonic() > deadline:
+                print(f"ranks {failed} failed" if failed else f"timeout after {timeout} s", file=sys.stderr)
+                return 1
+            time.sleep(0.05)
+        return max(abs(process.returncode) for process in processes)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rate", default="500mbit", help="of tc, such as 500mbit or 10gbit; none: unlimited")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="after --: what every rank runs")
+    arguments = parser.parse_args()
+    command = [word for word in arguments.command if word != "--"]
+    if not command:
+        parser.error("give a command after --")
+    if (missing := requirements()) is not None:
+        sys.exit(f"slow_network: {missing}")
+    with cluster(arguments.ranks, arguments.rate) as names:
+        sys.exit(launch(names, command, arguments.timeout))
+
+
+if __name__ == "__main__":
+    main()

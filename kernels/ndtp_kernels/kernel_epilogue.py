@@ -1,0 +1,125 @@
+"""What happens to a tile of fp32 sums between the product (or the reduction) and memory.
+
+One epilogue serves the GEMM, the second pass of split-K and the reduction after a scatter:
+
+    forward         c = act(acc + bias) + residual                          [pre = acc + bias]
+    forward gated   c = act(acc + bias) * (acc2 + bias2) + residual         [pre, pre2 likewise]
+    backward        c = acc * act'(aux)                                     [pre = act(aux)]
+    backward gated  c = acc * aux2 * act'(aux), c2 = acc * act(aux)         [pre = act(aux) * aux2]
+
+In brackets: stored only when asked for.  `sums` takes one row of column sums per tile, for a bias gradient that does
+not depend on the order in which tiles finish.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activation(x, ACT: tl.constexpr):
+    if ACT == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACT == "gelu_tanh":  # 0.5 (1 + tanh u) is sigmoid(2 u): no tanh without libdevice
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACT == "relu":
+        return tl.maximum(x, 0.0)
+    elif ACT == "relu2":
+        positive = tl.maximum(x, 0.0)
+        return positive * positive
+    elif ACT == "silu":
+        return x * tl.sigmoid(x)
+    else:
+        tl.static_assert(ACT == "none", "unknown activation")
+        return x
+
+
+@triton.jit
+def activation_gradient(x, ACT: tl.constexpr):
+    if ACT == "gelu":
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif ACT == "gelu_tanh":
+        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    elif ACT == "relu":
+        return tl.where(x > 0.0, 1.0, 0.0)
+    elif ACT == "relu2":
+        return 2.0 * tl.maximum(x, 0.0)
+    elif ACT == "silu":
+        s = tl.sigmoid(x)
+        return s * (1.0 + x * (1.0 - s))
+    else:
+        tl.static_assert(ACT == "none", "unknown activation")
+        return tl.full(x.shape, 1.0, x.dtype)
+
+
+@triton.jit
+def along(index, stride, block, block_stride, BLOCKED: tl.constexpr):
+    """Element offsets of `index` along a dim; index i of a blocked dim lies in block i // block."""
+    if BLOCKED:
+        return tl.cast(index // block, tl.int64) * block_stride + tl.cast(index % block, tl.int64) * stride
+    else:
+        return tl.cast(index, tl.int64) * stride
+
+
+@triton.jit
+def epilogue(
+    acc,
+    acc2,
+    c_offset,
+    aux_offset,
+    mask,
+    n,
+    n_mask,
+    sum_row,
+    aux,
+    aux2,
+    pre,
+    pre2,
+    bias,
+    bias2,
+    sums,
+    sums2,
+    N,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
+    """Turn fp32 sums into what is stored at C (and C2); stores pre-activations and column sums itself."""
+    if BACKWARD:
+        x = tl.load(aux + aux_offset, mask=mask, other=0.0).to(tl.float32)
+        if GATED:
+            up = tl.load(aux2 + aux_offset, mask=mask, other=0.0).to(tl.float32)
+            hidden = activation(x, ACT)
+            if pre is not None:
+                tl.store(pre + c_offset, (hidden * up).to(pre.dtype.element_ty), mask=mask)
+            c = acc * up * activation_gradient(x, ACT)
+            c2 = acc * hidden
+        else:
+            if pre is not None:
+                tl.store(pre + c_offset, activation(x, ACT).to(pre.dtype.element_ty), mask=mask)
+            c = acc * activation_gradient(x, ACT)
+            c2 = c
+        # One row per tile: summing the rows later in a fixed order is deterministic, atomics are not.
+        if sums is not None:
+            tl.store(sums + sum_row * N + n, tl.sum(tl.where(mask, c, 0.0), 0), mask=n_mask)
+            if GATED:
+                tl.store(sums2 + sum_row * N + n, tl.sum(tl.where(mask, c2, 0.0), 0), mask=n_mask)
+    else:
+        c2 = acc2
+        if bias is not None:
+            acc += tl.load(bias + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+        if pre is not None:
+            tl.store(pre + c_offset, acc.to(pre.dtype.element_ty), mask=mask)
+        c = activation(acc, ACT)
+        if GATED:
+            if bias2 is not None:
+                c2 += tl.load(bias2 + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+            if pre2 is not None:
+                tl.store(pre2 + c_offset, c2.to(pre2.dtype.element_ty), mask=mask)
+            c = c * c2
+        if aux is not None:
+            c += tl.load(aux + aux_offset, mask=mask, other=0.0).to(tl.float32)
+    return c, c2

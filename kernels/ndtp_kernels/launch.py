@@ -1,0 +1,345 @@
+"""From tensors to a kernel launch: layout, configuration, arguments.  Triton is imported when something is launched."""
+# ruff: noqa: C408 (argument lists read better as calls)
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndtp_kernels.chips import Chip
+from ndtp_kernels.config import Config, Problem
+from ndtp_kernels.operands import Matrix, fold_batch_into_rows, merge_batch
+
+FP8 = torch.float8_e4m3fn
+REDUCE_TILE = (16, 256)
+
+
+@dataclass
+class Call:
+    """The tensors of one product.  `aux` is the residual forward and the pre-activation backward."""
+
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    view_a: Matrix
+    view_b: Matrix
+    view_c: Matrix
+    view_aux: Matrix | None = None
+    b2: Tensor | None = None
+    c2: Tensor | None = None
+    aux: Tensor | None = None
+    aux2: Tensor | None = None
+    pre: Tensor | None = None
+    pre2: Tensor | None = None
+    bias: Tensor | None = None
+    bias2: Tensor | None = None
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
+    activation: str = "none"
+    gated: bool = False
+    backward: bool = False
+    accumulate: bool = False
+    column_sums: bool = False  # of what is stored at C (and C2)
+    row_sums: bool = False  # of A
+    precision: str = "ieee"
+    fast_accumulation: bool = False
+    sms_to_leave: int = 0
+
+    def __post_init__(self) -> None:
+        views = [self.view_a, self.view_b, self.view_c] + ([self.view_aux] if self.view_aux is not None else [])
+        batch = self.view_c.batch
+        self.full_batch = math.prod(batch)
+        a, b, c, *aux = merge_batch([v.broadcast(batch) for v in views])
+        self.view_a, self.view_b, self.view_c, self.view_aux = a, b, c, aux[0] if aux else None
+        # Scales by row are stored [batch, M]: they fold as the rows do.
+        self.view_a, self.view_b, self.view_c, self.view_aux = fold_batch_into_rows(
+            self.view_a, self.view_b, self.view_c, self.view_aux
+        )
+
+    @property
+    def batch_levels(self) -> int:
+        return len(self.view_c.batch)
+
+    @property
+    def batch(self) -> int:
+        return math.prod(self.view_c.batch)
+
+    @property
+    def products(self) -> int:
+        return 2 if self.b2 is not None else 1
+
+    @property
+    def fused_passes(self) -> int:
+        """Passes over C that torch needs after its product; bias and activation are one each, a gate another."""
+        steps = (self.bias, self.aux, self.scale_a)
+        return sum(x is not None for x in steps) + (self.activation != "none") + self.gated + self.column_sums
+
+    def problem(self) -> Problem:
+        """What the choice of a configuration may depend on."""
+        a, b, c = self.view_a, self.view_b, self.view_c
+        kind = "plain"
+        if self.backward:
+            kind = "backward"
+        elif self.gated:
+            kind = "gated"
+        elif self.fused_passes or self.pre is not None:
+            kind = "epilogue"
+        elif self.accumulate or self.row_sums:
+            kind = "wgrad"
+        elif a.blocked or b.blocked or c.blocked:
+            kind = "blocks"
+        touched = (self.aux, self.aux2, self.pre, self.pre2, self.c2, self.c if self.accumulate else None)
+        dtype = str(self.a.dtype).removeprefix("torch.")
+        copied = (a.blocked != 0) * a.rows * a.cols + (b.blocked != 0) * b.rows * b.cols
+        return Problem(
+            m=a.rows,
+            n=b.cols,
+            k=a.cols,
+            dtype="tf32" if dtype == "float32" and self.precision == "tf32" else dtype,
+            batch=self.batch,
+            products=self.products,
+            out_bytes=self.c.element_size(),
+            kind=kind,
+            layout=("n" if a.row_major else "t") + ("n" if b.row_major else "t"),
+            tma=self.batch_levels <= 1 and describable(a, self.a) and describable(b, self.b, self.b2),
+            blocks=(
+                math.gcd(*(v.block for v in (a, c) if v.blocked == 1)),
+                math.gcd(b.block * (b.blocked == 2), c.block * (c.blocked == 2)),
+                math.gcd(a.block * (a.blocked == 2), b.block * (b.blocked == 1)),
+            ),
+            torch_passes=self.fused_passes + self.accumulate + self.row_sums,
+            epilogue_bytes=sum(t.element_size() for t in touched if t is not None),
+            copied_elements=self.batch * (copied + (c.blocked != 0) * c.rows * c.cols),
+            sms_to_leave=self.sms_to_leave,
+        )
+
+
+def describable(view: Matrix, *tensors: Tensor | None) -> bool:
+    """Whether a tensor descriptor can take the operand: one unit stride, everything else in multiples of 16 bytes."""
+    strides = (*view.batch_strides, *((view.block_stride,) if view.blocked else ()))
+    if view.row_major:
+        strides += (view.stride_row,)
+    elif view.stride_row == 1:
+        strides += (view.stride_col,)
+    else:
+        return False
+    if view.rows * view.cols == 0:
+        return False
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if any(stride * tensor.element_size() % 16 for stride in strides):
+            return False
+        if tensor.device.type != "meta" and tensor.data_ptr() % 16:
+            return False
+    # Of a single row the stride means nothing to us, but TMA wants a valid one.
+    return all(stride > 0 for stride in strides[len(view.batch_strides) :])
+
+
+@dataclass
+class Launch:
+    """A kernel with all its arguments, in order; `aot` compiles what `run` runs."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    grid: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> None:
+        if self.grid:
+            self.kernel[(self.grid,)](**self.arguments, **self.constants, **self.options)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET was set when they were first imported)."""
+    import triton
+
+    from ndtp_kernels.kernel_gemm import gemm_kernel
+
+    return not isinstance(gemm_kernel, triton.JITFunction)
+
+
+def gemm_launches(call: Call, config: Config, chip: Chip) -> tuple[list[Launch], list[Tensor | None]]:
+    """The launches of a product, one or, with split K, two; and the column sums (2) and row sums they leave, or None.
+
+    Column sums come as one row per tile, to be added up by the caller.
+    """
+    split = config.split_k
+    if split == 1:
+        launch, sums, rows = _gemm(call, config, chip)
+        return [launch], [*sums, rows]
+    a, b, c = call.view_a, call.view_b, call.view_c
+    space = call.c.new_empty((call.products, split, call.batch, a.rows, b.cols), dtype=torch.float32)
+    view = Matrix(a.rows, b.cols, b.cols, 1, c.batch, _contiguous_batch(c.batch, a.rows * b.cols))
+    part = replace_call(
+        call,
+        c=space[0],
+        c2=space[1] if call.products == 2 else None,
+        view_c=view,
+        view_aux=None,
+        **dict.fromkeys(("aux", "aux2", "pre", "pre2", "bias", "bias2")),
+        activation="none",
+        gated=False,
+        backward=False,
+        accumulate=False,
+        column_sums=False,
+    )
+    launch, _, rows = _gemm(part, config, chip)
+    reduction, sums = reduce_launch(call, space[0], space[1] if call.products == 2 else None, view)
+    return [launch, reduction], [*sums, rows]
+
+
+def replace_call(call: Call, **changes: Any) -> Call:
+    """A copy of a call whose views are already merged."""
+    return replace(call, **changes)
+
+
+def _contiguous_batch(batch: Sequence[int], size: int) -> tuple[int, ...]:
+    strides = []
+    for length in reversed(batch):
+        strides.append(size)
+        size *= length
+    return tuple(reversed(strides))
+
+
+def _gemm(call: Call, config: Config, chip: Chip) -> tuple[Launch, list[Tensor | None], Tensor | None]:
+    from ndtp_kernels.kernel_gemm import gemm_kernel
+
+    a, b, c = call.view_a, call.view_b, call.view_c
+    x = call.view_aux or c
+    m, n, k, batch = a.rows, b.cols, a.cols, call.batch
+    tma = config.kernel == "tma"
+    k_run = math.gcd(a.block * (a.blocked == 2), b.block * (b.blocked == 1)) or max(k, 1)
+    tiles_m = -(-m // config.block_m)
+    tiles = batch * tiles_m * -(-n // config.block_n) * config.split_k
+    plain = batch == 1 and not call.view_c.batch
+    tma_c = (
+        tma and c.stride_col == 1 and describable(c, call.c, call.c2 if call.backward else None) and config.split_k == 1
+    )
+    sums: list[Tensor | None] = [None, None]
+    if call.column_sums:
+        sums = list(call.c.new_empty((1 + call.gated, batch * tiles_m, n), dtype=torch.float32).unbind(0))
+        sums = [*sums, None][:2]
+    row_sums = None
+    if call.row_sums:
+        row_sums = call.c.new_empty((batch, config.split_k, m), dtype=torch.float32)
+    emulate = chip.target == "interpreter"
+    arguments: dict[str, Any] = dict(
+        A=call.a, B=call.b, B2=call.b2, C=call.c, C2=call.c2, aux=call.aux, aux2=call.aux2, pre=call.pre,
+        pre2=call.pre2, bias=call.bias, bias2=call.bias2, scale_a=call.scale_a, scale_b=call.scale_b,
+        sums=sums[0], sums2=sums[1], row_sums=row_sums, M=m, N=n, K=k, batch=batch,
+        batch_inner=c.batch[-1] if c.batch else 1, k_run=k_run,
+        sa_outer=a.outer_inner[0], sa_inner=a.outer_inner[1], sa_m=a.stride_row, sa_k=a.stride_col,
+        sa_block=a.block_stride, a_block=a.block,
+        sb_outer=b.outer_inner[0], sb_inner=b.outer_inner[1], sb_k=b.stride_row, sb_n=b.stride_col,
+        sb_block=b.block_stride, b_block=b.block,
+        sc_outer=c.outer_inner[0], sc_inner=c.outer_inner[1], sc_m=c.stride_row, sc_n=c.stride_col,
+        sc_block=c.block_stride, c_block=c.block,
+        sx_outer=x.outer_inner[0], sx_inner=x.outer_inner[1], sx_m=x.stride_row, sx_n=x.stride_col,
+        sx_block=x.block_stride, sc_split=batch * m * n if config.split_k > 1 else 0,
+    )  # fmt: skip
+    constants: dict[str, Any] = dict(
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
+        SPLIT=config.split_k, TMA=tma, TMA_C=tma_c,
+        RANK_A=2 if plain and not a.blocked else 4, RANK_B=2 if plain and not b.blocked else 4,
+        RANK_C=2 if plain and not c.blocked else 4, A_ROW_MAJOR=a.row_major, B_ROW_MAJOR=b.row_major,
+        A_BATCHED=any(a.batch_strides), B_BATCHED=any(b.batch_strides),
+        A_BLOCKED=a.blocked, B_BLOCKED=b.blocked, C_BLOCKED=c.blocked,
+        EVEN_M=m % config.block_m == 0, EVEN_N=n % config.block_n == 0, EVEN_K=k_run % config.block_k == 0,
+        ACT=call.activation, GATED=call.gated, BACKWARD=call.backward, ACCUMULATE=call.accumulate,
+        SCALE_A_ROWS=call.scale_a is not None and call.scale_a.numel() > 1,
+        SCALE_B_COLS=call.scale_b is not None and call.scale_b.numel() > 1,
+        PRECISION=call.precision,
+        # Hopper adds fp8 products in less than fp32; the sums move to full fp32 registers once per tile of K.
+        IMPRECISE_ACC=config.block_k if call.a.dtype == FP8 and not call.fast_accumulation else None,
+        UPCAST=emulate and call.a.dtype in (torch.bfloat16, FP8),
+        SUBTILE=config.subtile, FLATTEN=tma and not config.warp_specialize and flatten_helps(chip),
+        SPECIALIZE=config.warp_specialize,
+    )  # fmt: skip
+    grid = tiles
+    if tma or call.sms_to_leave:
+        grid = min(tiles, max(1, chip.num_sms - call.sms_to_leave) * config.ctas_per_sm)
+    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return Launch(gemm_kernel, arguments, constants, grid, {} if emulate else options), sums, row_sums
+
+
+def flatten_helps(chip: Chip) -> bool:
+    """Whether the tile loop and the K loop are joined, so that the next tile's loads start in this one's epilogue."""
+    return chip.target.startswith("sm_9")
+
+
+def reduce_launch(
+    call: Call,
+    x: Tensor,
+    x2: Tensor | None,
+    view_x: Matrix,
+    num_blocks: int | None = None,
+    part_stride: int | None = None,
+) -> tuple[Launch, list[Tensor | None]]:
+    """Add blocks of partial sums and finish them with `call`'s epilogue; by default the blocks are x[0], x[1], .."""
+    from ndtp_kernels.kernel_reduce import reduce_kernel
+
+    c = call.view_c
+    aux = call.view_aux or c
+    m, n, batch = view_x.rows, view_x.cols, call.batch
+    block_m, block_n = REDUCE_TILE
+    tiles_m = -(-m // block_m)
+    sums: list[Tensor | None] = [None, None]
+    if call.column_sums:
+        sums = list(x.new_empty((1 + call.gated, batch * tiles_m, n), dtype=torch.float32).unbind(0))
+        sums = [*sums, None][:2]
+    arguments: dict[str, Any] = dict(
+        X=x, X2=x2, C=call.c, C2=call.c2, aux=call.aux, aux2=call.aux2, pre=call.pre, pre2=call.pre2,
+        bias=call.bias, bias2=call.bias2, sums=sums[0], sums2=sums[1], M=m, N=n,
+        num_blocks=x.shape[0] if num_blocks is None else num_blocks,
+        batch_inner=c.batch[-1] if c.batch else 1, sx_part=x.stride(0) if part_stride is None else part_stride,
+        sx_outer=view_x.outer_inner[0], sx_inner=view_x.outer_inner[1], sx_m=view_x.stride_row, sx_n=view_x.stride_col,
+        sc_outer=c.outer_inner[0], sc_inner=c.outer_inner[1], sc_m=c.stride_row, sc_n=c.stride_col,
+        sc_block=c.block_stride, c_block=c.block,
+        sa_outer=aux.outer_inner[0], sa_inner=aux.outer_inner[1], sa_m=aux.stride_row, sa_n=aux.stride_col,
+        sa_block=aux.block_stride,
+    )  # fmt: skip
+    constants = dict(
+        BLOCK_M=block_m, BLOCK_N=block_n, C_BLOCKED=c.blocked, ACT=call.activation, GATED=call.gated,
+        BACKWARD=call.backward, ACCUMULATE=call.accumulate,
+    )  # fmt: skip
+    grid = batch * tiles_m * -(-n // block_n)
+    return Launch(reduce_kernel, arguments, constants, grid, {} if interpreted() else {"num_warps": 8}), sums
+
+
+def allocate_on(device: torch.device) -> Callable[[int, int, int | None], Tensor]:
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+        return torch.empty(size, device=device, dtype=torch.int8)
+
+    return allocate
+
+
+def refused(error: Exception) -> bool:
+    """Whether Triton raised `error` before anything ran: a kernel that does not compile, or does not fit."""
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    # The compiler's passes fail with a plain RuntimeError.
+    return isinstance(error, (OutOfResources, PTXASError, CompilationError)) or "PassManager::run" in str(error)
+
+
+def run(launches: Sequence[Launch], device: torch.device, needs_descriptors: bool) -> None:
+    """Launch on the device's current stream."""
+    if needs_descriptors and device.type == "cuda":
+        import triton
+
+        # A context variable: autograd's threads do not inherit it, so it is set at every launch.
+        triton.set_allocator(allocate_on(device))
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        with torch.cuda.device(device):
+            for launch in launches:
+                launch.run()
+        return
+    for launch in launches:
+        launch.run()

@@ -1,0 +1,397 @@
+"""The products without autograd: read the operands, choose, launch; or the same in torch.
+
+`ops` wraps these in custom ops.  Every function returns what it computed; nothing is kept between calls.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ndtp_kernels import launch, torch_path, tracing
+from ndtp_kernels.config import Config
+from ndtp_kernels.errors import KernelError, warn_once
+from ndtp_kernels.launch import FP8, Call
+from ndtp_kernels.operands import Matrix, batch_shape, matrix, shape_of
+from ndtp_kernels.reference import ACTIVATIONS
+from ndtp_kernels.selection import Options, configuration, triton_chip
+
+NO_OPTIONS = Options()
+
+
+class Form(NamedTuple):
+    """Where the letters of a product lie: transposes, and blocks ("m", "k"; "k", "n"; "m", "n") of A, B and C."""
+
+    transpose_a: bool = False
+    transpose_b: bool = False
+    a_blocks: str | None = None
+    b_blocks: str | None = None
+    c_blocks: str | None = None
+    num_c_blocks: int = 1
+
+
+class Product(NamedTuple):
+    c: Tensor
+    pre: Tensor | None = None  # pre-activation(s), or the recomputed activation in a backward epilogue
+    column_sums: Tensor | None = None  # of C over m: [n], or [2, n] for a gated pair
+    row_sums: Tensor | None = None  # of A over k: [m]
+
+
+class Read(NamedTuple):
+    a: Matrix
+    b: Matrix
+    batch: tuple[int, ...]
+    c_shape: list[int]
+
+
+def read(op: str, a: Tensor, b: Tensor, form: Form, activation: str) -> Read:
+    """Shapes of a product, checked; works on meta tensors.
+
+    Raises:
+        KernelError: the operands do not fit together, naming both.
+    """
+    if activation not in ACTIVATIONS:
+        raise KernelError(op, f"activation {activation!r} is not known", f"one of {ACTIVATIONS}")
+    if a.dtype != b.dtype:
+        raise KernelError(op, f"A is {a.dtype} and B is {b.dtype}", "cast one of them")
+    view_a = matrix(a, "mk", form.transpose_a, form.a_blocks, op=op, name="a")
+    view_b = matrix(b, "kn", form.transpose_b, form.b_blocks, op=op, name="b")
+    if view_a.cols != view_b.rows:
+        raise KernelError(
+            op,
+            f"dim k of A is {view_a.cols} and dim k of B is {view_b.rows}: "
+            f"A {tuple(a.shape)} (transpose_a={form.transpose_a}, a_blocks={form.a_blocks}), "
+            f"B {tuple(b.shape)} (transpose_b={form.transpose_b}, b_blocks={form.b_blocks})",
+            "operands that agree on k, or the other transpose",
+        )
+    batch = batch_shape(op, A=view_a, B=view_b)
+    return Read(
+        view_a, view_b, batch, shape_of(batch, view_a.rows, view_b.cols, form.c_blocks, form.num_c_blocks, op=op)
+    )
+
+
+def check_vector(op: str, name: str, vector: Tensor | None, size: int) -> Tensor | None:
+    if vector is not None and tuple(vector.shape) != (size,):
+        raise KernelError(
+            op, f"{name} has shape {tuple(vector.shape)}, dim n is {size}", f"a {name} of shape ({size},)"
+        )
+    return None if vector is None else vector.contiguous()
+
+
+def check_like(op: str, name: str, tensor: Tensor | None, shape: list[int]) -> None:
+    if tensor is not None and list(tensor.shape) != shape:
+        raise KernelError(op, f"{name} has shape {tuple(tensor.shape)}, C has {tuple(shape)}", f"{name} of C's shape")
+
+
+def default_dtype(a: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    return out_dtype or (torch.bfloat16 if a.dtype == FP8 else a.dtype)
+
+
+def _scale(op: str, name: str, scale: Tensor | None, batch: tuple[int, ...], size: int, turned: bool) -> Tensor | None:
+    """A number, or one for each row of A ([.., M, 1]) or column of B ([.., 1, N]): as the kernel stores them."""
+    if scale is None or scale.numel() == 1:
+        return scale if scale is None else scale.float().reshape(1)
+    wanted = (1, size) if turned else (size, 1)
+    if tuple(scale.shape[-2:]) != wanted:
+        raise KernelError(
+            op, f"{name} has shape {tuple(scale.shape)}", f"one number, or [.., {wanted[0]}, {wanted[1]}]"
+        )
+    return scale.float().expand(*batch, *wanted).contiguous()
+
+
+def _check_fp8(op: str, a: Tensor, b: Tensor, va: Matrix, vb: Matrix) -> None:
+    if a.dtype == FP8 and not ((va.stride_col == 1 or va.cols <= 1) and (vb.stride_row == 1 or vb.rows <= 1)):
+        raise KernelError(
+            op,
+            f"fp8 products want dim k contiguous in both operands; strides are A {a.stride()}, B {b.stride()}",
+            "store B as [N, K] and pass transpose_b=True",
+        )
+
+
+def gemm(
+    op: str,
+    a: Tensor,
+    b: Tensor,
+    *,
+    form: Form = Form(),  # noqa: B008
+    b2: Tensor | None = None,
+    bias: Tensor | None = None,
+    bias2: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    activation: str = "none",
+    keep_pre: bool = False,
+    row_sums: bool = False,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    out_dtype: torch.dtype | None = None,
+    options: Options = NO_OPTIONS,
+) -> Product:
+    """C = act(A . B + bias) + residual; with B2, C = act(A . B + bias) * (A . B2 + bias2) + residual.
+
+    a         [.., M, K], or [p, .., M, K/p] in blocks (`form`)
+    b, b2     [.., K, N] likewise
+    returns   C [.., M, N], pre (with B2 [2, .., M, N]: gate and up), row sums of A in fp32
+    """
+    options.check(op)
+    va, vb, batch, shape = read(op, a, b, form, activation)
+    m, n = va.rows, vb.cols
+    _check_fp8(op, a, b, va, vb)
+    bias, bias2 = check_vector(op, "bias", bias, n), check_vector(op, "bias2", bias2, n)
+    scale_a, scale_b = _scale(op, "scale_a", scale_a, batch, m, False), _scale(op, "scale_b", scale_b, batch, n, True)
+    check_like(op, "residual", residual, shape)
+    if b2 is not None and (b2.shape != b.shape or b2.dtype != b.dtype):
+        raise KernelError(op, f"b_gate is {tuple(b.shape)} and b_up is {tuple(b2.shape)}", "two weights of one shape")
+    if b2 is not None and a.dtype == FP8:
+        raise KernelError(op, "a gated pair takes no fp8 operands", "two products and a gate")
+    if out is not None:
+        check_like(op, "out", out, shape)
+        if keep_pre and not out.is_contiguous():
+            raise KernelError(op, f"out has strides {out.stride()} and keeps a pre-activation", "a contiguous out")
+    if accumulate and out is None:
+        raise KernelError(op, "accumulate=True has nothing to accumulate into", "pass out")
+    out_dtype = out.dtype if out is not None else default_dtype(a, out_dtype)
+    chip = triton_chip(op, a, options.backend) if all(shape) else None  # nothing to launch for an empty C
+
+    def by_torch() -> Product:
+        return torch_path.gemm(
+            a, b, b2, bias, bias2, residual, scale_a, scale_b, form, activation, keep_pre, row_sums, out, accumulate,
+            out_dtype,
+        )  # fmt: skip
+
+    if chip is None:
+        with tracing.record("gemm", m, n, va.cols, batch, a, out_dtype, 1 + (b2 is not None)):
+            return by_torch()
+    if b2 is not None and b2.stride() != b.stride():
+        b, b2 = b.contiguous(), b2.contiguous()
+        vb = matrix(b, "kn", form.transpose_b, form.b_blocks, op=op, name="b")
+    a, va, b, b2, vb, residual = _within_two_batch_dims(op, a, va, b, b2, vb, residual, batch, form)
+    if residual is not None and form.c_blocks is not None:
+        residual = residual.contiguous()
+    c = torch.empty(shape, dtype=out_dtype, device=a.device) if out is None else out
+    pre = c.new_empty((2, *shape) if b2 is not None else shape) if keep_pre else None
+    pre_parts = (None, None) if pre is None else (pre[0], pre[1]) if b2 is not None else (pre, None)
+    call = Call(
+        a=a, b=b, c=c, view_a=va, view_b=vb, view_c=matrix(c, "mn", False, form.c_blocks, op=op, name="c"),
+        view_aux=None if residual is None else _like_c(op, "residual", residual, c, form),
+        b2=b2, aux=residual, pre=pre_parts[0], pre2=pre_parts[1], bias=bias, bias2=bias2, scale_a=scale_a,
+        scale_b=scale_b, activation=activation, gated=b2 is not None, accumulate=accumulate, row_sums=row_sums,
+        precision=options.precision, fast_accumulation=options.fast_accumulation, sms_to_leave=options.sms_to_leave,
+    )  # fmt: skip
+    config = configuration(op, call.problem(), chip, options)
+    with tracing.record("gemm", m, n, va.cols, batch, a, out_dtype, call.products):
+        if config.kernel == "torch":
+            return by_torch()
+        launches, (_, _, rows) = launch.gemm_launches(call, config, chip)
+        if not _ran(op, launches, a.device, config):
+            return by_torch()
+    return Product(c, pre, None, None if rows is None else rows.sum((0, 1)))
+
+
+def _ran(op: str, launches: list[launch.Launch], device: torch.device, config: Config) -> bool:
+    """Launch; False, and a warning, if Triton refuses the configuration on this device."""
+    try:
+        launch.run(launches, device, config.kernel == "tma")
+    except Exception as error:
+        if not launch.refused(error):
+            raise
+        warn_once(f"{op}: {config} does not run here, torch does instead: {str(error).splitlines()[0]}")
+        return False
+    return True
+
+
+def _like_c(op: str, name: str, tensor: Tensor, c: Tensor, form: Form) -> Matrix:
+    """The layout of a tensor of C's shape, in the same blocks."""
+    view = matrix(tensor, "mn", False, form.c_blocks, op=op, name=name)
+    if view.blocked != matrix(c, "mn", False, form.c_blocks, op=op, name="c").blocked:
+        raise KernelError(op, f"blocks of {name} and of out lie differently", "contiguous ones")
+    return view
+
+
+def _within_two_batch_dims(
+    op: str, a: Tensor, va: Matrix, b: Tensor, b2: Tensor | None, vb: Matrix, residual: Tensor | None,
+    batch: tuple[int, ...], form: Form,
+) -> tuple[Tensor, Matrix, Tensor, Tensor | None, Matrix, Tensor | None]:  # fmt: skip
+    """The kernels know two batch dims.  Beyond that (after merging) operands are copied to their full batch."""
+    from ndtp_kernels.operands import merge_batch
+
+    if len(merge_batch([va.broadcast(batch), vb.broadcast(batch)])[0].batch) <= 2 and residual is None:
+        return a, va, b, b2, vb, residual
+
+    def full(x: Tensor, blocks: str | None) -> Tensor:
+        lead = tuple(x.shape[:1]) if blocks else ()
+        x = x.reshape(*lead, *(1,) * (len(batch) + 2 + len(lead) - x.dim()), *x.shape[len(lead) :])
+        return x.expand(*lead, *batch, *x.shape[-2:]).contiguous()
+
+    views = [va.broadcast(batch), vb.broadcast(batch)]
+    if residual is not None:
+        views.append(matrix(residual, "mn", False, form.c_blocks, op=op, name="residual").broadcast(batch))
+        if len(merge_batch(views)[0].batch) <= 2:
+            return a, va, b, b2, vb, residual
+        residual = residual.contiguous()
+    a, b = full(a, form.a_blocks), full(b, form.b_blocks)
+    b2 = None if b2 is None else full(b2, form.b_blocks)
+    return (
+        a, matrix(a, "mk", form.transpose_a, form.a_blocks, op=op, name="a"),
+        b, b2, matrix(b, "kn", form.transpose_b, form.b_blocks, op=op, name="b"), residual,
+    )  # fmt: skip
+
+
+def backward_gemm(
+    op: str,
+    a: Tensor,
+    b: Tensor,
+    pre: Tensor,
+    *,
+    form: Form = Form(),  # noqa: B008
+    activation: str,
+    gated: bool,
+    column_sums: bool = False,
+    recompute: bool = False,
+    out_dtype: torch.dtype | None = None,
+    options: Options = NO_OPTIONS,
+) -> Product:
+    """The dgrad of a second product with the first one's activation gradient in its epilogue.
+
+    a        [.., M, K]      gradient after the second product
+    b        [.., K, N]      its weight, turned by `form`
+    pre      [.., M, N]      pre-activation; gated [2, .., M, N]: gate and up
+    returns  C = (A . B) * act'(pre), of pre's shape; column sums (bias gradients); pre = act(pre) [* up] if `recompute`
+    """
+    options.check(op)
+    va, vb, batch, shape = read(op, a, b, form, activation)
+    n = vb.cols
+    check_like(op, "pre", pre, [2, *shape] if gated else shape)
+    out_dtype = default_dtype(a, out_dtype)
+    chip = triton_chip(op, a, options.backend)
+    _check_fp8(op, a, b, va, vb)
+
+    def by_torch() -> Product:
+        return torch_path.backward_gemm(a, b, pre, form, activation, gated, column_sums, recompute, out_dtype)
+
+    if chip is None:
+        with tracing.record("gemm", va.rows, n, va.cols, batch, a, out_dtype, 1):
+            return by_torch()
+    a, va, b, _, vb, _ = _within_two_batch_dims(op, a, va, b, None, vb, None, batch, form)
+    pre = pre.contiguous()
+    c = torch.empty(pre.shape, dtype=out_dtype, device=a.device)
+    hidden = c.new_empty(shape) if recompute else None
+    first = c[0] if gated else c
+    view = matrix(first, "mn", False, form.c_blocks, op=op, name="c")
+    call = Call(
+        a=a, b=b, c=first, c2=c[1] if gated else None, view_a=va, view_b=vb, view_c=view, view_aux=view,
+        aux=pre[0] if gated else pre, aux2=pre[1] if gated else None, pre=hidden, activation=activation, gated=gated,
+        backward=True, column_sums=column_sums, precision=options.precision, sms_to_leave=options.sms_to_leave,
+    )  # fmt: skip
+    config = configuration(op, call.problem(), chip, options)
+    with tracing.record("gemm", va.rows, n, va.cols, batch, a, out_dtype, 1):
+        if config.kernel == "torch":
+            return by_torch()
+        launches, (sums, sums2, _) = launch.gemm_launches(call, config, chip)
+        if not _ran(op, launches, a.device, config):
+            return by_torch()
+    return Product(c, hidden, _add_up(sums, sums2))
+
+
+def _add_up(sums: Tensor | None, sums2: Tensor | None) -> Tensor | None:
+    """One row per tile -> column sums; the order is fixed, so the result is the same in every run."""
+    if sums is None:
+        return None
+    return sums.sum(0) if sums2 is None else torch.stack((sums.sum(0), sums2.sum(0)))
+
+
+def reduce(
+    op: str,
+    x: Tensor,
+    *,
+    gated: bool = False,
+    bias: Tensor | None = None,
+    bias2: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    keep_pre: bool = False,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Product:
+    """After a scatter: add p blocks in fp32, in order, then bias, activation, gate and residual.
+
+    x        [p, .., M, N]; gated [2, p, .., M, N]: gate and up.  p = 1 after a reduce-scatter that has added already.
+    returns  C [.., M, N], pre (gated [2, .., M, N])
+    """
+    blocks, shape, m, n = _read_blocks(op, x, gated, activation)
+    bias, bias2 = check_vector(op, "bias", bias, n), check_vector(op, "bias2", bias2, n)
+    check_like(op, "residual", residual, shape)
+    out_dtype = out_dtype or x.dtype
+    with tracing.record_pass("reduce", m, n, x, out_dtype):
+        if triton_chip(op, x, backend) is None:
+            return torch_path.reduce(x, gated, bias, bias2, residual, activation, keep_pre, out_dtype)
+        x = x.contiguous()
+        c = torch.empty(shape, dtype=out_dtype, device=x.device)
+        pre = c.new_empty((2, *shape) if gated else shape) if keep_pre else None
+        pre_parts = (None, None) if pre is None else (pre[0], pre[1]) if gated else (pre, None)
+        view = Matrix(m, n, n, 1)
+        call = Call(
+            a=c, b=c, c=c, view_a=view, view_b=view, view_c=view, view_aux=view, bias=bias, bias2=bias2,
+            aux=None if residual is None else residual.contiguous(), pre=pre_parts[0], pre2=pre_parts[1],
+            activation=activation, gated=gated,
+        )  # fmt: skip
+        parts = x if gated else x.unsqueeze(0)
+        reduction, _ = launch.reduce_launch(call, parts[0], parts[1] if gated else None, view, blocks, m * n)
+        launch.run([reduction], x.device, False)
+    return Product(c, pre)
+
+
+def reduce_backward(
+    op: str,
+    x: Tensor,
+    pre: Tensor,
+    *,
+    activation: str,
+    gated: bool = False,
+    column_sums: bool = True,
+    recompute: bool = False,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Product:
+    """After dgrad's scatter: add p blocks in fp32, then the activation gradient, and the bias gradient beside it.
+
+    x        [p, .., M, N]   blocks of the gradient of act(pre) [* up]
+    pre      [.., M, N]; gated [2, .., M, N]
+    returns  C of pre's shape; column sums [N] or [2, N]; pre = act(pre) [* up] if `recompute`
+    """
+    blocks, shape, m, n = _read_blocks(op, x, False, activation)
+    check_like(op, "pre", pre, [2, *shape] if gated else shape)
+    out_dtype = out_dtype or pre.dtype
+    with tracing.record_pass("reduce_backward", m, n, x, out_dtype):
+        if triton_chip(op, x, backend) is None:
+            return torch_path.reduce_backward(x, pre, activation, gated, column_sums, recompute, out_dtype)
+        x, pre = x.contiguous(), pre.contiguous()
+        c = torch.empty(pre.shape, dtype=out_dtype, device=x.device)
+        hidden = c.new_empty(shape) if recompute else None
+        view = Matrix(m, n, n, 1)
+        first = c[0] if gated else c
+        call = Call(
+            a=c, b=c, c=first, c2=c[1] if gated else None, view_a=view, view_b=view, view_c=view, view_aux=view,
+            aux=pre[0] if gated else pre, aux2=pre[1] if gated else None, pre=hidden, activation=activation,
+            gated=gated, backward=True, column_sums=column_sums,
+        )  # fmt: skip
+        reduction, (sums, sums2) = launch.reduce_launch(call, x, None, view, blocks, m * n)
+        launch.run([reduction], x.device, False)
+    return Product(c, hidden, _add_up(sums, sums2))
+
+
+def _read_blocks(op: str, x: Tensor, gated: bool, activation: str) -> tuple[int, list[int], int, int]:
+    """Number of blocks, shape of one, and that shape as a matrix: all dims before the last are rows."""
+    if activation not in ACTIVATIONS:
+        raise KernelError(op, f"activation {activation!r} is not known", f"one of {ACTIVATIONS}")
+    lead = 2 if gated else 1
+    if x.dim() < lead + 1 or (gated and x.shape[0] != 2):
+        raise KernelError(op, f"x has shape {tuple(x.shape)}", "[2, blocks, .., N]" if gated else "[blocks, .., N]")
+    shape = list(x.shape[lead:])
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return x.shape[lead - 1], shape, rows, shape[-1]

@@ -1,0 +1,148 @@
+"""Every kernel in plain torch: the contract that tests and benchmarks compare with, and what runs without Triton.
+
+`compute` is the dtype of product and epilogue: float64 for a reference.  None stands for what a user would write in
+torch today: the product in the operands' dtype (cuBLAS accumulates in fp32), the epilogue in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "relu2", "silu")
+
+
+def activation(x: Tensor, name: str) -> Tensor:
+    match name:
+        case "none":
+            return x
+        case "gelu":
+            return torch.nn.functional.gelu(x)
+        case "gelu_tanh":
+            return torch.nn.functional.gelu(x, approximate="tanh")
+        case "relu":
+            return torch.relu(x)
+        case "relu2":
+            return torch.relu(x).square()
+        case "silu":
+            return torch.nn.functional.silu(x)
+    raise ValueError(f"activation {name!r} is not one of {ACTIVATIONS}")
+
+
+def activation_gradient(x: Tensor, name: str) -> Tensor:
+    """d activation / d x, by torch's own backward formulas (autograd does not record inside a custom op)."""
+    one = torch.ones_like(x)
+    match name:
+        case "gelu":
+            return torch.ops.aten.gelu_backward(one, x)
+        case "gelu_tanh":
+            return torch.ops.aten.gelu_backward(one, x, approximate="tanh")
+        case "relu":
+            return (x > 0).to(x.dtype)
+        case "relu2":
+            return 2 * torch.relu(x)
+        case "silu":
+            return torch.ops.aten.silu_backward(one, x)
+    return one
+
+
+def join(x: Tensor, blocks: str | None, first_letter: str) -> Tensor:
+    """[p, .., r, c] in blocks along a letter -> [.., r, c]; `first_letter` is the letter of the dim before the last."""
+    if blocks is None:
+        return x
+    return torch.cat(x.unbind(0), dim=-2 if blocks == first_letter else -1)
+
+
+def cut(x: Tensor, blocks: str | None, num_blocks: int) -> Tensor:
+    """[.., m, n] -> [p, .., ] in blocks along m or n."""
+    if blocks is None:
+        return x
+    return torch.stack(x.chunk(num_blocks, dim=-2 if blocks == "m" else -1))
+
+
+def operand(x: Tensor, letters: str, transpose: bool, blocks: str | None) -> Tensor:
+    stored = letters[::-1] if transpose else letters
+    x = join(x, blocks, stored[0])
+    return x.mT if transpose else x
+
+
+def product(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, compute: torch.dtype | None
+) -> Tensor:
+    """A . B with the scales of `torch._scaled_mm`: one number, or one for each row of A and column of B."""
+    if compute is None and a.element_size() == 1:
+        compute = torch.float32
+    c = torch.matmul(a, b) if compute is None else torch.matmul(a.to(compute), b.to(compute))
+    for scale in (scale_a, scale_b):
+        if scale is not None:
+            c = c * scale.to(c.dtype)
+    return c if compute is not None or c.dtype == torch.float64 else c.float()
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    a_blocks: str | None = None,
+    b_blocks: str | None = None,
+    c_blocks: str | None = None,
+    num_c_blocks: int = 1,
+    activation_name: str = "none",
+    compute: torch.dtype | None = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """C = act(A . B + bias) + residual, and the pre-activation; both in `compute`, in C's blocks."""
+    left, right = operand(a, "mk", transpose_a, a_blocks), operand(b, "kn", transpose_b, b_blocks)
+    pre = cut(product(left, right, scale_a, scale_b, compute), c_blocks, num_c_blocks)
+    if bias is not None:
+        pre = pre + column_vector(bias.to(pre.dtype), c_blocks, num_c_blocks, pre.dim())
+    c = activation(pre, activation_name)
+    return (c if residual is None else c + residual.to(c.dtype)), pre
+
+
+def column_vector(x: Tensor, c_blocks: str | None, num_c_blocks: int, dims: int) -> Tensor:
+    """A vector over n, shaped to broadcast with a C in blocks."""
+    if c_blocks != "n":
+        return x
+    return x.view(num_c_blocks, *(1,) * (dims - 2), -1)
+
+
+def gated_gemm(
+    a: Tensor,
+    b_gate: Tensor,
+    b_up: Tensor,
+    bias_gate: Tensor | None = None,
+    bias_up: Tensor | None = None,
+    *,
+    activation_name: str,
+    compute: torch.dtype | None = torch.float64,
+    **form: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """act(A . Bg + bg) * (A . Bu + bu), gate, up."""
+    _, gate = gemm(a, b_gate, bias_gate, compute=compute, **form)  # type: ignore[arg-type]
+    _, up = gemm(a, b_up, bias_up, compute=compute, **form)  # type: ignore[arg-type]
+    return activation(gate, activation_name) * up, gate, up
+
+
+def backward_epilogue(
+    dc: Tensor, pre: Tensor, up: Tensor | None, *, activation_name: str
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """From the gradient of act(pre) [* up]: gradients of pre and of up, and act(pre) [* up] itself, in dc's dtype."""
+    pre = pre.to(dc.dtype)
+    hidden, slope = activation(pre, activation_name), activation_gradient(pre, activation_name)
+    if up is None:
+        return dc * slope, None, hidden
+    up = up.to(dc.dtype)
+    return dc * up * slope, dc * hidden, hidden * up
+
+
+def column_sum(x: Tensor, blocks: str | None = None) -> Tensor:
+    """Sum over all but the last letter; with blocks along n the result joins them."""
+    if blocks != "n":
+        return x.reshape(-1, x.shape[-1]).sum(0)
+    return x.reshape(x.shape[0], -1, x.shape[-1]).sum(1).reshape(-1)

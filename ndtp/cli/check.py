@@ -1,0 +1,168 @@
+"""`ndtp check`: every grid, scheme and form of product against dense, with every byte counted."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ndtp.cli.cases import Case, Result, cases, check_grid
+from ndtp.cli.common import JsonOption, console, is_first_rank, write_json
+from ndtp.cli.progress import Runner
+from ndtp.grid import Grid
+from ndtp.schemes import SCHEMES
+from ndtp.testing import RankError
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+MAX_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case, and what all ranks say about it."""
+
+    case: Case
+    grid: Grid
+    by_rank: tuple[Result, ...]
+
+    @property
+    def failure(self) -> str | None:
+        return next((result.failure for result in self.by_rank if result.failure), None)
+
+    @property
+    def max_error(self) -> float:
+        return max(result.max_error for result in self.by_rank)
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Predicted and measured, on the rank where they differ, if on any."""
+        pairs = [(result.predicted_bytes, result.measured_bytes) for result in self.by_rank]
+        return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
+
+    def as_json(self) -> dict[str, Any]:
+        predicted, measured = self.bytes
+        case = self.case
+        return {
+            "name": case.name(self.grid),
+            "ok": self.failure is None,
+            "max_error": self.max_error,
+            "predicted_bytes": predicted,
+            "measured_bytes": measured,
+            "grid": {axis: self.grid[axis] for axis in self.grid},
+            "scheme": case.scheme,
+            "dtype": case.dtype,
+            "kind": case.kind,
+            **({} if self.failure is None else {"failure": self.failure}),
+        }
+
+
+def check(
+    ranks: Annotated[int, typer.Option(min=1, help="Number of local ranks; torchrun's are joined.")] = 8,
+    scheme: Annotated[
+        list[str] | None, typer.Option(help=f"One of {', '.join(SCHEMES)}; may be repeated. Default: all.")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help=f"One of {', '.join(DTYPES)}; may be repeated. Default: float32.")
+    ] = None,
+    json_file: JsonOption = None,
+    broken: Annotated[str | None, typer.Option("--break-collective", hidden=True)] = None,
+) -> None:
+    """Compare every parallel product with the dense one, bytes included.
+
+    Runs every grid of the ranks (x, y, z) under every scheme: both products of
+    the block, operands transposed or not, batched or not, with a bias or
+    without, and the whole block, plain and padded. Output and all gradients must
+    be bit-equal to dense on integers, and within a tolerance on real numbers:
+    four times the error of the dense result of the same dtype against fp64.
+    Measured bytes must equal the predicted ones.
+
+    Exit status: 0 when all is well, 1 when a case fails, 2 on wrong use.
+
+    Example: ndtp check --ranks 8 --scheme 3d --scheme 2d --dtype bfloat16
+    """
+    schemes = _one_of("--scheme", scheme or list(SCHEMES), SCHEMES)
+    dtypes = _one_of("--dtype", dtype or ["float32"], DTYPES)
+    if broken is not None:
+        _one_of("--break-collective", [broken], COLLECTIVES)
+    out = console(json_file)
+    start = time.monotonic()
+    grids = Grid.all(ranks)
+    outcomes: list[Outcome] = []
+    try:
+        with Runner(out, ranks, total=len(grids) * len(schemes) * len(dtypes)) as runner:
+            for grid in grids:
+                sizes = {axis: grid[axis] for axis in grid}
+                by_rank = runner.run(f"grid {grid}", check_grid, sizes, schemes, dtypes, broken, axes=sizes)
+                done = [case for pair in product(schemes, dtypes) for case in cases(*pair)]
+                for case, *results in zip(done, *by_rank, strict=True):
+                    outcomes.append(Outcome(case, grid, tuple(results)))
+    except RankError as error:
+        if is_first_rank():
+            print(f"check failed: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    failed = [outcome for outcome in outcomes if outcome.failure]
+    seconds = time.monotonic() - start
+    _print_table(out, outcomes, schemes, ranks, seconds)
+    result = {
+        "ok": not failed,
+        "ranks": ranks,
+        "seconds": round(seconds, 3),
+        "cases": [outcome.as_json() for outcome in outcomes],
+    }
+    write_json(json_file, result)
+    if failed:
+        _name_failures(failed, len(outcomes))
+        raise typer.Exit(1)
+
+
+def _one_of(option: str, values: Sequence[str], allowed: Collection[str]) -> tuple[str, ...]:
+    for value in values:
+        if value not in allowed:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(allowed)}.", param_hint=option)
+    return tuple(dict.fromkeys(values))
+
+
+def _print_table(out: Console, outcomes: Sequence[Outcome], schemes: Sequence[str], ranks: int, seconds: float) -> None:
+    groups: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        groups[str(outcome.grid), outcome.case.scheme].append(outcome)
+    table = Table(title=f"Parallel against dense on {ranks} ranks: cases that agree", title_justify="left")
+    table.add_column("grid", no_wrap=True)
+    for scheme in schemes:
+        table.add_column(scheme, justify="right")
+    table.add_column("max error", justify="right")
+    table.add_column("KiB predicted", justify="right")
+    table.add_column("measured", justify="right")
+    for grid in dict.fromkeys(str(outcome.grid) for outcome in outcomes):
+        cells, of_grid = [], [outcome for scheme in schemes for outcome in groups[grid, scheme]]
+        for scheme in schemes:
+            bad = sum(outcome.failure is not None for outcome in groups[grid, scheme])
+            count = len(groups[grid, scheme])
+            cells.append(f"[red]{count - bad} of {count}[/]" if bad else f"[green]{count}[/]")
+        predicted, measured = (sum(outcome.bytes[i] for outcome in of_grid) / 1024 for i in (0, 1))
+        colour = "green" if all(outcome.bytes[0] == outcome.bytes[1] for outcome in of_grid) else "red"
+        error = max(outcome.max_error for outcome in of_grid)
+        table.add_row(grid, *cells, f"{error:.1e}", f"{predicted:,.1f}", f"[{colour}]{measured:,.1f}[/]")
+    out.print(table)
+    bad = sum(outcome.failure is not None for outcome in outcomes)
+    verdict = f"[red]{bad} of {len(outcomes)} cases fail[/]" if bad else f"[green]all {len(outcomes)} cases agree[/]"
+    out.print(f"{verdict}, forward and all gradients, on integers and on real numbers, in {seconds:.0f} s")
+
+
+def _name_failures(failed: Sequence[Outcome], total: int) -> None:
+    if not is_first_rank():
+        return
+    print(f"{len(failed)} of {total} cases fail:", file=sys.stderr)
+    for outcome in failed[:MAX_SHOWN]:
+        print(f"  {outcome.case.name(outcome.grid)}\n    {outcome.failure}", file=sys.stderr)
+    if len(failed) > MAX_SHOWN:
+        print(f"  and {len(failed) - MAX_SHOWN} more; --json names them all", file=sys.stderr)

@@ -1,0 +1,200 @@
+"""`ndtp demo`: real text through 1D, 2D and 3D tensor-parallel blocks on local ranks, against the dense model."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ndtp.cli.common import JsonOption, console, is_first_rank, write_json
+from ndtp.cli.demo_training import Run, Task, train
+from ndtp.cli.progress import Runner
+from ndtp.grid import Grid
+from ndtp.testing import RankError
+
+LOSS_TOLERANCE = 1e-3  # a hundred steps of AdamW in fp32 were seen to drift by 1e-6
+
+
+@dataclass(frozen=True)
+class GridRun:
+    """A training run on a grid, as all ranks saw it."""
+
+    scheme: str
+    grid: Grid
+    by_rank: tuple[Run, ...]
+    dense: Run
+
+    @property
+    def name(self) -> str:
+        axes = " ".join(f"{axis}={self.grid[axis]}" for axis in self.grid)
+        return f"{self.scheme.upper()} {axes}"
+
+    @property
+    def deviation(self) -> float:
+        """Largest difference of a loss from the dense one, over steps and ranks; NaN counts as infinite."""
+        pairs = (
+            (ours, theirs) for run in self.by_rank for ours, theirs in zip(run.losses, self.dense.losses, strict=True)
+        )
+        return max(abs(a - b) if a == a else float("inf") for a, b in pairs)
+
+    @property
+    def measured_bytes(self) -> int:
+        """Where ranks differ from the prediction, that of one that does."""
+        predicted = self.by_rank[0].predicted_bytes
+        return next((r.measured_bytes for r in self.by_rank if r.measured_bytes != predicted), predicted)
+
+    @property
+    def failure(self) -> str | None:
+        first = self.by_rank[0]
+        if self.measured_bytes != first.predicted_bytes:
+            return f"{self.measured_bytes:,} bytes a step measured, {first.predicted_bytes:,} predicted"
+        if self.deviation > LOSS_TOLERANCE:
+            return f"a loss is off by {self.deviation:.2g}; the tolerance is {LOSS_TOLERANCE:g}"
+        return None
+
+    def as_json(self) -> dict[str, Any]:
+        first = self.by_rank[0]
+        return {
+            "name": self.name,
+            "ok": self.failure is None,
+            "scheme": self.scheme,
+            "grid": {axis: self.grid[axis] for axis in self.grid},
+            "predicted_bytes": first.predicted_bytes,
+            "measured_bytes": self.measured_bytes,
+            "predicted_bytes_by_axis": first.by_axes,
+            "max_deviation": self.deviation,
+            "step_ms": _median(first),
+            "losses": first.losses,
+        }
+
+
+def demo(
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where the picture and the report go.")] = Path(
+        "demo_output"
+    ),
+    steps: Annotated[int, typer.Option(min=2, help="Training steps on each grid.")] = 100,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of local ranks; torchrun's are joined.")] = 8,
+    json_file: JsonOption = None,
+) -> None:
+    """Train on real text: dense against 1D, 2D and 3D tensor parallelism.
+
+    A byte-level transformer in plain torch learns the help topics of Python's
+    standard library; ndtp.parallelize puts its MLPs on one grid of ranks after
+    another. The loss curves must coincide with the dense one, and the bytes that
+    each step moves must be those predicted. Writes demo.png and report.json.
+
+    Exit status: 0 when all is well, 1 when a loss or a byte is off, 2 on wrong use.
+
+    Example: ndtp demo --output demo_output --steps 100
+    """
+    out = console(json_file)
+    start = time.monotonic()
+    task = Task(steps)
+    _make(output)
+    choices = grids_for(ranks)
+    _introduce(out, task, ranks)
+    try:
+        with Runner(out, ranks, total=steps * (len(choices) + 1)) as runner:
+            dense: Run = runner.run("dense", train, task, None, "")[0]
+            runs = []
+            for scheme, grid in choices:
+                sizes = {axis: grid[axis] for axis in grid}
+                by_rank = runner.run(f"{scheme.upper()} {grid}", train, task, sizes, scheme, axes=sizes)
+                runs.append(GridRun(scheme, grid, tuple(by_rank), dense))
+    except RankError as error:
+        if is_first_rank():
+            print(f"demo failed: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    failed = [run for run in runs if run.failure]
+    result = {
+        "ok": not failed,
+        "ranks": ranks,
+        "steps": steps,
+        "tokens_per_step": task.tokens,
+        "tolerance": LOSS_TOLERANCE,
+        "seconds": round(time.monotonic() - start, 3),
+        "dense": {"step_ms": _median(dense), "losses": dense.losses},
+        "runs": [run.as_json() for run in runs],
+    }
+    _print_table(out, dense, runs)
+    if is_first_rank():
+        from ndtp.cli.demo_picture import draw
+
+        draw(output / "demo.png", dense, runs, LOSS_TOLERANCE)
+        write_json(str(output / "report.json"), result)
+        out.print(f"{output / 'demo.png'} and {output / 'report.json'} written, {result['seconds']:.0f} s in all")
+    write_json(json_file, result)
+    if failed:
+        for run in failed if is_first_rank() else ():
+            print(f"demo: {run.name}: {run.failure}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def grids_for(ranks: int) -> list[tuple[str, Grid]]:
+    """1D, 2D and 3D grids that show the difference: the most even ones, and a 3D one that leaves out x."""
+
+    def most_even(names: str) -> Grid | None:
+        grids = [grid for grid in Grid.all(ranks, names) if min(grid.shape) > 1 or len(names) == 1]
+        return min(grids, key=lambda grid: (max(grid.shape), grid.shape), default=None)
+
+    choices = [("1d", most_even("x")), ("2d", most_even("xy")), ("3d", most_even("zxy")), ("3d", most_even("zy"))]
+    if ranks > 1 and not any(scheme == "3d" and grid for scheme, grid in choices):
+        choices.append(("3d", most_even("z")))
+    return [(scheme, grid) for scheme, grid in choices if grid]
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"{directory} cannot be made: {error.strerror}", param_hint="--output") from None
+
+
+def _median(run: Run) -> float:
+    return statistics.median(run.step_ms) if run.step_ms else float("nan")
+
+
+def _introduce(out: Console, task: Task, ranks: int) -> None:
+    out.print(
+        f"A byte-level transformer, {task.layers} layers of width {task.width} with MLPs of {task.inner}, "
+        f"{task.tokens} tokens a step, AdamW, fp32:\n{task.steps} steps dense, then with its MLPs on grids of "
+        f"{ranks} local ranks.",
+        highlight=False,
+    )
+
+
+def _print_table(out: Console, dense: Run, runs: Sequence[GridRun]) -> None:
+    table = Table(title="A training step, and how far its losses are from dense", title_justify="left")
+    table.add_column("MLPs on", no_wrap=True)
+    for column in ("bytes predicted", "measured", "ms a step", "last loss", "largest deviation"):
+        table.add_column(column, justify="right")
+    table.add_row("one rank, dense", "", "", f"{_median(dense):.0f}", f"{dense.losses[-1]:.4f}", "")
+    for run in runs:
+        first = run.by_rank[0]
+        equal, near = run.measured_bytes == first.predicted_bytes, run.deviation <= LOSS_TOLERANCE
+        table.add_row(
+            run.name,
+            f"{first.predicted_bytes:,}",
+            f"[{'green' if equal else 'red'}]{run.measured_bytes:,}[/]",
+            f"{_median(first):.0f}",
+            f"{first.losses[-1]:.4f}",
+            f"[{'green' if near else 'red'}]{run.deviation:.1e}[/]",
+        )
+    out.print(table)
+    least = min(runs, key=lambda run: run.measured_bytes)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    out.print(
+        f"Bytes are what each rank receives in the MLPs. All ranks share {cores} cores here, so times tell nothing "
+        "about GPUs.\n"
+        f"{least.name} moves the fewest bytes for these sizes; `ndtp plan` finds the grid that does for yours.",
+        highlight=False,
+    )

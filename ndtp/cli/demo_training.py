@@ -1,0 +1,155 @@
+"""What `ndtp demo` trains: a small byte-level transformer in plain torch, on the text of Python's own documentation."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ndtp.grid import Grid
+from ndtp.meter import CommMeter
+from ndtp.parallelize import parallelize
+from ndtp.process_grid import ProcessGrid
+
+if TYPE_CHECKING:
+    from ndtp.cli.progress import Counter
+
+VOCABULARY = 256  # bytes
+
+
+@dataclass(frozen=True)
+class Task:
+    """The same on every grid: sizes, seed and number of steps."""
+
+    steps: int
+    width: int = 64
+    inner: int = 256
+    layers: int = 2
+    heads: int = 4
+    context: int = 32
+    batch: int = 8
+    learning_rate: float = 3e-3
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.context
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one rank saw of a training run.  Bytes are those of one step, forward and backward."""
+
+    losses: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    predicted_bytes: int = 0
+    measured_bytes: int = 0
+    by_axes: dict[str, int] = field(default_factory=dict)
+    replaced: int = 0
+
+
+class Block(nn.Module):
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.heads = task.heads
+        self.attention_norm = nn.LayerNorm(task.width)
+        self.qkv = nn.Linear(task.width, 3 * task.width)
+        self.project = nn.Linear(task.width, task.width)
+        self.mlp_norm = nn.LayerNorm(task.width)
+        self.mlp = nn.Sequential(nn.Linear(task.width, task.inner), nn.GELU(), nn.Linear(task.inner, task.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class ByteModel(nn.Module):
+    """Predicts the next byte."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, task.width)
+        self.position = nn.Parameter(0.02 * torch.randn(task.context, task.width))
+        self.blocks = nn.ModuleList(Block(task) for _ in range(task.layers))
+        self.norm = nn.LayerNorm(task.width)
+        self.head = nn.Linear(task.width, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def text() -> Tensor:
+    """The help topics of the Python standard library, as bytes."""
+    from pydoc_data.topics import topics
+
+    return torch.frombuffer(bytearray("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8)
+
+
+def train(counter: Counter, task: Task, sizes: Mapping[str, int] | None, scheme: str) -> Run:
+    """Train on every rank; without a grid the dense model, on rank 0 alone.
+
+    The bytes of the first step are metered; its time, which counts the meter, is left out.
+    """
+    mesh = ProcessGrid(Grid(sizes)) if sizes else None
+    if mesh is None and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return Run()
+    torch.manual_seed(task.seed)
+    model = ByteModel(task)
+    run = Run()
+    if mesh is not None:
+        report: Any = parallelize(model, mesh, scheme=scheme).ndtp_report
+        predicted = report.volume(task.tokens).in_bytes(4)
+        run = Run(predicted_bytes=predicted.total, by_axes=predicted.by("axes"), replaced=len(report.replaced))
+    # Sharded parameters are DTensors, the others plain tensors: a group of each kind, which run fused over lists.
+    kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for parameter in model.parameters():
+        kinds[type(parameter) is nn.Parameter].append(parameter)
+    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds if kind], lr=task.learning_rate)
+    batches = torch.Generator().manual_seed(task.seed)
+    document = text()
+    measured = 0
+    for step in range(task.steps):
+        starts = torch.randint(len(document) - task.context, (task.batch, 1), generator=batches)
+        chunk = document[starts + torch.arange(task.context + 1)].long()
+        start = time.perf_counter()
+        meter = CommMeter()
+        if step == 0:
+            with meter:
+                loss = _forward_backward(model, chunk)
+            measured = meter.volume.total
+        else:
+            loss = _forward_backward(model, chunk)
+        for group in optimizer.param_groups:
+            group["lr"] = task.learning_rate * _schedule(step, task.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step:
+            run.step_ms.append((time.perf_counter() - start) * 1e3)
+        run.losses.append(loss)
+        counter.advance()
+    return Run(run.losses, run.step_ms, run.predicted_bytes, measured, run.by_axes, run.replaced)
+
+
+def _forward_backward(model: nn.Module, chunk: Tensor) -> float:
+    loss = F.cross_entropy(model(chunk[:, :-1]).flatten(0, 1), chunk[:, 1:].flatten())
+    loss.backward()
+    return loss.item()
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Warm up over a tenth, then a cosine."""
+    warm = max(steps // 10, 1)
+    return min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * max(step - warm, 0) / max(steps - warm, 1)))

@@ -1,0 +1,96 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from ndtp.cli.app import app
+from ndtp.cli.cases import cases, plan_of
+from ndtp.cli.check import DTYPES
+from ndtp.grid import Grid
+from ndtp.schemes import SCHEMES
+
+runner = CliRunner()
+
+
+def check(*arguments):
+    return runner.invoke(app, ["check", *map(str, arguments)])
+
+
+def test_all_is_well_on_four_ranks():
+    result = check("--ranks", 4, "--scheme", "3d", "--json", "-")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["ok"] is True
+    assert len(report["cases"]) == 6 * 34
+    assert len({case["name"] for case in report["cases"]}) == len(report["cases"])
+    for case in report["cases"]:
+        assert case["ok"] and case["max_error"] < 1e-3
+        assert case["max_error"] > 0 or case["kind"] == "padded block"  # that one runs on integers alone
+        assert case["measured_bytes"] == case["predicted_bytes"]
+    assert sum(case["measured_bytes"] for case in report["cases"]) > 0
+    assert "all 204 cases agree" in result.stderr
+    assert max(map(len, result.stderr.splitlines())) <= 100
+
+
+def test_low_precision_and_a_2d_scheme_with_a_third_axis(tmp_path):
+    path = tmp_path / "check.json"
+    arguments = ("--scheme", "2d", "--dtype", "bfloat16", "--json", path)
+    result = check("--ranks", 4, *arguments)
+    assert result.exit_code == 0, result.output
+    report = json.loads(path.read_text())
+    assert {case["dtype"] for case in report["cases"]} == {"bfloat16"}
+    assert {case["grid"]["z"] for case in report["cases"]} == {1, 2, 4}
+    assert "cases agree" in result.stdout
+
+
+def test_one_rank():
+    result = check("--ranks", 1, "--scheme", "2d", "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert all(case["measured_bytes"] == 0 for case in json.loads(result.stdout)["cases"])
+
+
+@pytest.mark.parametrize("collective, scheme", [("all_gather", "3d"), ("reduce_scatter", "3d"), ("all_reduce", "1d")])
+def test_a_broken_collective_is_found_and_named(collective, scheme):
+    result = check("--ranks", 2, "--scheme", scheme, "--break-collective", collective, "--json", "-")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["ok"] is False
+    failed = [case for case in report["cases"] if not case["ok"]]
+    assert failed and all("rank " in case["failure"] for case in failed)
+    assert failed[0]["name"] in result.stderr
+    assert failed[0]["failure"] in result.stderr
+
+
+def test_a_broken_collective_that_nobody_uses_breaks_nothing():
+    assert check("--ranks", 2, "--scheme", "1d", "--break-collective", "all_to_all").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--scheme", "4d"), "'4d' is not one of 1d, 1d-sp, 2d, 2d-features, 3d"),
+        (("--dtype", "float8"), "'float8' is not one of float32, float64, bfloat16, float16"),
+        (("--ranks", 0), "--ranks"),
+        (("--rank", 8), "--rank"),
+    ],
+)
+def test_wrong_use_is_explained(arguments, message):
+    result = check(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_every_form_of_every_scheme_is_a_case():
+    for grid in Grid.all(8):
+        for scheme in SCHEMES:
+            plans = {plan_of(case, grid).equation for case in cases(scheme, "float32") if "block" not in case.kind}
+            assert len(plans) == 2 * 4 * 2, "two products, four transposes, batched and not"
+    assert len({case.name(grid) for dtype in DTYPES for case in cases("3d", dtype)}) == 4 * 34
+
+
+def test_help_has_an_example():
+    result = check("--help")
+    assert result.exit_code == 0
+    assert "Example: ndtp check" in result.stdout
+    assert "--break-collective" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 100

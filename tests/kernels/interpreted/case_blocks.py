@@ -1,0 +1,91 @@
+"""Operands in blocks: what an all-gather leaves, what a reduce-scatter wants."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from ndtp_kernels import products, reference
+from ndtp_kernels.config import fits
+from ndtp_kernels.launch import Call
+from ndtp_kernels.operands import matrix
+from ndtp_kernels.products import Form
+from ndtp_kernels.selection import INTERPRETER
+from poisoned import POINTER, TMA, TMA_HALVES, integers, surrounded, triton_options
+
+FORMS = [
+    (a, b, c) for a, b, c in itertools.product((None, "m", "k"), (None, "k", "n"), (None, "m", "n")) if a or b or c
+]
+
+
+def stacked(x, blocks, num_blocks, letters, transpose):
+    """[.., r, c] as it is stored in blocks along a letter, each inside NaN."""
+    if blocks is None:
+        return surrounded(x)
+    dim = -2 if blocks == (letters[::-1] if transpose else letters)[0] else -1
+    return surrounded(torch.stack(x.chunk(num_blocks, dim)))
+
+
+def compare(m, n, k, form, counts, options, batch=(), transposes=(False, True)):
+    a = integers(*batch, *((k, m) if transposes[0] else (m, k)))
+    b = integers(*((n, k) if transposes[1] else (k, n)))
+    bias, residual = integers(n), integers(*batch, m, n)
+    residual = reference.cut(residual, form[2], counts[2])
+    blocked_a = stacked(a, form[0], counts[0], "mk", transposes[0])
+    blocked_b = stacked(b, form[1], counts[1], "kn", transposes[1])
+    full = Form(*transposes, *form, counts[2])
+    got = products.gemm(
+        "gemm", blocked_a, blocked_b, form=full, bias=bias, residual=residual, activation="relu", options=options
+    ).c
+    want, _ = reference.gemm(blocked_a, blocked_b, bias, residual, activation_name="relu", **full._asdict())
+    assert torch.equal(got.double(), want)
+    plain = torch.relu((a.mT if transposes[0] else a) @ (b.mT if transposes[1] else b) + bias)
+    assert torch.equal(got, reference.cut(plain, form[2], counts[2]) + residual)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_pointer_kernel_with_uneven_tiles(form):
+    """Blocks that no tile divides, of a different number for each operand, batched."""
+    compare(18, 30, 42, form, (3, 2, 6), triton_options(), batch=(2,))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("config", [TMA, TMA_HALVES], ids=str)
+def test_descriptor_kernel(form, config):
+    """Blocks of whole tiles keep the descriptors."""
+    compare(64, 128, 96, form, (2, 3, 4) if form[1] != "n" else (2, 4, 4), triton_options(config))
+
+
+@pytest.mark.parametrize("transposes", list(itertools.product((False, True), repeat=2)), ids=str)
+@pytest.mark.parametrize("form", [("m", "n", "n"), ("k", "k", "m")], ids=str)
+def test_transposes_of_blocks(form, transposes):
+    compare(24, 36, 24, form, (2, 3, 4), triton_options(), transposes=transposes)
+    compare(64, 96, 64, form, (2, 2, 2), triton_options(TMA), transposes=transposes)
+
+
+def test_split_k_of_blocks():
+    """The second pass writes the blocks of C."""
+    compare(20, 24, 60, ("k", "k", "n"), (2, 3, 4), triton_options(replace(POINTER, split_k=3)), batch=(2,))
+
+
+def test_blocks_that_follow_one_another_are_one_matrix():
+    """What is gathered along the first dim is contiguous: no block arithmetic, and descriptors for any block size."""
+    x = integers(4, 5, 8)
+    view = matrix(x, "mk", False, "m", op="test", name="a")
+    assert (view.rows, view.blocked) == (20, 0)
+    assert matrix(x, "mk", False, "k", op="test", name="a").blocked == 2
+
+
+def test_descriptors_need_whole_tiles():
+    """A block edge inside a tile would read the neighbour's rows: such products go to the pointer kernel."""
+    a, b = integers(2, 20, 24), integers(48, 32)
+    c = torch.empty(20, 32)
+    views = (
+        matrix(a, "mk", False, "k", op="t", name="a"),
+        matrix(b, "kn", False, None, op="t", name="b"),
+        matrix(c, "mn", False, None, op="t", name="c"),
+    )
+    problem = Call(a, b, c, *views).problem()
+    assert problem.blocks == (0, 0, 24)
+    assert not fits(problem, TMA, INTERPRETER)
+    assert fits(problem, replace(TMA, block_k=8), INTERPRETER)

@@ -1,0 +1,144 @@
+"""The GEMM kernel in the interpreter: operand forms, sizes, dtypes."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from ndtp_kernels import products, reference
+from ndtp_kernels.products import Form
+from poisoned import POINTER, TMA, TMA_HALVES, assert_close, integers, surrounded, triton_options
+
+TRANSPOSES = list(itertools.product((False, True), repeat=2))
+
+
+def operands(m, n, k, transpose_a, transpose_b, dtype=torch.float32, batch_a=(), batch_b=(), make=integers):
+    a = make(*batch_a, *((k, m) if transpose_a else (m, k)), dtype=dtype)
+    b = make(*batch_b, *((n, k) if transpose_b else (k, n)), dtype=dtype)
+    return a, b
+
+
+@pytest.mark.parametrize("transposes", TRANSPOSES, ids=str)
+@pytest.mark.parametrize(
+    "size", [(1, 1, 1), (7, 129, 33), (16, 32, 48), (129, 7, 1), (32, 16, 0), (0, 4, 4), (5, 0, 3)], ids=str
+)
+def test_pointer_kernel_exact(size, transposes):
+    """Odd and zero sizes, operands inside NaN."""
+    a, b = operands(*size, *transposes)
+    form = Form(*transposes)
+    got = products.gemm("gemm", surrounded(a), surrounded(b), form=form, options=triton_options()).c
+    want, _ = reference.gemm(a, b, transpose_a=transposes[0], transpose_b=transposes[1])
+    assert torch.equal(got.double(), want)
+
+
+@pytest.mark.parametrize("transposes", TRANSPOSES, ids=str)
+@pytest.mark.parametrize("config", [TMA, TMA_HALVES], ids=str)
+@pytest.mark.parametrize("size", [(8, 132, 36), (16, 32, 48), (36, 20, 4)], ids=str)
+def test_descriptor_kernel_exact(size, transposes, config):
+    """Tiles that stick out of the matrices on every side; strides in multiples of 16 bytes."""
+    a, b = operands(*size, *transposes)
+    got = products.gemm("gemm", surrounded(a), surrounded(b), form=Form(*transposes), options=triton_options(config)).c
+    want, _ = reference.gemm(a, b, transpose_a=transposes[0], transpose_b=transposes[1])
+    assert torch.equal(got.double(), want)
+
+
+@pytest.mark.parametrize("config", [POINTER, TMA], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype, config):
+    a, b = operands(24, 40, 32, False, True, dtype, make=lambda *s, dtype: torch.randn(s).to(dtype))
+    got = products.gemm("gemm", a, b, form=Form(False, True), out_dtype=torch.float32, options=triton_options(config)).c
+    want, _ = reference.gemm(a, b, transpose_b=True)
+    assert_close(got, want, dtype=torch.float32)
+    rounded = products.gemm("gemm", a, b, form=Form(False, True), options=triton_options(config)).c
+    assert rounded.dtype == dtype
+    assert_close(rounded, want, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        ((3,), ()),
+        ((3,), (3,)),
+        ((), (3,)),
+        ((2, 3), ()),
+        ((2, 3), (3,)),
+        ((2, 1), (3,)),
+        ((2, 1, 2), (1, 3, 1)),
+        ((0,), ()),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("config", [POINTER, TMA], ids=str)
+def test_batches_broadcast(batches, config):
+    """Leading dims broadcast as torch.matmul's do; strides of any kind, since both operands lie inside NaN."""
+    if len([size for size in torch.broadcast_shapes(*batches) if size != 1]) > 1:
+        config = POINTER  # two strides for the batch: no descriptor
+    a, b = operands(20, 24, 12, False, True, batch_a=batches[0], batch_b=batches[1])
+    got = products.gemm("gemm", surrounded(a), surrounded(b), form=Form(False, True), options=triton_options(config)).c
+    assert torch.equal(got.double(), torch.matmul(a.double(), b.double().mT))
+
+
+def test_any_strides():
+    """Every second row and column, and a batch dim that is not in front in memory."""
+    a, b = integers(18, 3, 22)[::2].movedim(1, 0)[..., ::2], integers(3, 22, 26)[:, ::2, 1::2]
+    got = products.gemm("gemm", a, b, options=triton_options()).c
+    assert torch.equal(got.double(), torch.matmul(a.double(), b.double()))
+
+
+@pytest.mark.parametrize("split", [2, 3, 8])
+@pytest.mark.parametrize("config", [POINTER, TMA_HALVES], ids=str)
+def test_split_k_exact(split, config):
+    """More splits than K has tiles leave some with nothing to add; batched too."""
+    a, b = operands(20, 36, 72, True, False, batch_a=(2,))
+    bias = integers(36)
+    options = triton_options(replace(config, split_k=split))
+    got = products.gemm("gemm", a, b, form=Form(True, False), bias=bias, activation="relu", options=options).c
+    want, _ = reference.gemm(a, b, bias, transpose_a=True, activation_name="relu")
+    assert torch.equal(got.double(), want)
+
+
+@pytest.mark.parametrize("config", [POINTER, TMA, replace(POINTER, split_k=2)], ids=str)
+def test_accumulate_into_a_strided_output(config):
+    """Weight gradients into fp32 main gradients: bf16 operands, fp32 sums, an output that is part of a larger one."""
+    a, b = operands(24, 16, 40, True, False, torch.bfloat16)
+    out = surrounded(integers(24, 16))
+    want = out.double() + torch.matmul(a.double().mT, b.double())
+    got = products.gemm("gemm", a, b, form=Form(True, False), out=out, accumulate=True, options=triton_options(config))
+    assert got.c is out
+    assert torch.equal(out.double(), want)
+
+
+def test_row_sums_are_bias_gradients():
+    """dB = dC^T . A with the sums of dC over tokens beside it, split or not, odd sizes."""
+    dc, x = integers(37, 21), integers(37, 19)
+    for config in (POINTER, replace(POINTER, split_k=2)):
+        got = products.gemm("gemm", dc, x, form=Form(True, False), row_sums=True, options=triton_options(config))
+        assert torch.equal(got.c, dc.mT @ x)
+        assert torch.equal(got.row_sums, dc.sum(0))
+
+
+def test_leaving_processors_free_changes_nothing():
+    """Fewer programs than tiles: each takes several."""
+    a, b = operands(50, 70, 20, False, False)
+    for config in (POINTER, TMA):
+        padded = (a, b) if config is POINTER else operands(52, 72, 20, False, False)
+        got = products.gemm("gemm", *padded, options=triton_options(config, sms_to_leave=2)).c
+        assert torch.equal(got, padded[0] @ padded[1])
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("config", [POINTER, TMA, replace(POINTER, split_k=2)], ids=str)
+def test_fp8_with_scales(rowwise, config):
+    """torch._scaled_mm's contract: one scale for a tensor, or one for each row of A and column of B."""
+    m, n, k = 20, 24, 48
+    a, b = torch.randn(m, k).to(torch.float8_e4m3fn), torch.randn(n, k).to(torch.float8_e4m3fn)
+    scale_a = torch.rand(m, 1) + 0.5 if rowwise else torch.tensor(0.75)
+    scale_b = torch.rand(1, n) + 0.5 if rowwise else torch.tensor(1.5)
+    bias = torch.randn(n)
+    form = Form(False, True)
+    got = products.gemm(
+        "gemm", a, b, form=form, bias=bias, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32,
+        options=triton_options(config),
+    ).c  # fmt: skip
+    want, _ = reference.gemm(a, b, bias, None, scale_a, scale_b, transpose_b=True)
+    assert_close(got, want, dtype=torch.float32)

@@ -1,0 +1,168 @@
+"""The choice of a configuration: the table, the roof model, tuning.  Pure arithmetic; measurements are injected."""
+
+import json
+
+import pytest
+import torch
+from ndtp_kernels import config, roof, tuning
+from ndtp_kernels.chips import CHIPS, chip_named
+from ndtp_kernels.config import TORCH, Config, Problem, Table, bucket, choose, explain
+
+H200 = CHIPS["h200"]
+
+
+def test_the_model_meets_the_recorded_measurement():
+    """bf16 8192^3 through torch was measured at 769 to 798 TFLOP/s on an H200."""
+    cost = roof.estimate(Problem(8192, 8192, 8192), TORCH, H200)
+    assert 769 * 0.95 <= cost.tflops <= 798 * 1.05
+
+
+def test_the_model_knows_that_a_short_k_costs():
+    """8192 x 8192 x K: 1.00x of cuBLAS from K = 1024 on, 0.92x at 512; utilization falls as K shrinks."""
+    tma = Config("tma", 128, 256, 64, 3, 8)
+
+    def tflops(k):
+        return roof.estimate(Problem(8192, 8192, k), tma, H200).tflops
+
+    assert tflops(512) < tflops(1024) < tflops(4096) <= 800
+    ratio = tflops(512) / roof.estimate(Problem(8192, 8192, 512), TORCH, H200).tflops
+    assert 0.8 < ratio < 1.0
+
+
+def test_the_model_sees_a_lost_wave():
+    """133 tiles on 132 SMs take as long as 264."""
+    tile = Config("tma", 128, 256, 64, 3, 8)
+    grids = ((11, 12), (7, 19), (11, 24))
+    one, lost, two = (roof.estimate(Problem(128 * m, 256 * n, 4096), tile, H200).seconds for m, n in grids)
+    assert one < lost
+    assert lost == pytest.approx(two, rel=0.05)
+
+
+def test_leaving_processors_free_costs_a_wave():
+    tile = Config("tma", 128, 256, 64, 3, 8)
+    free = roof.estimate(Problem(128 * 11, 256 * 12, 4096, sms_to_leave=16), tile, H200)
+    assert free.seconds > roof.estimate(Problem(128 * 11, 256 * 12, 4096), tile, H200).seconds * 1.5
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("kind,products", [("plain", 1), ("epilogue", 1), ("gated", 2), ("backward", 1), ("wgrad", 1)])
+def test_every_chip_has_a_kernel_for_every_kind(chip, kind, products):
+    """Even for strides that no descriptor takes, and for the smallest sizes."""
+    for size in [(1, 1, 1), (8192, 14336, 4096), (64, 64, 65536)]:
+        for tma in (False, True):
+            problem = Problem(*size, kind=kind, products=products, tma=tma)
+            found = config.candidates(problem, chip_named(chip), config.shipped_table())
+            assert any(c.kernel != "torch" for c in found)
+            assert all(config.fits(problem, c, chip_named(chip)) for c in found)
+
+
+def test_small_outputs_with_a_long_k_are_split():
+    """What 3D sharding creates: fewer tiles than SMs."""
+    chosen = choose(256, 256, 32768, chip="h200", torch_passes=3, kind="epilogue")
+    assert chosen.split_k > 1
+
+
+def test_fused_epilogues_beat_torch_and_plain_products_may_not():
+    """torch pays a pass over memory for each step after its product."""
+    assert choose(8192, 14336, 4096, kind="epilogue", torch_passes=2, epilogue_bytes=2).kernel == "tma"
+    assert choose(8192, 14336, 4096, kind="gated", products=2, torch_passes=2, epilogue_bytes=4).kernel == "tma"
+
+
+def test_exact_fp32_never_takes_a_descriptor_kernel():
+    assert choose(4096, 4096, 4096, "float32").kernel in ("torch", "pointer")
+
+
+def test_fp8_goes_to_a_kernel_wherever_there_is_one():
+    """torch would multiply in fp32."""
+    for kind in ("plain", "epilogue"):
+        assert choose(4096, 4096, 4096, "float8_e4m3fn", "h200", kind=kind).kernel == "tma"
+    assert choose(4096, 4096, 4096, "float8_e4m3fn", "a100") == TORCH
+
+
+@pytest.mark.parametrize("size", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
+def test_empty_products_have_a_choice(size):
+    assert choose(*size) in config.candidates(Problem(*size), H200, config.shipped_table())
+
+
+def test_a_tuned_entry_wins_if_it_fits():
+    """The table first; but an entry that this product's strides rule out is passed over."""
+    wanted = Config("tma", 64, 128, 64, 4, 4, ctas_per_sm=2)
+    problem = Problem(2048, 4096, 4096)
+    table = config.shipped_table().with_tuned({"h200": {"bfloat16": {problem.shape_class: wanted}}})
+    assert choose(2048, 4096, 4096, table=table) == wanted
+    assert choose(2047, 4096, 4096, table=table) == wanted  # the same class
+    assert choose(2048, 4096, 4096, table=table, tma=False) != wanted
+    assert explain(2048, 4096, 4096, table=table)["source"] == "tuned"
+    assert explain(2048, 4096, 8192, table=table)["source"] == "roof model"
+
+
+def test_explain_shows_every_candidate_and_one_choice():
+    report = explain(8192, 8192, 8192)
+    assert sum(row["chosen"] for row in report["candidates"]) == 1
+    assert {"torch"} <= {row["config"] for row in report["candidates"]}
+    assert report["candidates"][0]["chosen"]
+    json.dumps(report)
+
+
+def test_tables_round_trip_and_fingerprints_tell_them_apart():
+    table = config.shipped_table()
+    again = Table.from_json(table.to_json())
+    assert again.fingerprint() == table.fingerprint()
+    other = table.with_tuned({"h200": {"bfloat16": {"plain nt 1 1 1": TORCH}}})
+    assert other.fingerprint() != table.fingerprint()
+    assert Config.from_code(TORCH.code) == TORCH
+    special = Config("tma", 128, 256, 64, 4, 8, 4, 2, 2, True, 2)
+    assert Config.from_code(special.code) == special
+
+
+def test_buckets_keep_two_significant_bits():
+    assert [bucket(x) for x in (0, 1, 7, 8, 9, 4096, 4097, 14336, 28672)] == [0, 1, 7, 8, 10, 4096, 5120, 14336, 28672]
+
+
+def test_unknown_chips_are_named():
+    with pytest.raises(ValueError, match="fix: one of a100"):
+        choose(1, 1, 1, chip="h300")
+
+
+def test_tuning_writes_the_winner_to_the_users_cache(tmp_path):
+    """With a measurement in which the slowest candidate by the model wins."""
+    path = tmp_path / "gemm.json"
+    asked = []
+
+    def measure(work, configs):
+        asked.append(list(configs))
+        times = {c: 1e-3 + i * 1e-6 for i, c in enumerate(reversed(configs))}
+        times[configs[0]] = None  # this one gave wrong numbers
+        return times
+
+    done = tuning.tune(
+        [(64, 128, 256)], kinds=("plain", "gated"), layouts=("nt",), path=path, chip=H200,
+        device=torch.device("cpu"), measure=measure,
+    )  # fmt: skip
+    assert TORCH in asked[0] and TORCH in asked[1]
+    stored = Table.from_json(path.read_text())
+    entry = stored.tuned["h200"]["bfloat16"][Problem(64, 128, 256).shape_class]
+    assert entry == asked[0][-1]
+    table = config.shipped_table().with_tuned(stored.tuned)
+    assert choose(64, 128, 256, table=table) == entry
+    assert done["fingerprint"] == table.fingerprint()
+    tuning.tune(
+        [(32, 32, 512)], kinds=("plain",), layouts=("nt",), path=path, chip=H200, device=torch.device("cpu"),
+        measure=measure,
+    )  # fmt: skip
+    assert len(Table.from_json(path.read_text()).tuned["h200"]["bfloat16"]) == 3
+
+
+@pytest.mark.parametrize("kind", ["plain", "epilogue", "gated", "backward", "wgrad", "scatter"])
+def test_workloads_agree_with_torch(kind):
+    """What is timed computes the same thing on both sides; and a wrong result would be seen."""
+    from ndtp_kernels.selection import Options
+    from ndtp_kernels.workloads import workload
+
+    work = workload(kind, 24, 32, 40, dtype=torch.bfloat16, device=torch.device("cpu"))
+    work.reset()
+    assert work.error(work.ours(Options())) < tuning.tolerance(torch.bfloat16)
+    work.reset()
+    got = work.eager()
+    assert work.error(got) < tuning.tolerance(torch.bfloat16)
+    assert work.error(got * 1.1) > tuning.tolerance(torch.bfloat16)

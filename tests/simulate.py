@@ -1,0 +1,174 @@
+"""A dense simulation of a plan: every rank's shard is a NumPy array, every collective an exchange of blocks.
+
+It shares no code with the rooms it checks.  Of a plan it reads the steps and the layouts, nothing else; what a shard
+is, who is in a group and what a collective does are written down here again.  Collectives go hop by hop, as a ring or
+pairwise, and count what each rank receives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Shards = list[np.ndarray]
+
+
+def shard(dense: np.ndarray, grid: Any, dims: Any, rank: int) -> np.ndarray:
+    """The block of `rank`: each axis, major to minor, cuts what it is given into equal blocks."""
+    position = dict(zip(grid.names, np.unravel_index(rank, grid.shape), strict=True))
+    for dim, axes in enumerate(dims):
+        for axis in axes:
+            assert dense.shape[dim] % grid[axis] == 0, (dense.shape, dims)
+            dense = np.split(dense, grid[axis], axis=dim)[position[axis]]
+    return dense
+
+
+def groups(grid: Any, axes: tuple[str, ...]) -> np.ndarray:
+    """One row a group of the ranks along `axes`, in the order of their coordinates there, the first axis major."""
+    ranks = np.arange(int(np.prod(grid.shape))).reshape(grid.shape)
+    ranks = np.moveaxis(ranks, [grid.names.index(axis) for axis in axes], range(-len(axes), 0))
+    return ranks.reshape(-1, int(np.prod([grid[axis] for axis in axes])))
+
+
+def ring_all_gather(blocks: Shards) -> tuple[list[Shards], list[int]]:
+    """`blocks[i]` starts on rank i; returns what every rank then holds, in rank order, and what it received."""
+    p = len(blocks)
+    held: list[dict[int, np.ndarray]] = [{i: block} for i, block in enumerate(blocks)]
+    received = [0] * p
+    for hop in range(p - 1):
+        for i, block in enumerate([held[i][(i - hop) % p] for i in range(p)]):
+            held[(i + 1) % p][(i - hop) % p] = block
+            received[(i + 1) % p] += block.size
+    return [[own[i] for i in range(p)] for own in held], received
+
+
+def ring_reduce_scatter(parts: list[Shards]) -> tuple[Shards, list[int]]:
+    """`parts[i][j]` is rank i's addend to block j; returns the summed block of every rank and what it received."""
+    p = len(parts)
+    sums = [list(part) for part in parts]
+    received = [0] * p
+    for hop in range(p - 1):
+        for i, block in enumerate([sums[i][(i - hop - 1) % p] for i in range(p)]):
+            sums[(i + 1) % p][(i - hop - 1) % p] = sums[(i + 1) % p][(i - hop - 1) % p] + block
+            received[(i + 1) % p] += block.size
+    return [own[i] for i, own in enumerate(sums)], received
+
+
+def ring_all_reduce(tensors: Shards) -> tuple[Shards, list[int]]:
+    p = len(tensors)
+    flat = [np.pad(tensor.ravel(), (0, -tensor.size % p)) for tensor in tensors]
+    blocks, first = ring_reduce_scatter([np.split(tensor, p) for tensor in flat])
+    gathered, second = ring_all_gather(blocks)
+    shape, size = tensors[0].shape, tensors[0].size
+    return [np.concatenate(own)[:size].reshape(shape) for own in gathered], [
+        a + b for a, b in zip(first, second, strict=True)
+    ]
+
+
+def pairwise_all_to_all(tensors: Shards, dim: int, source: int) -> tuple[Shards, list[int]]:
+    cut = [np.split(tensor, len(tensors), axis=dim) for tensor in tensors]
+    result, received = [], []
+    for j in range(len(tensors)):
+        result.append(np.concatenate([own[j] for own in cut], axis=source))
+        received.append(sum(own[j].size for i, own in enumerate(cut) if i != j))
+    return result, received
+
+
+def exchange(step: Any, tensors: Shards) -> tuple[Shards, list[int]]:
+    """One step in one group; `tensors` in the order of the group."""
+    if step.kind == "all_gather":
+        gathered, received = ring_all_gather(tensors)
+        return [np.concatenate(own, axis=step.dim) for own in gathered], received
+    if step.kind == "reduce_scatter":
+        return ring_reduce_scatter([np.split(tensor, len(tensors), axis=step.dim) for tensor in tensors])
+    if step.kind == "all_reduce":
+        return ring_all_reduce(tensors)
+    if step.kind == "all_to_all":
+        return pairwise_all_to_all(tensors, step.dim, step.source)
+    assert step.kind == "slice", step
+    return [np.split(tensor, len(tensors), axis=step.dim)[i] for i, tensor in enumerate(tensors)], [0] * len(tensors)
+
+
+@dataclass
+class Run:
+    """What a simulated plan left on the ranks, and what every rank received, by (phase, collective, axes)."""
+
+    grid: Any
+    received: Counter = field(default_factory=Counter)
+    c: Shards = field(default_factory=list)
+    da: Shards = field(default_factory=list)
+    db: Shards = field(default_factory=list)
+
+    def follow(self, phase: str, steps: Any, tensors: Shards) -> Shards:
+        for step in steps:
+            moved = list(tensors)
+            counts = set()
+            for members in groups(self.grid, step.axes):
+                result, received = exchange(step, [tensors[rank] for rank in members])
+                counts.update(received)
+                for rank, tensor in zip(members, result, strict=True):
+                    moved[rank] = tensor
+            (count,) = counts  # every rank receives the same
+            if step.kind != "slice":
+                self.received[phase, step.kind, step.axes] += count
+            tensors = moved
+        return tensors
+
+
+def swapped(tensor: np.ndarray, yes: bool) -> np.ndarray:
+    return np.swapaxes(tensor, -1, -2) if yes else tensor
+
+
+def summed_to(tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The sum over the batch dims that a tensor of `shape` lacks or broadcasts."""
+    tensor = tensor.sum(axis=tuple(range(tensor.ndim - len(shape))))
+    wide = tuple(dim for dim, size in enumerate(shape) if size == 1 and tensor.shape[dim] != 1)
+    return tensor.sum(axis=wide, keepdims=True)
+
+
+def products(
+    a: np.ndarray, b: np.ndarray, dc: np.ndarray, transpose_a: bool, transpose_b: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """dA and dB of a dense product."""
+    da = summed_to(dc @ np.swapaxes(swapped(b, transpose_b), -1, -2), swapped(a, transpose_a).shape)
+    db = summed_to(np.swapaxes(swapped(a, transpose_a), -1, -2) @ dc, swapped(b, transpose_b).shape)
+    return swapped(da, transpose_a), swapped(db, transpose_b)
+
+
+def simulate(plan: Any, a: np.ndarray, b: np.ndarray, dc: np.ndarray) -> Run:
+    """Run a plan, forward and backward, on dense operands and a dense gradient of C."""
+    run = Run(plan.grid)
+    ranks = range(int(np.prod(plan.grid.shape)))
+    steps = plan.relayouts
+    ta, tb = plan.transpose_a, plan.transpose_b
+    a_held = run.follow("forward", steps["A"], [shard(a, plan.grid, plan.a.dims, rank) for rank in ranks])
+    b_held = run.follow("forward", steps["B"], [shard(b, plan.grid, plan.b.dims, rank) for rank in ranks])
+    partial = [swapped(a_held[rank], ta) @ swapped(b_held[rank], tb) for rank in ranks]
+    run.c = run.follow("forward", steps["C"], partial)
+    dc_held = run.follow("dgrad", steps["dC"], [shard(dc, plan.grid, plan.out.dims, rank) for rank in ranks])
+    grads = [products(a_held[rank], b_held[rank], dc_held[rank], ta, tb) for rank in ranks]
+    run.da = run.follow("dgrad", steps["dA"], [da for da, _ in grads])
+    run.db = run.follow("wgrad", steps["dB"], [db for _, db in grads])
+    return run
+
+
+def assert_exact(plan: Any, a_shape: tuple[int, ...], b_shape: tuple[int, ...], seed: int = 0) -> Run:
+    """Small random integers: C, dA and dB equal the dense ones, and the predicted volumes the counted ones."""
+    rng = np.random.default_rng(seed)
+    a, b = rng.integers(-9, 10, a_shape), rng.integers(-9, 10, b_shape)
+    c = swapped(a, plan.transpose_a) @ swapped(b, plan.transpose_b)
+    dc = rng.integers(-9, 10, c.shape)
+    da, db = products(a, b, dc, plan.transpose_a, plan.transpose_b)
+    run = simulate(plan, a, b, dc)
+    expected = ((run.c, c, plan.out), (run.da, da, plan.a), (run.db, db, plan.b))
+    for name, (shards, dense, layout) in zip(("C", "dA", "dB"), expected, strict=True):
+        for rank, found in enumerate(shards):
+            wanted = shard(dense, plan.grid, layout.dims, rank)
+            assert found.shape == wanted.shape and (found == wanted).all(), (name, rank, plan)
+    k = a_shape[-2] if plan.transpose_a else a_shape[-1]
+    predicted = plan.volume((*c.shape[:-1], k, c.shape[-1]))
+    assert {entry.key: entry.amount for entry in predicted} == dict(run.received), plan
+    return run

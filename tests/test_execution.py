@@ -1,0 +1,296 @@
+"""The executor on real ranks: chunks, delays, gradients that arrive late, weights that are gathered ahead."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from products import mesh_of
+from torch.utils.checkpoint import checkpoint
+
+import ndtp
+from ndtp import CommMeter, Grid, Layout, MatMulPlan
+from ndtp.testing import assert_equal, small_integers
+
+GRIDS = [Grid(z=2, x=2, y=2), Grid(z=1, x=2, y=4), Grid(z=1, x=4, y=2), Grid(z=2, x=1, y=4), Grid(z=4, x=2, y=1)]
+ROWS, HIDDEN, INNER = 64, 16, 32
+
+
+def layouts(grid: Grid) -> tuple[Layout, Layout]:
+    return Layout.parse(grid, "(z y) x"), Layout.parse(grid, "(x z) y")
+
+
+def operands(plan: MatMulPlan, rank: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    a = plan.a.shard(small_integers((ROWS, HIDDEN), 0, dtype), rank).clone().requires_grad_()
+    b = plan.b.shard(small_integers((HIDDEN, INNER), 1, dtype), rank).clone().requires_grad_()
+    return a, b, plan.out.shard(small_integers((ROWS, INNER), 2, dtype), rank)
+
+
+def chunked_product(grid, chunks, regather, dtype, delays):
+    mesh = mesh_of(grid)
+    plan = MatMulPlan(*layouts(grid), chunks=chunks, regather=regather)
+    a, b, g = operands(plan, mesh.rank, dtype)
+    start = mesh.collectives.start
+    if delays:  # ranks reach their collectives at different times, in the same order
+        draws = random.Random(mesh.rank)
+
+        def late(*arguments):
+            time.sleep(draws.choice((0.0, 0.0, 0.004)))
+            return start(*arguments)
+
+        mesh.collectives.start = late
+    try:
+        with CommMeter() as meter:
+            c = ndtp.matmul(a, b, plan, mesh)
+            c.backward(g)
+    finally:
+        mesh.collectives.start = start
+    expected = plan.volume((ROWS, HIDDEN, INNER)).in_bytes(dtype.itemsize)
+    assert meter.volume == expected, f"{meter.volume} is not {expected}"
+    assert not mesh.collectives.in_flight
+    whole_a, whole_b = small_integers((ROWS, HIDDEN), 0, dtype), small_integers((HIDDEN, INNER), 1, dtype)
+    whole_g = small_integers((ROWS, INNER), 2, dtype)
+    assert_equal(c, plan.out.shard(whole_a @ whole_b, mesh.rank), "C")
+    assert_equal(a.grad, plan.a.shard(whole_g @ whole_b.mT, mesh.rank), "dA")
+    assert_equal(b.grad, plan.b.shard(whole_a.mT @ whole_g, mesh.rank), "dB")
+
+
+def many_chunked_products(grid):
+    for chunks in (1, 2, 4):
+        for regather in ((), ("a", "b")):
+            chunked_product(grid, chunks, regather, torch.float32, delays=False)
+    chunked_product(grid, 4, ("a",), torch.float64, delays=True)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_chunks_change_no_bit_and_no_byte(ranks, grid):
+    ranks(8).run(many_chunked_products, grid)
+
+
+def interleaved():
+    lay = Layout.over((2, 4, 2), ("x", "y", "interleaved_parallel"))
+    whole = Layout.over((2, 4), ("x", "y"))
+    mesh = mesh_of(Grid(x=2, y=4))
+    plan = MatMulPlan(lay(("y", "interleaved_parallel"), "x"), whole("x", "y"))
+    a, b, _ = operands(plan, mesh.rank)
+    with CommMeter() as meter:
+        c = ndtp.matmul(a, b, plan, mesh)
+    assert [entry.calls for entry in meter.volume] == [2, 2], meter.volume
+    dense = small_integers((ROWS, HIDDEN), 0, torch.float32) @ small_integers((HIDDEN, INNER), 1, torch.float32)
+    assert_equal(c, plan.out.shard(dense, mesh.rank), "C")
+
+
+def test_interleaved_parallel_cuts_the_shard_in_two(ranks):
+    ranks(8).run(interleaved)
+
+
+def stack(mesh, depth=3):
+    """A chain of 3D products, weights as leaves, all with reductions over z."""
+    grid = mesh.grid
+    forth = MatMulPlan(*layouts(grid), name="forth")
+    back = MatMulPlan(forth.out, Layout.parse(grid, "(y z) x"), name="back")
+    plans = [(forth, back)[i % 2] for i in range(2 * depth)]
+    sizes = (HIDDEN, INNER)
+    weights = [
+        plan.b.shard(small_integers((sizes[i % 2], sizes[1 - i % 2]), i, torch.float64, low=-1, high=1), mesh.rank)
+        .clone()
+        .requires_grad_()
+        for i, plan in enumerate(plans)
+    ]
+    x = plans[0].a.shard(small_integers((ROWS, HIDDEN), 9, torch.float64, low=-1, high=1), mesh.rank).clone()
+
+    def forward(x):
+        for weight, plan in zip(weights, plans, strict=True):
+            x = ndtp.matmul(x, weight, plan, mesh)
+        return x
+
+    return forward, weights, x.requires_grad_()
+
+
+def gradients_of(forward, weights, x):
+    gradients = torch.autograd.grad(forward(x).sum(), [*weights, x])
+    return [gradient.clone() for gradient in gradients]
+
+
+def late_gradients():
+    mesh = mesh_of(GRIDS[0])
+    forward, weights, x = stack(mesh)
+    expected = gradients_of(forward, weights, x)
+
+    def check(what):
+        for weight, gradient in zip(weights, expected, strict=False):
+            assert_equal(weight.grad, gradient, what)
+            weight.grad = None
+        assert not mesh.collectives.in_flight, what
+
+    forward(x).sum().backward()
+    check("backward")
+
+    seen = {}
+
+    def see(key, tensor):
+        seen[key] = tensor.clone()
+
+    hooks = [w.register_hook(lambda g, i=i: see(("tensor", i), g)) for i, w in enumerate(weights)]
+    for i, weight in enumerate(weights):
+        hooks.append(weight.register_post_accumulate_grad_hook(lambda w, i=i: see(("accumulated", i), w.grad)))
+    forward(x).sum().backward()
+    for i, gradient in enumerate(expected[:-1]):
+        assert_equal(seen["tensor", i], gradient, "what a tensor hook sees")
+        assert_equal(seen["accumulated", i], gradient, "what a post-accumulate hook sees")
+    check("with hooks")
+    for hook in hooks:
+        hook.remove()
+
+    for _ in range(3):
+        forward(x).sum().backward()
+    for weight in weights:
+        weight.grad /= 3
+    check("accumulated")
+
+    y = forward(x).sum()
+    y.backward(retain_graph=True)
+    check("retained graph, once")
+    y.backward()
+    check("retained graph, twice")
+
+    checkpoint(forward, x, use_reentrant=False).sum().backward()
+    check("checkpoint")
+
+    (dx,) = torch.autograd.grad(forward(x).sum(), [x])
+    assert_equal(dx, expected[-1], "the input's gradient alone")
+    assert not mesh.collectives.in_flight, "weights' gradients that nobody asked for were left in flight"
+
+
+def test_late_gradients_are_finished_wherever_they_are_seen(ranks):
+    ranks(8).run(late_gradients)
+
+
+def weight_used_twice():
+    mesh = mesh_of(GRIDS[0])
+    plan = MatMulPlan(*layouts(mesh.grid))
+    a, b, g = operands(plan, mesh.rank)
+    (once,) = torch.autograd.grad(ndtp.matmul(a, b, plan, mesh), b, g)
+    (ndtp.matmul(a, b, plan, mesh) + 2 * ndtp.matmul(a, b, plan, mesh)).backward(g)
+    assert_equal(b.grad, 3 * once, "dB of a weight used twice")
+
+
+def test_a_weight_used_twice_adds_up(ranks):
+    ranks(8).run(weight_used_twice)
+
+
+def exception_in_backward():
+    mesh = mesh_of(GRIDS[0])
+    forward, weights, x = stack(mesh)
+    expected = gradients_of(forward, weights, x)
+
+    def fail(_):
+        raise ZeroDivisionError("in the middle of backward")
+
+    hook = weights[3].register_hook(fail)
+    try:
+        forward(x).sum().backward()
+    except ZeroDivisionError:
+        pass
+    else:
+        raise AssertionError("the hook did not run")
+    hook.remove()
+    for weight in weights:
+        weight.grad = None
+    forward(x).sum().backward()
+    for weight, gradient in zip(weights, expected, strict=False):
+        assert_equal(weight.grad, gradient, "the step after an exception")
+
+
+def test_an_exception_in_backward_spoils_nothing(ranks):
+    ranks(8).run(exception_in_backward)
+
+
+def order_of_waits():
+    """A weight's gradient is waited for after the dgrad of the products before it, not at once."""
+    mesh = mesh_of(GRIDS[0])
+    forward, weights, x = stack(mesh, depth=3)
+    events = []
+    start = mesh.collectives.start
+
+    def noted(step, tensor, op, phase):
+        events.append(("start", phase, op))
+        return start(step, tensor, op, phase)
+
+    hooks = [w.register_hook(lambda g, i=i: events.append(("arrive", i))) for i, w in enumerate(weights)]
+    mesh.collectives.start = noted
+    try:
+        y = forward(x).sum()
+        events.clear()
+        y.backward()
+    finally:
+        mesh.collectives.start = start
+        for hook in hooks:
+            hook.remove()
+    products = [i for i, event in enumerate(events) if event[0] == "start" and event[2].endswith("dB")]
+    arrivals = {event[1]: i for i, event in enumerate(events) if event[0] == "arrive"}
+    last = len(weights) - 1
+    assert len(products) == len(weights)
+    assert arrivals[last] > products[1], "the last weight's gradient was waited for before the next product"
+    assert arrivals[last] < products[-1], "the window does not bound the gradients that are held unreduced"
+
+
+def test_reductions_of_weight_gradients_are_awaited_late_but_within_the_window(ranks):
+    ranks(8).run(order_of_waits)
+
+
+def names_of_gathers(mesh, run):
+    """Which weights are gathered, in order, and how often a product found its weight on the way."""
+    taken = []
+    take = mesh.prefetch.take
+
+    def noted(weight, plan):
+        ahead = take(weight, plan)
+        taken.append(ahead is not None)
+        return ahead
+
+    mesh.prefetch.take = noted
+    try:
+        with CommMeter() as meter:
+            run()
+    finally:
+        del mesh.prefetch.take
+    return taken, meter.volume.by("phase")["forward"]
+
+
+def prefetch():
+    mesh = ndtp.ProcessGrid(GRIDS[0])
+    forward, weights, x = stack(mesh)
+    first, bytes_first = names_of_gathers(mesh, lambda: forward(x))
+    assert first == [False] * 6, f"nothing is known of the order yet: {first}"
+    second, bytes_second = names_of_gathers(mesh, lambda: forward(x))
+    assert second == [False] + [True] * 5, "every weight but the first is gathered ahead"
+    assert bytes_first == bytes_second
+    expected = forward(x).detach()
+
+    with torch.no_grad():
+        for weight in weights:
+            weight.mul_(2)
+    taken, bytes_third = names_of_gathers(mesh, lambda: assert_equal(forward(x), expected * 2**6, "stale weight"))
+    assert taken == second and bytes_third == bytes_first, "nothing is gathered across an update"
+
+    # A weight that is changed between its prefetch and its use is gathered anew, and not ahead again.
+    half = x
+    plans = [MatMulPlan(*layouts(mesh.grid))]
+    plans.append(MatMulPlan(plans[0].out, Layout.parse(mesh.grid, "(y z) x")))
+    half = ndtp.matmul(x, weights[0], plans[0], mesh)
+    with torch.no_grad():
+        weights[1].zero_()
+    assert not ndtp.matmul(half, weights[1], plans[1], mesh).any(), "a stale gather was used"
+    forward, weights, x = stack(mesh)  # other weights: learned like the first
+    names_of_gathers(mesh, lambda: forward(x))
+    names, _ = names_of_gathers(mesh, lambda: checkpoint(forward, x, use_reentrant=False).sum().backward())
+    assert names[:6] == [False] + [True] * 5
+    assert not any(names[6:]), "a checkpointed forward runs in another order"
+    assert not mesh.collectives.in_flight
+
+
+def test_weights_are_gathered_ahead_in_the_order_in_which_they_are_used(ranks):
+    ranks(8).run(prefetch)
