@@ -317,7 +317,7 @@ def _grid_plan(request: Request, found: Candidates, i: int, pad: bool, bound: fl
 
 def predict(request: Request, grid: Grid) -> Time:
     """The time of a step on one grid, in the order in which it is given."""
-    sizes = {axis: grid[axis] if axis in grid else 1 for axis in AXES}
+    sizes = dict.fromkeys(AXES, 1) | dict(zip(grid.names, grid.shape, strict=True))
     order = (*(axis for axis in AXES if axis not in grid), *grid.names)
     g = Grids(**sizes)
     work = Work.of(request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks)

@@ -1,0 +1,89 @@
+"""`ndtp bench calibrate`: a hardware profile of the ranks at hand."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ndtp.cli.common import JsonOption, console, is_first_rank, write_json
+from ndtp.errors import GridError
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def calibrate(
+    output: Annotated[Path, typer.Option(metavar="FILE.toml", help="Where the profile goes.")] = Path("hardware.toml"),
+    ranks: Annotated[int | None, typer.Option(help="Local ranks; under torchrun all of its ranks.")] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help="Default: the launcher's LOCAL_WORLD_SIZE, else all ranks.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    repeats: Annotated[int, typer.Option(help="Measurements of each size; the median counts.")] = 5,
+    largest: Annotated[float, typer.Option(metavar="MIB", help="A rank's largest share in a collective.")] = 1.0,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure latency and bandwidth per axis and collective, and GEMM rates, and write a hardware profile.
+
+    Example: ndtp bench calibrate --ranks 8 --output mine.toml; then ndtp plan ... --hardware mine.toml
+    """
+    import ndtp.testing
+    from ndtp.bench.calibrate import Job, fit, measure, rates_by_class, to_toml
+
+    world = int(os.environ.get("WORLD_SIZE", "0")) or None
+    count = ranks or world or 4
+    if world and ranks and ranks != world:
+        raise GridError(f"bench calibrate: --ranks {ranks} under a launcher of {world} ranks; leave --ranks out")
+    if count < 2:
+        raise GridError("bench calibrate: one rank has no link to measure; fix: --ranks 2 or more")
+    per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or count
+    if not 1 <= per_node <= count:
+        near = [size for size in range(1, count + 1) if count % size == 0]
+        raise GridError(f"bench calibrate: --ranks-per-node {per_node} of {count} ranks; take one of {near}")
+    if dtype not in DTYPES:
+        raise GridError(f"bench calibrate: --dtype {dtype} is not one of {', '.join(DTYPES)}")
+    if repeats < 1 or largest <= 0:
+        raise GridError(f"bench calibrate: --repeats {repeats} and --largest {largest:g} must be above 0")
+    if output.suffix != ".toml" or not output.parent.is_dir():
+        raise GridError(f"bench calibrate: --output {output} must be a .toml file in a folder that exists")
+    import torch
+
+    device = "cuda" if world and torch.cuda.is_available() else "cpu"
+    sizes = tuple(int(largest * 2**20) >> shift for shift in (8, 5, 2, 0))
+    scale = (64, 256, 1024, 4096) if device == "cuda" else (32, 128, 512, 1024)
+    limit = 2**36 if device == "cuda" else 2**27
+    job = Job(per_node, DTYPES[dtype], sizes, scale, limit, repeats, device)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    out = console(json_file)
+    with out.status(f"measuring {count} ranks"):
+        samples = ndtp.testing.run(measure, count, args=(job,), timeout=3600)[0]
+    if not is_first_rank():
+        return
+    hardware, fits = fit(samples, job, output.stem)
+    output.write_text(to_toml(hardware, fits, samples))
+    table = Table(title=f"fit of {output.stem}: {count} ranks, {per_node} a node, {dtype}", title_justify="left")
+    table.add_column("model of")
+    for heading in ("samples", "median error", "worst error"):
+        table.add_column(heading, justify="right")
+    for each in fits:
+        table.add_row(each.what, str(each.samples), f"{each.median_error:.0%}", f"{each.worst_error:.0%}")
+    out.print(table)
+    for name in ("intra", "inter"):
+        link = getattr(hardware, name)
+        out.print(
+            f"{name}: {link.bandwidth_gbs:.4g} GB/s, {link.latency_us:.4g} us a call, {link.hop_us:.4g} us a hop",
+            highlight=False,
+        )
+    rates = ", ".join(f"{name} {rate:.3g}" for name, rate in rates_by_class(samples).items())
+    out.print(f"TFLOP/s: {rates}; large products {hardware.tflops[DTYPES[dtype]]:.3g}", highlight=False)
+    out.print(f"wrote {output}")
+    write_json(json_file, {
+        "output": str(output), "ranks": count, "ranks_per_node": per_node, "dtype": DTYPES[dtype],
+        "fits": [asdict(each) for each in fits], "tflops_by_class": rates_by_class(samples),
+        "links": [asdict(sample) for sample in samples.links], "gemms": [asdict(sample) for sample in samples.gemms],
+    })  # fmt: skip

@@ -1,0 +1,148 @@
+"""`ndtp bench step`, as it is typed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from ndtp.bench.step import num_rounds, ranks_of, read_log
+from ndtp.bench.volume import Shape
+from ndtp.cli import bench_step, main
+
+TINY = ("--tokens", "64", "--hidden", "16", "--ffn", "32", "--warmup", "1")
+
+
+@pytest.fixture
+def ndtp(monkeypatch, capsys):
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["ndtp", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return (end.value.code, *capsys.readouterr())
+
+    return run
+
+
+def test_grids_and_rivals_in_one_run(ndtp):
+    words = ("--ranks", "4", "--rounds", "2", "--compare", "torch", "--compare", "megatron", "--json", "-")
+    code, out, err = ndtp("bench", "step", *TINY, *words)
+    assert code == 0
+    assert max(map(cell_len, err.splitlines())) <= 100
+    result = json.loads(out)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert {"z=2 y=2", "y=4", "torch Colwise/Rowwise", "torch sequence parallel", "Megatron-style 1D"} <= set(rows)
+    assert all(row["rounds"] == 2 and row["wrong"] == 0 and row["step_ms"] > 0 for row in rows.values())
+    assert rows["y=4"]["received_bytes"] == 4 * 4 * 64 * 16 * 3 / 4 == rows["Megatron-style 1D"]["received_bytes"]
+    planned = [row for row in rows.values() if row["predicted_ms"]]
+    assert sorted(row["planner_rank"] for row in planned) == list(range(1, len(planned) + 1))
+    for row in planned:
+        assert row["exposed_ms"] == pytest.approx(max(0, row["step_ms"] - row["local_ms"]))
+
+
+def test_a_wrong_result_exits_1_and_is_not_timed(ndtp, monkeypatch):
+    def run(job, ranks):
+        entries = [{"name": str(case), "received_bytes": 1, "wrong": 3} for case in job.cases]
+        Path(job.log).write_text(json.dumps({"entries": entries, "rounds": 1}) + "\n")
+
+    monkeypatch.setattr(bench_step, "_run", run)
+    code, out, _ = ndtp("bench", "step", *TINY, "--ranks", "4", "--grid", "y=4", "--json", "-")
+    assert code == 1
+    assert json.loads(out)["rows"][0]["step_ms"] is None
+
+
+def test_interrupted_run_keeps_what_was_measured_and_leaves_no_rank(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "ndtp",
+        "bench",
+        "step",
+        *TINY,
+        "--ranks",
+        "2",
+        "--rounds",
+        "100000",
+        "--json",
+        "-",
+    ]
+    environment = dict(os.environ, TMPDIR=str(tmp_path))
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
+    )
+    logs = lambda: list(tmp_path.glob("*/rounds.jsonl"))  # noqa: E731
+    end = time.monotonic() + 100
+    while not (logs() and num_rounds(logs()[0]) > 5):
+        assert run.poll() is None and time.monotonic() < end
+        time.sleep(0.1)
+    run.send_signal(signal.SIGINT)
+    out, _ = run.communicate(timeout=60)
+    assert run.returncode == 130
+    result = json.loads(out)
+    assert result["interrupted"] and all(row["rounds"] >= 4 for row in result["rows"])
+    # Ranks inherit the folder in their environment: none is left.
+    end = time.monotonic() + 20
+    while left := _processes_with(str(tmp_path)):
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
+def _processes_with(text):
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if text.encode() in (folder / "environ").read_bytes():
+                found.append(folder.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_log_with_a_line_that_was_being_written(tmp_path):
+    log = tmp_path / "log"
+    entries = [{"name": "y=2", "received_bytes": 10, "wrong": 0}]
+    rounds = [{"round": i, "step_ms": [ms], "local_ms": [1.0]} for i, ms in ((-1, 99.0), (0, 3.0), (1, 5.0), (2, 4.0))]
+    lines = [json.dumps(line) for line in ({"entries": entries, "rounds": 9}, *rounds)]
+    log.write_text("\n".join(lines) + '\n{"round": 3, "st')
+    (result,) = read_log(log)
+    assert (result.rounds, result.step_ms, result.slowest_ms, result.exposed_ms) == (3, 4.0, 5.0, 3.0)
+    assert read_log(tmp_path / "none") == []
+
+
+def test_ranks_of():
+    assert ranks_of([3.0, None, 1.0, 2.0]) == [3, None, 1, 2]
+
+
+def test_named_grids():
+    shape = Shape(64, 16, 32)
+    (case,) = bench_step.choose(["z=2, x=2 y=2"], 8, shape, 1)
+    assert (str(case), case.scheme) == ("z=2 x=2 y=2", "3d")
+    assert [case.scheme for case in bench_step.choose(["x=8", "y=8"], 8, shape, 1)] == ["2d", "1d-sp"]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--ranks", "4", "--grid", "q=4"), "write it like 'z=2 x=2 y=2'"),
+        (("--ranks", "4", "--grid", "y=8"), "has 8 ranks, the run has 4"),
+        (("--ranks", "7"), "multiples of 7"),
+        (("--ranks", "1"), "--ranks 2 or more"),
+        (("--compare", "jax"), "not one of torch, megatron"),
+        (("--dtype", "int8"), "not one of fp32"),
+        (("--hardware", "cpus"), "did you mean cpu"),
+        (("--ranks", "8", "--grid", "x=8", "--hidden", "12"), "8 does not divide 12"),
+    ],
+)
+def test_wrong_use(ndtp, words, message):
+    code, _, err = ndtp("bench", "step", *TINY, *words)
+    assert code == 2 and message in err
+
+
+def test_help_has_an_example(ndtp):
+    code, out, _ = ndtp("bench", "step", "--help")
+    assert code == 0 and "Example: ndtp bench step" in out
