@@ -7,21 +7,33 @@ import importlib.util
 import os
 import platform
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+import typer
 from rich.table import Table
 
 import ndtp
+from ndtp.cli.bench_gemm import choice_table
 from ndtp.cli.common import JsonOption, console, write_json
 
 
-def info(json_file: JsonOption = None) -> None:
+def info(
+    gemm: Annotated[
+        tuple[int, int, int], typer.Option(metavar="M N K", help="Show which kernel multiplies these sizes, and why.")
+    ] = (0, 0, 0),
+    dtype: Annotated[str, typer.Option(help="With --gemm: bfloat16, float16 or float32.")] = "bfloat16",
+    json_file: JsonOption = None,
+) -> None:
     """Show versions, devices, backends and kernels: what a bug report needs.
 
-    Example: ndtp info --json -
+    Example: ndtp info --json -; ndtp info --gemm 8192 14336 4096
     """
+    if any(gemm):
+        choice, report = choice_table(gemm, dtype)
+        console(json_file).print(choice)
+        return write_json(json_file, report)
     found = environment()
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
