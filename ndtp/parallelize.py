@@ -7,20 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ndtp.auto import best_grid, best_layouts, request_for
 from ndtp.contraction import MatMulPlan
 from ndtp.cost import Volume, traffic
 from ndtp.errors import LayoutError
+from ndtp.hardware import Hardware
 from ndtp.layout import Layout
 from ndtp.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unfit
 from ndtp.nn.dropout import Dropout, RowBlocks
 from ndtp.nn.linear import Linear, padded_size, zero_padding
 from ndtp.ops import relayout
+from ndtp.planner import GridPlan
 from ndtp.process_grid import ProcessGrid
 from ndtp.relayout import relayout as relayout_steps
-from ndtp.schemes import block_layouts
+from ndtp.schemes import BlockLayouts, block_layouts
 
 
 @dataclass
@@ -30,6 +34,7 @@ class Report:
     replaced: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     layers: list[BoundaryLinear] = field(default_factory=list, repr=False)
+    mesh: ProcessGrid | None = field(default=None, repr=False)
 
     def volume(self, tokens: int) -> Volume:
         """The exact traffic of a training step over `tokens` rows, boundaries included, in elements per rank."""
@@ -95,14 +100,16 @@ class BoundaryLinear(Linear):
 
 def parallelize(
     model: nn.Module,
-    mesh: ProcessGrid,
-    plan: Mapping[str, str | Sequence[Layout]] | None = None,
+    mesh: ProcessGrid | None = None,
+    plan: Mapping[str, str | Sequence[Layout]] | GridPlan | None = None,
     *,
     scheme: str = "3d",
     axes: Sequence[str] | None = None,
     pad: bool = True,
     regather: tuple[str, ...] = (),
     chunks: int = 0,
+    tokens: int | None = None,
+    hardware: str | Hardware = "h100-ib",
 ) -> nn.Module:
     """Replace `Linear -> activation -> Linear` pairs of a model by tensor-parallel ones, in place, keeping the weights.
 
@@ -114,7 +121,11 @@ def parallelize(
         plan: names instead of a search, with wildcards: `{"encoder.*.fc1": "up", "encoder.*.fc2": "down"}`, or layouts
             of one layer: `{"head": (in_layout, weight_layout, out_layout)}`, the last of which may be left out.  Rows
             that axes split in both activations and that split no weight stay split outside.
-        scheme, axes: as for `ndtp.nn.MLP`.
+            Or what `ndtp.plan` returns, which gives the scheme.
+        mesh: may be left out with scheme="auto", which then takes the best grid of all ranks; it is in
+            `model.ndtp_report.mesh`.
+        scheme, axes: as for `ndtp.nn.MLP`; "auto" takes the layouts by which a step on `mesh` takes least.
+        tokens, hardware: what "auto" plans for: rows of a step, and a preset or profile of `ndtp.hardware`.
         pad: pad sizes that do not divide; without it they are an error.
         regather, chunks: as for `ndtp.nn.Linear`.
 
@@ -122,11 +133,19 @@ def parallelize(
         LayoutError: names that match nothing or do not pair up, or sizes that do not divide.
     """
     report = Report()
+    if isinstance(plan, GridPlan):
+        scheme, regather, plan = plan.scheme, plan.regather, None
     if plan is None:
         pairs, report.kept = find_pairs(model)
     else:
         pairs = pairs_by_name(model, {name: value for name, value in plan.items() if isinstance(value, str)})
-    layouts = block_layouts(mesh.grid, scheme, axes)
+    if scheme == "auto":
+        mesh, layouts = _automatic(model, pairs, mesh, tokens, hardware)
+    elif mesh is None:
+        raise LayoutError("parallelize: give a mesh; only scheme='auto' makes one")
+    else:
+        layouts = block_layouts(mesh.grid, scheme, axes)
+    report.mesh = mesh
     options = {"regather": regather, "chunks": chunks}
     for pair in pairs:
         _replace_pair(model, pair, mesh, report, pad, layouts.plans(pair.up), options)
@@ -138,6 +157,21 @@ def parallelize(
         report.kept.setdefault(name, "not named in the plan")
     model.ndtp_report = report  # type: ignore[assignment]
     return model
+
+
+def _automatic(
+    model: nn.Module, pairs: Sequence[Pair], mesh: ProcessGrid | None, tokens: int | None, hardware: str | Hardware
+) -> tuple[ProcessGrid, BlockLayouts]:
+    """The mesh and the layouts that the planner would take."""
+    if tokens is None:
+        raise LayoutError("parallelize: scheme='auto' plans for a number of rows; give tokens=, those of a step")
+    ups = [model.get_submodule(pair.up) for pair in pairs]
+    sizes = [(up.in_features, up.out_features) for up in ups]
+    dtype = str(ups[0].weight.dtype).removeprefix("torch.") if ups else "float32"
+    ranks = mesh.grid.num_ranks if mesh else dist.get_world_size() if dist.is_initialized() else 1
+    request = request_for(sizes, tokens, ranks, hardware, dtype)  # type: ignore[arg-type]
+    mesh = mesh or ProcessGrid(best_grid(request))
+    return mesh, best_layouts(request, mesh.grid)
 
 
 def _outside(layouts: Sequence[Layout], axes: Sequence[str]) -> Layout:
