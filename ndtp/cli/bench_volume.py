@@ -147,12 +147,12 @@ def _volumes(rows: Any, rivals: Any, ranks: int, shape: Any, dtype: str, small: 
 
 
 def _analysis(rows: list[Any]) -> Table:
-    table = Table(title="Shares of a rank, and elements received; formula: MindSpore's published one, forward")
-    table.title_justify = "left"
+    title = "Shares of a rank, and elements received; formula: MindSpore's published one, forward"
+    table = Table(title=title, title_justify="left", padding=(0, 0), pad_edge=False)
     for heading in ("scheme", "grid"):
         table.add_column(heading)
     for heading in ("computation", "parameters", "activations", "formula", "forward", "backward"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for a in rows:
         shares = (f"1/{1 / share:.4g}" for share in (a.computation, a.parameters, a.activations))
         table.add_row(a.case.scheme, str(a.case), *shares, f"{a.published:,}", f"{a.forward:,}", f"{a.backward:,}")
