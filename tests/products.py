@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -94,3 +94,40 @@ def check_product(product: Product, seed: int = 0) -> None:
 def check_products(products: Sequence[Product]) -> None:
     for product in products:
         check_product(product)
+
+
+# Schemes on eight ranks.
+CUBE = Grid(z=2, x=2, y=2)
+LINE = Grid(x=8)
+PLANE = Grid(x=2, y=4)
+DATA = Grid(d=2, x=4)
+M, K, N = 16, 32, 64
+
+# The table of docs/: name -> grid, A, B, explicit output.
+SCHEMES = {
+    "1d column": (LINE, "None None", "None x", None),
+    "1d row": (LINE, "None x", "x None", None),
+    "1d row, scattered": (LINE, "None x", "x None", "x None"),
+    "1d column, sequence parallel": (LINE, "x None", "None x", None),
+    "2d feature split": (PLANE, "None (x y)", "x y", None),
+    "2d row split": (PLANE, "y x", "x y", None),
+    "3d": (CUBE, "(z y) x", "(x z) y", None),
+    "3d, second product": (CUBE, "(z x) y", "(y z) x", None),
+    "data parallel": (DATA, "d None", "None None", None),
+    "fsdp": (DATA, "d None", "d None", None),
+    "data parallel 1d": (DATA, "d x", "x None", None),
+    "2d on a cube, z replicates": (CUBE, "y x", "x y", None),
+    "sizes of 1": (Grid(z=1, x=8, y=1), "(z y) x", "(x z) y", None),
+}
+
+
+def scheme_product(name, **changes):
+    grid, a, b, out = SCHEMES[name]
+    return replace(Product(grid, a, b, (M, K), (K, N), out), **changes)
+
+
+def shards_of(product, seed=0):
+    plan, mesh = product.plan(), mesh_of(product.grid)
+    whole = [small_integers(s, seed + i, **BOUNDS) for i, s in enumerate((product.a_shape, product.b_shape))]
+    a, b = (layout.shard(t, mesh.rank).contiguous() for layout, t in zip((plan.a, plan.b), whole, strict=True))
+    return plan, mesh, whole, a, b
