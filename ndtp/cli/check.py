@@ -109,6 +109,8 @@ def check(
     except RankError as error:
         if is_first_rank():
             print(f"check failed: {error}", file=sys.stderr)
+        finished = [outcome.as_json() for outcome in outcomes]
+        write_json(json_file, {"ok": False, "ranks": ranks, "error": str(error), "cases": finished})
         raise typer.Exit(1) from None
     failed = [outcome for outcome in outcomes if outcome.failure]
     seconds = time.monotonic() - start

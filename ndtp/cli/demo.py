@@ -114,6 +114,7 @@ def demo(
     except RankError as error:
         if is_first_rank():
             print(f"demo failed: {error}", file=sys.stderr)
+        write_json(json_file, {"ok": False, "ranks": ranks, "error": str(error), "runs": []})
         raise typer.Exit(1) from None
     failed = [run for run in runs if run.failure]
     result = {

@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from ndtp.cli.app import app
@@ -114,3 +115,24 @@ def test_help_has_an_example():
     assert "Example: ndtp check" in result.stdout
     assert "--break-collective" not in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_a_rank_that_fails_is_an_error_that_names_the_case(monkeypatch):
+    monkeypatch.setattr("ndtp.cli.check.check_grid", dies)
+    result = check("--ranks", 2, "--scheme", "1d", "--json", "-")
+    assert result.exit_code == 1
+    assert "rank 1 (z=0 x=0 y=1): RuntimeError: case '1d z=1 x=1 y=2 float32 up' stopped: boom" in result.stderr
+    report = json.loads(result.stdout)
+    assert report["ok"] is False and "boom" in report["error"]
+
+
+def dies(counter, sizes, *arguments):
+    import ndtp.cli.cases as module
+
+    def boom(case, mesh):
+        if mesh.rank == 1:
+            raise RuntimeError("boom")
+        torch.distributed.barrier()
+
+    module._check_product = boom
+    return module.check_grid(counter, sizes, *arguments)
