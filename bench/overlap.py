@@ -25,8 +25,8 @@ from torch.distributed.tensor import Shard, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ndtp
-from ndtp import gemm
 from ndtp.collectives import Collectives
+from ndtp.gemm import TorchGemm
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 Step = Callable[[bool], None]
@@ -43,6 +43,13 @@ class NoCommunication(Collectives):
         elif step.kind == "reduce_scatter":
             shape[step.dim] //= ranks
         return _Done(tensor.new_zeros(shape))
+
+
+class NoProducts(TorchGemm):
+    """Products that allocate their result, and compute nothing."""
+
+    def product(self, a, b, transpose_a, transpose_b):
+        return a.new_empty(a.shape[int(transpose_a)], b.shape[int(not transpose_b)])
 
 
 class _Done:
@@ -132,20 +139,12 @@ def alone(step: Step, mlp: ndtp.nn.MLP, repetitions: int) -> dict[str, float]:
         compute = statistics.median(timed(step, True) for _ in range(repetitions))
     finally:
         mesh.collectives = collectives
-    products = gemm.forward, gemm.dgrad, gemm.wgrad
+    products, mesh.gemm = mesh.gemm, NoProducts()
     activation, mlp.activation = mlp.activation, lambda h: h
-
-    def nothing(shape_of: Callable) -> Callable:
-        return lambda plan, left, right: left.new_empty(shape_of(plan, left, right))
-
-    gemm.forward = nothing(lambda plan, a, b: (a.shape[0], b.shape[0]))
-    gemm.dgrad = nothing(lambda plan, g, b: (g.shape[0], b.shape[1]))
-    gemm.wgrad = nothing(lambda plan, g, a: (g.shape[1], a.shape[1]))
     try:
         communication = statistics.median(timed(step, True) for _ in range(repetitions))
     finally:
-        gemm.forward, gemm.dgrad, gemm.wgrad = products
-        mlp.activation = activation
+        mesh.gemm, mlp.activation = products, activation
     return {"compute": compute, "communication": communication}
 
 

@@ -48,13 +48,14 @@ class Handle:
         Raises:
             CommunicationError: a peer died or stalled.
         """
-        with self._owner.explain(self._label), labelled(self._label):
-            if self._work is not None:
-                self._work.wait()
-            result = self._finish()
-        self._owner.in_flight.discard(self)
-        self._work = self._buffers = None
-        return result
+        try:
+            with self._owner.explain(self._label), labelled(self._label):
+                if self._work is not None:
+                    self._work.wait()
+                return self._finish()
+        finally:
+            self._owner.in_flight.discard(self)
+            self._work = self._buffers = None
 
     def __del__(self) -> None:
         if self._work is not None and self._owner.orders_by_stream:

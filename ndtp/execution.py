@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ndtp import gemm
 from ndtp.contraction import MatMulPlan
 from ndtp.relayout import Step
 from ndtp.schedule import RowChunks, Task, backward_tasks, forward_tasks
@@ -82,7 +81,7 @@ class Execution:
             if ahead is not None:
                 self._moves["B", None] = ahead
         products: dict[str, Product] = {
-            "C": lambda i: gemm.forward(self.plan, self._tensors["A", i], self._tensors["B", None])
+            "C": lambda i: self.mesh.gemm.forward(self.plan, self._tensors["A", i], self._tensors["B", None])
         }
         self._run(forward_tasks(self.rows.count), {"A": a_shard, "B": b_shard}, products, "forward")
         a = self._joined("A", self.rows.a_dim) if keep_a and "a" not in self.plan.regather else None
@@ -111,10 +110,10 @@ class Execution:
         def wgrad(_: int | None) -> Tensor:
             kept = tensors.get(("A", None))
             left = self._joined("A", self.rows.a_dim) if kept is None else kept
-            return gemm.wgrad(plan, self._grad(), left)
+            return self.mesh.gemm.wgrad(plan, self._grad(), left)
 
         products: dict[str, Product] = {
-            "dA": lambda i: gemm.dgrad(plan, tensors["dC", i], tensors["B", None]),
+            "dA": lambda i: self.mesh.gemm.dgrad(plan, tensors["dC", i], tensors["B", None]),
             "dB": wgrad,
             "dbias": lambda _: self._grad().sum(tuple(range(grad_shard.dim() - 1))),
         }

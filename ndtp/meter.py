@@ -196,4 +196,9 @@ FUNCTIONAL: dict[str, Rule] = {
     "irecv": _one_way("receive", lambda args, rank: True),
 }
 
-RULES = {"c10d": C10D, "_c10d_functional": FUNCTIONAL}
+# DTensor's Shard(i) -> Shard(j), on accelerators: its all-to-all runs below the dispatcher.
+DTENSOR: dict[str, Rule] = {
+    "shard_dim_alltoall": lambda args, ranks, rank: ("all_to_all", _bytes(args[0]) // ranks * (ranks - 1)),
+}
+
+RULES = {"c10d": C10D, "_c10d_functional": FUNCTIONAL, "_dtensor": DTENSOR}

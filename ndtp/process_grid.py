@@ -12,12 +12,15 @@ import torch.distributed as dist
 
 from ndtp.collectives import Collectives
 from ndtp.errors import GridError
+from ndtp.gemm import KernelGemm, TorchGemm
 from ndtp.grid import Grid
 from ndtp.prefetch import WeightPrefetch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+GEMMS = {"torch": TorchGemm, "kernels": KernelGemm}
 
 
 class ProcessGrid:
@@ -31,6 +34,7 @@ class ProcessGrid:
             for.  Default: torch's.  On NCCL torch's watchdog enforces it.
         check: before every product, compare plan, shapes and dtypes across all ranks and raise a `MismatchError` that
             names the ranks that deviate, instead of a hang.  One small all-gather a product: for tests and debugging.
+        gemm: what multiplies on each rank: "torch", or "kernels" for those of `ndtp_kernels` (Triton on a GPU).
         device_type: "cpu" or "cuda"; default: that of the backend (NCCL: "cuda").
 
     Attributes:
@@ -50,6 +54,7 @@ class ProcessGrid:
         *,
         timeout: float | None = None,
         check: bool = False,
+        gemm: str = "torch",
         device_type: str | None = None,
     ) -> None:
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -59,7 +64,7 @@ class ProcessGrid:
                 f"  fix: a grid of {world} ranks, ProcessGrid.from_mesh for a part of them"
                 + ("" if dist.is_initialized() else ", or init_process_group first")
             )
-        self._bind(grid, list(range(world)) if grid.num_ranks > 1 else None, {}, timeout, check, device_type)
+        self._bind(grid, list(range(world)) if grid.num_ranks > 1 else None, {}, timeout, check, gemm, device_type)
 
     @classmethod
     def from_mesh(
@@ -69,6 +74,7 @@ class ProcessGrid:
         *,
         timeout: float | None = None,
         check: bool = False,
+        gemm: str = "torch",
     ) -> ProcessGrid:
         """Bind to (a slice of) a DeviceMesh of the user's own, whose process groups are used as they are.
 
@@ -102,7 +108,7 @@ class ProcessGrid:
             (axis,): device_mesh.get_group(name) for axis, name in axes.items() if timeout is None
         }
         self = cls.__new__(cls)
-        self._bind(grid, ranks, groups, timeout, check, device_mesh.device_type)
+        self._bind(grid, ranks, groups, timeout, check, gemm, device_mesh.device_type)
         return self
 
     def _bind(
@@ -112,8 +118,12 @@ class ProcessGrid:
         groups: dict[tuple[str, ...], ProcessGroup],
         timeout: float | None,
         check: bool,
+        gemm: str,
         device_type: str | None,
     ) -> None:
+        if gemm not in GEMMS:
+            raise GridError(f"ProcessGrid: gemm={gemm!r} is not one of {', '.join(GEMMS)}")
+        self.gemm: TorchGemm = GEMMS[gemm]()
         self.grid = grid
         self.check = check
         self.timeout = timeout

@@ -188,7 +188,9 @@ def gemm(
         launches, (_, _, rows) = launch.gemm_launches(call, config, chip)
         if not _ran(op, launches, a.device, config):
             return by_torch()
-    return Product(c, pre, None, None if rows is None else rows.sum((0, 1)))
+    if rows is not None:  # [batch, split, rows], where the batch may have become rows
+        rows = rows.sum((0, 1)).reshape(-1, m).sum(0)
+    return Product(c, pre, None, rows)
 
 
 def _ran(op: str, launches: list[launch.Launch], device: torch.device, config: Config) -> bool:

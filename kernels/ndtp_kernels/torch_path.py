@@ -41,7 +41,11 @@ def gemm(
         return reference.cut(x, form.c_blocks, form.num_c_blocks)
 
     steps = (bias, bias2, residual, scale_a, scale_b, b2)
-    sums = left.sum(-1, dtype=torch.float32).reshape(-1, left.shape[-2]).sum(0) if row_sums else None
+    sums = None
+    if row_sums:
+        batch = torch.broadcast_shapes(left.shape[:-2], turned(b).shape[:-2])
+        each = left.sum(-1, dtype=torch.float32).expand(*batch, left.shape[-2])
+        sums = each.reshape(-1, left.shape[-2]).sum(0)
     if activation == "none" and not keep_pre and all(x is None for x in steps):
         c = cut(_product(left, turned(b), out_dtype))
         return Product(_into(c, out, accumulate, out_dtype), None, None, sums)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import typer
 
 from ndtp.cli.bench_calibrate import calibrate
+from ndtp.cli.bench_gemm import gemm
 from ndtp.cli.bench_step import step
 from ndtp.cli.bench_volume import volume
 from ndtp.cli.check import check
 from ndtp.cli.demo import demo
+from ndtp.cli.info import info
 from ndtp.cli.plan import plan
+from ndtp.cli.show import show
 
 app = typer.Typer(
     name="ndtp",
@@ -18,8 +21,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-bench = typer.Typer(help="Benchmarks: volume, step, calibrate, gemm, overlap.", no_args_is_help=True)
+bench = typer.Typer(help="Benchmarks: volume, step, calibrate, gemm.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(show, name="show")
 
 
 @app.callback()
@@ -27,7 +31,7 @@ def _root() -> None:
     """A callback keeps subcommands named even while there is only one."""
 
 
-for command in (demo, check, plan):
+for command in (demo, check, plan, info):
     app.command()(command)
-for benchmark in (volume, step, calibrate):
+for benchmark in (volume, step, calibrate, gemm):
     bench.command()(benchmark)

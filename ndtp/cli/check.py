@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ndtp.cli.cases import Case, Result, cases, check_grid
-from ndtp.cli.common import JsonOption, console, is_first_rank, write_json
+from ndtp.cli.common import JsonOption, RanksOption, console, is_first_rank, num_ranks, write_json
 from ndtp.cli.progress import Runner
 from ndtp.grid import Grid
 from ndtp.schemes import SCHEMES
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def check(
-    ranks: Annotated[int, typer.Option(min=1, help="Number of local ranks; torchrun's are joined.")] = 8,
+    ranks: RanksOption = None,
     scheme: Annotated[
         list[str] | None, typer.Option(help=f"One of {', '.join(SCHEMES)}; may be repeated. Default: all.")
     ] = None,
@@ -94,6 +94,7 @@ def check(
     if broken is not None:
         _one_of("--break-collective", [broken], COLLECTIVES)
     out = console(json_file)
+    ranks = num_ranks(ranks)
     start = time.monotonic()
     grids = Grid.all(ranks)
     outcomes: list[Outcome] = []

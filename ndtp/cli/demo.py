@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ndtp.cli.common import JsonOption, console, is_first_rank, write_json
+from ndtp.cli.common import JsonOption, RanksOption, console, is_first_rank, num_ranks, write_json
 from ndtp.cli.demo_training import Run, Task, train
 from ndtp.cli.progress import Runner
 from ndtp.grid import Grid
@@ -82,7 +82,7 @@ def demo(
         "demo_output"
     ),
     steps: Annotated[int, typer.Option(min=2, help="Training steps on each grid.")] = 100,
-    ranks: Annotated[int, typer.Option(min=1, help="Number of local ranks; torchrun's are joined.")] = 8,
+    ranks: RanksOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Train on real text: dense against 1D, 2D and 3D tensor parallelism.
@@ -97,6 +97,7 @@ def demo(
     Example: ndtp demo --output demo_output --steps 100
     """
     out = console(json_file)
+    ranks = num_ranks(ranks)
     start = time.monotonic()
     task = Task(steps)
     _make(output)

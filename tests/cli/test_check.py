@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -78,6 +80,24 @@ def test_wrong_use_is_explained(arguments, message):
     result = check(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_another_number_of_ranks_than_torchrun_has_is_wrong_use(monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    result = check("--ranks", 2)
+    assert result.exit_code == 2
+    assert "2 ranks, but torchrun started 4" in result.stderr
+
+
+def test_under_torchrun_one_rank_writes_for_all():
+    arguments = ["-m", "ndtp", "check", "--scheme", "2d", "--json", "-"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"] and report["ranks"] == 2
+    assert done.stderr.count("cases agree") == 1
 
 
 def test_every_form_of_every_scheme_is_a_case():

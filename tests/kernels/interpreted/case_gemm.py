@@ -117,6 +117,16 @@ def test_row_sums_are_bias_gradients():
         assert torch.equal(got.row_sums, dc.sum(0))
 
 
+@pytest.mark.parametrize("batches", [((), (2,)), ((2,), ()), ((2, 3), (3,))], ids=str)
+def test_row_sums_count_every_product_of_a_batch(batches):
+    """The kernel and torch agree where A is used by several products."""
+    a, b = operands(9, 8, 7, False, False, batch_a=batches[0], batch_b=batches[1])
+    ours = products.gemm("gemm", a, b, row_sums=True, options=triton_options()).row_sums
+    torchs = products.gemm("gemm", a, b, row_sums=True).row_sums
+    assert torch.equal(ours, torchs)
+    assert torch.equal(ours, a.sum(-1).expand(*torch.broadcast_shapes(*batches), 9).reshape(-1, 9).sum(0))
+
+
 def test_leaving_processors_free_changes_nothing():
     """Fewer programs than tiles: each takes several."""
     a, b = operands(50, 70, 20, False, False)

@@ -1,0 +1,117 @@
+"""`ndtp info`: what a bug report needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.table import Table
+
+import ndtp
+from ndtp.cli.bench_gemm import choice_table
+from ndtp.cli.common import JsonOption, console, write_json
+
+
+def info(
+    gemm: Annotated[
+        tuple[int, int, int], typer.Option(metavar="M N K", help="Show which kernel multiplies these sizes, and why.")
+    ] = (0, 0, 0),
+    dtype: Annotated[str, typer.Option(help="With --gemm: bfloat16, float16 or float32.")] = "bfloat16",
+    json_file: JsonOption = None,
+) -> None:
+    """Show versions, devices, backends and kernels: what a bug report needs.
+
+    Example: ndtp info --json -; ndtp info --gemm 8192 14336 4096
+    """
+    if any(gemm):
+        choice, report = choice_table(gemm, dtype)
+        console(json_file).print(choice)
+        return write_json(json_file, report)
+    found = environment()
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for topic, entries in found.items():
+        for i, (name, value) in enumerate(entries.items()):
+            table.add_row(topic if i == 0 else "", f"{name}: {_text(value)}")
+    console(json_file).print(table, highlight=False)
+    write_json(json_file, found)
+
+
+def environment() -> dict[str, dict[str, Any]]:
+    """By topic.  Asks devices for their names, and starts nothing on them."""
+    return {
+        "versions": {
+            "ndtp": ndtp.__version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            **{name: _version(name) for name in ("triton", "numpy", "typer", "rich", "matplotlib")},
+        },
+        "system": {
+            "os": platform.platform(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "torch threads": torch.get_num_threads(),
+            "interpreter": sys.implementation.name,
+        },
+        "devices": _devices(),
+        "backends": {
+            "gloo": dist.is_available() and dist.is_gloo_available(),
+            "nccl": _nccl(),
+            "mpi": dist.is_available() and dist.is_mpi_available(),
+        },
+        "kernels": _kernels(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {"cpu": platform.processor() or platform.machine(), "gpus": []}
+    names = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        names.append(
+            f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+            f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"
+        )
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "gpus": names,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+    }
+
+
+def _nccl() -> str | bool:
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return False
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception as error:  # a build with NCCL but without its library
+        return f"not loadable: {error}"
+
+
+def _kernels() -> dict[str, Any]:
+    """Importable means found: importing them is left to who uses them, since Triton reads its settings then."""
+    return {name: importlib.util.find_spec(name) is not None for name in ("ndtp_kernels", "triton")}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return "; ".join(map(str, value)) or "none"
+    return "not installed" if value is None else str(value)

@@ -1,0 +1,158 @@
+"""`ndtp show`: pictures of who holds what.  Needs no process group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ndtp.cli.common import JsonOption, console, write_json
+from ndtp.cli.drawing import FORMATS, as_text, save
+from ndtp.cli.panels import PHASES, Panel, plan_panels
+from ndtp.contraction import MatMulPlan
+from ndtp.errors import GridError, LayoutError
+from ndtp.grid import Grid
+from ndtp.layout import Layout
+
+MAX_RANKS = 4096
+GAP = 4  # between pictures side by side
+
+show = typer.Typer(help="Draw who holds what: a layout, or a plan step by step.", no_args_is_help=True)
+
+GridOption = Annotated[str, typer.Option("--grid", metavar="Z=2,X=2,..", help="Axes and sizes, slowest axis first.")]
+OutputOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw into an .svg or .png file as well.")]
+
+
+@show.command("layout")
+def show_layout(
+    grid: GridOption,
+    layout: Annotated[str, typer.Option(help="Axes of each dim, such as '(z y) x' or 'None x'.")],
+    shape: Annotated[
+        str | None, typer.Option(metavar="N,..", help="Global sizes. Default: as small as can be.")
+    ] = None,
+    output: OutputOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Show which ranks hold which block of a tensor of any number of dims.
+
+    Example: ndtp show layout --grid z=2,x=2,y=2 --layout "(z y) x" --shape 16,8
+    """
+    _check_output(output)
+    try:
+        parsed = Layout.parse(_grid(grid), layout)
+        sizes = _sizes(shape) if shape else (2 * parsed.grid.num_ranks,) * parsed.ndim
+        parsed.shard_shape(sizes)
+    except (GridError, LayoutError) as error:
+        raise typer.BadParameter(str(error)) from None
+    title = f"{str(parsed)[1:-1]} of {'x'.join(map(str, sizes))} on grid {parsed.grid}"
+    panel = Panel(title, parsed, sizes)
+    _show([[panel]], title, output, json_file, {"grid": _json(parsed.grid), **panel.as_json()})
+
+
+@show.command("plan")
+def show_plan(
+    grid: GridOption,
+    a: Annotated[str, typer.Option(help="Layout of A, such as '(z y) x'.")],
+    b: Annotated[str, typer.Option(help="Layout of B, such as '(x z) y'.")],
+    out: Annotated[str | None, typer.Option(help="Layout of C. Default: the plan's own.")] = None,
+    transpose_a: Annotated[bool, typer.Option("--transpose-a", help="A is stored as [K, M].")] = False,
+    transpose_b: Annotated[bool, typer.Option("--transpose-b", help="B is stored as [N, K].")] = False,
+    regather: Annotated[list[str] | None, typer.Option(help="a or b: backward gathers it again.")] = None,
+    phase: Annotated[str, typer.Option(help=f"One of {', '.join(PHASES)}.")] = "forward",
+    shape: Annotated[
+        str | None, typer.Option(metavar="M,K,N", help="Global sizes, batch sizes first. Default: small ones.")
+    ] = None,
+    output: OutputOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Show a product step by step: stored shards, gathers, the scattered result.
+
+    Example: ndtp show plan --grid z=2,x=2,y=2 --a "(z y) x" --b "(x z) y"
+    """
+    _check_output(output)
+    if phase not in PHASES:
+        raise typer.BadParameter(f"{phase!r} is not one of {', '.join(PHASES)}.", param_hint="--phase")
+    try:
+        ranks = _grid(grid)
+        plan = MatMulPlan(
+            Layout.parse(ranks, a),
+            Layout.parse(ranks, b),
+            Layout.parse(ranks, out) if out else None,
+            transpose_a=transpose_a,
+            transpose_b=transpose_b,
+            regather=tuple(regather or ()),
+        )
+        sizes = _sizes(shape) if shape else (2 * ranks.num_ranks,) * (len(plan.batch_letters) + 3)
+        rows = plan_panels(plan, sizes, phase)
+        volume = plan.volume(sizes)
+    except (GridError, LayoutError) as error:
+        raise typer.BadParameter(str(error)) from None
+    moved = volume.by("phase").get(phase, 0)
+    title = f"{phase} of {plan.equation} on grid {ranks}"
+    result = {
+        "grid": _json(ranks),
+        "equation": plan.equation,
+        "phase": phase,
+        "shape": list(sizes),
+        "received_elements": moved,
+        "tensors": [
+            {"tensor": row[0].title.split("[")[0], "stages": [panel.as_json() for panel in row]} for row in rows
+        ],
+    }
+    _show(rows, f"{title}: every rank receives {moved:,} elements", output, json_file, result)
+
+
+def _show(
+    rows: list[list[Panel]], title: str, output: Path | None, json_file: str | None, result: dict[str, Any]
+) -> None:
+    out = console(json_file)
+    if sum(map(len, rows)) > 1:
+        out.print(f"{title}\n", highlight=False, style="bold", soft_wrap=True)
+    for row in rows:
+        pictures = [as_text(panel, out.width) for panel in row]
+        widths = [max(map(len, picture.plain.splitlines())) for picture in pictures]
+        if len(row) > 1 and sum(widths) + GAP * (len(row) - 1) <= out.width:
+            side_by_side = Table.grid(padding=(0, GAP, 0, 0))
+            side_by_side.add_row(*pictures)
+            out.print(side_by_side)
+        else:
+            for picture in pictures:
+                out.print(picture, highlight=False, no_wrap=True, overflow="ignore", crop=False)
+    if output is not None:
+        try:
+            save(output, rows, title)
+        except OSError as error:
+            raise typer.BadParameter(f"{output} cannot be written: {error.strerror}", param_hint="--output") from None
+        out.print(f"{output} written", highlight=False)
+    write_json(json_file, result)
+
+
+def _check_output(output: Path | None) -> None:
+    if output is not None and output.suffix.lower() not in FORMATS:
+        raise typer.BadParameter(f"{output} is neither an .svg nor a .png file.", param_hint="--output")
+
+
+def _grid(text: str) -> Grid:
+    sizes: dict[str, int] = {}
+    for part in text.replace(",", " ").split():
+        axis, _, size = part.partition("=")
+        if not size.isdigit() or axis in sizes:
+            raise GridError(f"grid {text!r}: {part!r} is not an axis and its size; write it like z=2,x=2,y=2")
+        sizes[axis] = int(size)
+    grid = Grid(sizes)
+    if grid.num_ranks > MAX_RANKS:
+        raise GridError(f"grid {grid} has {grid.num_ranks} ranks; pictures of up to {MAX_RANKS} ranks can be drawn")
+    return grid
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    parts = text.replace(",", " ").split()
+    if not parts or not all(part.isdigit() and int(part) for part in parts):
+        raise LayoutError(f"shape {text!r}: write it as positive numbers, like 16,8")
+    return tuple(map(int, parts))
+
+
+def _json(grid: Grid) -> dict[str, int]:
+    return {axis: grid[axis] for axis in grid}

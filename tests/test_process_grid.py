@@ -1,0 +1,218 @@
+"""ProcessGrid: bound to the whole world, or to a slice of a bigger mesh, in any order of axes."""
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+from products import mesh_of
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import ndtp
+from ndtp import CommMeter, CommunicationError, Grid, GridError, Layout, MatMulPlan, ProcessGrid
+from ndtp.testing import assert_equal, small_integers
+
+
+def check_bound():
+    for grid in (Grid(z=2, x=2, y=2), Grid(x=8), Grid(dp=2, x=1, y=4)):
+        mesh = mesh_of(grid)
+        assert mesh.rank == dist.get_rank() and mesh.coordinate == grid.coordinate(mesh.rank)
+        assert mesh.mesh_axes == tuple(sorted(grid, key=["dp", "x", "y", "z"].index)), mesh.mesh_axes
+        assert mesh.device_mesh.mesh_dim_names == mesh.mesh_axes and mesh.device_type == "cpu"
+        assert mesh.backend == "gloo" and type(mesh.collectives).__name__ == "GlooCollectives"
+        for axis in grid:
+            members = dist.get_process_group_ranks(mesh.group((axis,)))
+            assert tuple(members) == grid.group(mesh.rank, (axis,)), f"{grid}, {axis}: {members}"
+            assert mesh.device_mesh.get_group(axis) is mesh.group((axis,)), "one group an axis"
+            assert mesh.device_mesh.get_local_rank(axis) == mesh.coordinate[axis], f"{grid}, {axis}"
+        both = mesh.group(grid.names[:2])
+        assert both is mesh.group(grid.names[:2]), "made once"
+        assert tuple(dist.get_process_group_ranks(both)) == tuple(sorted(grid.group(mesh.rank, grid.names[:2])))
+        assert copy.deepcopy(mesh) is mesh and str(grid) in repr(mesh)
+    return mesh_of(Grid(z=2, x=2, y=2)).describe(("x",))
+
+
+def test_bound_to_the_world(ranks):
+    described = ranks(8).run(check_bound)
+    assert described[5] == "rank 5 (z=1, x=0, y=1) waited for rank 7"
+
+
+def product_on(mesh):
+    """A 3D product on whatever the axes are called."""
+    z, x, y = mesh.grid.names
+    plan = MatMulPlan(Layout(mesh.grid, (z, y), x), Layout(mesh.grid, (x, z), y))
+    a, b = small_integers((8, 8), 0), small_integers((8, 8), 1)
+    b_shard = plan.b.shard(b, mesh.rank).clone().requires_grad_()
+    c = ndtp.matmul(plan.a.shard(a, mesh.rank), b_shard, plan, mesh)
+    assert_equal(c, plan.out.shard(a @ b, mesh.rank), f"{mesh}: C")
+    c.sum().backward()
+    assert_equal(b_shard.grad, plan.b.shard(a.mT @ torch.ones(8, 8), mesh.rank), f"{mesh}: dB")
+    if z != "z":
+        return None  # DTensor has no order for K_xz of axes by other names
+    layer = ndtp.nn.Linear(8, 8, mesh=mesh, in_layout=plan.a, weight_layout=Layout(mesh.grid, y, (x, z)), seed=1)
+    return layer.to_dense().weight
+
+
+def check_slices():
+    user = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "tp0", "tp1"))
+    replica = user.get_local_rank("dp")
+    weights = []
+    slices = [
+        (user["tp0", "tp1"], {"x": "tp0", "y": "tp1"}),
+        (user["tp0", "tp1"], {"y": "tp1", "x": "tp0"}),
+        (user["dp", "tp1"], {"x": "tp1", "y": "dp"}),
+    ]
+    for part, axes in slices:
+        mesh = ProcessGrid.from_mesh(part, axes)
+        assert mesh.grid == Grid(dict.fromkeys(axes, 2)), "slowest first, as axes has them"
+        for axis, name in axes.items():
+            assert mesh.coordinate[axis] == user.get_local_rank(name), f"{axes}: {axis}"
+            assert mesh.group((axis,)) is user.get_group(name), "the user's own groups"
+        a, b = small_integers((8, 8), replica), small_integers((8, 8), 5)
+        plan = MatMulPlan(Layout(mesh.grid, "y", "x"), Layout(mesh.grid, "x", "y"))
+        c = ndtp.matmul(plan.a.shard(a, mesh.rank), plan.b.shard(b, mesh.rank), plan, mesh)
+        if "dp" not in axes.values():
+            assert_equal(c, plan.out.shard(a @ b, mesh.rank), f"{axes}: C")
+        total = torch.ones(1)
+        dist.all_reduce(total, group=mesh.group(("x", "y")))
+        assert total.item() == 4, "a group over two axes of a slice"
+    # The whole mesh, permuted: names of the user's own, order of ours.
+    for axes in ({"z": "dp", "x": "tp0", "y": "tp1"}, {"z": "tp1", "x": "dp", "y": "tp0"}, None):
+        mesh = ProcessGrid.from_mesh(user, axes)
+        weights.append(product_on(mesh))
+    with CommMeter() as meter:
+        product_on(ProcessGrid.from_mesh(user, {"z": "tp0", "x": "tp1", "y": "dp"}, timeout=30))
+    assert meter.volume.total > 0
+    for weight in weights[:-1]:
+        assert_equal(weight, weights[0], "one seed, one weight, whatever the order of ranks")
+    return [
+        message_of(lambda: ProcessGrid.from_mesh(user, {"x": "tp0"})),
+        message_of(lambda: ProcessGrid.from_mesh(user, {"x": "tp0", "y": "tp1", "z": "nope"})),
+        message_of(lambda: ProcessGrid.from_mesh(DeviceMesh("cpu", [3, 2, 1, 0, 7, 6, 5, 4], mesh_dim_names=("x",)))),
+        message_of(lambda: ProcessGrid(Grid(x=4))),
+        message_of(lambda: ProcessGrid(Grid(x=16))),
+    ]
+
+
+def message_of(call):
+    try:
+        call()
+    except GridError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def test_slices_of_a_bigger_mesh(ranks):
+    messages = ranks(8).run(check_slices)
+    assert all(m == messages[0] for m in messages)
+    for message, word in zip(messages[0], ["slice the mesh", "nope", "ascend", "8 ranks", "from_mesh"], strict=True):
+        assert word in message
+
+
+def check_uneven_groups():
+    """Ranks that are in different numbers of groups of the user's own still find each other."""
+    half = DeviceMesh("cpu", [0, 1], mesh_dim_names=("x",))
+    outside = dist.get_rank() > 1
+    try:
+        part = ProcessGrid.from_mesh(half)
+        assert not outside and part.rank == dist.get_rank()
+    except GridError as error:
+        assert outside and "not part of the mesh" in str(error), error
+    mesh = ProcessGrid(Grid(z=1, x=2, y=2), timeout=60)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=mesh.group(("x", "y")))
+    assert total.item() == 4, "a group over two axes"
+    product_on(mesh)
+
+
+def test_users_groups_may_be_uneven(ranks):
+    ranks(4).run(check_uneven_groups, timeout=100)
+
+
+def test_one_rank_needs_nothing():
+    mesh = ProcessGrid(Grid(x=1, y=1))
+    assert not dist.is_initialized() and mesh.device_mesh is None and mesh.rank == 0
+    with pytest.raises(GridError, match="init_process_group first"):
+        ProcessGrid(Grid(x=2))
+    with pytest.raises(GridError, match="no process groups"):
+        mesh.group(("x",))
+
+
+def check_timeout():
+    """The timeout is that of the grid's groups, not of the default group."""
+    mesh = ProcessGrid(Grid(x=2), timeout=1.0)
+    layout = Layout(mesh.grid, "x", None)
+    if mesh.rank == 0:
+        try:
+            ndtp.relayout(torch.ones(2, 2), layout, layout.with_dims(None, None), mesh)
+        except CommunicationError as error:
+            message = str(error)
+        else:
+            raise AssertionError("a peer that never came was not noticed")
+    dist.barrier()  # of the default group, whose timeout is long
+    return message if mesh.rank == 0 else None
+
+
+def test_timeout(ranks):
+    (message, _) = ranks(2).run(check_timeout, timeout=60)
+    assert "all_gather of relayout" in message and "over axis x" in message and "waited for rank 1" in message
+
+
+PROGRAM = """
+    import torch, torch.distributed as dist, ndtp
+    {init}
+    mesh = ndtp.ProcessGrid(ndtp.Grid({axes}))
+    plan = ndtp.MatMulPlan(ndtp.Layout.parse(mesh.grid, "{a}"), ndtp.Layout.parse(mesh.grid, "{b}"))
+    shape = (4096, 8192, 4096)
+    {body}
+"""
+
+
+def run_program(*launcher, **parts):
+    text = textwrap.dedent(PROGRAM).format(**parts)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run(
+        [sys.executable, *launcher, *(() if launcher else ("-c", text))],
+        capture_output=True, text=True, env=environ, timeout=200, check=False,
+    )  # fmt: skip
+
+
+def test_512_ranks_on_one_machine():
+    """torch's fake backend and meta tensors: exact volumes of a machine that nobody has."""
+    result = run_program(
+        init="from torch.testing._internal.distributed.fake_pg import FakeStore\n"
+        "dist.init_process_group('fake', store=FakeStore(), rank=37, world_size=512)",
+        axes="z=8, x=8, y=8",
+        a="(z y) x",
+        b="(x z) y",
+        body="a = torch.empty(plan.a.shard_shape(shape[:2]), device='meta', requires_grad=True)\n"
+        "b = torch.empty(plan.b.shard_shape(shape[1:]), device='meta', requires_grad=True)\n"
+        "with ndtp.CommMeter() as meter:\n"
+        "    ndtp.matmul(a, b, plan, mesh).sum().backward()\n"
+        "assert meter.volume == plan.volume(shape).in_bytes(4), meter.volume\n"
+        "mlp = ndtp.nn.MLP(4096, 16384, mesh=mesh, device='meta')\n"
+        "x = torch.empty(mlp.in_layout.shard_shape((8192, 4096)), device='meta', requires_grad=True)\n"
+        "with ndtp.CommMeter() as meter:\n"
+        "    mlp(x).sum().backward()\n"
+        "assert meter.volume == mlp.volume(8192).in_bytes(4), meter.volume\n"
+        "print('volumes agree')",
+    )
+    assert result.stdout == "volumes agree\n", result.stderr
+
+
+def test_a_process_group_without_a_named_backend():
+    """`init_process_group()` picks one per device; torch then calls the backend "undefined"."""
+    result = run_program(
+        init="dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)",
+        axes="x=1",
+        a="None x",
+        b="x None",
+        body="from ndtp.process_grid import backends_by_device\n"
+        "assert dist.get_backend() != 'gloo' and backends_by_device()['cpu'] == 'gloo'\n"
+        "print(mesh.device_type)",
+    )
+    assert result.stdout.strip() in ("cpu", "cuda"), result.stderr
