@@ -15,6 +15,7 @@ from ndtp.layout import Layout
 from ndtp.meter import CommMeter
 from ndtp.ops import batch_matmul, matmul, relayout
 from ndtp.parallelize import parallelize
+from ndtp.plan_sequence import plan_sequence
 from ndtp.planner import plan
 from ndtp.process_grid import ProcessGrid
 
@@ -37,6 +38,7 @@ __all__ = [
     "matmul",
     "parallelize",
     "plan",
+    "plan_sequence",
     "relayout",
 ]
 
