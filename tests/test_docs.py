@@ -217,6 +217,7 @@ def test_table_is_what_the_library_computes(name, rows):
 
 # -------------------------------------------------------------------------------------------------------------- names
 
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_exist(page):
     for name in sorted(set(re.findall(r"\bndtp(?:\.[A-Za-z_]\w*)+", page.read_text()))):
