@@ -213,15 +213,20 @@ def _nonnegative(matrix: Any, target: Any) -> Any:
 
 
 def fit_gemm(samples: Samples, dtype: str) -> tuple[float, float, float, list[Fit]]:
-    """(flop/s, half size, launch seconds): for each half size the best other two; then the best of them."""
+    """(flop/s, half size, launch seconds): for each half size the best other two; then the best of them.
+
+    Errors are relative, and weigh more for larger products, which is where a step spends its time: ranks that share
+    processors slow each other down in those, and hardly in small ones.
+    """
     measured = np.array([g.seconds for g in samples.gemms])
     shapes = np.array([(g.m, g.n, g.k) for g in samples.gemms], dtype=float)
+    weights = np.sqrt(shapes.prod(1) / shapes.prod(1).max())
     best: tuple[float, float, float, float] | None = None
     for half in (0.0, *np.geomspace(1, 512, 28)):
         arithmetic = 2 * shapes.prod(1) * (1 + half / shapes).prod(1)
-        matrix = np.stack([arithmetic, np.ones(len(measured))], 1) / measured[:, None]
-        per_flop, launch = _nonnegative(matrix, np.ones(len(measured)))
-        error = float(np.abs(matrix @ [per_flop, launch] - 1).mean())
+        matrix = np.stack([arithmetic, np.ones(len(measured))], 1) * (weights / measured)[:, None]
+        per_flop, launch = _nonnegative(matrix, weights)
+        error = float(np.abs(matrix @ [per_flop, launch] - weights).mean())
         if per_flop > 0 and (best is None or error < best[0]):
             best = error, 1 / per_flop, float(half), float(launch)
     assert best is not None, "products take time"
