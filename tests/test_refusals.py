@@ -35,8 +35,8 @@ def test_a_size_that_does_not_divide() -> None:
     """The design's example, to the letter."""
     plan = plan_of("x None", "y None")
     assert refused(lambda: plan.volume((4, 10, 16))) == (
-        "MatMul 'mlp.up': dim K of A (10) is split over axis y (4), and 4 does not divide 10.\n"
-        "  A[M_x, K] . B[K_y, N] on grid x=2 y=4; A is (4, 10)\n"
+        "MatMul 'mlp.up': dim K of B (10) is split over axis y (4), and 4 does not divide 10.\n"
+        "  A[M_x, K] . B[K_y, N] on grid x=2 y=4; B is (10, 16)\n"
         "  fix: y in {1, 2, 5, 10}, or pad K to 12 with pad=True"
     )
     assert plan.bind((2, 12), (3, 16))[1] == {"m": 4, "n": 16, "k": 12}

@@ -100,7 +100,7 @@ TABLE = {  # held, stored, partial -> steps
     "nothing": ("x y", "x y", "", ""),
     "gathers run minor first": ("(z x y) None", "None None", "", "AG over y, AG over x, AG over z"),
     "scatters run major first": ("None None", "(y z) x", "x y z", "RS over y, RS over z, RS over x"),
-    "reduce-scatter before all-reduce": ("None None", "None y", "x y z", "RS over y, AR over x z"),
+    "reduce-scatter before all-reduce": ("None None", "None y", "x y z", "RS over y, AR over z x"),
     "slices before scatters": ("None None", "y x", "x", "slice over y, RS over x"),
     "scatters before gathers": ("z None", "None x", "x", "RS over x, AG over z"),
     "slices before anything that moves": ("z None", "None y", "x", "slice over y, AR over x, AG over z"),

@@ -13,15 +13,20 @@ from ndtp.process_grid import ProcessGrid
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` for DTensors and plain tensors together, which torch refuses to mix.
 
     Returns the total norm before clipping, the same on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite, and `error_if_nonfinite`; on every rank alike.
     """
     from torch.distributed.tensor import DTensor
 
     kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for parameter in parameters:
+    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
         if parameter.grad is not None:
             kinds[isinstance(parameter, DTensor)].append(parameter)
     norms = []
@@ -30,6 +35,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
             norm = get_total_norm([p.grad for p in kind if p.grad is not None], norm_type)
             norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"clip_grad_norm_: the total norm of order {norm_type} of the gradients is {total.item()}")
     for kind in kinds:
         if kind:
             clip_grads_with_norm_(kind, max_norm, total)

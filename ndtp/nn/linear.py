@@ -125,7 +125,7 @@ class Linear(nn.Module):
             fill_uniform(self.bias, self.plan.bias, self.mesh, bound, real[:1], seed, f"{self.name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, lead = x.flatten(0, -2), x.shape[:-1]
+        rows, lead = as_rows(x, self.name), x.shape[:-1]
         y = matmul(rows, self.weight, self.plan, self.mesh, self.bias)
         if self.padded_out != self.out_features:
             y = zero_padding(y, self.out_layout, self.mesh, self.out_features)
@@ -192,6 +192,16 @@ def padded_size(size: int, letter: str, plans: Sequence[MatMulPlan], pad: bool |
     """The next multiple of an integer `pad`; with `pad=True` the next size that every split of the letter divides."""
     multiple = math.lcm(*(plan.granularity(letter) for plan in plans)) if pad is True else int(pad) or 1
     return -(-size // multiple) * multiple
+
+
+def as_rows(x: Tensor, name: str) -> Tensor:
+    """[.., features] -> [rows, features]"""
+    if x.dim() < 2:
+        raise LayoutError(
+            f"Linear '{name}': x has shape {tuple(x.shape)}; it takes [tokens, features], of which a grid splits the rows"
+            "\n  fix: x.unsqueeze(0), if one row divides"
+        )
+    return x.flatten(0, -2)
 
 
 def zero_padding(x: Tensor, layout: Layout, mesh: ProcessGrid, features: int) -> Tensor:

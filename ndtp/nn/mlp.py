@@ -16,7 +16,7 @@ from ndtp.errors import LayoutError
 from ndtp.layout import Layout
 from ndtp.nn.activations import Activation, activation_named
 from ndtp.nn.dropout import Dropout, RowBlocks
-from ndtp.nn.linear import Linear, padded_size, zero_padding
+from ndtp.nn.linear import Linear, as_rows, padded_size, zero_padding
 from ndtp.nn.random import draw_seed
 from ndtp.process_grid import ProcessGrid
 from ndtp.schemes import BlockLayouts, block_layouts
@@ -126,7 +126,7 @@ class MLP(nn.Module):
         self.down.reset_parameters(seed)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
+        rows = as_rows(x, self.up.name)
         count = rows.shape[0]
         padding = -count % self.row_multiple
         self.dropout.row_blocks = RowBlocks(count or 1, count + padding or 1)

@@ -41,6 +41,16 @@ def test_clip_without_gradients():
     assert ndtp.nn.clip_grad_norm_([dense_nn.Parameter(torch.ones(2))], 1.0) == 0
 
 
+def test_clip_takes_one_tensor_and_refuses_what_is_not_finite():
+    parameter = dense_nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert ndtp.nn.clip_grad_norm_(parameter, 1.0) == 5
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
+    parameter.grad = torch.tensor([float("nan"), 1.0])
+    with pytest.raises(RuntimeError, match="total norm"):
+        ndtp.nn.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
+
+
 def summed():
     mesh = mesh_of(Grid(dp=2, x=4))
     model = dense_nn.ModuleList([dense_nn.LayerNorm(4), ndtp.nn.Linear(4, 8, mesh=mesh, scheme="1d")])

@@ -197,3 +197,10 @@ def test_errors_are_the_same_on_every_rank(ranks):
     assert all(message == messages[0] for message in messages)
     assert "pad=True" in messages[0]["divide"] and "3d" in messages[0]["scheme"] and "z=2" in messages[0]["2d"]
     assert "(8, 16, True)" in messages[0]["sizes"] and "fix" in messages[0]["order"]
+
+
+def test_a_vector_is_refused():
+    mesh = ndtp.ProcessGrid(Grid(x=1))
+    for layer in (ndtp.nn.Linear(4, 8, mesh=mesh), ndtp.nn.MLP(4, 8, mesh=mesh)):
+        with pytest.raises(LayoutError, match="fix: x.unsqueeze"):
+            layer(torch.ones(4))
