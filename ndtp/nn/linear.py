@@ -198,7 +198,7 @@ def as_rows(x: Tensor, name: str) -> Tensor:
     """[.., features] -> [rows, features]"""
     if x.dim() < 2:
         raise LayoutError(
-            f"Linear '{name}': x has shape {tuple(x.shape)}; it takes [tokens, features], of which a grid splits the rows"
+            f"Linear '{name}': x has shape {tuple(x.shape)}; it takes [tokens, features], whose rows a grid splits"
             "\n  fix: x.unsqueeze(0), if one row divides"
         )
     return x.flatten(0, -2)
