@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ndtp.errors import CommunicationError
-from ndtp.meter import Label, labelled
+from ndtp.meter import LABEL, Label
 from ndtp.relayout import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.distributed import ProcessGroup
 
     from ndtp.process_grid import ProcessGrid
@@ -32,6 +28,27 @@ Started = tuple[Any, Callable[[], Tensor], Any]
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
+class Watch:
+    """Names the collectives that are started inside, and says of one that fails what it was for."""
+
+    __slots__ = ("_token", "grid", "label")
+
+    def __init__(self, grid: ProcessGrid, label: Label) -> None:
+        self.grid, self.label = grid, label
+
+    def __enter__(self) -> None:
+        self._token = LABEL.set(self.label)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        LABEL.reset(self._token)
+        if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
+            label = self.label
+            raise CommunicationError(
+                f"{label.collective} of {' '.join(label.op)} ({label.phase}) over axis {' '.join(label.axes)} failed: "
+                f"{self.grid.describe(label.axes)}\n  cause: {error}"
+            ) from error
+
+
 class Handle:
     """A started collective.  `wait` gives its result, once; the buffers live until then.
 
@@ -39,8 +56,10 @@ class Handle:
     gloo's own work holds them.
     """
 
-    def __init__(self, owner: Collectives, label: Label, work: Any, finish: Callable[[], Tensor], buffers: Any) -> None:
-        self._owner, self._label, self._work, self._finish, self._buffers = owner, label, work, finish, buffers
+    def __init__(self, owner: Collectives, watch: Watch, work: Any, finish: Callable[[], Tensor], buffers: Any) -> None:
+        self._owner, self._watch, self._work, self._finish, self._buffers = owner, watch, work, finish, buffers
+        self._open = True
+        owner.in_flight += 1
 
     def wait(self) -> Tensor:
         """Wait on the consumer's stream (NCCL) or in the host (gloo), and return the result.
@@ -49,30 +68,35 @@ class Handle:
             CommunicationError: a peer died or stalled.
         """
         try:
-            with self._owner.explain(self._label), labelled(self._label):
+            with self._watch:
                 if self._work is not None:
                     self._work.wait()
                 return self._finish()
         finally:
-            self._owner.in_flight.discard(self)
-            self._work = self._buffers = None
+            self._close()
+
+    def _close(self) -> None:
+        self._owner.in_flight -= self._open
+        self._open = False
+        self._work = self._buffers = None
 
     def __del__(self) -> None:
         if self._work is not None and self._owner.orders_by_stream:
             self._work.wait()
+        self._close()
 
 
 class Collectives:
     """The collectives of one `ProcessGrid`, by torch's own implementations (NCCL).
 
-    `in_flight` has the handles that were started and not yet waited for.
+    `in_flight` counts the handles that were started and are neither waited for nor dropped.
     """
 
     orders_by_stream = True  # waiting blocks a stream, not the host
 
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid = grid
-        self.in_flight: WeakSet[Handle] = WeakSet()
+        self.in_flight = 0
 
     @staticmethod
     def of(grid: ProcessGrid) -> Collectives:
@@ -81,33 +105,19 @@ class Collectives:
             return GlooCollectives(grid)
         return Collectives(grid)
 
-    def start(self, step: Step, tensor: Tensor, op: str, phase: str) -> Handle:
+    def start(self, step: Step, tensor: Tensor, op: tuple[str, ...], phase: str) -> Handle:
         """Start a collective step on this rank's `tensor`.
 
         Args:
             step: anything but a slice.
-            op: what errors and profiles call it, such as "matmul A".
+            op: what errors and profiles call it, such as ("matmul", "A").
             phase: "forward", "dgrad" or "wgrad".
         """
-        label = Label(op, phase, step.kind, step.axes)
-        with self.explain(label), labelled(label):
+        watch = Watch(self.grid, Label(op, phase, step.kind, step.axes))
+        with watch:
             group = self.grid.group(step.axes)
-            work, finish, buffers = getattr(self, step.kind)(tensor, group, self.grid.grid.size(step.axes), step)
-        handle = Handle(self, label, work, finish, buffers)
-        self.in_flight.add(handle)
-        return handle
-
-    @contextmanager
-    def explain(self, label: Label) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, CommunicationError):
-                raise
-            raise CommunicationError(
-                f"{label.collective} of {label.op} ({label.phase}) over axis {' '.join(label.axes)} failed: "
-                f"{self.grid.describe(label.axes)}\n  cause: {error}"
-            ) from error
+            work, finish, buffers = getattr(self, step.kind)(tensor, group, group.size(), step)
+        return Handle(self, watch, work, finish, buffers)
 
     def all_gather(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
         """[.., s, ..] -> [.., ranks * s, ..] at `step.dim`."""
@@ -124,8 +134,8 @@ class Collectives:
     def reduce_scatter(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
         """[.., ranks * s, ..] partial sums -> [.., s, ..] at `step.dim`."""
         blocks = _blocks(x, step.dim or 0, ranks)
-        summed = blocks.new_empty(blocks.shape[1:])
-        work = _reduce_scatter_single(summed, blocks.flatten(0, 1), group=group, async_op=True)
+        summed = blocks.new_empty((blocks.shape[0] // ranks, *blocks.shape[1:]))
+        work = _reduce_scatter_single(summed, blocks, group=group, async_op=True)
         return work, lambda: summed, (blocks, summed)
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
@@ -137,15 +147,22 @@ class Collectives:
         """`step.dim` shrinks by `ranks`, `step.source` grows."""
         source = step.source or 0
         work, received, blocks = self._exchange(x, group, ranks, step.dim or 0)
-        return work, lambda: received.movedim(0, source).flatten(source, source + 1), (blocks, received)
+
+        def finish() -> Tensor:
+            return (
+                received.unflatten(0, (ranks, received.shape[0] // ranks))
+                .movedim(0, source)
+                .flatten(source, source + 1)
+            )
+
+        return work, finish, (blocks, received)
 
     @staticmethod
     def _exchange(x: Tensor, group: ProcessGroup, ranks: int, dim: int) -> tuple[Any, Tensor, Tensor]:
-        """Send block i of `dim` to rank i; returns (work, the blocks received [ranks, ...], the blocks sent)."""
+        """Send block i of `dim` to rank i; returns (work, the blocks received, the blocks sent), stacked on dim 0."""
         blocks = _blocks(x, dim, ranks)
         received = torch.empty_like(blocks)
-        work = dist.all_to_all_single(received.flatten(0, 1), blocks.flatten(0, 1), group=group, async_op=True)
-        return work, received, blocks
+        return dist.all_to_all_single(received, blocks, group=group, async_op=True), received, blocks
 
 
 class GlooCollectives(Collectives):
@@ -158,7 +175,7 @@ class GlooCollectives(Collectives):
 
     def reduce_scatter(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
         work, received, blocks = self._exchange(x, group, ranks, step.dim or 0)
-        return work, lambda: _sum(received), (blocks, received)
+        return work, lambda: _sum(received, ranks), (blocks, received)
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
         if x.dtype not in LOW_PRECISION:
@@ -169,19 +186,22 @@ class GlooCollectives(Collectives):
 
         def finish() -> Tensor:
             gathered = torch.empty_like(flat)
-            _all_gather_single(gathered, _sum(received), group=group)
+            _all_gather_single(gathered, _sum(received, ranks), group=group)
             return gathered[: x.numel()].view(x.shape)
 
         return work, finish, (blocks, received)
 
 
 def _blocks(x: Tensor, dim: int, ranks: int) -> Tensor:
-    """[.., ranks * s, ..] -> contiguous [ranks, .., s, ..]: a view where `dim` is 0 and x is contiguous."""
-    return x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
+    """[.., ranks * s, ..] -> contiguous [ranks * s', ..], the blocks of `dim` behind one another on dim 0."""
+    if dim == 0:
+        return x.contiguous()
+    return x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).flatten(0, 1).contiguous()
 
 
-def _sum(blocks: Tensor) -> Tensor:
-    """Sum over dim 0, low precision in fp32, in the order of the ranks."""
+def _sum(stacked: Tensor, ranks: int) -> Tensor:
+    """Sum blocks that are stacked on dim 0, low precision in fp32, in the order of the ranks."""
+    blocks = stacked.view(ranks, stacked.shape[0] // ranks, *stacked.shape[1:])
     if blocks.dtype in LOW_PRECISION:
         return blocks.sum(0, dtype=torch.float32).to(blocks.dtype)
     return blocks.sum(0)

@@ -223,6 +223,10 @@ class MatMulPlan:
             "dbias": relayout(grid, last, last, [axis for axes in need_c[:-1] for axis in axes]),
         }
 
+    @cached_property
+    def gathers_b(self) -> bool:
+        return any(step.kind == "all_gather" for step in self.relayouts["B"])
+
     def _contracted(self, letters: Letters) -> list[str]:
         return [axis for axis, letter in self.roles.items() if letter not in letters]
 

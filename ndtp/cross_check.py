@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ndtp.collectives import _all_gather_single
+from ndtp.collectives import Watch, _all_gather_single
 from ndtp.errors import MismatchError
-from ndtp.meter import Label, labelled
+from ndtp.meter import Label
 
 if TYPE_CHECKING:
     from ndtp.process_grid import ProcessGrid
@@ -32,8 +32,8 @@ def cross_check(mesh: ProcessGrid, signature: str) -> None:
     digest = hashlib.blake2b(signature.encode(), digest_size=DIGEST_BYTES).digest()
     own = torch.tensor(list(digest), dtype=torch.uint8, device=mesh.device_type)
     digests = own.new_empty(DIGEST_BYTES * mesh.grid.num_ranks)
-    label = Label("cross-check", "check", "all_gather", axes)
-    with mesh.collectives.explain(label), labelled(label):
+    label = Label(("cross-check",), "check", "all_gather", axes)
+    with Watch(mesh, label):
         _all_gather_single(digests, own, group=group)
         if len({tuple(row) for row in digests.view(-1, DIGEST_BYTES).tolist()}) == 1:
             return

@@ -26,18 +26,21 @@ class Move:
     `start` sends it off as far as it goes without waiting; `finish` brings it home.
     """
 
-    def __init__(self, tensor: Tensor, steps: Sequence[Step], mesh: ProcessGrid, op: str, phase: str) -> None:
-        self.tensor, self.steps, self.mesh, self.op, self.phase = tensor, list(steps), mesh, op, phase
+    def __init__(
+        self, tensor: Tensor, steps: Sequence[Step], mesh: ProcessGrid, op: tuple[str, ...], phase: str
+    ) -> None:
+        self.tensor, self.mesh, self.op, self.phase = tensor, mesh, op, phase
+        self.steps = iter(steps)
         self.handle: Handle | None = None
 
     def start(self) -> Move:
         """Take the local steps and start the first collective."""
-        while self.steps and self.handle is None:
-            step = self.steps.pop(0)
-            if step.kind == "slice":
+        if self.handle is None:
+            for step in self.steps:
+                if step.kind != "slice":
+                    self.handle = self.mesh.collectives.start(step, self.tensor, self.op, self.phase)
+                    break
                 self.tensor = _slice(self.tensor, step, self.mesh)
-            else:
-                self.handle = self.mesh.collectives.start(step, self.tensor, self.op, self.phase)
         return self
 
     def finish(self) -> Tensor:
@@ -69,14 +72,14 @@ class Execution:
         self._tensors: dict[tuple[str, int | None], Tensor] = {}
 
     def move(self, name: str, tensor: Tensor, phase: str) -> Move:
-        return Move(tensor, self.plan.relayouts[name], self.mesh, f"{self.plan.name} {name}", phase)
+        return Move(tensor, self.plan.relayouts[name], self.mesh, (self.plan.name, name), phase)
 
     def forward(
         self, a_shard: Tensor, b_shard: Tensor, bias: Tensor | None, keep_a: bool
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Returns C as it is stored, and A (if `keep_a`) and B as they were multiplied, A's rows chunk by chunk."""
         weight = self.weight()
-        if weight is not None and weight.is_leaf and weight.dtype == b_shard.dtype:
+        if self.plan.gathers_b and weight is not None and weight.is_leaf and weight.dtype == b_shard.dtype:
             ahead = self.mesh.prefetch.take(weight, self.plan)
             if ahead is not None:
                 self._moves["B", None] = ahead

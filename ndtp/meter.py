@@ -6,8 +6,7 @@ hand-written), with the tensors that went in: it is independent of what a plan p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -21,27 +20,18 @@ from ndtp.cost import Traffic, Volume
 from ndtp.relayout import received
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Label:
-    """What a collective is for: ndtp knows, the dispatcher does not."""
+    """What a collective is for: ndtp knows, the dispatcher does not.  One object a collective."""
 
-    op: str
+    op: tuple[str, ...]
     phase: str
     collective: str
     axes: tuple[str, ...]
 
 
-_label: ContextVar[Label | None] = ContextVar("ndtp_label", default=None)
-
-
-@contextmanager
-def labelled(label: Label) -> Iterator[None]:
-    """Name the collectives that are started inside."""
-    token = _label.set(label)
-    try:
-        yield
-    finally:
-        _label.reset(token)
+# Names the collectives that are started in this context.
+LABEL: ContextVar[Label | None] = ContextVar("ndtp_label", default=None)
 
 
 class CommMeter(TorchDispatchMode):
@@ -82,10 +72,10 @@ class CommMeter(TorchDispatchMode):
         group = _group_of(args)
         ranks = group.size()
         kind, amount = rule(args, ranks, group.rank())
-        label = _label.get()
+        label = LABEL.get()
         if label is None:
             phase = "forward" if torch._C._current_autograd_node() is None else "backward"
-            label = Label("", phase, kind, (_axis_name(group),))
+            label = Label((), phase, kind, (_axis_name(group),))
         first = label not in self._seen
         self._seen.add(label)
         self._traffic.append(Traffic(label.phase, label.collective, label.axes, amount, int(first)))

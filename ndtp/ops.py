@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from ndtp.contraction import MatMulPlan
 from ndtp.errors import LayoutError
 from ndtp.execution import Execution, Move
 from ndtp.layout import Layout
-from ndtp.relayout import is_legal
+from ndtp.relayout import Step, is_legal
 from ndtp.relayout import relayout as relayout_steps
 
 if TYPE_CHECKING:
@@ -48,13 +49,14 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tens
     """
     weight = b
     for x, tensor in ((a, "A"), (b, "B"), (bias, "bias")):
-        _check_placements(x, tensor, plan, mesh)
+        if x is not None and not _is_plain(x):
+            _check_placements(x, tensor, plan, mesh)
     if not a.is_meta and torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
         a, b, bias = _autocast(a, dtype), _autocast(b, dtype), None if bias is None else _autocast(bias, dtype)
     a = local_shard(a)
-    b, b_deferred = _arriving(b, mesh)
-    bias, bias_deferred = (None, None) if bias is None else _arriving(bias, mesh)
+    b, b_deferred = _arriving(b, plan.relayouts["dB"], mesh)
+    bias, bias_deferred = (None, None) if bias is None else _arriving(bias, plan.relayouts["dbias"], mesh)
     if mesh.check:
         from ndtp.cross_check import cross_check
 
@@ -146,7 +148,7 @@ def _is_plain(x: Tensor) -> bool:
 
 def _check_placements(x: Any, tensor: str, plan: MatMulPlan, mesh: ProcessGrid) -> None:
     """A DTensor must lie as the plan says: one that lies otherwise may have shards of the same shape."""
-    if x is None or mesh.device_mesh is None or _is_plain(x):
+    if mesh.device_mesh is None:
         return
     layout = {"A": plan.a, "B": plan.b}.get(tensor) or plan.bias
     wanted = _placements(layout, mesh.mesh_axes)
@@ -212,9 +214,9 @@ class _Arrival(torch.autograd.Function):
         return grad, None
 
 
-def _arriving(x: Tensor, mesh: ProcessGrid) -> tuple[Tensor, Deferred | None]:
-    """The local shard of a weight, and where its gradient will arrive if it wants one."""
-    if not (x.requires_grad and torch.is_grad_enabled()):
+def _arriving(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid) -> tuple[Tensor, Deferred | None]:
+    """The local shard of a weight, and where its gradient will arrive if it wants one that takes steps."""
+    if not (x.requires_grad and torch.is_grad_enabled()) or (not steps and _is_plain(x)):
         return local_shard(x), None
     deferred = Deferred()
     local = _Arrival.apply(x, deferred)
@@ -265,7 +267,7 @@ class _Relayout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name: str) -> Tensor:
         ctx.arguments = (source, target, mesh, name)
         steps = relayout_steps(mesh.grid, source.dims, target.dims)
-        moved = Move(x, steps, mesh, name, "forward").finish()
+        moved = Move(x, steps, mesh, (name,), "forward").finish()
         return moved.view_as(moved) if moved is x else moved
 
     @staticmethod
@@ -273,4 +275,4 @@ class _Relayout(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         source, target, mesh, name = ctx.arguments
         steps = relayout_steps(mesh.grid, target.dims, source.dims)
-        return Move(grad, steps, mesh, name, "dgrad").finish(), None, None, None, None
+        return Move(grad, steps, mesh, (name,), "dgrad").finish(), None, None, None, None

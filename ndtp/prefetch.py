@@ -40,7 +40,7 @@ class WeightPrefetch:
         self._ahead: _Ahead | None = None
 
     def take(self, weight: Tensor, plan: MatMulPlan) -> Move | None:
-        """The gather of `weight` if it is under way; called once a forward product, in the order of execution."""
+        """The gather of `weight` if it is under way; called once a product that gathers B, in order of execution."""
         if torch._C._current_autograd_node() is not None:  # a checkpointed forward again, in another order
             return None
         ahead, self._ahead = self._ahead, None
@@ -65,10 +65,8 @@ class WeightPrefetch:
         if following is None or self._ahead is not None or following in self._chain:
             return
         plan = self._plans[following]
-        if any(step.kind == "all_gather" for step in plan.relayouts["B"]):
-            local = _local(following).detach()
-            move = Move(local, plan.relayouts["B"], mesh, f"{plan.name} B", "forward").start()
-            self._ahead = _Ahead(following, weight, move)
+        move = Move(_local(following).detach(), plan.relayouts["B"], mesh, (plan.name, "B"), "forward").start()
+        self._ahead = _Ahead(following, weight, move)
 
 
 def _local(weight: Tensor) -> Tensor:

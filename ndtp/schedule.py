@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ndtp.relayout import Step
@@ -42,18 +43,23 @@ class Task:
         return f"{self.action} {self.tensor}" + ("" if self.chunk is None else f"[{self.chunk}]")
 
 
-def forward_tasks(chunks: int) -> Iterator[Task]:
+@cache
+def forward_tasks(chunks: int) -> tuple[Task, ...]:
     """C = A . B.  B first: a weight needs no activation, and every chunk needs the whole of it."""
-    yield Task("start", "B")
-    yield from _pipeline("A", "C", chunks, needs="B")
-    yield from (Task("wait", "C", i) for i in range(chunks))
+    waits = (Task("wait", "C", i) for i in range(chunks))
+    return (Task("start", "B"), *_pipeline("A", "C", chunks, needs="B"), *waits)
 
 
-def backward_tasks(chunks: int, dgrad: bool, wgrad: bool, bias: bool, regather: tuple[str, ...]) -> Iterator[Task]:
+@cache
+def backward_tasks(chunks: int, dgrad: bool, wgrad: bool, bias: bool, regather: tuple[str, ...]) -> tuple[Task, ...]:
     """dA = dC . B^T and dB = A^T . dC, of one gather of dC.  dA's scatters fly while dB is multiplied.
 
     dB and the bias's gradient are started here, and waited for at the end of the whole backward pass.
     """
+    return tuple(_backward_tasks(chunks, dgrad, wgrad, bias, regather))
+
+
+def _backward_tasks(chunks: int, dgrad: bool, wgrad: bool, bias: bool, regather: tuple[str, ...]) -> Iterator[Task]:
     again_a, again_b = wgrad and "a" in regather, dgrad and "b" in regather
     if again_b:
         yield Task("start", "B")
@@ -102,15 +108,17 @@ class RowChunks:
     @classmethod
     def of(cls, plan: MatMulPlan, sizes: Mapping[str, int], wanted: int) -> RowChunks:
         """At most `wanted` chunks; fewer where the rows do not divide, one where the rows take other moves."""
+        if wanted <= 1:
+            return WHOLE
         a_dim, c_dim = plan.a_letters.index("m"), plan.c_letters.index("m")
         gathered = _ranks_that(plan, "A", a_dim, "all_gather")
         scattered = _ranks_that(plan, "C", c_dim, "reduce_scatter")
-        if wanted <= 1 or gathered is None or scattered is None:
-            return cls(1)
+        if gathered is None or scattered is None:
+            return WHOLE
         blocks = math.lcm(gathered, scattered)
         rows = sizes["m"] // plan.grid.size(plan.orders["m"])
         count = max((n for n in range(1, wanted + 1) if rows % (blocks * n) == 0), default=1)
-        return cls(count, a_dim, blocks // gathered, c_dim, blocks // scattered) if count > 1 else cls(1)
+        return cls(count, a_dim, blocks // gathered, c_dim, blocks // scattered) if count > 1 else WHOLE
 
     def cut(self, shard: Tensor, name: str, i: int) -> Tensor:
         """Chunk i of a shard of "A" or "dC"."""
@@ -127,6 +135,9 @@ class RowChunks:
 
     def _place(self, name: str) -> tuple[int, int]:
         return (self.a_dim, self.a_blocks) if name.endswith("A") else (self.c_dim, self.c_blocks)
+
+
+WHOLE = RowChunks(1)
 
 
 def _ranks_that(plan: MatMulPlan, tensor: str, dim: int, kind: str) -> int | None:

@@ -20,8 +20,8 @@ def every_kind(own_kernels):
     rank, axes = mesh.rank, ("x",)
 
     def run(step, tensor):
-        handle = collectives.start(step, tensor, "test", "forward")
-        assert handle in collectives.in_flight, "held until it is waited for"
+        handle = collectives.start(step, tensor, ("test",), "forward")
+        assert collectives.in_flight == 1, "held until it is waited for"
         result = handle.wait()
         assert not collectives.in_flight, "let go of"
         return result
@@ -59,7 +59,7 @@ def low_precision_sums():
     mesh = mesh_of(GRID)
     value = torch.full((8,), 256.0 if mesh.rank == 0 else 1.0, dtype=torch.bfloat16)
     for step in (Step("all_reduce", ("x",)), Step("reduce_scatter", ("x",), 0)):
-        result = mesh.collectives.start(step, value, "test", "forward").wait()
+        result = mesh.collectives.start(step, value, ("test",), "forward").wait()
         assert_equal(result, torch.full_like(result, 260.0), step.kind)
 
 
@@ -80,7 +80,7 @@ def wire_bytes():
     dist.all_to_all_single = spy
     try:
         with CommMeter() as meter:
-            mesh.collectives.start(Step("reduce_scatter", ("x",), 0), torch.ones(8, 3), "test", "forward").wait()
+            mesh.collectives.start(Step("reduce_scatter", ("x",), 0), torch.ones(8, 3), ("test",), "forward").wait()
     finally:
         dist.all_to_all_single = original
     assert started == [24], started
@@ -94,7 +94,7 @@ def test_reduce_scatter_is_an_all_to_all_on_gloo(ranks):
 def failures_keep_no_handle():
     mesh = ProcessGrid(GRID, timeout=1)
     if mesh.rank == 0:
-        handle = mesh.collectives.start(Step("all_gather", ("x",), 0), torch.ones(2), "test", "forward")
+        handle = mesh.collectives.start(Step("all_gather", ("x",), 0), torch.ones(2), ("test",), "forward")
         try:
             handle.wait()
         except CommunicationError as error:

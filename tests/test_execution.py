@@ -229,7 +229,7 @@ def order_of_waits():
         mesh.collectives.start = start
         for hook in hooks:
             hook.remove()
-    products = [i for i, event in enumerate(events) if event[0] == "start" and event[2].endswith("dB")]
+    products = [i for i, event in enumerate(events) if event[0] == "start" and event[2][-1] == "dB"]
     arrivals = {event[1]: i for i, event in enumerate(events) if event[0] == "arrive"}
     last = len(weights) - 1
     assert len(products) == len(weights)

@@ -151,7 +151,7 @@ def test_bias_gradient_is_summed_over_the_axes_that_split_rows() -> None:
     assert with_bias.total - plan.volume((16, 16, 48)).total == 2 * 3 * 24 // 4
     assert plan.volume((16, 16, 48), dgrad=False, wgrad=False, bias=True).by("phase") == {
         "forward": plan.volume((16, 16, 48)).forward,
-        "wgrad": 42,
+        "wgrad": 84,
     }
 
 

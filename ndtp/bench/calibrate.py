@@ -93,7 +93,7 @@ def _links(grid: Grid, job: Job) -> Iterator[LinkSample]:
                 step = Step(collective, (axis,), None if collective == "all_reduce" else 0, 0)
 
                 def action(tensor: Any = tensor, step: Step = step) -> None:
-                    mesh.collectives.start(step, tensor, "calibrate", "forward").wait()
+                    mesh.collectives.start(step, tensor, ("calibrate",), "forward").wait()
 
                 received = count * (size - 1) * dtype.itemsize * (2 if collective == "all_reduce" else 1)
                 yield LinkSample(collective, axis, size, stride, received, timed(action, job))
