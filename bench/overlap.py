@@ -29,7 +29,7 @@ from ndtp.collectives import Collectives
 from ndtp.gemm import TorchGemm
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
-Step = Callable[[bool], None]
+Step = Callable[[], None]
 
 
 class NoCommunication(Collectives):
@@ -76,10 +76,8 @@ def torch_sequence_parallel(tokens: int, hidden: int, inner: int) -> tuple[Step,
     x = torch.randn(tokens // ranks, hidden, requires_grad=True)
     grad = torch.randn(tokens // ranks, hidden)
 
-    def step(backward: bool) -> None:
-        y = block(x)
-        if backward:
-            y.backward(grad)
+    def step() -> None:
+        block(x).backward(grad)
 
     return step, lambda whole: block(whole.chunk(ranks)[dist.get_rank()])
 
@@ -93,10 +91,8 @@ def ndtp_block(
     x = torch.randn(mlp.in_layout.shard_shape((tokens, hidden)), requires_grad=True)
     grad = torch.randn_like(x)
 
-    def step(backward: bool) -> None:
-        y = mlp(x)
-        if backward:
-            y.backward(grad)
+    def step() -> None:
+        mlp(x).backward(grad)
 
     return step, lambda whole: mlp(mlp.in_layout.shard(whole, mesh.rank)), mlp
 
@@ -109,11 +105,11 @@ def check(forward: Callable[[Tensor], Tensor], mine: Callable[[Tensor], Tensor],
         torch.testing.assert_close(forward(whole), mine(dense_block(hidden, inner)(whole)), rtol=1e-4, atol=1e-4)
 
 
-def timed(step: Step, backward: bool) -> float:
+def timed(step: Step) -> float:
     """Seconds of the slowest rank."""
     dist.barrier()
     start = time.perf_counter()
-    step(backward)
+    step()
     elapsed = torch.tensor(time.perf_counter() - start)
     dist.all_reduce(elapsed, dist.ReduceOp.MAX)
     return float(elapsed)
@@ -126,7 +122,7 @@ def wire_bytes(step: Step) -> int | None:
     dist.barrier()
     time.sleep(0.2)
     before = int(COUNTER.read_text())
-    step(True)
+    step()
     time.sleep(0.2)
     return int(COUNTER.read_text()) - before
 
@@ -136,13 +132,13 @@ def alone(step: Step, mlp: ndtp.nn.MLP, repetitions: int) -> dict[str, float]:
     mesh = mlp.mesh
     collectives, mesh.collectives = mesh.collectives, NoCommunication(mesh)
     try:
-        compute = statistics.median(timed(step, True) for _ in range(repetitions))
+        compute = statistics.median(timed(step) for _ in range(repetitions))
     finally:
         mesh.collectives = collectives
     products, mesh.gemm = mesh.gemm, NoProducts()
     activation, mlp.activation = mlp.activation, lambda h: h
     try:
-        communication = statistics.median(timed(step, True) for _ in range(repetitions))
+        communication = statistics.median(timed(step) for _ in range(repetitions))
     finally:
         mesh.gemm, mlp.activation = products, activation
     return {"compute": compute, "communication": communication}
@@ -173,28 +169,22 @@ def main() -> None:
             steps[name], forward, mlp = ndtp_block(grid, scheme, chunks, *sizes)
             check(forward, lambda y, mlp=mlp: mlp.out_layout.shard(y, mlp.mesh.rank), sizes)
             blocks[name] = mlp
-    times: dict[str, dict[bool, list[float]]] = {name: {False: [], True: []} for name in steps}
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(arguments.repetitions):
         for name, step in steps.items():
-            for backward in (False, True):
-                times[name][backward].append(timed(step, backward))
+            times[name].append(timed(step))
     rows = {}
-    base = statistics.median(times["torch sequence parallel"][True])
+    base = statistics.median(times["torch sequence parallel"])
     for name, step in steps.items():
-        forward_s, both_s = (statistics.median(times[name][backward]) for backward in (False, True))
-        row = {
-            "forward_ms": forward_s * 1e3,
-            "step_ms": both_s * 1e3,
-            "speedup": base / both_s,
-            "wire": wire_bytes(step),
-        }
+        step_s = statistics.median(times[name])
+        row: dict[str, float | None] = {"step_ms": step_s * 1e3, "speedup": base / step_s, "wire": wire_bytes(step)}
         if (mlp := blocks.get(name)) is not None:
             row["predicted"] = mlp.volume(tokens).in_bytes(4).total
             parts = alone(step, mlp, 3)
-            exposed = max(0.0, both_s - parts["compute"])
+            exposed = max(0.0, step_s - parts["compute"])
             row |= {f"{part}_ms": value * 1e3 for part, value in parts.items()}
             row["hidden_fraction"] = max(0.0, 1 - exposed / parts["communication"]) if parts["communication"] else 1.0
-            row["over_bound"] = both_s / max(parts.values())
+            row["over_bound"] = step_s / max(parts.values())
         rows[name] = {key: value if value is None else round(value, 3) for key, value in row.items()}
     if dist.get_rank() == 0:
         report(rows, arguments)
@@ -202,7 +192,7 @@ def main() -> None:
 
 
 def report(rows: dict[str, dict], arguments: argparse.Namespace) -> None:
-    heads = ("forward", "step", "compute", "comm."), ("hidden", "speedup"), ("wire/predicted",)
+    heads = ("step", "compute", "comm."), ("hidden", "speedup"), ("wire/predicted",)
     print(" " * 34, *(f"{head:>{width}}" for width, group in zip((8, 8, 15), heads, strict=True) for head in group))
     for name, row in rows.items():
         wire = f"{row['wire'] / row['predicted']:.3f}" if row["wire"] and row.get("predicted") else "-"
@@ -211,7 +201,7 @@ def report(rows: dict[str, dict], arguments: argparse.Namespace) -> None:
             if "compute_ms" in row
             else f"{'-':>8} {'-':>8} {'-':>8}"
         )
-        print(f"{name:34} {row['forward_ms']:8.0f} {row['step_ms']:8.0f} {parts} {row['speedup']:7.2f}x {wire:>15}")
+        print(f"{name:34} {row['step_ms']:8.0f} {parts} {row['speedup']:7.2f}x {wire:>15}")
     if arguments.out:
         arguments.out.write_text(
             json.dumps(

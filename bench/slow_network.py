@@ -119,6 +119,7 @@ def main() -> None:
         parser.error("give a command after --")
     if (missing := requirements()) is not None:
         sys.exit(f"slow_network: {missing}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through the clean-up
     with cluster(arguments.ranks, arguments.rate) as names:
         sys.exit(launch(names, command, arguments.timeout))
 

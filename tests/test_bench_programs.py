@@ -1,0 +1,66 @@
+"""The programs under bench/ run, and say what they promise; what they measure is not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "bench"
+
+
+def start(*words: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], check=False, capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
+
+
+def test_host_overhead(tmp_path):
+    out = tmp_path / "host_overhead.json"
+    start(BENCH / "host_overhead.py", "--repetitions", 1, "--calls", 2, "--out", out)
+    cases = json.loads(out.read_text())["cases"]
+    assert len(cases) == 3 and all({"plain", "ndtp", "dtensor"} <= set(case) for case in cases.values())
+
+
+def test_overlap_checks_every_rival_and_tells_the_parts(tmp_path):
+    out = tmp_path / "overlap.json"
+    sizes = ("--tokens", 64, "--hidden", 16, "--inner", 32, "--repetitions", 1, "--out", out)
+    start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, BENCH / "overlap.py", *sizes)
+    rows = json.loads(out.read_text())["rows"]
+    ours = [row for name, row in rows.items() if not name.startswith("torch")]
+    assert len(ours) == 8, "1D and three grids, plain and overlapped"
+    assert all({"compute_ms", "communication_ms", "hidden_fraction", "predicted"} <= set(row) for row in ours)
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def missing() -> str | None:
+    sys.path.insert(0, str(BENCH))
+    try:
+        from slow_network import requirements
+    finally:
+        sys.path.remove(str(BENCH))
+    return requirements()
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"network namespaces: {missing()}")
+def test_slow_network_counts_on_its_links_and_leaves_nothing_behind():
+    program = (
+        "import os, torch, torch.distributed as dist, pathlib; dist.init_process_group('gloo');"
+        "dist.all_reduce(torch.ones(2**16)); dist.barrier();"
+        "sent = int(pathlib.Path('/sys/class/net/eth0/statistics/tx_bytes').read_text());"
+        "print(os.environ['WORLD_SIZE'], sent > 2**18)"
+    )
+    before = namespaces()
+    words = ("--ranks", 2, "--rate", "200mbit", "--", sys.executable, "-c", program)
+    assert start(BENCH / "slow_network.py", *words).stdout.split() == ["2", "True"]
+    assert namespaces() == before
