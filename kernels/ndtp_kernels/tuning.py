@@ -6,6 +6,7 @@ are checked before anything is timed, and candidates are timed in turns, so that
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from ndtp_kernels.workloads import Workload, workload
 # Seconds of each configuration; None: it failed, or its numbers were wrong.
 Measure = Callable[[Workload, Sequence[Config]], dict[Config, float | None]]
 SHORTLIST = 12
+logger = logging.getLogger(__name__)
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -64,7 +66,7 @@ def measure_on_device(work: Workload, configs: Sequence[Config]) -> dict[Config,
             if work.error(work.ours(options_for(config)), want) <= tolerance(getattr(torch, work.problem.dtype)):
                 good.append(config)
         except Exception as error:  # one that does not compile or launch here is no candidate, and is named
-            print(f"  {config}: {str(error).splitlines()[0][:100]}")
+            logger.warning("%s is no candidate here: %s", config, (str(error).splitlines() or [""])[0])
     runs = [lambda config=config: work.ours(options_for(config)) for config in good]  # type: ignore[misc]
     for config, seconds in zip(good, time_in_turns(runs), strict=True):
         result[config] = statistics.median(seconds)
