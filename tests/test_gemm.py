@@ -18,7 +18,7 @@ SHAPES = [((), ()), ((3,), (3,)), ((3,), ()), ((), (3,)), ((2, 3), (3,)), ((1, 3
 
 @pytest.mark.parametrize("gemm", [TorchGemm(), KernelGemm()], ids=["torch", "kernels"])
 @pytest.mark.parametrize("a_batch,b_batch", SHAPES, ids=str)
-@pytest.mark.parametrize("transpose_a,transpose_b", product((False, True), repeat=2))
+@pytest.mark.parametrize("transpose_a,transpose_b", [*product((False, True), repeat=2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_products_and_their_gradients(gemm, a_batch, b_batch, transpose_a, transpose_b, dtype):
     a = small_integers((*a_batch, *((6, 4) if transpose_a else (4, 6))), 0, dtype).requires_grad_()
