@@ -98,10 +98,6 @@ class Grids:
     def take(self, index: Any) -> Grids:
         return Grids(*(getattr(self, axis)[index] for axis in AXES))
 
-    @property
-    def as_array(self) -> Any:
-        return np.stack([getattr(self, axis) for axis in AXES])
-
 
 def divides(block: Block, g: Grids, pad: bool) -> Any:
     """Which grids a block fits on.  Heads are never padded; sizes are where `pad` says so."""

@@ -166,7 +166,7 @@ class Execution:
         chunks = [self._tensors.pop((name, i)) for i in range(self.rows.count)]
         if len(chunks) == 1:
             return chunks[0]
-        dim, _ = self.rows._place(name)
+        dim, _ = self.rows.place(name)
         shape = list(chunks[0].shape)
         shape[dim] *= self.rows.count
         shard = chunks[0].new_empty(shape)

@@ -124,16 +124,17 @@ class RowChunks:
         """Chunk i of a shard of "A" or "dC"."""
         if self.count == 1:
             return shard
-        dim, blocks = self._place(name)
+        dim, blocks = self.place(name)
         return shard.unflatten(dim, (blocks, self.count, -1)).select(dim + 1, i).flatten(dim, dim + 1)
 
     def paste(self, shard: Tensor, name: str, i: int, chunk: Tensor) -> None:
         """Write chunk i of a shard of "C" or "dA"."""
-        dim, blocks = self._place(name)
+        dim, blocks = self.place(name)
         place = shard.unflatten(dim, (blocks, self.count, -1)).select(dim + 1, i)
         place.copy_(chunk.unflatten(dim, (blocks, -1)))
 
-    def _place(self, name: str) -> tuple[int, int]:
+    def place(self, name: str) -> tuple[int, int]:
+        """The dim of a tensor's rows, and into how many blocks its shard's rows fall."""
         return (self.a_dim, self.a_blocks) if name.endswith("A") else (self.c_dim, self.c_blocks)
 
 

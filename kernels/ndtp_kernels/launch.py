@@ -53,7 +53,6 @@ class Call:
     def __post_init__(self) -> None:
         views = [self.view_a, self.view_b, self.view_c] + ([self.view_aux] if self.view_aux is not None else [])
         batch = self.view_c.batch
-        self.full_batch = math.prod(batch)
         a, b, c, *aux = merge_batch([v.broadcast(batch) for v in views])
         self.view_a, self.view_b, self.view_c, self.view_aux = a, b, c, aux[0] if aux else None
         # Scales by row are stored [batch, M]: they fold as the rows do.

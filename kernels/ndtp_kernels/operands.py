@@ -55,10 +55,6 @@ class Matrix:
         outer, inner = (0, 0, *self.batch_strides)[-2:]
         return outer, inner
 
-    @property
-    def block_arguments(self) -> tuple[int, int]:
-        return self.block_stride, self.block
-
 
 def matrix(tensor: Tensor, letters: str, transpose: bool, blocks: str | None, *, op: str, name: str) -> Matrix:
     """Read the layout of `tensor`, whose dims (after `transpose`) are the two `letters`.

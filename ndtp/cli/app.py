@@ -26,11 +26,6 @@ app.add_typer(bench, name="bench")
 app.add_typer(show, name="show")
 
 
-@app.callback()
-def _root() -> None:
-    """A callback keeps subcommands named even while there is only one."""
-
-
 for command in (demo, check, plan, info):
     app.command()(command)
 for benchmark in (volume, step, calibrate, gemm):
