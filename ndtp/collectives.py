@@ -105,38 +105,75 @@ class Collectives:
             return GlooCollectives(grid)
         return Collectives(grid)
 
-    def start(self, step: Step, tensor: Tensor, op: tuple[str, ...], phase: str) -> Handle:
+    def start(
+        self,
+        step: Step,
+        tensor: Tensor,
+        op: tuple[str, ...],
+        phase: str,
+        *,
+        part: str = "",
+        out: Tensor | None = None,
+        blocks: bool = False,
+    ) -> Handle:
         """Start a collective step on this rank's `tensor`.
 
         Args:
             step: anything but a slice.
             op: what errors and profiles call it, such as ("matmul", "A").
             phase: "forward", "dgrad" or "wgrad".
+            part: which chunk of how many, such as "2/4".
+            out: where to put the result of a gather along dim 0 or of a reduce-scatter; contiguous.
+            blocks: the gathered matrix stays, or the scattered one comes, as blocks of columns [p, rows, columns / p].
         """
         watch = Watch(self.grid, Label(op, phase, step.kind, step.axes))
         with watch:
             group = self.grid.group(step.axes)
-            work, finish, buffers = getattr(self, step.kind)(tensor, group, group.size(), step)
+            run = getattr(self, step.kind)
+            if step.kind in ("all_gather", "reduce_scatter"):
+                work, finish, buffers = run(tensor, group, group.size(), step, out, blocks)
+            else:
+                work, finish, buffers = run(tensor, group, group.size(), step)
         return Handle(self, watch, work, finish, buffers)
 
-    def all_gather(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
-        """[.., s, ..] -> [.., ranks * s, ..] at `step.dim`."""
+    def all_gather(
+        self,
+        x: Tensor,
+        group: ProcessGroup,
+        ranks: int,
+        step: Step,
+        out: Tensor | None = None,
+        blocks: bool = False,
+    ) -> Started:
+        """[.., s, ..] -> [.., ranks * s, ..] at `step.dim`, or -> [ranks, .., s, ..] with `blocks`."""
         dim = step.dim or 0
         x = x.contiguous()
-        gathered = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+        shape = (ranks * x.shape[0], *x.shape[1:])
+        gathered = out if out is not None and dim == 0 else x.new_empty(shape)
         work = _all_gather_single(gathered, x, group=group, async_op=True)
 
         def finish() -> Tensor:
-            return gathered if dim == 0 else gathered.view(ranks, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
+            if dim == 0:
+                return gathered
+            stacked = gathered.view(ranks, *x.shape)
+            return stacked if blocks else stacked.movedim(0, dim).flatten(dim, dim + 1)
 
         return work, finish, (x, gathered)
 
-    def reduce_scatter(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
-        """[.., ranks * s, ..] partial sums -> [.., s, ..] at `step.dim`."""
-        blocks = _blocks(x, step.dim or 0, ranks)
-        summed = blocks.new_empty((blocks.shape[0] // ranks, *blocks.shape[1:]))
-        work = _reduce_scatter_single(summed, blocks, group=group, async_op=True)
-        return work, lambda: summed, (blocks, summed)
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        group: ProcessGroup,
+        ranks: int,
+        step: Step,
+        out: Tensor | None = None,
+        blocks: bool = False,
+    ) -> Started:
+        """[.., ranks * s, ..] partial sums, or [ranks, .., s, ..] with `blocks` -> [.., s, ..] at `step.dim`."""
+        sent = x.flatten(0, 1) if blocks else _blocks(x, step.dim or 0, ranks)
+        summed = sent.new_empty((sent.shape[0] // ranks, *sent.shape[1:])) if out is None else out
+        work = _reduce_scatter_single(summed, sent, group=group, async_op=True)
+        return work, lambda: summed, (sent, summed)
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
         summed = x.clone(memory_format=torch.contiguous_format)
@@ -173,9 +210,18 @@ class GlooCollectives(Collectives):
 
     orders_by_stream = False
 
-    def reduce_scatter(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
-        work, received, blocks = self._exchange(x, group, ranks, step.dim or 0)
-        return work, lambda: _sum(received, ranks), (blocks, received)
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        group: ProcessGroup,
+        ranks: int,
+        step: Step,
+        out: Tensor | None = None,
+        blocks: bool = False,
+    ) -> Started:
+        stacked, dim = (x.flatten(0, 1), 0) if blocks else (x, step.dim or 0)
+        work, received, sent = self._exchange(stacked, group, ranks, dim)
+        return work, lambda: _sum(received, ranks, out), (sent, received)
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
         if x.dtype not in LOW_PRECISION:
@@ -199,9 +245,10 @@ def _blocks(x: Tensor, dim: int, ranks: int) -> Tensor:
     return x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).flatten(0, 1).contiguous()
 
 
-def _sum(stacked: Tensor, ranks: int) -> Tensor:
+def _sum(stacked: Tensor, ranks: int, out: Tensor | None = None) -> Tensor:
     """Sum blocks that are stacked on dim 0, low precision in fp32, in the order of the ranks."""
     blocks = stacked.view(ranks, stacked.shape[0] // ranks, *stacked.shape[1:])
     if blocks.dtype in LOW_PRECISION:
-        return blocks.sum(0, dtype=torch.float32).to(blocks.dtype)
-    return blocks.sum(0)
+        summed = blocks.sum(0, dtype=torch.float32)
+        return summed.to(blocks.dtype) if out is None else out.copy_(summed)
+    return torch.sum(blocks, 0, out=out)

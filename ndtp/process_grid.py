@@ -147,7 +147,7 @@ class ProcessGrid:
                 mesh_dim_names=self.mesh_axes,
             )
         self.collectives = Collectives.of(self)
-        self.prefetch = WeightPrefetch()
+        self.prefetch, self.prefetch_backward = WeightPrefetch(), WeightPrefetch("dgrad")
         # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
         # past the oldest of them.  Two products hide a reduction, and bound the gradients that are held unreduced.
         self.recent_products: deque[int] = deque(maxlen=2)
