@@ -35,7 +35,7 @@ Step = Callable[[], None]
 class NoCommunication(Collectives):
     """Collectives that allocate what they would return, and move nothing."""
 
-    def start(self, step, tensor, op, phase):
+    def start(self, step, tensor, op, phase, part=""):
         shape = list(tensor.shape)
         ranks = self.grid.grid.size(step.axes)
         if step.kind == "all_gather":

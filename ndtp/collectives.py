@@ -12,6 +12,7 @@ from torch import Tensor
 from ndtp.errors import CommunicationError
 from ndtp.meter import LABEL, Label
 from ndtp.relayout import Step
+from ndtp.spans import is_observed, observed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,18 +106,22 @@ class Collectives:
             return GlooCollectives(grid)
         return Collectives(grid)
 
-    def start(self, step: Step, tensor: Tensor, op: tuple[str, ...], phase: str) -> Handle:
+    def start(self, step: Step, tensor: Tensor, op: tuple[str, ...], phase: str, part: str = "") -> Handle:
         """Start a collective step on this rank's `tensor`.
 
         Args:
             step: anything but a slice.
             op: what errors and profiles call it, such as ("matmul", "A").
             phase: "forward", "dgrad" or "wgrad".
+            part: which of how many chunks, such as "2/4", for profiles.
         """
-        watch = Watch(self.grid, Label(op, phase, step.kind, step.axes))
+        label = Label(op, phase, step.kind, step.axes, part)
+        watch, launch = Watch(self.grid, label), getattr(self, step.kind)
+        if is_observed(self.grid):
+            launch = observed(launch, self.grid, label)
         with watch:
             group = self.grid.group(step.axes)
-            work, finish, buffers = getattr(self, step.kind)(tensor, group, group.size(), step)
+            work, finish, buffers = launch(tensor, group, group.size(), step)
         return Handle(self, watch, work, finish, buffers)
 
     def all_gather(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:

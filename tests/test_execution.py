@@ -215,9 +215,9 @@ def order_of_waits():
     events = []
     start = mesh.collectives.start
 
-    def noted(step, tensor, op, phase):
+    def noted(step, tensor, op, phase, part=""):
         events.append(("start", phase, op))
-        return start(step, tensor, op, phase)
+        return start(step, tensor, op, phase, part)
 
     hooks = [w.register_hook(lambda g, i=i: events.append(("arrive", i))) for i, w in enumerate(weights)]
     mesh.collectives.start = noted
