@@ -54,17 +54,18 @@ def is_observed(grid: ProcessGrid) -> bool:
     return grid.recorder is not None or _profiler_enabled()
 
 
-def span(grid: ProcessGrid, kind: str, tensor: str = "", part: str = "") -> AbstractContextManager[None]:
-    """A range around local work: `ndtp::gemm C 2/4`.
+def span(grid: ProcessGrid, kind: str, tensor: str = "", part: str = "", op: str = "") -> AbstractContextManager[None]:
+    """A range around local work: `ndtp::gemm C 2/4 mlp.up`.
 
     Args:
         kind: what is done, such as "gemm" or "gelu".
         tensor: what comes out.
         part: which of how many chunks, such as "2/4".
+        op: the product or block that it is a part of.
     """
     if not is_observed(grid):
         return NOTHING
-    return _range(grid.recorder, "compute", " ".join(filter(None, (kind, tensor, part))))
+    return _range(grid.recorder, "compute", " ".join(filter(None, (kind, tensor, part, op))))
 
 
 def observed(launch: Callable[..., Any], grid: ProcessGrid, label: Label) -> Callable[..., Any]:
