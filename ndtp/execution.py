@@ -12,6 +12,7 @@ from torch import Tensor
 from ndtp.contraction import MatMulPlan
 from ndtp.relayout import Step
 from ndtp.schedule import RowChunks, Task, backward_tasks, forward_tasks
+from ndtp.spans import span
 
 if TYPE_CHECKING:
     from ndtp.collectives import Handle
@@ -27,9 +28,9 @@ class Move:
     """
 
     def __init__(
-        self, tensor: Tensor, steps: Sequence[Step], mesh: ProcessGrid, op: tuple[str, ...], phase: str
+        self, tensor: Tensor, steps: Sequence[Step], mesh: ProcessGrid, op: tuple[str, ...], phase: str, part: str = ""
     ) -> None:
-        self.tensor, self.mesh, self.op, self.phase = tensor, mesh, op, phase
+        self.tensor, self.mesh, self.op, self.phase, self.part = tensor, mesh, op, phase, part
         self.steps = iter(steps)
         self.handle: Handle | None = None
 
@@ -38,7 +39,7 @@ class Move:
         if self.handle is None:
             for step in self.steps:
                 if step.kind != "slice":
-                    self.handle = self.mesh.collectives.start(step, self.tensor, self.op, self.phase)
+                    self.handle = self.mesh.collectives.start(step, self.tensor, self.op, self.phase, self.part)
                     break
                 self.tensor = _slice(self.tensor, step, self.mesh)
         return self
@@ -71,8 +72,11 @@ class Execution:
         self._moves: dict[tuple[str, int | None], Move] = {}
         self._tensors: dict[tuple[str, int | None], Tensor] = {}
 
-    def move(self, name: str, tensor: Tensor, phase: str) -> Move:
-        return Move(tensor, self.plan.relayouts[name], self.mesh, (self.plan.name, name), phase)
+    def move(self, name: str, tensor: Tensor, phase: str, chunk: int | None = None) -> Move:
+        return Move(tensor, self.plan.relayouts[name], self.mesh, (self.plan.name, name), phase, self._part(chunk))
+
+    def _part(self, chunk: int | None) -> str:
+        return "" if chunk is None or self.rows.count == 1 else f"{chunk + 1}/{self.rows.count}"
 
     def forward(
         self, a_shard: Tensor, b_shard: Tensor, bias: Tensor | None, keep_a: bool
@@ -141,14 +145,15 @@ class Execution:
                     tensor = stored[task.tensor]
                     tensor = tensor if task.chunk is None else self.rows.cut(tensor, task.tensor, task.chunk)
                 own_phase = {"dB": "wgrad", "dbias": "wgrad", "A": phase if phase == "forward" else "wgrad"}
-                self._moves[key] = self.move(task.tensor, tensor, own_phase.get(task.tensor, phase)).start()
+                self._moves[key] = self.move(task.tensor, tensor, own_phase.get(task.tensor, phase), task.chunk).start()
             elif task.action == "wait":
                 self._tensors[key] = self._moves.pop(key).finish()
             elif task.action == "prefetch":
                 if (weight := self.weight()) is not None:
                     self.mesh.prefetch.start(weight, self.mesh)
             elif task.action == "multiply":
-                self._tensors[key] = products[task.tensor](task.chunk)
+                with span(self.mesh, "gemm", task.tensor, self._part(task.chunk), self.plan.name):
+                    self._tensors[key] = products[task.tensor](task.chunk)
 
     def _grad(self) -> Tensor:
         """The whole gathered dC, rows chunk by chunk."""

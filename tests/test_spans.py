@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ndtp import CommMeter, Grid
 from ndtp.collectives import Collectives, GlooCollectives
+from ndtp.nn import MLP
 from ndtp.relayout import Step
 from ndtp.spans import NOTHING, Recorder, is_observed, span
 
@@ -34,12 +36,12 @@ def profiled():
     mesh = mesh_of(GRID)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         every_kind(mesh)
-        with span(mesh, "gemm", "C", "2/4"):
+        with span(mesh, "gemm", "C", "2/4", "up"):
             torch.ones(2, 2) @ torch.ones(2, 2)
         with span(mesh, "gelu"):
             pass
     names = [event.name for event in profiler.events() if event.name.startswith("ndtp::")]
-    expected = ["ndtp::gemm C 2/4", "ndtp::gelu"]
+    expected = ["ndtp::gemm C 2/4 up", "ndtp::gelu"]
     for i, (_, title) in enumerate(KINDS):
         expected += [f"ndtp::{verb}{title} {i + 1}/4 up A" for verb in ("", "wait ", "finish ")]
     assert sorted(names) == sorted(expected), names
@@ -147,3 +149,28 @@ def test_one_recorder_at_a_time():
     with Recorder(mesh), pytest.raises(RuntimeError, match="has a recorder already"), Recorder(mesh):
         pass
     assert mesh.recorder is None
+
+
+def profiled_block():
+    """Forward and backward of a 3D block in four chunks: every collective and product of the schedule, once a chunk."""
+    mesh = mesh_of(Grid(z=2, y=2))
+    mlp = MLP(8, 16, "relu", bias=False, mesh=mesh, scheme="3d", chunks=4, seed=0, name="mlp")
+    x = torch.ones(mlp.in_layout.shard_shape((64, 8)), requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        mlp(x).sum().backward()
+    names = Counter(event.name for event in profiler.events() if event.name.startswith("ndtp::"))
+    expected = ["ndtp::gemm dB mlp.up", "ndtp::gemm dB mlp.down"]
+    for i in range(1, 5):
+        expected += [f"ndtp::gemm {tensor} {i}/4 mlp.{layer}" for tensor in ("C", "dA") for layer in ("up", "down")]
+        expected += [f"ndtp::all_gather[y] {i}/4 mlp.up A", f"ndtp::reduce_scatter[y] {i}/4 mlp.down C"]
+        expected += [f"ndtp::all_gather[y] {i}/4 mlp.down dC", f"ndtp::reduce_scatter[y] {i}/4 mlp.up dA"]
+    for layer in ("up", "down"):
+        expected += [f"ndtp::all_gather[z] mlp.{layer} B", f"ndtp::reduce_scatter[z] mlp.{layer} dB"]
+    waits = [f"ndtp::wait {name.removeprefix('ndtp::')}" for name in expected if "[" in name]
+    moved = {name for name in names if "[" in name and "finish" not in name}
+    found = Counter({name: names[name] for name in names if name in moved or "gemm" in name})
+    assert found == Counter(expected + waits), found
+
+
+def test_every_chunk_of_a_block_has_its_ranges(ranks):
+    ranks(4).run(profiled_block)
