@@ -12,7 +12,7 @@ import torch.distributed as dist
 from products import mesh_of
 from torch.profiler import ProfilerActivity, profile
 
-from ndtp import CommMeter, Grid
+from ndtp import CommMeter, Grid, ProcessGrid
 from ndtp.collectives import Collectives, GlooCollectives
 from ndtp.nn import MLP
 from ndtp.relayout import Step
@@ -174,3 +174,25 @@ def profiled_block():
 
 def test_every_chunk_of_a_block_has_its_ranges(ranks):
     ranks(4).run(profiled_block)
+
+
+def recorded_on_cuda():
+    """gloo stages a GPU's tensors through the host: products are timed by events, flights by the host, on one clock."""
+    mesh = ProcessGrid(GRID, device_type="cuda")
+    large = torch.randn(4096, 4096, device="cuda")
+    with Recorder(mesh) as recorder:
+        with span(mesh, "gemm", "C"):
+            product = large @ large
+        mesh.collectives.start(Step("all_gather", ("x",), 0), product, ("up", "A"), "forward").wait()
+        with span(mesh, "gemm", "D"):
+            product @ large
+    first, last = (each for each in recorder.spans() if each.name.startswith("gemm"))
+    (flight,) = (each for each in recorder.spans() if each.kind == "collective")
+    assert 0 <= first.start < first.end <= flight.end and flight.start < flight.end, (first, flight)
+    assert first.end <= last.start < last.end, (first, last)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_recorder_times_a_gpu_by_events(ranks):
+    ranks(2).run(recorded_on_cuda)
