@@ -12,6 +12,7 @@ from torch import Tensor
 from ndtp.errors import CommunicationError
 from ndtp.meter import LABEL, Label
 from ndtp.relayout import Step
+from ndtp.spans import is_observed, observed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -126,14 +127,14 @@ class Collectives:
             out: where to put the result of a gather along dim 0 or of a reduce-scatter; contiguous.
             blocks: the gathered matrix stays, or the scattered one comes, as blocks of columns [p, rows, columns / p].
         """
-        watch = Watch(self.grid, Label(op, phase, step.kind, step.axes))
+        label = Label(op, phase, step.kind, step.axes, part)
+        watch, launch = Watch(self.grid, label), getattr(self, step.kind)
+        if is_observed(self.grid):
+            launch = observed(launch, self.grid, label)
         with watch:
             group = self.grid.group(step.axes)
-            run = getattr(self, step.kind)
-            if step.kind in ("all_gather", "reduce_scatter"):
-                work, finish, buffers = run(tensor, group, group.size(), step, out, blocks)
-            else:
-                work, finish, buffers = run(tensor, group, group.size(), step)
+            how = {"out": out, "blocks": blocks} if step.kind in ("all_gather", "reduce_scatter") else {}
+            work, finish, buffers = launch(tensor, group, group.size(), step, **how)
         return Handle(self, watch, work, finish, buffers)
 
     def all_gather(

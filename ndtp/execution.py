@@ -16,6 +16,7 @@ from ndtp.contraction import MatMulPlan
 from ndtp.gemm import joined
 from ndtp.moves import Move, gathers_columns, is_matrix, move_of, scatters_columns
 from ndtp.schedule import RowChunks, Task, Wanted, backward_tasks, forward_tasks
+from ndtp.spans import is_observed, span
 
 if TYPE_CHECKING:
     from ndtp.prefetch import WeightPrefetch
@@ -25,6 +26,7 @@ Key = tuple[int, str, int | None]  # product, tensor, chunk
 
 FORWARD = {"A": "forward", "B": "forward", "C": "forward", "bias": "forward"}
 BACKWARD = {"dC": "dgrad", "dA": "dgrad", "B": "dgrad", "A": "wgrad", "dB": "wgrad", "dbias": "wgrad"}
+COMPUTE = {"own": "gemm own", "multiply": "gemm", "activate": "activate"}  # what profiles call it
 OPERAND = {"C": "A", "dA": "dC"}  # of which a result takes its rows
 
 
@@ -124,7 +126,16 @@ class Execution:
             "release": self._release,
         }
         for task in tasks:
-            act[task.action](task.product, task.tensor, task.chunk)
+            run = act[task.action]
+            if task.action in COMPUTE and is_observed(self.mesh):
+                stage = self.stages[task.product]
+                with span(self.mesh, COMPUTE[task.action], task.tensor, self._part(task.chunk), stage.plan.name):
+                    run(task.product, task.tensor, task.chunk)
+            else:
+                run(task.product, task.tensor, task.chunk)
+
+    def _part(self, chunk: int | None) -> str:
+        return "" if chunk is None or self.chunks == 1 else f"{chunk + 1}/{self.chunks}"
 
     def _start(self, p: int, name: str, i: int | None) -> None:
         key = p, name, i
@@ -136,7 +147,7 @@ class Execution:
             tensor = tensor if i is None else self.rows[p].cut(tensor, name, i)
             if name in ("A", "dC"):
                 self._tensors[key] = tensor  # this rank's own part, until all are there
-        part = f"{i + 1}/{self.chunks}" if i is not None and self.chunks > 1 else ""
+        part = self._part(i)
         out = None if i is None or self.chunks == 1 else self._place(p, name, i, tensor)
         # dC is gathered once, for the first phase that needs it.
         phase = "wgrad" if name == "dC" and not self._wanted[p].dgrad else self._phases[name]

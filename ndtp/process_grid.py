@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ndtp.spans import Recorder
+
 GEMMS = {"torch": TorchGemm, "kernels": KernelGemm}
 
 
@@ -147,6 +149,7 @@ class ProcessGrid:
                 mesh_dim_names=self.mesh_axes,
             )
         self.collectives = Collectives.of(self)
+        self.recorder: Recorder | None = None  # held here: backward may run in threads of autograd's own
         self.prefetch, self.prefetch_backward = WeightPrefetch(), WeightPrefetch("dgrad")
         # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
         # past the oldest of them.  Two products hide a reduction, and bound the gradients that are held unreduced.
