@@ -108,7 +108,9 @@ class ProcessGrid:
             # All of them now, in one order on every rank, and not in the middle of a schedule.
             every = [self.group((axis,), way) for way in DIRECTIONS for axis in grid.nontrivial(self.mesh_axes)]
             ring_groups = list(dict.fromkeys(every))
-        self.ring = BufferRing(ring_bytes, nccl.registered_memory(ring_groups) if register_buffers else None)
+        self.ring = BufferRing(
+            ring_bytes, nccl.registered_memory(ring_groups) if register_buffers and ring_groups else None
+        )
         self.collectives = Collectives.of(self)
         self.prefetch = WeightPrefetch()
         # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
