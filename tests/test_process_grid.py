@@ -193,6 +193,9 @@ def test_gathers_and_scatters_may_have_groups_of_their_own(ranks):
 def test_multiprocessors_left_free_are_an_option_of_the_kernels():
     assert ProcessGrid(Grid(x=1), gemm="kernels", free_sms=8).gemm.options.sms_to_leave == 8
     assert ProcessGrid(Grid(x=1), gemm="kernels").gemm.options.sms_to_leave == 0
+    assert not ProcessGrid(Grid(x=1), max_ctas=4, register_buffers=True).ring.waiting_bytes, (
+        "one rank asks nothing of NCCL"
+    )
 
 
 def check_timeout():
