@@ -19,6 +19,7 @@ from torch.autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
 if TYPE_CHECKING:
+    from ndtp.collectives import Started
     from ndtp.meter import Label
     from ndtp.process_grid import ProcessGrid
 
@@ -68,21 +69,21 @@ def span(grid: ProcessGrid, kind: str, tensor: str = "", part: str = "", op: str
     return _range(grid.recorder, "compute", " ".join(filter(None, (kind, tensor, part, op))))
 
 
-def observed(launch: Callable[..., Any], grid: ProcessGrid, label: Label) -> Callable[..., Any]:
-    """`launch`, which starts a collective and returns (work, finish, buffers), with ranges around its three parts."""
+def observed(launch: Callable[..., Started], grid: ProcessGrid, label: Label) -> Callable[..., Started]:
+    """`launch`, which starts a collective and returns it (`Started`), with ranges around its three parts."""
     recorder, name = grid.recorder, label.title
 
-    def run(*arguments: Any, **how: Any) -> tuple[Any, Callable[[], Any], Any]:
+    def run(*arguments: Any, **how: Any) -> Started:
         # What packs the operand is local work; the flight begins where the collective has been handed over.
         with _range(recorder, "compute", name):
-            work, finish, buffers = launch(*arguments, **how)
-        flight = None if recorder is None else recorder.follow(label, work)
+            started = launch(*arguments, **how)
+        flight = None if recorder is None else recorder.follow(label, started.work)
 
         def finished() -> Any:
             with _range(recorder, "compute", f"finish {name}"):
-                return finish()
+                return started.finish()
 
-        return _ObservedWork(work, recorder, label, flight), finished, buffers
+        return started._replace(work=_ObservedWork(started.work, recorder, label, flight), finish=finished)
 
     return run
 
