@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ndtp.contraction import Letters, MatMulPlan
+from ndtp.epilogues import KernelEpilogues, TorchEpilogues
 
 
-class TorchGemm:
-    """Products by `torch.matmul`."""
+class TorchGemm(TorchEpilogues):
+    """Products by `torch.matmul`; what follows them by `ndtp.epilogues`."""
 
     def product(self, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
         """A . B, whose two last dims may each be stored swapped."""
@@ -43,7 +44,7 @@ class TorchGemm:
         return _drop_batch(product, plan.b_letters)
 
 
-class KernelGemm(TorchGemm):
+class KernelGemm(KernelEpilogues, TorchGemm):
     """Products by `ndtp_kernels.gemm`: Triton on a GPU, torch where a kernel cannot run.
 
     Args:

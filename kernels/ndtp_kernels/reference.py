@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "relu2", "silu")
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "relu2", "silu", "tanh", "sigmoid")
 
 
 def activation(x: Tensor, name: str) -> Tensor:
@@ -26,6 +26,10 @@ def activation(x: Tensor, name: str) -> Tensor:
             return torch.relu(x).square()
         case "silu":
             return torch.nn.functional.silu(x)
+        case "tanh":
+            return torch.tanh(x)
+        case "sigmoid":
+            return torch.sigmoid(x)
     raise ValueError(f"activation {name!r} is not one of {ACTIVATIONS}")
 
 
@@ -43,6 +47,10 @@ def activation_gradient(x: Tensor, name: str) -> Tensor:
             return 2 * torch.relu(x)
         case "silu":
             return torch.ops.aten.silu_backward(one, x)
+        case "tanh":
+            return torch.ops.aten.tanh_backward(one, torch.tanh(x))
+        case "sigmoid":
+            return torch.ops.aten.sigmoid_backward(one, torch.sigmoid(x))
     return one
 
 
