@@ -34,7 +34,8 @@ class ProcessGrid:
             for.  Default: torch's.  On NCCL torch's watchdog enforces it.
         check: before every product, compare plan, shapes and dtypes across all ranks and raise a `MismatchError` that
             names the ranks that deviate, instead of a hang.  One small all-gather a product: for tests and debugging.
-        gemm: what multiplies on each rank: "torch", or "kernels" for those of `ndtp_kernels` (Triton on a GPU).
+        gemm: what multiplies on each rank: "torch", or "kernels" for those of `ndtp_kernels` (Triton on a GPU).  Their
+            table must be the same on all ranks, which is checked here.
         device_type: "cpu" or "cuda"; default: that of the backend (NCCL: "cuda").
 
     Attributes:
@@ -46,6 +47,7 @@ class ProcessGrid:
 
     Raises:
         GridError: the grid has more or fewer ranks than there are.
+        MismatchError: ranks have different tables of kernels.
     """
 
     def __init__(
@@ -151,6 +153,10 @@ class ProcessGrid:
         # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
         # past the oldest of them.  Two products hide a reduction, and bound the gradients that are held unreduced.
         self.recent_products: deque[int] = deque(maxlen=2)
+        if gemm == "kernels":
+            from ndtp.cross_check import cross_check_kernel_table
+
+            cross_check_kernel_table(self)
 
     def group(self, axes: Sequence[str]) -> ProcessGroup:
         """The process group of the ranks that differ from this one on `axes` only.
