@@ -75,7 +75,8 @@ class Call:
     @property
     def fused_passes(self) -> int:
         """Passes over C that torch needs after its product; bias and activation are one each, a gate another."""
-        steps = (self.bias, self.aux, self.scale_a)
+        residual = None if self.backward else self.aux  # backward reads the pre-activation there, in the pass it has
+        steps = (self.bias, residual, self.scale_a)
         return sum(x is not None for x in steps) + (self.activation != "none") + self.gated + self.column_sums
 
     def problem(self) -> Problem:

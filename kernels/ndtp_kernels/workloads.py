@@ -17,7 +17,7 @@ from ndtp_kernels.config import Problem
 from ndtp_kernels.selection import Options
 
 TRANSPOSES = {"nn": (False, False), "nt": (False, True), "tn": (True, False), "tt": (True, True)}
-KINDS = ("plain", "epilogue", "gated", "backward", "wgrad", "scatter")
+KINDS = ("plain", "epilogue", "gated", "backward", "wgrad", "scatter", "fp8")
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Workload:
     expected: Callable[[], Tensor]  # in fp32, from operands cast to fp32
     flops: float
     reset: Callable[[], object] = lambda: None  # before a check: what is accumulated into starts from zero
+    operands: tuple[Tensor, ...] = ()  # of a plain product, as they are stored
 
     def error(self, got: Tensor, want: Tensor | None = None) -> float:
         """Largest error against `want` (`expected()`, once it is known), relative to its largest value."""
@@ -48,7 +49,7 @@ def workload(
 ) -> Workload:
     """kind: "plain" (any layout), "epilogue" (bias and gelu, pre-activation kept), "gated" (SwiGLU), "backward"
     (dgrad with gelu's gradient and the bias gradient), "wgrad" (into fp32 main gradients), "scatter" (four blocks,
-    bias, gelu: no product)."""
+    bias, gelu: no product), "fp8" (e4m3 operands with a scale each, against torch._scaled_mm; `dtype` is unused)."""
     generator = torch.Generator(device).manual_seed(seed)
     name = str(dtype).removeprefix("torch.")
 
@@ -67,6 +68,7 @@ def workload(
             lambda: left @ right,
             lambda: left.float() @ right.float(),
             flops,
+            operands=(a, b),
         )
     if kind in ("epilogue", "gated"):
         x, bias = random(m, k), random(n)
@@ -122,5 +124,17 @@ def workload(
             lambda: torch.nn.functional.gelu(blocks.sum(0, dtype=torch.float32) + bias).to(dtype),
             lambda: torch.nn.functional.gelu(blocks.float().sum(0) + bias.float()),
             0.0,
+        )
+    if kind == "fp8":
+        x8, weight8 = random(m, k).to(torch.float8_e4m3fn), random(n, k).to(torch.float8_e4m3fn)
+        scale_x, scale_w = (torch.tensor(value, device=device) for value in (0.5, 2 * small))
+        return Workload(
+            Problem(m, n, k, "float8_e4m3fn", kind="epilogue", torch_passes=1),
+            lambda options: interface.gemm(
+                x8, weight8, transpose_b=True, scale_a=scale_x, scale_b=scale_w, options=options
+            ),
+            lambda: torch._scaled_mm(x8, weight8.t(), scale_a=scale_x, scale_b=scale_w, out_dtype=torch.bfloat16),
+            lambda: (x8.float() @ weight8.float().mT) * small,
+            flops,
         )
     raise ValueError(f"workload {kind!r} is not known\n  fix: one of {KINDS}")

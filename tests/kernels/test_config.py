@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
-from ndtp_kernels import config, roof, tuning
+from ndtp_kernels import config, products, roof, tuning
 from ndtp_kernels.chips import CHIPS, chip_named
 from ndtp_kernels.config import TORCH, Config, Problem, Table, bucket, choose, explain
+from ndtp_kernels.selection import Options
+from ndtp_kernels.workloads import KINDS, TRANSPOSES, workload
 
 H200 = CHIPS["h200"]
 
@@ -153,16 +155,25 @@ def test_tuning_writes_the_winner_to_the_users_cache(tmp_path):
     assert len(Table.from_json(path.read_text()).tuned["h200"]["bfloat16"]) == 3
 
 
-@pytest.mark.parametrize("kind", ["plain", "epilogue", "gated", "backward", "wgrad", "scatter"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_workloads_agree_with_torch(kind):
     """What is timed computes the same thing on both sides; and a wrong result would be seen."""
-    from ndtp_kernels.selection import Options
-    from ndtp_kernels.workloads import workload
 
     work = workload(kind, 24, 32, 40, dtype=torch.bfloat16, device=torch.device("cpu"))
     work.reset()
-    assert work.error(work.ours(Options())) < tuning.tolerance(torch.bfloat16)
+    assert work.error(work.ours(Options())) < tuning.tolerance("bfloat16")
     work.reset()
     got = work.eager()
-    assert work.error(got) < tuning.tolerance(torch.bfloat16)
-    assert work.error(got * 1.1) > tuning.tolerance(torch.bfloat16)
+    assert work.error(got) < tuning.tolerance("bfloat16")
+    assert work.error(got * 1.1) > tuning.tolerance("bfloat16")
+
+
+@pytest.mark.parametrize("kind,layout", [("plain", x) for x in TRANSPOSES] + [(kind, "nt") for kind in KINDS[1:]])
+def test_workloads_describe_the_problem_that_the_choice_sees(kind, layout, monkeypatch):
+    """Else tuning would file its winners under shape classes that no product looks up."""
+    seen = []
+    monkeypatch.setattr(products, "triton_chip", lambda *_: H200 if kind != "scatter" else None)
+    monkeypatch.setattr(products, "configuration", lambda op, problem, *_: seen.append(problem) or TORCH)
+    work = workload(kind, 48, 64, 80, dtype=torch.bfloat16, device=torch.device("cpu"), layout=layout)
+    work.ours(Options())
+    assert seen == ([] if kind == "scatter" else [work.problem])

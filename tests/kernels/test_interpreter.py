@@ -42,6 +42,5 @@ def test_in_the_interpreter(runs, name):
 
 
 def test_there_are_cases():
-    assert FILES == [
-        "case_blocks.py", "case_epilogues.py", "case_gemm.py", "case_ops.py", "case_scatter_epilogues.py"
-    ]  # fmt: skip
+    names = ("blocks", "epilogues", "gemm", "ops", "rival", "scatter_epilogues")
+    assert FILES == [f"case_{name}.py" for name in names]
