@@ -128,12 +128,15 @@ def gated_gemm(
     bias_up: Tensor | None = None,
     *,
     activation_name: str,
+    scale_a: Tensor | None = None,
+    scale_b_gate: Tensor | None = None,
+    scale_b_up: Tensor | None = None,
     compute: torch.dtype | None = torch.float64,
     **form: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """act(A . Bg + bg) * (A . Bu + bu), gate, up."""
-    _, gate = gemm(a, b_gate, bias_gate, compute=compute, **form)  # type: ignore[arg-type]
-    _, up = gemm(a, b_up, bias_up, compute=compute, **form)  # type: ignore[arg-type]
+    _, gate = gemm(a, b_gate, bias_gate, None, scale_a, scale_b_gate, compute=compute, **form)  # type: ignore[arg-type]
+    _, up = gemm(a, b_up, bias_up, None, scale_a, scale_b_up, compute=compute, **form)  # type: ignore[arg-type]
     return activation(gate, activation_name) * up, gate, up
 
 

@@ -43,4 +43,4 @@ def test_in_the_interpreter(runs, name):
 
 def test_there_are_cases():
     names = ("blocks", "epilogues", "gemm", "ops", "rival", "scatter_epilogues")
-    assert FILES == [f"case_{name}.py" for name in names]
+    assert [f"case_{name}.py" for name in names] == FILES
