@@ -40,12 +40,13 @@ from torch import Tensor  # noqa: E402
 MODELS = {"llama3-8b": (4096, 14336, 6144), "llama3-70b": (8192, 28672, 10240)}
 TOKENS = (2048, 8192, 32768)
 GRIDS = {"whole": (1, 1, 1), "2x2x2": (2, 2, 2), "1x4x2": (1, 4, 2)}
+SCATTER = ("scatter", "scatter_backward")
 FUSED = ("epilogue", "gated", "backward")
 FUSED_SHAPES = [(8192, 14336, 4096), (4096, 7168, 2048), (8192, 3584, 2048), (8192, 28672, 8192)]
 BLOCK = (8192, 4096, 14336)  # tokens, hidden, ffn
 COUNTED = 6  # the largest plain products, whose tensor-core counters are read
 # Part -> when it has to be done, as a share of the time: the plain products take what is left by those before them.
-SHARES = {"block": 0.2, "fused": 0.5, "plain": 0.8, "counters": 0.9, "compile": 1.0}
+SHARES = {"scatter": 0.1, "block": 0.25, "fused": 0.5, "plain": 0.8, "counters": 0.9, "compile": 1.0}
 # (goal, column of a row, wanted geometric mean, wanted lowest)
 GOALS = [
     ("plain", "against_torch", 1.00, 0.93),
@@ -56,7 +57,8 @@ GOALS = [
 # Written down beside the goals, without one of their own.
 NOTED = [
     ("plain", "library_against_torch"), ("plain", "against_persistent"), ("plain", "against_compile"),
-    ("wgrad", "against_torch"), ("scatter", "against_torch"), ("fp8", "against_torch"),
+    *((kind, f"against_{rival}") for kind in SCATTER for rival in ("torch", "compile")),
+    ("wgrad", "against_torch"), ("fp8", "against_torch"),
 ]  # fmt: skip
 
 
@@ -138,14 +140,24 @@ def compiled_plain(bench: Bench, deadline: Deadline) -> None:
             bench.compete(f"{name} compile", "plain", shape, compiled=True)
 
 
+def scatter(bench: Bench, deadline: Deadline) -> None:
+    """What follows a scatter, the path of 2D and 3D grids, and so the first to know about."""
+    kinds(bench, deadline, SCATTER, SCATTER)
+
+
 def fused(bench: Bench, deadline: Deadline) -> None:
-    """Epilogues, gated pairs, dgrad with the activation's gradient; wgrad, what follows a scatter, fp8."""
+    """Epilogues, gated pairs, dgrad with the activation's gradient; wgrad and fp8."""
+    kinds(bench, deadline, (*FUSED, "wgrad", "fp8"), FUSED)
+
+
+def kinds(bench: Bench, deadline: Deadline, wanted: Sequence[str], compiled: Sequence[str]) -> None:
+    """Products of some kinds; torch.compile, which takes seconds to tune, joins for some while the part has time."""
     for shape in FUSED_SHAPES[: 1 if bench.quick else None]:
-        for kind in (*FUSED, "wgrad", "scatter", "fp8"):
+        for kind in wanted:
             name = " ".join(map(str, (kind, *shape)))
-            compiled = kind in (*FUSED, "scatter") and not deadline.passed(f"{name} compile")
+            rival = kind in compiled and not deadline.passed(f"{name} compile")
             if not bench.deadline.passed(name):
-                bench.compete(name, kind, shape, compiled=compiled)
+                bench.compete(name, kind, shape, compiled=rival)
 
 
 def block(bench: Bench, deadline: Deadline) -> None:
@@ -245,7 +257,10 @@ def counted_runs(jobs: Iterable[dict[str, Any]], bench: Bench) -> dict[str, Run]
 def line(row: dict[str, Any]) -> str:
     ratios = {rival: row.get(f"against_{rival}") for rival in OTHERS}
     text = "  ".join(f"{ratio:.3f}x {rival}" for rival, ratio in ratios.items() if ratio)
-    roof = f"{row['tflops']:6.1f} TFLOP/s {row['below_roof']:6.1%} below the roof" if "tflops" in row else " " * 35
+    if "tflops" in row:
+        roof = f"{row['tflops']:6.1f} TFLOP/s {row['below_roof']:6.1%} below the roof"
+    else:
+        roof = f"{row['share_of_copy_rate']:6.1%} of the rate of a copy"
     return f"{row['name']:36} {row['microseconds'][row['best']]:9.1f} us {roof}  {text}  {row['best']}"
 
 
@@ -290,7 +305,14 @@ def environment(device: torch.device, chip: Chip) -> dict[str, Any]:
     }  # fmt: skip
 
 
-PARTS = {"block": block, "fused": fused, "plain": plain, "counters": counters, "compile": compiled_plain}
+PARTS = {
+    "scatter": scatter,
+    "block": block,
+    "fused": fused,
+    "plain": plain,
+    "counters": counters,
+    "compile": compiled_plain,
+}
 
 
 def measure(bench: Bench, parts: Iterable[str]) -> None:
@@ -317,7 +339,7 @@ def summary(report: dict[str, Any]) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for flag in ("all", "plain", "fused", "block", "quick"):
+    for flag in ("all", "scatter", "plain", "fused", "block", "quick"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--seconds", type=float, default=430.0, help="time budget; what does not fit is listed")
@@ -325,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     parts = [part for part in PARTS if chosen.all or getattr(chosen, part, False)]
     if not parts and not chosen.counted:
-        parser.error("nothing to do: --all, --plain, --fused or --block")
+        parser.error("nothing to do: --all, --scatter, --block, --fused or --plain")
     if not torch.cuda.is_available():
         print("bench/gemm.py: no GPU here; nothing was measured", file=sys.stderr)
         return 2

@@ -74,7 +74,7 @@ def failures(runs: Mapping[str, Any], error_of: Callable[[Any], float], limit: f
 def rivals(work: Workload, chip: Chip) -> tuple[dict[str, Run], str | None]:
     """Eager torch, the model's favourite kernels and the library's own choice; and the label of that choice."""
     runs: dict[str, Run] = {"torch": work.eager}
-    if work.problem.kind == "scatter":
+    if not work.flops:
         runs["kernel"] = lambda: work.ours(Options(backend="triton"))
         return runs, "kernel"
     table = default_table()
@@ -140,6 +140,8 @@ def row_of(
         "library_against_torch": seconds["torch"] / seconds[choice] if choice in seconds else None,
         **{f"against_{rival}": seconds[rival] / ours[best] if rival in seconds else None for rival in OTHERS},
     }  # fmt: skip
+    if work.num_bytes:
+        row["share_of_copy_rate"] = work.num_bytes / ours[best] / chip.bandwidth
     if work.flops:
         top = chip.flops[p.dtype] / 1e12
         row["tflops"] = work.flops / ours[best] / 1e12

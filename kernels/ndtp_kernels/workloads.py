@@ -17,7 +17,7 @@ from ndtp_kernels.config import Problem
 from ndtp_kernels.selection import Options
 
 TRANSPOSES = {"nn": (False, False), "nt": (False, True), "tn": (True, False), "tt": (True, True)}
-KINDS = ("plain", "epilogue", "gated", "backward", "wgrad", "scatter", "fp8")
+KINDS = ("plain", "epilogue", "gated", "backward", "wgrad", "scatter", "scatter_backward", "fp8")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Workload:
     flops: float
     reset: Callable[[], object] = lambda: None  # before a check: what is accumulated into starts from zero
     operands: tuple[Tensor, ...] = ()  # of a plain product, as they are stored
+    num_bytes: float = 0.0  # that must be moved, where nothing is multiplied
 
     def error(self, got: Tensor, want: Tensor | None = None) -> float:
         """Largest error against `want` (`expected()`, once it is known), relative to its largest value."""
@@ -47,9 +48,17 @@ def _and_column_sum(x: Tensor) -> Tensor:
 def workload(
     kind: str, m: int, n: int, k: int, *, dtype: torch.dtype, device: torch.device, layout: str = "nt", seed: int = 0
 ) -> Workload:
-    """kind: "plain" (any layout), "epilogue" (bias and gelu, pre-activation kept), "gated" (SwiGLU), "backward"
-    (dgrad with gelu's gradient and the bias gradient), "wgrad" (into fp32 main gradients), "scatter" (four blocks,
-    bias, gelu: no product), "fp8" (e4m3 operands with a scale each, against torch._scaled_mm; `dtype` is unused)."""
+    """One product of a kind:
+
+    plain               in any layout
+    epilogue            bias and gelu, pre-activation kept
+    gated               SwiGLU
+    backward            dgrad with gelu's gradient and the bias gradient
+    wgrad               into fp32 main gradients
+    scatter             four blocks added, bias, gelu; no product
+    scatter_backward    four blocks added, gelu's gradient, the bias gradient; no product
+    fp8                 e4m3 operands with a scale each, against torch._scaled_mm; `dtype` is unused
+    """
     generator = torch.Generator(device).manual_seed(seed)
     name = str(dtype).removeprefix("torch.")
 
@@ -124,6 +133,18 @@ def workload(
             lambda: torch.nn.functional.gelu(blocks.sum(0, dtype=torch.float32) + bias).to(dtype),
             lambda: torch.nn.functional.gelu(blocks.float().sum(0) + bias.float()),
             0.0,
+            num_bytes=5.0 * m * n * blocks.element_size(),
+        )
+    if kind == "scatter_backward":
+        blocks, pre = random(4, m, n), random(m, n)
+        gelu_backward = torch.ops.aten.gelu_backward
+        return Workload(
+            Problem(m, n, 0, name, kind=kind),
+            lambda options: interface.reduce_blocks_backward(blocks, pre, activation="gelu", backend=options.backend).c,
+            lambda: _and_column_sum(gelu_backward(blocks.sum(0, dtype=torch.float32).to(dtype), pre)),
+            lambda: gelu_backward(blocks.float().sum(0), pre.float()),
+            0.0,
+            num_bytes=6.0 * m * n * blocks.element_size(),
         )
     if kind == "fp8":
         x8, weight8 = random(m, k).to(torch.float8_e4m3fn), random(n, k).to(torch.float8_e4m3fn)

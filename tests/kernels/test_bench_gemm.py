@@ -11,7 +11,7 @@ import torch
 from ndtp_kernels import aot, config, interface
 from ndtp_kernels.chips import CHIPS
 from ndtp_kernels.launch import Launch
-from ndtp_kernels.workloads import workload
+from ndtp_kernels.workloads import KINDS, workload
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -57,19 +57,12 @@ def test_every_part_leaves_its_rows(small, monkeypatch):
     plain = [row for row in rows if row["kind"] == "plain"]
     assert [row["layout"] for row in plain] == ["nt", "nn", "tn", "tt", "nt"]
     assert {"torch", "persistent"} < set(plain[0]["microseconds"]) and "compile" in plain[-1]["microseconds"]
-    assert {row["kind"] for row in rows} == {
-        "plain",
-        "epilogue",
-        "gated",
-        "backward",
-        "wgrad",
-        "scatter",
-        "fp8",
-        "block",
-    }
+    assert {row["kind"] for row in rows} == {*KINDS, "block"}
     for row in rows:
         assert row["against_torch"] == pytest.approx(1.0)
-        if row["kind"] != "scatter":
+        if row["kind"].startswith("scatter"):
+            assert row["share_of_copy_rate"] > 0
+        else:
             assert row["below_roof"] == pytest.approx(1 - row["tflops"] / row["roof_tflops"])
     assert all(row["roof_tflops"] == pytest.approx(790) for row in plain)
     assert len(report["tensor_cores"]["percent"]) == 2, "torch and the best kernel"
@@ -173,8 +166,8 @@ def test_time_that_runs_out_is_reported(small):
     small.deadline.end = time.monotonic() - 1
     bench.measure(small, bench.PARTS)
     assert small.rows == [] and small.failed == {}
-    # The block, six fused products (four of them compiled too), four transposes, one compiled.
-    assert len(small.deadline.skipped) == 1 + 6 + 4 + 4 + 1
+    # Two after a scatter, compiled too; the block; five fused, three compiled; four transposes; one compiled.
+    assert len(small.deadline.skipped) == 2 + 2 + 1 + 5 + 3 + 4 + 1
 
 
 def fake_ncu(folder, listing, rows, status=0):

@@ -1,6 +1,7 @@
 """Custom ops and the public interface on a CPU: fakes, autograd, compile, errors.  See test_interpreter for kernels."""
 
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -293,12 +294,28 @@ def test_a_refused_kernel_is_reported_once():
         ndtp_kernels.gemm(a, b, options=Options(backend="triton"))
 
 
-def test_profiler_shows_the_product_with_flops_and_bytes():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        ndtp_kernels.gemm(torch.ones(2, 5), torch.ones(5, 4))
+def test_profiler_shows_the_product_with_flops_and_bytes(tmp_path):
+    """By name always; flops and bytes where inputs are recorded, in the events and in the trace."""
+    a, b, weights = torch.ones(3, 2, 5), torch.ones(5, 4, dtype=torch.float32), torch.ones(2, 4, 5).bfloat16()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        ndtp_kernels.gemm(a, b)
+        ndtp_kernels.gated_gemm(torch.ones(6, 5).bfloat16(), *weights, transpose_b=True)
         ndtp_kernels.reduce_blocks(torch.ones(2, 3, 4))
-    names = {event.key for event in profile.key_averages()}
-    assert {"gemm [2 4 5]", "reduce [3 4]"} <= names
+    want = {
+        "gemm [2 4 5]": {"flops": 3 * 2 * 2 * 4 * 5, "bytes": 3 * 4 * (2 * 5 + 5 * 4 + 2 * 4)},
+        "gemm [6 4 5]": {"flops": 2 * 2 * 6 * 4 * 5, "bytes": 2 * (6 * 5 + 2 * 5 * 4 + 6 * 4)},
+        "reduce [3 4]": {"bytes": 4 * (2 * 3 * 4 + 3 * 4)},
+    }
+    found = {event.name: event.kwinputs for event in profile.events() if event.name in want}
+    assert found == want
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for name, numbers in want.items():
+        (arguments,) = (event["args"] for event in events if event.get("name") == name)
+        assert numbers.items() <= arguments.items()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ndtp_kernels.gemm(a, b)
+    assert "gemm [2 4 5]" in {event.key for event in profile.key_averages()}
 
 
 def test_flop_counter_knows_the_ops():
