@@ -15,14 +15,13 @@ from ndtp_kernels.config import TORCH, Config, candidates, choose_for, default_t
 from ndtp_kernels.selection import Options
 from ndtp_kernels.tuning import options_for, time_in_turns, tolerance
 from ndtp_kernels.workloads import Workload
-from torch import Tensor
 
 RIVALS_PER_SHAPE = 3  # kernel configurations timed for one product: the model's favourites
 # CUDA graphs would copy every operand into a buffer of their own at each call, and lose.
 COMPILE_MODE = "max-autotune-no-cudagraphs"
 OTHERS = ("torch", "compile", "persistent")  # labels of what is not ours
 
-Run = Callable[[], Tensor]
+Run = Callable[[], Any]
 
 
 @dataclasses.dataclass
@@ -91,7 +90,8 @@ def rivals(work: Workload, chip: Chip) -> tuple[dict[str, Run], str | None]:
 
 def configurations(work: Workload, chip: Chip) -> dict[str, Config]:
     """Label -> configuration, for those that `rivals` times."""
-    return {str(c): c for c in candidates(work.problem, chip, default_table())}
+    table = default_table()
+    return {str(c): c for c in (*candidates(work.problem, chip, table), choose_for(work.problem, chip, table))}
 
 
 def compete(

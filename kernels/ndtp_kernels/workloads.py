@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,23 +27,33 @@ class Workload:
 
     problem: Problem
     ours: Callable[[Options], Tensor]
-    eager: Callable[[], Tensor]
+    eager: Callable[
+        [], Any
+    ]  # the result, or a tuple that starts with it: all that ours keeps, so that no compiler drops it
     expected: Callable[[], Tensor]  # in fp32, from operands cast to fp32
     flops: float
     reset: Callable[[], object] = lambda: None  # before a check: what is accumulated into starts from zero
     operands: tuple[Tensor, ...] = ()  # of a plain product, as they are stored
     num_bytes: float = 0.0  # that must be moved, where nothing is multiplied
 
-    def error(self, got: Tensor, want: Tensor | None = None) -> float:
+    def error(self, got: Any, want: Tensor | None = None) -> float:
         """Largest error against `want` (`expected()`, once it is known), relative to its largest value."""
         want = self.expected() if want is None else want
+        got = got[0] if isinstance(got, tuple) else got
         return float((got.float() - want).abs().max() / want.abs().max().clamp(min=1e-6))
 
 
-def _and_column_sum(x: Tensor) -> Tensor:
+def _activated(pre: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.nn.functional.gelu(pre), pre
+
+
+def _gated(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.nn.functional.silu(gate) * up, gate, up
+
+
+def _and_column_sum(x: Tensor) -> tuple[Tensor, Tensor]:
     """What a bias gradient costs in torch: one more pass."""
-    x.sum(0)
-    return x
+    return x, x.sum(0)
 
 
 def workload(
@@ -91,7 +102,7 @@ def workload(
                         x, gate, bias, transpose_b=True, activation="gelu", return_preactivation=True, options=options
                     ).c
                 ),
-                lambda: torch.nn.functional.gelu(torch.nn.functional.linear(x, gate, bias)),
+                lambda: _activated(torch.nn.functional.linear(x, gate, bias)),
                 lambda: torch.nn.functional.gelu(x.float() @ gate.float().mT + bias.float()),
                 flops,
             )
@@ -100,7 +111,7 @@ def workload(
             lambda options: (
                 interface.gated_gemm(x, gate, up, transpose_b=True, return_preactivation=True, options=options).c
             ),
-            lambda: torch.nn.functional.silu(x @ gate.mT) * (x @ up.mT),
+            lambda: _gated(x @ gate.mT, x @ up.mT),
             lambda: torch.nn.functional.silu(x.float() @ gate.float().mT) * (x.float() @ up.float().mT),
             2 * flops,
         )
