@@ -1,6 +1,6 @@
 """Does the planner choose well, and predict well?  Every grid of the ranks at hand, measured and predicted.
 
-    for rate in 150mbit 300mbit 600mbit; do
+    for rate in 200mbit 400mbit 600mbit; do
         python bench/slow_network.py --ranks 8 --rate $rate --burst 80kb -- \
             python bench/planner_accuracy.py --rate $rate --out bench/results/planner_accuracy.json
     done

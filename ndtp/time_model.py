@@ -15,7 +15,7 @@ import numpy as np
 
 from ndtp.block_cost import AXES, Block, Grids, gemms, messages, padded
 from ndtp.hardware import DTYPES, Hardware
-from ndtp.timeline import Messages, Product, step_seconds
+from ndtp.timeline import Messages, Product, Span, step_seconds
 
 # Rank orders of the four axes, slowest first; of equally fast ones the first wins.
 ORDERS = tuple(permutations(AXES))
@@ -164,6 +164,14 @@ class Work:
         gemm = 3 * sum(product.gemm for product in self.products)
         elementwise = sum(4 * product.after + 2 * product.copy for product in self.products)
         return Time(total, gemm * self.layers, elementwise * self.layers, communication * self.layers)
+
+
+    def spans(self, network: Network, product: int | None = None) -> list[Span]:
+        """What happens when in a step of one layer, or of one of its products, on a single grid."""
+        kept: list[Span] = []
+        products = self.products if product is None else self.products[product : product + 1]
+        step_seconds(products, network, self.chunks, self.regather, self.contention, kept)
+        return kept
 
 
 def _products(
