@@ -29,8 +29,8 @@ class Link:
         bandwidth_gbs: GB/s that one rank receives, and sends at the same time.
         latency_us: fixed cost of a call.
         hop_us: cost of each of the p - 1 exchanges.
-        efficiency: collective -> fraction of the bandwidth that it reaches, or group size -> fraction, where a size that
-            is not named takes that of the next smaller one; 1 where a collective is not named.
+        efficiency: collective -> fraction of the bandwidth that it reaches, or group size -> fraction, where a size
+            that is not named takes that of the next smaller one; 1 where a collective is not named.
     """
 
     bandwidth_gbs: float
@@ -68,8 +68,8 @@ class Hardware:
         gemm_half: a dim of this size costs a product half of its rate: each dim d contributes d / (d + gemm_half).
         memory_gib, memory_gbs: a rank's device memory, and the rate at which it is read and written.
         launch_us: fixed cost of a local product.
-        contention: how much of the time of a collective that runs beside products these lose by it: 0 where a card moves
-            the bytes, 1 where processors do, and nothing is hidden.
+        contention: how much of the time of a collective that runs beside products these lose by it: 0 where a card
+            moves the bytes, 1 where processors do, and nothing is hidden.
         source: where the figures come from.
     """
 

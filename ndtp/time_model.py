@@ -165,7 +165,6 @@ class Work:
         elementwise = sum(4 * product.after + 2 * product.copy for product in self.products)
         return Time(total, gemm * self.layers, elementwise * self.layers, communication * self.layers)
 
-
     def spans(self, network: Network, product: int | None = None) -> list[Span]:
         """What happens when in a step of one layer, or of one of its products, on a single grid."""
         kept: list[Span] = []

@@ -87,8 +87,15 @@ class Timeline:
     pending: dict[Key, tuple[Any, Any, Messages]] = field(default_factory=dict)
 
     def compute(self, key: Key, what: str, seconds: Any) -> None:
+        """Work of the rank, longer by what it loses to the collectives that fly meanwhile."""
         begin, self.now = self.now, self.now + seconds
         self._keep("compute", key, what, begin, self.now)
+        if self.contention:
+            beside: Any = 0.0
+            for left, right, _ in self.pending.values():
+                beside = beside + np.maximum(0.0, np.minimum(self.now, right) - np.maximum(begin, left))
+            begin, self.now = self.now, self.now + self.contention * beside
+            self._keep("compute", key, "contention", begin, self.now)
 
     def start(self, key: Key, messages: Messages, cut: int = 1) -> None:
         """Put the first collective of a move on its link; the others follow when it is waited for.
@@ -106,11 +113,8 @@ class Timeline:
         self.pending[key] = begin, end, later[1:]
 
     def wait(self, key: Key) -> None:
-        """Hold the computation until a move is done; what ran beside it was slowed down by it."""
-        begin, end, rest = self.pending.pop(key)
-        beside = np.maximum(0.0, np.minimum(self.now, end) - begin)
-        if self.contention:
-            self.compute(key, "contention of", self.contention * beside)
+        """Hold the computation until a move is done."""
+        _, end, rest = self.pending.pop(key)
         self.now = np.maximum(self.now, end)
         for message in rest:
             self.now = np.maximum(self.now, self._send(key, *message)[1])

@@ -61,7 +61,9 @@ def measure(job: Job, meshes: Mapping[Grid, ProcessGrid] | None = None) -> None:
     Args:
         meshes: process grids that there are; the others are made.
     """
-    entries = [_prepare(case, job, (meshes or {}).get(case.grid)) for case in job.cases] + [_prepare_rival(name, job) for name in job.rivals]
+    entries = [_prepare(case, job, (meshes or {}).get(case.grid)) for case in job.cases] + [
+        _prepare_rival(name, job) for name in job.rivals
+    ]
     rank0 = dist.get_rank() == 0
     head = [{"name": e.name, "received_bytes": e.received_bytes, "wrong": e.wrong} for e in entries]
     if rank0:
@@ -185,9 +187,9 @@ def count_wrong(case: Case, mesh: ProcessGrid, job: Job) -> int:
     actual = block(x_shard)
     actual.backward(block.out_layout.shard(grad, mesh.rank).contiguous())
     pairs = [(actual, reference.y, block.out_layout), (x_shard.grad, x.grad, block.in_layout)]
-    for layer, reference in ((block.up, dense.up), (block.down, dense.down)):
+    for layer, dense_layer in ((block.up, dense.up), (block.down, dense.down)):
         gradient: Any = layer.weight.grad
-        pairs.append((getattr(gradient, "_local_tensor", gradient), reference.weight.grad, layer.weight_layout))
+        pairs.append((getattr(gradient, "_local_tensor", gradient), dense_layer.weight.grad, layer.weight_layout))
     wrong = sum((got != layout.shard(want, mesh.rank)).sum() for got, want, layout in pairs if want is not None)
     return _sum_over_ranks(wrong, job)
 

@@ -111,11 +111,11 @@ def choose(texts: list[str], ranks: int, shape: Shape, top: int) -> list[Case]:
         return [case for case in cases(ranks, shape, top) if case.scheme != "1d"][:top]
     chosen = []
     for text in texts:
-        sizes = {"z": 1, "x": 1, "y": 1}
+        sizes = {"dp": 1, "z": 1, "x": 1, "y": 1}
         for word in text.replace(",", " ").split():
             axis, _, size = word.partition("=")
             if axis not in sizes or not size.isdigit():
-                raise GridError(f"bench step: --grid {text!r}: write it like 'z=2 x=2 y=2'")
+                raise GridError(f"bench step: --grid {text!r}: write it like 'z=2 x=2 y=2'; axes: dp z x y")
             sizes[axis] = int(size)
         grid = Grid(sizes)
         if grid.num_ranks != ranks:

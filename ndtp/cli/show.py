@@ -149,15 +149,19 @@ def show_schedule(
         out.print(text, highlight=False, no_wrap=True, overflow="ignore", crop=False)
     numbers = "0 up, 1 down" if product == "block" else f"0 {product}"
     out.print(
-        f"Products: {numbers}; [i]: chunk i of its rows.  compute: the result that is multiplied; link: the tensor that "
-        "moves; f: activation; copy: a tensor put in order; held: products slowed down by a collective.\n"
+        f"Products: {numbers}; [i]: chunk i of its rows.  compute: the result that is multiplied; link: the tensor "
+        "that moves; f: activation; copy: a tensor put in order; held: products slowed down by a collective.\n"
         "Busy: " + ", ".join(f"{lane} {share:.0%}" for lane, share in busy.items()),
         highlight=False,
         markup=False,
     )
     if tasks:
         for span in sorted(spans, key=lambda span: span.begin):
-            out.print(f"{span.begin * 1e3:10.4f} {span.end * 1e3:10.4f} ms  {span.lane:8} {span}", highlight=False, markup=False)
+            out.print(
+                f"{span.begin * 1e3:10.4f} {span.end * 1e3:10.4f} ms  {span.lane:8} {span}",
+                highlight=False,
+                markup=False,
+            )
     if output is not None:
         _write(output, lambda: save_timeline(output, spans, title))
         out.print(f"{output} written", highlight=False)

@@ -140,6 +140,8 @@ def test_named_grids():
     (case,) = bench_step.choose(["z=2, x=2 y=2"], 8, shape, 1)
     assert (str(case), case.scheme) == ("z=2 x=2 y=2", "3d")
     assert [case.scheme for case in bench_step.choose(["x=8", "y=8"], 8, shape, 1)] == ["2d", "1d-sp"]
+    (case,) = bench_step.choose(["dp=2 y=4"], 8, shape, 1)
+    assert (str(case), case.scheme) == ("dp=2 y=4", "1d-sp")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import io
 import json
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
@@ -142,15 +143,13 @@ def test_wrong_use_is_explained(arguments, message):
     assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
-
-
 def spans_of(report, lane):
     return sorted((task["begin_ms"], task["end_ms"]) for task in report["tasks"] if task["lane"] == lane)
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_a_schedule_as_a_timeline(chunks):
-    """One thing at a time on every lane, every collective of the step on its axis's, and the step as long as predicted."""
+    """One thing at a time on every lane, every collective of the step on its axis's, as long as predicted."""
     result = show(*SCHEDULE, "--chunks", chunks, "--tasks", "--json", "-")
     assert result.exit_code == 0, result.output
     assert result.stderr.isascii() and max(map(len, result.stderr.splitlines())) <= 100
@@ -163,7 +162,7 @@ def test_a_schedule_as_a_timeline(chunks):
     assert report["step_ms"] == pytest.approx(float(predict(request, grid).total) * 1e3)
     for lane in ("compute", "z", "x", "y"):
         spans = spans_of(report, lane)
-        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)), lane
+        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in pairwise(spans)), lane
     moved = [
         (task["lane"], task["what"], task["tensor"], task["product"])
         for task in report["tasks"]
