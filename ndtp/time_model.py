@@ -185,6 +185,7 @@ def _products(
     s = padded(block, g)
     # Forward reads what enters the activation and writes what leaves it; nothing follows the second product.
     activation = ((s.up + s.inner) * s.tokens / g.ranks, 0)
+    own = [np.where(size > 1, 1 / size, 0.0) for size in (g.y, g.x)]
     per_element = itemsize / (hardware.memory_gbs * 1e9)
     for name, (m, n, k), elements in zip(("up", "down"), gemms(block, g), activation, strict=True):
         yield Product(
@@ -194,4 +195,7 @@ def _products(
             elements * per_element,
             # Weights [out, in] are split over z in their last dim, whose blocks do not lie behind one another.
             2 * n * k * per_element * (g.z > 1),
+            # Rows of A come from y and of dC from x in the first product; the other way round in the second.
+            (own[0], own[1]) if name == "up" else (own[1], own[0]),
+            chained=name == "up" and len(block.outs) == 1,
         )

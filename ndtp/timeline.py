@@ -2,7 +2,7 @@
 
 What the executor does in order is replayed here in order, for many grids at once: a start puts a collective behind
 those already on its link, a wait holds the computation until it is done, the next weight is gathered ahead, and the
-reduction of a weight's gradient is waited for two products later, or at the end.  Of one grid the clocks can be kept,
+reduction of a weight's gradient is waited for two chains later, or at the end.  Of one grid the clocks can be kept,
 span by span: what `ndtp show schedule` draws.
 """
 
@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ndtp.schedule import Task, backward_tasks, forward_tasks
+from ndtp.schedule import Task, Wanted, backward_tasks, forward_tasks
 
-WINDOW = 2  # products that hide the reduction of a weight's gradient: `ProcessGrid.recent_products`
+WINDOW = 2  # chains that hide the reduction of a weight's gradient: `ProcessGrid.recent_products`
 
 # (collective, axis, bytes received per rank), one after another.
 Messages = list[tuple[str, str, Any]]
@@ -42,6 +42,8 @@ class Product:
         gemm: seconds of the whole local product; forward, dgrad and wgrad take the same.
         chunk: seconds of one of its chunks of rows.
         after: seconds of element by element work that follow it in forward; three times that precede it in backward.
+        own: the part of A, and of dC, that a rank multiplies while the others' are on their way; 0 where none is.
+        chained: whether the next product takes its result, in one schedule.
         copy: seconds in which a gathered B is put in order, and dB before it is scattered.
     """
 
@@ -50,6 +52,8 @@ class Product:
     chunk: Any
     after: Any
     copy: Any = 0.0
+    own: tuple[Any, Any] = (0.0, 0.0)
+    chained: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,8 @@ def step_seconds(
         spans: filled with what happens when, for a single grid.
     """
     line = Timeline(links, contention, spans)
-    for phase, i, task in _tasks(len(products), chunks, regather):
+    begun: dict[Key, Any] = {}
+    for phase, i, task in _tasks(products, chunks, regather):
         product, cut = products[i], 1 if task.chunk is None else chunks
         key = (phase, i, task.tensor, task.chunk)
         if task.action == "start":
@@ -160,31 +165,39 @@ def step_seconds(
             line.wait(key)
             if task.tensor == "B":
                 line.compute(key, "order", product.copy)
-            elif task.tensor == "C":
-                line.compute(key, "activate", product.after / cut)
-            elif task.tensor == "dA" and i > 0:
-                line.compute(key, "activate", 3 * products[i - 1].after / cut)
+        elif task.action == "own":
+            begun[key] = product.own[phase == "backward"]
+            line.compute(key, "own", begun[key] * product.chunk)
         elif task.action == "multiply":
-            line.compute(key, "multiply", product.gemm if task.tensor == "dB" else product.chunk)
+            whole = product.gemm if task.tensor == "dB" else product.chunk
+            line.compute(key, "multiply", (1 - begun.pop(key, 0.0)) * whole)
             if task.tensor == "dB":
                 line.compute(key, "order", product.copy)
-        elif task.action == "prefetch" and i + 1 < len(products):
-            line.start(("forward", i + 1, "B", None), products[i + 1].messages["forward", "B"])
+        elif task.action == "activate":
+            source = products[i - 1] if task.tensor == "A" else product
+            line.compute(key, "activate", (3 if task.tensor == "dC" else 1) * source.after / cut)
+        elif task.action == "prefetch" and phase == "forward" and i + 1 < len(products):
+            line.start((phase, i + 1, "B", None), products[i + 1].messages[phase, "B"])
     for key in list(line.pending):
         line.wait(key)
     return line.now
 
 
-def _tasks(products: int, chunks: int, regather: bool) -> Iterator[tuple[str, int, Task]]:
-    """(phase, product, task) of a step, as the executor goes through them."""
-    for i in range(products):
-        for task in forward_tasks(chunks):
-            yield "forward", i, task
-    for i in reversed(range(products)):
-        for task in backward_tasks(chunks, True, True, False, ("a", "b") if regather else ()):
-            yield "backward", i, task
-        if i + WINDOW < products:
-            yield "backward", i + WINDOW, Task("wait", "dB")
+def _tasks(products: Sequence[Product], chunks: int, regather: bool) -> Iterator[tuple[str, int, Task]]:
+    """(phase, product, task) of a step, as the executor goes through them, chain by chain."""
+    ends = [i for i, product in enumerate(products) if not product.chained]
+    chains = [range(begin, end + 1) for begin, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)]
+    for chain in chains:
+        for task in forward_tasks(chunks, (False,) * len(chain)):
+            yield "forward", chain[task.product], task
+        yield "forward", chain[-1], Task("activate", "C")
+    want = Wanted(regather=("a", "b") if regather else ())
+    for k, chain in reversed(list(enumerate(chains))):
+        yield "backward", chain[-1], Task("activate", "dC")
+        for task in backward_tasks(chunks, (want,) * len(chain)):
+            yield "backward", chain[task.product], task
+        for i in chains[k + WINDOW] if k + WINDOW < len(chains) else ():
+            yield "backward", i, Task("wait", "dB")
 
 
 def _moved_in(phase: str, tensor: str) -> str:

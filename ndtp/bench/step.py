@@ -110,7 +110,7 @@ def _prepare(case: Case, job: Job, mesh: ProcessGrid | None) -> Entry:
     x = torch.randn(mlp.in_layout.shard_shape((shape.tokens, shape.hidden)), dtype=dtype, device=job.device)
     received = meter_step(mlp, x.requires_grad_()).total
     local = _local_work(case, job) if job.local else None
-    return Entry(str(case), _stepper(mlp, x), local, received, count_wrong(case, mesh, job))
+    return Entry(str(case), _stepper(mlp, x), local, received, count_wrong(case, mesh, job.shape, job.device))
 
 
 def _stepper(module: nn.Module, x: Tensor) -> Callable[[], None]:
@@ -155,14 +155,14 @@ class Reference:
     y: Tensor
 
     @classmethod
-    def of(cls, job: Job, ranks: int) -> Reference:
-        shape = scaled_down(job.shape, ranks, 2**22)
+    def of(cls, shape: Shape, ranks: int, device: str) -> Reference:
+        shape = scaled_down(shape, ranks, 2**22)
         generator = torch.Generator().manual_seed(1)
 
         def integers(*sizes: int) -> Tensor:
-            return torch.randint(-1, 2, sizes, generator=generator).float().to(job.device)
+            return torch.randint(-1, 2, sizes, generator=generator).float().to(device)
 
-        dense = DenseBlock(shape.hidden, shape.ffn, torch.float32, job.device, F.relu)
+        dense = DenseBlock(shape.hidden, shape.ffn, torch.float32, device, F.relu)
         with torch.no_grad():
             dense.up.weight.copy_(integers(shape.ffn, shape.hidden))
             dense.down.weight.copy_(integers(shape.hidden, shape.ffn))
@@ -172,17 +172,17 @@ class Reference:
         return cls(dense, x, grad, y.detach())
 
 
-def _sum_over_ranks(wrong: Any, job: Job) -> int:
-    total = torch.as_tensor(wrong, dtype=torch.int64, device=job.device).reshape(1)
+def _sum_over_ranks(wrong: Any, device: str) -> int:
+    total = torch.as_tensor(wrong, dtype=torch.int64, device=device).reshape(1)
     dist.all_reduce(total)
     return int(total)
 
 
-def count_wrong(case: Case, mesh: ProcessGrid, job: Job) -> int:
+def count_wrong(case: Case, mesh: ProcessGrid, shape: Shape, device: str, chunks: int = 0) -> int:
     """Elements, over all ranks, of the output and all gradients that differ from the reference."""
-    reference = Reference.of(job, case.grid.num_ranks)
+    reference = Reference.of(shape, case.grid.num_ranks, device)
     dense, x, grad = reference.dense, reference.x, reference.grad
-    block = MLP.from_dense(dense.up, dense.down, "relu", mesh=mesh, scheme=case.scheme)
+    block = MLP.from_dense(dense.up, dense.down, "relu", mesh=mesh, scheme=case.scheme, chunks=chunks)
     x_shard = block.in_layout.shard(x.detach(), mesh.rank).clone().requires_grad_()
     actual = block(x_shard)
     actual.backward(block.out_layout.shard(grad, mesh.rank).contiguous())
@@ -191,12 +191,12 @@ def count_wrong(case: Case, mesh: ProcessGrid, job: Job) -> int:
         gradient: Any = layer.weight.grad
         pairs.append((getattr(gradient, "_local_tensor", gradient), dense_layer.weight.grad, layer.weight_layout))
     wrong = sum((got != layout.shard(want, mesh.rank)).sum() for got, want, layout in pairs if want is not None)
-    return _sum_over_ranks(wrong, job)
+    return _sum_over_ranks(wrong, device)
 
 
 def count_wrong_of_rival(name: str, job: Job) -> int:
     """As `count_wrong`: the output, and the gradients of the input and of both weights."""
-    reference = Reference.of(job, dist.get_world_size())
+    reference = Reference.of(job.shape, dist.get_world_size(), job.device)
     build, rows_split = RIVALS[name]
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
@@ -214,7 +214,7 @@ def count_wrong_of_rival(name: str, job: Job) -> int:
     for parameter, want, dim in zip(block.parameters(), wanted, (0, 1), strict=True):
         gradient: Any = parameter.grad
         pairs.append((getattr(gradient, "_local_tensor", gradient), mine(want, dim)))  # type: ignore[arg-type]
-    return _sum_over_ranks(sum((got != want).sum() for got, want in pairs), job)
+    return _sum_over_ranks(sum((got != want).sum() for got, want in pairs), job.device)
 
 
 def _prepare_rival(name: str, job: Job) -> Entry:

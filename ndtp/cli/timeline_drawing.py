@@ -26,7 +26,7 @@ def lanes_of(spans: Sequence[Span]) -> list[str]:
 
 
 def colour_of(span: Span) -> str:
-    if span.lane == "compute" and span.what != "multiply":
+    if span.lane == "compute" and span.what not in ("multiply", "own"):
         return OTHER
     return COLOURS[span.tensor]
 
@@ -34,7 +34,7 @@ def colour_of(span: Span) -> str:
 def label_of(span: Span) -> str:
     """The tensor, the number of the product, and the chunk; other work by its first letter."""
     chunk = "" if span.chunk is None else f"[{span.chunk}]"
-    if span.lane == "compute" and span.what != "multiply":
+    if span.lane == "compute" and span.what not in ("multiply", "own"):
         return {"activate": "f", "order": "copy", "contention": "held"}[span.what]
     return f"{span.tensor}{span.product}{chunk}"
 
