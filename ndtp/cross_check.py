@@ -1,4 +1,4 @@
-"""Do all ranks mean the same product?  A comparison before the first collective, instead of a hang inside it."""
+"""Do all ranks mean the same?  A comparison before the first collective, instead of a hang inside it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 32
 
 
-def cross_check(mesh: ProcessGrid, signature: str) -> None:
-    """Compare a signature across all ranks of the grid.
+def cross_check(mesh: ProcessGrid, signature: str, topic: str = "a product", fix: str | None = None) -> None:
+    """Compare a signature across all ranks of the grid: one small all-gather.
 
     Raises:
         MismatchError: on every rank, with the ranks that deviate from the most common signature.
@@ -47,4 +47,17 @@ def cross_check(mesh: ProcessGrid, signature: str) -> None:
         for rank, text in sorted(by_rank.items())
         if text != common
     ]
-    raise MismatchError(f"ranks disagree on a product; {count} ranks have\n  {common}\nbut\n" + "\n".join(lines))
+    lines += [] if fix is None else [f"  fix: {fix}"]
+    raise MismatchError(f"ranks disagree on {topic}; {count} ranks have\n  {common}\nbut\n" + "\n".join(lines))
+
+
+def cross_check_kernel_table(mesh: ProcessGrid) -> None:
+    """Ranks that read different tables would multiply by different kernels, and disagree in the last bits.
+
+    Raises:
+        MismatchError: naming the ranks whose table deviates.
+    """
+    from ndtp_kernels.config import default_table
+
+    fix = "the same ~/.cache/ndtp/gemm.json on every machine, or on none"
+    cross_check(mesh, f"table {default_table().fingerprint()}", "the table of kernels", fix)

@@ -15,7 +15,7 @@ class LayoutError(ValueError):
 
 
 class MismatchError(ValueError):
-    """Ranks disagree on plan, shapes or dtypes; names the ranks that deviate."""
+    """Ranks disagree on plan, shapes, dtypes or the table of kernels; names the ranks that deviate."""
 
 
 class CommunicationError(RuntimeError):

@@ -40,7 +40,8 @@ class ProcessGrid:
             for.  Default: torch's.  On NCCL torch's watchdog enforces it.
         check: before every product, compare plan, shapes and dtypes across all ranks and raise a `MismatchError` that
             names the ranks that deviate, instead of a hang.  One small all-gather a product: for tests and debugging.
-        gemm: what multiplies on each rank: "torch", or "kernels" for those of `ndtp_kernels` (Triton on a GPU).
+        gemm: what multiplies on each rank: "torch", or "kernels" for those of `ndtp_kernels` (Triton on a GPU).  Their
+            table must be the same on all ranks, which is checked here.
         free_sms: multiprocessors that the GEMMs leave to collectives; needs `gemm="kernels"`.
         device_type: "cpu" or "cuda"; default: that of the backend (NCCL: "cuda").
         groups_per_axis: 2 gives the gathers along an axis one process group and its scatters and reductions another,
@@ -61,6 +62,7 @@ class ProcessGrid:
 
     Raises:
         GridError: the grid has more or fewer ranks than there are, or an option that the backend does not have.
+        MismatchError: ranks have different tables of kernels.
     """
 
     def __init__(
@@ -119,6 +121,10 @@ class ProcessGrid:
         # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
         # past the oldest of them.  Two products hide a reduction, and bound the gradients that are held unreduced.
         self.recent_products: deque[int] = deque(maxlen=2)
+        if gemm == "kernels":
+            from ndtp.cross_check import cross_check_kernel_table
+
+            cross_check_kernel_table(self)
 
     @classmethod
     def from_mesh(

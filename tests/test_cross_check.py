@@ -86,3 +86,37 @@ def test_one_rank_checks_nothing():
     mesh = ProcessGrid(Grid(x=1), check=True)
     plan = MatMulPlan(Layout(mesh.grid, None, "x"), Layout(mesh.grid, "x", None))
     assert_equal(ndtp.matmul(torch.ones(1, 2), torch.ones(2, 1), plan, mesh), torch.tensor([[2.0]]))
+
+
+def read_different_tables():
+    """One rank's cache holds a tuned entry that the others lack."""
+    from ndtp_kernels import config
+
+    own = config.default_table
+    if dist.get_rank() == DEVIANT:
+        other = config.shipped_table().with_tuned({"h200": {"bfloat16": {"plain nt 1 1 1": config.TORCH}}})
+        config.default_table = lambda: other
+    try:
+        ProcessGrid(GRID, gemm="kernels", timeout=60)
+    except MismatchError as error:
+        return str(error)
+    finally:
+        config.default_table = own
+    return None
+
+
+def test_ranks_with_different_tables_of_kernels_are_named_on_all_ranks(ranks):
+    messages = ranks(4).run(read_different_tables, timeout=100)
+    assert messages[0] is not None and all(message == messages[0] for message in messages), messages
+    assert "disagree on the table of kernels; 3 ranks" in messages[0] and f"rank {DEVIANT} (x=1, y=0)" in messages[0]
+    assert "gemm.json on every machine" in messages[0]
+
+
+def multiply_with_kernels():
+    mesh = ProcessGrid(GRID, gemm="kernels")
+    plan = MatMulPlan(Layout.parse(GRID, "y x"), Layout.parse(GRID, "x y"))
+    assert_equal(ndtp.matmul(torch.ones(4, 2), torch.ones(2, 4), plan, mesh), torch.full((4, 4), 4.0))
+
+
+def test_ranks_with_one_table_multiply(ranks):
+    ranks(4).run(multiply_with_kernels)

@@ -2,6 +2,9 @@
 
     python -m ndtp_kernels.aot [--json FILE] [--target sm_90]     FILE - is stdout; exit status 1 when one fails
 
+The JSON is {"configurations": [{"kernel", "target", "config", "registers", "shared_bytes", "spills", "instructions"}]};
+of a configuration that does not compile the three numbers are null.  Occupancy is in the printed table.
+
 A configuration fails when it does not compile, spills registers, needs more shared memory than a block may have, or
 lacks the instruction that makes it worth having: wgmma and TMA on sm_90, tcgen05 on sm_100, mma on sm_80, mfma on
 gfx942, setmaxnreg where it claims warp specialization.
@@ -13,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -34,6 +39,7 @@ from ndtp_kernels.products import Form
 
 TARGETS = {"sm_80": "a100", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200", "gfx942": "mi300x"}
 SIZE = 4096
+REPORTED = ("kernel", "target", "config", "registers", "shared_bytes", "spills", "instructions")
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
     "tcgen05": r"\btcgen05\.mma",
@@ -91,20 +97,25 @@ def call_of(case: Case) -> Call:
     if case.kind == "epilogue":
         extra = dict(bias=vector, activation="gelu", pre=new(m, n, dtype=out))
     if case.kind in ("gated", "reduce"):
-        extra = dict(b2=new(n, k), activation="silu", gated=True, pre=new(m, n), pre2=new(m, n))
+        pre, pre2 = new(m, n, dtype=out), new(m, n, dtype=out)
+        extra = dict(b2=new(n, k), activation="silu", gated=True, pre=pre, pre2=pre2)
     if case.kind == "backward":
-        form, b = Form(), new(k, n)
+        if dtype.itemsize > 1:  # fp8 wants k contiguous: the weight is transposed when it is quantized
+            form, b = Form(), new(k, n)
+        aux, aux2, c2, pre = (new(m, n, dtype=out) for _ in range(4))
         extra = dict(
-            backward=True, gated=True, activation="silu", aux=new(m, n), aux2=new(m, n), c2=new(m, n), pre=new(m, n),
-            column_sums=True,
+            backward=True, gated=True, activation="silu", aux=aux, aux2=aux2, c2=c2, pre=pre, column_sums=True
         )  # fmt: skip
     if case.kind == "wgrad":
-        form, a, b, c = Form(True, False), new(k, m), new(k, n), new(m, n, dtype=torch.float32)
-        extra = dict(accumulate=True, row_sums=True)
+        c = new(m, n, dtype=torch.float32)
+        if dtype.itemsize > 1:
+            form, a, b = Form(True, False), new(k, m), new(k, n)
+        extra = dict(accumulate=True, row_sums=dtype.itemsize > 1)
     if case.kind == "blocks":  # gathered along K, scattered along N, as in a 2D product
         form, a, b, c = Form(False, True, "k", None, "n", 4), new(4, m, k // 4), new(n, k), new(4, m, n // 4)
-    if dtype.itemsize == 1 and case.kind == "epilogue":
+    if dtype.itemsize == 1 and case.kind != "plain":
         extra |= dict(scale_a=new(m, 1, dtype=torch.float32), scale_b=new(1, n, dtype=torch.float32))
+        extra |= dict(scale_b2=new(1, n, dtype=torch.float32)) if case.kind == "gated" else {}
     view_c = matrix(c, "mn", False, form.c_blocks, op="aot", name="c")
     return Call(
         a=a,
@@ -208,10 +219,9 @@ def examine(case: Case) -> dict[str, Any]:
             config = replace(config, split_k=4)
         launch = gemm_launches(call, config, case.chip)[0][0]
     row: dict[str, Any] = {
-        "kernel": f"{'reduce' if case.kind == 'reduce' else 'gemm'} {case.kind}",
+        "kernel": f"{'reduce' if case.kind == 'reduce' else 'gemm'} {case.kind} {case.dtype}",
         "target": case.target,
         "config": str(config) if case.kind != "reduce" else "16x256",
-        "dtype": case.dtype,
     }
     try:
         compiled = compile_launch(launch, case.target)
@@ -247,13 +257,13 @@ def occupancy(registers: int, threads: int, shared: int, target: str) -> int:
     return min(65536 // (max(registers, 1) * threads), per_sm // (shared + 1024), 2048 // threads)
 
 
-def report(targets: Sequence[str] = tuple(TARGETS), workers: int = 2) -> list[dict[str, Any]]:
-    """Examine all cases, in processes side by side."""
-    # spawn: the parent may hold torch's threads.
-    import multiprocessing
-
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(examine, cases(targets), chunksize=2))
+def report(targets: Sequence[str] = tuple(TARGETS), workers: int | None = None) -> list[dict[str, Any]]:
+    """Examine all cases, in processes side by side; by default one for each core."""
+    # A server that has imported everything once, and has no threads: the parent may hold torch's.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ndtp_kernels.aot", "ndtp_kernels.kernel_gemm", "ndtp_kernels.kernel_reduce"])
+    with ProcessPoolExecutor(workers or len(os.sched_getaffinity(0)), mp_context=context) as pool:
+        return list(pool.map(examine, cases(targets)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -262,11 +272,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", metavar="FILE", help="write a JSON report; - for stdout")
     parser.add_argument("--target", action="append", choices=tuple(TARGETS), help="only this one; may be repeated")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, help="processes; default: one for each core")
     chosen = parser.parse_args(arguments)
     rows = report(tuple(chosen.target or TARGETS), chosen.workers)
     failed = [row for row in rows if row["failures"]]
-    text = json.dumps({"configurations": rows}, indent=1)
+    text = json.dumps({"configurations": [{key: row[key] for key in REPORTED} for row in rows]}, indent=1)
     if chosen.json == "-":
         print(text)
     else:
@@ -275,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in rows:
             mark = "; ".join(row["failures"]) or "ok"
             print(
-                f"{row['target']:7} {row['dtype'][:8]:8} {row['kernel']:15} {row['config']:48} "
+                f"{row['target']:7} {row['kernel']:28} {row['config']:48} "
                 f"regs {row['registers']!s:>4} shared {row['shared_bytes']!s:>7} per SM {row['occupancy']!s:>2}  "
                 f"{' '.join(row['instructions']):30} {mark}"
             )

@@ -117,6 +117,9 @@ def gated_gemm(
     transpose_a: bool = False,
     transpose_b: bool = False,
     residual: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b_gate: Tensor | None = None,
+    scale_b_up: Tensor | None = None,
     a_blocks: str | None = None,
     b_blocks: str | None = None,
     c_blocks: str | None = None,
@@ -127,7 +130,7 @@ def gated_gemm(
 ) -> Any:
     """act(A . Bg + bg) * (A . Bu + bu) + residual: SwiGLU with "silu", GeGLU with "gelu"; A is read once.
 
-    Shapes are those of `gemm`.  The pre-activation is [2, ..]: gate, then up.  Halves of one weight make
+    Shapes and scales are those of `gemm`.  The pre-activation is [2, ..]: gate, then up.  Halves of one weight make
     backward's dA a single product.
     """
     form = Form(transpose_a, transpose_b, a_blocks, b_blocks, c_blocks, num_c_blocks)
@@ -136,7 +139,8 @@ def gated_gemm(
     if not _through_op(*tensors):
         done = products.gemm(
             "gated_gemm", a, b_gate, form=form, b2=b_up, bias=bias_gate, bias2=bias_up, residual=residual,
-            activation=activation, keep_pre=return_preactivation, out_dtype=out_dtype, options=options,
+            scale_a=scale_a, scale_b=scale_b_gate, scale_b2=scale_b_up, activation=activation,
+            keep_pre=return_preactivation, out_dtype=out_dtype, options=options,
         )  # fmt: skip
         return done if return_preactivation else done.c
     from ndtp_kernels import ops
@@ -144,8 +148,8 @@ def gated_gemm(
     _check_table("gated_gemm", options)
     keep = return_preactivation or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
     c, pre = ops.gated_gemm(
-        a, b_gate, b_up, bias_gate, bias_up, residual, ops.encode_form(form), num_c_blocks, activation, keep, out_dtype,
-        ops.encode(options),
+        a, b_gate, b_up, bias_gate, bias_up, residual, scale_a, scale_b_gate, scale_b_up, ops.encode_form(form),
+        num_c_blocks, activation, keep, out_dtype, ops.encode(options),
     )  # fmt: skip
     return Product(c, pre) if return_preactivation else c
 
@@ -159,6 +163,8 @@ def backward_gemm(
     gated: bool = False,
     transpose_a: bool = False,
     transpose_b: bool = False,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
     a_blocks: str | None = None,
     b_blocks: str | None = None,
     c_blocks: str | None = None,
@@ -171,7 +177,7 @@ def backward_gemm(
     """The second product's dgrad with the first one's activation gradient in its epilogue: (A . B) * act'(pre).
 
     a        [.., M, K]     gradient of the block's output
-    b        [.., K, N]     the second weight (transposes and blocks as in `gemm`)
+    b        [.., K, N]     the second weight (transposes, blocks and scales as in `gemm`)
     pre      of C's shape, as `gemm` or `gated_gemm` returned it (gated [2, ..]: gate and up)
     returns  Product: c = gradient of pre; column_sums = bias gradients [N] or [2, N]; pre = act(pre) [* up], recomputed
     """
@@ -179,14 +185,15 @@ def backward_gemm(
     if not torch.compiler.is_compiling():
         with torch.no_grad():
             return products.backward_gemm(
-                "backward_gemm", a, b, pre, form=form, activation=activation, gated=gated,
-                column_sums=return_column_sums, recompute=return_recomputed, out_dtype=out_dtype, options=options,
+                "backward_gemm", a, b, pre, form=form, activation=activation, gated=gated, scale_a=scale_a,
+                scale_b=scale_b, column_sums=return_column_sums, recompute=return_recomputed, out_dtype=out_dtype,
+                options=options,
             )  # fmt: skip
     from ndtp_kernels import ops
 
     c, sums, hidden = ops.backward_gemm(
-        a, b, pre, ops.encode_form(form), num_c_blocks, activation, gated, return_column_sums, return_recomputed,
-        out_dtype, ops.encode(options),
+        a, b, pre, scale_a, scale_b, ops.encode_form(form), num_c_blocks, activation, gated, return_column_sums,
+        return_recomputed, out_dtype, ops.encode(options),
     )  # fmt: skip
     return Product(c, hidden if return_recomputed else None, sums if return_column_sums else None)
 

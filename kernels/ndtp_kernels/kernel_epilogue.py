@@ -31,6 +31,10 @@ def activation(x, ACT: tl.constexpr):
         return positive * positive
     elif ACT == "silu":
         return x * tl.sigmoid(x)
+    elif ACT == "sigmoid":
+        return tl.sigmoid(x)
+    elif ACT == "tanh":  # near zero the difference of two numbers near 1 would lose the digits that matter
+        return tl.where(tl.abs(x) < 0.03, x - x * x * x / 3.0, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
     else:
         tl.static_assert(ACT == "none", "unknown activation")
         return x
@@ -50,6 +54,12 @@ def activation_gradient(x, ACT: tl.constexpr):
     elif ACT == "silu":
         s = tl.sigmoid(x)
         return s * (1.0 + x * (1.0 - s))
+    elif ACT == "sigmoid":
+        s = tl.sigmoid(x)
+        return s * (1.0 - s)
+    elif ACT == "tanh":
+        s = tl.sigmoid(2.0 * x)
+        return 4.0 * s * (1.0 - s)
     else:
         tl.static_assert(ACT == "none", "unknown activation")
         return tl.full(x.shape, 1.0, x.dtype)

@@ -46,6 +46,7 @@ def gemm_kernel(
     bias2,
     scale_a,
     scale_b,
+    scale_b2,
     sums,
     sums2,
     row_sums,
@@ -249,6 +250,8 @@ def gemm_kernel(
             else:
                 scale = tl.load(scale_a)
             acc = acc * scale
+            if TWO_PRODUCTS:
+                acc2 = acc2 * scale
         for part_n in tl.static_range(SUBTILE):
             # A few columns after another: fewer registers, and a smaller staging buffer for the stores.
             x = columns(acc, part_n, SUBTILE)
@@ -262,6 +265,12 @@ def gemm_kernel(
                     x = x * tl.load(scale_b + tl.cast(which, tl.int64) * N + n_out, mask=n_out_mask, other=0.0)[None, :]
                 else:
                     x = x * tl.load(scale_b)
+            if scale_b2 is not None:
+                if SCALE_B_COLS:
+                    up_scale = tl.load(scale_b2 + tl.cast(which, tl.int64) * N + n_out, mask=n_out_mask, other=0.0)
+                    x2 = x2 * up_scale[None, :]
+                else:
+                    x2 = x2 * tl.load(scale_b2)
             c_at = c_rows[:, None] + along(n_out, sc_n, c_block, sc_block, C_BLOCKED == 2)[None, :]
             aux_at = aux_rows[:, None] + along(n_out, sx_n, c_block, sx_block, C_BLOCKED == 2)[None, :]
             sum_row = tl.cast(which * tiles_m + tile_m, tl.int64)

@@ -40,6 +40,7 @@ class Call:
     bias2: Tensor | None = None
     scale_a: Tensor | None = None
     scale_b: Tensor | None = None
+    scale_b2: Tensor | None = None
     activation: str = "none"
     gated: bool = False
     backward: bool = False
@@ -75,7 +76,8 @@ class Call:
     @property
     def fused_passes(self) -> int:
         """Passes over C that torch needs after its product; bias and activation are one each, a gate another."""
-        steps = (self.bias, self.aux, self.scale_a)
+        residual = None if self.backward else self.aux  # backward reads the pre-activation there, in the pass it has
+        steps = (self.bias, residual, self.scale_a)
         return sum(x is not None for x in steps) + (self.activation != "none") + self.gated + self.column_sums
 
     def problem(self) -> Problem:
@@ -86,10 +88,12 @@ class Call:
             kind = "backward"
         elif self.gated:
             kind = "gated"
-        elif self.fused_passes or self.pre is not None:
+        elif self.bias is not None or self.aux is not None or self.activation != "none" or self.pre is not None:
             kind = "epilogue"
         elif self.accumulate or self.row_sums:
             kind = "wgrad"
+        elif self.scale_a is not None:
+            kind = "epilogue"
         elif a.blocked or b.blocked or c.blocked:
             kind = "blocks"
         touched = (self.aux, self.aux2, self.pre, self.pre2, self.c2, self.c if self.accumulate else None)
@@ -232,7 +236,7 @@ def _gemm(call: Call, config: Config, chip: Chip) -> tuple[Launch, list[Tensor |
     arguments: dict[str, Any] = dict(
         A=call.a, B=call.b, B2=call.b2, C=call.c, C2=call.c2, aux=call.aux, aux2=call.aux2, pre=call.pre,
         pre2=call.pre2, bias=call.bias, bias2=call.bias2, scale_a=call.scale_a, scale_b=call.scale_b,
-        sums=sums[0], sums2=sums[1], row_sums=row_sums, M=m, N=n, K=k, batch=batch,
+        scale_b2=call.scale_b2, sums=sums[0], sums2=sums[1], row_sums=row_sums, M=m, N=n, K=k, batch=batch,
         batch_inner=c.batch[-1] if c.batch else 1, k_run=k_run,
         sa_outer=a.outer_inner[0], sa_inner=a.outer_inner[1], sa_m=a.stride_row, sa_k=a.stride_col,
         sa_block=a.block_stride, a_block=a.block,

@@ -98,9 +98,13 @@ def _save_gemm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     ctx.form, ctx.activation, ctx.options, ctx.kept = decode_form(form, num_c_blocks), activation, options, keep_pre
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.residual_dtype = None if residual is None else residual.dtype
-    if a.dtype.itemsize == 1:
-        raise KernelError("gemm", "fp8 operands have no gradient here", "differentiate in bf16, or detach the operands")
+    _refuse_fp8("gemm", a)
     ctx.save_for_backward(a, b, output[1])
+
+
+def _refuse_fp8(op: str, a: Tensor) -> None:
+    if a.dtype.itemsize == 1:
+        raise KernelError(op, "fp8 operands have no gradient here", "differentiate in bf16, or detach the operands")
 
 
 def _runner(options: str) -> gradients.Gemm:
@@ -183,6 +187,9 @@ def gated_gemm(
     bias_gate: Tensor | None,
     bias_up: Tensor | None,
     residual: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b_gate: Tensor | None,
+    scale_b_up: Tensor | None,
     form: str,
     num_c_blocks: int,
     activation: str,
@@ -200,6 +207,9 @@ def gated_gemm(
         bias=bias_gate,
         bias2=bias_up,
         residual=residual,
+        scale_a=scale_a,
+        scale_b=scale_b_gate,
+        scale_b2=scale_b_up,
         activation=activation,
         keep_pre=keep_pre,
         out_dtype=out_dtype,
@@ -209,14 +219,18 @@ def gated_gemm(
 
 
 @gated_gemm.register_fake
-def _(a, b_gate, b_up, bias_gate, bias_up, residual, form, num_c_blocks, activation, keep_pre, out_dtype, options):  # type: ignore[no-untyped-def]
+def _(a, b_gate, b_up, bias_gate, bias_up, residual, scale_a, scale_b_gate, scale_b_up, form, *rest):  # type: ignore[no-untyped-def]
+    num_c_blocks, activation, keep_pre, out_dtype, _ = rest
     read = products.read("gated_gemm", a, b_gate, decode_form(form, num_c_blocks), activation)
     c = a.new_empty(read.c_shape, dtype=products.default_dtype(a, out_dtype))
     return c, c.new_empty((2, *read.c_shape) if keep_pre else (0,))
 
 
 def _save_gated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a, b_gate, b_up, bias_gate, bias_up, residual, form, num_c_blocks, activation, keep_pre, _, options = inputs
+    a, b_gate, b_up, bias_gate, bias_up, residual, _, _, _, form, num_c_blocks, activation, keep_pre, _, options = (
+        inputs
+    )
+    _refuse_fp8("gated_gemm", a)
     ctx.set_materialize_grads(False)
     if not keep_pre:
         ctx.mark_non_differentiable(output[1])
@@ -247,7 +261,7 @@ def _backward_gated(ctx: Any, dc: Tensor | None, dpre: Tensor | None) -> tuple[A
         both = from_c if dpre is None else from_c + dpre
         sums = sums if dpre is None and form.c_blocks != "n" else None
     if both is None:
-        return (None,) * 12
+        return (None,) * 15
     run, both = _runner(ctx.options), both.to(a.dtype)
     plain = form.a_blocks is None and form.b_blocks is None and form.c_blocks is None
     da = None
@@ -270,7 +284,7 @@ def _backward_gated(ctx: Any, dc: Tensor | None, dpre: Tensor | None) -> tuple[A
             continue
         own = sums[index] if sums is not None else gradients.bias_gradient(both[index], form.c_blocks)
         biases.append(own.to(dtype))
-    return da, db_gate, db_up, *biases, dresidual, *(None,) * 6
+    return da, db_gate, db_up, *biases, dresidual, *(None,) * 9
 
 
 gated_gemm.register_autograd(_backward_gated, setup_context=_save_gated)
@@ -281,19 +295,20 @@ gated_gemm.register_autograd(_backward_gated, setup_context=_save_gated)
 
 @torch.library.custom_op("ndtp_kernels::backward_gemm", mutates_args=())
 def backward_gemm(
-    a: Tensor, b: Tensor, pre: Tensor, form: str, num_c_blocks: int, activation: str, gated: bool,
-    column_sums: bool, recompute: bool, out_dtype: torch.dtype | None, options: str,
+    a: Tensor, b: Tensor, pre: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, form: str, num_c_blocks: int,
+    activation: str, gated: bool, column_sums: bool, recompute: bool, out_dtype: torch.dtype | None, options: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(A . B) * act'(pre): gradient of pre (gated [2, ..]), its column sums, the recomputed activation."""
     done = products.backward_gemm(
         "backward_gemm", a, b, pre, form=decode_form(form, num_c_blocks), activation=activation, gated=gated,
-        column_sums=column_sums, recompute=recompute, out_dtype=out_dtype, options=decode(options),
+        scale_a=scale_a, scale_b=scale_b, column_sums=column_sums, recompute=recompute, out_dtype=out_dtype,
+        options=decode(options),
     )  # fmt: skip
     return triple(done)
 
 
 @backward_gemm.register_fake
-def _(a, b, pre, form, num_c_blocks, activation, gated, column_sums, recompute, out_dtype, options):  # type: ignore[no-untyped-def]
+def _(a, b, pre, scale_a, scale_b, form, num_c_blocks, activation, gated, column_sums, recompute, out_dtype, options):  # type: ignore[no-untyped-def]
     read = products.read("backward_gemm", a, b, decode_form(form, num_c_blocks), activation)
     return fake_backward(pre, read.b.cols, gated, column_sums, recompute, products.default_dtype(a, out_dtype))
 
@@ -308,12 +323,12 @@ def _gemm_flops(a_shape: Any, b_shape: Any, *args: Any, out_shape: Any = None, *
 
 @register_flop_formula(torch.ops.ndtp_kernels.gated_gemm)
 def _gated_flops(a_shape: Any, b_shape: Any, *args: Any, out_shape: Any = None, **keywords: Any) -> int:
-    return 2 * _flops(a_shape, args[4], out_shape[0])
+    return 2 * _flops(a_shape, args[7], out_shape[0])
 
 
 @register_flop_formula(torch.ops.ndtp_kernels.backward_gemm)
-def _backward_flops(a_shape: Any, b_shape: Any, pre_shape: Any, form: str, *args: Any, **keywords: Any) -> int:
-    gated = args[2]
+def _backward_flops(a_shape: Any, b_shape: Any, pre_shape: Any, *args: Any, **keywords: Any) -> int:
+    form, gated = args[2], args[5]
     return _flops(a_shape, form, pre_shape[1:] if gated else pre_shape)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ndtp_kernels import launch, torch_path, tracing
+from ndtp_kernels.checks import check_fp8, check_like, check_scale, check_vector, scale_size
 from ndtp_kernels.config import Config
 from ndtp_kernels.errors import KernelError, warn_once
 from ndtp_kernels.launch import FP8, Call
@@ -72,42 +73,8 @@ def read(op: str, a: Tensor, b: Tensor, form: Form, activation: str) -> Read:
     )
 
 
-def check_vector(op: str, name: str, vector: Tensor | None, size: int) -> Tensor | None:
-    if vector is not None and tuple(vector.shape) != (size,):
-        raise KernelError(
-            op, f"{name} has shape {tuple(vector.shape)}, dim n is {size}", f"a {name} of shape ({size},)"
-        )
-    return None if vector is None else vector.contiguous()
-
-
-def check_like(op: str, name: str, tensor: Tensor | None, shape: list[int]) -> None:
-    if tensor is not None and list(tensor.shape) != shape:
-        raise KernelError(op, f"{name} has shape {tuple(tensor.shape)}, C has {tuple(shape)}", f"{name} of C's shape")
-
-
 def default_dtype(a: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     return out_dtype or (torch.bfloat16 if a.dtype == FP8 else a.dtype)
-
-
-def _scale(op: str, name: str, scale: Tensor | None, batch: tuple[int, ...], size: int, turned: bool) -> Tensor | None:
-    """A number, or one for each row of A ([.., M, 1]) or column of B ([.., 1, N]): as the kernel stores them."""
-    if scale is None or scale.numel() == 1:
-        return scale if scale is None else scale.float().reshape(1)
-    wanted = (1, size) if turned else (size, 1)
-    if tuple(scale.shape[-2:]) != wanted:
-        raise KernelError(
-            op, f"{name} has shape {tuple(scale.shape)}", f"one number, or [.., {wanted[0]}, {wanted[1]}]"
-        )
-    return scale.float().expand(*batch, *wanted).contiguous()
-
-
-def _check_fp8(op: str, a: Tensor, b: Tensor, va: Matrix, vb: Matrix) -> None:
-    if a.dtype == FP8 and not ((va.stride_col == 1 or va.cols <= 1) and (vb.stride_row == 1 or vb.rows <= 1)):
-        raise KernelError(
-            op,
-            f"fp8 products want dim k contiguous in both operands; strides are A {a.stride()}, B {b.stride()}",
-            "store B as [N, K] and pass transpose_b=True",
-        )
 
 
 def gemm(
@@ -122,6 +89,7 @@ def gemm(
     residual: Tensor | None = None,
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
+    scale_b2: Tensor | None = None,
     activation: str = "none",
     keep_pre: bool = False,
     row_sums: bool = False,
@@ -139,14 +107,20 @@ def gemm(
     options.check(op)
     va, vb, batch, shape = read(op, a, b, form, activation)
     m, n = va.rows, vb.cols
-    _check_fp8(op, a, b, va, vb)
+    check_fp8(op, a, b, va, vb)
     bias, bias2 = check_vector(op, "bias", bias, n), check_vector(op, "bias2", bias2, n)
-    scale_a, scale_b = _scale(op, "scale_a", scale_a, batch, m, False), _scale(op, "scale_b", scale_b, batch, n, True)
+    scale_a, scale_b = (
+        check_scale(op, "scale_a", scale_a, batch, m, False),
+        check_scale(op, "scale_b", scale_b, batch, n, True),
+    )
+    scale_b2 = check_scale(op, "scale_b_up", scale_b2, batch, n, True)
+    if b2 is not None and scale_size(scale_b) != scale_size(scale_b2):
+        raise KernelError(op, "the scales of gate and up differ in form", "one number for each, or columns for each")
+    if row_sums and scale_a is not None:
+        raise KernelError(op, "row sums would be those of A without its scale", "sum A before it is quantized")
     check_like(op, "residual", residual, shape)
     if b2 is not None and (b2.shape != b.shape or b2.dtype != b.dtype):
         raise KernelError(op, f"b_gate is {tuple(b.shape)} and b_up is {tuple(b2.shape)}", "two weights of one shape")
-    if b2 is not None and a.dtype == FP8:
-        raise KernelError(op, "a gated pair takes no fp8 operands", "two products and a gate")
     if out is not None:
         check_like(op, "out", out, shape)
         if keep_pre and not out.is_contiguous():
@@ -158,8 +132,8 @@ def gemm(
 
     def by_torch() -> Product:
         return torch_path.gemm(
-            a, b, b2, bias, bias2, residual, scale_a, scale_b, form, activation, keep_pre, row_sums, out, accumulate,
-            out_dtype,
+            a, b, b2, bias, bias2, residual, scale_a, scale_b, scale_b2, form, activation, keep_pre, row_sums, out,
+            accumulate, out_dtype,
         )  # fmt: skip
 
     if chip is None:
@@ -178,8 +152,9 @@ def gemm(
         a=a, b=b, c=c, view_a=va, view_b=vb, view_c=matrix(c, "mn", False, form.c_blocks, op=op, name="c"),
         view_aux=None if residual is None else _like_c(op, "residual", residual, c, form),
         b2=b2, aux=residual, pre=pre_parts[0], pre2=pre_parts[1], bias=bias, bias2=bias2, scale_a=scale_a,
-        scale_b=scale_b, activation=activation, gated=b2 is not None, accumulate=accumulate, row_sums=row_sums,
-        precision=options.precision, fast_accumulation=options.fast_accumulation, sms_to_leave=options.sms_to_leave,
+        scale_b=scale_b, scale_b2=scale_b2, activation=activation, gated=b2 is not None, accumulate=accumulate,
+        row_sums=row_sums, precision=options.precision, fast_accumulation=options.fast_accumulation,
+        sms_to_leave=options.sms_to_leave,
     )  # fmt: skip
     config = configuration(op, call.problem(), chip, options)
     with tracing.record("gemm", m, n, va.cols, batch, a, out_dtype, call.products):
@@ -251,6 +226,8 @@ def backward_gemm(
     form: Form = Form(),  # noqa: B008
     activation: str,
     gated: bool,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
     column_sums: bool = False,
     recompute: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -266,13 +243,17 @@ def backward_gemm(
     options.check(op)
     va, vb, batch, shape = read(op, a, b, form, activation)
     n = vb.cols
+    scale_a = check_scale(op, "scale_a", scale_a, batch, va.rows, False)
+    scale_b = check_scale(op, "scale_b", scale_b, batch, n, True)
     check_like(op, "pre", pre, [2, *shape] if gated else shape)
     out_dtype = default_dtype(a, out_dtype)
     chip = triton_chip(op, a, options.backend)
-    _check_fp8(op, a, b, va, vb)
+    check_fp8(op, a, b, va, vb)
 
     def by_torch() -> Product:
-        return torch_path.backward_gemm(a, b, pre, form, activation, gated, column_sums, recompute, out_dtype)
+        return torch_path.backward_gemm(
+            a, b, pre, scale_a, scale_b, form, activation, gated, column_sums, recompute, out_dtype
+        )
 
     if chip is None:
         with tracing.record("gemm", va.rows, n, va.cols, batch, a, out_dtype, 1):
@@ -286,7 +267,8 @@ def backward_gemm(
     call = Call(
         a=a, b=b, c=first, c2=c[1] if gated else None, view_a=va, view_b=vb, view_c=view, view_aux=view,
         aux=pre[0] if gated else pre, aux2=pre[1] if gated else None, pre=hidden, activation=activation, gated=gated,
-        backward=True, column_sums=column_sums, precision=options.precision, sms_to_leave=options.sms_to_leave,
+        scale_a=scale_a, scale_b=scale_b, backward=True, column_sums=column_sums, precision=options.precision,
+        fast_accumulation=options.fast_accumulation, sms_to_leave=options.sms_to_leave,
     )  # fmt: skip
     config = configuration(op, call.problem(), chip, options)
     with tracing.record("gemm", va.rows, n, va.cols, batch, a, out_dtype, 1):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "relu2", "silu")
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "relu2", "silu", "tanh", "sigmoid")
 
 
 def activation(x: Tensor, name: str) -> Tensor:
@@ -26,6 +26,10 @@ def activation(x: Tensor, name: str) -> Tensor:
             return torch.relu(x).square()
         case "silu":
             return torch.nn.functional.silu(x)
+        case "tanh":
+            return torch.tanh(x)
+        case "sigmoid":
+            return torch.sigmoid(x)
     raise ValueError(f"activation {name!r} is not one of {ACTIVATIONS}")
 
 
@@ -43,6 +47,10 @@ def activation_gradient(x: Tensor, name: str) -> Tensor:
             return 2 * torch.relu(x)
         case "silu":
             return torch.ops.aten.silu_backward(one, x)
+        case "tanh":
+            return torch.ops.aten.tanh_backward(one, torch.tanh(x))
+        case "sigmoid":
+            return torch.ops.aten.sigmoid_backward(one, torch.sigmoid(x))
     return one
 
 
@@ -120,12 +128,15 @@ def gated_gemm(
     bias_up: Tensor | None = None,
     *,
     activation_name: str,
+    scale_a: Tensor | None = None,
+    scale_b_gate: Tensor | None = None,
+    scale_b_up: Tensor | None = None,
     compute: torch.dtype | None = torch.float64,
     **form: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """act(A . Bg + bg) * (A . Bu + bu), gate, up."""
-    _, gate = gemm(a, b_gate, bias_gate, compute=compute, **form)  # type: ignore[arg-type]
-    _, up = gemm(a, b_up, bias_up, compute=compute, **form)  # type: ignore[arg-type]
+    _, gate = gemm(a, b_gate, bias_gate, None, scale_a, scale_b_gate, compute=compute, **form)  # type: ignore[arg-type]
+    _, up = gemm(a, b_up, bias_up, None, scale_a, scale_b_up, compute=compute, **form)  # type: ignore[arg-type]
     return activation(gate, activation_name) * up, gate, up
 
 

@@ -27,8 +27,8 @@ def _product(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 def gemm(
     a: Tensor, b: Tensor, b2: Tensor | None, bias: Tensor | None, bias2: Tensor | None, residual: Tensor | None,
-    scale_a: Tensor | None, scale_b: Tensor | None, form: Form, activation: str, keep_pre: bool, row_sums: bool,
-    out: Tensor | None, accumulate: bool, out_dtype: torch.dtype,
+    scale_a: Tensor | None, scale_b: Tensor | None, scale_b2: Tensor | None, form: Form, activation: str,
+    keep_pre: bool, row_sums: bool, out: Tensor | None, accumulate: bool, out_dtype: torch.dtype,
 ) -> Product:  # fmt: skip
     from ndtp_kernels.products import Product
 
@@ -50,16 +50,16 @@ def gemm(
         c = cut(_product(left, turned(b), out_dtype))
         return Product(_into(c, out, accumulate, out_dtype), None, None, sums)
 
-    def before(weight: Tensor, vector: Tensor | None) -> Tensor:
-        pre = cut(reference.product(left, turned(weight), scale_a, scale_b, None))
+    def before(weight: Tensor, vector: Tensor | None, scale: Tensor | None) -> Tensor:
+        pre = cut(reference.product(left, turned(weight), scale_a, scale, None))
         if vector is None:
             return pre
         return pre + reference.column_vector(vector.to(pre.dtype), form.c_blocks, form.num_c_blocks, pre.dim())
 
-    pre = before(b, bias)
+    pre = before(b, bias, scale_b)
     c = reference.activation(pre, activation)
     if b2 is not None:
-        up = before(b2, bias2)
+        up = before(b2, bias2, scale_b2)
         c = c * up
         pre = torch.stack((pre, up)) if keep_pre else pre
     if residual is not None:
@@ -78,12 +78,12 @@ def _into(c: Tensor, out: Tensor | None, accumulate: bool, out_dtype: torch.dtyp
 
 
 def backward_gemm(
-    a: Tensor, b: Tensor, pre: Tensor, form: Form, activation: str, gated: bool, column_sums: bool, recompute: bool,
-    out_dtype: torch.dtype,
+    a: Tensor, b: Tensor, pre: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, form: Form, activation: str,
+    gated: bool, column_sums: bool, recompute: bool, out_dtype: torch.dtype,
 ) -> Product:  # fmt: skip
     left = reference.operand(a, "mk", form.transpose_a, form.a_blocks)
     right = reference.operand(b, "kn", form.transpose_b, form.b_blocks)
-    d = reference.cut(reference.product(left, right, None, None, None), form.c_blocks, form.num_c_blocks)
+    d = reference.cut(reference.product(left, right, scale_a, scale_b, None), form.c_blocks, form.num_c_blocks)
     return _backward(d, pre, activation, gated, column_sums, recompute, out_dtype, form.c_blocks)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ndtp_kernels.config import Problem
 from ndtp_kernels.selection import Options
 
 TRANSPOSES = {"nn": (False, False), "nt": (False, True), "tn": (True, False), "tt": (True, True)}
-KINDS = ("plain", "epilogue", "gated", "backward", "wgrad", "scatter")
+KINDS = ("plain", "epilogue", "gated", "backward", "wgrad", "scatter", "scatter_backward", "fp8")
 
 
 @dataclass(frozen=True)
@@ -26,29 +27,49 @@ class Workload:
 
     problem: Problem
     ours: Callable[[Options], Tensor]
-    eager: Callable[[], Tensor]
+    eager: Callable[
+        [], Any
+    ]  # the result, or a tuple that starts with it: all that ours keeps, so that no compiler drops it
     expected: Callable[[], Tensor]  # in fp32, from operands cast to fp32
     flops: float
     reset: Callable[[], object] = lambda: None  # before a check: what is accumulated into starts from zero
+    operands: tuple[Tensor, ...] = ()  # of a plain product, as they are stored
+    num_bytes: float = 0.0  # that must be moved, where nothing is multiplied
 
-    def error(self, got: Tensor, want: Tensor | None = None) -> float:
+    def error(self, got: Any, want: Tensor | None = None) -> float:
         """Largest error against `want` (`expected()`, once it is known), relative to its largest value."""
         want = self.expected() if want is None else want
+        got = got[0] if isinstance(got, tuple) else got
         return float((got.float() - want).abs().max() / want.abs().max().clamp(min=1e-6))
 
 
-def _and_column_sum(x: Tensor) -> Tensor:
+def _activated(pre: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.nn.functional.gelu(pre), pre
+
+
+def _gated(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.nn.functional.silu(gate) * up, gate, up
+
+
+def _and_column_sum(x: Tensor) -> tuple[Tensor, Tensor]:
     """What a bias gradient costs in torch: one more pass."""
-    x.sum(0)
-    return x
+    return x, x.sum(0)
 
 
 def workload(
     kind: str, m: int, n: int, k: int, *, dtype: torch.dtype, device: torch.device, layout: str = "nt", seed: int = 0
 ) -> Workload:
-    """kind: "plain" (any layout), "epilogue" (bias and gelu, pre-activation kept), "gated" (SwiGLU), "backward"
-    (dgrad with gelu's gradient and the bias gradient), "wgrad" (into fp32 main gradients), "scatter" (four blocks,
-    bias, gelu: no product)."""
+    """One product of a kind:
+
+    plain               in any layout
+    epilogue            bias and gelu, pre-activation kept
+    gated               SwiGLU
+    backward            dgrad with gelu's gradient and the bias gradient
+    wgrad               into fp32 main gradients
+    scatter             four blocks added, bias, gelu; no product
+    scatter_backward    four blocks added, gelu's gradient, the bias gradient; no product
+    fp8                 e4m3 operands with a scale each, against torch._scaled_mm; `dtype` is unused
+    """
     generator = torch.Generator(device).manual_seed(seed)
     name = str(dtype).removeprefix("torch.")
 
@@ -67,6 +88,7 @@ def workload(
             lambda: left @ right,
             lambda: left.float() @ right.float(),
             flops,
+            operands=(a, b),
         )
     if kind in ("epilogue", "gated"):
         x, bias = random(m, k), random(n)
@@ -80,7 +102,7 @@ def workload(
                         x, gate, bias, transpose_b=True, activation="gelu", return_preactivation=True, options=options
                     ).c
                 ),
-                lambda: torch.nn.functional.gelu(torch.nn.functional.linear(x, gate, bias)),
+                lambda: _activated(torch.nn.functional.linear(x, gate, bias)),
                 lambda: torch.nn.functional.gelu(x.float() @ gate.float().mT + bias.float()),
                 flops,
             )
@@ -89,7 +111,7 @@ def workload(
             lambda options: (
                 interface.gated_gemm(x, gate, up, transpose_b=True, return_preactivation=True, options=options).c
             ),
-            lambda: torch.nn.functional.silu(x @ gate.mT) * (x @ up.mT),
+            lambda: _gated(x @ gate.mT, x @ up.mT),
             lambda: torch.nn.functional.silu(x.float() @ gate.float().mT) * (x.float() @ up.float().mT),
             2 * flops,
         )
@@ -122,5 +144,29 @@ def workload(
             lambda: torch.nn.functional.gelu(blocks.sum(0, dtype=torch.float32) + bias).to(dtype),
             lambda: torch.nn.functional.gelu(blocks.float().sum(0) + bias.float()),
             0.0,
+            num_bytes=5.0 * m * n * blocks.element_size(),
+        )
+    if kind == "scatter_backward":
+        blocks, pre = random(4, m, n), random(m, n)
+        gelu_backward = torch.ops.aten.gelu_backward
+        return Workload(
+            Problem(m, n, 0, name, kind=kind),
+            lambda options: interface.reduce_blocks_backward(blocks, pre, activation="gelu", backend=options.backend).c,
+            lambda: _and_column_sum(gelu_backward(blocks.sum(0, dtype=torch.float32).to(dtype), pre)),
+            lambda: gelu_backward(blocks.float().sum(0), pre.float()),
+            0.0,
+            num_bytes=6.0 * m * n * blocks.element_size(),
+        )
+    if kind == "fp8":
+        x8, weight8 = random(m, k).to(torch.float8_e4m3fn), random(n, k).to(torch.float8_e4m3fn)
+        scale_x, scale_w = (torch.tensor(value, device=device) for value in (0.5, 2 * small))
+        return Workload(
+            Problem(m, n, k, "float8_e4m3fn", kind="epilogue", torch_passes=1),
+            lambda options: interface.gemm(
+                x8, weight8, transpose_b=True, scale_a=scale_x, scale_b=scale_w, options=options
+            ),
+            lambda: torch._scaled_mm(x8, weight8.t(), scale_a=scale_x, scale_b=scale_w, out_dtype=torch.bfloat16),
+            lambda: (x8.float() @ weight8.float().mT) * small,
+            flops,
         )
     raise ValueError(f"workload {kind!r} is not known\n  fix: one of {KINDS}")

@@ -1,44 +1,159 @@
-"""The benchmark's own arithmetic, on a CPU: shapes, checks, verdicts.  Its timings need a GPU."""
+"""The benchmark on a CPU: its shapes, checks, rows, verdicts, counters.  Its timings need a GPU, and are injected."""
 
-import importlib.util
+import json
+import math
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from ndtp_kernels.workloads import workload
+from ndtp_kernels import aot, config, interface
+from ndtp_kernels.chips import CHIPS
+from ndtp_kernels.launch import Launch
+from ndtp_kernels.workloads import KINDS, workload
 
-ROOT = Path(__file__).resolve().parents[2]
-specification = importlib.util.spec_from_file_location("bench_gemm", ROOT / "bench" / "gemm.py")
-bench = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(bench)
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+import gemm as bench  # noqa: E402
+import gemm_contest as contest  # noqa: E402
+import tensor_core_counters  # noqa: E402
+
+CPU = torch.device("cpu")
+H200 = CHIPS["h200"]
+BF16 = {"dtype": torch.bfloat16, "device": CPU}
+TINY = (16, 24, 32)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Tiny shapes, a compiler that changes nothing, and 1 us for everything.
+
+    On a CPU the kernels' results come from torch; only their name and their time are made up.
+    """
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(contest, "time_in_turns", lambda runs, rounds: [[1e-6] for _ in runs])
+    monkeypatch.setattr(bench, "time_in_turns", lambda runs, rounds: [[1e-6] for _ in runs])
+    monkeypatch.setattr(bench, "products", lambda quick: [("model up 8192 whole", TINY)])
+    monkeypatch.setattr(bench, "FUSED_SHAPES", [TINY])
+    monkeypatch.setattr(bench, "BLOCK", TINY)
+    monkeypatch.setitem(sys.modules, "persistent_rival", Rival)
+    return bench.Bench(CPU, H200, contest.Deadline.after(1000), quick=False)
+
+
+class Rival:
+    persistent_product = staticmethod(lambda a, b, num_sms: a @ b.mT)
+
+
+@pytest.mark.filterwarnings("ignore::ndtp_kernels.errors.KernelFallback")
+def test_every_part_leaves_its_rows(small, monkeypatch):
+    monkeypatch.setattr(
+        bench, "read_counters", lambda script, jobs, runs, seconds: {"percent": dict.fromkeys(runs, 50)}
+    )
+    bench.measure(small, bench.PARTS)
+    report = json.loads(json.dumps(bench.findings(small)))
+    assert report["failed"] == {} and report["not_measured"] == []
+    rows = report["rows"]
+    plain = [row for row in rows if row["kind"] == "plain"]
+    assert [row["layout"] for row in plain] == ["nt", "nn", "tn", "tt", "nt"]
+    assert {"torch", "persistent"} < set(plain[0]["microseconds"]) and "compile" in plain[-1]["microseconds"]
+    assert {row["kind"] for row in rows} == {*KINDS, "block"}
+    for row in rows:
+        assert row["against_torch"] == pytest.approx(1.0)
+        if row["kind"].startswith("scatter"):
+            assert row["share_of_copy_rate"] > 0
+        else:
+            assert row["below_roof"] == pytest.approx(1 - row["tflops"] / row["roof_tflops"])
+    assert all(row["roof_tflops"] == pytest.approx(790) for row in plain)
+    assert len(report["tensor_cores"]["percent"]) == 2, "torch and the best kernel"
+    assert {g["goal"] for g in report["goals"] if g["wanted"] and g["count"]} == {
+        f"{kind} against_{rival}"
+        for kind, rivals in {"plain": ["torch"], "block": ["best"]}.items()
+        for rival in rivals
+    } | {f"{kind} against_{rival}" for kind in bench.FUSED for rival in ("torch", "compile")}
+    assert any(
+        "plain against_torch" in line and "wanted 1.00x, none under 0.93x" in line for line in bench.summary(report)
+    )
+
+
+@pytest.mark.filterwarnings("ignore::ndtp_kernels.errors.KernelFallback")
+def test_a_kernel_that_fails_is_listed_and_the_rest_goes_on(small, monkeypatch):
+    """One configuration the compiler refuses, one with wrong numbers, one product that no memory holds."""
+    right = interface.gemm
+    work = workload("plain", *TINY, **BF16)
+    first, second, *others = [label for label in contest.rivals(work, H200)[0] if label != "torch"]
+    assert others
+
+    def faulty(*operands, options, **more):
+        if str(options.config) == first:
+            raise RuntimeError("PassManager::run failed\nand a page of MLIR")
+        return right(*operands, options=options, **more) * (1.2 if str(options.config) == second else 1.0)
+
+    monkeypatch.setattr(interface, "gemm", faulty)
+    small.compete("one", "plain", TINY)
+    (row,) = small.rows
+    assert not {first, second} & set(row["microseconds"]) and set(others) <= set(row["microseconds"])
+    assert small.failed[f"one, {first}"] == "RuntimeError: PassManager::run failed"
+    assert "wrong numbers: relative error 0.2" in small.failed[f"one, {second}"]
+
+    def too_large(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(bench, "workload", too_large)
+    small.compete("two", "plain", TINY)
+    assert len(small.rows) == 1 and small.failed["two"] == "OutOfMemoryError: CUDA out of memory"
+
+
+def test_numbers_that_are_no_numbers_fail():
+    work = workload("plain", *TINY, **BF16)
+    runs = {"right": work.eager, "nan": lambda: work.eager() * float("nan")}
+    assert list(contest.checked(work, runs)) == ["nan"]
+
+
+def test_a_kernel_that_torch_stands_in_for_is_not_timed():
+    """As main does: the warning of a fallback is an error there."""
+    import warnings
+
+    from ndtp_kernels.errors import KernelFallback, warn_once
+
+    warn_once.cache_clear()
+    work = workload("plain", *TINY, **BF16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KernelFallback)
+        failed = contest.checked(work, contest.rivals(work, H200)[0])
+    warn_once.cache_clear()
+    assert failed and "torch" not in failed and all("KernelFallback" in why for why in failed.values())
 
 
 def test_shapes_cover_whole_and_sharded_projections():
     found = list(bench.products(quick=False))
-    shapes = {(m, n, k) for _, m, n, k in found}
+    shapes = {shape for _, shape in found}
     assert (8192, 14336, 4096) in shapes  # 8B up, whole
     assert (4096, 7168, 2048) in shapes  # the same on 2x2x2
     assert (8192, 3584, 2048) in shapes  # and on 1x4x2
+    assert (32768, 28672, 8192) in shapes and (2048, 28672, 8192) in shapes  # 70B up
     assert len(found) == len(shapes)
 
 
-def test_wrong_numbers_end_the_benchmark():
-    work = workload("plain", 16, 24, 32, dtype=torch.bfloat16, device=torch.device("cpu"))
-    want = work.expected()
-    bench.check("right", work, work.eager, want)
-    with pytest.raises(SystemExit, match="wrong numbers"):
-        bench.check("wrong", work, lambda: work.eager() * 1.2, want)
-    with pytest.raises(SystemExit, match="wrong numbers"):
-        bench.check("nan", work, lambda: work.eager() * float("nan"), want)
+def test_every_candidate_has_a_label_of_its_own():
+    for kind in ("plain", "epilogue", "gated", "backward", "wgrad"):
+        problem = config.Problem(2048, 4096, 4096, kind=kind, products=2 if kind == "gated" else 1)
+        found = config.candidates(problem, H200, config.shipped_table())
+        assert len({str(candidate) for candidate in found}) == len(found)
 
 
 def test_verdicts_hold_the_goals():
-    """A geometric mean at the goal with one product below the floor is a miss."""
-    rows = [{"kind": "plain", "against_torch": ratio} for ratio in (1.2, 1.1, 0.9)]
-    (goal,) = bench.verdicts(rows)
-    assert goal["mean"] > 1 and not goal["met"]
-    (goal,) = bench.verdicts(rows[:2])
-    assert goal["met"]
+    """A geometric mean at the goal with one product below the floor is a miss; nothing measured is no verdict."""
+
+    def verdict(*ratios):
+        rows = [{"name": str(i), "kind": "plain", "against_torch": ratio} for i, ratio in enumerate(ratios)]
+        return next(v for v in bench.verdicts(rows) if v["goal"] == "plain against_torch")
+
+    missed = verdict(1.2, 1.1, 0.9)
+    assert missed["mean"] == pytest.approx(math.prod((1.2, 1.1, 0.9)) ** (1 / 3)) and missed["mean"] > 1
+    assert missed["met"] is False and missed["lowest_at"] == "2"
+    assert verdict(1.2, 1.1)["met"] is True
+    assert verdict()["met"] is None and "not measured" in bench.spoken(verdict())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -47,7 +162,85 @@ def test_without_a_gpu_nothing_is_claimed(capsys):
     assert "nothing was measured" in capsys.readouterr().err
 
 
-def test_time_that_runs_out_is_reported():
-    deadline = bench.Deadline(-1)
-    assert bench.plain(torch.device("cpu"), True, deadline) == []
-    assert deadline.skipped
+def test_time_that_runs_out_is_reported(small):
+    small.deadline.end = time.monotonic() - 1
+    bench.measure(small, bench.PARTS)
+    assert small.rows == [] and small.failed == {}
+    # Two after a scatter, compiled too; the block; five fused, three compiled; four transposes; one compiled.
+    assert len(small.deadline.skipped) == 2 + 2 + 1 + 5 + 3 + 4 + 1
+
+
+def fake_ncu(folder, listing, rows, status=0):
+    """A program that answers as Nsight Compute does, for products in the order in which they would be counted."""
+    program = folder / "ncu"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\n"
+        f"if '--query-metrics' in sys.argv: print({listing!r}); sys.exit()\n"
+        "assert '--counted' in sys.argv and '--clock-control' in sys.argv\n"
+        f"open(sys.argv[sys.argv.index('--log-file') + 1], 'w').write({rows!r})\n"
+        f"sys.exit({status})\n"
+    )
+    program.chmod(0o755)
+    return str(program)
+
+
+METRIC = "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed"
+JOBS = [{"label": "up torch"}, {"label": "up kernel"}]
+
+
+def csv_of(*kernels):
+    lines = ["==PROF== Connected to process 7", '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"']
+    lines += [f'"{i}","{name}","{METRIC}","%","{value}"' for i, (name, value) in enumerate(kernels)]
+    return "\n".join(lines) + "\n"
+
+
+def test_counters_by_ncu(tmp_path, monkeypatch):
+    """A product that takes two kernels counts by its busier one; separators count for nothing."""
+    mark = ("void at::native::distribution_elementwise_grid_stride_kernel<float>", "0")
+    rows = csv_of(mark, ("nvjet_tst_128x256", "91.5"), mark, ("gemm_kernel", "88.25"), ("reduce_kernel", "0.00"))
+    monkeypatch.setattr(
+        tensor_core_counters.shutil, "which", lambda _: fake_ncu(tmp_path, f"{METRIC.split('.')[0]} cycles", rows)
+    )
+    found = tensor_core_counters.read_counters(BENCH / "gemm.py", JOBS, {}, 60)
+    assert found == {"profiler": "ncu", "counter": METRIC, "percent": {"up torch": 91.5, "up kernel": 88.25}}
+
+
+@pytest.mark.parametrize(
+    "listing,rows,why",
+    [
+        ("sm__cycles_active", "", "lists none of"),
+        (METRIC.split(".")[0], "==ERROR== ERR_NVGPUCTRPERM - no permission\n", "ERR_NVGPUCTRPERM"),
+        (METRIC.split(".")[0], csv_of(("distribution_elementwise", "0"), ("a", "1.0")), "1 of 2 products"),
+        (METRIC.split(".")[0], csv_of(("distribution_elementwise", "0"), ("a", "n/a")), "reads 'n/a'"),
+    ],
+)
+def test_counters_that_cannot_be_read_say_why(tmp_path, monkeypatch, listing, rows, why):
+    monkeypatch.setattr(tensor_core_counters.shutil, "which", lambda _: fake_ncu(tmp_path, listing, rows))
+    monkeypatch.setattr(tensor_core_counters, "_by_torch", no_counters)
+    found = tensor_core_counters.read_counters(BENCH / "gemm.py", JOBS, {}, 60)
+    assert set(found) == {"unavailable"} and why in found["unavailable"] and "no counters" in found["unavailable"]
+
+
+def no_counters(runs):
+    raise tensor_core_counters.CountersUnavailable("torch.profiler: this build returns no counters")
+
+
+def test_counters_in_a_trace_of_torch():
+    events = [
+        {"cat": "kernel", "args": {}},
+        {"cat": "cuda_profiler_range", "args": {METRIC: 71.0, "other": 1}},
+        {"cat": "cuda_profiler_range", "args": {"other": 1}},
+    ]
+    assert list(tensor_core_counters.trace_percentages({"traceEvents": events}, METRIC)) == [71.0]
+
+
+def test_the_persistent_rival_takes_the_fast_path():
+    """A rival that spills or misses the tensor cores would be easy to beat."""
+    import persistent_rival as rival
+
+    a, b, c = (torch.empty(size, device="meta", dtype=torch.bfloat16) for size in ((4096, 4096),) * 3)
+    arguments = {"a": a, "b": b, "c": c, "M": 4096, "N": 4096, "K": 4096}
+    launch = Launch(rival.persistent_kernel, arguments, rival.CONSTANTS, 132, rival.OPTIONS)
+    compiled = aot.compile_launch(launch, "sm_90")
+    assert all(word in compiled.asm["ptx"] for word in ("wgmma.mma_async", "cp.async.bulk.tensor"))
+    assert aot.usage(compiled, "sm_90")[1] == 0 and compiled.metadata.shared <= H200.shared_bytes

@@ -42,4 +42,5 @@ def test_in_the_interpreter(runs, name):
 
 
 def test_there_are_cases():
-    assert FILES == ["case_blocks.py", "case_epilogues.py", "case_gemm.py", "case_ops.py"]
+    names = ("blocks", "epilogues", "gemm", "ops", "rival", "scatter_epilogues")
+    assert [f"case_{name}.py" for name in names] == FILES

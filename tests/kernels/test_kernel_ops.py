@@ -1,8 +1,10 @@
 """Custom ops and the public interface on a CPU: fakes, autograd, compile, errors.  See test_interpreter for kernels."""
 
 import itertools
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import ndtp_kernels
 import pytest
@@ -36,7 +38,9 @@ def test_opcheck_gemm():
 
 def test_opcheck_gated_and_out():
     a, gate, up, bias = (real(*s, dtype=torch.float32) for s in ((6, 8), (10, 8), (10, 8), (10,)))
-    torch.library.opcheck(ops.gated_gemm, (a, gate, up, bias, bias, None, NT, 1, "silu", True, None, DEFAULT))
+    torch.library.opcheck(
+        ops.gated_gemm, (a, gate, up, bias, bias, None, None, None, None, NT, 1, "silu", True, None, DEFAULT)
+    )
     out = torch.zeros(6, 10)
     torch.library.opcheck(ops.gemm_out, (a.detach(), gate.detach(), out, True, NT, 1, True, DEFAULT))
 
@@ -52,7 +56,42 @@ def test_opcheck_after_a_scatter(gated):
     torch.library.opcheck(ops_reduce.reduce_blocks_backward, (d, pre, "gelu", gated, True, True, None, "auto"))
     dc, weight = real(6, 8, dtype=torch.float32, grad=False), real(8, 10, dtype=torch.float32, grad=False)
     form = ops.encode_form(Form())
-    torch.library.opcheck(ops.backward_gemm, (dc, weight, pre, form, 1, "gelu", gated, True, True, None, DEFAULT))
+    torch.library.opcheck(
+        ops.backward_gemm, (dc, weight, pre, None, None, form, 1, "gelu", gated, True, True, None, DEFAULT)
+    )
+
+
+def test_opcheck_fp8():
+    """Scales pass through the ops; gradients do not."""
+    a, gate, up = (torch.randn(16, 32).to(torch.float8_e4m3fn) for _ in range(3))
+    one, pre = torch.tensor(0.5), torch.randn(16, 16, dtype=torch.bfloat16)
+    # The others differentiate, or compare with operations that torch does not have for fp8.
+    tests = "test_faketensor"
+    torch.library.opcheck(
+        ops.gemm, (a, gate, None, None, one, one, NT, 1, "gelu", True, False, None, DEFAULT), test_utils=tests
+    )
+    torch.library.opcheck(
+        ops.gated_gemm, (a, gate, up, None, None, None, one, one, one, NT, 1, "silu", True, None, DEFAULT),
+        test_utils=tests,
+    )  # fmt: skip
+    torch.library.opcheck(
+        ops.backward_gemm, (a, gate, pre, one, one, NT, 1, "silu", False, True, True, None, DEFAULT), test_utils=tests
+    )
+
+
+def test_every_op_is_opchecked():
+    """An op that is added without one of the tests above is found here."""
+    source = Path(__file__).read_text()
+    found = [name for name in dir(torch.ops.ndtp_kernels) if not name.startswith("_") and name != "name"]
+    defined = {name for name in (*vars(ops), *vars(ops_reduce)) if f"ndtp_kernels::{name}" in defined_ops()}
+    assert defined == {"gemm", "gemm_out", "gated_gemm", "backward_gemm", "reduce_blocks", "reduce_blocks_backward"}
+    assert set(found) <= defined
+    for name in defined:
+        assert f"ops.{name}, (" in source or f"ops_reduce.{name}, (" in source, name
+
+
+def defined_ops():
+    return {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("ndtp_kernels::")}
 
 
 def as_stored(x, letters, transpose, blocks, num_blocks):
@@ -211,6 +250,20 @@ ERRORS = {
     "fp8 products want dim k contiguous": lambda: ndtp_kernels.gemm(
         torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 16).to(torch.float8_e4m3fn)
     ),
+    "fp8 operands have no gradient here": lambda: ndtp_kernels.gated_gemm(
+        *(torch.ones(16, 16).to(torch.float8_e4m3fn) for _ in range(3)),
+        torch.ones(16, requires_grad=True),
+        transpose_b=True,
+    ),
+    "the scales of gate and up differ in form": lambda: ndtp_kernels.gated_gemm(
+        *(torch.ones(16, 16).to(torch.float8_e4m3fn) for _ in range(3)), transpose_b=True, scale_b_gate=torch.ones(())
+    ),
+    "row sums would be those of A without its scale": lambda: ndtp_kernels.gemm(
+        *(torch.ones(16, 16).to(torch.float8_e4m3fn) for _ in range(2)),
+        transpose_b=True,
+        scale_a=torch.ones(()),
+        return_row_sums=True,
+    ),
     "x has shape (3, 4)": lambda: ndtp_kernels.reduce_blocks(torch.ones(3, 4), gated=True),
     "backend 'cuda' is not known": lambda: ndtp_kernels.gemm(
         torch.ones(2, 5), torch.ones(5, 4), options=Options(backend="cuda")
@@ -241,12 +294,28 @@ def test_a_refused_kernel_is_reported_once():
         ndtp_kernels.gemm(a, b, options=Options(backend="triton"))
 
 
-def test_profiler_shows_the_product_with_flops_and_bytes():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        ndtp_kernels.gemm(torch.ones(2, 5), torch.ones(5, 4))
+def test_profiler_shows_the_product_with_flops_and_bytes(tmp_path):
+    """By name always; flops and bytes where inputs are recorded, in the events and in the trace."""
+    a, b, weights = torch.ones(3, 2, 5), torch.ones(5, 4, dtype=torch.float32), torch.ones(2, 4, 5).bfloat16()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        ndtp_kernels.gemm(a, b)
+        ndtp_kernels.gated_gemm(torch.ones(6, 5).bfloat16(), *weights, transpose_b=True)
         ndtp_kernels.reduce_blocks(torch.ones(2, 3, 4))
-    names = {event.key for event in profile.key_averages()}
-    assert {"gemm [2 4 5]", "reduce [3 4]"} <= names
+    want = {
+        "gemm [2 4 5]": {"flops": 3 * 2 * 2 * 4 * 5, "bytes": 3 * 4 * (2 * 5 + 5 * 4 + 2 * 4)},
+        "gemm [6 4 5]": {"flops": 2 * 2 * 6 * 4 * 5, "bytes": 2 * (6 * 5 + 2 * 5 * 4 + 6 * 4)},
+        "reduce [3 4]": {"bytes": 4 * (2 * 3 * 4 + 3 * 4)},
+    }
+    found = {event.name: event.kwinputs for event in profile.events() if event.name in want}
+    assert found == want
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for name, numbers in want.items():
+        (arguments,) = (event["args"] for event in events if event.get("name") == name)
+        assert numbers.items() <= arguments.items()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ndtp_kernels.gemm(a, b)
+    assert "gemm [2 4 5]" in {event.key for event in profile.key_averages()}
 
 
 def test_flop_counter_knows_the_ops():

@@ -74,6 +74,32 @@ def check_backward(got, d, pre, activation, gated, dtype=torch.float32):
     assert_close(got.column_sums / 10, sums / 10, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_half_precision(activation, gated, dtype):
+    """The same epilogues on halves: fp32 inside, rounded once at the end."""
+    a, weights, bias = real(9, 24, dtype=dtype), (real(2, 20, 24) / 5).to(dtype), real(20, dtype=dtype)
+    b, b2 = weights[0], weights[1] if gated else None
+    forward = products.gemm(
+        "gemm", a, b, form=NT, b2=b2, bias=bias, bias2=bias if gated else None, activation=activation, keep_pre=True,
+        options=triton_options(),
+    )  # fmt: skip
+    if gated:
+        want, *pre = reference.gated_gemm(a, b, b2, bias, bias, activation_name=activation, transpose_b=True)
+        pre = torch.stack(pre)
+    else:
+        want, pre = reference.gemm(a, b, bias, activation_name=activation, transpose_b=True)
+    assert_close(forward.c, want, dtype=dtype)
+    assert_close(forward.pre, pre, dtype=dtype)
+    kept, dc, weight = pre.to(dtype), real(9, 16, dtype=dtype), (real(16, 20) / 4).to(dtype)
+    backward = products.backward_gemm(
+        "b", dc, weight, kept, activation=activation, gated=gated, column_sums=True, recompute=True,
+        options=triton_options(),
+    )  # fmt: skip
+    check_backward(backward, dc.double() @ weight.double(), kept, activation, gated, dtype)
+
+
 def test_backward_in_blocks_and_batches():
     """The gradient written as the blocks that a reduce-scatter wants."""
     dc, weight, pre = integers(2, 10, 24), integers(24, 36), integers(2, 10, 36)

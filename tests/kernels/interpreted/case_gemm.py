@@ -152,3 +152,66 @@ def test_fp8_with_scales(rowwise, config):
     ).c  # fmt: skip
     want, _ = reference.gemm(a, b, bias, None, scale_a, scale_b, transpose_b=True)
     assert_close(got, want, dtype=torch.float32)
+
+
+def quantized(*shape, by_rows, turned=False):
+    """e4m3 operands, and their scale: a number, or one for each row (of B: column)."""
+    x = torch.randn(shape).to(torch.float8_e4m3fn)
+    if not by_rows:
+        return x, torch.rand(()) + 0.5
+    scale = torch.rand(shape[-2], 1) + 0.5
+    return x, scale.mT if turned else scale
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("config", [POINTER, TMA_HALVES, replace(POINTER, split_k=2)], ids=str)
+def test_fp8_gated_pair(by_rows, config):
+    """Gate and up have scales of their own."""
+    a, scale_a = quantized(20, 48, by_rows=by_rows)
+    (gate, scale_g), (up, scale_u) = (quantized(36, 48, by_rows=by_rows, turned=True) for _ in range(2))
+    bias = torch.randn(36)
+    got = products.gemm(
+        "gated", a, gate, form=Form(False, True), b2=up, bias=bias, bias2=-bias, scale_a=scale_a, scale_b=scale_g,
+        scale_b2=scale_u, activation="silu", keep_pre=True, out_dtype=torch.float32, options=triton_options(config),
+    )  # fmt: skip
+    want, *pre = reference.gated_gemm(
+        a, gate, up, bias, -bias, activation_name="silu", scale_a=scale_a, scale_b_gate=scale_g, scale_b_up=scale_u,
+        transpose_b=True,
+    )  # fmt: skip
+    assert_close(got.c / 10, want / 10, dtype=torch.float32)
+    assert_close(got.pre / 10, torch.stack(pre) / 10, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("config", [POINTER, TMA_HALVES, replace(POINTER, split_k=2)], ids=str)
+def test_fp8_backward(by_rows, gated, config):
+    """The activation's gradient after the scales: dgrad in e4m3, its result in bf16 or wider."""
+    (dc, scale_a), (weight, scale_b) = (
+        quantized(20, 48, by_rows=by_rows), quantized(36, 48, by_rows=by_rows, turned=True)
+    )  # fmt: skip
+    pre = torch.randn(*((2,) if gated else ()), 20, 36)
+    got = products.backward_gemm(
+        "backward", dc, weight, pre, form=Form(False, True), activation="silu", gated=gated, scale_a=scale_a,
+        scale_b=scale_b, column_sums=True, out_dtype=torch.float32, options=triton_options(config),
+    )  # fmt: skip
+    d = (dc.double() @ weight.double().mT) * scale_a.double() * scale_b.double()
+    gate, up = (pre[0], pre[1]) if gated else (pre, None)
+    dx, dup, _ = reference.backward_epilogue(d, gate, up, activation_name="silu")
+    want = torch.stack((dx, dup)) if gated else dx
+    assert_close(got.c / 10, want / 10, dtype=torch.float32)
+    assert_close(got.column_sums / 100, want.sum(-2) / 100, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("config", [POINTER, TMA, replace(POINTER, split_k=2)], ids=str)
+def test_fp8_weight_gradients_accumulate_in_fp32(config):
+    """Both operands transposed when they were quantized: tokens are contiguous."""
+    (dc, scale_a), (x, scale_b) = quantized(24, 48, by_rows=False), quantized(16, 48, by_rows=False)
+    out = torch.randn(24, 16)
+    want = out.double() + (dc.double() @ x.double().mT) * scale_a.double() * scale_b.double()
+    got = products.gemm(
+        "wgrad", dc, x, form=Form(False, True), scale_a=scale_a, scale_b=scale_b, out=out, accumulate=True,
+        options=triton_options(config),
+    )  # fmt: skip
+    assert got.c is out
+    assert_close(out / 10, want / 10, dtype=torch.float32)

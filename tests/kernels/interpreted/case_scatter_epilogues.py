@@ -1,0 +1,40 @@
+"""ndtp's epilogues by the kernels: sums of scattered blocks with every activation, forward and backward."""
+
+import pytest
+import torch
+from poisoned import assert_close
+
+from ndtp.epilogues import ACTIVATIONS
+from ndtp.gemm import KernelGemm
+
+GEMM = KernelGemm(backend="triton")
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_activation(name, dtype):
+    """Three blocks of [7, 129]; the whole range of an activation, and what lies around zero."""
+    stacked, bias, pre = torch.randn(21, 129).to(dtype), torch.randn(129).to(dtype), torch.randn(7, 129).to(dtype)
+    stacked[:, :40] *= 1e-3
+    pre[:, :40] *= 1e-3
+    forward, backward, _ = ACTIVATIONS[name]
+    total = stacked.double().view(3, 7, 129).sum(0)
+    assert_close(GEMM.reduce_blocks(stacked, 3), total, dtype=dtype)
+    got_pre, activated = GEMM.reduce_blocks_activate(stacked, 3, bias, name)
+    assert_close(got_pre, total + bias.double(), dtype=dtype)
+    assert_close(activated, forward(total + bias.double()), dtype=dtype)
+    grad, bias_grad = GEMM.reduce_blocks_backward(stacked, 3, pre, name)
+    want = backward(total, pre.double())
+    assert_close(grad, want, dtype=dtype)
+    assert_close(bias_grad, want.sum(0), dtype=dtype)
+    assert_close(GEMM.activate(pre, name), forward(pre.double()), dtype=dtype)
+    assert_close(
+        GEMM.activate_backward(stacked[:7], pre, name), backward(stacked[:7].double(), pre.double()), dtype=dtype
+    )
+
+
+def test_tanh_keeps_its_digits_near_zero():
+    x = torch.logspace(-6, 1, 512)
+    got = GEMM.activate(x[None], "tanh")[0].double()
+    want = x.double().tanh()
+    assert bool(((got - want).abs() <= 4e-6 * want).all())
