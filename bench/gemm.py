@@ -91,8 +91,7 @@ class Bench:
     def compete(
         self, name: str, kind: str, shape: tuple[int, int, int], layout: str = "nt", compiled: bool = False
     ) -> None:
-        """One product.  The row is filed under the workload's kind; plain ones beside torch.compile are a kind apart, or
-        they would count twice."""
+        """One product, filed under the workload's kind; plain ones beside torch.compile apart, or they count twice."""
 
         def make() -> dict[str, Any]:
             work, more = self.work(kind, shape, layout), {}
