@@ -35,14 +35,14 @@ Step = Callable[[], None]
 class NoCommunication(Collectives):
     """Collectives that allocate what they would return, and move nothing."""
 
-    def start(self, step, tensor, op, phase):
+    def start(self, step, tensor, op, phase, *, part="", out=None, blocks=False):
         shape = list(tensor.shape)
         ranks = self.grid.grid.size(step.axes)
         if step.kind == "all_gather":
-            shape[step.dim] *= ranks
+            shape = [ranks, *shape] if blocks else [*shape[: step.dim], ranks * shape[step.dim], *shape[step.dim + 1 :]]
         elif step.kind == "reduce_scatter":
-            shape[step.dim] //= ranks
-        return _Done(tensor.new_zeros(shape))
+            shape = shape[1:] if blocks else [*shape[: step.dim], shape[step.dim] // ranks, *shape[step.dim + 1 :]]
+        return _Done(tensor.new_zeros(shape) if out is None else out)
 
 
 class NoProducts(TorchGemm):
@@ -50,6 +50,18 @@ class NoProducts(TorchGemm):
 
     def product(self, a, b, transpose_a, transpose_b):
         return a.new_empty(a.shape[int(transpose_a)], b.shape[int(not transpose_b)])
+
+    def product_of_blocks(self, a, b, transpose_a, transpose_b, *, out=None, blocks=1, parts=None, accumulate=False):
+        if out is not None:
+            return out
+        rows, columns = size_of(a, int(transpose_a)), size_of(b, int(not transpose_b)) // blocks
+        return a.new_empty((blocks, rows, columns) if blocks > 1 else (rows, columns))
+
+
+def size_of(matrix: Tensor, dim: int) -> int:
+    """The size of a dim of a matrix, or of one that lies as blocks of columns [p, rows, columns / p]."""
+    blocks = matrix.shape[0] if matrix.dim() == 3 and dim == 1 else 1
+    return matrix.shape[dim - 2] * blocks
 
 
 class _Done:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 from ndtp.errors import CommunicationError
 from ndtp.meter import LABEL, Label
 from ndtp.relayout import Step
+from ndtp.spans import is_observed, observed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -22,8 +24,18 @@ if TYPE_CHECKING:
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# What starting a collective returns: the work to wait for, how to finish it, and the buffers to hold until then.
-Started = tuple[Any, Callable[[], Tensor], Any]
+
+class Started(NamedTuple):
+    """A collective under way: what to wait for, how to finish it, and what to hold until then.
+
+    `borrowed` are buffers of the ring, which go back to it once `finish` has been called.
+    """
+
+    work: Any
+    finish: Callable[[], Tensor]
+    held: tuple[Tensor, ...]
+    borrowed: tuple[Tensor, ...] = ()
+
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -53,12 +65,12 @@ class Handle:
     """A started collective.  `wait` gives its result, once; the buffers live until then.
 
     A handle that is dropped (an exception, a gradient nobody asked for) makes the stream wait before its buffers go;
-    gloo's own work holds them.
+    gloo's own work holds them.  Buffers of a collective that was not seen to end are not lent again.
     """
 
-    def __init__(self, owner: Collectives, watch: Watch, work: Any, finish: Callable[[], Tensor], buffers: Any) -> None:
-        self._owner, self._watch, self._work, self._finish, self._buffers = owner, watch, work, finish, buffers
-        self._open = True
+    def __init__(self, owner: Collectives, watch: Watch, started: Started) -> None:
+        self._owner, self._watch = owner, watch
+        self._started: Started | None = started
         owner.in_flight += 1
 
     def wait(self) -> Tensor:
@@ -67,23 +79,28 @@ class Handle:
         Raises:
             CommunicationError: a peer died or stalled.
         """
+        started = self._started
+        assert started is not None, f"{self._watch.label} was waited for already"
         try:
             with self._watch:
-                if self._work is not None:
-                    self._work.wait()
-                return self._finish()
+                if started.work is not None:
+                    started.work.wait()
+                result = started.finish()
+            self._owner.ring.give_back(started.borrowed)
+            return result
         finally:
-            self._close()
+            self._close(started)
 
-    def _close(self) -> None:
-        self._owner.in_flight -= self._open
-        self._open = False
-        self._work = self._buffers = None
+    def _close(self, started: Started) -> None:
+        self._started = None
+        self._owner.in_flight -= 1
+        self._owner.ring.forget(started.borrowed)
 
     def __del__(self) -> None:
-        if self._work is not None and self._owner.orders_by_stream:
-            self._work.wait()
-        self._close()
+        if (started := self._started) is not None:
+            if started.work is not None and self._owner.orders_by_stream:
+                started.work.wait()
+            self._close(started)
 
 
 class Collectives:
@@ -96,6 +113,7 @@ class Collectives:
 
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid = grid
+        self.ring = grid.ring
         self.in_flight = 0
 
     @staticmethod
@@ -105,64 +123,119 @@ class Collectives:
             return GlooCollectives(grid)
         return Collectives(grid)
 
-    def start(self, step: Step, tensor: Tensor, op: tuple[str, ...], phase: str) -> Handle:
+    def start(
+        self,
+        step: Step,
+        tensor: Tensor,
+        op: tuple[str, ...],
+        phase: str,
+        *,
+        part: str = "",
+        out: Tensor | None = None,
+        blocks: bool = False,
+    ) -> Handle:
         """Start a collective step on this rank's `tensor`.
 
         Args:
             step: anything but a slice.
             op: what errors and profiles call it, such as ("matmul", "A").
             phase: "forward", "dgrad" or "wgrad".
+            part: which chunk of how many, such as "2/4".
+            out: where to put the result of a gather along dim 0 or of a reduce-scatter; contiguous.
+            blocks: the gathered matrix stays, or the scattered one comes, as blocks of columns [p, rows, columns / p].
         """
-        watch = Watch(self.grid, Label(op, phase, step.kind, step.axes))
+        label = Label(op, phase, step.kind, step.axes, part)
+        watch, launch = Watch(self.grid, label), getattr(self, step.kind)
+        if is_observed(self.grid):
+            launch = observed(launch, self.grid, label)
         with watch:
-            group = self.grid.group(step.axes)
-            work, finish, buffers = getattr(self, step.kind)(tensor, group, group.size(), step)
-        return Handle(self, watch, work, finish, buffers)
+            group = self.grid.group(step.axes, "gather" if step.kind == "all_gather" else "scatter")
+            how = {"out": out, "blocks": blocks} if step.kind in ("all_gather", "reduce_scatter") else {}
+            started = launch(tensor, group, group.size(), step, **how)
+        return Handle(self, watch, started)
 
-    def all_gather(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
-        """[.., s, ..] -> [.., ranks * s, ..] at `step.dim`."""
-        dim = step.dim or 0
-        x = x.contiguous()
-        gathered = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-        work = _all_gather_single(gathered, x, group=group, async_op=True)
+    def all_gather(
+        self,
+        x: Tensor,
+        group: ProcessGroup,
+        ranks: int,
+        step: Step,
+        out: Tensor | None = None,
+        blocks: bool = False,
+    ) -> Started:
+        """[.., s, ..] -> [.., ranks * s, ..] at `step.dim`, or -> [ranks, .., s, ..] with `blocks`."""
+        x, copied = self._contiguous(x)
+        if blocks or out is not None:
+            shape = (ranks, *x.shape) if blocks else (ranks * x.shape[0], *x.shape[1:])
+            gathered = x.new_empty(shape) if out is None else out
+            landing = gathered.flatten(0, 1) if blocks else gathered
+            work = _all_gather_single(landing, x, group=group, async_op=True)
+            return Started(work, lambda: gathered, (x, gathered), copied)
+        landing, finish, landed = self._landing(x, x.shape, step.dim or 0, ranks)
+        work = _all_gather_single(landing, x, group=group, async_op=True)
+        return Started(work, finish, (x, landing), copied + landed)
 
-        def finish() -> Tensor:
-            return gathered if dim == 0 else gathered.view(ranks, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
-
-        return work, finish, (x, gathered)
-
-    def reduce_scatter(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
-        """[.., ranks * s, ..] partial sums -> [.., s, ..] at `step.dim`."""
-        blocks = _blocks(x, step.dim or 0, ranks)
-        summed = blocks.new_empty((blocks.shape[0] // ranks, *blocks.shape[1:]))
-        work = _reduce_scatter_single(summed, blocks, group=group, async_op=True)
-        return work, lambda: summed, (blocks, summed)
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        group: ProcessGroup,
+        ranks: int,
+        step: Step,
+        out: Tensor | None = None,
+        blocks: bool = False,
+    ) -> Started:
+        """[.., ranks * s, ..] partial sums, or [ranks, .., s, ..] with `blocks` -> [.., s, ..] at `step.dim`."""
+        sent, copied = self._blocks(x, step.dim or 0, ranks, blocks)
+        summed = sent.new_empty((sent.shape[0] // ranks, *sent.shape[1:])) if out is None else out
+        work = _reduce_scatter_single(summed, sent, group=group, async_op=True)
+        return Started(work, lambda: summed, (sent, summed), copied)
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
         summed = x.clone(memory_format=torch.contiguous_format)
         work = dist.all_reduce(summed, group=group, async_op=True)
-        return work, lambda: summed, (summed,)
+        return Started(work, lambda: summed, (summed,))
 
     def all_to_all(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
         """`step.dim` shrinks by `ranks`, `step.source` grows."""
-        source = step.source or 0
-        work, received, blocks = self._exchange(x, group, ranks, step.dim or 0)
+        blocks, copied = self._blocks(x, step.dim or 0, ranks)
+        shape = (blocks.shape[0] // ranks, *blocks.shape[1:])
+        landing, finish, landed = self._landing(x, shape, step.source or 0, ranks)
+        work = dist.all_to_all_single(landing, blocks, group=group, async_op=True)
+        return Started(work, finish, (blocks, landing), copied + landed)
+
+    def _contiguous(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`x` if it is contiguous, else a borrowed copy; and what was borrowed."""
+        if x.is_contiguous():
+            return x, ()
+        copy = self.ring.borrow(x.shape, x)
+        copy.copy_(x.detach())
+        return copy, (copy,)
+
+    def _blocks(self, x: Tensor, dim: int, ranks: int, is_stacked: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """[.., ranks * s, ..] -> contiguous [ranks * s', ..], the blocks of `dim` behind one another on dim 0."""
+        if dim == 0 or is_stacked:
+            return self._contiguous(x.flatten(0, 1) if is_stacked else x)
+        blocks, copied = self._contiguous(x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0))
+        return blocks.flatten(0, 1), copied
+
+    def _landing(
+        self, like: Tensor, shape: Sequence[int], dim: int, ranks: int
+    ) -> tuple[Tensor, Callable[[], Tensor], tuple[Tensor, ...]]:
+        """Where blocks of `shape` arrive, behind one another on dim 0; how they get in line on `dim`; the loan."""
+        whole = list(shape)
+        whole[dim] *= ranks
+        stacked = (ranks * shape[0], *shape[1:])
+        if math.prod(shape[:dim]) == 1:  # they arrive in line
+            result = like.new_empty(whole)
+            return result.view(stacked), lambda: result, ()
+        landing = self.ring.borrow(stacked, like)
 
         def finish() -> Tensor:
-            return (
-                received.unflatten(0, (ranks, received.shape[0] // ranks))
-                .movedim(0, source)
-                .flatten(source, source + 1)
-            )
+            result = like.new_empty(whole)
+            result.unflatten(dim, (ranks, shape[dim])).copy_(landing.view(ranks, *shape).movedim(0, dim))
+            return result
 
-        return work, finish, (blocks, received)
-
-    @staticmethod
-    def _exchange(x: Tensor, group: ProcessGroup, ranks: int, dim: int) -> tuple[Any, Tensor, Tensor]:
-        """Send block i of `dim` to rank i; returns (work, the blocks received, the blocks sent), stacked on dim 0."""
-        blocks = _blocks(x, dim, ranks)
-        received = torch.empty_like(blocks)
-        return dist.all_to_all_single(received, blocks, group=group, async_op=True), received, blocks
+        return landing, finish, (landing,)
 
 
 class GlooCollectives(Collectives):
@@ -173,35 +246,42 @@ class GlooCollectives(Collectives):
 
     orders_by_stream = False
 
-    def reduce_scatter(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
-        work, received, blocks = self._exchange(x, group, ranks, step.dim or 0)
-        return work, lambda: _sum(received, ranks), (blocks, received)
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        group: ProcessGroup,
+        ranks: int,
+        step: Step,
+        out: Tensor | None = None,
+        blocks: bool = False,
+    ) -> Started:
+        sent, copied = self._blocks(x, step.dim or 0, ranks, blocks)
+        received = self.ring.borrow(sent.shape, sent)
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        return Started(work, lambda: _sum(received, ranks, out), (sent, received), (*copied, received))
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
         if x.dtype not in LOW_PRECISION:
             return super().all_reduce(x, group, ranks, step)
         # Reduce-scatter and all-gather of the flat tensor, the same volume as gloo's ring.
-        flat = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % ranks))
-        work, received, blocks = self._exchange(flat, group, ranks, 0)
+        flat = self.ring.borrow((x.numel() + -x.numel() % ranks,), x)
+        flat[: x.numel()].view(x.shape).copy_(x.detach())
+        flat[x.numel() :].zero_()
+        received = self.ring.borrow(flat.shape, flat)
+        work = dist.all_to_all_single(received, flat, group=group, async_op=True)
 
         def finish() -> Tensor:
             gathered = torch.empty_like(flat)
             _all_gather_single(gathered, _sum(received, ranks), group=group)
             return gathered[: x.numel()].view(x.shape)
 
-        return work, finish, (blocks, received)
+        return Started(work, finish, (flat, received), (flat, received))
 
 
-def _blocks(x: Tensor, dim: int, ranks: int) -> Tensor:
-    """[.., ranks * s, ..] -> contiguous [ranks * s', ..], the blocks of `dim` behind one another on dim 0."""
-    if dim == 0:
-        return x.contiguous()
-    return x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).flatten(0, 1).contiguous()
-
-
-def _sum(stacked: Tensor, ranks: int) -> Tensor:
+def _sum(stacked: Tensor, ranks: int, out: Tensor | None = None) -> Tensor:
     """Sum blocks that are stacked on dim 0, low precision in fp32, in the order of the ranks."""
     blocks = stacked.view(ranks, stacked.shape[0] // ranks, *stacked.shape[1:])
     if blocks.dtype in LOW_PRECISION:
-        return blocks.sum(0, dtype=torch.float32).to(blocks.dtype)
-    return blocks.sum(0)
+        summed = blocks.sum(0, dtype=torch.float32)
+        return summed.to(blocks.dtype) if out is None else out.copy_(summed)
+    return torch.sum(blocks, 0, out=out)

@@ -3,173 +3,377 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ndtp.contraction import MatMulPlan
-from ndtp.relayout import Step
-from ndtp.schedule import RowChunks, Task, backward_tasks, forward_tasks
+from ndtp.gemm import joined
+from ndtp.moves import Move, gathers_columns, is_matrix, move_of, scatters_columns
+from ndtp.schedule import RowChunks, Task, Wanted, backward_tasks, forward_tasks
+from ndtp.spans import is_observed, span
 
 if TYPE_CHECKING:
-    from ndtp.collectives import Handle
+    from ndtp.prefetch import WeightPrefetch
     from ndtp.process_grid import ProcessGrid
 
-Product = Callable[[int | None], Tensor]
+Key = tuple[int, str, int | None]  # product, tensor, chunk
+
+FORWARD = {"A": "forward", "B": "forward", "C": "forward", "bias": "forward"}
+BACKWARD = {"dC": "dgrad", "dA": "dgrad", "B": "dgrad", "A": "wgrad", "dB": "wgrad", "dbias": "wgrad"}
+COMPUTE = {"own": "gemm own", "multiply": "gemm", "activate": "activate"}  # what profiles call it
+OPERAND = {"C": "A", "dA": "dC"}  # of which a result takes its rows
 
 
-class Move:
-    """A tensor on its way through the steps of a relayout.
+@dataclass(frozen=True)
+class Stage:
+    """One product of a chain.
 
-    `start` sends it off as far as it goes without waiting; `finish` brings it home.
+    Attributes:
+        plan: bound to the shapes of its operands.
+        sizes: letter -> global size.
+        weight: B as it was passed: what is known about the order of weights is known by it.
+        activation: of the C of this product, by name; None for the last product.
     """
 
-    def __init__(
-        self, tensor: Tensor, steps: Sequence[Step], mesh: ProcessGrid, op: tuple[str, ...], phase: str
-    ) -> None:
-        self.tensor, self.mesh, self.op, self.phase = tensor, mesh, op, phase
-        self.steps = iter(steps)
-        self.handle: Handle | None = None
-
-    def start(self) -> Move:
-        """Take the local steps and start the first collective."""
-        if self.handle is None:
-            for step in self.steps:
-                if step.kind != "slice":
-                    self.handle = self.mesh.collectives.start(step, self.tensor, self.op, self.phase)
-                    break
-                self.tensor = _slice(self.tensor, step, self.mesh)
-        return self
-
-    def finish(self) -> Tensor:
-        """Run all steps that are left and return the tensor."""
-        while self.start().handle is not None:
-            handle, self.handle = self.handle, None
-            self.tensor = handle.wait()  # type: ignore[union-attr]
-        return self.tensor
-
-
-def _slice(tensor: Tensor, step: Step, mesh: ProcessGrid) -> Tensor:
-    dim = step.dim or 0
-    size = tensor.shape[dim] // mesh.grid.size(step.axes)
-    return tensor.narrow(dim, mesh.grid.index(mesh.rank, step.axes) * size, size)
+    plan: MatMulPlan
+    sizes: Mapping[str, int]
+    weight: weakref.ref[Tensor]
+    activation: str | None = None
 
 
 class Execution:
-    """One product of one plan on one grid: forward once, backward as often as autograd asks.
+    """A chain of products on one grid: forward once, backward as often as autograd asks."""
 
-    Args:
-        sizes: letter -> global size.
-        weight: B as it was passed: what is known about the order of weights is known by it.
-    """
+    def __init__(self, stages: Sequence[Stage], mesh: ProcessGrid) -> None:
+        self.stages, self.mesh, self.last = stages, mesh, len(stages) - 1
+        wanted = min(stage.plan.chunks for stage in stages)
+        self.rows = RowChunks.of([stage.plan for stage in stages], stages[0].sizes["m"], wanted)
+        self.chunks = self.rows[0].count
+        self._clear()
 
-    def __init__(self, plan: MatMulPlan, mesh: ProcessGrid, sizes: dict[str, int], weight: Tensor) -> None:
-        self.plan, self.mesh, self.weight = plan, mesh, weakref.ref(weight)
-        self.rows = RowChunks.of(plan, sizes, plan.chunks)
-        self._moves: dict[tuple[str, int | None], Move] = {}
-        self._tensors: dict[tuple[str, int | None], Tensor] = {}
-
-    def move(self, name: str, tensor: Tensor, phase: str) -> Move:
-        return Move(tensor, self.plan.relayouts[name], self.mesh, (self.plan.name, name), phase)
+    def _clear(self) -> None:
+        self._phases = FORWARD
+        self._wanted: Sequence[Wanted] = ()
+        self._stored: dict[tuple[int, str], Tensor] = {}  # what comes in or goes out, as it is stored
+        self._moves: dict[Key, Move] = {}
+        self._tensors: dict[Key, Tensor] = {}
+        self._side_by_side: dict[tuple[int, str], Tensor] = {}  # the gathered chunks of an operand
+        self._begun: dict[Key, Tensor] = {}  # results of which this rank's own part is multiplied
 
     def forward(
-        self, a_shard: Tensor, b_shard: Tensor, bias: Tensor | None, keep_a: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Returns C as it is stored, and A (if `keep_a`) and B as they were multiplied, A's rows chunk by chunk."""
-        weight = self.weight()
-        if self.plan.gathers_b and weight is not None and weight.is_leaf and weight.dtype == b_shard.dtype:
-            ahead = self.mesh.prefetch.take(weight, self.plan)
-            if ahead is not None:
-                self._moves["B", None] = ahead
-        products: dict[str, Product] = {
-            "C": lambda i: self.mesh.gemm.forward(self.plan, self._tensors["A", i], self._tensors["B", None])
-        }
-        self._run(forward_tasks(self.rows.count), {"A": a_shard, "B": b_shard}, products, "forward")
-        a = self._joined("A", self.rows.a_dim) if keep_a and "a" not in self.plan.regather else None
-        b, c = self._tensors["B", None], self._pasted("C")
-        self._tensors.clear()
-        return c if bias is None else c + self.move("bias", bias, "forward").finish(), a, b
+        self, a: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], wanted: Sequence[Wanted]
+    ) -> tuple[Tensor, dict[Key, Tensor]]:
+        """Returns C of the last product as it is stored, and what backward needs for the gradients that are wanted."""
+        self._clear()
+        self._wanted, self._stored[0, "A"] = wanted, a
+        for p, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            self._stored[p, "B"] = weight
+            if bias is not None:
+                self._stored[p, "bias"] = bias
+        self._take_weight(0, self.mesh.prefetch)
+        self._run(forward_tasks(self.chunks, tuple(bias is not None for bias in biases)))
+        c = self._result(self.last, "C")
+        if (bias := self._bias(self.last)) is not None:
+            c.add_(bias)
+        kept = {key: tensor for key, tensor in self._tensors.items() if key[1] == "pre"}
+        for p, want in enumerate(wanted):
+            if want.dgrad:
+                kept[p, "B", None] = weights[p] if want.again("b") else self._tensors[p, "B", None]
+            if want.again("a"):
+                kept |= {(0, "A", None): a} if p == 0 else {}  # further ones are activated again
+            elif want.wgrad:
+                whole = self._whole(p, "A")
+                kept |= {(p, "A", None): whole} if whole is not None else self._chunks_of(p, "A")
+        self._clear()
+        return c, kept
 
     def backward(
-        self, grad_shard: Tensor, a: Tensor | None, b: Tensor | None, bias: bool
-    ) -> tuple[Tensor | None, Move | None, Move | None]:
-        """dA as A is stored, and the moves of dB and dbias, started but not waited for.
-
-        `a` is given where dB is wanted, `b` where dA is: gathered, or as stored where the plan gathers it again.
-        """
-        plan, tensors = self.plan, self._tensors
-        tensors.clear()  # an earlier backward may have ended in an exception
-        self._moves.clear()
-        tasks = backward_tasks(self.rows.count, b is not None, a is not None, bias, plan.regather)
-        stored = {"dC": grad_shard}
-        for name, operand in (("A", a), ("B", b)):
-            if operand is not None and name.lower() in plan.regather:
-                stored[name] = operand
-            elif operand is not None:
-                tensors[name, None] = operand
-
-        def wgrad(_: int | None) -> Tensor:
-            kept = tensors.get(("A", None))
-            left = self._joined("A", self.rows.a_dim) if kept is None else kept
-            return self.mesh.gemm.wgrad(plan, self._grad(), left)
-
-        products: dict[str, Product] = {
-            "dA": lambda i: self.mesh.gemm.dgrad(plan, tensors["dC", i], tensors["B", None]),
-            "dB": wgrad,
-            "dbias": lambda _: self._grad().sum(tuple(range(grad_shard.dim() - 1))),
-        }
-        self._run(tasks, stored, products, "dgrad" if b is not None else "wgrad")
-        db, dbias = self._moves.pop(("dB", None), None), self._moves.pop(("dbias", None), None)
-        da = self._pasted("dA") if b is not None else None
-        tensors.clear()
+        self, grad: Tensor, kept: Mapping[Key, Tensor], wanted: Sequence[Wanted]
+    ) -> tuple[Tensor | None, list[Move | None], list[Move | None]]:
+        """dA of the first product as it is stored; of every product the moves of dB and dbias, not waited for."""
+        self._clear()  # an earlier backward may have ended in an exception
+        self._phases, self._wanted, self._stored[self.last, "dC"] = BACKWARD, wanted, grad
+        for (p, name, i), tensor in kept.items():
+            if name.lower() in wanted[p].regather:
+                self._stored[p, name] = tensor
+            else:
+                self._tensors[p, name, i] = tensor
+        if wanted[self.last].again("b"):
+            self._take_weight(self.last, self.mesh.prefetch_backward)
+        self._run(backward_tasks(self.chunks, tuple(wanted)))
+        products = range(self.last + 1)
+        db, dbias = ([self._moves.pop((p, name, None), None) for p in products] for name in ("dB", "dbias"))
+        da = self._result(0, "dA") if wanted[0].dgrad else None
+        self._clear()
         return da, db, dbias
 
-    def _run(
-        self,
-        tasks: Iterable[Task],
-        stored: dict[str, Tensor],
-        products: dict[str, Product],
-        phase: str,
-    ) -> None:
+    # ------------------------------------------------------------------------------------------------------ tasks
+
+    def _run(self, tasks: Sequence[Task]) -> None:
+        act = {
+            "start": self._start,
+            "wait": self._wait,
+            "own": self._own,
+            "multiply": self._multiply,
+            "activate": self._activate,
+            "prefetch": self._prefetch,
+            "release": self._release,
+        }
         for task in tasks:
-            key = task.tensor, task.chunk
-            if task.action == "start" and key not in self._moves:
-                tensor = self._tensors.pop(key, None)  # a product on its way out, or else a stored tensor on its way in
-                if tensor is None:
-                    tensor = stored[task.tensor]
-                    tensor = tensor if task.chunk is None else self.rows.cut(tensor, task.tensor, task.chunk)
-                own_phase = {"dB": "wgrad", "dbias": "wgrad", "A": phase if phase == "forward" else "wgrad"}
-                self._moves[key] = self.move(task.tensor, tensor, own_phase.get(task.tensor, phase)).start()
-            elif task.action == "wait":
-                self._tensors[key] = self._moves.pop(key).finish()
-            elif task.action == "prefetch":
-                if (weight := self.weight()) is not None:
-                    self.mesh.prefetch.start(weight, self.mesh)
-            elif task.action == "multiply":
-                self._tensors[key] = products[task.tensor](task.chunk)
+            run = act[task.action]
+            if task.action in COMPUTE and is_observed(self.mesh):
+                stage = self.stages[task.product]
+                with span(self.mesh, COMPUTE[task.action], task.tensor, self._part(task.chunk), stage.plan.name):
+                    run(task.product, task.tensor, task.chunk)
+            else:
+                run(task.product, task.tensor, task.chunk)
 
-    def _grad(self) -> Tensor:
-        """The whole gathered dC, rows chunk by chunk."""
-        if ("dC", None) not in self._tensors:
-            self._tensors["dC", None] = self._joined("dC", self.rows.c_dim)
-        return self._tensors["dC", None]
+    def _part(self, chunk: int | None) -> str:
+        return "" if chunk is None or self.chunks == 1 else f"{chunk + 1}/{self.chunks}"
 
-    def _joined(self, name: str, dim: int) -> Tensor:
-        """Chunks of rows in the order of the chunks: any one order serves a sum over rows."""
-        chunks = [self._tensors.pop((name, i)) for i in range(self.rows.count)]
-        return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
+    def _start(self, p: int, name: str, i: int | None) -> None:
+        key = p, name, i
+        if key in self._moves:
+            return
+        tensor = self._tensors.get(key)  # a product on its way out, or an activated operand on its way in
+        if tensor is None:
+            tensor = self._stored[p, name]
+            tensor = tensor if i is None else self.rows[p].cut(tensor, name, i)
+            if name in ("A", "dC"):
+                self._tensors[key] = tensor  # this rank's own part, until all are there
+        part = self._part(i)
+        out = None if i is None or self.chunks == 1 else self._place(p, name, i, tensor)
+        # dC is gathered once, for the first phase that needs it.
+        phase = "wgrad" if name == "dC" and not self._wanted[p].dgrad else self._phases[name]
+        move = move_of(self.stages[p].plan, name, tensor, self.mesh, phase, part, out)
+        self._moves[key] = move.start()
 
-    def _pasted(self, name: str) -> Tensor:
-        """Chunks of rows, put in the order in which the shard stores them."""
-        chunks = [self._tensors.pop((name, i)) for i in range(self.rows.count)]
+    def _wait(self, p: int, name: str, i: int | None) -> None:
+        move = self._moves.pop((p, name, i))
+        tensor = move.finish()
+        if move.out is not None and tensor.data_ptr() != move.out.data_ptr():
+            tensor = move.out.copy_(tensor)
+        self._tensors[p, name, i] = tensor
+
+    def _own(self, p: int, name: str, i: int | None) -> None:
+        """Multiply this rank's part of chunk i while the parts of the others are on their way."""
+        stage, operand = self.stages[p], OPERAND[name]
+        gathered, own = _own_axis(stage.plan, name), self._tensors.get((p, operand, i))
+        if gathered is None or own is None or (p, operand, i) not in self._moves:
+            return
+        dim, axes = gathered
+        ranks, me = self.mesh.grid.size(axes), self.mesh.grid.index(self.mesh.rank, axes)
+        blocks = self._blocks_of_result(p, name)
+        if dim == 0 and blocks == 1:
+            column = (stage.plan.c_letters if name == "C" else stage.plan.a_letters)[1] or ""
+            width = stage.sizes[column] // self.mesh.grid.size(stage.plan.orders[column])
+            rows = own.shape[0]
+            begun = own.new_empty((ranks * rows, width))
+            self._product(p, name, own, out=begun[me * rows : (me + 1) * rows])
+        elif dim == 1 and self.mesh.gemm.sums_parts(own.dtype):
+            begun = self._product(p, name, own.expand(ranks, -1, -1), blocks=blocks, parts=(me,))
+        else:
+            return
+        self._begun[p, name, i] = begun
+
+    def _multiply(self, p: int, name: str, i: int | None) -> None:
+        if name == "dB":
+            self._tensors[p, "dB", None] = self._wgrad(p)
+        elif name == "dbias":
+            self._tensors[p, "dbias", None] = self._bias_gradient(p)
+        elif (begun := self._begun.pop((p, name, i), None)) is not None:
+            self._tensors[p, name, i] = self._complete(p, name, self._tensors[p, OPERAND[name], i], begun)
+        else:
+            blocks = self._blocks_of_result(p, name)
+            how = {"blocks": blocks} if blocks > 1 else {}
+            self._tensors[p, name, i] = self._product(p, name, self._tensors[p, OPERAND[name], i], **how)
+
+    def _activate(self, p: int, name: str, i: int | None) -> None:
+        gemm, tensors = self.mesh.gemm, self._tensors
+        before = p - 1 if name == "A" else p
+        activation = self.stages[before].activation or "identity"
+        if name == "dC":
+            tensors[p, "dC", i] = gemm.activate_backward(
+                tensors.pop((p + 1, "dA", i)), tensors.pop((p, "pre", i)), activation
+            )
+        elif self._phases is BACKWARD:
+            tensors[p, "A", i] = gemm.activate(tensors[before, "pre", i], activation)
+        else:
+            pre = tensors.pop((before, "C", i))
+            if (bias := self._bias(before)) is not None:
+                pre.add_(bias)
+            if self._wanted[p].dgrad or self._wanted[p].again("a"):
+                tensors[before, "pre", i] = pre
+            tensors[p, "A", i] = gemm.activate(pre, activation)
+
+    def _prefetch(self, p: int, name: str, i: int | None) -> None:
+        # A chain is known by the weight that it needs first.
+        forward = self._phases is FORWARD
+        if (weight := self.stages[0 if forward else self.last].weight()) is not None:
+            (self.mesh.prefetch if forward else self.mesh.prefetch_backward).start(weight, self.mesh)
+
+    def _release(self, p: int, name: str, i: int | None) -> None:
+        """Let go of an operand, unless backward wants it."""
+        want = self._wanted[p]
+        kept = {"A": want.wgrad, "B": want.dgrad}.get(name, False) and not want.again(name.lower())
+        if self._phases is FORWARD and kept:
+            return
+        chunks = (i,) if i is not None else (None, *range(self.chunks))
+        for chunk in chunks:
+            self._tensors.pop((p, name, chunk), None)
+        if i is None:
+            self._side_by_side.pop((p, name), None)
+
+    # --------------------------------------------------------------------------------------------------- products
+
+    def _product(self, p: int, name: str, operand: Tensor, **how: Any) -> Tensor:
+        gemm, plan = self.mesh.gemm, self.stages[p].plan
+        return (gemm.forward if name == "C" else gemm.dgrad)(plan, operand, self._tensors[p, "B", None], **how)
+
+    def _complete(self, p: int, name: str, operand: Tensor, begun: Tensor) -> Tensor:
+        """The parts of the others, beside or on top of this rank's own."""
+        dim, axes = _own_axis(self.stages[p].plan, name) or (0, ())
+        ranks, me = self.mesh.grid.size(axes), self.mesh.grid.index(self.mesh.rank, axes)
+        if dim == 1:
+            others = tuple(j for j in range(ranks) if j != me)
+            blocks = self._blocks_of_result(p, name)
+            return self._product(p, name, operand, out=begun, blocks=blocks, parts=others, accumulate=True)
+        rows = operand.shape[0] // ranks
+        for start, stop in ((0, me * rows), ((me + 1) * rows, operand.shape[0])):
+            if start < stop:
+                self._product(p, name, operand[start:stop], out=begun[start:stop])
+        return begun
+
+    def _wgrad(self, p: int) -> Tensor:
+        gemm, plan = self.mesh.gemm, self.stages[p].plan
+        blocks = self._blocks_of_result(p, "dB")
+        how: dict[str, Any] = {"blocks": blocks} if blocks > 1 else {}
+        a, grad = self._whole(p, "A"), self._whole(p, "dC")
+        if a is not None and grad is not None:
+            return gemm.wgrad(plan, grad, a, **how)
+        operands = [list(self._chunks_of(p, name).values()) for name in ("dC", "A")]
+        if not gemm.sums_parts(operands[0][0].dtype):
+            return gemm.wgrad(plan, *(torch.cat([joined(chunk) for chunk in chunks]) for chunks in operands), **how)
+        pairs = list(zip(*operands, strict=True))
+        out = gemm.wgrad(plan, *pairs[0], **how)
+        for pair in pairs[1:]:
+            gemm.wgrad(plan, *pair, out=out, accumulate=True, blocks=blocks)
+        return out
+
+    def _bias_gradient(self, p: int) -> Tensor:
+        whole = self._whole(p, "dC")
+        chunks = self._chunks_of(p, "dC").values() if whole is None else (whole,)
+        by_columns = _arrives_in_blocks(self.stages[p].plan, "dC")
+        sums = [c.sum(1).flatten() if by_columns else c.sum(tuple(range(c.dim() - 1))) for c in chunks]
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+
+    def _bias(self, p: int) -> Tensor | None:
+        if (p, "bias", None) in self._moves:
+            self._wait(p, "bias", None)
+        return self._tensors.get((p, "bias", None))
+
+    def _blocks_of_result(self, p: int, name: str) -> int:
+        """Into how many blocks of columns a product falls, for the scatter that follows."""
+        plan = self.stages[p].plan
+        steps = plan.relayouts[name]
+        return self.mesh.grid.size(steps[0].axes) if is_matrix(plan) and steps and scatters_columns(steps[0]) else 1
+
+    def _take_weight(self, p: int, prefetch: WeightPrefetch) -> None:
+        """Take over the gather of the first weight that the chain needs, if it was started ahead."""
+        plan, weight, stored = self.stages[p].plan, self.stages[p].weight(), self._stored[p, "B"]
+        if plan.gathers_b and weight is not None and weight.is_leaf and weight.dtype == stored.dtype:
+            ahead = prefetch.take(weight, plan)
+            if ahead is not None:
+                self._moves[p, "B", None] = ahead
+
+    # ----------------------------------------------------------------------------------------------- rows of chunks
+
+    def _place(self, p: int, name: str, i: int, chunk: Tensor) -> Tensor | None:
+        """Where chunk i is wanted, contiguous: beside the other gathered ones, or in the shard that goes out."""
+        plan, rows = self.stages[p].plan, self.rows[p]
+        if not is_matrix(plan) or rows.place(name)[0] != 0:
+            return None
+        if name in ("A", "dC"):
+            steps = plan.relayouts[name]
+            if any(step.kind != "all_gather" or step.dim != 0 for step in steps) or not self._wanted[p].wgrad:
+                return None
+            if not steps and rows.place(name)[1] == 1 and (p, name) in self._stored:
+                return None  # the shard as it is
+            height = chunk.shape[0] * prod(self.mesh.grid.size(step.axes) for step in steps)
+            if (p, name) not in self._side_by_side:
+                self._side_by_side[p, name] = chunk.new_empty((self.chunks * height, chunk.shape[1]))
+            return self._side_by_side[p, name][i * height : (i + 1) * height]
+        if (p, name) not in ((self.last, "C"), (0, "dA")) or rows.place(name)[1] != 1:
+            return None
+        shard = self._shard(p, name, chunk)
+        return shard[i * (shard.shape[0] // self.chunks) : (i + 1) * (shard.shape[0] // self.chunks)]
+
+    def _shard(self, p: int, name: str, like: Tensor) -> Tensor:
+        """The shard that goes out, filled chunk by chunk."""
+        if (p, name) not in self._stored:
+            stage = self.stages[p]
+            shape = stage.plan.shard_shape("C" if name == "C" else "A", stage.sizes)
+            self._stored[p, name] = like.new_empty(shape)
+        return self._stored[p, name]
+
+    def _result(self, p: int, name: str) -> Tensor:
+        """The shard of "C" or "dA", its rows in the order in which it is stored."""
+        chunks = list(self._chunks_of(p, name).values())
         if len(chunks) == 1:
             return chunks[0]
-        dim, _ = self.rows.place(name)
-        shape = list(chunks[0].shape)
-        shape[dim] *= self.rows.count
-        shard = chunks[0].new_empty(shape)
+        shard = self._shard(p, name, chunks[0])
         for i, chunk in enumerate(chunks):
-            self.rows.paste(shard, name, i, chunk)
+            if self._place(p, name, i, chunk) is None:
+                self.rows[p].paste(shard, name, i, chunk)
         return shard
+
+    def _whole(self, p: int, name: str) -> Tensor | None:
+        """All rows of a gathered operand, chunk by chunk: any one order serves a sum over rows.
+
+        None where they lie as blocks of columns, in several chunks.
+        """
+        for key in ((p, name, None), *([(p, name, 0)] if self.chunks == 1 else [])):
+            if key in self._tensors:
+                return self._tensors[key]
+        plan, rows = self.stages[p].plan, self.rows[p]
+        if _arrives_in_blocks(plan, name):
+            return None
+        if not plan.relayouts[name] and rows.place(name)[1] == 1 and (p, name) in self._stored:
+            whole = self._stored[p, name]
+        elif (p, name) in self._side_by_side:
+            whole = self._side_by_side[p, name]
+        else:
+            whole = torch.cat(list(self._chunks_of(p, name).values()), rows.place(name)[0])
+        self._tensors[p, name, None] = whole
+        return whole
+
+    def _chunks_of(self, p: int, name: str) -> dict[Key, Tensor]:
+        whole = self._tensors.get((p, name, None))
+        if whole is not None:
+            return dict(zip(((p, name, i) for i in range(self.chunks)), whole.chunk(self.chunks), strict=True))
+        return {(p, name, i): self._tensors[p, name, i] for i in range(self.chunks)}
+
+
+def _arrives_in_blocks(plan: MatMulPlan, name: str) -> bool:
+    """Whether an operand of a plan is gathered to blocks of columns."""
+    steps = plan.relayouts[name]
+    return is_matrix(plan) and bool(steps) and gathers_columns(steps[-1])
+
+
+@lru_cache(maxsize=4096)
+def _own_axis(plan: MatMulPlan, name: str) -> tuple[int, tuple[str, ...]] | None:
+    """The dim and the axes over which the operand of a result is gathered; None where a rank has no part of its own."""
+    steps = plan.relayouts[OPERAND[name]]
+    letters, result = (plan.a_letters, plan.c_letters) if name == "C" else (plan.c_letters, plan.a_letters)
+    if not is_matrix(plan) or len(steps) != 1 or steps[0].kind != "all_gather":
+        return None
+    dim = steps[0].dim or 0
+    is_row = dim == 0 and letters[0] == result[0] == "m"
+    is_summed = dim == 1 and letters[1] not in result
+    return (dim, steps[0].axes) if is_row or is_summed else None

@@ -22,12 +22,21 @@ from ndtp.relayout import received
 
 @dataclass(eq=False, slots=True)
 class Label:
-    """What a collective is for: ndtp knows, the dispatcher does not.  One object a collective."""
+    """What a collective is for: ndtp knows, the dispatcher does not.  One object a collective.
+
+    `part` says which of how many chunks it moves, such as "2/4"; traffic does not tell chunks apart.
+    """
 
     op: tuple[str, ...]
     phase: str
     collective: str
     axes: tuple[str, ...]
+    part: str = ""
+
+    @property
+    def title(self) -> str:
+        """What profilers call it, such as "all_gather[y] 2/4 mlp.up A"."""
+        return " ".join(filter(None, (f"{self.collective}[{' '.join(self.axes)}]", self.part, *self.op)))
 
 
 # Names the collectives that are started in this context.

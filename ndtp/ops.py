@@ -1,9 +1,11 @@
-"""`matmul`, `batch_matmul` and `relayout`: differentiable, and the only door from tensors to collectives."""
+"""`matmul`, `batch_matmul`, `mlp` and `relayout`: differentiable, and the only door from tensors to collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +13,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ndtp.contraction import MatMulPlan
+from ndtp.epilogues import ACTIVATIONS
 from ndtp.errors import LayoutError
-from ndtp.execution import Execution, Move
+from ndtp.execution import Execution, Stage
 from ndtp.layout import Layout
+from ndtp.moves import Move
 from ndtp.relayout import Step, is_legal
 from ndtp.relayout import relayout as relayout_steps
+from ndtp.schedule import Wanted
 
 if TYPE_CHECKING:
     from ndtp.process_grid import ProcessGrid
@@ -47,43 +52,123 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tens
 
     Source: MindSpore's high-dimension tensor parallel; Agarwal et al. 1995 for the 3D algorithm.
     """
-    weight = b
-    for x, tensor in ((a, "A"), (b, "B"), (bias, "bias")):
-        if x is not None and not _is_plain(x):
-            _check_placements(x, tensor, plan, mesh)
+    return _chain(a, (b,), (bias,), (plan,), (None,), mesh)
+
+
+def mlp(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    plans: Sequence[MatMulPlan],
+    mesh: ProcessGrid,
+    activation: str = "gelu",
+    biases: Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """`matmul(activation(matmul(x, up)), down)` as one schedule over a process grid.
+
+        x        [T / (z y), h / x]      this rank's shard of A[T_zy, h_x]
+        up, down                         its shards of the weights, laid out as `plans[0].b` and `plans[1].b`
+        returns  [T / (z y), h / x]      laid out as `plans[1].out`
+
+        forward  H  = activation(RS_x( AG_y(A) . AG_z(up) ) + bias),   C = RS_y( AG_x(H) . AG_z(down) ) + bias
+
+    Shapes are those of the 3D scheme.  Chunk i of the activation enters the gathers of the second product as soon as it
+    is there, and its weight is gathered while the first product computes.  Gradients are those of the two products.
+
+    Args:
+        plans: of the two products; C of the first lies as A of the second.
+        activation: its name, see `ndtp.nn.MLP`.
+        biases: this rank's shards, laid out as `plans[i].bias`.
+
+    Raises:
+        LayoutError: plans that do not follow one another, and all that `matmul` raises.
+        ValueError: an unknown activation.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"mlp: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    for before, after in pairwise(plans):
+        if before.out != after.a:
+            raise LayoutError(
+                f"mlp: '{before.name}' leaves its result as {before.out}, '{after.name}' takes {after.a}\n"
+                "  fix: pass the layout of one as that of the other"
+            )
+    if not len(weights) == len(plans) == len(biases or weights):
+        raise LayoutError(f"mlp: {len(weights)} weights, {len(plans)} plans, {len(biases or weights)} biases")
+    activations = (*(activation for _ in plans[1:]), None)
+    return _chain(x, weights, biases or (None,) * len(plans), plans, activations, mesh)
+
+
+def _chain(
+    a: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    plans: Sequence[MatMulPlan],
+    activations: Sequence[str | None],
+    mesh: ProcessGrid,
+) -> Tensor:
+    for plan, b, bias in zip(plans, weights, biases, strict=True):
+        for x, tensor in ((b, "B"), (bias, "bias")):
+            if x is not None and not _is_plain(x):
+                _check_placements(x, tensor, plan, mesh)
+    if not _is_plain(a):
+        _check_placements(a, "A", plans[0], mesh)
+    given = weights
     if not a.is_meta and torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
-        a, b, bias = _autocast(a, dtype), _autocast(b, dtype), None if bias is None else _autocast(bias, dtype)
+        a = _autocast(a, dtype)
+        weights = [_autocast(b, dtype) for b in weights]
+        biases = [None if bias is None else _autocast(bias, dtype) for bias in biases]
     a = local_shard(a)
-    b, b_deferred = _arriving(b, plan.relayouts["dB"], mesh)
-    bias, bias_deferred = (None, None) if bias is None else _arriving(bias, plan.relayouts["dbias"], mesh)
+    arriving: list[tuple[Tensor | None, Deferred | None]] = [
+        _arriving(b, plan.relayouts["dB"], mesh) for b, plan in zip(weights, plans, strict=True)
+    ]
+    arriving += [
+        (None, None) if bias is None else _arriving(bias, plan.relayouts["dbias"], mesh)
+        for bias, plan in zip(biases, plans, strict=True)
+    ]
+    shards = [shard for shard, _ in arriving]
+    weights, biases = shards[: len(plans)], shards[len(plans) :]  # type: ignore[assignment]
     if mesh.check:
         from ndtp.cross_check import cross_check
 
-        cross_check(
-            mesh,
-            f"{plan.equation} on grid {plan.grid}, roles {sorted(plan.roles.items())}, "
-            f"regather {sorted(plan.regather)}, chunks {plan.chunks}; "
-            f"A {_signature(a)}, B {_signature(b)}, bias {_signature(bias)}",
-        )
-    if plan.grid is not mesh.grid and plan.grid != mesh.grid:
-        raise LayoutError(f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}")
-    bound, sizes = plan.bind(a.shape, b.shape)
+        products = zip(plans, weights, biases, strict=True)
+        cross_check(mesh, "; then ".join(_description(a, *product) for product in products))
+    stages: list[Stage] = []
+    shape: Sequence[int] = a.shape
+    for plan, b, bias, activation, parameter in zip(plans, weights, biases, activations, given, strict=True):
+        if plan.grid is not mesh.grid and plan.grid != mesh.grid:
+            raise LayoutError(
+                f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}"
+            )
+        bound, sizes = plan.bind(shape, b.shape)
+        _check_operands(bound, a, b, bias, sizes)
+        shape = bound.shard_shape("C", sizes)
+        stages.append(Stage(bound, sizes, weakref.ref(parameter), activation))
+    c = _Chain.apply(Execution(stages, mesh), [deferred for _, deferred in arriving], a, *shards)
+    if c.grad_fn is not None:
+        mesh.recent_products.append(c.grad_fn._sequence_nr() - 1)
+    return c
+
+
+def _description(a: Tensor, plan: MatMulPlan, b: Tensor, bias: Tensor | None) -> str:
+    return (
+        f"{plan.equation} on grid {plan.grid}, roles {sorted(plan.roles.items())}, "
+        f"regather {sorted(plan.regather)}, chunks {plan.chunks}; "
+        f"A {_signature(a)}, B {_signature(b)}, bias {_signature(bias)}"
+    )
+
+
+def _check_operands(plan: MatMulPlan, a: Tensor, b: Tensor, bias: Tensor | None, sizes: Mapping[str, int]) -> None:
     if a.dtype != b.dtype or (bias is not None and bias.dtype != a.dtype):
         raise LayoutError(
             f"MatMul '{plan.name}': A is {a.dtype}, B is {b.dtype}"
             + (f", bias is {bias.dtype}" if bias is not None else "")
             + "; fix: cast them to one dtype, or use torch.autocast"
         )
-    if bias is not None and tuple(bias.shape) != bound.bias.shard_shape((sizes["n"],)):
+    if bias is not None and tuple(bias.shape) != plan.bias.shard_shape((sizes["n"],)):
         raise LayoutError(
-            f"MatMul '{plan.name}': the bias shard has shape {tuple(bias.shape)}; bias[{bound.bias.label('N')}] of "
-            f"{sizes['n']} elements has shards of {bound.bias.shard_shape((sizes['n'],))}"
+            f"MatMul '{plan.name}': the bias shard has shape {tuple(bias.shape)}; bias[{plan.bias.label('N')}] of "
+            f"{sizes['n']} elements has shards of {plan.bias.shard_shape((sizes['n'],))}"
         )
-    c = _MatMul.apply(a, b, bias, Execution(bound, mesh, sizes, weight), (b_deferred, bias_deferred))
-    if c.grad_fn is not None:
-        mesh.recent_products.append(c.grad_fn._sequence_nr() - 1)
-    return c
 
 
 def batch_matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid) -> Tensor:
@@ -226,40 +311,37 @@ def _arriving(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid) -> tuple[Tens
     return local, deferred
 
 
-class _MatMul(torch.autograd.Function):
+class _Chain(torch.autograd.Function):
+    """Products in a chain; tensors are A, then the weights, then the biases (or None)."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        a_shard: Tensor,
-        b_shard: Tensor,
-        bias: Tensor | None,
-        execution: Execution,
-        deferred: tuple[Deferred | None, Deferred | None],
-    ) -> Tensor:
-        ctx.execution, ctx.deferred = execution, deferred
-        need_a, need_b, *_ = ctx.needs_input_grad
-        c, a, b = execution.forward(a_shard, b_shard, bias, keep_a=need_b)
-        regather = execution.plan.regather
-        ctx.save_for_backward(
-            (a_shard if "a" in regather else a) if need_b else None,
-            (b_shard if "b" in regather else b) if need_a else None,
-        )
-        ctx.shapes = b_shard.shape, None if bias is None else bias.shape
+    def forward(ctx: Any, execution: Execution, deferred: Sequence[Deferred | None], *tensors: Tensor | None) -> Tensor:
+        count = len(execution.stages)
+        a, weights, biases = tensors[0], tensors[1 : count + 1], tensors[count + 1 :]
+        needs, need_bias = ctx.needs_input_grad[2 : count + 3], ctx.needs_input_grad[count + 3 :]
+        wanted = [
+            Wanted(any(needs[: p + 1]) or any(need_bias[:p]), needs[p + 1], need_bias[p], stage.plan.regather)
+            for p, stage in enumerate(execution.stages)
+        ]
+        c, kept = execution.forward(a, weights, biases, wanted)  # type: ignore[arg-type]
+        ctx.execution, ctx.deferred, ctx.wanted, ctx.keys = execution, deferred, wanted, tuple(kept)
+        ctx.save_for_backward(*kept.values())
+        ctx.shapes = [None if x is None else x.shape for x in tensors[1:]]
         return c
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_shard: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
-        da, *moves = ctx.execution.backward(grad_shard, a, b, ctx.needs_input_grad[2])
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept = dict(zip(ctx.keys, ctx.saved_tensors, strict=True))
+        da, db, dbias = ctx.execution.backward(grad, kept, ctx.wanted)
         gradients = []
-        for move, deferred, shape in zip(moves, ctx.deferred, ctx.shapes, strict=True):
+        for move, deferred, shape in zip(db + dbias, ctx.deferred, ctx.shapes, strict=True):
             if move is not None and deferred is not None and move.handle is not None:
                 deferred.move = move
-                gradients.append(grad_shard.new_empty(()).expand(shape))  # a placeholder that the sink drops
+                gradients.append(grad.new_empty(()).expand(shape))  # a placeholder that the sink drops
             else:
                 gradients.append(move and move.finish())
-        return da, *gradients, None, None
+        return None, None, da, *gradients
 
 
 class _Relayout(torch.autograd.Function):

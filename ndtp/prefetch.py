@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ndtp.contraction import MatMulPlan
-from ndtp.execution import Move
+from ndtp.moves import Move, move_of
 
 if TYPE_CHECKING:
     from ndtp.process_grid import ProcessGrid
@@ -30,9 +30,10 @@ class _Ahead:
 
 
 class WeightPrefetch:
-    """What a `ProcessGrid` knows of the order of its weights."""
+    """What a `ProcessGrid` knows of the order of its weights in one phase, "forward" or "dgrad"."""
 
-    def __init__(self) -> None:
+    def __init__(self, phase: str = "forward") -> None:
+        self.phase = phase
         self._plans: Any = WeakIdKeyDictionary()  # weight -> the plan of its product
         self._next: Any = WeakIdKeyDictionary()  # weight -> reference to the one after it, or None: never
         self._chain: Any = WeakIdKeyDictionary()  # weights since the chain began
@@ -41,7 +42,8 @@ class WeightPrefetch:
 
     def take(self, weight: Tensor, plan: MatMulPlan) -> Move | None:
         """The gather of `weight` if it is under way; called once a product that gathers B, in order of execution."""
-        if torch._C._current_autograd_node() is not None:  # a checkpointed forward again, in another order
+        if self.phase == "forward" and torch._C._current_autograd_node() is not None:
+            # A checkpointed forward again, in another order.
             return None
         ahead, self._ahead = self._ahead, None
         if weight in self._chain:
@@ -65,7 +67,7 @@ class WeightPrefetch:
         if following is None or self._ahead is not None or following in self._chain:
             return
         plan = self._plans[following]
-        move = Move(_local(following).detach(), plan.relayouts["B"], mesh, (plan.name, "B"), "forward").start()
+        move = move_of(plan, "B", _local(following).detach(), mesh, self.phase).start()
         self._ahead = _Ahead(following, weight, move)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from ndtp import nccl
+from ndtp.buffers import DEFAULT_BYTES, BufferRing
 from ndtp.collectives import Collectives
 from ndtp.errors import GridError
 from ndtp.gemm import KernelGemm, TorchGemm
@@ -20,11 +22,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-GEMMS = {"torch": TorchGemm, "kernels": KernelGemm}
+    from ndtp.spans import Recorder
+
+GEMMS = ("torch", "kernels")
+DIRECTIONS = ("gather", "scatter")
+Groups = dict[tuple[tuple[str, ...], str], "ProcessGroup"]  # by axes and direction
 
 
 class ProcessGrid:
-    """The process groups of a grid, one along every axis, as seen from this rank.
+    """The process groups of a grid, along every axis, as seen from this rank.
 
     A grid of one rank needs no `init_process_group`, makes no group and costs nothing.
 
@@ -36,7 +42,16 @@ class ProcessGrid:
             names the ranks that deviate, instead of a hang.  One small all-gather a product: for tests and debugging.
         gemm: what multiplies on each rank: "torch", or "kernels" for those of `ndtp_kernels` (Triton on a GPU).  Their
             table must be the same on all ranks, which is checked here.
+        free_sms: multiprocessors that the GEMMs leave to collectives; needs `gemm="kernels"`.
         device_type: "cpu" or "cuda"; default: that of the backend (NCCL: "cuda").
+        groups_per_axis: 2 gives the gathers along an axis one process group and its scatters and reductions another,
+            so that neither queues behind the other.  Default: 2 on NCCL, where a group is one stream, else 1; and 1
+            on a part of the world, where making groups takes the members to have made equally many before.
+        high_priority: NCCL's streams have high priority: its kernels get free multiprocessors before a GEMM does.
+        max_ctas: the most thread blocks that a collective of NCCL may use.  Default: NCCL chooses.
+        ring_bytes: memory for what collectives send, or receive to be added up or put in order; see
+            `ndtp.buffers.BufferRing`.  0: none is kept.
+        register_buffers: take that memory from NCCL and register it with the groups.
 
     Attributes:
         rank: this process's rank on the grid.
@@ -46,7 +61,7 @@ class ProcessGrid:
             plain `Shard` placements.
 
     Raises:
-        GridError: the grid has more or fewer ranks than there are.
+        GridError: the grid has more or fewer ranks than there are, or an option that the backend does not have.
         MismatchError: ranks have different tables of kernels.
     """
 
@@ -57,16 +72,59 @@ class ProcessGrid:
         timeout: float | None = None,
         check: bool = False,
         gemm: str = "torch",
+        free_sms: int = 0,
         device_type: str | None = None,
+        groups_per_axis: int | None = None,
+        high_priority: bool = True,
+        max_ctas: int | None = None,
+        ring_bytes: int = DEFAULT_BYTES,
+        register_buffers: bool = False,
+        _bound: tuple[list[int], Groups] | None = None,
     ) -> None:
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if grid.num_ranks not in (world, 1):
-            raise GridError(
-                f"ProcessGrid: grid {grid} has {grid.num_ranks} ranks, torch.distributed has {world}\n"
-                f"  fix: a grid of {world} ranks, ProcessGrid.from_mesh for a part of them"
-                + ("" if dist.is_initialized() else ", or init_process_group first")
+        global_ranks, groups = _bound or (_world_ranks(grid), {})
+        self.grid = grid
+        self.gemm = _gemm(gemm, free_sms)
+        self.check = check
+        self.timeout = timeout
+        self.high_priority, self.max_ctas = high_priority, max_ctas
+        self.global_ranks = global_ranks
+        self.rank = 0 if global_ranks is None else global_ranks.index(dist.get_rank())
+        self.coordinate = grid.coordinate(self.rank)
+        backends = {} if global_ranks is None else backends_by_device()
+        self.device_type = device_type or ("cuda" if "nccl" in backends.values() else "cpu")
+        self.backend = backends.get(self.device_type)
+        self._check_options(groups_per_axis, register_buffers)
+        self.groups_per_axis = groups_per_axis or (2 if self.backend == "nccl" and not self._is_part() else 1)
+        self._groups = groups
+        self.mesh_axes = tuple(axis for axis in grid if axis != "z") + tuple(axis for axis in grid if axis == "z")
+        self.device_mesh: DeviceMesh | None = None
+        ring_groups: list[ProcessGroup] = []
+        if global_ranks is not None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            ranks = torch.tensor(global_ranks, dtype=torch.int).reshape(grid.shape)
+            self.device_mesh = DeviceMesh.from_group(
+                [self.group((axis,)) for axis in self.mesh_axes],
+                self.device_type,
+                mesh=ranks.permute([grid.names.index(axis) for axis in self.mesh_axes]),
+                mesh_dim_names=self.mesh_axes,
             )
-        self._bind(grid, list(range(world)) if grid.num_ranks > 1 else None, {}, timeout, check, gemm, device_type)
+            # All of them now, in one order on every rank, and not in the middle of a schedule.
+            every = [self.group((axis,), way) for way in DIRECTIONS for axis in grid.nontrivial(self.mesh_axes)]
+            ring_groups = list(dict.fromkeys(every))
+        self.ring = BufferRing(
+            ring_bytes, nccl.registered_memory(ring_groups) if register_buffers and ring_groups else None
+        )
+        self.collectives = Collectives.of(self)
+        self.recorder: Recorder | None = None  # held here: backward may run in threads of autograd's own
+        self.prefetch, self.prefetch_backward = WeightPrefetch(), WeightPrefetch("dgrad")
+        # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
+        # past the oldest of them.  Two products hide a reduction, and bound the gradients that are held unreduced.
+        self.recent_products: deque[int] = deque(maxlen=2)
+        if gemm == "kernels":
+            from ndtp.cross_check import cross_check_kernel_table
+
+            cross_check_kernel_table(self)
 
     @classmethod
     def from_mesh(
@@ -75,14 +133,15 @@ class ProcessGrid:
         axes: Mapping[str, str] | None = None,
         *,
         timeout: float | None = None,
-        check: bool = False,
-        gemm: str = "torch",
+        **options: Any,
     ) -> ProcessGrid:
         """Bind to (a slice of) a DeviceMesh of the user's own, whose process groups are used as they are.
 
         Args:
             axes: axis of the grid -> name of a mesh dim, slowest axis first.  Default: every mesh dim, by its name.
             timeout: as for the constructor; makes groups anew, with that timeout.
+            options: the constructor's other options.  Those of process groups hold for the groups that are made here:
+                a second one an axis, where `groups_per_axis` is 2.
 
         Raises:
             GridError: a mesh dim that is not there, or left out; a mesh that this rank is not part of, or whose ranks
@@ -106,86 +165,67 @@ class ProcessGrid:
         grid = Grid({axis: device_mesh.size(dim) for axis, dim in zip(axes, order, strict=True)})
         ranks = device_mesh.mesh.permute(order).flatten().tolist()
         # The groups of the mesh have a timeout of their own.
-        groups: dict[tuple[str, ...], ProcessGroup] = {
-            (axis,): device_mesh.get_group(name) for axis, name in axes.items() if timeout is None
+        groups: Groups = {
+            ((axis,), "gather"): device_mesh.get_group(name) for axis, name in axes.items() if timeout is None
         }
-        self = cls.__new__(cls)
-        self._bind(grid, ranks, groups, timeout, check, gemm, device_mesh.device_type)
-        return self
+        return cls(grid, timeout=timeout, device_type=device_mesh.device_type, _bound=(ranks, groups), **options)
 
-    def _bind(
-        self,
-        grid: Grid,
-        global_ranks: Sequence[int] | None,
-        groups: dict[tuple[str, ...], ProcessGroup],
-        timeout: float | None,
-        check: bool,
-        gemm: str,
-        device_type: str | None,
-    ) -> None:
-        if gemm not in GEMMS:
-            raise GridError(f"ProcessGrid: gemm={gemm!r} is not one of {', '.join(GEMMS)}")
-        self.gemm: TorchGemm = GEMMS[gemm]()
-        self.grid = grid
-        self.check = check
-        self.timeout = timeout
-        self.global_ranks = global_ranks
-        self.rank = 0 if global_ranks is None else global_ranks.index(dist.get_rank())
-        self.coordinate = grid.coordinate(self.rank)
-        backends = {} if global_ranks is None else backends_by_device()
-        self.device_type = device_type or ("cuda" if "nccl" in backends.values() else "cpu")
-        self.backend = backends.get(self.device_type)
-        self._groups = groups
-        self.mesh_axes = tuple(axis for axis in grid if axis != "z") + tuple(axis for axis in grid if axis == "z")
-        self.device_mesh: DeviceMesh | None = None
-        if global_ranks is not None:
-            from torch.distributed.device_mesh import DeviceMesh
-
-            ranks = torch.tensor(global_ranks, dtype=torch.int).reshape(grid.shape)
-            self.device_mesh = DeviceMesh.from_group(
-                [self.group((axis,)) for axis in self.mesh_axes],
-                self.device_type,
-                mesh=ranks.permute([grid.names.index(axis) for axis in self.mesh_axes]),
-                mesh_dim_names=self.mesh_axes,
-            )
-        self.collectives = Collectives.of(self)
-        self.prefetch = WeightPrefetch()
-        # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
-        # past the oldest of them.  Two products hide a reduction, and bound the gradients that are held unreduced.
-        self.recent_products: deque[int] = deque(maxlen=2)
-        if gemm == "kernels":
-            from ndtp.cross_check import cross_check_kernel_table
-
-            cross_check_kernel_table(self)
-
-    def group(self, axes: Sequence[str]) -> ProcessGroup:
+    def group(self, axes: Sequence[str], direction: str = "gather") -> ProcessGroup:
         """The process group of the ranks that differ from this one on `axes` only.
 
         A group over several axes is made on first use, by its members together.
+
+        Args:
+            direction: "gather" or "scatter"; both have the same group where there is one group an axis.
         """
-        key = tuple(axes)
+        key = (tuple(axes), direction if self.groups_per_axis == 2 else "gather")
         if key not in self._groups:
-            self._groups[key] = self._make_group(key)
+            self._groups[key] = self._make_group(*key)
         return self._groups[key]
 
-    def _make_group(self, axes: tuple[str, ...]) -> ProcessGroup:
+    def _make_group(self, axes: tuple[str, ...], direction: str) -> ProcessGroup:
         if self.global_ranks is None:
             raise GridError(f"grid {self.grid} has one rank and no process groups")
+        if self.backend == "nccl" and self._is_part() and not nccl.can_group_alone():
+            raise GridError(
+                f"ProcessGrid: no process group over {' '.join(axes)} ({direction}): after "
+                "init_process_group(device_id=...) NCCL makes groups by all ranks together, and grid "
+                f"{self.grid} is a part of them\n  fix: init_process_group without device_id"
+            )
         # torch names a group that its members alone make by how many groups they have: ranks that are in different
         # numbers of groups of the user's own would wait for each other under different names.  So where the grid is the
         # whole world, all of it makes all groups along the axes; a part of it cannot.
-        alone = len(self.global_ranks) < dist.get_world_size()
+        alone = self._is_part()
         parallel = [self.rank] if alone else range(self.grid.num_ranks)
         groups = {tuple(sorted(self.global_ranks[r] for r in self.grid.group(rank, axes))): None for rank in parallel}
         made = {}
         for members in groups:
+            options: dict[str, Any] = {}
+            if self.backend == "nccl":  # new ones every time: torch writes the group's ranks into them
+                options = nccl.group_arguments(self.timeout, self.high_priority, self.max_ctas)
             made[members] = dist.new_group(
                 list(members),
                 timeout=None if self.timeout is None else timedelta(seconds=self.timeout),
                 use_local_synchronization=alone,
-                group_desc=f"ndtp_{'_'.join(axes)}",
+                group_desc=f"ndtp_{'_'.join(axes)}" + "_scatter" * (direction == "scatter"),
+                **options,
             )
         return next(group for members, group in made.items() if self.global_ranks[self.rank] in members)
+
+    def _is_part(self) -> bool:
+        return self.global_ranks is not None and len(self.global_ranks) < dist.get_world_size()
+
+    def _check_options(self, groups_per_axis: int | None, register_buffers: bool) -> None:
+        if groups_per_axis not in (None, 1, 2):
+            raise GridError(f"ProcessGrid: groups_per_axis={groups_per_axis} is neither 1 nor 2")
+        for name, value in (("max_ctas", self.max_ctas), ("register_buffers", register_buffers)):
+            if value and self.backend not in ("nccl", None):  # one rank has none, and communicates with nobody
+                raise GridError(
+                    f"ProcessGrid: {name}={value} is an option of NCCL, the backend is {self.backend}\n"
+                    "  fix: leave it out"
+                )
+        if self.max_ctas is not None and self.max_ctas < 1:
+            raise GridError(f"ProcessGrid: max_ctas={self.max_ctas} is less than one thread block")
 
     def describe(self, axes: Sequence[str] = ()) -> str:
         """This rank and its coordinate, and the peers along `axes`: for errors."""
@@ -200,6 +240,27 @@ class ProcessGrid:
 
     def __repr__(self) -> str:
         return f"ProcessGrid({self.grid}; rank {self.rank})"
+
+
+def _world_ranks(grid: Grid) -> list[int] | None:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if grid.num_ranks not in (world, 1):
+        raise GridError(
+            f"ProcessGrid: grid {grid} has {grid.num_ranks} ranks, torch.distributed has {world}\n"
+            f"  fix: a grid of {world} ranks, ProcessGrid.from_mesh for a part of them"
+            + ("" if dist.is_initialized() else ", or init_process_group first")
+        )
+    return list(range(world)) if grid.num_ranks > 1 else None
+
+
+def _gemm(name: str, free_sms: int) -> TorchGemm:
+    if name not in GEMMS:
+        raise GridError(f"ProcessGrid: gemm={name!r} is not one of {', '.join(GEMMS)}")
+    if free_sms and name != "kernels":
+        raise GridError(
+            f"ProcessGrid: free_sms={free_sms}, but torch's GEMMs take every multiprocessor\n  fix: gemm='kernels'"
+        )
+    return KernelGemm(sms_to_leave=free_sms) if name == "kernels" else TorchGemm()
 
 
 def backends_by_device() -> dict[str, str]:

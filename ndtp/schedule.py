@@ -1,17 +1,19 @@
-"""A plan and a number of chunks become a list of tasks.  Pure: it prints, and is tested, without processes.
+"""A chain of products and a number of chunks become a list of tasks.  Pure: printed and tested without processes.
 
-Products are cut along M, never along K: partial sums would be written to memory once a chunk.  Chunk i holds rows for
-every peer, so that it is the whole problem with M / n rows, and the layouts' exact row order is kept: the rows of a
-shard are seen as [blocks, n, rows], where the blocks are the common refinement of what is gathered and what is
-scattered, and chunk i is [:, i, :].
+A chain is one product, or several with an activation between each and the next, as in a block.  Products are cut along
+M, never along K: partial sums would be written to memory once a chunk.  Chunk i holds rows for every peer, so that it
+is the whole problem with M / n rows, and the layouts' exact row order is kept: the rows of a shard are seen as
+[blocks, n, rows], where the blocks are the common refinement of all that is gathered and scattered in the chain, and
+chunk i is [:, i, :].
 
-While chunk i is multiplied, the gathers of the next chunks and the scatter of the last one fly.
+While chunk i is multiplied, the gathers of the next chunks, the scatter of the last one and the gather that it enters
+in the next product fly.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -28,9 +30,14 @@ LOOKAHEAD = 2  # gathers in flight at a time: one that is waited for, and one be
 
 @dataclass(frozen=True)
 class Task:
-    """Something that a rank does: start or wait for the moves of a tensor, or multiply to get one.
+    """Something that a rank does with a tensor of a product of the chain.
 
-    "prefetch" starts the gather of the next product's B, if it is known.
+        start, wait   for the moves of the tensor
+        own           multiply this rank's own part of an operand that is still being gathered, towards this tensor
+        multiply      the rest of it, or all
+        activate      make "A" of the C before it, or "dC" of the dA behind it
+        prefetch      start the gather of the weight that follows the chain, if it is known
+        release       let go of an operand, unless backward wants it
 
     `chunk` is None where the whole tensor moves at once.
     """
@@ -38,66 +45,136 @@ class Task:
     action: str
     tensor: str
     chunk: int | None = None
+    product: int = 0
 
     def __str__(self) -> str:
-        return f"{self.action} {self.tensor}" + ("" if self.chunk is None else f"[{self.chunk}]")
+        return f"{self.action} {self.tensor}" + "'" * self.product + ("" if self.chunk is None else f"[{self.chunk}]")
 
 
-@cache
-def forward_tasks(chunks: int) -> tuple[Task, ...]:
-    """C = A . B.  B first: a weight needs no activation, and every chunk needs the whole of it."""
-    waits = (Task("wait", "C", i) for i in range(chunks))
-    return (Task("start", "B"), *_pipeline("A", "C", chunks, needs="B"), *waits)
+@dataclass(frozen=True)
+class Wanted:
+    """What one product of a chain has to do in backward.
 
-
-@cache
-def backward_tasks(chunks: int, dgrad: bool, wgrad: bool, bias: bool, regather: tuple[str, ...]) -> tuple[Task, ...]:
-    """dA = dC . B^T and dB = A^T . dC, of one gather of dC.  dA's scatters fly while dB is multiplied.
-
-    dB and the bias's gradient are started here, and waited for at the end of the whole backward pass.
+    Attributes:
+        dgrad, wgrad, bias: the gradients that are wanted.
+        regather: the operands ("a", "b") that are gathered again.
     """
-    return tuple(_backward_tasks(chunks, dgrad, wgrad, bias, regather))
+
+    dgrad: bool = True
+    wgrad: bool = True
+    bias: bool = False
+    regather: tuple[str, ...] = ()
+
+    def again(self, operand: str) -> bool:
+        """Whether backward gathers "a" or "b" again: A serves wgrad, B serves dgrad."""
+        return operand in self.regather and (self.wgrad if operand == "a" else self.dgrad)
 
 
-def _backward_tasks(chunks: int, dgrad: bool, wgrad: bool, bias: bool, regather: tuple[str, ...]) -> Iterator[Task]:
-    again_a, again_b = wgrad and "a" in regather, dgrad and "b" in regather
-    if again_b:
-        yield Task("start", "B")
-    if dgrad:
-        yield from _pipeline("dC", "dA", chunks, needs="B" if again_b else None)
-    else:
-        yield from (Task("start", "dC", i) for i in range(chunks))
-        yield from (Task("wait", "dC", i) for i in range(chunks))
-    if again_a:
-        yield from (Task("start", "A", i) for i in range(chunks))
-        yield from (Task("wait", "A", i) for i in range(chunks))
-    if wgrad:
-        yield Task("multiply", "dB")
-        yield Task("start", "dB")
-    if bias:
-        yield Task("multiply", "dbias")
-        yield Task("start", "dbias")
-    if dgrad:
-        yield from (Task("wait", "dA", i) for i in range(chunks))
+@cache
+def forward_tasks(chunks: int, biases: tuple[bool, ...] = (False,)) -> tuple[Task, ...]:
+    """C = A . B + bias for every product, from `biases`: which of them have one.
+
+    B first: a weight needs no activation, and every chunk needs the whole of it.
+    """
+    return tuple(_forward(chunks, biases))
 
 
-def _pipeline(source: str, result: str, chunks: int, needs: str | None) -> Iterator[Task]:
-    yield from (Task("start", source, i) for i in range(min(LOOKAHEAD, chunks)))
-    if needs:
-        yield Task("wait", needs)
-    for i in range(chunks):
-        yield Task("wait", source, i)
-        if i + LOOKAHEAD < chunks:
-            yield Task("start", source, i + LOOKAHEAD)
-        if i == chunks - 1 and result == "C":
-            yield Task("prefetch", "B")  # the next product's, behind all gathers of this one
-        yield Task("multiply", result, i)
-        yield Task("start", result, i)
+def _forward(chunks: int, biases: Sequence[bool]) -> Iterator[Task]:
+    last = len(biases) - 1
+    yield Task("start", "B")
+    yield from (Task("start", "A", i) for i in range(min(LOOKAHEAD, chunks)))
+    for p, bias in enumerate(biases):
+        if bias:
+            yield Task("start", "bias", None, p)
+        yield Task("wait", "B", None, p)
+        for i in range(chunks):
+            if i == 0 and (p == 0 or chunks == 1):
+                yield Task("own", "C", 0, p)
+            yield Task("wait", "A", i, p)
+            if p == 0 and i + LOOKAHEAD < chunks:
+                yield Task("start", "A", i + LOOKAHEAD)
+            if i == _behind(chunks):
+                yield Task("start", "B", None, p + 1) if p < last else Task("prefetch", "B", None, p)
+            yield Task("multiply", "C", i, p)
+            yield Task("release", "A", i, p)
+            yield Task("start", "C", i, p)
+            if p < last and i > 0:
+                yield from _enter("C", "A", i - 1, p, p + 1)
+        yield Task("release", "B", None, p)
+        if p < last:
+            yield from _enter("C", "A", chunks - 1, p, p + 1)
+    yield from (Task("wait", "C", i, last) for i in range(chunks))
+
+
+@cache
+def backward_tasks(chunks: int, wanted: tuple[Wanted, ...] = (Wanted(),)) -> tuple[Task, ...]:
+    """dA = dC . B^T and dB = A^T . dC for every product, last first, of one gather of dC.
+
+    dA's scatters fly while dB is multiplied.  dB and the bias's gradient are started here, and waited for at the end of
+    the whole backward pass.
+    """
+    return tuple(_backward(chunks, wanted))
+
+
+def _backward(chunks: int, wanted: Sequence[Wanted]) -> Iterator[Task]:
+    last = len(wanted) - 1
+    if wanted[last].again("b"):
+        yield Task("start", "B", None, last)
+    yield from (Task("start", "dC", i, last) for i in range(min(LOOKAHEAD, chunks)))
+    for p in range(last, -1, -1):
+        want, before = wanted[p], p > 0 and wanted[p].dgrad
+        if want.again("b"):
+            yield Task("wait", "B", None, p)
+        for i in range(chunks):
+            if want.dgrad and i == 0 and (p == last or chunks == 1):
+                yield Task("own", "dA", 0, p)
+            yield Task("wait", "dC", i, p)
+            if p == last and i + LOOKAHEAD < chunks:
+                yield Task("start", "dC", i + LOOKAHEAD, p)
+            if i == _behind(chunks):
+                for j in range(chunks if want.again("a") else 0):
+                    if p > 0:
+                        yield Task("activate", "A", j, p)  # again, rather than kept
+                    yield Task("start", "A", j, p)
+                if before and wanted[p - 1].again("b"):
+                    yield Task("start", "B", None, p - 1)
+                elif not before:
+                    yield Task("prefetch", "B", None, p)
+            if want.dgrad:
+                yield Task("multiply", "dA", i, p)
+                yield Task("start", "dA", i, p)
+            if before and i > 0:
+                yield from _enter("dA", "dC", i - 1, p, p - 1)
+        if want.wgrad:
+            if want.again("a"):
+                yield from (Task("wait", "A", j, p) for j in range(chunks))
+            yield Task("multiply", "dB", None, p)
+            yield Task("start", "dB", None, p)
+        if want.bias:
+            yield Task("multiply", "dbias", None, p)
+            yield Task("start", "dbias", None, p)
+        yield from (Task("release", operand, None, p) for operand in ("B", "A", "dC"))
+        if not before:
+            yield from (Task("wait", "dA", i, p) for i in range(chunks) if want.dgrad)
+            return
+        yield from _enter("dA", "dC", chunks - 1, p, p - 1)
+
+
+def _enter(result: str, operand: str, chunk: int, product: int, following: int) -> Iterator[Task]:
+    """A chunk of a product's result becomes one of the next product's operand, and sets off."""
+    yield Task("wait", result, chunk, product)
+    yield Task("activate", operand, chunk, following)
+    yield Task("start", operand, chunk, following)
+
+
+def _behind(chunks: int) -> int:
+    """The chunk at which the last gather of rows is on its way: what comes after them may start."""
+    return max(0, chunks - 1 - LOOKAHEAD)
 
 
 @dataclass(frozen=True)
 class RowChunks:
-    """How the rows of the shards of A and C (and of dA and dC) are cut into `count` chunks."""
+    """How the rows of the shards of A and C (and of dA and dC) of one product are cut into `count` chunks."""
 
     count: int
     a_dim: int = 0
@@ -106,19 +183,34 @@ class RowChunks:
     c_blocks: int = 1
 
     @classmethod
-    def of(cls, plan: MatMulPlan, sizes: Mapping[str, int], wanted: int) -> RowChunks:
-        """At most `wanted` chunks; fewer where the rows do not divide, one where the rows take other moves."""
+    def of(cls, plans: Sequence[MatMulPlan], rows: int, wanted: int) -> tuple[RowChunks, ...]:
+        """For every product of a chain; `rows` is the global number of rows.
+
+        At most `wanted` chunks; fewer where the rows do not divide, one where the rows take other moves.
+        """
+        whole = (WHOLE,) * len(plans)
         if wanted <= 1:
-            return WHOLE
-        a_dim, c_dim = plan.a_letters.index("m"), plan.c_letters.index("m")
-        gathered = _ranks_that(plan, "A", a_dim, "all_gather")
-        scattered = _ranks_that(plan, "C", c_dim, "reduce_scatter")
-        if gathered is None or scattered is None:
-            return WHOLE
-        blocks = math.lcm(gathered, scattered)
-        rows = sizes["m"] // plan.grid.size(plan.orders["m"])
-        count = max((n for n in range(1, wanted + 1) if rows % (blocks * n) == 0), default=1)
-        return cls(count, a_dim, blocks // gathered, c_dim, blocks // scattered) if count > 1 else WHOLE
+            return whole
+        dims = [(plan.a_letters.index("m"), plan.c_letters.index("m")) for plan in plans]
+        peers = []
+        for plan, (a_dim, c_dim) in zip(plans, dims, strict=True):
+            gathered = _ranks_that(plan, "A", a_dim, "all_gather")
+            scattered = _ranks_that(plan, "C", c_dim, "reduce_scatter")
+            if gathered is None or scattered is None:
+                return whole
+            peers.append((gathered, scattered))
+        blocks = math.lcm(*(ranks for pair in peers for ranks in pair))
+        held = {rows // plan.grid.size(plan.orders["m"]) for plan in plans}
+        if len(held) > 1:
+            return whole
+        (local,) = held
+        count = max((n for n in range(1, wanted + 1) if local % (blocks * n) == 0), default=1)
+        if count == 1 or not local:
+            return whole
+        return tuple(
+            cls(count, a_dim, blocks // gathered, c_dim, blocks // scattered)
+            for (a_dim, c_dim), (gathered, scattered) in zip(dims, peers, strict=True)
+        )
 
     def cut(self, shard: Tensor, name: str, i: int) -> Tensor:
         """Chunk i of a shard of "A" or "dC"."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ndtp.schedule import backward_tasks, forward_tasks
+from ndtp.schedule import Wanted, backward_tasks, forward_tasks
 
 WINDOW = 2  # products that hide the reduction of a weight's gradient: `ProcessGrid.recent_products`
 
@@ -110,7 +110,7 @@ def step_seconds(products: Sequence[Product], links: Links, chunks: int = 1, reg
     phases = {"dC": "dgrad", "dA": "dgrad", "B": "dgrad", "A": "wgrad", "dB": "wgrad"}
     for i, product in reversed(list(enumerate(products))):
         line.now = line.now + 3 * product.after
-        for task in backward_tasks(chunks, True, True, False, again):
+        for task in backward_tasks(chunks, (Wanted(regather=again),)):
             cut = 1 if task.chunk is None else chunks
             if task.action == "start":
                 line.start((i, task.tensor, task.chunk), product.messages[phases[task.tensor], task.tensor], cut)

@@ -36,9 +36,9 @@ def chunked_product(grid, chunks, regather, dtype, delays):
     if delays:  # ranks reach their collectives at different times, in the same order
         draws = random.Random(mesh.rank)
 
-        def late(*arguments):
+        def late(*arguments, **how):
             time.sleep(draws.choice((0.0, 0.0, 0.004)))
-            return start(*arguments)
+            return start(*arguments, **how)
 
         mesh.collectives.start = late
     try:
@@ -215,9 +215,9 @@ def order_of_waits():
     events = []
     start = mesh.collectives.start
 
-    def noted(step, tensor, op, phase):
+    def noted(step, tensor, op, phase, **how):
         events.append(("start", phase, op))
-        return start(step, tensor, op, phase)
+        return start(step, tensor, op, phase, **how)
 
     hooks = [w.register_hook(lambda g, i=i: events.append(("arrive", i))) for i, w in enumerate(weights)]
     mesh.collectives.start = noted

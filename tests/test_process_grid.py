@@ -142,6 +142,62 @@ def test_one_rank_needs_nothing():
         mesh.group(("x",))
 
 
+def check_directions():
+    """With two groups an axis gathers take one and everything else the other; both are there before the first use."""
+    mesh = ProcessGrid(Grid(z=2, x=2, y=2), groups_per_axis=2)
+    made = dict(mesh._groups)
+    assert len(made) == 6 and len(set(made.values())) == 6, "two for every axis"
+    for axis in mesh.grid:
+        gather, scatter = mesh.group((axis,)), mesh.group((axis,), "scatter")
+        assert gather is not scatter and dist.get_process_group_ranks(gather) == dist.get_process_group_ranks(scatter)
+        assert mesh.device_mesh.get_group(axis) is gather
+    used = set()
+    group = mesh.group
+
+    def noted(axes, direction):
+        used.add((axes, direction))
+        return group(axes, direction)
+
+    mesh.group = noted
+    product_on(mesh)
+    unused = (("y",), "scatter")  # would reduce the gradient of A, which nobody wants
+    assert used == set(made) - {unused}, f"gathers and scatters along every axis: {used}"
+    assert mesh._groups == made
+    user = init_device_mesh("cpu", (2, 4), mesh_dim_names=("y", "x"))
+    mesh = ProcessGrid.from_mesh(user["x"], groups_per_axis=2)
+    assert mesh.group(("x",)) is user.get_group("x") and mesh.group(("x",), "scatter") is not user.get_group("x")
+    assert len(mesh._groups) == 2
+    total = torch.ones(1)
+    dist.all_reduce(total, group=mesh.group(("x",), "scatter"))
+    assert total.item() == 4
+    one = ProcessGrid(Grid(x=8))
+    assert one.group(("x",), "scatter") is one.group(("x",)) and len(one._groups) == 1, "gloo needs no second one"
+    return [name.group_name for name in made.values()], [
+        message_of(lambda: ProcessGrid(Grid(x=8), max_ctas=4)),
+        message_of(lambda: ProcessGrid(Grid(x=8), register_buffers=True)),
+        message_of(lambda: ProcessGrid(Grid(x=8), groups_per_axis=3)),
+        message_of(lambda: ProcessGrid(Grid(x=8), free_sms=8)),
+    ]
+
+
+def test_gathers_and_scatters_may_have_groups_of_their_own(ranks):
+    names, messages = zip(*ranks(8).run(check_directions), strict=True)
+    assert all(mine == messages[0] for mine in messages), "every rank says the same"
+    for message, word in zip(messages[0], ["gloo", "gloo", "neither 1 nor 2", "gemm='kernels'"], strict=True):
+        assert word in message
+    for place in zip(*names, strict=True):  # groups along one axis, of which a rank is in one
+        numbers = sorted({int(name) for name in place})
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), "made in one order on every rank"
+
+
+def test_multiprocessors_left_free_are_an_option_of_the_kernels():
+    assert ProcessGrid(Grid(x=1), gemm="kernels", free_sms=8).gemm.options.sms_to_leave == 8
+    assert ProcessGrid(Grid(x=1), gemm="kernels").gemm.options.sms_to_leave == 0
+    assert not ProcessGrid(Grid(x=1), max_ctas=4, register_buffers=True).ring.waiting_bytes, (
+        "one rank asks nothing of NCCL"
+    )
+
+
 def check_timeout():
     """The timeout is that of the grid's groups, not of the default group."""
     mesh = ProcessGrid(Grid(x=2), timeout=1.0)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
 
 from ndtp import Grid, Layout, MatMulPlan
-from ndtp.schedule import LOOKAHEAD, RowChunks, Task, backward_tasks, forward_tasks
+from ndtp.schedule import LOOKAHEAD, RowChunks, Task, Wanted, backward_tasks, forward_tasks
 
 CHUNKS = [1, 2, 3, 5]
-BACKWARD = [
-    {"dgrad": dgrad, "wgrad": wgrad, "bias": bias, "regather": regather}
+PRODUCTS = [1, 2, 3]
+WANTED = [
+    Wanted(dgrad, wgrad, bias, regather)
     for dgrad, wgrad, bias in product((False, True), repeat=3)
     for regather in ((), ("a",), ("b",), ("a", "b"))
     if dgrad or wgrad or bias
@@ -25,48 +28,73 @@ def plan_of(a: str, b: str, chunks: int = 0, **sizes: int) -> MatMulPlan:
     return MatMulPlan(Layout.parse(grid, a), Layout.parse(grid, b), chunks=chunks)
 
 
-def check_causality(tasks: list[Task], open_at_the_end: set[str]) -> None:
-    """Nothing is waited for before it was started, nor twice; nothing started is forgotten."""
-    state: dict[tuple[str, int | None], str] = {}
+def check_causality(tasks: Sequence[Task], chunks: int, open_at_the_end: set[tuple[str, int]]) -> None:
+    """Nothing is used before it is there, started twice, forgotten, or used when it was let go."""
+    flying, there, done = set(), set(), set()
+    backward = any(task.tensor == "dC" for task in tasks)
     for task in tasks:
-        key = task.tensor, task.chunk
+        key = task.tensor, task.product, task.chunk
+        every = [(task.tensor, task.product, i) for i in range(chunks)]
         if task.action == "start":
-            assert state.get(key) in (None, "multiplied"), f"{task}: started twice"
-            state[key] = "started"
+            assert key not in flying and key not in there, f"{task}: started twice"
+            flying.add(key)
         elif task.action == "wait":
-            assert state.get(key) == "started", f"{task}: was not started"
-            state[key] = "waited"
-        elif task.action == "multiply":
-            assert key not in state, f"{task}: multiplied twice"
-            state[key] = "multiplied"
-    left = {tensor for (tensor, _), now in state.items() if now == "started"}
-    assert left == open_at_the_end
-    assert "multiplied" not in state.values()
+            assert key in flying, f"{task}: was not started"
+            flying.remove(key)
+            there.add(key)
+        elif task.action in ("own", "multiply"):
+            operand = {"C": "A", "dA": "dC", "dB": "dC", "dbias": "dC"}[task.tensor]
+            wanted = [(operand, task.product, i) for i in ([task.chunk] if task.chunk is not None else range(chunks))]
+            if task.action == "own":
+                assert set(wanted) <= flying, f"{task}: there is nothing to hide"
+            else:
+                assert set(wanted) <= there, f"{task}: not all of {operand} is there"
+                assert key not in done, f"{task}: multiplied twice"
+                done.add(key)
+        elif task.action == "activate" and (task.tensor == "dC" or not backward):
+            source = ("C", task.product - 1) if task.tensor == "A" else ("dA", task.product + 1)
+            assert (*source, task.chunk) in there, f"{task}: {source} is not there"
+        elif task.action == "release":
+            there -= {key, *(every if task.chunk is None else ())}
+    assert {(tensor, p) for tensor, p, _ in flying} == open_at_the_end
 
 
+@pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("chunks", CHUNKS)
-def test_forward_is_causal_and_multiplies_every_chunk_once(chunks):
-    tasks = list(forward_tasks(chunks))
-    check_causality(tasks, set())
-    assert [task.chunk for task in tasks if task.action == "multiply"] == list(range(chunks))
+def test_forward_is_causal_and_multiplies_every_chunk_once(chunks, products):
+    tasks = forward_tasks(chunks, (True,) * products)
+    check_causality(tasks, chunks, {("bias", p) for p in range(products)})
+    multiplied = [(task.product, task.chunk) for task in tasks if task.action == "multiply"]
+    assert multiplied == [(p, i) for p in range(products) for i in range(chunks)]
     assert tasks[0] == Task("start", "B"), "the weight goes first"
 
 
-@pytest.mark.parametrize("options", BACKWARD, ids=str)
+@pytest.mark.parametrize("wanted", WANTED, ids=str)
+@pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("chunks", CHUNKS)
-def test_backward_is_causal_and_leaves_the_weights_gradients_in_flight(chunks, options):
-    tasks = list(backward_tasks(chunks, **options))
-    expected = {name for name, wanted in (("dB", options["wgrad"]), ("dbias", options["bias"])) if wanted}
-    check_causality(tasks, expected)
-    starts = Counter(task.tensor for task in tasks if task.action == "start")
-    assert starts["dC"] == chunks, "one gather of dC serves dgrad and wgrad"
+def test_backward_is_causal_and_leaves_the_weights_gradients_in_flight(chunks, products, wanted):
+    every = (wanted, *(replace(wanted, dgrad=True) for _ in range(products - 1)))
+    tasks = backward_tasks(chunks, every)
+    left = {
+        (name, p) for name, wants in (("dB", wanted.wgrad), ("dbias", wanted.bias)) if wants for p in range(products)
+    }
+    check_causality(tasks, chunks, left)
+    starts = Counter((task.tensor, task.product) for task in tasks if task.action == "start")
+    for p in range(products):
+        assert starts["dC", p] == chunks, "one gather of dC serves dgrad and wgrad"
+
+
+def test_backward_stops_where_nothing_more_is_wanted():
+    frozen = backward_tasks(2, (Wanted(False, False), Wanted(False, True)))
+    assert {task.product for task in frozen} == {1}
+    assert not any(task.tensor == "dA" for task in frozen)
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_gathers_in_flight_are_bounded_and_overlap_products(chunks):
     flying, most, hidden = 0, 0, 0
     for task in forward_tasks(chunks):
-        if task.tensor == "A":
+        if task.tensor == "A" and task.action in ("start", "wait"):
             flying += {"start": 1, "wait": -1}[task.action]
             most = max(most, flying)
         hidden += task.action == "multiply" and flying > 0
@@ -74,27 +102,55 @@ def test_gathers_in_flight_are_bounded_and_overlap_products(chunks):
     assert hidden == chunks - 1, "every product but the last has a gather beside it"
 
 
+def test_the_ranks_own_part_is_multiplied_while_the_first_chunk_is_in_flight():
+    for tasks, result, operand in ((forward_tasks(4), "C", "A"), (backward_tasks(4), "dA", "dC")):
+        own, wait = tasks.index(Task("own", result, 0)), tasks.index(Task("wait", operand, 0))
+        assert tasks.index(Task("start", operand, 0)) < own < wait < tasks.index(Task("multiply", result, 0))
+
+
+def test_a_chunk_enters_the_second_product_before_the_first_is_done():
+    tasks = forward_tasks(4, (True, True))
+    for i in range(3):
+        entered = tasks.index(Task("start", "A", i, 1))
+        assert tasks.index(Task("activate", "A", i, 1)) < entered
+        assert entered < tasks.index(Task("multiply", "C", 0, 1))
+    assert tasks.index(Task("start", "A", 0, 1)) < tasks.index(Task("multiply", "C", 2))
+    backward = backward_tasks(4, (Wanted(), Wanted()))
+    assert backward.index(Task("start", "dC", 0, 0)) < backward.index(Task("multiply", "dA", 2, 1))
+
+
+def test_the_second_weight_is_gathered_while_the_first_product_computes():
+    for chunks in CHUNKS:
+        tasks = forward_tasks(chunks, (False, False))
+        assert tasks.index(Task("start", "B", None, 1)) < tasks.index(Task("multiply", "C", chunks - 1))
+        again = backward_tasks(chunks, (Wanted(regather=("b",)),) * 2)
+        assert again.index(Task("start", "B", None, 0)) < again.index(Task("multiply", "dA", chunks - 1, 1))
+
+
 def test_the_scatter_of_dgrad_flies_while_the_weights_gradient_is_multiplied():
-    tasks = list(backward_tasks(2, dgrad=True, wgrad=True, bias=False, regather=()))
-    started = tasks.index(Task("start", "dA", 1))
-    assert started < tasks.index(Task("multiply", "dB")) < tasks.index(Task("wait", "dA", 0))
+    tasks = backward_tasks(2, (Wanted(), Wanted()))
+    for p in (0, 1):
+        started, multiplied = tasks.index(Task("start", "dA", 1, p)), tasks.index(Task("multiply", "dB", None, p))
+        assert started < multiplied < tasks.index(Task("wait", "dA", 1, p))
 
 
 def test_the_next_weight_is_gathered_behind_the_gathers_and_before_the_last_product():
-    tasks = list(forward_tasks(3))
-    prefetch = tasks.index(Task("prefetch", "B"))
-    assert max(i for i, task in enumerate(tasks) if task.action == "start" and task.tensor == "A") < prefetch
-    assert prefetch < tasks.index(Task("multiply", "C", 2))
+    for tasks, operand, result in ((forward_tasks(3), "A", "C"), (backward_tasks(3), "dC", "dA")):
+        prefetch = tasks.index(Task("prefetch", "B"))
+        assert max(i for i, task in enumerate(tasks) if task.action == "start" and task.tensor == operand) < prefetch
+        assert prefetch < tasks.index(Task("multiply", result, 2))
 
 
 def test_tasks_print():
-    assert [str(task) for task in forward_tasks(2)][:5] == [
+    assert [str(task) for task in forward_tasks(2)][:6] == [
         "start B",
         "start A[0]",
         "start A[1]",
         "wait B",
+        "own C[0]",
         "wait A[0]",
     ]
+    assert str(Task("multiply", "C", 1, 1)) == "multiply C'[1]"
 
 
 @pytest.mark.parametrize("x,y", [(1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 2), (4, 6)])
@@ -103,7 +159,7 @@ def test_chunks_keep_the_row_order_whatever_the_axis_sizes(x, y, wanted):
     """Gather chunk i of every A shard over y, scatter it over x: row r of C must come from row r of A."""
     plan = plan_of("(z y) x", "(x z) y", wanted, z=2, x=x, y=y)
     rows = x * y * 12 * 2
-    chunks = RowChunks.of(plan, {"m": rows}, wanted)
+    chunks = RowChunks.of([plan], rows, wanted)[0]
     assert chunks.count == wanted
     a_rows = np.arange(rows // 2).reshape(y, -1)  # one z block: what each y holds
     c_rows = np.full((x, rows // 2 // x), -1)
@@ -116,7 +172,7 @@ def test_chunks_keep_the_row_order_whatever_the_axis_sizes(x, y, wanted):
 
 def test_fewer_chunks_where_rows_do_not_divide():
     plan = plan_of("(z y) x", "(x z) y", 4, z=1, x=2, y=2)
-    counts = [RowChunks.of(plan, {"m": rows}, 4).count for rows in (2, 4, 6, 8, 10)]
+    counts = [RowChunks.of([plan], rows, 4)[0].count for rows in (2, 4, 6, 8, 10)]
     assert counts == [1, 2, 3, 4, 1]
 
 
@@ -125,7 +181,7 @@ def test_one_chunk_where_rows_take_other_moves():
     moved = MatMulPlan(
         Layout.parse(grid, "None None"), Layout.parse(grid, "None None"), Layout.parse(grid, "x None"), chunks=4
     )
-    assert RowChunks.of(moved, {"m": 16}, 4) == RowChunks(1)
+    assert RowChunks.of([moved], 16, 4) == (RowChunks(1),)
 
 
 def test_interleaved_parallel_asks_for_chunks():

@@ -99,7 +99,9 @@ def _prepare(case: Case, job: Job) -> Entry:
     )
     x = torch.randn(mlp.in_layout.shard_shape((shape.tokens, shape.hidden)), dtype=dtype, device=job.device)
     received = meter_step(mlp, x.requires_grad_()).total
-    return Entry(str(case), _stepper(mlp, x), _local_work(case, job), received, count_wrong(case, mesh, job))
+    return Entry(
+        str(case), _stepper(mlp, x), _local_work(case, job), received, count_wrong(case, mesh, job.shape, job.device)
+    )
 
 
 def _stepper(module: nn.Module, x: Tensor) -> Callable[[], None]:
@@ -133,25 +135,25 @@ def _local_work(case: Case, job: Job) -> Callable[[], None]:
     return work
 
 
-def count_wrong(case: Case, mesh: ProcessGrid, job: Job) -> int:
+def count_wrong(case: Case, mesh: ProcessGrid, shape: Shape, device: str, chunks: int = 0) -> int:
     """Elements, over all ranks, of the output and all gradients that differ from dense.
 
     Small integers in fp32, on a block of the same proportions that is small enough for every sum to be exact.
     """
-    shape = scaled_down(job.shape, case.grid.num_ranks, 2**22)
+    shape = scaled_down(shape, case.grid.num_ranks, 2**22)
     generator = torch.Generator().manual_seed(1)
 
     def integers(*sizes: int) -> Tensor:
-        return torch.randint(-1, 2, sizes, generator=generator).float().to(job.device)
+        return torch.randint(-1, 2, sizes, generator=generator).float().to(device)
 
-    dense = DenseBlock(shape.hidden, shape.ffn, torch.float32, job.device)
+    dense = DenseBlock(shape.hidden, shape.ffn, torch.float32, device)
     with torch.no_grad():
         dense.up.weight.copy_(integers(shape.ffn, shape.hidden))
         dense.down.weight.copy_(integers(shape.hidden, shape.ffn))
     x, grad = integers(shape.tokens, shape.hidden).requires_grad_(), integers(shape.tokens, shape.hidden)
     expected = dense.down(F.relu(dense.up(x)))
     expected.backward(grad)
-    block = MLP.from_dense(dense.up, dense.down, "relu", mesh=mesh, scheme=case.scheme)
+    block = MLP.from_dense(dense.up, dense.down, "relu", mesh=mesh, scheme=case.scheme, chunks=chunks)
     x_shard = block.in_layout.shard(x.detach(), mesh.rank).clone().requires_grad_()
     actual = block(x_shard)
     actual.backward(block.out_layout.shard(grad, mesh.rank).contiguous())
@@ -160,7 +162,7 @@ def count_wrong(case: Case, mesh: ProcessGrid, job: Job) -> int:
         gradient: Any = layer.weight.grad
         pairs.append((getattr(gradient, "_local_tensor", gradient), reference.weight.grad, layer.weight_layout))
     wrong = sum((got != layout.shard(want, mesh.rank)).sum() for got, want, layout in pairs if want is not None)
-    total = torch.as_tensor(wrong, dtype=torch.int64, device=job.device).reshape(1)
+    total = torch.as_tensor(wrong, dtype=torch.int64, device=device).reshape(1)
     dist.all_reduce(total)
     return int(total)
 

@@ -56,6 +56,11 @@ class Case:
         return (up.volume(first) + down.volume(second)).in_bytes(itemsize)
 
 
+def natural_scheme(grid: Grid) -> str:
+    """The scheme that uses all axes of a grid of z, x and y."""
+    return "3d" if grid["z"] > 1 else "1d-sp" if grid["x"] == 1 else "2d"
+
+
 def cases(ranks: int, shape: Shape, top: int) -> list[Case]:
     """The grids of `ranks` ranks that divide the shape: the `top` ones by volume, and the best of each scheme.
 
@@ -64,7 +69,7 @@ def cases(ranks: int, shape: Shape, top: int) -> list[Case]:
     """
     found: list[tuple[int, int, Case]] = []
     for grid in Grid.all(ranks, AXES):
-        schemes = ["3d" if grid["z"] > 1 else "1d-sp" if grid["x"] == 1 else "2d"]
+        schemes = [natural_scheme(grid)]
         schemes += ["1d"] * (schemes == ["1d-sp"])
         for scheme in schemes:
             case = Case(grid, scheme)
@@ -104,7 +109,7 @@ def fake_group(ranks: int) -> Iterator[None]:
 class _LonelyGrid(ProcessGrid):
     """Of a fake group only this rank exists: it need not make the groups of the thousands of others."""
 
-    def _make_group(self, axes: tuple[str, ...]) -> Any:
+    def _make_group(self, axes: tuple[str, ...], direction: str) -> Any:
         members = sorted(self.grid.group(self.rank, axes))
         return dist.new_group(members, use_local_synchronization=True, group_desc=f"ndtp_{'_'.join(axes)}")
 

@@ -6,6 +6,7 @@ import typer
 
 from ndtp.cli.bench_calibrate import calibrate
 from ndtp.cli.bench_gemm import gemm
+from ndtp.cli.bench_overlap import overlap
 from ndtp.cli.bench_step import step
 from ndtp.cli.bench_volume import volume
 from ndtp.cli.check import check
@@ -21,12 +22,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-bench = typer.Typer(help="Benchmarks: volume, step, calibrate, gemm.", no_args_is_help=True)
+bench = typer.Typer(help="Benchmarks: volume, step, overlap, calibrate, gemm.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(show, name="show")
 
 
 for command in (demo, check, plan, info):
     app.command()(command)
-for benchmark in (volume, step, calibrate, gemm):
+for benchmark in (volume, step, overlap, calibrate, gemm):
     bench.command()(benchmark)

@@ -105,25 +105,34 @@ def choose(texts: list[str], ranks: int, shape: Shape, top: int) -> list[Case]:
     Raises:
         GridError: a grid of another number of ranks, or text that names none.
     """
-    from ndtp.bench.volume import Case, cases
+    from ndtp.bench.volume import Case, cases, natural_scheme
 
     if not texts:
         return [case for case in cases(ranks, shape, top) if case.scheme != "1d"][:top]
     chosen = []
     for text in texts:
-        sizes = {"z": 1, "x": 1, "y": 1}
-        for word in text.replace(",", " ").split():
-            axis, _, size = word.partition("=")
-            if axis not in sizes or not size.isdigit():
-                raise GridError(f"bench step: --grid {text!r}: write it like 'z=2 x=2 y=2'")
-            sizes[axis] = int(size)
-        grid = Grid(sizes)
+        grid = grid_of(text, "bench step")
         if grid.num_ranks != ranks:
             raise GridError(f"bench step: --grid {text!r} has {grid.num_ranks} ranks, the run has {ranks}")
-        case = Case(grid, "3d" if sizes["z"] > 1 else "1d-sp" if sizes["x"] == 1 else "2d")
+        case = Case(grid, natural_scheme(grid))
         case.predicted(shape, 1)  # raises where the sizes do not divide
         chosen.append(case)
     return chosen
+
+
+def grid_of(text: str, command: str) -> Grid:
+    """The grid of z, x and y that --grid names.
+
+    Raises:
+        GridError: text that names none.
+    """
+    sizes = {"z": 1, "x": 1, "y": 1}
+    for word in text.replace(",", " ").split():
+        axis, _, size = word.partition("=")
+        if axis not in sizes or not size.isdigit():
+            raise GridError(f"{command}: --grid {text!r}: write it like 'z=2 x=2 y=2'")
+        sizes[axis] = int(size)
+    return Grid(sizes)
 
 
 def _device(world: int | None) -> str:

@@ -245,11 +245,11 @@ def break_collective(mesh: ProcessGrid, kind: str) -> None:
     """Make one kind of collective deliver its result out of order on the last rank: for the test of the check."""
     start = mesh.collectives.start
 
-    def broken(step: Step, tensor: Tensor, op: tuple[str, ...], phase: str) -> Any:
-        handle = start(step, tensor, op, phase)
+    def broken(step: Step, *arguments: Any, **how: Any) -> Any:
+        handle = start(step, *arguments, **how)
         return _OutOfOrder(handle) if step.kind == kind and mesh.rank == mesh.grid.num_ranks - 1 else handle
 
-    mesh.collectives.start = broken  # type: ignore[method-assign]
+    mesh.collectives.start = broken  # type: ignore[assignment,method-assign]
 
 
 class _OutOfOrder:

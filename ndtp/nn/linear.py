@@ -127,8 +127,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, lead = as_rows(x, self.name), x.shape[:-1]
         y = matmul(rows, self.weight, self.plan, self.mesh, self.bias)
-        if self.padded_out != self.out_features:
-            y = zero_padding(y, self.out_layout, self.mesh, self.out_features)
+        y = self.without_padding(y)
         if len(lead) == 1:
             return y
         if y.shape[0] % max(math.prod(lead[1:]), 1):
@@ -137,6 +136,11 @@ class Linear(nn.Module):
                 f"the leading dims of the shard {tuple(x.shape)}\n  fix: flatten the leading dims first"
             )
         return y.unflatten(0, (y.shape[0] // max(math.prod(lead[1:]), 1), *lead[1:]))
+
+    def without_padding(self, y: Tensor) -> Tensor:
+        """This rank's shard of y [.., out] with the columns that lie beyond `out_features` set to zero."""
+        is_padded = self.padded_out != self.out_features
+        return zero_padding(y, self.out_layout, self.mesh, self.out_features) if is_padded else y
 
     def volume(self, tokens: int, dgrad: bool = True) -> Volume:
         """The exact traffic of a forward and backward of `tokens` rows, in elements received per rank."""

@@ -16,8 +16,9 @@ from ndtp.errors import LayoutError
 from ndtp.layout import Layout
 from ndtp.nn.activations import Activation, activation_named
 from ndtp.nn.dropout import Dropout, RowBlocks
-from ndtp.nn.linear import Linear, as_rows, padded_size, zero_padding
+from ndtp.nn.linear import Linear, as_rows, padded_size
 from ndtp.nn.random import draw_seed
+from ndtp.ops import mlp
 from ndtp.process_grid import ProcessGrid
 from ndtp.schemes import BlockLayouts, block_layouts
 
@@ -129,15 +130,24 @@ class MLP(nn.Module):
         rows = as_rows(x, self.up.name)
         count = rows.shape[0]
         padding = -count % self.row_multiple
-        self.dropout.row_blocks = RowBlocks(count or 1, count + padding or 1)
-        h = self.up(F.pad(rows, (0, 0, 0, padding)) if padding else rows)
-        h = self.dropout(self.activation(h))
-        if self.up.padded_out != self.inner:
+        rows = F.pad(rows, (0, 0, 0, padding)) if padding else rows
+        if self.activation_name is not None and self._is_one_schedule():
+            up, down = self.up, self.down
+            weights, plans, biases = (up.weight, down.weight), (up.plan, down.plan), (up.bias, down.bias)
+            y = down.without_padding(mlp(rows, weights, plans, self.mesh, self.activation_name, biases))
+        else:
+            self.dropout.row_blocks = RowBlocks(count or 1, count + padding or 1)
+            h = self.dropout(self.activation(self.up(rows)))
             # An activation need not be zero at zero; its padding must be, or the weight's padding gets a gradient.
-            h = zero_padding(h, self.up.out_layout, self.mesh, self.inner)
-        y = self.down(h)
+            y = self.down(self.up.without_padding(h))
         y = y[:count] if padding else y
         return y if x.dim() == 2 else y.unflatten(0, (-1, *x.shape[1:-1]) if x.numel() else x.shape[:-1])
+
+    def _is_one_schedule(self) -> bool:
+        """Whether nothing but the activation lies between the products."""
+        has_dropout = self.training and self.dropout.p > 0
+        inside_is_padded = self.up.padded_out != self.inner
+        return not has_dropout and not inside_is_padded
 
     def volume(self, tokens: int, dgrad: bool = True) -> Volume:
         """The exact traffic of a forward and backward of `tokens` rows, in elements received per rank.

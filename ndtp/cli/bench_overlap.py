@@ -1,0 +1,173 @@
+"""`ndtp bench overlap`: where the time of a block's step goes on every rank, as a table, a trace and a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ndtp.cli.bench_step import DTYPES, grid_of
+from ndtp.cli.common import JsonOption, console, is_first_rank, write_json
+from ndtp.errors import GridError
+
+if TYPE_CHECKING:
+    from ndtp.bench.overlap_trace import Job, RankTrace
+    from ndtp.bench.volume import Case, Shape
+
+
+def overlap(
+    ranks: Annotated[
+        int | None, typer.Option(help="Local ranks; under torchrun all of its ranks. Default: the grid's, or 4.")
+    ] = None,
+    grid: Annotated[str | None, typer.Option(metavar="'z=2 x=2 y=2'", help="Default: the best by volume.")] = None,
+    scheme: Annotated[
+        str | None, typer.Option(help="1d, 1d-sp, 2d, 2d-features or 3d. Default: the one that uses all axes.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Rows of the block.")] = 1024,
+    hidden: Annotated[int, typer.Option(help="Features outside of the block.")] = 256,
+    ffn: Annotated[int, typer.Option(help="Features inside of the block.")] = 1024,
+    chunks: Annotated[str, typer.Option(help="Chunks of rows that overlap.")] = "4",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    rounds: Annotated[int, typer.Option(help="Steps; the one of median time is shown.")] = 5,
+    warmup: Annotated[int, typer.Option(help="Steps before these.")] = 2,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Chrome trace, for ui.perfetto.dev or chrome://tracing.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Timeline of all ranks.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure what hides behind what in forward and backward of a block, checked against dense first.
+
+    Example: ndtp bench overlap --grid 'z=2 y=4' --chunks 4 --trace trace.json --plot timeline.png
+    """
+    from ndtp.bench.overlap_trace import Job, chrome_trace, num_chunks
+    from ndtp.bench.volume import Shape
+
+    world = int(os.environ.get("WORLD_SIZE", "0")) or None
+    for name, size, least in (
+        ("ranks", ranks, 1), ("tokens", tokens, 1), ("hidden", hidden, 1), ("ffn", ffn, 1), ("rounds", rounds, 1),
+        ("warmup", warmup, 0),
+    ):  # fmt: skip
+        if size is not None and size < least:
+            raise GridError(f"bench overlap: --{name} {size} must be at least {least}")
+    if dtype not in DTYPES:
+        raise GridError(f"bench overlap: --dtype {dtype} is not one of {', '.join(DTYPES)}")
+    for option, path in (("trace", trace), ("plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise GridError(f"bench overlap: --{option} {path}: there is no folder {path.parent}")
+    shape = Shape(tokens, hidden, ffn)
+    case = choose(grid, scheme, ranks, world, shape)
+    device = _device(world)
+    job = Job(case, shape, DTYPES[dtype], chunks_of(chunks), rounds, warmup, device)
+    out = console(json_file)
+    count = case.grid.num_ranks
+    with out.status(f"measuring {count} ranks"):
+        traces = _run(job)
+    if not is_first_rank():
+        return
+    rows = [each.summary for each in traces]
+    wrong = traces[0].wrong
+    real = num_chunks(traces)
+    cut = f"chunks {real}" + f" of {chunks} asked for" * (str(real) != chunks)
+    title = f"{case.scheme} on {case}, block {shape}, {dtype}, {cut}"
+    if wrong:
+        out.print(f"{title}: {wrong} elements differ from the dense block; nothing was measured")
+    else:
+        out.print(_table(rows, title, num_unseen=sum(row["ends_not_seen"] for row in rows)))
+        if trace is not None:
+            trace.write_text(json.dumps(chrome_trace(traces)))
+            out.print(f"wrote {trace}: open it in ui.perfetto.dev or chrome://tracing", highlight=False)
+        if plot is not None:
+            from ndtp.cli.overlap_plot import draw
+
+            draw(traces, title, plot)
+            out.print(f"wrote {plot}", highlight=False)
+    write_json(json_file, {
+        "grid": {axis: case.grid[axis] for axis in case.grid}, "scheme": case.scheme, "ranks": count,
+        "tokens": tokens, "hidden": hidden, "ffn": ffn, "dtype": dtype, "chunks_asked": chunks, "chunks": real,
+        "rounds": rounds, "device": device, "wrong": wrong, "rows": [] if wrong else rows,
+    })  # fmt: skip
+    raise typer.Exit(1 if wrong else 0)
+
+
+def chunks_of(text: str) -> int:
+    """The value of --chunks.
+
+    Raises:
+        GridError: no number of at least 1.
+    """
+    if not text.isdigit() or int(text) < 1:
+        raise GridError(f"bench overlap: --chunks {text} is not a number of at least 1")
+    return int(text)
+
+
+def choose(text: str | None, scheme: str | None, ranks: int | None, world: int | None, shape: Shape) -> Case:
+    """The grid that was named, or the best by volume of as many ranks.
+
+    Raises:
+        GridError: a grid of another number of ranks than the launcher's or --ranks, one rank, or text that names none.
+        LayoutError: a scheme that is not there or does not fit the grid, or sizes that do not divide.
+    """
+    from ndtp.bench.volume import Case, cases, natural_scheme
+
+    if world and ranks not in (None, world):
+        raise GridError(f"bench overlap: --ranks {ranks} under a launcher of {world} ranks; leave --ranks out")
+    named = None if text is None else grid_of(text, "bench overlap")
+    count = world or ranks or (named.num_ranks if named else 4)
+    if count < 2:
+        raise GridError("bench overlap: one rank communicates with none; fix: --ranks 2 or more")
+    if named is None:
+        found = [case for case in cases(count, shape, count**2) if scheme in (None, case.scheme)]
+        if not found:
+            raise GridError(
+                f"bench overlap: no grid of {count} ranks for --scheme {scheme} was found; name one by --grid"
+            )
+        return found[0]
+    if named.num_ranks != count:
+        raise GridError(f"bench overlap: --grid {text!r} has {named.num_ranks} ranks, the run has {count}")
+    case = Case(named, scheme or natural_scheme(named))
+    case.predicted(shape, 1)  # raises where the sizes do not divide
+    return case
+
+
+def _device(world: int | None) -> str:
+    import torch
+
+    return "cuda" if world and torch.cuda.is_available() else "cpu"
+
+
+def _run(job: Job) -> list[RankTrace]:
+    import ndtp.testing
+    from ndtp.bench.overlap_trace import measure
+
+    if job.device == "cuda":
+        import torch
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return ndtp.testing.run(measure, job.case.grid.num_ranks, args=(job,), timeout=3600)
+
+
+def _table(rows: list[dict[str, Any]], title: str, num_unseen: int) -> Table:
+    table = Table(title=title, title_justify="left", caption_justify="left", padding=(0, 1), pad_edge=False)
+    table.add_column("rank")
+    for heading in ("step\nms", "compute\nms", "in flight\nms", "exposed\nwait ms", "other\nms", "hidden"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        where = " ".join(f"{axis}={at}" for axis, at in row["coordinate"].items())
+        times = [row[key] for key in ("step_ms", "compute_ms", "in_flight_ms", "exposed_ms", "other_ms")]
+        hidden = row["hidden_fraction"]
+        table.add_row(
+            f"{row['rank']}: {where}", *(f"{time:.2f}" for time in times), "-" if hidden is None else f"{hidden:.0%}"
+        )
+    table.caption = (
+        "The step of median time.  In flight: some collective was under way, from its issue to its completion, late "
+        "peers included; exposed: the rank waited for one; other: neither computing nor waiting, such as the host's "
+        "own work; hidden: the part of the time in flight in which the rank did not wait."
+    )
+    if num_unseen:
+        table.caption += f"  {num_unseen} completions were not seen: these flights end where their waits do."
+    return table

@@ -1,0 +1,109 @@
+"""A tensor on its way through the steps of a relayout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ndtp.relayout import Step
+
+if TYPE_CHECKING:
+    from ndtp.collectives import Handle
+    from ndtp.contraction import MatMulPlan
+    from ndtp.process_grid import ProcessGrid
+
+
+class Move:
+    """`start` sends a tensor off as far as it goes without waiting; `finish` brings it home.
+
+    The operands and results of a product of matrices go by columns without a copy: an operand that is gathered along
+    its last dim arrives as blocks of columns [p, rows, columns / p], and a result that is scattered along it leaves so.
+
+    Args:
+        op: what errors and profiles call it, such as ("mlp.up", "A").
+        phase: "forward", "dgrad" or "wgrad".
+        part: which chunk of how many, such as "2/4", for profiles.
+        out: where the last step puts its result, if it gathers rows or reduces.
+        blocks: "arrive" or "leave" if the tensor does, where its last step or first step is such.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        steps: Sequence[Step],
+        mesh: ProcessGrid,
+        op: tuple[str, ...],
+        phase: str,
+        part: str = "",
+        out: Tensor | None = None,
+        blocks: str = "",
+    ) -> None:
+        self.tensor, self.steps, self.mesh, self.op, self.phase = tensor, steps, mesh, op, phase
+        self.part, self.out, self.blocks = part, out, blocks
+        self.taken = 0
+        self.handle: Handle | None = None
+
+    def start(self) -> Move:
+        """Take the local steps and start the first collective."""
+        while self.handle is None and self.taken < len(self.steps):
+            step = self.steps[self.taken]
+            self.taken += 1
+            if step.kind == "slice":
+                self.tensor = _slice(self.tensor, step, self.mesh)
+            else:
+                last = self.taken == len(self.steps)
+                self.handle = self.mesh.collectives.start(
+                    step,
+                    self.tensor,
+                    self.op,
+                    self.phase,
+                    part=self.part,
+                    out=self.out if last else None,
+                    blocks=(self.blocks == "arrive" and last and gathers_columns(step))
+                    or (self.blocks == "leave" and self.taken == 1 and scatters_columns(step)),
+                )
+        return self
+
+    def finish(self) -> Tensor:
+        """Run all steps that are left and return the tensor."""
+        while self.start().handle is not None:
+            handle, self.handle = self.handle, None
+            self.tensor = handle.wait()  # type: ignore[union-attr]
+        return self.tensor
+
+
+def move_of(
+    plan: MatMulPlan,
+    name: str,
+    tensor: Tensor,
+    mesh: ProcessGrid,
+    phase: str,
+    part: str = "",
+    out: Tensor | None = None,
+) -> Move:
+    """The move of one of a plan's tensors, by its name in `plan.relayouts`."""
+    blocks = "" if not is_matrix(plan) else "arrive" if name in ("A", "B", "dC") else "leave"
+    return Move(tensor, plan.relayouts[name], mesh, (plan.name, name), phase, part, out, blocks)
+
+
+def is_matrix(plan: MatMulPlan) -> bool:
+    """Whether a product has no batch dims."""
+    return len(plan.c_letters) == 2
+
+
+def gathers_columns(step: Step) -> bool:
+    """Whether a step of a matrix is a gather along its last dim."""
+    return step.kind == "all_gather" and step.dim == 1
+
+
+def scatters_columns(step: Step) -> bool:
+    """Whether a step of a matrix is a reduce-scatter along its last dim."""
+    return step.kind == "reduce_scatter" and step.dim == 1
+
+
+def _slice(tensor: Tensor, step: Step, mesh: ProcessGrid) -> Tensor:
+    dim = step.dim or 0
+    size = tensor.shape[dim] // mesh.grid.size(step.axes)
+    return tensor.narrow(dim, mesh.grid.index(mesh.rank, step.axes) * size, size)

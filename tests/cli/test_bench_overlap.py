@@ -1,0 +1,212 @@
+"""`ndtp bench overlap`, as it is typed: the trace holds the plan's collectives, once a chunk, on every rank."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from ndtp.bench.overlap_trace import RankTrace, chrome_trace, lanes, merged, total
+from ndtp.bench.volume import Shape
+from ndtp.cli import bench_overlap, main
+from ndtp.grid import Grid
+from ndtp.schemes import block_layouts
+from ndtp.spans import Span
+
+TINY = ("--tokens", "64", "--hidden", "16", "--ffn", "32", "--rounds", "2", "--warmup", "1")
+BENCH = Path(__file__).parent.parent.parent / "bench"
+
+
+@pytest.fixture
+def ndtp(monkeypatch, capsys):
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["ndtp", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return (end.value.code, *capsys.readouterr())
+
+    return run
+
+
+def planned(grid: Grid, scheme: str) -> set[tuple[str, str, str]]:
+    """(title without chunk, phase, axes) of every collective of a block with biases."""
+    plans = block_layouts(grid, scheme).plans("mlp")
+    return {
+        (f"{step.kind}[{' '.join(step.axes)}] mlp.{layer} {tensor}", phase, " ".join(step.axes))
+        for layer, plan in zip(("up", "down"), plans, strict=True)
+        for phase, tensors in plan.phases(bias=True).items()
+        for tensor in tensors
+        for step in plan.relayouts[tensor]
+        if step.kind != "slice"
+    }
+
+
+def check_trace(text: str, grid: Grid, scheme: str, chunks: int) -> None:
+    events = json.loads(text)["traceEvents"]
+    assert {event["pid"] for event in events} == set(range(grid.num_ranks))
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in spans)
+    for rank in range(grid.num_ranks):
+        parts = defaultdict(list)
+        for event in spans:
+            if event["pid"] == rank and event["cat"] == "collective":
+                assert names[rank, event["tid"]] == f"axis {event['args']['axes']}"
+                part = re.search(r" (\d+/\d+)", event["name"])
+                title = event["name"].replace(part[0], "", 1) if part else event["name"]
+                parts[title, event["args"]["phase"], event["args"]["axes"]].append(part[1] if part else "whole")
+        assert set(parts) == planned(grid, scheme)
+        cut = [f"{i + 1}/{chunks}" for i in range(chunks)]
+        assert all(sorted(found) in (cut, ["whole"]) for found in parts.values()), parts
+        assert any(sorted(found) == cut for found in parts.values()), "nothing was cut"
+        products = {event["name"] for event in spans if event["pid"] == rank and names[rank, event["tid"]] == "compute"}
+        assert {f"gemm C {part} mlp.up" for part in cut} <= products
+    by_lane = defaultdict(list)
+    for event in spans:
+        by_lane[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for lane, times in by_lane.items():
+        rounding = 0.002
+        assert all(one[1] <= other[0] + rounding for one, other in pairwise(sorted(times))), f"{names[lane]} overlaps"
+
+
+@pytest.mark.parametrize("grid, scheme", [("z=2 y=2", "3d"), ("x=2 y=2", "2d")])
+def test_every_collective_of_the_plan_on_every_rank(ndtp, tmp_path, grid, scheme):
+    trace, plot, words = tmp_path / "trace.json", tmp_path / "timeline.png", ("--chunks", "2", "--json", "-")
+    code, out, err = ndtp("bench", "overlap", *TINY, "--grid", grid, "--trace", trace, "--plot", plot, *words)
+    assert code == 0, err
+    assert max(map(cell_len, err.replace(str(tmp_path), "").splitlines())) <= 100
+    result = json.loads(out)
+    assert (result["scheme"], result["ranks"], result["chunks"], result["wrong"]) == (scheme, 4, 2, 0)
+    for row in result["rows"]:
+        parts = row["compute_ms"] + row["exposed_ms"] + row["other_ms"]
+        assert parts == pytest.approx(row["step_ms"], rel=1e-6), "a rank computes, waits, or neither"
+        assert 0 <= row["hidden_fraction"] <= 1 and row["in_flight_ms"] > 0 and row["ends_not_seen"] == 0
+    check_trace(trace.read_text(), bench_overlap.grid_of(grid, ""), scheme, 2)
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
+
+
+def launched(*launcher: object, folder: Path) -> None:
+    """Under a launcher rank 0 alone prints and writes."""
+    words = (
+        "-m",
+        "ndtp",
+        "bench",
+        "overlap",
+        *TINY,
+        "--grid",
+        "y=2",
+        "--chunks",
+        "2",
+        "--trace",
+        folder / "trace.json",
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, (*launcher, *words))],
+        check=False, capture_output=True, text=True, env=environment, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("1d-sp on y=2") == 1, done.stdout
+    check_trace((folder / "trace.json").read_text(), Grid(z=1, x=1, y=2), "1d-sp", 2)
+
+
+def test_under_torchrun(tmp_path):
+    launched(
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        2,
+        "--no-python",
+        sys.executable,
+        folder=tmp_path,
+    )
+
+
+def test_behind_slow_links(tmp_path):
+    sys.path.insert(0, str(BENCH))
+    try:
+        from slow_network import requirements
+    finally:
+        sys.path.remove(str(BENCH))
+    if (missing := requirements()) is not None:
+        pytest.skip(f"network namespaces: {missing}")
+    launched(BENCH / "slow_network.py", "--ranks", 2, "--rate", "200mbit", "--", sys.executable, folder=tmp_path)
+
+
+def test_a_wrong_result_exits_1_and_is_not_timed(ndtp, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_overlap, "_run", lambda job: [RankTrace(i, {"y": i}, 3) for i in range(4)])
+    code, out, err = ndtp("bench", "overlap", *TINY, "--trace", tmp_path / "trace.json", "--json", "-")
+    assert code == 1 and "3 elements differ" in err
+    assert json.loads(out)["rows"] == [] and not list(tmp_path.iterdir())
+
+
+def flight(start: float, end: float, **changes: object) -> Span:
+    return Span(
+        **{"kind": "collective", "name": "f", "phase": "forward", "axes": ("x",), "start": start, "end": end} | changes
+    )
+
+
+def test_the_numbers_of_a_rank():
+    spans = (
+        flight(0.0, 3.0), flight(1.0, 4.0), flight(4.0, 5.0, axes=("y",)), flight(7.0, 9.0, end_seen=False),
+        flight(0.0, 2.0, kind="compute"), flight(2.0, 3.5, kind="wait"), flight(8.0, 10.0, kind="wait"),
+    )  # fmt: skip
+    trace = RankTrace(5, {"x": 1}, 0, 12.0, spans)
+    summary = trace.summary
+    times = [summary[key] for key in ("compute_ms", "in_flight_ms", "exposed_ms", "other_ms")]
+    assert times == [2000, 7000, 3500, 6500]
+    assert summary["hidden_fraction"] == pytest.approx(1 - 2.5 / 7) and summary["ends_not_seen"] == 1
+    assert [(name, [span.start for span in found]) for name, found in lanes(trace)] == [
+        ("compute", [0.0, 2.0, 8.0]), ("axis x", [0.0, 7.0]), ("axis x", [1.0]), ("axis y", [4.0]),
+    ]  # fmt: skip
+    unseen = [event for event in chrome_trace([trace])["traceEvents"] if "end" in event["args"]]
+    assert [event["ts"] for event in unseen] == [7e6]
+    assert RankTrace(0, {}, 0, 1.0).summary["hidden_fraction"] is None
+
+
+def test_merged():
+    assert merged([(3, 4), (0, 2), (1, 2.5), (2.5, 2.75)]) == [(0, 2.75), (3, 4)]
+    assert total(merged([(0, 2), (1, 3)])) == 3
+
+
+def test_grids_and_schemes():
+    shape = Shape(64, 16, 32)
+    choose = bench_overlap.choose
+    assert choose("z=2 y=2", None, None, None, shape).scheme == "3d"
+    assert choose("y=4", "2d-features", None, None, shape).scheme == "2d-features"
+    assert choose(None, "2d", 4, None, shape).scheme == "2d"
+    assert choose(None, None, None, 8, shape).grid.num_ranks == 8
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--chunks", "0"), "--chunks 0 is not a number of at least 1"),
+        (("--chunks", "many"), "--chunks many is not a number"),
+        (("--grid", "q=4"), "bench overlap: --grid 'q=4': write it like"),
+        (("--ranks", "4", "--grid", "y=8"), "has 8 ranks, the run has 4"),
+        (("--ranks", "1"), "--ranks 2 or more"),
+        (("--scheme", "4d"), "4d"),
+        (("--grid", "y=4", "--scheme", "4d"), "scheme '4d' is not one of"),
+        (("--grid", "z=2 y=2", "--scheme", "2d"), "scheme '3d'"),
+        (("--dtype", "int8"), "not one of fp32"),
+        (("--rounds", "0"), "--rounds 0 must be at least 1"),
+        (("--trace", "/nowhere/trace.json"), "no folder /nowhere"),
+        (("--grid", "x=4 y=2", "--hidden", "18"), "does not divide"),
+    ],
+)
+def test_wrong_use(ndtp, words, message):
+    code, _, err = ndtp("bench", "overlap", *TINY, *words)
+    assert code == 2 and message in err, err
+
+
+def test_help_has_an_example(ndtp):
+    code, out, _ = ndtp("bench", "overlap", "--help")
+    assert code == 0 and "Example: ndtp bench overlap" in out
