@@ -16,7 +16,6 @@ import math
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from gemm_contest import COMPILE_MODE, OTHERS, Deadline, Run, compete, configura
 from ndtp_kernels import interface  # noqa: E402
 from ndtp_kernels.chips import Chip, detect  # noqa: E402
 from ndtp_kernels.config import Config, default_table  # noqa: E402
-from ndtp_kernels.errors import KernelFallback  # noqa: E402
+from ndtp_kernels.errors import fallbacks_raise  # noqa: E402
 from ndtp_kernels.selection import Options  # noqa: E402
 from ndtp_kernels.tuning import options_for, time_in_turns  # noqa: E402
 from ndtp_kernels.workloads import TRANSPOSES, Workload, workload  # noqa: E402
@@ -355,14 +354,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     chip = detect(device)
     assert chip is not None
-    # A kernel that torch would stand in for must not be timed under the kernel's name.
-    warnings.simplefilter("error", KernelFallback)
     bench = Bench(device, chip, Deadline.after(chosen.seconds), chosen.quick)
     if chosen.counted:
-        count(counted_runs(json.loads(chosen.counted), bench))
+        with fallbacks_raise():
+            count(counted_runs(json.loads(chosen.counted), bench))
         return 0
     try:
-        measure(bench, parts)
+        with fallbacks_raise():
+            measure(bench, parts)
     finally:  # an interrupted run keeps what it has
         report = {"environment": environment(device, chip), **findings(bench)}
         if chosen.out:

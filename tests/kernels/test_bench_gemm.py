@@ -10,6 +10,7 @@ import pytest
 import torch
 from ndtp_kernels import aot, config, interface
 from ndtp_kernels.chips import CHIPS
+from ndtp_kernels.errors import KernelFallback, fallbacks_raise, warn_once
 from ndtp_kernels.launch import Launch
 from ndtp_kernels.workloads import KINDS, workload
 
@@ -112,17 +113,13 @@ def test_numbers_that_are_no_numbers_fail():
 
 
 def test_a_kernel_that_torch_stands_in_for_is_not_timed():
-    """As main does: the warning of a fallback is an error there."""
-    import warnings
-
-    from ndtp_kernels.errors import KernelFallback, warn_once
-
-    warn_once.cache_clear()
+    """As main does: a fallback raises there, even one that was warned of before."""
     work = workload("plain", *TINY, **BF16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", KernelFallback)
+    with pytest.warns(KernelFallback):
+        warn_once.cache_clear()
+        contest.checked(work, contest.rivals(work, H200)[0])
+    with fallbacks_raise():
         failed = contest.checked(work, contest.rivals(work, H200)[0])
-    warn_once.cache_clear()
     assert failed and "torch" not in failed and all("KernelFallback" in why for why in failed.values())
 
 
