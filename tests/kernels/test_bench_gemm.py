@@ -133,6 +133,12 @@ def test_shapes_cover_whole_and_sharded_projections():
     assert len(found) == len(shapes)
 
 
+def test_every_part_has_a_share_of_the_time():
+    assert list(bench.SHARES) == list(bench.PARTS)
+    shares = list(bench.SHARES.values())
+    assert shares == sorted(set(shares)) and shares[-1] == 1.0
+
+
 def test_every_candidate_has_a_label_of_its_own():
     for kind in ("plain", "epilogue", "gated", "backward", "wgrad"):
         problem = config.Problem(2048, 4096, 4096, kind=kind, products=2 if kind == "gated" else 1)
