@@ -119,7 +119,7 @@ def ndtps_reduce_scatter() -> Iterator[None]:
 
 
 def ndtp_block(
-    grid: ndtp.Grid, scheme: str, chunks: int, tokens: int, hidden: int, inner: int
+    grid: ndtp.Grid, scheme: str, chunks: int | str, tokens: int, hidden: int, inner: int
 ) -> tuple[Step, Callable[[Tensor], Tensor], ndtp.nn.MLP]:
     mesh = ndtp.ProcessGrid(grid)
     dense = dense_block(hidden, inner)
@@ -208,8 +208,8 @@ def main() -> None:
         named = [name.partition(":") for name in arguments.grids]
         cases = [(grid_of(axes, "overlap"), scheme) for scheme, _, axes in named]
     for grid, scheme in cases:
-        for chunks in (1, arguments.chunks):
-            name = f"{scheme} {grid}, {'plain' if chunks == 1 else 'overlapped'}"
+        for kind, chunks in (("plain", 1), ("overlapped", arguments.chunks), ("auto", "auto")):
+            name = f"{scheme} {grid}, {kind}"
             steps[name], forward, mlp = ndtp_block(grid, scheme, chunks, *sizes)
             check(forward, lambda y, mlp=mlp: mlp.out_layout.shard(y, mlp.mesh.rank), sizes)
             blocks[name] = mlp
@@ -224,6 +224,7 @@ def main() -> None:
         row: dict[str, float | None] = {"step_ms": step_s * 1e3, "speedup": base / step_s, "wire": wire_bytes(step)}
         if (mlp := blocks.get(name)) is not None:
             row["predicted"] = mlp.volume(tokens).in_bytes(4).total
+            row["chunks"] = mlp.up.plan.choices[tokens][0] if mlp.up.plan.chunks == "auto" else mlp.up.plan.chunks
             parts = alone(step, mlp, 3)
             exposed = max(0.0, step_s - parts["compute"])
             row |= {f"{part}_ms": value * 1e3 for part, value in parts.items()}
@@ -236,7 +237,7 @@ def main() -> None:
 
 
 def report(rows: dict[str, dict], arguments: argparse.Namespace) -> None:
-    heads = ("step", "compute", "comm."), ("hidden", "speedup"), ("wire/predicted",)
+    heads = ("step", "compute", "comm."), ("hidden", "speedup"), ("wire/predicted", "chunks")
     print(" " * 34, *(f"{head:>{width}}" for width, group in zip((8, 8, 15), heads, strict=True) for head in group))
     for name, row in rows.items():
         wire = f"{row['wire'] / row['predicted']:.3f}" if row["wire"] and row.get("predicted") else "-"
@@ -245,7 +246,7 @@ def report(rows: dict[str, dict], arguments: argparse.Namespace) -> None:
             if "compute_ms" in row
             else f"{'-':>8} {'-':>8} {'-':>8}"
         )
-        print(f"{name:34} {row['step_ms']:8.0f} {parts} {row['speedup']:7.2f}x {wire:>15}")
+        print(f"{name:34} {row['step_ms']:8.0f} {parts} {row['speedup']:7.2f}x {wire:>15} {row.get('chunks', '-'):>15}")
     if arguments.out:
         arguments.out.write_text(
             json.dumps(

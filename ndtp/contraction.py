@@ -10,8 +10,8 @@ Sources: Agarwal et al. 1995 for the 3D algorithm; MindSpore's high-dimension te
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -40,8 +40,9 @@ class MatMulPlan:
         roles: letters ("m", "n", "k", "batch") for axes that shall not follow the rule.
         transpose_a, transpose_b: the operand's two last dims are swapped, as `torch.matmul(a, b.mT)` would have it.
         regather: the operands ("a", "b") that backward gathers again instead of keeping them gathered since forward.
-        chunks: the number of chunks of rows whose communication and GEMMs overlap; default: what the layout of A asks
-            for (`interleaved_parallel`), else 1.  Fewer are used where the rows do not divide.
+        chunks: the number of chunks of rows whose communication and GEMMs overlap, or "auto": chosen where the product
+            first runs, by `ndtp.chunk_count`.  Default: what the layout of A asks for (`interleaved_parallel`), else 1.
+            Fewer are used where the rows do not divide.
         name: what errors and profiles call the product.
         a_units, b_units: batch dims of an operand that have size 1 and are broadcast; `bind` finds them from shapes.
 
@@ -49,6 +50,7 @@ class MatMulPlan:
         out: the layout of C.
         roles: axis -> letter, for the axes that have one.
         steps: every collective and slice, in the order of the phases.
+        choices: what "auto" has chosen so far: rows -> the number of chunks, and why.
 
     Raises:
         LayoutError: a product that the rule cannot compute, with the nearest legal layout.
@@ -61,12 +63,13 @@ class MatMulPlan:
     transpose_a: bool = False
     transpose_b: bool = False
     regather: tuple[str, ...] = ()
-    chunks: int = 0
+    chunks: int | str = 0
     name: str = "matmul"
     a_units: tuple[int, ...] = ()
     b_units: tuple[int, ...] = ()
     requested: tuple[Layout | None, Mapping[str, str]] = field(init=False, repr=False)
     orders: Mapping[str, tuple[str, ...]] = field(init=False, repr=False)
+    choices: dict[int, tuple[int, str]] = field(init=False, repr=False)
 
     if TYPE_CHECKING:  # what may be passed, where the attributes are never None
 
@@ -79,7 +82,7 @@ class MatMulPlan:
             transpose_a: bool = False,
             transpose_b: bool = False,
             regather: tuple[str, ...] = (),
-            chunks: int = 0,
+            chunks: int | str = 0,
             name: str = "matmul",
             a_units: tuple[int, ...] = (),
             b_units: tuple[int, ...] = (),
@@ -89,6 +92,7 @@ class MatMulPlan:
         self._check_arguments()
         set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         overrides = dict(self.roles or {})
+        set_field("choices", {})
         set_field("requested", (self.out, overrides))
         set_field("roles", self._assign_roles(overrides))
         set_field("orders", {})
@@ -276,7 +280,9 @@ class MatMulPlan:
         Raises:
             LayoutError: shapes that do not fit each other or the layouts.
         """
-        return _bind(self, tuple(a_shard), tuple(b_shard))
+        from ndtp.binding import bind
+
+        return bind(self, tuple(a_shard), tuple(b_shard))
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
         """Letter -> global size, from `(*batch, M, K, N)`; checks that every size divides.
@@ -319,7 +325,9 @@ class MatMulPlan:
 
     def __str__(self) -> str:
         moves = [str(s) for s in self.steps if s.phase == "forward"]
-        return f"{self.equation}: {', '.join(moves) if moves else 'no communication'}"
+        cut = [f"; {count} chunk{'s' * (count > 1)} of {m} rows: {why}" for m, (count, why) in self.choices.items()]
+        waits = "; chunks: auto, chosen where it first runs" if self.chunks == "auto" and not cut else ""
+        return f"{self.equation}: {', '.join(moves) if moves else 'no communication'}" + "".join(cut) + waits
 
     @property
     def equation(self) -> str:
@@ -352,49 +360,7 @@ class MatMulPlan:
                     f"{where}: roles={{{axis!r}: {role!r}}} does not give an axis of grid {self.grid} "
                     f"one of the letters {', '.join(self.letters)}"
                 )
+        if self.chunks != "auto" and (isinstance(self.chunks, str) or self.chunks < 0):
+            raise LayoutError(f"{where}: chunks={self.chunks!r} is neither a number of chunks nor 'auto'")
         if set(self.regather) - {"a", "b"}:
             raise LayoutError(f"{where}: regather={self.regather!r} may name 'a' and 'b' only")
-
-
-@lru_cache(maxsize=4096)
-def _bind(plan: MatMulPlan, a_shard: tuple[int, ...], b_shard: tuple[int, ...]) -> tuple[MatMulPlan, dict[str, int]]:
-    where = f"MatMul '{plan.name}'"
-    for tensor, layout, shard in (("A", plan.a, a_shard), ("B", plan.b, b_shard)):
-        if len(shard) != layout.ndim:
-            raise LayoutError(
-                f"{where}: the shard of {tensor} has shape {shard}, its layout {layout} {layout.ndim} dims"
-            )
-    a_shape, b_shape = (
-        tuple(size * layout.num_splits(dim) for dim, size in enumerate(shard))
-        for layout, shard in ((plan.a, a_shard), (plan.b, b_shard))
-    )
-    out, overrides = plan.requested
-    plain = replace(plan, out=out, roles=overrides, a_units=(), b_units=())  # type: ignore[arg-type]
-    sizes: dict[str, int] = {}
-    for letter in plain.letters:
-        found = {
-            tensor: shape[letters.index(letter)]
-            for tensor, shape, letters in (("A", a_shape, plain.a_letters), ("B", b_shape, plain.b_letters))
-            if letter in letters
-        }
-        sizes[letter] = max(found.values()) if 0 not in found.values() else 0
-        may_differ = letter in plain.batch_letters
-        if any(size != sizes[letter] and not (may_differ and size == 1) for size in found.values()):
-            raise LayoutError(
-                f"{where}: {shown(letter)} is {found['A']} in A {a_shape} and {found['B']} in B {b_shape}\n"
-                f"  {refusals.operands(plan)}; shards are {a_shard} and {b_shard}\n"
-                f"  fix: pass this rank's shards, with global shapes that torch.matmul would take"
-            )
-    a_units, b_units = (
-        tuple(
-            dim
-            for dim, (letter, size) in enumerate(zip(letters, shape, strict=True))
-            if letter in plain.batch_letters and size == 1 and sizes[letter] != 1
-        )
-        for shape, letters in ((a_shape, plain.a_letters), (b_shape, plain.b_letters))
-    )
-    # A bound plan may meet operands that broadcast otherwise; `out` and the roles stay as announced.
-    same = (a_units, b_units) == (plan.a_units, plan.b_units)
-    bound = plan if same else replace(plan, a_units=a_units, b_units=b_units)
-    bound.check_divides(sizes)
-    return bound, sizes

@@ -48,12 +48,15 @@ class Stage:
 
 
 class Execution:
-    """A chain of products on one grid: forward once, backward as often as autograd asks."""
+    """A chain of products on one grid: forward once, backward as often as autograd asks.
 
-    def __init__(self, stages: Sequence[Stage], mesh: ProcessGrid) -> None:
+    Args:
+        chunks: at most so many; fewer where the rows do not divide.
+    """
+
+    def __init__(self, stages: Sequence[Stage], mesh: ProcessGrid, chunks: int) -> None:
         self.stages, self.mesh, self.last = stages, mesh, len(stages) - 1
-        wanted = min(stage.plan.chunks for stage in stages)
-        self.rows = RowChunks.of([stage.plan for stage in stages], stages[0].sizes["m"], wanted)
+        self.rows = RowChunks.of([stage.plan for stage in stages], stages[0].sizes["m"], chunks)
         self.chunks = self.rows[0].count
         self._clear()
 

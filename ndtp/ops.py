@@ -143,10 +143,19 @@ def _chain(
         _check_operands(bound, a, b, bias, sizes)
         shape = bound.shard_shape("C", sizes)
         stages.append(Stage(bound, sizes, weakref.ref(parameter), activation))
-    c = _Chain.apply(Execution(stages, mesh), [deferred for _, deferred in arriving], a, *shards)
+    execution = Execution(stages, mesh, _chunks(plans, stages, mesh, a))
+    c = _Chain.apply(execution, [deferred for _, deferred in arriving], a, *shards)
     if c.grad_fn is not None:
         mesh.recent_products.append(c.grad_fn._sequence_nr() - 1)
     return c
+
+
+def _chunks(plans: Sequence[MatMulPlan], stages: Sequence[Stage], mesh: ProcessGrid, a: Tensor) -> int:
+    if any(plan.chunks == "auto" for plan in plans):
+        from ndtp.chunk_count import resolve
+
+        return resolve(plans, [stage.sizes for stage in stages], mesh, a)
+    return min(int(plan.chunks) for plan in plans)
 
 
 def _description(a: Tensor, plan: MatMulPlan, b: Tensor, bias: Tensor | None) -> str:

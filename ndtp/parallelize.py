@@ -107,7 +107,7 @@ def parallelize(
     axes: Sequence[str] | None = None,
     pad: bool = True,
     regather: tuple[str, ...] = (),
-    chunks: int = 0,
+    chunks: int | str = 0,
     tokens: int | None = None,
     hardware: str | Hardware = "h100-ib",
 ) -> nn.Module:

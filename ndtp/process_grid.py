@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ndtp.chunk_count import Speeds
     from ndtp.spans import Recorder
 
 GEMMS = ("torch", "kernels")
@@ -116,6 +117,7 @@ class ProcessGrid:
             ring_bytes, nccl.registered_memory(ring_groups) if register_buffers and ring_groups else None
         )
         self.collectives = Collectives.of(self)
+        self.speeds: Speeds | None = None  # measured where a number of chunks is first chosen
         self.recorder: Recorder | None = None  # held here: backward may run in threads of autograd's own
         self.prefetch, self.prefetch_backward = WeightPrefetch(), WeightPrefetch("dgrad")
         # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone

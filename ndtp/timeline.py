@@ -91,15 +91,16 @@ class Timeline:
     pending: dict[Key, tuple[Any, Any, Messages]] = field(default_factory=dict)
 
     def compute(self, key: Key, what: str, seconds: Any) -> None:
-        """Work of the rank, longer by what it loses to the collectives that fly meanwhile."""
-        begin, self.now = self.now, self.now + seconds
-        self._keep("compute", key, what, begin, self.now)
+        """Work of the rank; beside collectives it goes on at `1 - contention` of its speed."""
+        begin, slowed = self.now, seconds
         if self.contention:
             beside: Any = 0.0
             for left, right, _ in self.pending.values():
-                beside = beside + np.maximum(0.0, np.minimum(self.now, right) - np.maximum(begin, left))
-            begin, self.now = self.now, self.now + self.contention * beside
-            self._keep("compute", key, "contention", begin, self.now)
+                beside = beside + np.maximum(0.0, right - np.maximum(begin, left))
+            slowed = np.minimum(seconds / max(1e-9, 1 - self.contention), seconds + self.contention * beside)
+        self.now = begin + slowed
+        self._keep("compute", key, what, begin, begin + seconds)
+        self._keep("compute", key, "contention", begin + seconds, self.now)
 
     def start(self, key: Key, messages: Messages, cut: int = 1) -> None:
         """Put the first collective of a move on its link; the others follow when it is waited for.

@@ -37,7 +37,7 @@ def test_overlap_checks_every_rival_and_tells_the_parts(tmp_path):
     start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, BENCH / "overlap.py", *sizes)
     rows = json.loads(out.read_text())["rows"]
     ours = [row for row in rows.values() if "predicted" in row]
-    assert len(ours) == 8, "1D and three grids, plain and overlapped"
+    assert len(ours) == 12, "1D and three grids: plain, overlapped, and in as many chunks as pay"
     assert all({"compute_ms", "communication_ms", "hidden_fraction", "predicted"} <= set(row) for row in ours)
 
 

@@ -27,7 +27,7 @@ class Job:
     case: Case
     shape: Shape
     dtype: str
-    chunks: int
+    chunks: int | str
     rounds: int
     warmup: int
     device: str = "cpu"

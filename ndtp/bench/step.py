@@ -178,7 +178,7 @@ def _sum_over_ranks(wrong: Any, device: str) -> int:
     return int(total)
 
 
-def count_wrong(case: Case, mesh: ProcessGrid, shape: Shape, device: str, chunks: int = 0) -> int:
+def count_wrong(case: Case, mesh: ProcessGrid, shape: Shape, device: str, chunks: int | str = 0) -> int:
     """Elements, over all ranks, of the output and all gradients that differ from the reference."""
     reference = Reference.of(shape, case.grid.num_ranks, device)
     dense, x, grad = reference.dense, reference.x, reference.grad

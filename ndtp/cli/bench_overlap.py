@@ -30,7 +30,7 @@ def overlap(
     tokens: Annotated[int, typer.Option(help="Rows of the block.")] = 1024,
     hidden: Annotated[int, typer.Option(help="Features outside of the block.")] = 256,
     ffn: Annotated[int, typer.Option(help="Features inside of the block.")] = 1024,
-    chunks: Annotated[str, typer.Option(help="Chunks of rows that overlap.")] = "4",
+    chunks: Annotated[str, typer.Option(help="Chunks of rows that overlap, or auto.")] = "4",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     rounds: Annotated[int, typer.Option(help="Steps; the one of median time is shown.")] = 5,
     warmup: Annotated[int, typer.Option(help="Steps before these.")] = 2,
@@ -94,14 +94,16 @@ def overlap(
     raise typer.Exit(1 if wrong else 0)
 
 
-def chunks_of(text: str) -> int:
+def chunks_of(text: str) -> int | str:
     """The value of --chunks.
 
     Raises:
-        GridError: no number of at least 1.
+        GridError: neither a number of at least 1 nor auto.
     """
+    if text == "auto":
+        return text
     if not text.isdigit() or int(text) < 1:
-        raise GridError(f"bench overlap: --chunks {text} is not a number of at least 1")
+        raise GridError(f"bench overlap: --chunks {text} is neither a number of at least 1 nor auto")
     return int(text)
 
 

@@ -42,7 +42,7 @@ class Linear(nn.Module):
             y are then shards of padded tensors; results and gradients are those of the unpadded problem.  A pair of
             integers pads `in` and `out` to multiples of these, so that one checkpoint fits many grids.
         regather: "a" and/or "b": operands that backward gathers again instead of keeping.
-        chunks: the number of chunks of rows whose communication and GEMMs overlap; default: one.
+        chunks: the number of chunks of rows whose communication and GEMMs overlap, or "auto"; default: one.
         seed: default: drawn from torch's generator, which must be seeded alike on every rank.
         name: what errors, profiles and the initialisation call this layer.
 
@@ -67,7 +67,7 @@ class Linear(nn.Module):
         out_layout: Layout | None = None,
         pad: bool | tuple[int, int] = False,
         regather: tuple[str, ...] = (),
-        chunks: int = 0,
+        chunks: int | str = 0,
         seed: int | None = None,
         name: str = "linear",
     ) -> None:

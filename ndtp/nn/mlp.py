@@ -68,7 +68,7 @@ class MLP(nn.Module):
         layouts: BlockLayouts | None = None,
         pad: bool | int = False,
         regather: tuple[str, ...] = (),
-        chunks: int = 0,
+        chunks: int | str = 0,
         seed: int | None = None,
         name: str = "mlp",
     ) -> None:
