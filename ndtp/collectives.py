@@ -169,10 +169,10 @@ class Collectives:
             shape = (ranks, *x.shape) if blocks else (ranks * x.shape[0], *x.shape[1:])
             gathered = x.new_empty(shape) if out is None else out
             landing = gathered.flatten(0, 1) if blocks else gathered
-            work = _all_gather_single(landing, x, group=group, async_op=True)
+            work = self._send(_all_gather_single, landing, x, group=group)
             return Started(work, lambda: gathered, (x, gathered), copied)
         landing, finish, landed = self._landing(x, x.shape, step.dim or 0, ranks)
-        work = _all_gather_single(landing, x, group=group, async_op=True)
+        work = self._send(_all_gather_single, landing, x, group=group)
         return Started(work, finish, (x, landing), copied + landed)
 
     def reduce_scatter(
@@ -187,12 +187,12 @@ class Collectives:
         """[.., ranks * s, ..] partial sums, or [ranks, .., s, ..] with `blocks` -> [.., s, ..] at `step.dim`."""
         sent, copied = self._blocks(x, step.dim or 0, ranks, blocks)
         summed = sent.new_empty((sent.shape[0] // ranks, *sent.shape[1:])) if out is None else out
-        work = _reduce_scatter_single(summed, sent, group=group, async_op=True)
+        work = self._send(_reduce_scatter_single, summed, sent, group=group)
         return Started(work, lambda: summed, (sent, summed), copied)
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
         summed = x.clone(memory_format=torch.contiguous_format)
-        work = dist.all_reduce(summed, group=group, async_op=True)
+        work = self._send(dist.all_reduce, summed, group=group)
         return Started(work, lambda: summed, (summed,))
 
     def all_to_all(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
@@ -200,8 +200,12 @@ class Collectives:
         blocks, copied = self._blocks(x, step.dim or 0, ranks)
         shape = (blocks.shape[0] // ranks, *blocks.shape[1:])
         landing, finish, landed = self._landing(x, shape, step.source or 0, ranks)
-        work = dist.all_to_all_single(landing, blocks, group=group, async_op=True)
+        work = self._send(dist.all_to_all_single, landing, blocks, group=group)
         return Started(work, finish, (blocks, landing), copied + landed)
+
+    def _send(self, collective: Callable[..., Any], *tensors: Tensor, group: ProcessGroup) -> Any:
+        """Hand tensors over to torch; `ndtp.memory` has none to send."""
+        return collective(*tensors, group=group, async_op=True)
 
     def _contiguous(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """`x` if it is contiguous, else a borrowed copy; and what was borrowed."""
@@ -257,7 +261,7 @@ class GlooCollectives(Collectives):
     ) -> Started:
         sent, copied = self._blocks(x, step.dim or 0, ranks, blocks)
         received = self.ring.borrow(sent.shape, sent)
-        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        work = self._send(dist.all_to_all_single, received, sent, group=group)
         return Started(work, lambda: _sum(received, ranks, out), (sent, received), (*copied, received))
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
@@ -268,11 +272,13 @@ class GlooCollectives(Collectives):
         flat[: x.numel()].view(x.shape).copy_(x.detach())
         flat[x.numel() :].zero_()
         received = self.ring.borrow(flat.shape, flat)
-        work = dist.all_to_all_single(received, flat, group=group, async_op=True)
+        work = self._send(dist.all_to_all_single, received, flat, group=group)
 
         def finish() -> Tensor:
             gathered = torch.empty_like(flat)
-            _all_gather_single(gathered, _sum(received, ranks), group=group)
+            work = self._send(_all_gather_single, gathered, _sum(received, ranks), group=group)
+            if work is not None:
+                work.wait()
             return gathered[: x.numel()].view(x.shape)
 
         return Started(work, finish, (flat, received), (flat, received))

@@ -39,6 +39,13 @@ def test_overlap_checks_every_rival_and_tells_the_parts(tmp_path):
     assert all({"compute_ms", "communication_ms", "hidden_fraction", "predicted"} <= set(row) for row in ours)
 
 
+def test_memory_predicts_what_it_counts(tmp_path):
+    out = tmp_path / "memory.json"
+    start(BENCH / "memory.py", "--tokens", 128, "--hidden", 16, "--inner", 32, "--out", out)
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 32 and all(row["measured"] == row["predicted"] for row in rows)
+
+
 def namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
