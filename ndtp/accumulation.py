@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PartialSums:
-    """Sums of this rank's gradients, one a weight, from which the all-reduce over the axes that replicate it is missing.
+    """This rank's sums of gradients, one a weight, before the all-reduce over the axes that replicate it.
 
     They are never in `.grad`, where they would look finished.  Each lives as long as its weight.
     """

@@ -169,8 +169,10 @@ def memory(
 class _Silent:
     """Collectives that prepare what they would send, make room for what they would receive, and send nothing."""
 
-    def _send(self, collective: Callable[..., Any], *tensors: Tensor, group: Any) -> None:
+    def _send(self, *_: Any, **__: Any) -> None:
         return None
+
+    _gather = _exchange = _send
 
 
 class _SilentNccl(_Silent, Collectives):

@@ -111,7 +111,7 @@ def _chain(
                 _check_placements(x, tensor, plan, mesh)
     if not _is_plain(a):
         _check_placements(a, "A", plans[0], mesh)
-    given = (*weights, *biases)
+    given: tuple[Any, ...] = (*weights, *biases)
     if not a.is_meta and torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
         a = _autocast(a, dtype)

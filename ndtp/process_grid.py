@@ -231,7 +231,7 @@ class ProcessGrid:
             raise GridError(f"ProcessGrid: max_ctas={self.max_ctas} is less than one thread block")
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Backward passes inside leave out the all-reduce of weights' gradients; the first one after it makes up for it.
+        """Backward passes inside leave out the all-reduce of weights' gradients; the first one outside makes up for it.
 
             for x in micro_batches[:-1]:
                 with mesh.accumulate():
