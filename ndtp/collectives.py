@@ -195,12 +195,12 @@ class Collectives:
         """[.., ranks * s, ..] partial sums, or [ranks, .., s, ..] with `blocks` -> [.., s, ..] at `step.dim`."""
         sent, copied = self._blocks(x, step.dim or 0, ranks, blocks)
         summed = sent.new_empty((sent.shape[0] // ranks, *sent.shape[1:])) if out is None else out
-        work = _reduce_scatter_single(summed, sent, group=group, async_op=True)
+        work = self._send(_reduce_scatter_single, summed, sent, group=group)
         return Started(work, lambda: summed, (sent, summed), copied)
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
         summed = x.clone(memory_format=torch.contiguous_format)
-        work = dist.all_reduce(summed, group=group, async_op=True)
+        work = self._send(dist.all_reduce, summed, group=group)
         return Started(work, lambda: summed, (summed,))
 
     def all_to_all(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
@@ -213,11 +213,15 @@ class Collectives:
 
     def _gather(self, landing: Tensor, x: Tensor, group: ProcessGroup) -> Any:
         """Start to bring the `x` of all ranks together in `landing`, behind one another on dim 0."""
-        return _all_gather_single(landing, x, group=group, async_op=True)
+        return self._send(_all_gather_single, landing, x, group=group)
 
     def _exchange(self, landing: Tensor, blocks: Tensor, group: ProcessGroup) -> Any:
         """Start to send block j of dim 0 to rank j, and to receive its block for this rank as block j of `landing`."""
-        return dist.all_to_all_single(landing, blocks, group=group, async_op=True)
+        return self._send(dist.all_to_all_single, landing, blocks, group=group)
+
+    def _send(self, collective: Callable[..., Any], *tensors: Tensor, group: ProcessGroup) -> Any:
+        """Hand tensors over to torch; `ndtp.memory` has none to send."""
+        return collective(*tensors, group=group, async_op=True)
 
     def _contiguous(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """`x` if it is contiguous, else a borrowed copy; and what was borrowed."""
@@ -301,11 +305,13 @@ class GlooCollectives(Collectives):
         flat[: x.numel()].view(x.shape).copy_(x.detach())
         flat[x.numel() :].zero_()
         received = self.ring.borrow(flat.shape, flat)
-        work = dist.all_to_all_single(received, flat, group=group, async_op=True)
+        work = self._send(dist.all_to_all_single, received, flat, group=group)
 
         def finish() -> Tensor:
             gathered = torch.empty_like(flat)
-            _all_gather_single(gathered, _sum(received, ranks), group=group)
+            work = self._send(_all_gather_single, gathered, _sum(received, ranks), group=group)
+            if work is not None:
+                work.wait()
             return gathered[: x.numel()].view(x.shape)
 
         return Started(work, finish, (flat, received), (flat, received))

@@ -97,16 +97,19 @@ class Execution:
         return c, kept
 
     def backward(
-        self, grad: Tensor, kept: Mapping[Key, Tensor], wanted: Sequence[Wanted]
+        self, grad: Tensor, kept: dict[Key, Tensor], wanted: Sequence[Wanted]
     ) -> tuple[Tensor | None, list[Move | None], list[Move | None]]:
-        """dA of the first product as it is stored; of every product the moves of dB and dbias, not waited for."""
+        """dA of the first product as it is stored; of every product the moves of dB and dbias, not waited for.
+
+        Empties `kept`: what is used up must not live until the end of the chain.
+        """
         self._clear()  # an earlier backward may have ended in an exception
         self._phases, self._wanted, self._stored[self.last, "dC"] = BACKWARD, wanted, grad
-        for (p, name, i), tensor in kept.items():
+        for p, name, i in tuple(kept):
             if name.lower() in wanted[p].regather:
-                self._stored[p, name] = tensor
+                self._stored[p, name] = kept.pop((p, name, i))
             else:
-                self._tensors[p, name, i] = tensor
+                self._tensors[p, name, i] = kept.pop((p, name, i))
         if wanted[self.last].again("b"):
             self._take_weight(self.last, self.mesh.prefetch_backward)
         self._run(backward_tasks(self.chunks, tuple(wanted)))
@@ -144,7 +147,8 @@ class Execution:
         key = p, name, i
         if key in self._moves:
             return
-        tensor = self._tensors.get(key)  # a product on its way out, or an activated operand on its way in
+        # A product on its way out, or an activated operand on its way in, of which this rank's own part is still used.
+        tensor = self._tensors.get(key) if name in ("A", "dC") else self._tensors.pop(key, None)
         if tensor is None:
             tensor = self._stored[p, name]
             tensor = tensor if i is None else self.rows[p].cut(tensor, name, i)
@@ -154,13 +158,14 @@ class Execution:
         out = None if i is None or self.chunks == 1 else self._place(p, name, i, tensor)
         # dC is gathered once, for the first phase that needs it.
         phase = "wgrad" if name == "dC" and not self._wanted[p].dgrad else self._phases[name]
-        move = move_of(self.stages[p].plan, name, tensor, self.mesh, phase, part, out)
+        hold = name in ("dB", "dbias") and self.mesh.partial_sums.holds_back
+        move = move_of(self.stages[p].plan, name, tensor, self.mesh, phase, part, out, hold)
         self._moves[key] = move.start()
 
     def _wait(self, p: int, name: str, i: int | None) -> None:
         move = self._moves.pop((p, name, i))
         tensor = move.finish()
-        if move.out is not None and tensor.data_ptr() != move.out.data_ptr():
+        if move.out is not None and tensor is not move.out:
             tensor = move.out.copy_(tensor)
         self._tensors[p, name, i] = tensor
 
@@ -306,6 +311,8 @@ class Execution:
             steps = plan.relayouts[name]
             if any(step.kind != "all_gather" or step.dim != 0 for step in steps) or not self._wanted[p].wgrad:
                 return None
+            if name == "A" and self._phases is FORWARD and self._wanted[p].again("a"):
+                return None  # each chunk goes when it is multiplied
             if not steps and rows.place(name)[1] == 1 and (p, name) in self._stored:
                 return None  # the shard as it is
             height = chunk.shape[0] * prod(self.mesh.grid.size(step.axes) for step in steps)

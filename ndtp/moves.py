@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ndtp.relayout import Step
@@ -27,6 +28,7 @@ class Move:
         part: which chunk of how many, such as "2/4", for profiles.
         out: where the last step puts its result, if it gathers rows or reduces.
         blocks: "arrive" or "leave" if the tensor does, where its last step or first step is such.
+        hold: stop before an all-reduce, until `go_on`.
     """
 
     def __init__(
@@ -39,24 +41,30 @@ class Move:
         part: str = "",
         out: Tensor | None = None,
         blocks: str = "",
+        hold: bool = False,
     ) -> None:
-        self.tensor, self.steps, self.mesh, self.op, self.phase = tensor, steps, mesh, op, phase
-        self.part, self.out, self.blocks = part, out, blocks
+        self.tensor: Tensor | None = tensor
+        self.steps, self.mesh, self.op, self.phase = steps, mesh, op, phase
+        self.part, self.out, self.blocks, self.hold = part, out, blocks, hold
         self.taken = 0
         self.handle: Handle | None = None
 
     def start(self) -> Move:
         """Take the local steps and start the first collective."""
         while self.handle is None and self.taken < len(self.steps):
-            step = self.steps[self.taken]
+            if self.is_held:
+                break
+            step, tensor = self.steps[self.taken], self.tensor
+            assert tensor is not None
             self.taken += 1
             if step.kind == "slice":
-                self.tensor = _slice(self.tensor, step, self.mesh)
+                self.tensor = _slice(tensor, step, self.mesh)
             else:
+                self.tensor = None  # the collective holds what it needs of it
                 last = self.taken == len(self.steps)
                 self.handle = self.mesh.collectives.start(
                     step,
-                    self.tensor,
+                    tensor,
                     self.op,
                     self.phase,
                     part=self.part,
@@ -67,11 +75,29 @@ class Move:
         return self
 
     def finish(self) -> Tensor:
-        """Run all steps that are left and return the tensor."""
+        """Run all steps that are left, up to one that is held back, and return the tensor."""
         while self.start().handle is not None:
             handle, self.handle = self.handle, None
             self.tensor = handle.wait()  # type: ignore[union-attr]
+        assert self.tensor is not None
         return self.tensor
+
+    @property
+    def is_held(self) -> bool:
+        """Whether an all-reduce comes next, and is held back."""
+        return self.hold and self.taken < len(self.steps) and self.steps[self.taken].kind == "all_reduce"
+
+    def add(self, other: Tensor) -> None:
+        """Add to what is held back."""
+        self.tensor = self.finish() + other
+
+    def cast(self, dtype: torch.dtype) -> Move:
+        self.tensor = self.finish().to(dtype)
+        return self
+
+    def go_on(self) -> Move:
+        self.hold = False
+        return self
 
 
 def move_of(
@@ -82,10 +108,11 @@ def move_of(
     phase: str,
     part: str = "",
     out: Tensor | None = None,
+    hold: bool = False,
 ) -> Move:
     """The move of one of a plan's tensors, by its name in `plan.relayouts`."""
     blocks = "" if not is_matrix(plan) else "arrive" if name in ("A", "B", "dC") else "leave"
-    return Move(tensor, plan.relayouts[name], mesh, (plan.name, name), phase, part, out, blocks)
+    return Move(tensor, plan.relayouts[name], mesh, (plan.name, name), phase, part, out, blocks, hold)
 
 
 def is_matrix(plan: MatMulPlan) -> bool:

@@ -111,7 +111,7 @@ def _chain(
                 _check_placements(x, tensor, plan, mesh)
     if not _is_plain(a):
         _check_placements(a, "A", plans[0], mesh)
-    given = weights
+    given: tuple[Any, ...] = (*weights, *biases)
     if not a.is_meta and torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
         a = _autocast(a, dtype)
@@ -119,11 +119,9 @@ def _chain(
         biases = [None if bias is None else _autocast(bias, dtype) for bias in biases]
     a = local_shard(a)
     arriving: list[tuple[Tensor | None, Deferred | None]] = [
-        _arriving(b, plan.relayouts["dB"], mesh) for b, plan in zip(weights, plans, strict=True)
-    ]
-    arriving += [
-        (None, None) if bias is None else _arriving(bias, plan.relayouts["dbias"], mesh)
-        for bias, plan in zip(biases, plans, strict=True)
+        (None, None) if x is None else _arriving(x, plan.relayouts[name], mesh, parameter)
+        for name, tensors, parameters in (("dB", weights, given), ("dbias", biases, given[len(plans) :]))
+        for x, plan, parameter in zip(tensors, plans, parameters, strict=False)
     ]
     shards = [shard for shard, _ in arriving]
     weights, biases = shards[: len(plans)], shards[len(plans) :]  # type: ignore[assignment]
@@ -134,7 +132,7 @@ def _chain(
         cross_check(mesh, "; then ".join(_description(a, *product) for product in products))
     stages: list[Stage] = []
     shape: Sequence[int] = a.shape
-    for plan, b, bias, activation, parameter in zip(plans, weights, biases, activations, given, strict=True):
+    for plan, b, bias, activation, parameter in zip(plans, weights, biases, activations, given, strict=False):
         if plan.grid is not mesh.grid and plan.grid != mesh.grid:
             raise LayoutError(
                 f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}"
@@ -274,9 +272,16 @@ def _signature(x: Tensor | None) -> str:
 
 
 class Deferred:
-    """The gradient of one use of a weight, on its way: set by the product's backward, taken where it arrives."""
+    """The gradient of one use of a weight, on its way: set by the product's backward, taken where it arrives.
+
+    Attributes:
+        parameter: whose gradient it is, if autograd ends there.
+    """
 
     move: Move | None = None
+
+    def __init__(self, parameter: Tensor | None = None) -> None:
+        self.parameter = None if parameter is None or not parameter.is_leaf else weakref.ref(parameter)
 
 
 class _Arrival(torch.autograd.Function):
@@ -297,9 +302,15 @@ class _Arrival(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
-        move, ctx.deferred.move = ctx.deferred.move, None
+        deferred = ctx.deferred
+        move, deferred.move = deferred.move, None
         if move is not None:
             grad = move.finish()
+            if move.is_held:
+                parameter = deferred.parameter and deferred.parameter()
+                grad = move.mesh.partial_sums.settle(parameter, move)
+                if grad is None:
+                    return None, None
         if ctx.spec is not None:
             from torch.distributed.tensor import DTensor
 
@@ -308,11 +319,13 @@ class _Arrival(torch.autograd.Function):
         return grad, None
 
 
-def _arriving(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid) -> tuple[Tensor, Deferred | None]:
+def _arriving(
+    x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, parameter: Tensor | None
+) -> tuple[Tensor, Deferred | None]:
     """The local shard of a weight, and where its gradient will arrive if it wants one that takes steps."""
     if not (x.requires_grad and torch.is_grad_enabled()) or (not steps and _is_plain(x)):
         return local_shard(x), None
-    deferred = Deferred()
+    deferred = Deferred(parameter)
     local = _Arrival.apply(x, deferred)
     # Backward goes by sequence numbers, highest first: wait when it has gone past the oldest product of the window.
     window = mesh.recent_products
@@ -342,10 +355,11 @@ class _Chain(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept = dict(zip(ctx.keys, ctx.saved_tensors, strict=True))
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each goes when its product is done
         da, db, dbias = ctx.execution.backward(grad, kept, ctx.wanted)
         gradients = []
         for move, deferred, shape in zip(db + dbias, ctx.deferred, ctx.shapes, strict=True):
-            if move is not None and deferred is not None and move.handle is not None:
+            if move is not None and deferred is not None and (move.handle is not None or move.is_held):
                 deferred.move = move
                 gradients.append(grad.new_empty(()).expand(shape))  # a placeholder that the sink drops
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ndtp import nccl
+from ndtp.accumulation import PartialSums
 from ndtp.buffers import DEFAULT_BYTES, BufferRing
 from ndtp.collectives import Collectives
 from ndtp.errors import GridError
@@ -118,6 +120,7 @@ class ProcessGrid:
         )
         self.collectives = Collectives.of(self)
         self.speeds: Speeds | None = None  # measured where a number of chunks is first chosen
+        self.partial_sums = PartialSums()
         self.recorder: Recorder | None = None  # held here: backward may run in threads of autograd's own
         self.prefetch, self.prefetch_backward = WeightPrefetch(), WeightPrefetch("dgrad")
         # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
@@ -228,6 +231,29 @@ class ProcessGrid:
                 )
         if self.max_ctas is not None and self.max_ctas < 1:
             raise GridError(f"ProcessGrid: max_ctas={self.max_ctas} is less than one thread block")
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Backward passes inside leave out the all-reduce of weights' gradients; the first one outside makes up for it.
+
+            for x in micro_batches[:-1]:
+                with mesh.accumulate():
+                    loss(model(x)).backward()
+            loss(model(micro_batches[-1])).backward()
+
+        Held back is what is summed over axes that replicate a weight, such as `dp`.  Until it is reduced a gradient is
+        not in `.grad`, but in a sum of its own; reduce-scatters run every time, since that sum has the size of the
+        stored shard.  Where no backward follows, call `reduce_gradients`.  An exception that leaves the context drops
+        all sums.
+        """
+        return self.partial_sums.accumulate()
+
+    def reduce_gradients(self) -> None:
+        """Finish the gradients that `accumulate` held back, and add them to `.grad`; a collective."""
+        self.partial_sums.finish()
+
+    def discard_gradients(self) -> None:
+        """Drop the gradients that `accumulate` held back, as `zero_grad` drops those in `.grad`."""
+        self.partial_sums.discard()
 
     def describe(self, axes: Sequence[str] = ()) -> str:
         """This rank and its coordinate, and the peers along `axes`: for errors."""

@@ -14,6 +14,7 @@ from ndtp.contraction import MatMulPlan
 from ndtp.cost import Volume
 from ndtp.errors import LayoutError
 from ndtp.layout import Layout
+from ndtp.memory import Memory, memory
 from ndtp.nn.parameters import empty_parameter, fill_from_dense, fill_uniform, full
 from ndtp.nn.random import draw_seed
 from ndtp.ops import matmul
@@ -153,6 +154,19 @@ class Linear(nn.Module):
             bias_grad=self.bias is not None and self.bias.requires_grad,
         )
 
+    def memory(self, tokens: int, dgrad: bool = True, backend: str | None = None) -> Memory:
+        """Bytes that a forward and backward of `tokens` rows need beside input and parameters; see `ndtp.memory`.
+
+        Args:
+            backend: "gloo" or "nccl"; default: that of the mesh.
+        """
+        return memory(
+            (self.plan,),
+            (tokens, self.padded_in, self.padded_out),
+            dgrad=dgrad,
+            **memory_options(self, backend=backend),
+        )
+
     @torch.no_grad()
     def load_dense(self, dense: nn.Linear) -> Linear:
         """Take over the values of an `nn.Linear`; every rank copies its shard.
@@ -190,6 +204,17 @@ class Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.plan}"
+
+
+def memory_options(*linears: Linear, backend: str | None) -> dict[str, Any]:
+    """What `ndtp.memory.memory` asks of the layers of a chain."""
+    return {
+        "dtype": linears[0].weight.dtype,
+        "wgrad": [linear.weight.requires_grad for linear in linears],
+        "bias": [linear.bias is not None for linear in linears],
+        "bias_grad": [linear.bias is not None and linear.bias.requires_grad for linear in linears],
+        "backend": backend or linears[0].mesh.backend or "gloo",
+    }
 
 
 def padded_size(size: int, letter: str, plans: Sequence[MatMulPlan], pad: bool | int) -> int:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ndtp.cost import Volume
 from ndtp.errors import LayoutError
 from ndtp.layout import Layout
+from ndtp.memory import Memory, memory
 from ndtp.nn.activations import Activation, activation_named
 from ndtp.nn.dropout import Dropout, RowBlocks
-from ndtp.nn.linear import Linear, as_rows, padded_size
+from ndtp.nn.linear import Linear, as_rows, memory_options, padded_size
 from ndtp.nn.random import draw_seed
 from ndtp.ops import mlp
 from ndtp.process_grid import ProcessGrid
@@ -158,6 +159,27 @@ class MLP(nn.Module):
         tokens += -tokens % (self.row_multiple * self.in_layout.num_splits(0))
         inner_grad = dgrad or any(p.requires_grad for p in self.up.parameters())
         return self.up.volume(tokens, dgrad) + self.down.volume(tokens, inner_grad)
+
+    def memory(self, tokens: int, dgrad: bool = True, backend: str | None = None) -> Memory:
+        """Bytes that a forward and backward of `tokens` rows need beside input and parameters; see `ndtp.memory`.
+
+        Args:
+            dgrad: whether the input of the block needs a gradient.
+            backend: "gloo" or "nccl"; default: that of the mesh.
+
+        Raises:
+            LayoutError: a block that is not one schedule: what lies between its products is not ndtp's.
+        """
+        if self.activation_name is None or not self._is_one_schedule():
+            raise LayoutError(
+                f"MLP '{self.up.name}': with dropout, padding inside or an activation of your own the block is no one "
+                "schedule\n  fix: up.memory and down.memory, or eval() where dropout alone is in the way"
+            )
+        tokens += -tokens % (self.row_multiple * self.in_layout.num_splits(0))
+        up, down = self.up, self.down
+        shape = (tokens, up.padded_in, up.padded_out, down.padded_out)
+        options = memory_options(up, down, backend=backend)
+        return memory((up.plan, down.plan), shape, activation=self.activation_name, dgrad=dgrad, **options)
 
     @classmethod
     def from_dense(
