@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -37,13 +36,13 @@ class Stage:
     Attributes:
         plan: bound to the shapes of its operands.
         sizes: letter -> global size.
-        weight: B as it was passed: what is known about the order of weights is known by it.
+        weight: gives B as it was passed, if it lives: what is known about the order of weights is known by it.
         activation: of the C of this product, by name; None for the last product.
     """
 
     plan: MatMulPlan
     sizes: Mapping[str, int]
-    weight: weakref.ref[Tensor]
+    weight: Callable[[], Tensor | None]
     activation: str | None = None
 
 
@@ -157,7 +156,7 @@ class Execution:
     def _wait(self, p: int, name: str, i: int | None) -> None:
         move = self._moves.pop((p, name, i))
         tensor = move.finish()
-        if move.out is not None and tensor.data_ptr() != move.out.data_ptr():
+        if move.out is not None and tensor is not move.out:
             tensor = move.out.copy_(tensor)
         self._tensors[p, name, i] = tensor
 

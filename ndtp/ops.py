@@ -106,6 +106,10 @@ def _chain(
     mesh: ProcessGrid,
 ) -> Tensor:
     for plan, b, bias in zip(plans, weights, biases, strict=True):
+        if plan.grid is not mesh.grid and plan.grid != mesh.grid:
+            raise LayoutError(
+                f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}"
+            )
         for x, tensor in ((b, "B"), (bias, "bias")):
             if x is not None and not _is_plain(x):
                 _check_placements(x, tensor, plan, mesh)
@@ -118,6 +122,11 @@ def _chain(
         weights = [_autocast(b, dtype) for b in weights]
         biases = [None if bias is None else _autocast(bias, dtype) for bias in biases]
     a = local_shard(a)
+    if torch.compiler.is_compiling():
+        from ndtp import compiled
+
+        shards = [None if x is None else local_shard(x) for x in (*weights, *biases)]
+        return compiled.chain(a, shards[: len(plans)], shards[len(plans) :], plans, activations, mesh)  # type: ignore[arg-type]
     arriving: list[tuple[Tensor | None, Deferred | None]] = [
         _arriving(b, plan.relayouts["dB"], mesh) for b, plan in zip(weights, plans, strict=True)
     ]
@@ -126,27 +135,42 @@ def _chain(
         for bias, plan in zip(biases, plans, strict=True)
     ]
     shards = [shard for shard, _ in arriving]
-    weights, biases = shards[: len(plans)], shards[len(plans) :]  # type: ignore[assignment]
-    if mesh.check:
-        from ndtp.cross_check import cross_check
-
-        products = zip(plans, weights, biases, strict=True)
-        cross_check(mesh, "; then ".join(_description(a, *product) for product in products))
-    stages: list[Stage] = []
-    shape: Sequence[int] = a.shape
-    for plan, b, bias, activation, parameter in zip(plans, weights, biases, activations, given, strict=True):
-        if plan.grid is not mesh.grid and plan.grid != mesh.grid:
-            raise LayoutError(
-                f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}"
-            )
-        bound, sizes = plan.bind(shape, b.shape)
-        _check_operands(bound, a, b, bias, sizes)
-        shape = bound.shard_shape("C", sizes)
-        stages.append(Stage(bound, sizes, weakref.ref(parameter), activation))
+    bound = check_chain(a, shards[: len(plans)], shards[len(plans) :], plans, mesh)  # type: ignore[arg-type]
+    stages = [
+        Stage(plan, sizes, weakref.ref(parameter), activation)
+        for (plan, sizes), parameter, activation in zip(bound, given, activations, strict=True)
+    ]
     c = _Chain.apply(Execution(stages, mesh), [deferred for _, deferred in arriving], a, *shards)
     if c.grad_fn is not None:
         mesh.recent_products.append(c.grad_fn._sequence_nr() - 1)
     return c
+
+
+def check_chain(
+    a: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    plans: Sequence[MatMulPlan],
+    mesh: ProcessGrid | None,
+) -> list[tuple[MatMulPlan, Mapping[str, int]]]:
+    """The plans bound to the shapes of the shards, and their sizes; compared across ranks where `mesh` asks for it.
+
+    Raises:
+        LayoutError: shards that do not fit each other or the plans.
+    """
+    if mesh is not None and mesh.check:
+        from ndtp.cross_check import cross_check
+
+        products = zip(plans, weights, biases, strict=True)
+        cross_check(mesh, "; then ".join(_description(a, *product) for product in products))
+    bound: list[tuple[MatMulPlan, Mapping[str, int]]] = []
+    shape: Sequence[int] = a.shape
+    for plan, b, bias in zip(plans, weights, biases, strict=True):
+        fitted, sizes = plan.bind(shape, b.shape)
+        _check_operands(fitted, a, b, bias, sizes)
+        shape = fitted.shard_shape("C", sizes)
+        bound.append((fitted, sizes))
+    return bound
 
 
 def _description(a: Tensor, plan: MatMulPlan, b: Tensor, bias: Tensor | None) -> str:
@@ -202,25 +226,38 @@ def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name:
             )
     if source == target:
         return x
-    if mesh.check:
+    if torch.compiler.is_compiling():
+        from ndtp import compiled
+
+        return compiled.relayout(x, source, target, mesh, name)
+    relayout_checked(x, source, target, mesh, name)
+    return _Relayout.apply(x, source, target, mesh, name)
+
+
+def relayout_checked(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid | None, name: str) -> tuple[int, ...]:
+    """The global shape of what is to be laid out anew; compared across ranks where `mesh` asks for it."""
+    if mesh is not None and mesh.check:
         from ndtp.cross_check import cross_check
 
         cross_check(mesh, f"relayout from {source} to {target}; {_signature(x)}")
     if x.dim() != source.ndim or target.ndim != source.ndim:
         raise LayoutError(f"relayout '{name}': the shard has {x.dim()} dims, the layouts {source} and {target}")
-    shape = tuple(size * source.num_splits(dim) for dim, size in enumerate(x.shape))
+    shape = tuple(int(size) * source.num_splits(dim) for dim, size in enumerate(x.shape))
     target.shard_shape(shape)
     if not is_legal(source.grid, source.dims, target.dims):
         raise LayoutError(
             f"relayout '{name}': from {source} to {target}, an axis that leaves or enters a dim is not its minor one\n"
             f"  fix: go through {source.with_dims(*((),) * source.ndim)}, the replicated layout"
         )
-    return _Relayout.apply(x, source, target, mesh, name)
+    return shape
 
 
 def local_shard(x: Tensor) -> Tensor:
     """This rank's shard of a DTensor, differentiable; any other tensor as it is."""
-    return x if _is_plain(x) else _Arrival.apply(x, Deferred())
+    if _is_plain(x):
+        return x
+    # A gradient that is built by hand, as `_Arrival` does, cannot be traced.
+    return x.to_local() if torch.compiler.is_compiling() else _Arrival.apply(x, Deferred())  # type: ignore[attr-defined]
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -236,7 +273,8 @@ def _check_placements(x: Any, tensor: str, plan: MatMulPlan, mesh: ProcessGrid) 
     if mesh.device_mesh is None:
         return
     layout = {"A": plan.a, "B": plan.b}.get(tensor) or plan.bias
-    wanted = _placements(layout, mesh.mesh_axes)
+    traced = torch.compiler.is_compiling()  # a compiler warns of a cache
+    wanted = layout.placements_on(mesh.mesh_axes) if traced else _placements(layout, mesh.mesh_axes)
     same = x.placements == wanted or all(
         mesh.grid[axis] == 1 or one == other
         for axis, one, other in zip(mesh.mesh_axes, x.placements, wanted, strict=False)
@@ -311,6 +349,14 @@ def _arriving(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid) -> tuple[Tens
     return local, deferred
 
 
+def gradients_wanted(plans: Sequence[MatMulPlan], needs: Sequence[bool], need_bias: Sequence[bool]) -> list[Wanted]:
+    """What every product does in backward; `needs` is of A and the weights, `need_bias` of the biases."""
+    return [
+        Wanted(any(needs[: p + 1]) or any(need_bias[:p]), needs[p + 1], need_bias[p], plan.regather)
+        for p, plan in enumerate(plans)
+    ]
+
+
 class _Chain(torch.autograd.Function):
     """Products in a chain; tensors are A, then the weights, then the biases (or None)."""
 
@@ -319,10 +365,7 @@ class _Chain(torch.autograd.Function):
         count = len(execution.stages)
         a, weights, biases = tensors[0], tensors[1 : count + 1], tensors[count + 1 :]
         needs, need_bias = ctx.needs_input_grad[2 : count + 3], ctx.needs_input_grad[count + 3 :]
-        wanted = [
-            Wanted(any(needs[: p + 1]) or any(need_bias[:p]), needs[p + 1], need_bias[p], stage.plan.regather)
-            for p, stage in enumerate(execution.stages)
-        ]
+        wanted = gradients_wanted([stage.plan for stage in execution.stages], needs, need_bias)
         c, kept = execution.forward(a, weights, biases, wanted)  # type: ignore[arg-type]
         ctx.execution, ctx.deferred, ctx.wanted, ctx.keys = execution, deferred, wanted, tuple(kept)
         ctx.save_for_backward(*kept.values())
