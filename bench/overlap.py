@@ -11,12 +11,14 @@ counter, headers included.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,9 +27,14 @@ from torch.distributed.tensor import Shard, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ndtp
+from ndtp.cli.bench_step import grid_of
 from ndtp.collectives import Collectives
 from ndtp.gemm import TorchGemm
 
+# Where DTensor looks up its reduce-scatter, which torch 2.13 renamed.
+functional = torch.distributed._functional_collectives
+RENAMED = "reduce_scatter_single" if hasattr(functional, "reduce_scatter_single") else "reduce_scatter_tensor"
+TORCH = "torch sequence parallel"
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 Step = Callable[[], None]
 
@@ -92,6 +99,23 @@ def torch_sequence_parallel(tokens: int, hidden: int, inner: int) -> tuple[Step,
         block(x).backward(grad)
 
     return step, lambda whole: block(whole.chunk(ranks)[dist.get_rank()])
+
+
+def reduce_scatter_by_all_to_all(x: Tensor, reduce_op: str, scatter_dim: int, group, tag: str = "") -> Tensor:
+    """What ndtp does on gloo, whose own reduce-scatter moves twice the bytes, in the place of torch's."""
+    mesh, dim = group
+    ranks = mesh.size(dim)
+    blocks = x.unflatten(scatter_dim, (ranks, -1)).movedim(scatter_dim, 0).contiguous()
+    received = torch.empty_like(blocks)
+    dist.all_to_all_single(received, blocks, group=mesh.get_group(dim))
+    return received.sum(0)
+
+
+@contextlib.contextmanager
+def ndtps_reduce_scatter() -> Iterator[None]:
+    """torch's DTensor with ndtp's reduce-scatter: which part of a gain is that alone."""
+    with mock.patch.object(functional, RENAMED, reduce_scatter_by_all_to_all):
+        yield
 
 
 def ndtp_block(
@@ -163,6 +187,7 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=2048)
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--grids", nargs="*", default=[], help="only these, such as 1d-sp:x=8 3d:z=4,x=1,y=2")
     parser.add_argument("--rate", default="as given to slow_network.py", help="noted in the result")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -172,9 +197,16 @@ def main() -> None:
     ranks = dist.get_world_size()
     blocks: dict[str, ndtp.nn.MLP] = {}
     steps: dict[str, Step] = {}
-    steps["torch sequence parallel"], forward = torch_sequence_parallel(tokens, hidden, inner)
-    check(forward, lambda y: y.chunk(ranks)[dist.get_rank()], sizes)
+    torch_step, forward = torch_sequence_parallel(tokens, hidden, inner)
+    steps[TORCH] = torch_step
+    steps["  with ndtp's reduce-scatter"] = ndtps_reduce_scatter()(torch_step)
+    for around in (contextlib.nullcontext, ndtps_reduce_scatter):
+        with around():
+            check(forward, lambda y: y.chunk(ranks)[dist.get_rank()], sizes)
     cases = [(ndtp.Grid(x=ranks), "1d-sp")] + [(grid, "3d") for grid in ndtp.Grid.all(ranks)]
+    if arguments.grids:
+        named = [name.partition(":") for name in arguments.grids]
+        cases = [(grid_of(axes, "overlap"), scheme) for scheme, _, axes in named]
     for grid, scheme in cases:
         for chunks in (1, arguments.chunks):
             name = f"{scheme} {grid}, {'plain' if chunks == 1 else 'overlapped'}"
@@ -186,7 +218,7 @@ def main() -> None:
         for name, step in steps.items():
             times[name].append(timed(step))
     rows = {}
-    base = statistics.median(times["torch sequence parallel"])
+    base = statistics.median(times[TORCH])
     for name, step in steps.items():
         step_s = statistics.median(times[name])
         row: dict[str, float | None] = {"step_ms": step_s * 1e3, "speedup": base / step_s, "wire": wire_bytes(step)}

@@ -40,8 +40,11 @@ def requirements() -> str | None:
 
 
 @contextlib.contextmanager
-def cluster(ranks: int, rate: str) -> Iterator[list[str]]:
-    """Namespaces joined by a bridge, each link limited to `rate` (tc's 500mbit, or "none") in both directions."""
+def cluster(ranks: int, rate: str, burst: str = "256kb") -> Iterator[list[str]]:
+    """Namespaces joined by a bridge, each link limited to `rate` (tc's 500mbit, or "none") in both directions.
+
+    A link that was idle sends `burst` at once; it must hold a packet of 64 KB before it is segmented.
+    """
     tag = f"nd{os.getpid() % 100000}"
     bridge, names = f"{tag}b", [f"{tag}n{i}" for i in range(ranks)]
     try:
@@ -57,7 +60,7 @@ def cluster(ranks: int, rate: str) -> Iterator[list[str]]:
             run(*inside, "ip", "link", "set", "eth0", "up")
             run(*inside, "ip", "link", "set", "lo", "up")
             if rate != "none":
-                shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "200ms")
+                shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "200ms")
                 run(*inside, "tc", "qdisc", "add", "dev", "eth0", *shape)
                 run("tc", "qdisc", "add", "dev", link, *shape)
         yield names
@@ -111,6 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rate", default="500mbit", help="of tc, such as 500mbit or 10gbit; none: unlimited")
+    parser.add_argument("--burst", default="256kb", help="what an idle link sends at once")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="after --: what every rank runs")
     arguments = parser.parse_args()
@@ -120,7 +124,7 @@ def main() -> None:
     if (missing := requirements()) is not None:
         sys.exit(f"slow_network: {missing}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through the clean-up
-    with cluster(arguments.ranks, arguments.rate) as names:
+    with cluster(arguments.ranks, arguments.rate, arguments.burst) as names:
         sys.exit(launch(names, command, arguments.timeout))
 
 

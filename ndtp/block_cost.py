@@ -121,6 +121,11 @@ class Sizes:
     up: Any
 
 
+def row_multiple(g: Grids) -> Any:
+    """What the rows must be a multiple of, for every split of them to divide."""
+    return g.dp * g.z * np.lcm(g.x, g.y)
+
+
 def padded(block: Block, g: Grids) -> Sizes:
     """Rows are split by dp z y outside and dp z x inside of the block, features by x z and y z (in the weights)."""
 
@@ -129,7 +134,7 @@ def padded(block: Block, g: Grids) -> Sizes:
 
     inner = to(block.inner, g.y * g.z)
     up = sum((inner if size == block.inner else to(size, g.y)) for size in block.outs)
-    return Sizes(to(block.tokens, g.dp * g.z * np.lcm(g.x, g.y)), to(block.hidden, g.x * g.z), inner, up)
+    return Sizes(to(block.tokens, row_multiple(g)), to(block.hidden, g.x * g.z), inner, up)
 
 
 @dataclass(frozen=True)

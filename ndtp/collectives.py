@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtp.errors import CommunicationError
+from ndtp.exchange import Exchanger, pays
 from ndtp.meter import LABEL, Label
 from ndtp.relayout import Step
 from ndtp.spans import is_observed, observed
@@ -65,7 +66,7 @@ class Handle:
     """A started collective.  `wait` gives its result, once; the buffers live until then.
 
     A handle that is dropped (an exception, a gradient nobody asked for) makes the stream wait before its buffers go;
-    gloo's own work holds them.  Buffers of a collective that was not seen to end are not lent again.
+    on gloo the next collective to start waits for it.  Buffers of what was not seen to end are not lent again.
     """
 
     def __init__(self, owner: Collectives, watch: Watch, started: Started) -> None:
@@ -100,6 +101,8 @@ class Handle:
         if (started := self._started) is not None:
             if started.work is not None and self._owner.orders_by_stream:
                 started.work.wait()
+            else:  # waiting here could last: a rank that fails must go, for its peers to see it
+                self._owner.given_up.append((self._watch, started))
             self._close(started)
 
 
@@ -115,6 +118,7 @@ class Collectives:
         self.grid = grid
         self.ring = grid.ring
         self.in_flight = 0
+        self.given_up: list[tuple[Watch, Started]] = []
 
     @staticmethod
     def of(grid: ProcessGrid) -> Collectives:
@@ -144,6 +148,10 @@ class Collectives:
             out: where to put the result of a gather along dim 0 or of a reduce-scatter; contiguous.
             blocks: the gathered matrix stays, or the scattered one comes, as blocks of columns [p, rows, columns / p].
         """
+        while self.given_up:
+            earlier, started = self.given_up.pop()
+            with earlier:
+                started.work.wait()
         label = Label(op, phase, step.kind, step.axes, part)
         watch, launch = Watch(self.grid, label), getattr(self, step.kind)
         if is_observed(self.grid):
@@ -169,10 +177,10 @@ class Collectives:
             shape = (ranks, *x.shape) if blocks else (ranks * x.shape[0], *x.shape[1:])
             gathered = x.new_empty(shape) if out is None else out
             landing = gathered.flatten(0, 1) if blocks else gathered
-            work = _all_gather_single(landing, x, group=group, async_op=True)
+            work = self._gather(landing, x, group)
             return Started(work, lambda: gathered, (x, gathered), copied)
         landing, finish, landed = self._landing(x, x.shape, step.dim or 0, ranks)
-        work = _all_gather_single(landing, x, group=group, async_op=True)
+        work = self._gather(landing, x, group)
         return Started(work, finish, (x, landing), copied + landed)
 
     def reduce_scatter(
@@ -200,8 +208,16 @@ class Collectives:
         blocks, copied = self._blocks(x, step.dim or 0, ranks)
         shape = (blocks.shape[0] // ranks, *blocks.shape[1:])
         landing, finish, landed = self._landing(x, shape, step.source or 0, ranks)
-        work = dist.all_to_all_single(landing, blocks, group=group, async_op=True)
+        work = self._exchange(landing, blocks, group)
         return Started(work, finish, (blocks, landing), copied + landed)
+
+    def _gather(self, landing: Tensor, x: Tensor, group: ProcessGroup) -> Any:
+        """Start to bring the `x` of all ranks together in `landing`, behind one another on dim 0."""
+        return _all_gather_single(landing, x, group=group, async_op=True)
+
+    def _exchange(self, landing: Tensor, blocks: Tensor, group: ProcessGroup) -> Any:
+        """Start to send block j of dim 0 to rank j, and to receive its block for this rank as block j of `landing`."""
+        return dist.all_to_all_single(landing, blocks, group=group, async_op=True)
 
     def _contiguous(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """`x` if it is contiguous, else a borrowed copy; and what was borrowed."""
@@ -246,6 +262,23 @@ class GlooCollectives(Collectives):
 
     orders_by_stream = False
 
+    def __init__(self, grid: ProcessGrid) -> None:
+        super().__init__(grid)
+        self._exchanger = Exchanger()
+
+    def _gather(self, landing: Tensor, x: Tensor, group: ProcessGroup) -> Any:
+        ranks = group.size()
+        if not pays(ranks, x.numel() * x.element_size(), is_gather=True):
+            return super()._gather(landing, x, group)
+        return self._exchanger.exchange(group, [x.detach()] * ranks, landing.detach().view(ranks, *x.shape).unbind())
+
+    def _exchange(self, landing: Tensor, blocks: Tensor, group: ProcessGroup) -> Any:
+        ranks = group.size()
+        if not pays(ranks, blocks.numel() * blocks.element_size() // ranks, is_gather=False):
+            return super()._exchange(landing, blocks, group)
+        sent, received = (x.detach().unflatten(0, (ranks, -1)).unbind() for x in (blocks, landing))
+        return self._exchanger.exchange(group, sent, received)
+
     def reduce_scatter(
         self,
         x: Tensor,
@@ -257,7 +290,7 @@ class GlooCollectives(Collectives):
     ) -> Started:
         sent, copied = self._blocks(x, step.dim or 0, ranks, blocks)
         received = self.ring.borrow(sent.shape, sent)
-        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        work = self._exchange(received, sent, group)
         return Started(work, lambda: _sum(received, ranks, out), (sent, received), (*copied, received))
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:

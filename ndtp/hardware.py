@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ndtp.errors import GridError
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -27,16 +29,32 @@ class Link:
         bandwidth_gbs: GB/s that one rank receives, and sends at the same time.
         latency_us: fixed cost of a call.
         hop_us: cost of each of the p - 1 exchanges.
-        efficiency: collective -> fraction of the bandwidth that it reaches; 1 where it is not named.
+        efficiency: collective -> fraction of the bandwidth that it reaches, or group size -> fraction, where a size
+            that is not named takes that of the next smaller one; 1 where a collective is not named.
     """
 
     bandwidth_gbs: float
     latency_us: float = 10.0
     hop_us: float = 1.0
-    efficiency: Mapping[str, float] = field(default_factory=dict)
+    efficiency: Mapping[str, float | Mapping[int, float]] = field(default_factory=dict)
 
-    def seconds_per_byte(self, collective: str) -> float:
-        return 1e-9 / (self.bandwidth_gbs * self.efficiency.get(collective, 1.0))
+    def __post_init__(self) -> None:
+        # TOML's keys are strings.
+        tables = {
+            name: {int(size): reached for size, reached in sorted(each.items(), key=lambda item: int(item[0]))}
+            if isinstance(each, Mapping)
+            else each
+            for name, each in self.efficiency.items()
+        }
+        object.__setattr__(self, "efficiency", tables)
+
+    def seconds_per_byte(self, collective: str, ranks: Any) -> Any:
+        """Of a group of `ranks` ranks, or of an array of such sizes."""
+        reached: Any = self.efficiency.get(collective, 1.0)
+        if isinstance(reached, Mapping):
+            nearest = np.searchsorted(list(reached), ranks, side="right") - 1
+            reached = np.array(list(reached.values()))[np.maximum(nearest, 0)]
+        return 1e-9 / (self.bandwidth_gbs * reached)
 
 
 @dataclass(frozen=True)
@@ -50,6 +68,8 @@ class Hardware:
         gemm_half: a dim of this size costs a product half of its rate: each dim d contributes d / (d + gemm_half).
         memory_gib, memory_gbs: a rank's device memory, and the rate at which it is read and written.
         launch_us: fixed cost of a local product.
+        contention: how much of the time of a collective that runs beside products these lose by it: 0 where a card
+            moves the bytes, 1 where processors do, and nothing is hidden.
         source: where the figures come from.
     """
 
@@ -62,6 +82,7 @@ class Hardware:
     memory_gib: float = 80.0
     memory_gbs: float = 2000.0
     launch_us: float = 5.0
+    contention: float = 0.0
     source: str = "data sheets"
 
     def flops_per_second(self, dtype: str) -> float:
@@ -102,15 +123,17 @@ class Hardware:
             lines += ["", f"[{name}]"]
             lines += [f"{key} = {_toml(getattr(link, key))}" for key in ("bandwidth_gbs", "latency_us", "hop_us")]
             if link.efficiency:
-                pairs = (f"{key} = {_toml(value)}" for key, value in link.efficiency.items())
-                lines.append(f"efficiency = {{ {', '.join(pairs)} }}")
+                lines += ["", f"[{name}.efficiency]"]
+                lines += [f"{key} = {_toml(value)}" for key, value in link.efficiency.items()]
         return "\n".join(lines) + "\n"
 
 
-SCALARS = ("name", "ranks_per_node", "gemm_half", "memory_gib", "memory_gbs", "launch_us", "source")
+SCALARS = ("name", "ranks_per_node", "gemm_half", "memory_gib", "memory_gbs", "launch_us", "contention", "source")
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return repr(value) if isinstance(value, int) else f"{float(value):.6g}" + ".0" * (f"{value:.6g}".isdigit())

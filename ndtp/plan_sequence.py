@@ -97,7 +97,7 @@ def _relayout_ms(moved: int, request: Request) -> float:
     hardware = request.hardware
     link = hardware.inter if request.ranks > hardware.ranks_per_node else hardware.intra
     fixed = 2 * (link.latency_us + (request.ranks - 1) * link.hop_us) * 1e-6
-    return (moved * link.seconds_per_byte("all_to_all") + fixed) * 1e3
+    return (moved * link.seconds_per_byte("all_to_all", request.ranks) + fixed) * 1e3
 
 
 def relayout_elements(source: Layout, target: Layout, shape: Sequence[int]) -> int:

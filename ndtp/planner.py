@@ -20,6 +20,7 @@ from ndtp.grid import Grid
 from ndtp.hardware import DTYPES, Hardware
 from ndtp.plan_errors import check_request, explain_none
 from ndtp.time_model import ORDERS, Network, Time, Work
+from ndtp.timeline import Span
 
 OBJECTIVES = ("time", "volume", "memory")
 MIB, GIB = 2**20, 2**30
@@ -317,11 +318,22 @@ def _grid_plan(request: Request, found: Candidates, i: int, pad: bool, bound: fl
 
 def predict(request: Request, grid: Grid) -> Time:
     """The time of a step on one grid, in the order in which it is given."""
+    work, network = _on(request, grid)
+    return work.time(network)
+
+
+def timeline(request: Request, grid: Grid, product: int | None = None) -> list[Span]:
+    """What computes and what communicates when in a step of one layer, or of one of its products, on one grid."""
+    work, network = _on(request, grid)
+    return work.spans(network, product)
+
+
+def _on(request: Request, grid: Grid) -> tuple[Work, Network]:
     sizes = dict.fromkeys(AXES, 1) | dict(zip(grid.names, grid.shape, strict=True))
     order = (*(axis for axis in AXES if axis not in grid), *grid.names)
     g = Grids(**sizes)
     work = Work.of(request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks)
-    return work.time(Network.of(g, order, request.hardware))
+    return work, Network.of(g, order, request.hardware)
 
 
 def scheme_of(sizes: Mapping[str, int]) -> str:

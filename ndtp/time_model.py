@@ -15,7 +15,7 @@ import numpy as np
 
 from ndtp.block_cost import AXES, Block, Grids, gemms, messages, padded
 from ndtp.hardware import DTYPES, Hardware
-from ndtp.timeline import Messages, Product, step_seconds
+from ndtp.timeline import Messages, Product, Span, step_seconds
 
 # Rank orders of the four axes, slowest first; of equally fast ones the first wins.
 ORDERS = tuple(permutations(AXES))
@@ -75,8 +75,9 @@ class Network:
             intra, inter = self.hardware.intra, self.hardware.inter
             times = 2 if collective == "all_reduce" else 1
             side = size / np.maximum(1, size - 1)  # the larger side, per byte received
-            between = side * (reach.nodes - 1) / reach.nodes / reach.local * inter.seconds_per_byte(collective)
-            inside = (reach.local > 1) * intra.seconds_per_byte(collective)
+            per_byte = inter.seconds_per_byte(collective, size)
+            between = side * (reach.nodes - 1) / reach.nodes / reach.local * per_byte
+            inside = (reach.local > 1) * intra.seconds_per_byte(collective, size)
             across = inter.latency_us + times * ((reach.nodes - 1) * inter.hop_us + (reach.local - 1) * intra.hop_us)
             latency = np.where(reach.nodes > 1, across, intra.latency_us + times * (size - 1) * intra.hop_us)
             self.costs[key] = np.maximum(between, inside), latency * 1e-6
@@ -123,6 +124,7 @@ class Work:
     """A layer of blocks on many grids: what does not depend on the order of the axes on the ranks."""
 
     products: tuple[Product, ...]
+    contention: float
     layers: int
     chunks: int
     regather: bool
@@ -147,21 +149,28 @@ class Work:
         products: list[Product] = []
         for block in blocks:
             products += _products(block, g, hardware, dtype, chunks, regather_a, regather_b)
-        return cls(tuple(products), layers, chunks, bool(np.any(regather_a) or np.any(regather_b)))
+        return cls(tuple(products), hardware.contention, layers, chunks, bool(np.any(regather_a) or np.any(regather_b)))
 
     def time(self, network: Network) -> Time:
         """Forward and backward of all layers.  From the second layer on each adds what the second one adds."""
-        total = step_seconds(self.products, network, self.chunks, self.regather)
+        total = step_seconds(self.products, network, self.chunks, self.regather, self.contention)
         if self.layers > 1:
-            two = step_seconds(self.products * 2, network, self.chunks, self.regather)
+            two = step_seconds(self.products * 2, network, self.chunks, self.regather, self.contention)
             total = total + (self.layers - 1) * (two - total)
         communication: Any = 0.0
         for product in self.products:
             for moves in product.messages.values():
                 communication = communication + sum(network.seconds(*move) for move in moves)
         gemm = 3 * sum(product.gemm for product in self.products)
-        elementwise = 4 * sum(product.after for product in self.products)
+        elementwise = sum(4 * product.after + 2 * product.copy for product in self.products)
         return Time(total, gemm * self.layers, elementwise * self.layers, communication * self.layers)
+
+    def spans(self, network: Network, product: int | None = None) -> list[Span]:
+        """What happens when in a step of one layer, or of one of its products, on a single grid."""
+        kept: list[Span] = []
+        products = self.products if product is None else self.products[product : product + 1]
+        step_seconds(products, network, self.chunks, self.regather, self.contention, kept)
+        return kept
 
 
 def _products(
@@ -174,13 +183,19 @@ def _products(
         entry = (message.collective, message.axis, message.elements * itemsize)
         moved[name].setdefault((message.phase, tensor), []).append(entry)
     s = padded(block, g)
-    # Forward reads the activations and writes them once; a reduction reads as many parts as its axis has ranks.
-    activation = (s.up + s.inner) * s.tokens / g.ranks
-    touched = activation + s.tokens * s.up * g.x / g.ranks / 4, s.tokens * s.hidden * g.y / g.ranks / 2
-    for name, (m, n, k), elements in zip(("up", "down"), gemms(block, g), touched, strict=True):
+    # Forward reads what enters the activation and writes what leaves it; nothing follows the second product.
+    activation = ((s.up + s.inner) * s.tokens / g.ranks, 0)
+    own = [np.where(size > 1, 1 / size, 0.0) for size in (g.y, g.x)]
+    per_element = itemsize / (hardware.memory_gbs * 1e9)
+    for name, (m, n, k), elements in zip(("up", "down"), gemms(block, g), activation, strict=True):
         yield Product(
             moved[name],
             gemm_seconds(hardware, m, n, k, dtype),
             gemm_seconds(hardware, m / chunks, n, k, dtype),
-            elements * itemsize / (hardware.memory_gbs * 1e9),
+            elements * per_element,
+            # Weights [out, in] are split over z in their last dim, whose blocks do not lie behind one another.
+            2 * n * k * per_element * (g.z > 1),
+            # Rows of A come from y and of dC from x in the first product; the other way round in the second.
+            (own[0], own[1]) if name == "up" else (own[1], own[0]),
+            chained=name == "up" and len(block.outs) == 1,
         )

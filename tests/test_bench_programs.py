@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ndtp.hardware import Hardware
+
 BENCH = Path(__file__).parent.parent / "bench"
 
 
@@ -34,9 +36,36 @@ def test_overlap_checks_every_rival_and_tells_the_parts(tmp_path):
     sizes = ("--tokens", 64, "--hidden", 16, "--inner", 32, "--repetitions", 1, "--out", out)
     start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, BENCH / "overlap.py", *sizes)
     rows = json.loads(out.read_text())["rows"]
-    ours = [row for name, row in rows.items() if not name.startswith("torch")]
+    ours = [row for row in rows.values() if "predicted" in row]
     assert len(ours) == 8, "1D and three grids, plain and overlapped"
     assert all({"compute_ms", "communication_ms", "hidden_fraction", "predicted"} <= set(row) for row in ours)
+
+
+ACCURACY = (BENCH / "planner_accuracy.py", "--rounds", 1, "--repeats", 1, "--largest", 0.0625, "--sustain", 0.01)
+
+
+def test_planner_accuracy_compares_every_grid_and_keeps_other_rates(tmp_path):
+    out = tmp_path / "accuracy.json"
+    out.write_text(json.dumps({"runs": {"1mbit": {"blocks": {}}}}))
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    start(*ranks, *ACCURACY, "--rate", "none", "--shapes", "64x16x32,32x16x16", "--out", out)
+    runs = json.loads(out.read_text())["runs"]
+    assert list(runs) == ["1mbit", "none"]
+    assert list(runs["none"]["blocks"]) == ["64 x 16 x 32", "32 x 16 x 16"]
+    for block in runs["none"]["blocks"].values():
+        rows = block["rows"]
+        assert {row["grid"] for row in rows} == {"dp=2", "z=2", "x=2", "y=2"}
+        assert [row["predicted_ms"] for row in rows] == sorted(row["predicted_ms"] for row in rows)
+        assert all(row["ratio"] == row["predicted_ms"] / row["measured_ms"] for row in rows)
+        best = min(rows, key=lambda row: row["measured_ms"])
+        assert block["first_choice"] == rows[0]["grid"] and block["best_measured"] == best["grid"]
+        assert block["first_over_best"] == rows[0]["measured_ms"] / best["measured_ms"] >= 1
+        assert block["within_25_percent"] == sum(0.75 <= row["ratio"] <= 1.25 for row in rows) / 4
+    profile = tmp_path / "none.toml"
+    profile.write_text(runs["none"]["profile"])
+    assert Hardware.load(profile).ranks_per_node == 1
+    summary = start(BENCH / "planner_accuracy.py", "--report", out).stdout
+    assert "of 8 steps predicted within 25 %" in summary and max(map(len, summary.splitlines())) <= 100
 
 
 def namespaces() -> str:

@@ -1,5 +1,6 @@
 """Profiles: presets, TOML files, and what is said of bad ones."""
 
+import numpy as np
 import pytest
 
 from ndtp.errors import GridError
@@ -28,11 +29,23 @@ def test_toml_round_trip(tmp_path, name):
 
 def test_efficiency_of_a_collective(tmp_path):
     link = Link(10.0, efficiency={"reduce_scatter": 0.5})
-    assert link.seconds_per_byte("all_gather") == pytest.approx(1e-10)
-    assert link.seconds_per_byte("reduce_scatter") == pytest.approx(2e-10)
+    assert link.seconds_per_byte("all_gather", 4) == pytest.approx(1e-10)
+    assert link.seconds_per_byte("reduce_scatter", 4) == pytest.approx(2e-10)
     path = tmp_path / "mine.toml"
     path.write_text(Hardware("mine", 2, link, link, {"float32": 1.0}).to_toml())
     assert Hardware.load(str(path)).inter.efficiency == {"reduce_scatter": 0.5}
+
+
+def test_efficiency_by_group_size(tmp_path):
+    """Of the nearest smaller size that was measured; files hold sizes as strings."""
+    path = tmp_path / "mine.toml"
+    link = Link(1.0, efficiency={"all_gather": {8: 1.0, 2: 0.5}})
+    path.write_text(Hardware("mine", 2, link, link, {"float32": 1.0}, contention=0.3).to_toml())
+    read = Hardware.load(str(path))
+    assert read.contention == 0.3
+    assert read.inter.efficiency == {"all_gather": {2: 0.5, 8: 1.0}}
+    per_byte = read.inter.seconds_per_byte("all_gather", np.array([1, 2, 4, 8, 16]))
+    assert per_byte.tolist() == pytest.approx([2e-9, 2e-9, 2e-9, 1e-9, 1e-9])
 
 
 def test_one_link_serves_for_both(tmp_path):

@@ -156,7 +156,7 @@ def test_layers_gated_and_attention_add_up():
     many = plan(8192, 4096, 14336, 16, gated=True, heads=32, kv_heads=8, fixed={"x": 2, "y": 4}, layers=10)[0]
     assert many.volume_bytes == 10 * one.volume_bytes
     assert many.gemm_ms == pytest.approx(10 * one.gemm_ms)
-    assert one.step_ms < many.step_ms <= 10 * one.step_ms
+    assert one.step_ms < many.step_ms <= 10 * one.step_ms * (1 + 1e-9)
     parameters = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     assert sum(block.parameters for block in one.request.blocks) == parameters
 

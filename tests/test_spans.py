@@ -18,7 +18,7 @@ from ndtp.nn import MLP
 from ndtp.relayout import Step
 from ndtp.spans import NOTHING, Recorder, is_observed, span
 
-GRID = Grid(x=2)
+GRID = Grid(x=4)
 KINDS = [
     (Step("all_gather", ("x",), 1), "all_gather[x]"),
     (Step("reduce_scatter", ("x",), 0), "reduce_scatter[x]"),
@@ -49,7 +49,7 @@ def profiled():
 
 
 def test_a_profiler_shows_axis_chunk_and_tensor(ranks):
-    ranks(2).run(profiled)
+    ranks(4).run(profiled)
 
 
 def recorded():
@@ -75,7 +75,7 @@ def recorded():
 
 
 def test_the_recorder_sees_every_flight(ranks):
-    ranks(2).run(recorded)
+    ranks(4).run(recorded)
 
 
 def late_peer():
@@ -92,7 +92,7 @@ def late_peer():
         there = time.perf_counter()
         handle.wait()
     (entry,) = [entry for entry in recorder.entries if entry.kind == "collective"]
-    arrivals: list = [None, None]
+    arrivals: list = [None] * 4
     dist.all_gather_object(arrivals, here)
     assert max(arrivals) <= entry.end <= there, (arrivals, entry, there)
     (flight, wait) = [each for each in recorder.spans() if each.kind in ("collective", "wait")]
@@ -100,11 +100,11 @@ def late_peer():
 
 
 def test_a_flight_ends_when_it_is_complete(ranks):
-    ranks(2).run(late_peer)
+    ranks(4).run(late_peer)
 
 
 def unseen_ends():
-    """gloo's own reduce-scatter does not tell when it is complete: the span says so."""
+    """gloo's own reduce-scatter and messages do not tell when they are complete: the span says so."""
     mesh = mesh_of(GRID)
     assert type(mesh.collectives) is GlooCollectives
     mesh.collectives = Collectives(mesh)
@@ -116,10 +116,15 @@ def unseen_ends():
         mesh.collectives = GlooCollectives(mesh)
     seen = {each.name.split("[")[0]: each.end_seen for each in recorder.spans() if each.kind == "collective"}
     assert seen == {"all_gather": True, "reduce_scatter": False, "all_reduce": True, "all_to_all": True}, seen
+    pairs = mesh_of(Grid(x=2, y=2))  # messages between two ranks, which do not tell either
+    with Recorder(pairs) as recorder:
+        pairs.collectives.start(Step("all_gather", ("x",), 0), torch.ones(4), ("up", "A"), "forward").wait()
+    (flight,) = [each for each in recorder.spans() if each.kind == "collective"]
+    assert not flight.end_seen, flight
 
 
 def test_an_end_that_was_not_seen_is_marked(ranks):
-    ranks(2).run(unseen_ends)
+    ranks(4).run(unseen_ends)
 
 
 def parts_and_traffic():
@@ -136,7 +141,7 @@ def parts_and_traffic():
 
 
 def test_traffic_does_not_tell_chunks_apart(ranks):
-    ranks(2).run(parts_and_traffic)
+    ranks(4).run(parts_and_traffic)
 
 
 def test_nobody_looks():
@@ -199,4 +204,4 @@ def recorded_on_cuda():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_recorder_times_a_gpu_by_events(ranks):
-    ranks(2).run(recorded_on_cuda)
+    ranks(4).run(recorded_on_cuda)

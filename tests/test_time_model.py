@@ -79,6 +79,8 @@ def test_step_by_hand():
     move = 64 * 16 * 3 / 4 * 4 / 100e9 + 8e-6
     # forward: gather, two products, scatter.  Backward: gather dC of down; dA of up hides under nothing but its wgrad.
     expected = 2 * move + 2 * gemm + move + 2 * gemm + gemm + max(move, gemm)
+    # A quarter of what is gathered is the rank's own, and multiplied meanwhile.
+    expected -= 2 * gemm / 4
     assert time.gemm == pytest.approx(6 * gemm)
     assert time.communication == pytest.approx(4 * move)
     assert time.total - time.elementwise == pytest.approx(expected)
@@ -115,6 +117,46 @@ def test_next_weight_is_gathered_under_this_product():
     # Exposed: the first gather, and the last reduction.
     assert time.communication == pytest.approx(4 * gather)
     assert time.exposed == pytest.approx(2 * gather)
+
+
+@pytest.mark.parametrize("contention", [0.25, 1.0])
+def test_contention_takes_a_part_of_what_is_hidden(contention):
+    """The gather of `down`'s weight hides under `up`, the reduction of its gradient under `up`'s backward."""
+    g, block = Grids(1, 4, 1, 1), Block.mlp(4096, 256, 256)
+    slower = replace(MACHINE, contention=contention)
+    net = Network.of(g, AXES, MACHINE)
+    free, paid = (Work.of([block], g, machine, "float32").time(net) for machine in (MACHINE, slower))
+    gather = net.seconds("all_gather", "z", 3 / 4 * 256 * 256 * 4)
+    assert paid.total == pytest.approx(free.total + contention * 2 * gather, rel=1e-4)
+    if contention == 1:
+        assert paid.total - paid.elementwise == pytest.approx(paid.gemm + paid.communication, rel=1e-4), (
+            "nothing is gained"
+        )
+
+
+def test_weights_gathered_over_z_are_put_in_order():
+    """Read and written once after the gather, and once before the gradient is scattered; nothing of that on dp."""
+    slow_memory = replace(MACHINE, memory_gbs=1.0)
+    block = Block.mlp(64, 16, 32)
+    z, dp = (
+        Work.of([block], g, slow_memory, "float32").time(Network.of(g, AXES, slow_memory))
+        for g in (Grids(1, 4, 1, 1), Grids(4, 1, 1, 1))
+    )
+    assert z.elementwise - dp.elementwise == pytest.approx(2 * 2 * (2 * 16 * 32 * 4) / 1e9)
+
+
+def test_spans_are_the_step():
+    """What is drawn ends when the prediction does, and computes as long."""
+    g, block = Grids(1, 2, 2, 2), Block.mlp(8192, 512, 2048)
+    machine = replace(MACHINE, memory_gbs=100.0, contention=0.5)
+    net = Network.of(g, AXES, machine)
+    work = Work.of([block], g, machine, "float32", chunks=4)
+    spans, time = work.spans(net), work.time(net)
+    assert max(span.end for span in spans) == pytest.approx(float(time.total))
+    multiplied = sum(span.end - span.begin for span in spans if span.what in ("multiply", "own"))
+    assert multiplied == pytest.approx(float(time.gemm))
+    other = sum(span.end - span.begin for span in spans if span.what in ("activate", "order"))
+    assert other == pytest.approx(float(time.elementwise))
 
 
 def test_chunks_never_slow_a_step_down_without_latency():

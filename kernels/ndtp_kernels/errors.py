@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
+from collections.abc import Iterator
 
 
 class KernelError(ValueError):
@@ -21,3 +23,12 @@ class KernelFallback(UserWarning):
 def warn_once(message: str) -> None:
     """Warn of a fallback the first time that exactly this message comes up in the process."""
     warnings.warn(message, KernelFallback, stacklevel=3)
+
+
+@contextlib.contextmanager
+def fallbacks_raise() -> Iterator[None]:
+    """Inside, every fallback raises `KernelFallback`: torch must not be timed under a kernel's name."""
+    warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KernelFallback)
+        yield

@@ -17,7 +17,7 @@ import torch
 from ndtp_kernels import roof
 from ndtp_kernels.chips import Chip, detect
 from ndtp_kernels.config import Config, Problem, Table, candidates, default_table, shipped_table, user_cache
-from ndtp_kernels.errors import KernelError
+from ndtp_kernels.errors import KernelError, fallbacks_raise
 from ndtp_kernels.selection import Options
 from ndtp_kernels.workloads import Workload, workload
 
@@ -55,18 +55,29 @@ def time_in_turns(runs: Sequence[Callable[[], object]], rounds: int = 15, warmup
     return [[start.elapsed_time(end) / 1e3 for start, end in pairs] for pairs in events]
 
 
-def measure_on_device(work: Workload, configs: Sequence[Config]) -> dict[Config, float | None]:
-    """Median seconds of each configuration whose numbers are right."""
-    result: dict[Config, float | None] = dict.fromkeys(configs)
+def right_ones(work: Workload, configs: Sequence[Config]) -> list[Config]:
+    """The configurations that run, as kernels, and whose numbers are right; the others are logged."""
     good = []
     want = work.expected()
     for config in configs:
         try:
             work.reset()
-            if work.error(work.ours(options_for(config)), want) <= tolerance(work.problem.dtype):
-                good.append(config)
-        except Exception as error:  # one that does not compile or launch here is no candidate, and is named
-            logger.warning("%s is no candidate here: %s", config, (str(error).splitlines() or [""])[0])
+            with fallbacks_raise():
+                error = work.error(work.ours(options_for(config)), want)
+        except Exception as problem:  # one that does not compile or launch here is no candidate, and is named
+            logger.warning("%s is no candidate here: %s", config, (str(problem).splitlines() or [""])[0])
+            continue
+        if error <= tolerance(work.problem.dtype):
+            good.append(config)
+        else:
+            logger.warning("%s is no candidate here: wrong numbers, relative error %.3g", config, error)
+    return good
+
+
+def measure_on_device(work: Workload, configs: Sequence[Config]) -> dict[Config, float | None]:
+    """Median seconds of each configuration whose numbers are right."""
+    result: dict[Config, float | None] = dict.fromkeys(configs)
+    good = right_ones(work, configs)
     runs = [lambda config=config: work.ours(options_for(config)) for config in good]  # type: ignore[misc]
     for config, seconds in zip(good, time_in_turns(runs), strict=True):
         result[config] = statistics.median(seconds)

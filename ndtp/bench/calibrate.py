@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,15 +25,22 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told.  `rank_bytes` are sizes of a rank's share of a collective; `dims` those of products."""
+    """What every rank is told.
+
+    Attributes:
+        rank_bytes: sizes of a rank's share of a collective.
+        dims: sizes of products, as long as m n k is at most `max_products`.
+        sustain_seconds: for how long a product is repeated.
+    """
 
     ranks_per_node: int
     dtype: str = "float32"
     rank_bytes: tuple[int, ...] = (2**12, 2**15, 2**18, 2**20)
-    dims: tuple[int, ...] = (32, 128, 512, 1024)
+    dims: tuple[int, ...] = (64, 256, 1024)
     max_products: int = 2**29
     repeats: int = 5
     device: str = "cpu"
+    sustain_seconds: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -64,15 +72,18 @@ class GemmSample:
 
 @dataclass(frozen=True)
 class Samples:
+    """`contention` as in `Hardware`, once for each collective that was tried beside products."""
+
     links: list[LinkSample]
     gemms: list[GemmSample]
     copy_gbs: float
+    contention: tuple[float, ...] = (0.0,)
 
 
 def measure(job: Job) -> Samples:
     """On every rank; the same samples everywhere."""
     links = [sample for grid in _grids(dist.get_world_size()) for sample in _links(grid, job)]
-    return Samples(links, list(_gemms(job)), _copies(job))
+    return Samples(links, list(_gemms(job)), _copies(job), tuple(_contention(job)))
 
 
 def _grids(ranks: int) -> list[Grid]:
@@ -99,6 +110,35 @@ def _links(grid: Grid, job: Job) -> Iterator[LinkSample]:
                 yield LinkSample(collective, axis, size, stride, received, timed(action, job))
 
 
+def _contention(job: Job) -> Iterator[float]:
+    """Products beside a collective that takes as long as they do: what of that time they do not hide.
+
+    Above 1, overlapping costs more than it hides; that is taken as hiding nothing.
+    """
+    ranks = dist.get_world_size()
+    mesh = ProcessGrid(Grid(x=ranks), device_type=job.device)
+    a, b = (torch.randn(max(job.dims), max(job.dims), device=job.device) for _ in "ab")
+    product = sustained(lambda: a @ b, job)
+    for collective in ("all_gather", "reduce_scatter"):
+        share = max(job.rank_bytes) // 4 // ranks * ranks
+        tensor = torch.randn(share if collective == "all_gather" else share * ranks, device=job.device)
+
+        def start(collective: str = collective, tensor: Any = tensor) -> Any:
+            return mesh.collectives.start(Step(collective, ("x",), 0, 0), tensor, ("calibrate",), "forward")
+
+        alone = timed(lambda start=start: start().wait(), job)  # type: ignore[misc]
+        count = max(1, round(alone / product))
+
+        def beside(start: Callable[[], Any] = start, count: int = count) -> None:
+            handle = start()
+            for _ in range(count):
+                a @ b
+            handle.wait()
+
+        hidden = alone + count * product - timed(beside, job)
+        yield float(np.clip(1 - hidden / min(alone, count * product), 0, 1))
+
+
 def _gemms(job: Job) -> Iterator[GemmSample]:
     dtype = getattr(torch, job.dtype)
     for m in job.dims:
@@ -106,13 +146,31 @@ def _gemms(job: Job) -> Iterator[GemmSample]:
             for k in job.dims:
                 if m * n * k <= job.max_products:
                     a, b = (torch.randn(shape, dtype=dtype, device=job.device) for shape in ((m, k), (n, k)))
-                    yield GemmSample(m, n, k, timed(lambda a=a, b=b: a @ b.mT, job))  # type: ignore[misc]
+                    seconds = sustained(lambda a=a, b=b: a @ b.mT, job)  # type: ignore[misc]
+                    yield GemmSample(m, n, k, seconds)
 
 
 def _copies(job: Job) -> float:
-    """GB/s read and written by an operation that computes nothing to speak of."""
-    x = torch.randn(2**22, device=job.device)
-    return 2 * x.numel() * 4 / timed(x.relu, job) / 1e9
+    """GB/s read and written by an operation that computes nothing to speak of, new memory for its result included.
+
+    Several results are held at once, as a step holds them: memory that one result leaves to the next is not new.
+    """
+    x, held = torch.randn(2**21 if job.device == "cpu" else 2**26, device=job.device), 4
+    return held * 2 * x.numel() * 4 / sustained(lambda: [x.relu() for _ in range(held)], job) / 1e9
+
+
+def sustained(action: Callable[[], Any], job: Job) -> float:
+    """Seconds of an action among many of its kind, on all ranks at once.
+
+    One short action alone is over before ranks that share processors get in each other's way.
+    """
+    count = math.ceil(job.sustain_seconds / timed(action, job))
+
+    def many() -> None:
+        for _ in range(count):
+            action()
+
+    return timed(many, job) / count
 
 
 def timed(action: Callable[[], Any], job: Job) -> float:
@@ -169,29 +227,33 @@ def fit(samples: Samples, job: Job, name: str) -> tuple[Hardware, list[Fit]]:
         memory_gib=_memory_gib(job),
         memory_gbs=samples.copy_gbs,
         launch_us=launch * 1e6,
+        contention=median(samples.contention),
         source="measured by ndtp bench calibrate",
     )
     return hardware, [*fits, *quality_gemm]
 
 
 def fit_link(samples: Sequence[LinkSample], what: str) -> tuple[Link, list[Fit]]:
-    """Latency, hops and seconds a byte of each collective, by least squares on relative errors, none below zero."""
+    """Latency, hops, and seconds a byte of each collective and group size, by least squares, none below zero.
+
+    Errors are relative, and weigh more for what takes longer: a step spends its time there.
+    """
     names = [name for name in COLLECTIVES if any(s.collective == name for s in samples)]
+    kinds = sorted({(s.collective, s.size) for s in samples}, key=lambda kind: (names.index(kind[0]), kind[1]))
     rows = []
     for s in samples:
         hops = (s.size - 1) * (2 if s.collective == "all_reduce" else 1)
-        rows.append([1.0, hops, *(s.received_bytes * (s.collective == name) for name in names)])
-    measured = np.array([s.seconds for s in samples])
-    matrix = np.array(rows) / measured[:, None]
-    solution = _nonnegative(matrix, np.ones(len(samples)))
+        rows.append([1.0, hops, *(s.received_bytes * ((s.collective, s.size) == kind) for kind in kinds)])
+    measured, matrix = np.array([s.seconds for s in samples]), np.array(rows)
+    weights = np.sqrt(measured / measured.max())
+    solution = _nonnegative(matrix * (weights / measured)[:, None], weights)
     per_byte = np.maximum(solution[2:], 1e-13)  # at most 10 TB/s: samples too small to tell
-    link = Link(
-        bandwidth_gbs=1e-9 / per_byte[0],
-        latency_us=solution[0] * 1e6,
-        hop_us=solution[1] * 1e6,
-        efficiency={name: per_byte[0] / each for name, each in zip(names, per_byte, strict=True)},
-    )
-    predicted = (matrix * measured[:, None]) @ np.concatenate([solution[:2], per_byte])
+    fastest = per_byte.min()
+    efficiency: dict[str, dict[int, float]] = {}
+    for (name, size), each in zip(kinds, per_byte, strict=True):
+        efficiency.setdefault(name, {})[size] = float(fastest / each)
+    link = Link(float(1e-9 / fastest), float(solution[0] * 1e6), float(solution[1] * 1e6), efficiency)
+    predicted = matrix @ np.concatenate([solution[:2], per_byte])
     fits = []
     for name in names:
         of = [i for i, s in enumerate(samples) if s.collective == name]

@@ -14,13 +14,16 @@ from torch import Tensor, nn
 class DenseBlock(nn.Module):
     """The block that everyone parallelizes, without biases."""
 
-    def __init__(self, hidden: int, ffn: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, hidden: int, ffn: int, dtype: torch.dtype, device: str, activation: Callable[[Tensor], Tensor] = F.gelu
+    ) -> None:
         super().__init__()
+        self.activation = activation
         self.up = nn.Linear(hidden, ffn, bias=False, dtype=dtype, device=device)
         self.down = nn.Linear(ffn, hidden, bias=False, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        return self.down(self.activation(self.up(x)))
 
 
 def torch_plan(dense: DenseBlock, device_type: str, sequence_parallel: bool) -> nn.Module:
@@ -72,11 +75,12 @@ class MegatronBlock(nn.Module):
     def __init__(self, dense: DenseBlock) -> None:
         super().__init__()
         rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.activation = dense.activation
         self.up = nn.Parameter(dense.up.weight.detach().chunk(ranks, 0)[rank].clone())
         self.down = nn.Parameter(dense.down.weight.detach().chunk(ranks, 1)[rank].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        return _SumOut.apply(F.linear(F.gelu(F.linear(_CopyIn.apply(x), self.up)), self.down))
+        return _SumOut.apply(F.linear(self.activation(F.linear(_CopyIn.apply(x), self.up)), self.down))
 
 
 # name -> (builder from a dense block, whether rows are split outside)

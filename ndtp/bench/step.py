@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from ndtp.bench.rivals import RIVALS, DenseBlock
 from ndtp.bench.volume import Case, Shape, meter_step, scaled_down
 from ndtp.cost import gemm_shape
+from ndtp.grid import Grid
 from ndtp.nn import MLP
 from ndtp.process_grid import ProcessGrid
 from ndtp.schemes import block_layouts
@@ -27,7 +29,8 @@ from ndtp.schemes import block_layouts
 class Job:
     """What every rank is told.  `log` is a file to which rank 0 appends a line a round: what an interrupted run keeps.
 
-    A round measures every grid and every rival once, so that drift of the machine hits all alike.
+    A round measures every grid and every rival once, so that drift of the machine hits all alike.  `local` measures the
+    local work of a grid as well.
     """
 
     cases: tuple[Case, ...]
@@ -38,6 +41,7 @@ class Job:
     rivals: tuple[str, ...]
     log: str
     device: str = "cpu"
+    local: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,15 @@ class Entry:
     wrong: int
 
 
-def measure(job: Job) -> None:
-    """The whole measurement, as every rank runs it.  The results are in the log."""
-    entries = [_prepare(case, job) for case in job.cases] + [_prepare_rival(name, job) for name in job.rivals]
+def measure(job: Job, meshes: Mapping[Grid, ProcessGrid] | None = None) -> None:
+    """The whole measurement, as every rank runs it.  The results are in the log.
+
+    Args:
+        meshes: process grids that there are; the others are made.
+    """
+    entries = [_prepare(case, job, (meshes or {}).get(case.grid)) for case in job.cases] + [
+        _prepare_rival(name, job) for name in job.rivals
+    ]
     rank0 = dist.get_rank() == 0
     head = [{"name": e.name, "received_bytes": e.received_bytes, "wrong": e.wrong} for e in entries]
     if rank0:
@@ -83,8 +93,8 @@ def _timed(action: Callable[[], None], job: Job) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-def _prepare(case: Case, job: Job) -> Entry:
-    mesh = ProcessGrid(case.grid, device_type=job.device)
+def _prepare(case: Case, job: Job, mesh: ProcessGrid | None) -> Entry:
+    mesh = mesh or ProcessGrid(case.grid, device_type=job.device)
     dtype, shape = getattr(torch, job.dtype), job.shape
     mlp = MLP(
         shape.hidden,
@@ -99,9 +109,8 @@ def _prepare(case: Case, job: Job) -> Entry:
     )
     x = torch.randn(mlp.in_layout.shard_shape((shape.tokens, shape.hidden)), dtype=dtype, device=job.device)
     received = meter_step(mlp, x.requires_grad_()).total
-    return Entry(
-        str(case), _stepper(mlp, x), _local_work(case, job), received, count_wrong(case, mesh, job.shape, job.device)
-    )
+    local = _local_work(case, job) if job.local else None
+    return Entry(str(case), _stepper(mlp, x), local, received, count_wrong(case, mesh, job.shape, job.device))
 
 
 def _stepper(module: nn.Module, x: Tensor) -> Callable[[], None]:
@@ -135,46 +144,88 @@ def _local_work(case: Case, job: Job) -> Callable[[], None]:
     return work
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A dense step of small integers in fp32, on a block of the same proportions that is small enough for every sum to
+    be exact: what ndtp and its rivals must give, element by element."""
+
+    dense: DenseBlock
+    x: Tensor
+    grad: Tensor
+    y: Tensor
+
+    @classmethod
+    def of(cls, shape: Shape, ranks: int, device: str) -> Reference:
+        shape = scaled_down(shape, ranks, 2**22)
+        generator = torch.Generator().manual_seed(1)
+
+        def integers(*sizes: int) -> Tensor:
+            return torch.randint(-1, 2, sizes, generator=generator).float().to(device)
+
+        dense = DenseBlock(shape.hidden, shape.ffn, torch.float32, device, F.relu)
+        with torch.no_grad():
+            dense.up.weight.copy_(integers(shape.ffn, shape.hidden))
+            dense.down.weight.copy_(integers(shape.hidden, shape.ffn))
+        x, grad = integers(shape.tokens, shape.hidden).requires_grad_(), integers(shape.tokens, shape.hidden)
+        y = dense(x)
+        y.backward(grad)
+        return cls(dense, x, grad, y.detach())
+
+
+def _sum_over_ranks(wrong: Any, device: str) -> int:
+    total = torch.as_tensor(wrong, dtype=torch.int64, device=device).reshape(1)
+    dist.all_reduce(total)
+    return int(total)
+
+
 def count_wrong(case: Case, mesh: ProcessGrid, shape: Shape, device: str, chunks: int = 0) -> int:
-    """Elements, over all ranks, of the output and all gradients that differ from dense.
-
-    Small integers in fp32, on a block of the same proportions that is small enough for every sum to be exact.
-    """
-    shape = scaled_down(shape, case.grid.num_ranks, 2**22)
-    generator = torch.Generator().manual_seed(1)
-
-    def integers(*sizes: int) -> Tensor:
-        return torch.randint(-1, 2, sizes, generator=generator).float().to(device)
-
-    dense = DenseBlock(shape.hidden, shape.ffn, torch.float32, device)
-    with torch.no_grad():
-        dense.up.weight.copy_(integers(shape.ffn, shape.hidden))
-        dense.down.weight.copy_(integers(shape.hidden, shape.ffn))
-    x, grad = integers(shape.tokens, shape.hidden).requires_grad_(), integers(shape.tokens, shape.hidden)
-    expected = dense.down(F.relu(dense.up(x)))
-    expected.backward(grad)
+    """Elements, over all ranks, of the output and all gradients that differ from the reference."""
+    reference = Reference.of(shape, case.grid.num_ranks, device)
+    dense, x, grad = reference.dense, reference.x, reference.grad
     block = MLP.from_dense(dense.up, dense.down, "relu", mesh=mesh, scheme=case.scheme, chunks=chunks)
     x_shard = block.in_layout.shard(x.detach(), mesh.rank).clone().requires_grad_()
     actual = block(x_shard)
     actual.backward(block.out_layout.shard(grad, mesh.rank).contiguous())
-    pairs = [(actual, expected, block.out_layout), (x_shard.grad, x.grad, block.in_layout)]
-    for layer, reference in ((block.up, dense.up), (block.down, dense.down)):
+    pairs = [(actual, reference.y, block.out_layout), (x_shard.grad, x.grad, block.in_layout)]
+    for layer, dense_layer in ((block.up, dense.up), (block.down, dense.down)):
         gradient: Any = layer.weight.grad
-        pairs.append((getattr(gradient, "_local_tensor", gradient), reference.weight.grad, layer.weight_layout))
+        pairs.append((getattr(gradient, "_local_tensor", gradient), dense_layer.weight.grad, layer.weight_layout))
     wrong = sum((got != layout.shard(want, mesh.rank)).sum() for got, want, layout in pairs if want is not None)
-    total = torch.as_tensor(wrong, dtype=torch.int64, device=device).reshape(1)
-    dist.all_reduce(total)
-    return int(total)
+    return _sum_over_ranks(wrong, device)
+
+
+def count_wrong_of_rival(name: str, job: Job) -> int:
+    """As `count_wrong`: the output, and the gradients of the input and of both weights."""
+    reference = Reference.of(job.shape, dist.get_world_size(), job.device)
+    build, rows_split = RIVALS[name]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def mine(whole: Tensor, dim: int, split: bool = True) -> Tensor:
+        return whole.detach().chunk(ranks, dim)[rank] if split else whole.detach()
+
+    dense = reference.dense
+    wanted = dense.up.weight.grad, dense.down.weight.grad
+    block = build(copy.deepcopy(dense), job.device)
+    block.zero_grad(set_to_none=True)
+    x = mine(reference.x, 0, rows_split).clone().requires_grad_()
+    y = block(x)
+    y.backward(mine(reference.grad, 0, rows_split))
+    pairs = [(y, mine(reference.y, 0, rows_split)), (x.grad, mine(reference.x.grad, 0, rows_split))]  # type: ignore[arg-type]
+    for parameter, want, dim in zip(block.parameters(), wanted, (0, 1), strict=True):
+        gradient: Any = parameter.grad
+        pairs.append((getattr(gradient, "_local_tensor", gradient), mine(want, dim)))  # type: ignore[arg-type]
+    return _sum_over_ranks(sum((got != want).sum() for got, want in pairs), job.device)
 
 
 def _prepare_rival(name: str, job: Job) -> Entry:
     build, rows_split = RIVALS[name]
     dtype, ranks = getattr(torch, job.dtype), dist.get_world_size()
     torch.manual_seed(0)
-    block = build(DenseBlock(job.shape.hidden, job.shape.ffn, dtype, job.device), job.device)
+    block = build(DenseBlock(job.shape.hidden, job.shape.ffn, dtype, job.device, F.relu), job.device)
     rows = job.shape.tokens // ranks if rows_split else job.shape.tokens
     x = torch.randn(rows, job.shape.hidden, dtype=dtype, device=job.device).requires_grad_()
-    return Entry(name, _stepper(block, x), None, meter_step(block, x).total, 0)
+    received = meter_step(block, x).total
+    return Entry(name, _stepper(block, x), None, received, count_wrong_of_rival(name, job))
 
 
 # ------------------------------------------------------------------------------------------------------- results

@@ -54,9 +54,9 @@ def calibrate(
 
     device = "cuda" if world and torch.cuda.is_available() else "cpu"
     sizes = tuple(int(largest * 2**20) >> shift for shift in (8, 5, 2, 0))
-    scale = (64, 256, 1024, 4096) if device == "cuda" else (32, 128, 512, 1024)
+    scale = (64, 256, 1024, 4096) if device == "cuda" else (64, 256, 1024)
     limit = 2**36 if device == "cuda" else 2**29
-    job = Job(per_node, DTYPES[dtype], sizes, scale, limit, repeats, device)
+    job = Job(per_node, DTYPES[dtype], sizes, scale, limit, repeats, device, 0.02 * repeats)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     out = console(json_file)

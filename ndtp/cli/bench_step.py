@@ -121,16 +121,16 @@ def choose(texts: list[str], ranks: int, shape: Shape, top: int) -> list[Case]:
 
 
 def grid_of(text: str, command: str) -> Grid:
-    """The grid of z, x and y that --grid names.
+    """The grid of dp, z, x and y that --grid names.
 
     Raises:
         GridError: text that names none.
     """
-    sizes = {"z": 1, "x": 1, "y": 1}
+    sizes = {"dp": 1, "z": 1, "x": 1, "y": 1}
     for word in text.replace(",", " ").split():
         axis, _, size = word.partition("=")
         if axis not in sizes or not size.isdigit():
-            raise GridError(f"{command}: --grid {text!r}: write it like 'z=2 x=2 y=2'")
+            raise GridError(f"{command}: --grid {text!r}: write it like 'z=2 x=2 y=2'; axes: dp z x y")
         sizes[axis] = int(size)
     return Grid(sizes)
 

@@ -1,7 +1,8 @@
-"""`ndtp show`: pictures of who holds what.  Needs no process group."""
+"""`ndtp show`: pictures of who holds what, and of what happens when.  Needs no process group."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +18,10 @@ from ndtp.grid import Grid
 from ndtp.layout import Layout
 
 MAX_RANKS = 4096
+DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 GAP = 4  # between pictures side by side
 
-show = typer.Typer(help="Draw who holds what: a layout, or a plan step by step.", no_args_is_help=True)
+show = typer.Typer(help="Draw who holds what: a layout, a plan step by step, a schedule in time.", no_args_is_help=True)
 
 GridOption = Annotated[str, typer.Option("--grid", metavar="Z=2,X=2,..", help="Axes and sizes, slowest axis first.")]
 OutputOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw into an .svg or .png file as well.")]
@@ -104,6 +106,78 @@ def show_plan(
     _show(rows, f"{title}: every rank receives {moved:,} elements", output, json_file, result)
 
 
+@show.command("schedule")
+def show_schedule(
+    grid: GridOption,
+    tokens: Annotated[int, typer.Option(help="Rows of the block.")] = 8192,
+    hidden: Annotated[int, typer.Option(help="Features outside of the block.")] = 4096,
+    ffn: Annotated[int, typer.Option(help="Features inside of the block.")] = 16384,
+    product: Annotated[str, typer.Option(help="up, down, or block for both with what lies between.")] = "block",
+    chunks: Annotated[int, typer.Option(help="Pieces of rows whose collectives run beside products.")] = 1,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
+    hardware: Annotated[
+        str, typer.Option(metavar="NAME|FILE.toml", help="Whose clocks: a preset, or a calibrated profile.")
+    ] = "h100-ib",
+    tasks: Annotated[bool, typer.Option("--tasks", help="List every task with its time as well.")] = False,
+    output: OutputOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Show when a rank computes and when each axis's link is busy, forward and backward, as predicted.
+
+    Example: ndtp show schedule --grid z=2,x=2,y=2 --tokens 8192 --hidden 4096 --ffn 16384 --chunks 4
+    """
+    from ndtp.cli.timeline_drawing import as_text, lanes_of
+    from ndtp.cli.timeline_drawing import save as save_timeline
+    from ndtp.hardware import Hardware
+    from ndtp.plan_schedule import schedule
+
+    _check_output(output)
+    try:
+        ranks = _grid(grid)
+        spans = schedule(
+            ranks, (tokens, hidden, ffn), Hardware.load(hardware), dtype=DTYPE_NAMES.get(dtype, dtype), chunks=chunks,
+            product=product,
+        )  # fmt: skip
+    except (GridError, LayoutError) as error:
+        raise typer.BadParameter(str(error)) from None
+    end = max(span.end for span in spans)
+    busy = {lane: sum(s.end - s.begin for s in spans if s.lane == lane) / end for lane in lanes_of(spans)}
+    title = f"{product} of {tokens} x {hidden} x {ffn} on grid {ranks}, chunks={chunks}, {hardware}: {end * 1e3:.4g} ms"
+    out = console(json_file)
+    out.print(f"{title}, predicted\n", highlight=False, style="bold", soft_wrap=True)
+    for text in as_text(spans, out.width):
+        out.print(text, highlight=False, no_wrap=True, overflow="ignore", crop=False)
+    numbers = "0 up, 1 down" if product == "block" else f"0 {product}"
+    out.print(
+        f"Products: {numbers}; [i]: chunk i of its rows.  compute: the result that is multiplied; link: the tensor "
+        "that moves; f: activation; copy: a tensor put in order; held: products slowed down by a collective.\n"
+        "Busy: " + ", ".join(f"{lane} {share:.0%}" for lane, share in busy.items()),
+        highlight=False,
+        markup=False,
+    )
+    if tasks:
+        for span in sorted(spans, key=lambda span: span.begin):
+            out.print(
+                f"{span.begin * 1e3:10.4f} {span.end * 1e3:10.4f} ms  {span.lane:8} {span}",
+                highlight=False,
+                markup=False,
+            )
+    if output is not None:
+        _write(output, lambda: save_timeline(output, spans, title))
+        out.print(f"{output} written", highlight=False)
+    write_json(json_file, {
+        "grid": _json(ranks), "tokens": tokens, "hidden": hidden, "ffn": ffn, "product": product, "chunks": chunks,
+        "dtype": DTYPE_NAMES.get(dtype, dtype), "hardware": hardware, "step_ms": end * 1e3, "busy": busy,
+        "tasks": [
+            {
+                "lane": s.lane, "begin_ms": s.begin * 1e3, "end_ms": s.end * 1e3, "phase": s.phase,
+                "product": s.product, "tensor": s.tensor, "chunk": s.chunk, "what": s.what,
+            }
+            for s in spans
+        ],
+    })  # fmt: skip
+
+
 def _show(
     rows: list[list[Panel]], title: str, output: Path | None, json_file: str | None, result: dict[str, Any]
 ) -> None:
@@ -121,12 +195,16 @@ def _show(
             for picture in pictures:
                 out.print(picture, highlight=False, no_wrap=True, overflow="ignore", crop=False)
     if output is not None:
-        try:
-            save(output, rows, title)
-        except OSError as error:
-            raise typer.BadParameter(f"{output} cannot be written: {error.strerror}", param_hint="--output") from None
+        _write(output, lambda: save(output, rows, title))
         out.print(f"{output} written", highlight=False)
     write_json(json_file, result)
+
+
+def _write(output: Path, draw: Callable[[], None]) -> None:
+    try:
+        draw()
+    except OSError as error:
+        raise typer.BadParameter(f"{output} cannot be written: {error.strerror}", param_hint="--output") from None
 
 
 def _check_output(output: Path | None) -> None:

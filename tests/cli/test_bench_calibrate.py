@@ -37,7 +37,7 @@ def test_link_fit_recovers_the_model():
     assert link.latency_us == pytest.approx(200, rel=1e-6)
     assert link.hop_us == pytest.approx(30, rel=1e-6)
     assert link.bandwidth_gbs == pytest.approx(0.5, rel=1e-6)
-    assert link.efficiency["reduce_scatter"] == pytest.approx(2 / 3, rel=1e-6)
+    assert link.efficiency["reduce_scatter"] == pytest.approx(dict.fromkeys((2, 4, 8), 2 / 3), rel=1e-6)
     assert all(each.worst_error < 1e-6 for each in fits)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from ndtp.bench.step import num_rounds, ranks_of, read_log
+from ndtp.bench import rivals
+from ndtp.bench.step import Job, count_wrong_of_rival, num_rounds, ranks_of, read_log
 from ndtp.bench.volume import Shape
 from ndtp.cli import bench_step, main
 
@@ -54,6 +55,22 @@ def test_a_wrong_result_exits_1_and_is_not_timed(ndtp, monkeypatch):
     code, out, _ = ndtp("bench", "step", *TINY, "--ranks", "4", "--grid", "y=4", "--json", "-")
     assert code == 1
     assert json.loads(out)["rows"][0]["step_ms"] is None
+
+
+def broken_rival() -> tuple[int, int]:
+    """Wrong elements of the Megatron-style layer, as it is and without the all-reduce of its output."""
+    job = Job((), Shape(64, 16, 32), "float32", 1, 0, (), "")
+    right = count_wrong_of_rival("Megatron-style 1D", job)
+    forward, rivals._SumOut.forward = rivals._SumOut.forward, staticmethod(lambda ctx, y: y.clone())
+    try:
+        return right, count_wrong_of_rival("Megatron-style 1D", job)
+    finally:
+        rivals._SumOut.forward = forward
+
+
+def test_rivals_are_checked_against_dense(ranks):
+    results = ranks(2).run(broken_rival)
+    assert all(right == 0 and wrong > 0 for right, wrong in results)
 
 
 def test_interrupted_run_keeps_what_was_measured_and_leaves_no_rank(tmp_path):
@@ -123,6 +140,8 @@ def test_named_grids():
     (case,) = bench_step.choose(["z=2, x=2 y=2"], 8, shape, 1)
     assert (str(case), case.scheme) == ("z=2 x=2 y=2", "3d")
     assert [case.scheme for case in bench_step.choose(["x=8", "y=8"], 8, shape, 1)] == ["2d", "1d-sp"]
+    (case,) = bench_step.choose(["dp=2 y=4"], 8, shape, 1)
+    assert (str(case), case.scheme) == ("dp=2 y=4", "1d-sp")
 
 
 @pytest.mark.parametrize(

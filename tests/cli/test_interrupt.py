@@ -32,12 +32,16 @@ def wait_until(condition, seconds):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-@pytest.mark.parametrize("command", ["check", "demo"])
+@pytest.mark.parametrize("command", ["check", "demo", "bench calibrate"])
 def test_ctrl_c_leaves_no_rank_behind(command, tmp_path):
     mark = f"NDTP_TEST_MARK={uuid.uuid4()}"
-    arguments = {"check": ["--scheme", "1d"], "demo": ["--steps", "1000", "--output", str(tmp_path)]}[command]
+    arguments = {
+        "check": ["--scheme", "1d"],
+        "demo": ["--steps", "1000", "--output", str(tmp_path)],
+        "bench calibrate": ["--repeats", "1000", "--output", str(tmp_path / "mine.toml")],
+    }[command]
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, command, "--ranks", "4", *arguments],
+        [sys.executable, "-c", MAIN, *command.split(), "--ranks", "4", *arguments],
         env={**os.environ, **dict([mark.split("=")])},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -1,16 +1,26 @@
+import io
 import json
+from itertools import pairwise
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from ndtp.block_cost import Block
 from ndtp.cli.app import app
 from ndtp.cli.panels import PHASES, plan_panels
+from ndtp.cli.timeline_drawing import as_text
 from ndtp.contraction import MatMulPlan
 from ndtp.grid import Grid
+from ndtp.hardware import Hardware
 from ndtp.layout import Layout
+from ndtp.plan_schedule import schedule
+from ndtp.planner import Request, predict
+from ndtp.schemes import block_layouts
 
 runner = CliRunner()
 CUBE = ("--grid", "z=2,x=2,y=2")
+SCHEDULE = ("schedule", *CUBE, "--tokens", 8192, "--hidden", 4096, "--ffn", 16384)
 
 
 def show(*arguments):
@@ -120,6 +130,11 @@ def test_every_phase_ends_as_the_plan_says(a, b, out, phase, regather):
         (("plan", *CUBE, "--a", "x y", "--b", "y x", "--phase", "up"), "not one of forward, dgrad, wgrad"),
         (("plan", *CUBE, "--a", "x y", "--b", "y x", "--shape", "8,8"), "M, K, N"),
         (("plan", *CUBE, "--a", "x y"), "--b"),
+        ((*SCHEDULE, "--chunks", 3), "fix: 2 or 4 chunks"),
+        ((*SCHEDULE, "--tokens", 8190), "fix: tokens=8192"),
+        ((*SCHEDULE, "--product", "left"), "not one of block, up, down"),
+        ((*SCHEDULE, "--hardware", "h101-ib"), "did you mean h100-ib"),
+        (("schedule", "--grid", "w=2"), "a block uses dp, z, x, y"),
     ],
 )
 def test_wrong_use_is_explained(arguments, message):
@@ -128,7 +143,66 @@ def test_wrong_use_is_explained(arguments, message):
     assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("command", ["layout", "plan"])
+def spans_of(report, lane):
+    return sorted((task["begin_ms"], task["end_ms"]) for task in report["tasks"] if task["lane"] == lane)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_a_schedule_as_a_timeline(chunks):
+    """One thing at a time on every lane, every collective of the step on its axis's, as long as predicted."""
+    result = show(*SCHEDULE, "--chunks", chunks, "--tasks", "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.isascii() and max(map(len, result.stderr.splitlines())) <= 100
+    lines = result.stderr.splitlines()
+    for lane in ("compute", "link z", "link x", "link y"):
+        assert len([line for line in lines if line.startswith(f"{lane:10}")]) == 2, "forward and backward"
+    report = json.loads(result.stdout)
+    grid = Grid(z=2, x=2, y=2)
+    request = Request((Block.mlp(8192, 4096, 16384),), 8, Hardware.load("h100-ib"), chunks=chunks)
+    assert report["step_ms"] == pytest.approx(float(predict(request, grid).total) * 1e3)
+    for lane in ("compute", "z", "x", "y"):
+        spans = spans_of(report, lane)
+        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in pairwise(spans)), lane
+    moved = [
+        (task["lane"], task["what"], task["tensor"], task["product"])
+        for task in report["tasks"]
+        if task["lane"] != "compute" and task["chunk"] in (None, 0)
+    ]
+    expected = {
+        (step.axes[0], step.kind, tensor, product)
+        for product, plan in enumerate(block_layouts(grid, "3d").plans())
+        for tensor, steps in plan.relayouts.items()
+        for step in steps
+        if tensor != "bias" and tensor != "dbias"
+    }
+    assert len(moved) == len(set(moved)) and set(moved) == expected
+    multiplied = [task for task in report["tasks"] if task["what"] == "multiply"]
+    assert len(multiplied) == 2 * (chunks + chunks + 1), "C and dA in chunks, dB at once"
+    begins = {(task["tensor"], task["product"], task["lane"]): task["begin_ms"] for task in report["tasks"][::-1]}
+    assert begins["B", 1, "z"] < begins["C", 1, "compute"], "a weight is gathered before its product"
+
+
+def test_one_product_of_a_schedule_and_its_colours():
+    spans = schedule(Grid(y=4), (64, 16, 32), Hardware.load("cpu"), dtype="float32", product="down")
+    assert {span.product for span in spans} == {0}
+    moved = [(span.lane, span.what, span.tensor) for span in spans if span.lane != "compute"]
+    assert moved == [("y", "reduce_scatter", "C"), ("y", "all_gather", "dC")]
+    coloured = io.StringIO()
+    console = Console(file=coloured, force_terminal=True, color_system="truecolor", width=100)
+    for text in as_text(spans, 100):
+        console.print(text)
+    assert coloured.getvalue().count("\x1b[") > 10
+
+
+@pytest.mark.parametrize("suffix, start", [("svg", b"<?xml"), ("png", b"\x89PNG")])
+def test_a_schedule_in_a_file(suffix, start, tmp_path):
+    path = tmp_path / f"schedule.{suffix}"
+    result = show(*SCHEDULE, "--chunks", 4, "--output", path)
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes().startswith(start) and path.stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("command", ["layout", "plan", "schedule"])
 def test_help_has_an_example(command):
     result = show(command, "--help")
     assert f"Example: ndtp show {command}" in result.stdout

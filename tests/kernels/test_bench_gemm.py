@@ -10,6 +10,7 @@ import pytest
 import torch
 from ndtp_kernels import aot, config, interface
 from ndtp_kernels.chips import CHIPS
+from ndtp_kernels.errors import KernelFallback, fallbacks_raise, warn_once
 from ndtp_kernels.launch import Launch
 from ndtp_kernels.workloads import KINDS, workload
 
@@ -55,9 +56,10 @@ def test_every_part_leaves_its_rows(small, monkeypatch):
     assert report["failed"] == {} and report["not_measured"] == []
     rows = report["rows"]
     plain = [row for row in rows if row["kind"] == "plain"]
-    assert [row["layout"] for row in plain] == ["nt", "nn", "tn", "tt", "nt"]
-    assert {"torch", "persistent"} < set(plain[0]["microseconds"]) and "compile" in plain[-1]["microseconds"]
-    assert {row["kind"] for row in rows} == {*KINDS, "block"}
+    (compiled,) = (row for row in rows if row["kind"] == "plain compile")
+    assert [row["layout"] for row in plain] == ["nt", "nn", "tn", "tt"]
+    assert {"torch", "persistent"} < set(plain[0]["microseconds"]) and "compile" in compiled["microseconds"]
+    assert {row["kind"] for row in rows} == {*KINDS, "block", "plain compile"}
     for row in rows:
         assert row["against_torch"] == pytest.approx(1.0)
         if row["kind"].startswith("scatter"):
@@ -111,17 +113,13 @@ def test_numbers_that_are_no_numbers_fail():
 
 
 def test_a_kernel_that_torch_stands_in_for_is_not_timed():
-    """As main does: the warning of a fallback is an error there."""
-    import warnings
-
-    from ndtp_kernels.errors import KernelFallback, warn_once
-
-    warn_once.cache_clear()
+    """As main does: a fallback raises there, even one that was warned of before."""
     work = workload("plain", *TINY, **BF16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", KernelFallback)
+    with pytest.warns(KernelFallback):
+        warn_once.cache_clear()
+        contest.checked(work, contest.rivals(work, H200)[0])
+    with fallbacks_raise():
         failed = contest.checked(work, contest.rivals(work, H200)[0])
-    warn_once.cache_clear()
     assert failed and "torch" not in failed and all("KernelFallback" in why for why in failed.values())
 
 
@@ -133,6 +131,12 @@ def test_shapes_cover_whole_and_sharded_projections():
     assert (8192, 3584, 2048) in shapes  # and on 1x4x2
     assert (32768, 28672, 8192) in shapes and (2048, 28672, 8192) in shapes  # 70B up
     assert len(found) == len(shapes)
+
+
+def test_every_part_has_a_share_of_the_time():
+    assert list(bench.SHARES) == list(bench.PARTS)
+    shares = list(bench.SHARES.values())
+    assert shares == sorted(set(shares)) and shares[-1] == 1.0
 
 
 def test_every_candidate_has_a_label_of_its_own():

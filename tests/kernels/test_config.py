@@ -168,6 +168,14 @@ def test_tuning_writes_the_winner_to_the_users_cache(tmp_path):
     assert len(Table.from_json(path.read_text()).tuned["h200"]["bfloat16"]) == 3
 
 
+def test_tuning_takes_only_kernels_that_run_as_such(caplog):
+    """On a CPU torch stands in for every kernel: its time would be filed under their names."""
+    work = workload("plain", 24, 32, 40, dtype=torch.bfloat16, device=torch.device("cpu"))
+    kernel = Config("pointer", 64, 64, 64)
+    assert tuning.right_ones(work, [TORCH, kernel]) == [TORCH]
+    assert f"{kernel} is no candidate here" in caplog.text
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_workloads_agree_with_torch(kind):
     """What is timed computes the same thing on both sides; and a wrong result would be seen."""

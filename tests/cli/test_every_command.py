@@ -1,0 +1,55 @@
+"""What holds for every command: an example in its help, JSON, 100 columns."""
+
+import shlex
+
+import pytest
+import typer
+from rich.cells import cell_len
+from typer.testing import CliRunner
+
+from ndtp.cli.app import app
+
+
+def commands(group=None, words=()):
+    group = group or typer.main.get_command(app)
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*words, name))
+        else:
+            yield (*words, name), command
+
+
+COMMANDS = dict(commands())
+
+
+def test_none_is_missing():
+    assert {" ".join(words) for words in COMMANDS} == {
+        "demo", "check", "plan", "info", "show layout", "show plan", "show schedule",
+        "bench volume", "bench step", "bench overlap", "bench calibrate", "bench gemm",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("columns", [80, 100])
+def test_help_has_an_example_and_fits(words, columns):
+    result = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": str(columns), "TERMINAL_WIDTH": None})
+    assert result.exit_code == 0
+    assert max(map(cell_len, result.stdout.splitlines())) <= columns
+    assert f"Example: ndtp {' '.join(words)}" in " ".join(result.stdout.split())
+    assert "--json" in result.stdout
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_the_example_is_one_that_the_command_takes(words):
+    """Parsed, not run."""
+    command = COMMANDS[words]
+    example = " ".join(command.help.split("Example: ndtp ")[1].split("\n\n")[0].split())
+    arguments = example.split(";")[0].split(" | ")[0]
+    assert arguments.startswith(" ".join(words))
+    command.make_context(" ".join(words), shlex.split(arguments)[len(words) :])
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_an_unknown_option_exits_2(words):
+    result = CliRunner().invoke(app, [*words, "--no-such-option"])
+    assert result.exit_code == 2 and "--no-such-option" in result.stderr
