@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ndtp.arrival import Deferred, is_plain, local_shard, taken_in
 from ndtp.contraction import MatMulPlan
 from ndtp.epilogues import ACTIVATIONS
 from ndtp.errors import LayoutError
 from ndtp.execution import Execution, Stage
 from ndtp.layout import Layout
 from ndtp.moves import Move
-from ndtp.relayout import Step, is_legal
+from ndtp.relayout import is_legal
 from ndtp.relayout import relayout as relayout_steps
 from ndtp.schedule import Wanted
 
@@ -111,9 +112,9 @@ def _chain(
                 f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}"
             )
         for x, tensor in ((b, "B"), (bias, "bias")):
-            if x is not None and not _is_plain(x):
+            if x is not None and not is_plain(x):
                 _check_placements(x, tensor, plan, mesh)
-    if not _is_plain(a):
+    if not is_plain(a):
         _check_placements(a, "A", plans[0], mesh)
     given = weights
     if not a.is_meta and torch.is_autocast_enabled(a.device.type):
@@ -128,10 +129,10 @@ def _chain(
         shards = [None if x is None else local_shard(x) for x in (*weights, *biases)]
         return compiled.chain(a, shards[: len(plans)], shards[len(plans) :], plans, activations, mesh)  # type: ignore[arg-type]
     arriving: list[tuple[Tensor | None, Deferred | None]] = [
-        _arriving(b, plan.relayouts["dB"], mesh) for b, plan in zip(weights, plans, strict=True)
+        taken_in(b, plan.relayouts["dB"], mesh) for b, plan in zip(weights, plans, strict=True)
     ]
     arriving += [
-        (None, None) if bias is None else _arriving(bias, plan.relayouts["dbias"], mesh)
+        (None, None) if bias is None else taken_in(bias, plan.relayouts["dbias"], mesh)
         for bias, plan in zip(biases, plans, strict=True)
     ]
     shards = [shard for shard, _ in arriving]
@@ -252,22 +253,6 @@ def relayout_checked(x: Tensor, source: Layout, target: Layout, mesh: ProcessGri
     return shape
 
 
-def local_shard(x: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, differentiable; any other tensor as it is."""
-    if _is_plain(x):
-        return x
-    # A gradient that is built by hand, as `_Arrival` does, cannot be traced.
-    return x.to_local() if torch.compiler.is_compiling() else _Arrival.apply(x, Deferred())  # type: ignore[attr-defined]
-
-
-def _is_plain(x: Tensor) -> bool:
-    if type(x) is Tensor or type(x) is torch.nn.Parameter:
-        return True
-    from torch.distributed.tensor import DTensor
-
-    return not isinstance(x, DTensor)
-
-
 def _check_placements(x: Any, tensor: str, plan: MatMulPlan, mesh: ProcessGrid) -> None:
     """A DTensor must lie as the plan says: one that lies otherwise may have shards of the same shape."""
     if mesh.device_mesh is None:
@@ -300,53 +285,6 @@ def _signature(x: Tensor | None) -> str:
         return "None"
     # Whether a gradient is wanted decides which collectives backward runs.
     return f"{tuple(x.shape)} {x.dtype}{' requires_grad' * (x.requires_grad and torch.is_grad_enabled())}"
-
-
-class Deferred:
-    """The gradient of one use of a weight, on its way: set by the product's backward, taken where it arrives."""
-
-    move: Move | None = None
-
-
-class _Arrival(torch.autograd.Function):
-    """Where the gradient of a weight arrives: waits for its reduction, as late as its sequence number says.
-
-    A product must not return a gradient that is not finished, and must not wait for it either.  It returns a
-    placeholder instead, and this node, between the weight and the product, waits.  There is one a use, so that
-    gradients of several uses add up.  For a DTensor it is `to_local` at a third of the cost.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, deferred: Deferred) -> Tensor:
-        ctx.deferred = deferred
-        ctx.spec = None if _is_plain(x) else (x.device_mesh, x.placements, x.shape, x.stride())
-        local = x if ctx.spec is None else x._local_tensor
-        return local.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
-        move, ctx.deferred.move = ctx.deferred.move, None
-        if move is not None:
-            grad = move.finish()
-        if ctx.spec is not None:
-            from torch.distributed.tensor import DTensor
-
-            mesh, placements, shape, stride = ctx.spec
-            grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
-        return grad, None
-
-
-def _arriving(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid) -> tuple[Tensor, Deferred | None]:
-    """The local shard of a weight, and where its gradient will arrive if it wants one that takes steps."""
-    if not (x.requires_grad and torch.is_grad_enabled()) or (not steps and _is_plain(x)):
-        return local_shard(x), None
-    deferred = Deferred()
-    local = _Arrival.apply(x, deferred)
-    # Backward goes by sequence numbers, highest first: wait when it has gone past the oldest product of the window.
-    window = mesh.recent_products
-    local.grad_fn._set_sequence_nr(window[0] if len(window) == window.maxlen else 0)
-    return local, deferred
 
 
 def gradients_wanted(plans: Sequence[MatMulPlan], needs: Sequence[bool], need_bias: Sequence[bool]) -> list[Wanted]:

@@ -142,7 +142,8 @@ def products():
         planned = plan.volume((ROWS, 8, 16), wgrad=True, bias=True, bias_grad=False).in_bytes(4)
         assert volume == planned
         assert not mesh.collectives.in_flight
-    assert set(ops) == {"ndtp.mlp.default", "<built-in function getitem>"}, set(ops)
+    named = {op for op in ops if "built-in" not in op}
+    assert named == {"ndtp.mlp.default"}, named
 
 
 def test_products(ranks):
