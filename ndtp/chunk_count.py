@@ -64,17 +64,18 @@ def resolve(
 
     The first choice of a grid measures its `Speeds`, which all its ranks do together.
     """
-    rows = sizes[0]["m"]
-    if rows not in plans[0].choices:
+    each = zip(plans, sizes, strict=True)
+    key = (like.dtype, *((plan.name, plan.equation, plan.regather, *size.items()) for plan, size in each))
+    if key not in mesh.chunk_choices:
         if mesh.speeds is None:
-            with _disable_current_modes():  # not a part of what a meter counts, or a compiler sees
+            with _disable_current_modes():  # not a part of what a meter counts
                 mesh.speeds = measure(mesh, like)
-        choice = choose(plans, sizes, like.element_size(), mesh.speeds)
-        for plan in plans:
-            plan.choices[rows] = choice
+        mesh.chunk_choices[key] = choose(plans, sizes, like.element_size(), mesh.speeds)
         if mesh.rank == 0:
-            logger.info("%s: chunks: %d, %s", ", ".join(plan.name for plan in plans), *choice)
-    return plans[0].choices[rows][0]
+            logger.info("%s: chunks: %d, %s", ", ".join(plan.name for plan in plans), *mesh.chunk_choices[key])
+    for plan in plans:
+        plan.choices[sizes[0]["m"]] = mesh.chunk_choices[key]
+    return mesh.chunk_choices[key][0]
 
 
 def choose(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -37,13 +36,13 @@ class Stage:
     Attributes:
         plan: bound to the shapes of its operands.
         sizes: letter -> global size.
-        weight: B as it was passed: what is known about the order of weights is known by it.
+        weight: gives B as it was passed, if it lives: what is known about the order of weights is known by it.
         activation: of the C of this product, by name; None for the last product.
     """
 
     plan: MatMulPlan
     sizes: Mapping[str, int]
-    weight: weakref.ref[Tensor]
+    weight: Callable[[], Tensor | None]
     activation: str | None = None
 
 

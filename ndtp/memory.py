@@ -8,9 +8,8 @@ as it takes one of eight.  `ndtp.block_cost.memory` is the closed form for many 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,15 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from ndtp.accumulation import PartialSums
-from ndtp.buffers import BufferRing
-from ndtp.collectives import Collectives, GlooCollectives
 from ndtp.contraction import MatMulPlan
+from ndtp.dry_run import SILENT, DryGrid
 from ndtp.errors import LayoutError
-from ndtp.gemm import TorchGemm
-from ndtp.grid import Grid
 from ndtp.ops import matmul, mlp
-from ndtp.prefetch import WeightPrefetch
 
 
 @dataclass(frozen=True)
@@ -108,6 +102,18 @@ def measured(forward: Callable[[], Tensor], grad: Tensor | None) -> Memory:
     return Memory(after - ours, done, peak, live.now - ours)
 
 
+def _decided(plan: MatMulPlan, rows: int) -> MatMulPlan:
+    """The plan with the number of chunks that "auto" chose for so many rows."""
+    if plan.chunks != "auto":
+        return plan
+    if rows not in plan.choices:
+        raise LayoutError(
+            f"memory: '{plan.name}' has not chosen its number of chunks for {rows} rows yet\n"
+            "  fix: run it once, or give a number in the place of chunks='auto'"
+        )
+    return replace(plan, chunks=plan.choices[rows][0])
+
+
 def memory(
     plans: Sequence[MatMulPlan] | MatMulPlan,
     shape: Sequence[int],
@@ -134,7 +140,7 @@ def memory(
         backend: "gloo" or "nccl": they receive partial sums differently.
 
     Raises:
-        LayoutError: sizes that do not fit the plans.
+        LayoutError: sizes that do not fit the plans, or a number of chunks that is not chosen yet.
         ValueError: an unknown activation or backend.
     """
     plans = (plans,) if isinstance(plans, MatMulPlan) else tuple(plans)
@@ -149,13 +155,14 @@ def memory(
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs_grad)
 
     sizes = [plan.sizes((*lead, k, n)) for plan, (k, n) in zip(plans, pairwise(features), strict=True)]
+    plans = tuple(_decided(plan, size["m"]) for plan, size in zip(plans, sizes, strict=True))
     per_product = [[flag] * len(plans) if isinstance(flag, bool) else list(flag) for flag in (wgrad, bias, bias_grad)]
     a = made(plans[0].shard_shape("A", sizes[0]), dgrad)
     weights, biases = [], []
     for plan, size, wants, has_bias, bias_wants in zip(plans, sizes, *per_product, strict=True):
         weights.append(made(plan.shard_shape("B", size), wants))
         biases.append(made(plan.bias.shard_shape((size["n"],)), bias_wants) if has_bias else None)
-    grid: Any = _DryGrid(plans[0].grid, backend)
+    grid: Any = DryGrid(plans[0].grid, backend=backend)
 
     def forward() -> Tensor:
         if len(plans) == 1:
@@ -164,46 +171,3 @@ def memory(
 
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, *weights, *biases))
     return measured(forward, made(plans[-1].shard_shape("C", sizes[-1]), False) if wanted else None)
-
-
-class _Silent:
-    """Collectives that prepare what they would send, make room for what they would receive, and send nothing."""
-
-    def _send(self, *_: Any, **__: Any) -> None:
-        return None
-
-    _gather = _exchange = _send
-
-
-class _SilentNccl(_Silent, Collectives):
-    pass
-
-
-class _SilentGloo(_Silent, GlooCollectives):
-    pass
-
-
-SILENT: dict[str, type[Collectives]] = {"gloo": _SilentGloo, "nccl": _SilentNccl}
-
-
-@dataclass(frozen=True)
-class _DryGroup:
-    ranks: int
-
-    def size(self) -> int:
-        return self.ranks
-
-
-class _DryGrid:
-    """What the executor asks of a `ProcessGrid`, for rank 0 and without process groups: all ranks need alike."""
-
-    def __init__(self, grid: Grid, backend: str) -> None:
-        self.grid, self.rank, self.gemm, self.ring = grid, 0, TorchGemm(), BufferRing(0)
-        self.check, self.recorder, self.device_mesh = False, None, None
-        self.prefetch, self.prefetch_backward = WeightPrefetch(), WeightPrefetch("dgrad")
-        self.partial_sums = PartialSums()
-        self.recent_products: deque[int] = deque(maxlen=2)
-        self.collectives = SILENT[backend](self)  # type: ignore[arg-type]
-
-    def group(self, axes: Sequence[str], direction: str) -> _DryGroup:
-        return _DryGroup(self.grid.size(tuple(axes)))

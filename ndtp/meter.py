@@ -66,7 +66,18 @@ class CommMeter(TorchDispatchMode):
         """What was received so far, in bytes."""
         return Volume.of(self._traffic)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled: its collectives come by when it runs.  torch would run it eagerly otherwise."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "ndtp":
+            # What an op does inside is hidden from the mode that was handed the op: so run it here, watched.
+            from ndtp.compiled import IMPLEMENTATIONS
+
+            with self:
+                return IMPLEMENTATIONS[func.name()](*args, **(kwargs or {}))
         if func.namespace in RULES:
             self._count(RULES[func.namespace].get(func.__name__.split(".")[0]), args)
         elif any(is_traceable_wrapper_subclass_type(kind) for kind in types):

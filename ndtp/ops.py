@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ndtp.arrival import Deferred, is_plain, local_shard, taken_in
 from ndtp.contraction import MatMulPlan
 from ndtp.epilogues import ACTIVATIONS
 from ndtp.errors import LayoutError
 from ndtp.execution import Execution, Stage
 from ndtp.layout import Layout
 from ndtp.moves import Move
-from ndtp.relayout import Step, is_legal
+from ndtp.relayout import is_legal
 from ndtp.relayout import relayout as relayout_steps
 from ndtp.schedule import Wanted
 
@@ -106,10 +107,14 @@ def _chain(
     mesh: ProcessGrid,
 ) -> Tensor:
     for plan, b, bias in zip(plans, weights, biases, strict=True):
+        if plan.grid is not mesh.grid and plan.grid != mesh.grid:
+            raise LayoutError(
+                f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}"
+            )
         for x, tensor in ((b, "B"), (bias, "bias")):
-            if x is not None and not _is_plain(x):
+            if x is not None and not is_plain(x):
                 _check_placements(x, tensor, plan, mesh)
-    if not _is_plain(a):
+    if not is_plain(a):
         _check_placements(a, "A", plans[0], mesh)
     given: tuple[Any, ...] = (*weights, *biases)
     if not a.is_meta and torch.is_autocast_enabled(a.device.type):
@@ -118,41 +123,62 @@ def _chain(
         weights = [_autocast(b, dtype) for b in weights]
         biases = [None if bias is None else _autocast(bias, dtype) for bias in biases]
     a = local_shard(a)
+    if torch.compiler.is_compiling():
+        from ndtp import compiled
+
+        shards = [None if x is None else local_shard(x) for x in (*weights, *biases)]
+        return compiled.chain(a, shards[: len(plans)], shards[len(plans) :], plans, activations, mesh)  # type: ignore[arg-type]
     arriving: list[tuple[Tensor | None, Deferred | None]] = [
-        (None, None) if x is None else _arriving(x, plan.relayouts[name], mesh, parameter)
+        (None, None) if x is None else taken_in(x, plan.relayouts[name], mesh, parameter)
         for name, tensors, parameters in (("dB", weights, given), ("dbias", biases, given[len(plans) :]))
         for x, plan, parameter in zip(tensors, plans, parameters, strict=False)
     ]
     shards = [shard for shard, _ in arriving]
-    weights, biases = shards[: len(plans)], shards[len(plans) :]  # type: ignore[assignment]
-    if mesh.check:
-        from ndtp.cross_check import cross_check
-
-        products = zip(plans, weights, biases, strict=True)
-        cross_check(mesh, "; then ".join(_description(a, *product) for product in products))
-    stages: list[Stage] = []
-    shape: Sequence[int] = a.shape
-    for plan, b, bias, activation, parameter in zip(plans, weights, biases, activations, given, strict=False):
-        if plan.grid is not mesh.grid and plan.grid != mesh.grid:
-            raise LayoutError(
-                f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}"
-            )
-        bound, sizes = plan.bind(shape, b.shape)
-        _check_operands(bound, a, b, bias, sizes)
-        shape = bound.shard_shape("C", sizes)
-        stages.append(Stage(bound, sizes, weakref.ref(parameter), activation))
-    execution = Execution(stages, mesh, _chunks(plans, stages, mesh, a))
+    bound = check_chain(a, shards[: len(plans)], shards[len(plans) :], plans, mesh)  # type: ignore[arg-type]
+    stages = [
+        Stage(plan, sizes, weakref.ref(parameter), activation)
+        for (plan, sizes), parameter, activation in zip(bound, given, activations, strict=False)
+    ]
+    execution = Execution(stages, mesh, num_chunks(plans, [stage.sizes for stage in stages], mesh, a))
     c = _Chain.apply(execution, [deferred for _, deferred in arriving], a, *shards)
     if c.grad_fn is not None:
         mesh.recent_products.append(c.grad_fn._sequence_nr() - 1)
     return c
 
 
-def _chunks(plans: Sequence[MatMulPlan], stages: Sequence[Stage], mesh: ProcessGrid, a: Tensor) -> int:
+def check_chain(
+    a: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    plans: Sequence[MatMulPlan],
+    mesh: ProcessGrid | None,
+) -> list[tuple[MatMulPlan, Mapping[str, int]]]:
+    """The plans bound to the shapes of the shards, and their sizes; compared across ranks where `mesh` asks for it.
+
+    Raises:
+        LayoutError: shards that do not fit each other or the plans.
+    """
+    if mesh is not None and mesh.check:
+        from ndtp.cross_check import cross_check
+
+        products = zip(plans, weights, biases, strict=True)
+        cross_check(mesh, "; then ".join(_description(a, *product) for product in products))
+    bound: list[tuple[MatMulPlan, Mapping[str, int]]] = []
+    shape: Sequence[int] = a.shape
+    for plan, b, bias in zip(plans, weights, biases, strict=True):
+        fitted, sizes = plan.bind(shape, b.shape)
+        _check_operands(fitted, a, b, bias, sizes)
+        shape = fitted.shard_shape("C", sizes)
+        bound.append((fitted, sizes))
+    return bound
+
+
+def num_chunks(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], mesh: ProcessGrid, a: Tensor) -> int:
+    """The number of chunks that a chain asks for, or that pays; a collective where it is chosen for the first time."""
     if any(plan.chunks == "auto" for plan in plans):
         from ndtp.chunk_count import resolve
 
-        return resolve(plans, [stage.sizes for stage in stages], mesh, a)
+        return resolve(plans, sizes, mesh, a)
     return min(int(plan.chunks) for plan in plans)
 
 
@@ -209,33 +235,30 @@ def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name:
             )
     if source == target:
         return x
-    if mesh.check:
+    if torch.compiler.is_compiling():
+        from ndtp import compiled
+
+        return compiled.relayout(x, source, target, mesh, name)
+    relayout_checked(x, source, target, mesh, name)
+    return _Relayout.apply(x, source, target, mesh, name)
+
+
+def relayout_checked(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid | None, name: str) -> tuple[int, ...]:
+    """The global shape of what is to be laid out anew; compared across ranks where `mesh` asks for it."""
+    if mesh is not None and mesh.check:
         from ndtp.cross_check import cross_check
 
         cross_check(mesh, f"relayout from {source} to {target}; {_signature(x)}")
     if x.dim() != source.ndim or target.ndim != source.ndim:
         raise LayoutError(f"relayout '{name}': the shard has {x.dim()} dims, the layouts {source} and {target}")
-    shape = tuple(size * source.num_splits(dim) for dim, size in enumerate(x.shape))
+    shape = tuple(int(size) * source.num_splits(dim) for dim, size in enumerate(x.shape))
     target.shard_shape(shape)
     if not is_legal(source.grid, source.dims, target.dims):
         raise LayoutError(
             f"relayout '{name}': from {source} to {target}, an axis that leaves or enters a dim is not its minor one\n"
             f"  fix: go through {source.with_dims(*((),) * source.ndim)}, the replicated layout"
         )
-    return _Relayout.apply(x, source, target, mesh, name)
-
-
-def local_shard(x: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, differentiable; any other tensor as it is."""
-    return x if _is_plain(x) else _Arrival.apply(x, Deferred())
-
-
-def _is_plain(x: Tensor) -> bool:
-    if type(x) is Tensor or type(x) is torch.nn.Parameter:
-        return True
-    from torch.distributed.tensor import DTensor
-
-    return not isinstance(x, DTensor)
+    return shape
 
 
 def _check_placements(x: Any, tensor: str, plan: MatMulPlan, mesh: ProcessGrid) -> None:
@@ -243,7 +266,8 @@ def _check_placements(x: Any, tensor: str, plan: MatMulPlan, mesh: ProcessGrid) 
     if mesh.device_mesh is None:
         return
     layout = {"A": plan.a, "B": plan.b}.get(tensor) or plan.bias
-    wanted = _placements(layout, mesh.mesh_axes)
+    traced = torch.compiler.is_compiling()  # a compiler warns of a cache
+    wanted = layout.placements_on(mesh.mesh_axes) if traced else _placements(layout, mesh.mesh_axes)
     same = x.placements == wanted or all(
         mesh.grid[axis] == 1 or one == other
         for axis, one, other in zip(mesh.mesh_axes, x.placements, wanted, strict=False)
@@ -271,66 +295,12 @@ def _signature(x: Tensor | None) -> str:
     return f"{tuple(x.shape)} {x.dtype}{' requires_grad' * (x.requires_grad and torch.is_grad_enabled())}"
 
 
-class Deferred:
-    """The gradient of one use of a weight, on its way: set by the product's backward, taken where it arrives.
-
-    Attributes:
-        parameter: whose gradient it is, if autograd ends there.
-    """
-
-    move: Move | None = None
-
-    def __init__(self, parameter: Tensor | None = None) -> None:
-        self.parameter = None if parameter is None or not parameter.is_leaf else weakref.ref(parameter)
-
-
-class _Arrival(torch.autograd.Function):
-    """Where the gradient of a weight arrives: waits for its reduction, as late as its sequence number says.
-
-    A product must not return a gradient that is not finished, and must not wait for it either.  It returns a
-    placeholder instead, and this node, between the weight and the product, waits.  There is one a use, so that
-    gradients of several uses add up.  For a DTensor it is `to_local` at a third of the cost.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, deferred: Deferred) -> Tensor:
-        ctx.deferred = deferred
-        ctx.spec = None if _is_plain(x) else (x.device_mesh, x.placements, x.shape, x.stride())
-        local = x if ctx.spec is None else x._local_tensor
-        return local.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
-        deferred = ctx.deferred
-        move, deferred.move = deferred.move, None
-        if move is not None:
-            grad = move.finish()
-            if move.is_held:
-                parameter = deferred.parameter and deferred.parameter()
-                grad = move.mesh.partial_sums.settle(parameter, move)
-                if grad is None:
-                    return None, None
-        if ctx.spec is not None:
-            from torch.distributed.tensor import DTensor
-
-            mesh, placements, shape, stride = ctx.spec
-            grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
-        return grad, None
-
-
-def _arriving(
-    x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, parameter: Tensor | None
-) -> tuple[Tensor, Deferred | None]:
-    """The local shard of a weight, and where its gradient will arrive if it wants one that takes steps."""
-    if not (x.requires_grad and torch.is_grad_enabled()) or (not steps and _is_plain(x)):
-        return local_shard(x), None
-    deferred = Deferred(parameter)
-    local = _Arrival.apply(x, deferred)
-    # Backward goes by sequence numbers, highest first: wait when it has gone past the oldest product of the window.
-    window = mesh.recent_products
-    local.grad_fn._set_sequence_nr(window[0] if len(window) == window.maxlen else 0)
-    return local, deferred
+def gradients_wanted(plans: Sequence[MatMulPlan], needs: Sequence[bool], need_bias: Sequence[bool]) -> list[Wanted]:
+    """What every product does in backward; `needs` is of A and the weights, `need_bias` of the biases."""
+    return [
+        Wanted(any(needs[: p + 1]) or any(need_bias[:p]), needs[p + 1], need_bias[p], plan.regather)
+        for p, plan in enumerate(plans)
+    ]
 
 
 class _Chain(torch.autograd.Function):
@@ -341,10 +311,7 @@ class _Chain(torch.autograd.Function):
         count = len(execution.stages)
         a, weights, biases = tensors[0], tensors[1 : count + 1], tensors[count + 1 :]
         needs, need_bias = ctx.needs_input_grad[2 : count + 3], ctx.needs_input_grad[count + 3 :]
-        wanted = [
-            Wanted(any(needs[: p + 1]) or any(need_bias[:p]), needs[p + 1], need_bias[p], stage.plan.regather)
-            for p, stage in enumerate(execution.stages)
-        ]
+        wanted = gradients_wanted([stage.plan for stage in execution.stages], needs, need_bias)
         c, kept = execution.forward(a, weights, biases, wanted)  # type: ignore[arg-type]
         ctx.execution, ctx.deferred, ctx.wanted, ctx.keys = execution, deferred, wanted, tuple(kept)
         ctx.save_for_backward(*kept.values())

@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -57,6 +59,7 @@ class ProcessGrid:
         register_buffers: take that memory from NCCL and register it with the groups.
 
     Attributes:
+        name: what compiled code knows it by, see `grid_named`.
         rank: this process's rank on the grid.
         coordinate: axis -> position.
         backend: that of the process groups for `device_type`; None for a grid of one rank.
@@ -120,12 +123,15 @@ class ProcessGrid:
         )
         self.collectives = Collectives.of(self)
         self.speeds: Speeds | None = None  # measured where a number of chunks is first chosen
+        self.chunk_choices: dict[tuple[object, ...], tuple[int, str]] = {}
         self.partial_sums = PartialSums()
         self.recorder: Recorder | None = None  # held here: backward may run in threads of autograd's own
         self.prefetch, self.prefetch_backward = WeightPrefetch(), WeightPrefetch("dgrad")
         # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
         # past the oldest of them.  Two products hide a reduction, and bound the gradients that are held unreduced.
         self.recent_products: deque[int] = deque(maxlen=2)
+        self.name = f"{grid} #{next(_COUNT)}"
+        _NAMED[self.name] = self
         if gemm == "kernels":
             from ndtp.cross_check import cross_check_kernel_table
 
@@ -268,6 +274,24 @@ class ProcessGrid:
 
     def __repr__(self) -> str:
         return f"ProcessGrid({self.grid}; rank {self.rank})"
+
+
+# Compiled code holds text, not objects, and must find the grid when it runs, as torch's own finds process groups.  The
+# grids live as long as somebody else holds them.
+_COUNT = count()
+_NAMED: WeakValueDictionary[str, ProcessGrid] = WeakValueDictionary()
+
+
+def grid_named(name: str) -> ProcessGrid:
+    """The process grid that has this `name` in this process.
+
+    Raises:
+        GridError: there is none any more.
+    """
+    mesh = _NAMED.get(name)
+    if mesh is None:
+        raise GridError(f"ProcessGrid '{name}' of a compiled function is gone\n  fix: keep a reference to the grid")
+    return mesh
 
 
 def _world_ranks(grid: Grid) -> list[int] | None:

@@ -150,3 +150,13 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(LayoutError, match="no one schedule"):
         ndtp.nn.MLP(16, 32, dropout=0.5, mesh=one).memory(64)
     assert ndtp.nn.MLP(16, 32, dropout=0.5, mesh=one).eval().memory(64).kept > 0
+
+
+def test_a_number_of_chunks_that_is_not_chosen_yet():
+    plans = block_layouts(Grid(z=2, x=2, y=2), "3d").plans("block", chunks="auto")
+    with pytest.raises(LayoutError, match="has not chosen its number of chunks for 64 rows"):
+        memory(plans, (64, 16, 32, 16))
+    for plan in plans:
+        plan.choices[64] = (2, "as measured")
+    cut = block_layouts(Grid(z=2, x=2, y=2), "3d").plans("block", chunks=2)
+    assert memory(plans, (64, 16, 32, 16)) == memory(cut, (64, 16, 32, 16))

@@ -238,4 +238,7 @@ def zero_padding(x: Tensor, layout: Layout, mesh: ProcessGrid, features: int) ->
     width = x.shape[-1]
     start = mesh.grid.index(mesh.rank, layout.dims[-1]) * width
     real = min(max(features - start, 0), width)
+    if torch.compiler.is_compiling():
+        # One graph on every rank: a compiler may put collectives in another order for another graph.
+        return torch.where(torch.arange(width, device=x.device) < real, x, 0)
     return x if real == width else F.pad(x[..., :real], (0, width - real))

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndtp.arrival import local_shard
 from ndtp.layout import Layout
 from ndtp.nn.random import key_of, uniform
-from ndtp.ops import local_shard, relayout
+from ndtp.ops import relayout
 from ndtp.process_grid import ProcessGrid
 
 
