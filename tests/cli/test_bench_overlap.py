@@ -189,8 +189,8 @@ def test_grids_and_schemes():
 @pytest.mark.parametrize(
     "words, message",
     [
-        (("--chunks", "0"), "--chunks 0 is not a number of at least 1"),
-        (("--chunks", "many"), "--chunks many is not a number"),
+        (("--chunks", "0"), "--chunks 0 is neither a number of at least 1 nor auto"),
+        (("--chunks", "many"), "--chunks many is neither a number"),
         (("--grid", "q=4"), "bench overlap: --grid 'q=4': write it like"),
         (("--ranks", "4", "--grid", "y=8"), "has 8 ranks, the run has 4"),
         (("--ranks", "1"), "--ranks 2 or more"),
