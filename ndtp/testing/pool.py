@@ -39,6 +39,7 @@ from ndtp.testing.zygote import Birth, Zygote
 
 _START_TIMEOUT_S = 180.0  # importing torch on a cold, busy machine included
 _GRACE_S = 0.5  # after the first failure, for the others to report theirs
+_MOST_THREADS = 100  # of one rank; a process group of gloo has three or four
 
 
 class RankError(RuntimeError):
@@ -90,9 +91,10 @@ class RankTimeout(RankError):
 class RankPool:
     """`ranks` processes in one gloo group, with one torch thread each.
 
-    They start at the first call and are reused by the later ones.  Each call finds the default process group
-    initialised, the parent's `sys.path` and working directory as they are then, its environment as it was when the
-    ranks started, and torch's seed at 0; everything else that calls leave behind stays.
+    They start at the first call and are reused by the later ones, until calls have left so many process groups behind
+    that gloo's threads, which never sleep for long, slow everybody down; then fresh ones start.  Each call finds the
+    default process group initialised, the parent's `sys.path` and working directory as they are then, its environment
+    as it was when the ranks started, and torch's seed at 0; everything else that calls leave behind stays.
 
     Args:
         ranks: number of processes.
@@ -197,7 +199,10 @@ class RankPool:
                 for rank, payload in zip(self._ranks, payloads, strict=True):
                     with contextlib.suppress(OSError):  # it just died: _collect reports it
                         rank.connection.send_bytes(headers[rank.index in self._echo] + payload)
-                return self._collect(timeout, timeout if wait_all else _GRACE_S, axes)
+                results = self._collect(timeout, timeout if wait_all else _GRACE_S, axes)
+                if self._ranks and _num_threads(self._ranks[0].pid) > _MOST_THREADS:
+                    kill(self._ranks, os.getpid())
+                return results
             except BaseException:  # KeyboardInterrupt too
                 kill(self._ranks, os.getpid())
                 raise
@@ -305,6 +310,14 @@ def _exceptions(failures: Mapping[int, Raised]) -> dict[int, BaseException]:
             with contextlib.suppress(Exception):  # of a class that only the rank could import, say
                 exceptions[index] = pickle.loads(failure.exception)
     return exceptions
+
+
+def _num_threads(pid: int) -> int:
+    """0 where the process is gone."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
 
 
 def shared_pool(ranks: int) -> RankPool:
