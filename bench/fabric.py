@@ -73,7 +73,7 @@ def received_bytes(kind: str, output: Tensor, source: Tensor, ranks: int) -> int
 def duration_ns(link: Link, kind: str, num_bytes: int, ranks: int) -> int:
     """How long a collective by which every rank receives that many bytes takes on a link."""
     fixed = (link.latency_us + (ranks - 1) * link.hop_us) * 1e-6
-    return round(1e9 * (fixed + num_bytes * link.seconds_per_byte(kind)))
+    return round(1e9 * (fixed + num_bytes * link.seconds_per_byte(kind, ranks)))
 
 
 class Fabric:

@@ -107,10 +107,6 @@ def _chain(
     mesh: ProcessGrid,
 ) -> Tensor:
     for plan, b, bias in zip(plans, weights, biases, strict=True):
-        if plan.grid is not mesh.grid and plan.grid != mesh.grid:
-            raise LayoutError(
-                f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}"
-            )
         for x, tensor in ((b, "B"), (bias, "bias")):
             if x is not None and not is_plain(x):
                 _check_placements(x, tensor, plan, mesh)
@@ -166,6 +162,10 @@ def check_chain(
     bound: list[tuple[MatMulPlan, Mapping[str, int]]] = []
     shape: Sequence[int] = a.shape
     for plan, b, bias in zip(plans, weights, biases, strict=True):
+        if mesh is not None and plan.grid is not mesh.grid and plan.grid != mesh.grid:
+            raise LayoutError(
+                f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}"
+            )
         fitted, sizes = plan.bind(shape, b.shape)
         _check_operands(fitted, a, b, bias, sizes)
         shape = fitted.shard_shape("C", sizes)
