@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ndtp.errors import CommunicationError
 from ndtp.exchange import Exchanger, pays
+from ndtp.gemm import LOW_PRECISION
 from ndtp.meter import LABEL, Label
 from ndtp.relayout import Step
 from ndtp.spans import is_observed, observed
@@ -36,9 +37,6 @@ class Started(NamedTuple):
     finish: Callable[[], Tensor]
     held: tuple[Tensor, ...]
     borrowed: tuple[Tensor, ...] = ()
-
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Watch:
@@ -99,7 +97,9 @@ class Handle:
 
     def __del__(self) -> None:
         if (started := self._started) is not None:
-            if started.work is not None and self._owner.orders_by_stream:
+            if started.work is None:  # a dry run
+                pass
+            elif self._owner.orders_by_stream:
                 started.work.wait()
             else:  # waiting here could last: a rank that fails must go, for its peers to see it
                 self._owner.given_up.append((self._watch, started))
@@ -194,9 +194,14 @@ class Collectives:
     ) -> Started:
         """[.., ranks * s, ..] partial sums, or [ranks, .., s, ..] with `blocks` -> [.., s, ..] at `step.dim`."""
         sent, copied = self._blocks(x, step.dim or 0, ranks, blocks)
+        started = self._reduce(sent, group, ranks, out)
+        return started._replace(borrowed=started.borrowed + copied)
+
+    def _reduce(self, sent: Tensor, group: ProcessGroup, ranks: int, out: Tensor | None) -> Started:
+        """Start to add up block j of all ranks' dim 0 on rank j."""
         summed = sent.new_empty((sent.shape[0] // ranks, *sent.shape[1:])) if out is None else out
         work = self._send(_reduce_scatter_single, summed, sent, group=group)
-        return Started(work, lambda: summed, (sent, summed), copied)
+        return Started(work, lambda: summed, (sent, summed))
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
         summed = x.clone(memory_format=torch.contiguous_format)
@@ -280,22 +285,13 @@ class GlooCollectives(Collectives):
         ranks = group.size()
         if not pays(ranks, blocks.numel() * blocks.element_size() // ranks, is_gather=False):
             return super()._exchange(landing, blocks, group)
-        sent, received = (x.detach().unflatten(0, (ranks, -1)).unbind() for x in (blocks, landing))
+        sent, received = (x.detach().unflatten(0, (ranks, x.shape[0] // ranks)).unbind() for x in (blocks, landing))
         return self._exchanger.exchange(group, sent, received)
 
-    def reduce_scatter(
-        self,
-        x: Tensor,
-        group: ProcessGroup,
-        ranks: int,
-        step: Step,
-        out: Tensor | None = None,
-        blocks: bool = False,
-    ) -> Started:
-        sent, copied = self._blocks(x, step.dim or 0, ranks, blocks)
+    def _reduce(self, sent: Tensor, group: ProcessGroup, ranks: int, out: Tensor | None) -> Started:
         received = self.ring.borrow(sent.shape, sent)
         work = self._exchange(received, sent, group)
-        return Started(work, lambda: _sum(received, ranks, out), (sent, received), (*copied, received))
+        return Started(work, lambda: _sum(received, ranks, out), (sent, received), (received,))
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
         if x.dtype not in LOW_PRECISION:

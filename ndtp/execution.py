@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ndtp.contraction import MatMulPlan
 from ndtp.gemm import joined
-from ndtp.moves import Move, gathers_columns, is_matrix, move_of, scatters_columns
+from ndtp.moves import Move, is_matrix, move_of, scatters_columns
 from ndtp.schedule import RowChunks, Task, Wanted, backward_tasks, forward_tasks
 from ndtp.spans import is_observed, span
 
@@ -121,18 +121,10 @@ class Execution:
     # ------------------------------------------------------------------------------------------------------ tasks
 
     def _run(self, tasks: Sequence[Task]) -> None:
-        act = {
-            "start": self._start,
-            "wait": self._wait,
-            "own": self._own,
-            "multiply": self._multiply,
-            "activate": self._activate,
-            "prefetch": self._prefetch,
-            "release": self._release,
-        }
+        watched = is_observed(self.mesh)
         for task in tasks:
-            run = act[task.action]
-            if task.action in COMPUTE and is_observed(self.mesh):
+            run = getattr(self, "_" + task.action)
+            if watched and task.action in COMPUTE:
                 stage = self.stages[task.product]
                 with span(self.mesh, COMPUTE[task.action], task.tensor, self._part(task.chunk), stage.plan.name):
                     run(task.product, task.tensor, task.chunk)
@@ -276,8 +268,8 @@ class Execution:
     def _bias_gradient(self, p: int) -> Tensor:
         whole = self._whole(p, "dC")
         chunks = self._chunks_of(p, "dC").values() if whole is None else (whole,)
-        by_columns = _arrives_in_blocks(self.stages[p].plan, "dC")
-        sums = [c.sum(1).flatten() if by_columns else c.sum(tuple(range(c.dim() - 1))) for c in chunks]
+        matrix = is_matrix(self.stages[p].plan)
+        sums = [c.sum(1).flatten() if matrix and c.dim() == 3 else c.sum(tuple(range(c.dim() - 1))) for c in chunks]
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
     def _bias(self, p: int) -> Tensor | None:
@@ -351,7 +343,7 @@ class Execution:
             if key in self._tensors:
                 return self._tensors[key]
         plan, rows = self.stages[p].plan, self.rows[p]
-        if _arrives_in_blocks(plan, name):
+        if is_matrix(plan) and self._tensors[p, name, 0].dim() == 3:
             return None
         if not plan.relayouts[name] and rows.place(name)[1] == 1 and (p, name) in self._stored:
             whole = self._stored[p, name]
@@ -367,12 +359,6 @@ class Execution:
         if whole is not None:
             return dict(zip(((p, name, i) for i in range(self.chunks)), whole.chunk(self.chunks), strict=True))
         return {(p, name, i): self._tensors[p, name, i] for i in range(self.chunks)}
-
-
-def _arrives_in_blocks(plan: MatMulPlan, name: str) -> bool:
-    """Whether an operand of a plan is gathered to blocks of columns."""
-    steps = plan.relayouts[name]
-    return is_matrix(plan) and bool(steps) and gathers_columns(steps[-1])
 
 
 @lru_cache(maxsize=4096)

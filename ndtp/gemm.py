@@ -47,6 +47,10 @@ class TorchGemm(TorchEpilogues):
             a_letters, c_letters = a_letters[-2:], c_letters[-2:]
         return self._contract((a, a_letters), (grad, c_letters), plan.b_letters, **how)
 
+    def takes_blocks(self, dtype: torch.dtype) -> bool:
+        """Whether operands that lie as blocks of columns are multiplied as they lie; else they are joined once."""
+        return self.sums_parts(dtype)
+
     def sums_parts(self, dtype: torch.dtype) -> bool:
         """Whether parts of a sum over the contracted dim may be multiplied one by one, without loss."""
         return dtype not in LOW_PRECISION
@@ -120,6 +124,9 @@ class KernelGemm(KernelEpilogues, TorchGemm):
     def sums_parts(self, dtype: torch.dtype) -> bool:
         return dtype is torch.float64  # one pass over all blocks is faster, and rounds once
 
+    def takes_blocks(self, dtype: torch.dtype) -> bool:
+        return True
+
     def product(self, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
         if a.dtype is torch.float64:  # the kernels have no such form
             return super().product(a, b, transpose_a, transpose_b)
@@ -161,8 +168,13 @@ def _part(matrix: Tensor, letters: str, cuts: dict[str, int], at: dict[str, int]
     if matrix.dim() == 3:
         matrix = matrix[at[columns]]
     elif cuts[columns] > 1:
-        matrix = matrix.unflatten(1, (cuts[columns], -1))[:, at[columns]]
-    return matrix.unflatten(0, (cuts[rows], -1))[at[rows]] if cuts[rows] > 1 else matrix
+        matrix = _slice(matrix, 1, cuts[columns], at[columns])
+    return _slice(matrix, 0, cuts[rows], at[rows]) if cuts[rows] > 1 else matrix
+
+
+def _slice(matrix: Tensor, dim: int, count: int, at: int) -> Tensor:
+    size = matrix.shape[dim] // count
+    return matrix.narrow(dim, at * size, size)
 
 
 def _drop_batch(product: Tensor, letters: Letters) -> Tensor:

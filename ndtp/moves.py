@@ -111,7 +111,10 @@ def move_of(
     hold: bool = False,
 ) -> Move:
     """The move of one of a plan's tensors, by its name in `plan.relayouts`."""
-    blocks = "" if not is_matrix(plan) else "arrive" if name in ("A", "B", "dC") else "leave"
+    blocks = ""
+    if is_matrix(plan):
+        is_operand = name in ("A", "B", "dC")
+        blocks = "leave" if not is_operand else "arrive" if mesh.gemm.takes_blocks(tensor.dtype) else ""
     return Move(tensor, plan.relayouts[name], mesh, (plan.name, name), phase, part, out, blocks, hold)
 
 

@@ -217,13 +217,17 @@ class RowChunks:
         if self.count == 1:
             return shard
         dim, blocks = self.place(name)
-        return shard.unflatten(dim, (blocks, self.count, -1)).select(dim + 1, i).flatten(dim, dim + 1)
+        return self._chunk(shard, dim, blocks, i).flatten(dim, dim + 1)
 
     def paste(self, shard: Tensor, name: str, i: int, chunk: Tensor) -> None:
         """Write chunk i of a shard of "C" or "dA"."""
         dim, blocks = self.place(name)
-        place = shard.unflatten(dim, (blocks, self.count, -1)).select(dim + 1, i)
-        place.copy_(chunk.unflatten(dim, (blocks, -1)))
+        place = self._chunk(shard, dim, blocks, i)
+        place.copy_(chunk.reshape(place.shape))
+
+    def _chunk(self, shard: Tensor, dim: int, blocks: int, i: int) -> Tensor:
+        rows = shard.shape[dim] // (blocks * self.count)
+        return shard.unflatten(dim, (blocks, self.count, rows)).select(dim + 1, i)
 
     def place(self, name: str) -> tuple[int, int]:
         """The dim of a tensor's rows, and into how many blocks its shard's rows fall."""

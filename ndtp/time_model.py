@@ -162,7 +162,7 @@ class Work:
             for moves in product.messages.values():
                 communication = communication + sum(network.seconds(*move) for move in moves)
         gemm = 3 * sum(product.gemm for product in self.products)
-        elementwise = sum(4 * product.after + 2 * product.copy for product in self.products)
+        elementwise = sum(4 * product.after + product.copy for product in self.products)
         return Time(total, gemm * self.layers, elementwise * self.layers, communication * self.layers)
 
     def spans(self, network: Network, product: int | None = None) -> list[Span]:
@@ -193,8 +193,8 @@ def _products(
             gemm_seconds(hardware, m, n, k, dtype),
             gemm_seconds(hardware, m / chunks, n, k, dtype),
             elements * per_element,
-            # Weights [out, in] are split over z in their last dim, whose blocks do not lie behind one another.
-            2 * n * k * per_element * (g.z > 1),
+            # Weights [out, in] are gathered over z along their last dim; low precision joins the blocks before it sums.
+            2 * n * k * per_element * ((g.z > 1) & (itemsize < 4)),
             # Rows of A come from y and of dC from x in the first product; the other way round in the second.
             (own[0], own[1]) if name == "up" else (own[1], own[0]),
             chained=name == "up" and len(block.outs) == 1,

@@ -44,7 +44,7 @@ class Product:
         after: seconds of element by element work that follow it in forward; three times that precede it in backward.
         own: the part of A, and of dC, that a rank multiplies while the others' are on their way; 0 where none is.
         chained: whether the next product takes its result, in one schedule.
-        copy: seconds in which a gathered B is put in order, and dB before it is scattered.
+        copy: seconds in which a gathered B is put in order.
     """
 
     messages: dict[tuple[str, str], Messages]
@@ -172,8 +172,6 @@ def step_seconds(
         elif task.action == "multiply":
             whole = product.gemm if task.tensor == "dB" else product.chunk
             line.compute(key, "multiply", (1 - begun.pop(key, 0.0)) * whole)
-            if task.tensor == "dB":
-                line.compute(key, "order", product.copy)
         elif task.action == "activate":
             source = products[i - 1] if task.tensor == "A" else product
             line.compute(key, "activate", (3 if task.tensor == "dC" else 1) * source.after / cut)

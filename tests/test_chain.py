@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from unittest import mock
 
 import pytest
 import torch
 from products import BOUNDS, mesh_of
 
 import ndtp
-from ndtp import CommMeter, Grid, LayoutError
+from ndtp import CommMeter, Grid, LayoutError, gemm
 from ndtp.ops import mlp
 from ndtp.schemes import block_layouts
 from ndtp.testing import assert_equal, small_integers
@@ -93,6 +94,17 @@ def many_blocks(grid, scheme):
 @pytest.mark.parametrize("grid,scheme", CASES, ids=str)
 def test_block_equals_dense_to_the_bit_and_to_the_byte(ranks, grid, scheme):
     ranks(8).run(many_blocks, grid, scheme)
+
+
+def low_precision_is_joined_when_it_arrives(grid, scheme):
+    """A sum over K is one product in low precision; its operand is put in order once, not for every chunk."""
+    with mock.patch.object(gemm, "joined", side_effect=AssertionError("joined at its product")):
+        check_block(grid, scheme, torch.bfloat16, chunks=2)
+
+
+def test_low_precision_is_joined_once(ranks):
+    ranks(8).run(low_precision_is_joined_when_it_arrives, Grid(z=2, x=2, y=2), "3d")
+    ranks(8).run(low_precision_is_joined_when_it_arrives, Grid(x=2, y=4), "2d-features")
 
 
 def partial_gradients(grid, scheme):

@@ -134,15 +134,16 @@ def test_contention_takes_a_part_of_what_is_hidden(contention):
         )
 
 
-def test_weights_gathered_over_z_are_put_in_order():
-    """Read and written once after the gather, and once before the gradient is scattered; nothing of that on dp."""
-    slow_memory = replace(MACHINE, memory_gbs=1.0)
+@pytest.mark.parametrize("dtype,itemsize", [("bfloat16", 2), ("float32", 0)])
+def test_weights_gathered_over_z_are_put_in_order(dtype, itemsize):
+    """Low precision is read and written once after the gather; fp32 is multiplied as it lies, as all is on dp."""
+    slow_memory = replace(MACHINE, memory_gbs=1.0, tflops={dtype: 1.0})
     block = Block.mlp(64, 16, 32)
     z, dp = (
-        Work.of([block], g, slow_memory, "float32").time(Network.of(g, AXES, slow_memory))
+        Work.of([block], g, slow_memory, dtype).time(Network.of(g, AXES, slow_memory))
         for g in (Grids(1, 4, 1, 1), Grids(4, 1, 1, 1))
     )
-    assert z.elementwise - dp.elementwise == pytest.approx(2 * 2 * (2 * 16 * 32 * 4) / 1e9)
+    assert z.elementwise - dp.elementwise == pytest.approx(2 * (2 * 16 * 32 * itemsize) / 1e9)
 
 
 def test_spans_are_the_step():

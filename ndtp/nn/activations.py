@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from ndtp.epilogues import ACTIVATIONS
+
 Activation = Callable[[Tensor], Tensor]
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2, of Primer (So et al. 2021)."""
-    return F.relu(x).square()
-
-
-def identity(x: Tensor) -> Tensor:
-    return x
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "squared_relu": squared_relu,
-    "silu": F.silu,
-    "tanh": F.tanh,
-    "sigmoid": F.sigmoid,
-    "identity": identity,
-}
 
 
 def activation_named(activation: str | Activation) -> Activation:
@@ -42,4 +21,4 @@ def activation_named(activation: str | Activation) -> Activation:
         return activation
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}; a callable works too")
-    return ACTIVATIONS[activation]
+    return ACTIVATIONS[activation].forward

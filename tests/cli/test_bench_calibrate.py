@@ -1,26 +1,13 @@
 """`ndtp bench calibrate`: the fit finds what samples were made of, and the file can be planned with."""
 
 import json
-import sys
 
 import pytest
 
 from ndtp.bench.calibrate import COLLECTIVES, GemmSample, Job, LinkSample, Samples, fit, fit_link
-from ndtp.cli import main
 from ndtp.hardware import Hardware, Link
 from ndtp.planner import plan
 from ndtp.time_model import gemm_seconds
-
-
-@pytest.fixture
-def ndtp(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["ndtp", *words])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return (end.value.code, *capsys.readouterr())
-
-    return run
 
 
 def link_samples(latency=200e-6, hop=30e-6, per_byte=2e-9, scatter=3e-9):

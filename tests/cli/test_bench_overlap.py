@@ -14,24 +14,13 @@ from rich.cells import cell_len
 
 from ndtp.bench.overlap_trace import RankTrace, chrome_trace, lanes, merged, total
 from ndtp.bench.volume import Shape
-from ndtp.cli import bench_overlap, main
+from ndtp.cli import bench_overlap
 from ndtp.grid import Grid
 from ndtp.schemes import block_layouts
 from ndtp.spans import Span
 
 TINY = ("--tokens", "64", "--hidden", "16", "--ffn", "32", "--rounds", "2", "--warmup", "1")
 BENCH = Path(__file__).parent.parent.parent / "bench"
-
-
-@pytest.fixture
-def ndtp(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["ndtp", *words])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return (end.value.code, *capsys.readouterr())
-
-    return run
 
 
 def planned(grid: Grid, scheme: str) -> set[tuple[str, str, str]]:

@@ -14,20 +14,9 @@ from rich.cells import cell_len
 from ndtp.bench import rivals
 from ndtp.bench.step import Job, count_wrong_of_rival, num_rounds, ranks_of, read_log
 from ndtp.bench.volume import Shape
-from ndtp.cli import bench_step, main
+from ndtp.cli import bench_step
 
 TINY = ("--tokens", "64", "--hidden", "16", "--ffn", "32", "--warmup", "1")
-
-
-@pytest.fixture
-def ndtp(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["ndtp", *words])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return (end.value.code, *capsys.readouterr())
-
-    return run
 
 
 def test_grids_and_rivals_in_one_run(ndtp):

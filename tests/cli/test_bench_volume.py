@@ -1,7 +1,6 @@
 """`ndtp bench volume`, as it is typed."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -9,19 +8,7 @@ from rich.cells import cell_len
 
 from ndtp.bench import volume as bench
 from ndtp.bench.volume import Case, Shape, analysis, cases, fake_group, meter, scaled_down
-from ndtp.cli import main
 from ndtp.grid import Grid
-
-
-@pytest.fixture
-def ndtp(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["ndtp", *words])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return (end.value.code, *capsys.readouterr())
-
-    return run
 
 
 def test_thousands_of_ranks(ndtp):

@@ -1,13 +1,11 @@
 """`ndtp plan`, as it is typed."""
 
 import json
-import sys
 
 import pytest
 from rich.cells import cell_len
 
 from ndtp import Grid, Layout
-from ndtp.cli import main
 from ndtp.model_config import read_config
 from ndtp.plan_scaling import rank_counts, scaling
 from ndtp.planner import plan
@@ -20,19 +18,6 @@ LLAMA = {
     "num_attention_heads": 32, "num_key_value_heads": 8,
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None}
-
-
-@pytest.fixture
-def ndtp(monkeypatch, capsys):
-    """Run the command; returns its exit status, standard output and standard error."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["ndtp", *words])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return (end.value.code, *capsys.readouterr())
-
-    return run
 
 
 def test_table_fits_100_columns(ndtp):
