@@ -51,23 +51,36 @@ class PartialSums:
         Args:
             leaf: the parameter; None for a weight that is computed, whose gradient has to go on now.
         """
-        if leaf is None:
-            return move.go_on().finish()
-        if (waiting := self._sums.pop(leaf, None)) is not None:
-            move.add(waiting.finish())
-        if self.is_accumulating:
+        if leaf is not None and self.is_accumulating:
+            self._add_earlier(leaf, move)
             self._sums[leaf] = move.cast(leaf.dtype)  # autocast multiplies in another
             return None
-        if self._sums:  # what this backward does not come to, it finishes at its end
-            Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
-        return move.go_on().finish()
+        self.take_up(leaf, move)
+        return move.finish()
+
+    def take_up(self, leaf: Tensor | None, move: Move) -> None:
+        """Start the all-reduce of a gradient that was held back, with all that was kept; not while accumulating."""
+        if leaf is not None:
+            if self.is_accumulating:
+                return
+            self._add_earlier(leaf, move)
+            if self._sums:  # what this backward does not come to, it finishes at its end
+                Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+        move.go_on().start()
+
+    def _add_earlier(self, leaf: Tensor, move: Move) -> None:
+        if (waiting := self._sums.pop(leaf, None)) is not None:
+            move.add(waiting.finish())
 
     @torch.no_grad()
     def finish(self) -> None:
         """All-reduce what waits, in the order in which it came, and add it to the `.grad` of its weight."""
-        for leaf, move in list(self._sums.items()):
+        while waiting := list(self._sums.items())[:2]:
+            for _, move in waiting:  # the second flies while the first is waited for
+                move.go_on().start()
+            leaf, move = waiting[0]
             del self._sums[leaf]
-            total = move.go_on().finish().to(leaf.dtype)
+            total = move.finish().to(leaf.dtype)
             if hasattr(leaf, "_local_tensor"):
                 from torch.distributed.tensor import DTensor
 

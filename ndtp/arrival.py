@@ -43,7 +43,18 @@ class Deferred:
     move: Move | None = None
 
     def __init__(self, parameter: Tensor | None = None) -> None:
-        self.parameter = None if parameter is None or not parameter.is_leaf else weakref.ref(parameter)
+        self._parameter = None if parameter is None or not parameter.is_leaf else weakref.ref(parameter)
+
+    @property
+    def parameter(self) -> Tensor | None:
+        return None if self._parameter is None else self._parameter()
+
+    def go_further(self) -> None:
+        """Start the second collective, when the first has had the time of a chain of products."""
+        if (move := self.move) is not None:
+            move.go_further()
+            if move.is_held:
+                move.mesh.partial_sums.take_up(self.parameter, move)
 
 
 class _Arrival(torch.autograd.Function):
@@ -69,8 +80,7 @@ class _Arrival(torch.autograd.Function):
         if move is not None:
             grad = move.finish()
             if move.is_held:
-                parameter = deferred.parameter and deferred.parameter()
-                grad = move.mesh.partial_sums.settle(parameter, move)
+                grad = move.mesh.partial_sums.settle(deferred.parameter, move)
                 if grad is None:
                     return None, None
         if ctx.spec is not None:

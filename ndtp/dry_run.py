@@ -52,6 +52,7 @@ class DryGrid:
         self.prefetch, self.prefetch_backward = WeightPrefetch(), WeightPrefetch("dgrad")
         self.partial_sums = PartialSums()
         self.recent_products: deque[int] = deque(maxlen=2)
+        self.departed: list[Any] = []
         self.collectives = SILENT[backend](self)  # type: ignore[arg-type]
 
     def group(self, axes: Sequence[str], direction: str) -> _DryGroup:

@@ -82,6 +82,13 @@ class Move:
         assert self.tensor is not None
         return self.tensor
 
+    def go_further(self) -> None:
+        """Start the next collective, if there is one and it is not held back."""
+        if self.handle is not None and self.taken < len(self.steps):
+            handle, self.handle = self.handle, None
+            self.tensor = handle.wait()
+            self.start()
+
     @property
     def is_held(self) -> bool:
         """Whether an all-reduce comes next, and is held back."""

@@ -324,6 +324,11 @@ class _Chain(torch.autograd.Function):
         kept = dict(zip(ctx.keys, ctx.saved_tensors, strict=True))
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each goes when its product is done
         da, db, dbias = ctx.execution.backward(grad, kept, ctx.wanted)
+        mesh = ctx.execution.mesh
+        for earlier in mesh.departed:
+            if (departed := earlier()) is not None:
+                departed.go_further()
+        mesh.departed = [weakref.ref(d) for d in ctx.deferred if d is not None]
         gradients = []
         for move, deferred, shape in zip(db + dbias, ctx.deferred, ctx.shapes, strict=True):
             if move is not None and deferred is not None and (move.handle is not None or move.is_held):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ndtp.arrival import Deferred
     from ndtp.chunk_count import Speeds
     from ndtp.spans import Recorder
 
@@ -130,6 +131,7 @@ class ProcessGrid:
         # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
         # past the oldest of them.  Two products hide a reduction, and bound the gradients that are held unreduced.
         self.recent_products: deque[int] = deque(maxlen=2)
+        self.departed: list[ref[Deferred]] = []  # gradients of the chain that backward came to last
         self.name = f"{grid} #{next(_COUNT)}"
         _NAMED[self.name] = self
         if gemm == "kernels":

@@ -103,7 +103,7 @@ class Timeline:
         self._keep("compute", key, "contention", begin + seconds, self.now)
 
     def start(self, key: Key, messages: Messages, cut: int = 1) -> None:
-        """Put the first collective of a move on its link; the others follow when it is waited for.
+        """Put the first collective of a move on its link; the others go further, or follow when it is waited for.
 
         Where a grid needs no first one, its second is the first.
         """
@@ -123,6 +123,13 @@ class Timeline:
         self.now = np.maximum(self.now, end)
         for message in rest:
             self.now = np.maximum(self.now, self._send(key, *message)[1])
+
+    def go_further(self, key: Key) -> None:
+        """Put the second collective of a move on its link, when its first is done."""
+        begin, end, rest = self.pending[key]
+        if rest:
+            self.now = np.where(np.asarray(rest[0][2]) > 0, np.maximum(self.now, end), self.now)
+            self.pending[key] = begin, np.maximum(end, self._send(key, *rest[0])[1]), rest[1:]
 
     def _send(self, key: Key, collective: str, axis: str, received: Any) -> tuple[Any, Any]:
         """When it begins and ends."""
@@ -166,6 +173,8 @@ def step_seconds(
             line.wait(key)
             if task.tensor == "B":
                 line.compute(key, "order", product.copy)
+        elif task.action == "go further":
+            line.go_further(key)
         elif task.action == "own":
             begun[key] = product.own[phase == "backward"]
             line.compute(key, "own", begun[key] * product.chunk)
@@ -195,6 +204,8 @@ def _tasks(products: Sequence[Product], chunks: int, regather: bool) -> Iterator
         yield "backward", chain[-1], Task("activate", "dC")
         for task in backward_tasks(chunks, (want,) * len(chain)):
             yield "backward", chain[task.product], task
+        for i in chains[k + 1] if k + 1 < len(chains) else ():
+            yield "backward", i, Task("go further", "dB")
         for i in chains[k + WINDOW] if k + WINDOW < len(chains) else ():
             yield "backward", i, Task("wait", "dB")
 

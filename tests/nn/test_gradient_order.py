@@ -1,0 +1,60 @@
+"""When the reductions of weight gradients run: z's reduce-scatter and then dp's all-reduce, both under products."""
+
+import contextlib
+from unittest import mock
+
+import torch
+from products import mesh_of
+from torch import nn as dense_nn
+
+import ndtp
+from ndtp import Grid
+from ndtp.testing import assert_equal, small_integers
+
+TOKENS, WIDTH, DEPTH = 32, 16, 3
+
+
+def second_collectives(accumulated):
+    """dp's all-reduce of a chain starts behind the next chain's products, before anything waits for the gradient."""
+    mesh = mesh_of(Grid(dp=2, z=2, x=1, y=2))
+    dense = dense_nn.Sequential(*(dense_nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2 * DEPTH)))
+    with torch.no_grad():
+        for i, parameter in enumerate(dense.parameters()):
+            parameter.copy_(small_integers(parameter.shape, i, torch.float64, low=-1, high=1))
+    blocks = [
+        ndtp.nn.MLP.from_dense(dense[2 * i], dense[2 * i + 1], "identity", mesh=mesh, name=f"block{i}")
+        for i in range(DEPTH)
+    ]
+    x = small_integers((TOKENS, WIDTH), 9, torch.float64)
+    start, started = mesh.collectives.start, []
+
+    def noted(step, tensor, op, phase, **how):
+        if op[1] == "dB":
+            started.append((op[0], step.kind))
+        return start(step, tensor, op, phase, **how)
+
+    for times in range(1 + accumulated):
+        with mesh.accumulate() if times < accumulated else contextlib.nullcontext():
+            started.clear()
+            with mock.patch.object(mesh.collectives, "start", noted):
+                y = blocks[0].in_layout.shard(x, mesh.rank)
+                for block in blocks:
+                    y = block(y)
+                y.sum().backward()
+    for block in (2, 1):
+        own = started.index((f"block{block}.up", "all_reduce"))
+        assert started.index((f"block{block - 1}.up", "reduce_scatter")) < own, started
+        if block == 2:
+            assert own < started.index(("block0.up", "reduce_scatter")), started
+    dense(x).sum().backward()
+    for parameter, expected in zip(torch.nn.ModuleList(blocks).parameters(), dense.parameters(), strict=True):
+        assert_equal(parameter.grad.full_tensor(), (1 + accumulated) * expected.grad, "gradient")
+    assert not mesh.collectives.in_flight
+
+
+def test_both_collectives_of_a_weight_gradient_run_under_products(ranks):
+    ranks(8).run(second_collectives, 0)
+
+
+def test_the_all_reduce_that_ends_an_accumulation_runs_under_products(ranks):
+    ranks(8).run(second_collectives, 1)
