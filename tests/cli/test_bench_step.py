@@ -1,18 +1,13 @@
 """`ndtp bench step`, as it is typed."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 
 from ndtp.bench import rivals
-from ndtp.bench.step import Job, count_wrong_of_rival, num_rounds, ranks_of, read_log
+from ndtp.bench.step import Job, count_wrong_of_rival, ranks_of, read_log
 from ndtp.bench.volume import Shape
 from ndtp.cli import bench_step
 
@@ -60,53 +55,6 @@ def broken_rival() -> tuple[int, int]:
 def test_rivals_are_checked_against_dense(ranks):
     results = ranks(2).run(broken_rival)
     assert all(right == 0 and wrong > 0 for right, wrong in results)
-
-
-def test_interrupted_run_keeps_what_was_measured_and_leaves_no_rank(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "ndtp",
-        "bench",
-        "step",
-        *TINY,
-        "--ranks",
-        "2",
-        "--rounds",
-        "100000",
-        "--json",
-        "-",
-    ]
-    environment = dict(os.environ, TMPDIR=str(tmp_path))
-    run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
-    )
-    logs = lambda: list(tmp_path.glob("*/rounds.jsonl"))  # noqa: E731
-    end = time.monotonic() + 100
-    while not (logs() and num_rounds(logs()[0]) > 5):
-        assert run.poll() is None and time.monotonic() < end
-        time.sleep(0.1)
-    run.send_signal(signal.SIGINT)
-    out, _ = run.communicate(timeout=60)
-    assert run.returncode == 130
-    result = json.loads(out)
-    assert result["interrupted"] and all(row["rounds"] >= 4 for row in result["rows"])
-    # Ranks inherit the folder in their environment: none is left.
-    end = time.monotonic() + 20
-    while left := _processes_with(str(tmp_path)):
-        assert time.monotonic() < end, left
-        time.sleep(0.1)
-
-
-def _processes_with(text):
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if text.encode() in (folder / "environ").read_bytes():
-                found.append(folder.name)
-        except OSError:
-            continue
-    return found
 
 
 def test_log_with_a_line_that_was_being_written(tmp_path):

@@ -1,3 +1,6 @@
+"""Ctrl-C: every command that starts ranks ends at once, and leaves none of them behind."""
+
+import json
 import os
 import signal
 import subprocess
@@ -8,16 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from ndtp.bench.step import num_rounds
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 # A background job of a shell that ignores SIGINT hands that down to what it starts, this test included.
 MAIN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from ndtp.cli import main; main()"
 
 
-def marked_processes(mark):
+def processes_with(mark):
+    """Those that have it in their environment: ranks inherit it."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             state = (path / "stat").read_text().rpartition(")")[2].split()[0]
-            if state != "Z" and mark in (path / "environ").read_bytes():
+            if state != "Z" and mark.encode() in (path / "environ").read_bytes():
                 found.append(int(path.name))
         except OSError:
             continue  # it has just ended, or is not ours
@@ -31,31 +38,56 @@ def wait_until(condition, seconds):
     return condition()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-@pytest.mark.parametrize("command", ["check", "demo", "bench calibrate"])
-def test_ctrl_c_leaves_no_rank_behind(command, tmp_path):
-    mark = f"NDTP_TEST_MARK={uuid.uuid4()}"
-    arguments = {
-        "check": ["--scheme", "1d"],
-        "demo": ["--steps", "1000", "--output", str(tmp_path)],
-        "bench calibrate": ["--repeats", "1000", "--output", str(tmp_path / "mine.toml")],
-    }[command]
+def interrupted(words, folder, is_running=lambda mark: len(processes_with(mark)) >= 6):
+    """Exit status, stdout and stderr of a command that gets Ctrl-C while it runs.
+
+    By default it does when there are 6 processes: the command, the one that forks the ranks, and four ranks.
+    """
+    mark = str(uuid.uuid4())
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, *command.split(), "--ranks", "4", *arguments],
-        env={**os.environ, **dict([mark.split("=")])},
-        stdout=subprocess.DEVNULL,
+        [sys.executable, "-c", MAIN, *words],
+        env=dict(os.environ, NDTP_TEST_MARK=mark, TMPDIR=str(folder)),
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
-        # The command, the process that forks the ranks, and the ranks.
-        assert wait_until(lambda: len(marked_processes(mark.encode())) >= 6, 120)
+        assert wait_until(lambda: is_running(mark) or process.poll() is not None, 120)
+        assert process.poll() is None, process.communicate()
         os.killpg(process.pid, signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode not in (0, 2)
-        assert "Traceback" not in stderr
-        assert wait_until(lambda: not marked_processes(mark.encode()), 30), "processes are left behind"
+        out, err = process.communicate(timeout=60)
+        assert wait_until(lambda: not processes_with(mark), 30), "processes are left behind"
     finally:
         process.kill()
         process.wait()
+    assert "Traceback" not in err
+    return process.returncode, out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "check --scheme 1d",
+        "demo --steps 1000 --output demo",
+        "bench calibrate --repeats 1000 --output mine.toml",
+        "bench overlap --rounds 100000",
+        "bench volume --tokens 4096",
+    ],
+)
+def test_ctrl_c_leaves_no_rank_behind(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, _ = interrupted([*words.split(), "--ranks", "4"], tmp_path)
+    assert status == 130
+
+
+def test_an_interrupted_bench_step_keeps_what_was_measured(tmp_path):
+    def has_rounds(_):
+        logs = list(tmp_path.glob("*/rounds.jsonl"))
+        return bool(logs) and num_rounds(logs[0]) > 5
+
+    words = "bench step --tokens 64 --hidden 16 --ffn 32 --warmup 1 --ranks 2 --rounds 100000 --json -"
+    status, out = interrupted(words.split(), tmp_path, has_rounds)
+    assert status == 130
+    result = json.loads(out)
+    assert result["interrupted"] and all(row["rounds"] >= 4 for row in result["rows"])
