@@ -29,12 +29,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import ndtp
 from ndtp.cli.bench_step import grid_of
 from ndtp.collectives import Collectives
+from ndtp.exchange import Exchanger
 from ndtp.gemm import TorchGemm
 
 # Where DTensor looks up its reduce-scatter, which torch 2.13 renamed.
 functional = torch.distributed._functional_collectives
 RENAMED = "reduce_scatter_single" if hasattr(functional, "reduce_scatter_single") else "reduce_scatter_tensor"
 TORCH = "torch sequence parallel"
+EXCHANGER = Exchanger()
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 Step = Callable[[], None]
 
@@ -105,9 +107,9 @@ def reduce_scatter_by_all_to_all(x: Tensor, reduce_op: str, scatter_dim: int, gr
     """What ndtp does on gloo, whose own reduce-scatter moves twice the bytes, in the place of torch's."""
     mesh, dim = group
     ranks = mesh.size(dim)
-    blocks = x.unflatten(scatter_dim, (ranks, -1)).movedim(scatter_dim, 0).contiguous()
+    blocks = x.detach().unflatten(scatter_dim, (ranks, -1)).movedim(scatter_dim, 0).contiguous()
     received = torch.empty_like(blocks)
-    dist.all_to_all_single(received, blocks, group=mesh.get_group(dim))
+    EXCHANGER.exchange(mesh.get_group(dim), blocks.unbind(), received.unbind()).wait()
     return received.sum(0)
 
 
@@ -172,11 +174,11 @@ def alone(step: Step, mlp: ndtp.nn.MLP, repetitions: int) -> dict[str, float]:
     finally:
         mesh.collectives = collectives
     products, mesh.gemm = mesh.gemm, NoProducts()
-    activation, mlp.activation = mlp.activation, lambda h: h
+    activation, mlp.activation_name = mlp.activation_name, "identity"
     try:
         communication = statistics.median(timed(step) for _ in range(repetitions))
     finally:
-        mesh.gemm, mlp.activation = products, activation
+        mesh.gemm, mlp.activation_name = products, activation
     return {"compute": compute, "communication": communication}
 
 

@@ -23,6 +23,12 @@ from collections.abc import Iterator, Sequence
 
 SUBNET = "10.77.0"
 PORT = 29517
+# Memory that was freed is used again, as by the allocators of GPUs, not given back and cleared by the kernel anew.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # the most that glibc takes
+    "MALLOC_TRIM_THRESHOLD_": str(2**34),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
 
 
 def run(*command: str, check: bool = True) -> str:
@@ -83,6 +89,7 @@ def launch(names: Sequence[str], command: Sequence[str], timeout: float) -> int:
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
+            **KEEP_MEMORY,
         }
         output = None if rank == 0 else subprocess.DEVNULL
         processes.append(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtp.errors import CommunicationError
-from ndtp.exchange import Exchanger, pays
+from ndtp.exchange import Exchanger
 from ndtp.gemm import LOW_PRECISION
 from ndtp.meter import LABEL, Label
 from ndtp.relayout import Step
@@ -277,14 +277,10 @@ class GlooCollectives(Collectives):
 
     def _gather(self, landing: Tensor, x: Tensor, group: ProcessGroup) -> Any:
         ranks = group.size()
-        if not pays(ranks, x.numel() * x.element_size(), is_gather=True):
-            return super()._gather(landing, x, group)
         return self._exchanger.exchange(group, [x.detach()] * ranks, landing.detach().view(ranks, *x.shape).unbind())
 
     def _exchange(self, landing: Tensor, blocks: Tensor, group: ProcessGroup) -> Any:
         ranks = group.size()
-        if not pays(ranks, blocks.numel() * blocks.element_size() // ranks, is_gather=False):
-            return super()._exchange(landing, blocks, group)
         sent, received = (x.detach().unflatten(0, (ranks, x.shape[0] // ranks)).unbind() for x in (blocks, landing))
         return self._exchanger.exchange(group, sent, received)
 
@@ -296,16 +292,16 @@ class GlooCollectives(Collectives):
     def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
         if x.dtype not in LOW_PRECISION:
             return super().all_reduce(x, group, ranks, step)
-        # Reduce-scatter and all-gather of the flat tensor, the same volume as gloo's ring.
+        # Reduce-scatter and all-gather of the flat tensor: the same volume.
         flat = self.ring.borrow((x.numel() + -x.numel() % ranks,), x)
         flat[: x.numel()].view(x.shape).copy_(x.detach())
         flat[x.numel() :].zero_()
         received = self.ring.borrow(flat.shape, flat)
-        work = self._send(dist.all_to_all_single, received, flat, group=group)
+        work = self._exchange(received, flat, group)
 
         def finish() -> Tensor:
             gathered = torch.empty_like(flat)
-            work = self._send(_all_gather_single, gathered, _sum(received, ranks), group=group)
+            work = self._gather(gathered, _sum(received, ranks), group)
             if work is not None:
                 work.wait()
             return gathered[: x.numel()].view(x.shape)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ndtp.contraction import MatMulPlan
 
 LOOKAHEAD = 2  # gathers in flight at a time: one that is waited for, and one behind it
+SKEW = 2  # chunks by which a product is behind the one before it in a chain
 
 
 @dataclass(frozen=True)
@@ -83,26 +84,28 @@ def _forward(chunks: int, biases: Sequence[bool]) -> Iterator[Task]:
     last = len(biases) - 1
     yield Task("start", "B")
     yield from (Task("start", "A", i) for i in range(min(LOOKAHEAD, chunks)))
-    for p, bias in enumerate(biases):
-        if bias:
-            yield Task("start", "bias", None, p)
-        yield Task("wait", "B", None, p)
-        for i in range(chunks):
-            if i == 0 and (p == 0 or chunks == 1):
-                yield Task("own", "C", 0, p)
+    for p, i in _wavefront(chunks, range(last + 1)):
+        if i == chunks:
+            yield Task("release", "B", None, p)
+        else:
+            if i == 0:
+                if biases[p]:
+                    yield Task("start", "bias", None, p)
+                yield Task("wait", "B", None, p)
+                if p == 0 or chunks == 1:
+                    yield Task("own", "C", 0, p)
             yield Task("wait", "A", i, p)
             if p == 0 and i + LOOKAHEAD < chunks:
                 yield Task("start", "A", i + LOOKAHEAD)
-            if i == _behind(chunks):
-                yield Task("start", "B", None, p + 1) if p < last else Task("prefetch", "B", None, p)
+            if p < last and i == 0:
+                yield Task("start", "B", None, p + 1)
+            elif p == last and i == _behind(chunks):
+                yield Task("prefetch", "B", None, p)
             yield Task("multiply", "C", i, p)
             yield Task("release", "A", i, p)
             yield Task("start", "C", i, p)
-            if p < last and i > 0:
-                yield from _enter("C", "A", i - 1, p, p + 1)
-        yield Task("release", "B", None, p)
-        if p < last:
-            yield from _enter("C", "A", chunks - 1, p, p + 1)
+        if p < last and i > 0:
+            yield from _enter("C", "A", i - 1, p, p + 1)
     yield from (Task("wait", "C", i, last) for i in range(chunks))
 
 
@@ -118,46 +121,68 @@ def backward_tasks(chunks: int, wanted: tuple[Wanted, ...] = (Wanted(),)) -> tup
 
 def _backward(chunks: int, wanted: Sequence[Wanted]) -> Iterator[Task]:
     last = len(wanted) - 1
+    first = next((p for p in range(last, 0, -1) if not wanted[p].dgrad), 0)  # before it nothing is wanted
     if wanted[last].again("b"):
         yield Task("start", "B", None, last)
     yield from (Task("start", "dC", i, last) for i in range(min(LOOKAHEAD, chunks)))
-    for p in range(last, -1, -1):
-        want, before = wanted[p], p > 0 and wanted[p].dgrad
+    for p, i in _wavefront(chunks, range(last, first - 1, -1)):
+        enter = _enter("dA", "dC", i - 1, p, p - 1) if p > first and i > 0 else ()
+        if i == chunks:
+            # Either hides something: the gather into which the last chunk goes, or the scatter from which one comes.
+            weights = _weight_gradients(chunks, wanted[p], p)
+            yield from (*enter, *weights) if chunks > 1 else (*weights, *enter)
+        else:
+            yield from _dgrad(chunks, wanted, p, i, first)
+            yield from enter
+    yield from (Task("wait", "dA", i, first) for i in range(chunks) if wanted[first].dgrad)
+
+
+def _dgrad(chunks: int, wanted: Sequence[Wanted], p: int, i: int, first: int) -> Iterator[Task]:
+    """One chunk of dA, and what sets off meanwhile."""
+    want, last = wanted[p], len(wanted) - 1
+    if i == 0:
         if want.again("b"):
             yield Task("wait", "B", None, p)
-        for i in range(chunks):
-            if want.dgrad and i == 0 and (p == last or chunks == 1):
-                yield Task("own", "dA", 0, p)
-            yield Task("wait", "dC", i, p)
-            if p == last and i + LOOKAHEAD < chunks:
-                yield Task("start", "dC", i + LOOKAHEAD, p)
-            if i == _behind(chunks):
-                for j in range(chunks if want.again("a") else 0):
-                    if p > 0:
-                        yield Task("activate", "A", j, p)  # again, rather than kept
-                    yield Task("start", "A", j, p)
-                if before and wanted[p - 1].again("b"):
-                    yield Task("start", "B", None, p - 1)
-                elif not before:
-                    yield Task("prefetch", "B", None, p)
-            if want.dgrad:
-                yield Task("multiply", "dA", i, p)
-                yield Task("start", "dA", i, p)
-            if before and i > 0:
-                yield from _enter("dA", "dC", i - 1, p, p - 1)
-        if want.wgrad:
-            if want.again("a"):
-                yield from (Task("wait", "A", j, p) for j in range(chunks))
-            yield Task("multiply", "dB", None, p)
-            yield Task("start", "dB", None, p)
-        if want.bias:
-            yield Task("multiply", "dbias", None, p)
-            yield Task("start", "dbias", None, p)
-        yield from (Task("release", operand, None, p) for operand in ("B", "A", "dC"))
-        if not before:
-            yield from (Task("wait", "dA", i, p) for i in range(chunks) if want.dgrad)
-            return
-        yield from _enter("dA", "dC", chunks - 1, p, p - 1)
+        if want.dgrad and (p == last or chunks == 1):
+            yield Task("own", "dA", 0, p)
+    yield Task("wait", "dC", i, p)
+    if p == last and i + LOOKAHEAD < chunks:
+        yield Task("start", "dC", i + LOOKAHEAD, p)
+    if i == 0 and p > first and wanted[p - 1].again("b"):
+        yield Task("start", "B", None, p - 1)
+    if i == _behind(chunks):
+        for j in range(chunks if want.again("a") else 0):
+            if p > 0:
+                yield Task("activate", "A", j, p)  # again, rather than kept
+            yield Task("start", "A", j, p)
+        if p == first:
+            yield Task("prefetch", "B", None, p)
+    if want.dgrad:
+        yield Task("multiply", "dA", i, p)
+        yield Task("start", "dA", i, p)
+
+
+def _weight_gradients(chunks: int, want: Wanted, p: int) -> Iterator[Task]:
+    if want.wgrad:
+        if want.again("a"):
+            yield from (Task("wait", "A", j, p) for j in range(chunks))
+        yield Task("multiply", "dB", None, p)
+        yield Task("start", "dB", None, p)
+    if want.bias:
+        yield Task("multiply", "dbias", None, p)
+        yield Task("start", "dbias", None, p)
+    yield from (Task("release", operand, None, p) for operand in ("B", "A", "dC"))
+
+
+def _wavefront(chunks: int, products: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(product, chunk): each product is `SKEW` chunks behind the one that feeds it; `chunks` stands for its end.
+
+    So what links the two, a scatter and a gather, flies while either goes on with other chunks.
+    """
+    for time in range(chunks + SKEW * (len(products) - 1) + 1):
+        for behind, product in enumerate(products):
+            if 0 <= (chunk := time - SKEW * behind) <= chunks:
+                yield product, chunk
 
 
 def _enter(result: str, operand: str, chunk: int, product: int, following: int) -> Iterator[Task]:

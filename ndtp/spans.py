@@ -8,9 +8,10 @@ Nsight.  Where nobody looks, a span costs two look-ups.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,6 @@ class Span:
         phase: of a collective or a wait: "forward", "dgrad" or "wgrad".
         axes: of a collective or a wait: the axes of the grid that it runs over.
         start, end: seconds.
-        end_seen: False where the backend does not tell when a collective was complete: it ends where its wait did.
     """
 
     kind: str
@@ -47,7 +47,6 @@ class Span:
     axes: tuple[str, ...]
     start: float
     end: float
-    end_seen: bool = True
 
 
 def is_observed(grid: ProcessGrid) -> bool:
@@ -77,13 +76,13 @@ def observed(launch: Callable[..., Started], grid: ProcessGrid, label: Label) ->
         # What packs the operand is local work; the flight begins where the collective has been handed over.
         with _range(recorder, "compute", name):
             started = launch(*arguments, **how)
-        flight = None if recorder is None else recorder.follow(label, started.work)
+        work = started.work if recorder is None else recorder.follow(label, started.work)
 
         def finished() -> Any:
             with _range(recorder, "compute", f"finish {name}"):
                 return started.finish()
 
-        return started._replace(work=_ObservedWork(started.work, recorder, label, flight), finish=finished)
+        return started._replace(work=_ObservedWork(work, recorder, label), finish=finished)
 
     return run
 
@@ -105,15 +104,38 @@ def _range(recorder: Recorder | None, kind: str, name: str, label: Label | None 
 class _ObservedWork:
     """The work of a collective, whose wait is a range."""
 
-    def __init__(self, work: Any, recorder: Recorder | None, label: Label, flight: _Entry | None) -> None:
-        self.work, self.recorder, self.label, self.flight = work, recorder, label, flight
+    def __init__(self, work: Any, recorder: Recorder | None, label: Label) -> None:
+        self.work, self.recorder, self.label = work, recorder, label
 
     def wait(self) -> None:
         with _range(self.recorder, "wait", f"wait {self.label.title}", self.label):
             if self.work is not None:
                 self.work.wait()
-        if self.recorder is not None and self.flight is not None and self.flight.end is None:
-            self.flight.end, self.flight.end_seen = self.recorder.mark(), False
+
+
+class _Landing:
+    """A work that is waited for in a thread of its own, so that its end is seen when it comes.
+
+    gloo has no futures of messages, and may call back from a future while the interpreter shuts down.
+    """
+
+    def __init__(self, work: Any, flight: _Entry) -> None:
+        self._work, self._flight = work, flight
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        try:
+            self._work.wait()
+        except BaseException as error:  # raised again where the collective is waited for
+            self._error = error
+        self._flight.end = time.perf_counter()
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 @dataclass(slots=True)
@@ -125,7 +147,6 @@ class _Entry:
     label: Label | None
     start: Any
     end: Any = None
-    end_seen: bool = True
 
 
 class Recorder:
@@ -170,12 +191,12 @@ class Recorder:
         event.record()
         return event
 
-    def follow(self, label: Label, work: Any) -> _Entry:
-        """The flight of a collective that was issued just now; its end is filled in when it comes."""
+    def follow(self, label: Label, work: Any) -> Any:
+        """Write down the flight of a collective that was issued just now, and when it ends; what to wait for."""
         flight = _Entry("collective", label.title, label, self.mark())
         self.entries.append(flight)
         if work is None:
-            return flight
+            return None
         if self.grid.collectives.orders_by_stream:
             # A stream of its own for what one communicator runs in order, so that no later end waits for an earlier.
             key = label.collective, label.axes
@@ -183,15 +204,8 @@ class Recorder:
             with torch.cuda.stream(stream):
                 work.wait()
                 flight.end = self.mark()
-            return flight
-
-        def landed(_: Any) -> None:
-            flight.end = time.perf_counter()
-
-        # gloo's own reduce-scatter has no future: then the wait fills the end in, and says so.
-        with suppress(RuntimeError):
-            work.get_future().then(landed)
-        return flight
+            return work
+        return _Landing(work, flight)
 
     def spans(self) -> list[Span]:
         """All that was recorded, by start; seconds since the recorder was entered.
@@ -208,7 +222,6 @@ class Recorder:
                 entry.label.axes if entry.label else (),
                 self._seconds(entry.start),
                 self._seconds(entry.end),
-                entry.end_seen,
             )
             for entry in self.entries
             if entry.end is not None

@@ -65,7 +65,10 @@ def test_forward_is_causal_and_multiplies_every_chunk_once(chunks, products):
     tasks = forward_tasks(chunks, (True,) * products)
     check_causality(tasks, chunks, {("bias", p) for p in range(products)})
     multiplied = [(task.product, task.chunk) for task in tasks if task.action == "multiply"]
-    assert multiplied == [(p, i) for p in range(products) for i in range(chunks)]
+    assert sorted(multiplied) == [(p, i) for p in range(products) for i in range(chunks)]
+    for p in range(1, products):  # a product is two chunks behind the one that feeds it
+        for i in range(chunks):
+            assert multiplied.index((p - 1, min(i + 1, chunks - 1))) < multiplied.index((p, i))
     assert tasks[0] == Task("start", "B"), "the weight goes first"
 
 
@@ -113,7 +116,7 @@ def test_a_chunk_enters_the_second_product_before_the_first_is_done():
     for i in range(3):
         entered = tasks.index(Task("start", "A", i, 1))
         assert tasks.index(Task("activate", "A", i, 1)) < entered
-        assert entered < tasks.index(Task("multiply", "C", 0, 1))
+        assert entered < tasks.index(Task("multiply", "C", max(0, i - 1), 1)), "a product lies between"
     assert tasks.index(Task("start", "A", 0, 1)) < tasks.index(Task("multiply", "C", 2))
     backward = backward_tasks(4, (Wanted(), Wanted()))
     assert backward.index(Task("start", "dC", 0, 0)) < backward.index(Task("multiply", "dA", 2, 1))
@@ -127,11 +130,23 @@ def test_the_second_weight_is_gathered_while_the_first_product_computes():
         assert again.index(Task("start", "B", None, 0)) < again.index(Task("multiply", "dA", chunks - 1, 1))
 
 
-def test_the_scatter_of_dgrad_flies_while_the_weights_gradient_is_multiplied():
-    tasks = backward_tasks(2, (Wanted(), Wanted()))
+def test_the_scatter_of_a_chunk_leaves_while_later_chunks_are_multiplied():
+    """The second product begins before the first one ends, forward and backward, so that no link idles."""
+    forward = forward_tasks(4, (False, False))
+    assert forward.index(Task("start", "C", 0, 1)) < forward.index(Task("multiply", "C", 3))
+    backward = backward_tasks(4, (Wanted(), Wanted()))
+    assert backward.index(Task("start", "dA", 0)) < backward.index(Task("multiply", "dA", 3, 1))
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_weight_gradients_are_multiplied_while_something_flies(chunks):
+    tasks = backward_tasks(chunks, (Wanted(), Wanted()))
     for p in (0, 1):
-        started, multiplied = tasks.index(Task("start", "dA", 1, p)), tasks.index(Task("multiply", "dB", None, p))
-        assert started < multiplied < tasks.index(Task("wait", "dA", 1, p))
+        at = tasks.index(Task("multiply", "dB", None, p))
+        flying = Counter()
+        for task in tasks[:at]:
+            flying[task.tensor, task.product] += {"start": 1, "wait": -1}.get(task.action, 0)
+        assert flying["dA", 0] + flying["dC", 0] + flying["dA", 1] > 0, f"nothing hides behind dB of product {p}"
 
 
 def test_the_next_weight_is_gathered_behind_the_gathers_and_before_the_last_product():

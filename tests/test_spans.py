@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ import torch.distributed as dist
 from products import mesh_of
 from torch.profiler import ProfilerActivity, profile
 
-from ndtp import CommMeter, Grid, ProcessGrid
-from ndtp.collectives import Collectives, GlooCollectives
+from ndtp import CommMeter, CommunicationError, Grid, ProcessGrid
 from ndtp.nn import MLP
 from ndtp.relayout import Step
 from ndtp.spans import NOTHING, Recorder, is_observed, span
@@ -63,7 +63,7 @@ def recorded():
     spans = recorder.spans()
     flights = [each for each in spans if each.kind == "collective"]
     assert [each.name for each in flights] == [f"{title} {i + 1}/4 up A" for i, (_, title) in enumerate(KINDS)], flights
-    assert all(each.axes == ("x",) and each.phase == "forward" and each.end_seen for each in flights), flights
+    assert all(each.axes == ("x",) and each.phase == "forward" for each in flights), flights
     waits = [each for each in spans if each.kind == "wait"]
     for flight, wait in zip(flights, waits, strict=True):
         assert 0 <= flight.start <= flight.end <= wait.end, (flight, wait)
@@ -103,28 +103,26 @@ def test_a_flight_ends_when_it_is_complete(ranks):
     ranks(4).run(late_peer)
 
 
-def unseen_ends():
-    """gloo's own reduce-scatter and messages do not tell when they are complete: the span says so."""
+def failed_flight():
+    """What goes wrong in the thread that watches a flight is raised where the flight is waited for."""
     mesh = mesh_of(GRID)
-    assert type(mesh.collectives) is GlooCollectives
-    mesh.collectives = Collectives(mesh)
-    mesh.collectives.orders_by_stream = False
-    try:
-        with Recorder(mesh) as recorder:
-            every_kind(mesh)
-    finally:
-        mesh.collectives = GlooCollectives(mesh)
-    seen = {each.name.split("[")[0]: each.end_seen for each in recorder.spans() if each.kind == "collective"}
-    assert seen == {"all_gather": True, "reduce_scatter": False, "all_reduce": True, "all_to_all": True}, seen
-    pairs = mesh_of(Grid(x=2, y=2))  # messages between two ranks, which do not tell either
-    with Recorder(pairs) as recorder:
-        pairs.collectives.start(Step("all_gather", ("x",), 0), torch.ones(4), ("up", "A"), "forward").wait()
-    (flight,) = [each for each in recorder.spans() if each.kind == "collective"]
-    assert not flight.end_seen, flight
+
+    class Lost:
+        def wait(self):
+            raise RuntimeError("connection reset")
+
+    with Recorder(mesh):
+        with (
+            mock.patch.object(mesh.collectives, "_gather", lambda *_: Lost()),
+            pytest.raises(CommunicationError, match=r"all_gather of up A .forward. over axis x"),
+        ):
+            mesh.collectives.start(Step("all_gather", ("x",), 0), torch.ones(4), ("up", "A"), "forward").wait()
+        every_kind(mesh)
+    assert not mesh.collectives.in_flight
 
 
-def test_an_end_that_was_not_seen_is_marked(ranks):
-    ranks(4).run(unseen_ends)
+def test_a_flight_that_fails_is_raised_at_its_wait(ranks):
+    ranks(4).run(failed_flight)
 
 
 def parts_and_traffic():

@@ -71,7 +71,6 @@ class RankTrace:
             "exposed_ms": exposed * 1e3,
             "other_ms": max(0.0, self.step - total(merged(computing + waiting))) * 1e3,
             "hidden_fraction": 1 - covered / in_flight if in_flight else None,
-            "ends_not_seen": sum(not span.end_seen for span in self.spans),
         }
 
 
@@ -163,8 +162,6 @@ def chrome_trace(traces: Sequence[RankTrace]) -> dict[str, Any]:
             for span in spans:
                 start, end = round(span.start * 1e6, 3), round(span.end * 1e6, 3)
                 args = {} if span.kind == "compute" else {"phase": span.phase, "axes": " ".join(span.axes)}
-                if not span.end_seen:
-                    args["end"] = "not seen; drawn to the end of its wait"
                 event = {"ph": "X", "name": span.name, "cat": span.kind, "pid": pid, "tid": tid, "args": args}
                 events.append({**event, "ts": start, "dur": round(end - start, 3)})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -77,7 +77,7 @@ def overlap(
     if wrong:
         out.print(f"{title}: {wrong} elements differ from the dense block; nothing was measured")
     else:
-        out.print(_table(rows, title, num_unseen=sum(row["ends_not_seen"] for row in rows)))
+        out.print(_table(rows, title))
         if trace is not None:
             trace.write_text(json.dumps(chrome_trace(traces)))
             out.print(f"wrote {trace}: open it in ui.perfetto.dev or chrome://tracing", highlight=False)
@@ -153,7 +153,7 @@ def _run(job: Job) -> list[RankTrace]:
     return ndtp.testing.run(measure, job.case.grid.num_ranks, args=(job,), timeout=3600)
 
 
-def _table(rows: list[dict[str, Any]], title: str, num_unseen: int) -> Table:
+def _table(rows: list[dict[str, Any]], title: str) -> Table:
     table = Table(title=title, title_justify="left", caption_justify="left", padding=(0, 1), pad_edge=False)
     table.add_column("rank")
     for heading in ("step\nms", "compute\nms", "in flight\nms", "exposed\nwait ms", "other\nms", "hidden"):
@@ -170,6 +170,4 @@ def _table(rows: list[dict[str, Any]], title: str, num_unseen: int) -> Table:
         "peers included; exposed: the rank waited for one; other: neither computing nor waiting, such as the host's "
         "own work; hidden: the part of the time in flight in which the rank did not wait."
     )
-    if num_unseen:
-        table.caption += f"  {num_unseen} completions were not seen: these flights end where their waits do."
     return table
