@@ -2,10 +2,10 @@
 
     python bench/slow_network.py --ranks 8 --rate 500mbit -- python bench/overlap.py --out bench/results/overlap.json
 
-Forward and backward of MatMul -> GELU -> MatMul on every grid of the ranks at hand, rivals interleaved, median of the
-slowest rank.  Each rival is checked against the dense block first.  "compute" is the same step with collectives that
-move nothing, "communication" the same step with products that compute nothing.  Wire bytes are read from the link's own
-counter, headers included.
+Forward and backward of MatMul -> GELU -> MatMul on every grid of the ranks at hand, one grid after another, each
+interleaved with torch; median of the slowest rank.  Each rival is checked against the dense block first.  "compute" is
+the same step with collectives that move nothing, "communication" the same step with products that compute nothing.
+Wire bytes are read from the link's own counter, headers included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -36,9 +40,11 @@ from ndtp.gemm import TorchGemm
 functional = torch.distributed._functional_collectives
 RENAMED = "reduce_scatter_single" if hasattr(functional, "reduce_scatter_single") else "reduce_scatter_tensor"
 TORCH = "torch sequence parallel"
+TORCH_WITH_OURS = "  with ndtp's reduce-scatter"
 EXCHANGER = Exchanger()
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 Step = Callable[[], None]
+Rows = dict[str, dict[str, float | None]]
 
 
 class NoCommunication(Collectives):
@@ -121,9 +127,8 @@ def ndtps_reduce_scatter() -> Iterator[None]:
 
 
 def ndtp_block(
-    grid: ndtp.Grid, scheme: str, chunks: int | str, tokens: int, hidden: int, inner: int
+    mesh: ndtp.ProcessGrid, scheme: str, chunks: int | str, tokens: int, hidden: int, inner: int
 ) -> tuple[Step, Callable[[Tensor], Tensor], ndtp.nn.MLP]:
-    mesh = ndtp.ProcessGrid(grid)
     dense = dense_block(hidden, inner)
     mlp = ndtp.nn.MLP.from_dense(dense[0], dense[2], mesh=mesh, scheme=scheme, chunks=chunks)
     x = torch.randn(mlp.in_layout.shard_shape((tokens, hidden)), requires_grad=True)
@@ -193,55 +198,87 @@ def main() -> None:
     parser.add_argument("--rate", default="as given to slow_network.py", help="noted in the result")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    sizes = tokens, hidden, inner = arguments.tokens, arguments.hidden, arguments.inner
+    if len(arguments.grids) == 1:
+        run(arguments)
+    else:
+        run_each(arguments)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """All rivals on one grid."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    ranks = dist.get_world_size()
-    blocks: dict[str, ndtp.nn.MLP] = {}
-    steps: dict[str, Step] = {}
-    torch_step, forward = torch_sequence_parallel(tokens, hidden, inner)
-    steps[TORCH] = torch_step
-    steps["  with ndtp's reduce-scatter"] = ndtps_reduce_scatter()(torch_step)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    sizes = arguments.tokens, arguments.hidden, arguments.inner
+    torch_step, forward = torch_sequence_parallel(*sizes)
+    steps = {TORCH: torch_step, TORCH_WITH_OURS: ndtps_reduce_scatter()(torch_step)}
     for around in (contextlib.nullcontext, ndtps_reduce_scatter):
         with around():
-            check(forward, lambda y: y.chunk(ranks)[dist.get_rank()], sizes)
-    cases = [(ndtp.Grid(x=ranks), "1d-sp")] + [(grid, "3d") for grid in ndtp.Grid.all(ranks)]
-    if arguments.grids:
-        named = [name.partition(":") for name in arguments.grids]
-        cases = [(grid_of(axes, "overlap"), scheme) for scheme, _, axes in named]
-    for grid, scheme in cases:
-        for kind, chunks in (("plain", 1), ("overlapped", arguments.chunks), ("auto", "auto")):
-            name = f"{scheme} {grid}, {kind}"
-            steps[name], forward, mlp = ndtp_block(grid, scheme, chunks, *sizes)
-            check(forward, lambda y, mlp=mlp: mlp.out_layout.shard(y, mlp.mesh.rank), sizes)
-            blocks[name] = mlp
+            check(forward, lambda y: y.chunk(ranks)[rank], sizes)
+    scheme, _, axes = arguments.grids[0].partition(":")
+    grid = grid_of(axes, "overlap")
+    blocks: dict[str, ndtp.nn.MLP] = {}
+    for kind, chunks in (("plain", 1), ("overlapped", arguments.chunks), ("auto", "auto")):
+        name = f"{scheme} {grid}, {kind}"
+        mesh = ndtp.ProcessGrid(grid)  # of its own: a grid gathers ahead what it expects to come next
+        steps[name], forward, mlp = ndtp_block(mesh, scheme, chunks, *sizes)
+        check(forward, lambda y, mlp=mlp: mlp.out_layout.shard(y, rank), sizes)
+        blocks[name] = mlp
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(arguments.repetitions):
         for name, step in steps.items():
             times[name].append(timed(step))
-    rows = {}
     base = statistics.median(times[TORCH])
+    rows: Rows = {}
     for name, step in steps.items():
         step_s = statistics.median(times[name])
         row: dict[str, float | None] = {"step_ms": step_s * 1e3, "speedup": base / step_s, "wire": wire_bytes(step)}
         if (mlp := blocks.get(name)) is not None:
-            row["predicted"] = mlp.volume(tokens).in_bytes(4).total
-            row["chunks"] = mlp.up.plan.choices[tokens][0] if mlp.up.plan.chunks == "auto" else mlp.up.plan.chunks
+            row["predicted"] = mlp.volume(arguments.tokens).in_bytes(4).total
+            plan = mlp.up.plan
+            row["chunks"] = plan.choices[arguments.tokens][0] if plan.chunks == "auto" else plan.chunks
             parts = alone(step, mlp, 3)
             exposed = max(0.0, step_s - parts["compute"])
             row |= {f"{part}_ms": value * 1e3 for part, value in parts.items()}
             row["hidden_fraction"] = max(0.0, 1 - exposed / parts["communication"]) if parts["communication"] else 1.0
             row["over_bound"] = step_s / max(parts.values())
         rows[name] = {key: value if value is None else round(value, 3) for key, value in row.items()}
-    if dist.get_rank() == 0:
-        report(rows, arguments)
+    if rank == 0:
+        report({str(grid): rows}, arguments)
     dist.barrier()
 
 
-def report(rows: dict[str, dict], arguments: argparse.Namespace) -> None:
+def run_each(arguments: argparse.Namespace) -> None:
+    """Grid after grid, each in processes of its own: gloo's threads of groups that idle would cost processor time."""
+    environment = dict(os.environ, TORCHELASTIC_USE_AGENT_STORE="False")
+    ranks, rank, port = (int(environment[name]) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"))
+    cases = arguments.grids or [f"1d-sp:x={ranks}", *(f"3d:{named(grid)}" for grid in ndtp.Grid.all(ranks))]
+    found: dict[str, Rows] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder) / "part.json"
+        for i, case in enumerate(cases):
+            words = [word for word in sys.argv[1:] if word not in arguments.grids and word != "--grids"]
+            subprocess.run(
+                [sys.executable, __file__, *words, "--grids", case, "--out", part],
+                env=environment | {"MASTER_PORT": str(port + 1 + i)},
+                stdout=subprocess.DEVNULL,
+                check=True,
+            )
+            if rank == 0:
+                found[case] = next(iter(json.loads(part.read_text())["grids"].values()))
+                print(f"{case}: {i + 1} of {len(cases)}", file=sys.stderr, flush=True)
+    if rank == 0:
+        report(found, arguments)
+
+
+def named(grid: ndtp.Grid) -> str:
+    return ",".join(f"{axis}={grid[axis]}" for axis in grid)
+
+
+def report(grids: dict[str, Rows], arguments: argparse.Namespace) -> None:
     heads = ("step", "compute", "comm."), ("hidden", "speedup"), ("wire/predicted", "chunks")
     print(" " * 34, *(f"{head:>{width}}" for width, group in zip((8, 8, 15), heads, strict=True) for head in group))
-    for name, row in rows.items():
+    for name, row in (item for rows in grids.values() for item in rows.items()):
         wire = f"{row['wire'] / row['predicted']:.3f}" if row["wire"] and row.get("predicted") else "-"
         parts = (
             f"{row['compute_ms']:8.0f} {row['communication_ms']:8.0f} {row['hidden_fraction']:8.0%}"
@@ -255,12 +292,12 @@ def report(rows: dict[str, dict], arguments: argparse.Namespace) -> None:
                 {
                     "date": str(date.today()),
                     "torch": torch.__version__,
-                    "ranks": dist.get_world_size(),
+                    "ranks": int(os.environ["WORLD_SIZE"]),
                     "link": arguments.rate,
                     "block": [arguments.tokens, arguments.hidden, arguments.inner],
                     "dtype": "float32",
                     "unit": "ms, median of the slowest rank; gloo on CPUs, no NCCL figure",
-                    "rows": rows,
+                    "grids": grids,
                 },
                 indent=2,
             )

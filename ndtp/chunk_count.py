@@ -158,7 +158,7 @@ def _own(plan: MatMulPlan, operand: str) -> float:
 # ------------------------------------------------------------------------------------------------------- measuring
 
 
-def measure(mesh: ProcessGrid, like: torch.Tensor, elements: int = 2**18, repeats: int = 3) -> Speeds:
+def measure(mesh: ProcessGrid, like: torch.Tensor, elements: int = 2**17, repeats: int = 3) -> Speeds:
     """Time small and large collectives over every axis, products, and both at once; on all ranks together.
 
     Args:
@@ -180,6 +180,12 @@ def measure(mesh: ProcessGrid, like: torch.Tensor, elements: int = 2**18, repeat
             times.append(time.perf_counter() - begin if repeat else 0.0)
         return median(times[1:])
 
+    def slowest(times: list[float]) -> list[float]:
+        everywhere = torch.tensor(times, dtype=torch.float64, device=device)
+        for axis in axes:  # the slowest rank along every axis in turn is the slowest of all
+            dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=mesh.group((axis,)))
+        return everywhere.tolist()  # type: ignore[no-any-return]
+
     def start(kind: str, axis: str, count: int) -> Any:
         step = Step(kind, (axis,), None if kind == "all_reduce" else 0, 0)
         return mesh.collectives.start(step, like.new_zeros(count), ("speeds",), "forward")
@@ -198,38 +204,29 @@ def measure(mesh: ProcessGrid, like: torch.Tensor, elements: int = 2**18, repeat
     side = 384 if device.type == "cpu" else 4096
     big, tiny = (torch.ones(n, n, dtype=like.dtype, device=device) for n in (side, 16))
     launch, product = seconds(lambda: tiny @ tiny), seconds(lambda: [big @ big for _ in range(4)]) / 4
-    found += [product / (2.0 * side**3), launch, _contention(seconds, start, big, product, axes, elements)]
-    if axes:
-        everywhere = torch.tensor(found, dtype=torch.float64, device=device)
-        for axis in axes:  # the slowest rank along every axis in turn is the slowest of all
-            dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=mesh.group((axis,)))
-        found = everywhere.tolist()
+    found = slowest([*found, product / (2.0 * side**3), launch])
     keys = [(kind, axis) for axis in axes for kind in KINDS]
     links = len(keys)
     latency = dict(zip(keys, found[: 2 * links : 2], strict=True))
     per_byte = dict(zip(keys, found[1 : 2 * links : 2], strict=True))
-    return Speeds(latency, per_byte, *found[2 * links :])
-
-
-def _contention(
-    seconds: Callable[[Callable[[], Any]], float],
-    start: Callable[[str, str, int], Any],
-    big: torch.Tensor,
-    product: float,
-    axes: Sequence[str],
-    elements: int,
-) -> float:
-    """What products lose to a collective that takes as long as they do, of its time."""
+    per_flop, launch = found[2 * links :]
     if not axes:
-        return 0.0
-    alone = seconds(lambda: start("all_gather", axes[-1], elements).wait())
-    count = max(1, round(alone / product))
+        return Speeds(latency, per_byte, per_flop, launch, 0.0)
 
-    def beside() -> None:
-        handle = start("all_gather", axes[-1], elements)
-        for _ in range(count):
-            big @ big
-        handle.wait()
+    def together(num_gathers: int, num_products: int) -> float:
+        def run() -> None:
+            handles = [start("all_gather", axes[-1], elements) for _ in range(num_gathers)]
+            for _ in range(num_products):
+                big @ big
+            for handle in handles:
+                handle.wait()
 
-    hidden = alone + count * product - seconds(beside)
-    return min(1.0, max(0.0, 1 - hidden / min(alone, count * product)))
+        return slowest([seconds(run)])[0]
+
+    # Long enough for what schedules processes to be fair: ranks may share processors.
+    num_gathers = max(1, min(16, round(0.1 / together(1, 0))))
+    gathers = together(num_gathers, 0)
+    num_products = max(1, round(gathers / (per_flop * 2.0 * side**3)))
+    products, both = together(0, num_products), together(num_gathers, num_products)
+    hidden = (gathers + products - both) / min(gathers, products)
+    return Speeds(latency, per_byte, per_flop, launch, min(1.0, max(0.0, 1 - hidden)))

@@ -34,10 +34,12 @@ def test_host_overhead(tmp_path):
 def test_overlap_checks_every_rival_and_tells_the_parts(tmp_path):
     out = tmp_path / "overlap.json"
     sizes = ("--tokens", 64, "--hidden", 16, "--inner", 32, "--repetitions", 1, "--out", out)
-    start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, BENCH / "overlap.py", *sizes)
-    rows = json.loads(out.read_text())["rows"]
-    ours = [row for row in rows.values() if "predicted" in row]
-    assert len(ours) == 12, "1D and three grids: plain, overlapped, and in as many chunks as pay"
+    grids = ("--grids", "1d-sp:x=2", "3d:z=2,x=1,y=1")
+    start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, BENCH / "overlap.py", *sizes, *grids)
+    grids = json.loads(out.read_text())["grids"]
+    assert len(grids) == 2 and all(len(rows) == 5 for rows in grids.values()), "each with both rivals"
+    ours = [row for rows in grids.values() for row in rows.values() if "predicted" in row]
+    assert len(ours) == 6, "on either grid: plain, overlapped, and in as many chunks as pay"
     assert all({"compute_ms", "communication_ms", "hidden_fraction", "predicted"} <= set(row) for row in ours)
 
 
