@@ -4,8 +4,9 @@
 
 Forward and backward of MatMul -> GELU -> MatMul on every grid of the ranks at hand, one grid after another, each
 interleaved with torch; median of the slowest rank.  Each rival is checked against the dense block first.  "compute" is
-the same step with collectives that move nothing, "communication" the same step with products that compute nothing.
-Wire bytes are read from the link's own counter, headers included.
+the same step with collectives that move nothing, "communication" the same step with products that compute nothing,
+"busy" what all processors of the machine would need for the step if they never idled, the network's share included:
+ranks that share processors cannot be faster.  Wire bytes are read from the link's own counter, headers included.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ RENAMED = "reduce_scatter_single" if hasattr(functional, "reduce_scatter_single"
 TORCH = "torch sequence parallel"
 TORCH_WITH_OURS = "  with ndtp's reduce-scatter"
 EXCHANGER = Exchanger()
+PROCESSORS = Path("/proc/stat")
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 Step = Callable[[], None]
 Rows = dict[str, dict[str, float | None]]
@@ -170,6 +172,21 @@ def wire_bytes(step: Step) -> int | None:
     return int(COUNTER.read_text()) - before
 
 
+def busy_seconds(step: Step, repetitions: int) -> float | None:
+    """How long all processors of the machine would work at a step, if they never idled: no schedule is shorter."""
+    if not PROCESSORS.exists():
+        return None
+    dist.barrier()
+    before = [int(word) for word in PROCESSORS.read_text().split("\n")[0].split()[1:9]]
+    for _ in range(repetitions):
+        step()
+    dist.barrier()
+    after = [int(word) for word in PROCESSORS.read_text().split("\n")[0].split()[1:9]]
+    spent = [end - begin for begin, end in zip(before, after, strict=True)]
+    idle = spent[3] + spent[4]  # idle, and waiting for a disk
+    return (sum(spent) - idle) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1) / repetitions
+
+
 def alone(step: Step, mlp: ndtp.nn.MLP, repetitions: int) -> dict[str, float]:
     """Medians of the step with collectives that move nothing, and with products that compute nothing."""
     mesh = mlp.mesh
@@ -242,6 +259,8 @@ def run(arguments: argparse.Namespace) -> None:
             row |= {f"{part}_ms": value * 1e3 for part, value in parts.items()}
             row["hidden_fraction"] = max(0.0, 1 - exposed / parts["communication"]) if parts["communication"] else 1.0
             row["over_bound"] = step_s / max(parts.values())
+            busy = busy_seconds(step, 5)
+            row["busy_ms"] = busy and busy * 1e3
         rows[name] = {key: value if value is None else round(value, 3) for key, value in row.items()}
     if rank == 0:
         report({str(grid): rows}, arguments)
@@ -276,16 +295,15 @@ def named(grid: ndtp.Grid) -> str:
 
 
 def report(grids: dict[str, Rows], arguments: argparse.Namespace) -> None:
-    heads = ("step", "compute", "comm."), ("hidden", "speedup"), ("wire/predicted", "chunks")
-    print(" " * 34, *(f"{head:>{width}}" for width, group in zip((8, 8, 15), heads, strict=True) for head in group))
+    heads = ("step", "compute", "comm.", "busy", "hidden", "speedup"), ("wire/predicted", "chunks")
+    print(" " * 34, *(f"{head:>{width}}" for width, group in zip((8, 15), heads, strict=True) for head in group))
     for name, row in (item for rows in grids.values() for item in rows.items()):
         wire = f"{row['wire'] / row['predicted']:.3f}" if row["wire"] and row.get("predicted") else "-"
-        parts = (
-            f"{row['compute_ms']:8.0f} {row['communication_ms']:8.0f} {row['hidden_fraction']:8.0%}"
-            if "compute_ms" in row
-            else f"{'-':>8} {'-':>8} {'-':>8}"
-        )
-        print(f"{name:34} {row['step_ms']:8.0f} {parts} {row['speedup']:7.2f}x {wire:>15} {row.get('chunks', '-'):>15}")
+        parts = [row.get(key) for key in ("compute_ms", "communication_ms", "busy_ms")]
+        times = " ".join(f"{'-':>8}" if part is None else f"{part:8.0f}" for part in parts)
+        hidden = f"{row['hidden_fraction']:8.0%}" if "hidden_fraction" in row else f"{'-':>8}"
+        chunks = row.get("chunks", "-")
+        print(f"{name:34} {row['step_ms']:8.0f} {times} {hidden} {row['speedup']:7.2f}x {wire:>15} {chunks:>15}")
     if arguments.out:
         arguments.out.write_text(
             json.dumps(
