@@ -259,11 +259,12 @@ def run(arguments: argparse.Namespace) -> None:
             row |= {f"{part}_ms": value * 1e3 for part, value in parts.items()}
             row["hidden_fraction"] = max(0.0, 1 - exposed / parts["communication"]) if parts["communication"] else 1.0
             row["over_bound"] = step_s / max(parts.values())
-            busy = busy_seconds(step, 5)
+            busy = busy_seconds(step, 3)
             row["busy_ms"] = busy and busy * 1e3
         rows[name] = {key: value if value is None else round(value, 3) for key, value in row.items()}
     if rank == 0:
-        report({str(grid): rows}, arguments)
+        report({arguments.grids[0]: rows})
+        write({arguments.grids[0]: rows}, arguments)
     dist.barrier()
 
 
@@ -284,17 +285,18 @@ def run_each(arguments: argparse.Namespace) -> None:
                 check=True,
             )
             if rank == 0:
-                found[case] = next(iter(json.loads(part.read_text())["grids"].values()))
+                found |= json.loads(part.read_text())["grids"]
+                write(found, arguments)  # what was measured is kept if the rest is interrupted
                 print(f"{case}: {i + 1} of {len(cases)}", file=sys.stderr, flush=True)
     if rank == 0:
-        report(found, arguments)
+        report(found)
 
 
 def named(grid: ndtp.Grid) -> str:
     return ",".join(f"{axis}={grid[axis]}" for axis in grid)
 
 
-def report(grids: dict[str, Rows], arguments: argparse.Namespace) -> None:
+def report(grids: dict[str, Rows]) -> None:
     heads = ("step", "compute", "comm.", "busy", "hidden", "speedup"), ("wire/predicted", "chunks")
     print(" " * 34, *(f"{head:>{width}}" for width, group in zip((8, 15), heads, strict=True) for head in group))
     for name, row in (item for rows in grids.values() for item in rows.items()):
@@ -304,23 +306,25 @@ def report(grids: dict[str, Rows], arguments: argparse.Namespace) -> None:
         hidden = f"{row['hidden_fraction']:8.0%}" if "hidden_fraction" in row else f"{'-':>8}"
         chunks = row.get("chunks", "-")
         print(f"{name:34} {row['step_ms']:8.0f} {times} {hidden} {row['speedup']:7.2f}x {wire:>15} {chunks:>15}")
-    if arguments.out:
-        arguments.out.write_text(
-            json.dumps(
-                {
-                    "date": str(date.today()),
-                    "torch": torch.__version__,
-                    "ranks": int(os.environ["WORLD_SIZE"]),
-                    "link": arguments.rate,
-                    "block": [arguments.tokens, arguments.hidden, arguments.inner],
-                    "dtype": "float32",
-                    "unit": "ms, median of the slowest rank; gloo on CPUs, no NCCL figure",
-                    "grids": grids,
-                },
-                indent=2,
-            )
-            + "\n"
-        )
+
+
+def write(grids: dict[str, Rows], arguments: argparse.Namespace) -> None:
+    """The grids of the same block that a file holds already are kept."""
+    if not arguments.out:
+        return
+    results = {
+        "torch": torch.__version__,
+        "ranks": int(os.environ["WORLD_SIZE"]),
+        "link": arguments.rate,
+        "block": [arguments.tokens, arguments.hidden, arguments.inner],
+        "dtype": "float32",
+        "repetitions": arguments.repetitions,
+        "unit": "ms, median of the slowest rank; gloo on CPUs, no NCCL figure",
+    }
+    earlier = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    alike = all(earlier.get(key) == value for key, value in results.items())
+    results["grids"] = (earlier["grids"] if alike else {}) | grids
+    arguments.out.write_text(json.dumps({"date": str(date.today()), **results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

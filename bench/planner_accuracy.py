@@ -30,7 +30,7 @@ from ndtp.bench import calibrate, step
 from ndtp.bench.volume import Case, Shape
 from ndtp.block_cost import Block
 from ndtp.grid import Grid
-from ndtp.hardware import Hardware
+from ndtp.hardware import PRESETS, Hardware
 from ndtp.planner import GridPlan, Request, search
 from ndtp.process_grid import ProcessGrid
 
@@ -55,16 +55,17 @@ def profile_of(arguments: argparse.Namespace) -> tuple[Hardware, list[calibrate.
     return hardware, fits, calibrate.to_toml(hardware, fits, samples)
 
 
+def plans_of(shape: Shape, hardware: Hardware) -> list[GridPlan]:
+    block = Block.mlp(shape.tokens, shape.hidden, shape.ffn)
+    return search(Request((block,), dist.get_world_size(), hardware, dtype=DTYPE))
+
+
 def measure(
     shape: Shape, hardware: Hardware, meshes: dict[Grid, ProcessGrid], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """The row of each grid, in the planner's order, and how well it chose; on rank 0, elsewhere nothing."""
-    block = Block.mlp(shape.tokens, shape.hidden, shape.ffn)
-    plans = search(Request((block,), dist.get_world_size(), hardware, dtype=DTYPE))
+    plans = plans_of(shape, hardware)
     cases = tuple(Case(plan.grid, plan.scheme) for plan in plans)
-    for case in cases:
-        if case.grid not in meshes:
-            meshes[case.grid] = ProcessGrid(case.grid)
     with tempfile.TemporaryDirectory() as folder:
         log = str(Path(folder) / "rounds.jsonl")
         step.measure(step.Job(cases, shape, DTYPE, arguments.rounds, arguments.warmup, (), log, local=False), meshes)
@@ -138,10 +139,12 @@ def main() -> None:
     begin = time.monotonic()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    # All process groups are there from the beginning: gloo's threads of groups that idle slow down whatever runs.
+    grids = dict.fromkeys(plan.grid for shape in shapes for plan in plans_of(shape, PRESETS["cpu"]))
+    meshes = {grid: ProcessGrid(grid) for grid in grids}
     hardware, fits, toml = profile_of(arguments)
     if dist.get_rank() == 0:
         print(f"{toml}\ncalibrated in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-    meshes: dict[Grid, ProcessGrid] = {}
     blocks = {}
     for shape in shapes:
         blocks[str(shape)] = measure(shape, hardware, meshes, arguments)

@@ -45,9 +45,9 @@ def test_overlap_checks_every_rival_and_tells_the_parts(tmp_path):
 
 def test_memory_predicts_what_it_counts(tmp_path):
     out = tmp_path / "memory.json"
-    start(BENCH / "memory.py", "--tokens", 128, "--hidden", 16, "--inner", 32, "--out", out)
+    start(BENCH / "memory.py", "--tokens", 128, "--hidden", 16, "--inner", 32, "--schemes", "2d", "--out", out)
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 32 and all(row["measured"] == row["predicted"] for row in rows)
+    assert len(rows) == 8 and all(row["measured"] == row["predicted"] for row in rows)
 
 
 ACCURACY = (BENCH / "planner_accuracy.py", "--rounds", 1, "--repeats", 1, "--largest", 0.0625, "--sustain", 0.01)

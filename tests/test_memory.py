@@ -19,7 +19,6 @@ from ndtp.schemes import block_layouts
 TOKENS, HIDDEN, INNER = 96, 16, 48
 CASES = [
     (Grid(z=2, x=2, y=2), "3d"),
-    (Grid(z=2, x=1, y=4), "3d"),
     (Grid(dp=2, z=2, x=1, y=2), "3d"),
     (Grid(x=2, y=4), "2d"),
     (Grid(x=2, y=4), "2d-features"),

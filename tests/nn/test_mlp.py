@@ -287,7 +287,7 @@ def test_ten_adamw_steps_give_the_dense_losses(ranks, clip_name):
     clip = None if clip_name is None else torch.nn.utils.clip_grad_norm_
     expected = train(model, x, target, 10, torch.optim.AdamW(model.parameters(), 1e-2), clip)
     assert expected[0][-1] < expected[0][0] and all(norm > 0.05 for norm in expected[1])
-    for grid, scheme in TRAINING:
+    for grid, scheme in TRAINING if clip_name is None else TRAINING[1::3]:
         for losses, norms in ranks(8).run(training_case, grid, scheme, clip_name):
             assert losses == pytest.approx(expected[0], rel=1e-9), (grid, scheme)
             assert norms == pytest.approx(expected[1], rel=1e-9), (grid, scheme)
