@@ -32,6 +32,7 @@ ACTIVATIONS = {
         partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh"), "gelu_tanh"
     ),
     "relu": Activation(F.relu, lambda grad, pre: aten.threshold_backward(grad, pre, 0), "relu"),
+    # Primer (So et al. 2021)
     "squared_relu": Activation(lambda pre: F.relu(pre).square(), lambda grad, pre: grad * F.relu(pre).mul_(2), "relu2"),
     "silu": Activation(F.silu, aten.silu_backward, "silu"),
     "tanh": Activation(torch.tanh, lambda grad, pre: aten.tanh_backward(grad, pre.tanh()), "tanh"),
