@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import ndtp
 from ndtp.cli.bench_step import grid_of
 from ndtp.collectives import Collectives
-from ndtp.exchange import Exchanger
+from ndtp.exchange import exchange
 from ndtp.gemm import TorchGemm
 
 # Where DTensor looks up its reduce-scatter, which torch 2.13 renamed.
@@ -42,7 +42,6 @@ functional = torch.distributed._functional_collectives
 RENAMED = "reduce_scatter_single" if hasattr(functional, "reduce_scatter_single") else "reduce_scatter_tensor"
 TORCH = "torch sequence parallel"
 TORCH_WITH_OURS = "  with ndtp's reduce-scatter"
-EXCHANGER = Exchanger()
 PROCESSORS = Path("/proc/stat")
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 Step = Callable[[], None]
@@ -117,7 +116,7 @@ def reduce_scatter_by_all_to_all(x: Tensor, reduce_op: str, scatter_dim: int, gr
     ranks = mesh.size(dim)
     blocks = x.detach().unflatten(scatter_dim, (ranks, -1)).movedim(scatter_dim, 0).contiguous()
     received = torch.empty_like(blocks)
-    EXCHANGER.exchange(mesh.get_group(dim), blocks.unbind(), received.unbind()).wait()
+    exchange(mesh.get_group(dim), blocks.unbind(), received.unbind()).wait()
     return received.sum(0)
 
 

@@ -29,10 +29,8 @@ import torch.distributed as dist
 from ndtp.bench import calibrate, step
 from ndtp.bench.volume import Case, Shape
 from ndtp.block_cost import Block
-from ndtp.grid import Grid
-from ndtp.hardware import PRESETS, Hardware
+from ndtp.hardware import Hardware
 from ndtp.planner import GridPlan, Request, search
-from ndtp.process_grid import ProcessGrid
 
 DTYPE = "float32"
 SHAPES = "1024x512x2048,2048x256x1024,512x512x2048"  # neither dwarfs the other; activations do; weights do
@@ -55,20 +53,14 @@ def profile_of(arguments: argparse.Namespace) -> tuple[Hardware, list[calibrate.
     return hardware, fits, calibrate.to_toml(hardware, fits, samples)
 
 
-def plans_of(shape: Shape, hardware: Hardware) -> list[GridPlan]:
-    block = Block.mlp(shape.tokens, shape.hidden, shape.ffn)
-    return search(Request((block,), dist.get_world_size(), hardware, dtype=DTYPE))
-
-
-def measure(
-    shape: Shape, hardware: Hardware, meshes: dict[Grid, ProcessGrid], arguments: argparse.Namespace
-) -> dict[str, Any]:
+def measure(shape: Shape, hardware: Hardware, arguments: argparse.Namespace) -> dict[str, Any]:
     """The row of each grid, in the planner's order, and how well it chose; on rank 0, elsewhere nothing."""
-    plans = plans_of(shape, hardware)
+    block = Block.mlp(shape.tokens, shape.hidden, shape.ffn)
+    plans = search(Request((block,), dist.get_world_size(), hardware, dtype=DTYPE))
     cases = tuple(Case(plan.grid, plan.scheme) for plan in plans)
     with tempfile.TemporaryDirectory() as folder:
         log = str(Path(folder) / "rounds.jsonl")
-        step.measure(step.Job(cases, shape, DTYPE, arguments.rounds, arguments.warmup, (), log, local=False), meshes)
+        step.measure(step.Job(cases, shape, DTYPE, arguments.rounds, arguments.warmup, (), log, local=False))
         results = step.read_log(log)
     return judge(plans, results) if dist.get_rank() == 0 else {}
 
@@ -139,15 +131,12 @@ def main() -> None:
     begin = time.monotonic()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    # All process groups are there from the beginning: gloo's threads of groups that idle slow down whatever runs.
-    grids = dict.fromkeys(plan.grid for shape in shapes for plan in plans_of(shape, PRESETS["cpu"]))
-    meshes = {grid: ProcessGrid(grid) for grid in grids}
     hardware, fits, toml = profile_of(arguments)
     if dist.get_rank() == 0:
         print(f"{toml}\ncalibrated in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     blocks = {}
     for shape in shapes:
-        blocks[str(shape)] = measure(shape, hardware, meshes, arguments)
+        blocks[str(shape)] = measure(shape, hardware, arguments)
         if dist.get_rank() == 0:
             print(f"{shape} measured, {time.monotonic() - begin:.0f} s since the start", file=sys.stderr, flush=True)
     if dist.get_rank() == 0:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtp.errors import CommunicationError
-from ndtp.exchange import Exchanger
+from ndtp.exchange import exchange, past_of
 from ndtp.gemm import LOW_PRECISION
 from ndtp.meter import LABEL, Label
 from ndtp.relayout import Step
@@ -64,11 +64,11 @@ class Handle:
     """A started collective.  `wait` gives its result, once; the buffers live until then.
 
     A handle that is dropped (an exception, a gradient nobody asked for) makes the stream wait before its buffers go;
-    on gloo the next collective to start waits for it.  Buffers of what was not seen to end are not lent again.
+    on gloo the next collective of its group waits for it.  Buffers of what was not seen to end are not lent again.
     """
 
-    def __init__(self, owner: Collectives, watch: Watch, started: Started) -> None:
-        self._owner, self._watch = owner, watch
+    def __init__(self, owner: Collectives, watch: Watch, group: ProcessGroup, started: Started) -> None:
+        self._owner, self._watch, self._group = owner, watch, group
         self._started: Started | None = started
         owner.in_flight += 1
 
@@ -102,7 +102,7 @@ class Handle:
             elif self._owner.orders_by_stream:
                 started.work.wait()
             else:  # waiting here could last: a rank that fails must go, for its peers to see it
-                self._owner.given_up.append((self._watch, started))
+                past_of(self._group).given_up.append((self._watch, started))
             self._close(started)
 
 
@@ -118,7 +118,6 @@ class Collectives:
         self.grid = grid
         self.ring = grid.ring
         self.in_flight = 0
-        self.given_up: list[tuple[Watch, Started]] = []
 
     @staticmethod
     def of(grid: ProcessGrid) -> Collectives:
@@ -148,19 +147,19 @@ class Collectives:
             out: where to put the result of a gather along dim 0 or of a reduce-scatter; contiguous.
             blocks: the gathered matrix stays, or the scattered one comes, as blocks of columns [p, rows, columns / p].
         """
-        while self.given_up:
-            earlier, started = self.given_up.pop()
-            with earlier:
-                started.work.wait()
         label = Label(op, phase, step.kind, step.axes, part)
         watch, launch = Watch(self.grid, label), getattr(self, step.kind)
         if is_observed(self.grid):
             launch = observed(launch, self.grid, label)
         with watch:
             group = self.grid.group(step.axes, "gather" if step.kind == "all_gather" else "scatter")
+            self._finish_given_up(group)
             how = {"out": out, "blocks": blocks} if step.kind in ("all_gather", "reduce_scatter") else {}
             started = launch(tensor, group, group.size(), step, **how)
-        return Handle(self, watch, started)
+        return Handle(self, watch, group, started)
+
+    def _finish_given_up(self, group: ProcessGroup) -> None:
+        """Wait for what was dropped on the group, where the order of streams does not."""
 
     def all_gather(
         self,
@@ -271,18 +270,21 @@ class GlooCollectives(Collectives):
 
     orders_by_stream = False
 
-    def __init__(self, grid: ProcessGrid) -> None:
-        super().__init__(grid)
-        self._exchanger = Exchanger()
+    def _finish_given_up(self, group: ProcessGroup) -> None:
+        given_up = past_of(group).given_up
+        while given_up:
+            watch, started = given_up.pop()
+            with watch:
+                started.work.wait()
 
     def _gather(self, landing: Tensor, x: Tensor, group: ProcessGroup) -> Any:
         ranks = group.size()
-        return self._exchanger.exchange(group, [x.detach()] * ranks, landing.detach().view(ranks, *x.shape).unbind())
+        return exchange(group, [x.detach()] * ranks, landing.detach().view(ranks, *x.shape).unbind())
 
     def _exchange(self, landing: Tensor, blocks: Tensor, group: ProcessGroup) -> Any:
         ranks = group.size()
         sent, received = (x.detach().unflatten(0, (ranks, x.shape[0] // ranks)).unbind() for x in (blocks, landing))
-        return self._exchanger.exchange(group, sent, received)
+        return exchange(group, sent, received)
 
     def _reduce(self, sent: Tensor, group: ProcessGroup, ranks: int, out: Tensor | None) -> Started:
         received = self.ring.borrow(sent.shape, sent)

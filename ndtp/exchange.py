@@ -8,7 +8,9 @@ instead of 126, an all-to-all 47 instead of 70.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -29,23 +31,38 @@ class Exchange:
             work.wait()
 
 
-class Exchanger:
-    """Starts exchanges; messages carry a number that counts the exchanges of their group.
+@dataclass
+class Past:
+    """What a group has seen: exchanges that were started, and collectives that were given up unfinished.
 
-    So one that is given up, on all ranks, leaves no message behind that a later one would take for its own.
+    Groups are shared by grids (`ndtp.groups`), and so is their past.
     """
 
-    def __init__(self) -> None:
-        self._started: dict[str, int] = {}
+    started: int = 0
+    given_up: list[Any] = field(default_factory=list)
 
-    def exchange(self, group: ProcessGroup, sent: Sequence[Tensor], landing: Sequence[Tensor]) -> Exchange:
-        """Send `sent[j]` to rank j of the group, and receive `landing[j]` from it; both are contiguous."""
-        ranks, me = group.size(), group.rank()
-        count = self._started.get(group.group_name, 0)
-        self._started[group.group_name] = count + 1
-        tag = FIRST_TAG + count % 2**20
-        peers = [(me + distance) % ranks for distance in range(1, ranks)]
-        works = [group.recv([landing[j]], j, tag) for j in reversed(peers)]
-        works += [group.send([sent[j]], j, tag) for j in peers]
-        landing[me].copy_(sent[me])
-        return Exchange(works)
+
+_PASTS: WeakKeyDictionary[ProcessGroup, Past] = WeakKeyDictionary()
+
+
+def past_of(group: ProcessGroup) -> Past:
+    past = _PASTS.get(group)
+    if past is None:
+        past = _PASTS[group] = Past()
+    return past
+
+
+def exchange(group: ProcessGroup, sent: Sequence[Tensor], landing: Sequence[Tensor]) -> Exchange:
+    """Send `sent[j]` to rank j of the group, and receive `landing[j]` from it; both are contiguous.
+
+    Messages carry a number that counts the exchanges of their group: one that is given up, on all ranks, leaves no
+    message behind that a later one would take for its own.
+    """
+    ranks, me, past = group.size(), group.rank(), past_of(group)
+    tag = FIRST_TAG + past.started % 2**20
+    past.started += 1
+    peers = [(me + distance) % ranks for distance in range(1, ranks)]
+    works = [group.recv([landing[j]], j, tag) for j in reversed(peers)]
+    works += [group.send([sent[j]], j, tag) for j in peers]
+    landing[me].copy_(sent[me])
+    return Exchange(works)

@@ -268,11 +268,7 @@ def _check_placements(x: Any, tensor: str, plan: MatMulPlan, mesh: ProcessGrid) 
     layout = {"A": plan.a, "B": plan.b}.get(tensor) or plan.bias
     traced = torch.compiler.is_compiling()  # a compiler warns of a cache
     wanted = layout.placements_on(mesh.mesh_axes) if traced else _placements(layout, mesh.mesh_axes)
-    same = x.placements == wanted or all(
-        mesh.grid[axis] == 1 or one == other
-        for axis, one, other in zip(mesh.mesh_axes, x.placements, wanted, strict=False)
-    )
-    if x.device_mesh != mesh.device_mesh or not same:
+    if x.device_mesh != mesh.device_mesh or x.placements != wanted:
         raise LayoutError(
             f"MatMul '{plan.name}': {tensor} is a DTensor with placements {x.placements} on {x.device_mesh}; the "
             f"plan wants {layout}\n  fix: redistribute(mesh.device_mesh, {wanted}), or pass the shard itself"

@@ -20,6 +20,7 @@ from ndtp.collectives import Collectives
 from ndtp.errors import GridError
 from ndtp.gemm import KernelGemm, TorchGemm
 from ndtp.grid import Grid
+from ndtp.groups import shared_group
 from ndtp.prefetch import WeightPrefetch
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class ProcessGrid:
     Args:
         grid: as many ranks as `torch.distributed` has, first axis slowest.
         timeout: seconds after which a collective that waits for a peer fails, naming the axis and the ranks waited
-            for.  Default: torch's.  On NCCL torch's watchdog enforces it.
+            for.  Default: torch's.  On NCCL torch's watchdog enforces it.  A grid with a timeout has process groups of
+            its own, others share theirs: a new grid works after a group was lost to a peer that came too late.
         check: before every product, compare plan, shapes and dtypes across all ranks and raise a `MismatchError` that
             names the ranks that deviate, instead of a hang.  One small all-gather a product: for tests and debugging.
         gemm: what multiplies on each rank: "torch", or "kernels" for those of `ndtp_kernels` (Triton on a GPU).  Their
@@ -64,8 +66,9 @@ class ProcessGrid:
         rank: this process's rank on the grid.
         coordinate: axis -> position.
         backend: that of the process groups for `device_type`; None for a grid of one rank.
-        mesh_axes: the order of the dims of `device_mesh`: rank order with `z` moved last, so that weights `K_xz` are
-            plain `Shard` placements.
+        mesh_axes: the dims of `device_mesh`: rank order with `z` moved last, so that weights `K_xz` are plain `Shard`
+            placements.  Without axes of one rank, which say nothing: DTensor weighs every placement on every dim, and
+            takes several times as long over the first call of an operation for each dim more.
 
     Raises:
         GridError: the grid has more or fewer ranks than there are, or an option that the backend does not have.
@@ -103,21 +106,23 @@ class ProcessGrid:
         self._check_options(groups_per_axis, register_buffers)
         self.groups_per_axis = groups_per_axis or (2 if self.backend == "nccl" and not self._is_part() else 1)
         self._groups = groups
-        self.mesh_axes = tuple(axis for axis in grid if axis != "z") + tuple(axis for axis in grid if axis == "z")
+        in_order = tuple(axis for axis in grid if axis != "z") + tuple(axis for axis in grid if axis == "z")
+        self.mesh_axes = grid.nontrivial(in_order) or in_order[:1]
         self.device_mesh: DeviceMesh | None = None
         ring_groups: list[ProcessGroup] = []
         if global_ranks is not None:
             from torch.distributed.device_mesh import DeviceMesh
 
             ranks = torch.tensor(global_ranks, dtype=torch.int).reshape(grid.shape)
+            ranks = ranks.permute([grid.names.index(axis) for axis in in_order])
             self.device_mesh = DeviceMesh.from_group(
                 [self.group((axis,)) for axis in self.mesh_axes],
                 self.device_type,
-                mesh=ranks.permute([grid.names.index(axis) for axis in self.mesh_axes]),
+                mesh=ranks.reshape([grid[axis] for axis in self.mesh_axes]),
                 mesh_dim_names=self.mesh_axes,
             )
             # All of them now, in one order on every rank, and not in the middle of a schedule.
-            every = [self.group((axis,), way) for way in DIRECTIONS for axis in grid.nontrivial(self.mesh_axes)]
+            every = [self.group((axis,), way) for way in DIRECTIONS for axis in self.mesh_axes]
             ring_groups = list(dict.fromkeys(every))
         self.ring = BufferRing(
             ring_bytes, nccl.registered_memory(ring_groups) if register_buffers and ring_groups else None
@@ -211,19 +216,15 @@ class ProcessGrid:
         alone = self._is_part()
         parallel = [self.rank] if alone else range(self.grid.num_ranks)
         groups = {tuple(sorted(self.global_ranks[r] for r in self.grid.group(rank, axes))): None for rank in parallel}
-        made = {}
-        for members in groups:
-            options: dict[str, Any] = {}
-            if self.backend == "nccl":  # new ones every time: torch writes the group's ranks into them
-                options = nccl.group_arguments(self.timeout, self.high_priority, self.max_ctas)
-            made[members] = dist.new_group(
-                list(members),
-                timeout=None if self.timeout is None else timedelta(seconds=self.timeout),
-                use_local_synchronization=alone,
-                group_desc=f"ndtp_{'_'.join(axes)}" + "_scatter" * (direction == "scatter"),
-                **options,
-            )
-        return next(group for members, group in made.items() if self.global_ranks[self.rank] in members)
+
+        def arguments() -> dict[str, Any]:
+            if self.backend == "nccl":
+                return nccl.group_arguments(self.timeout, self.high_priority, self.max_ctas)
+            return {"timeout": None if self.timeout is None else timedelta(seconds=self.timeout)}
+
+        own = None if self.timeout is None else object()
+        options = (self.backend, own, self.high_priority, self.max_ctas, direction)
+        return shared_group(tuple(groups), options, alone, arguments)
 
     def _is_part(self) -> bool:
         return self.global_ranks is not None and len(self.global_ranks) < dist.get_world_size()

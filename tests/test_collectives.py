@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from products import mesh_of
 
-from ndtp import CommMeter, CommunicationError, Grid, ProcessGrid
+from ndtp import CommMeter, CommunicationError, Grid, ProcessGrid, collectives
 from ndtp.collectives import Collectives, GlooCollectives
-from ndtp.exchange import Exchanger
 from ndtp.relayout import Step
 from ndtp.testing import assert_equal, small_integers
 
@@ -74,13 +73,13 @@ def wire_bytes():
     """What ndtp's reduce-scatter sends on gloo is one block to each peer."""
     mesh = mesh_of(GRID)
     sent = []
-    exchange = Exchanger.exchange
+    exchange = collectives.exchange
 
-    def spy(self, group, blocks, landing):
+    def spy(group, blocks, landing):
         sent.extend(block.numel() for j, block in enumerate(blocks) if j != group.rank())
-        return exchange(self, group, blocks, landing)
+        return exchange(group, blocks, landing)
 
-    with mock.patch.object(Exchanger, "exchange", spy), CommMeter() as meter:
+    with mock.patch.object(collectives, "exchange", spy), CommMeter() as meter:
         mesh.collectives.start(Step("reduce_scatter", ("x",), 0), torch.ones(8, 3), ("test",), "forward").wait()
     assert sent == [6, 6, 6], sent
     assert meter.volume.by("collective") == {"reduce_scatter": 4 * 24 * 3 // 4}, meter.volume

@@ -31,6 +31,7 @@ POLICIES = (((), 1), ((), 3), (("a",), 2), (("b",), 1), (("a", "b"), 3))  # rega
 
 @functools.cache
 def mesh_without_ring(grid):
+    gc.freeze()  # what was imported by now is nobody's garbage, and need not be searched
     return ndtp.ProcessGrid(grid, ring_bytes=0)
 
 

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ndtp
 from ndtp import CommMeter, CommunicationError, Grid, GridError, Layout, MatMulPlan, ProcessGrid
+from ndtp.exchange import past_of
+from ndtp.relayout import Step
 from ndtp.testing import assert_equal, small_integers
 
 
@@ -21,14 +23,16 @@ def check_bound():
     for grid in (Grid(z=2, x=2, y=2), Grid(x=8), Grid(dp=2, x=1, y=4)):
         mesh = mesh_of(grid)
         assert mesh.rank == dist.get_rank() and mesh.coordinate == grid.coordinate(mesh.rank)
-        assert mesh.mesh_axes == tuple(sorted(grid, key=["dp", "x", "y", "z"].index)), mesh.mesh_axes
+        in_order = sorted(grid.nontrivial(grid.names), key=["dp", "x", "y", "z"].index)
+        assert mesh.mesh_axes == tuple(in_order), "an axis of one rank costs DTensor time, and says nothing"
         assert mesh.device_mesh.mesh_dim_names == mesh.mesh_axes and mesh.device_type == "cpu"
         assert mesh.backend == "gloo" and type(mesh.collectives).__name__ == "GlooCollectives"
         for axis in grid:
             members = dist.get_process_group_ranks(mesh.group((axis,)))
             assert tuple(members) == grid.group(mesh.rank, (axis,)), f"{grid}, {axis}: {members}"
-            assert mesh.device_mesh.get_group(axis) is mesh.group((axis,)), "one group an axis"
-            assert mesh.device_mesh.get_local_rank(axis) == mesh.coordinate[axis], f"{grid}, {axis}"
+            if axis in mesh.mesh_axes:
+                assert mesh.device_mesh.get_group(axis) is mesh.group((axis,)), "one group an axis"
+                assert mesh.device_mesh.get_local_rank(axis) == mesh.coordinate[axis], f"{grid}, {axis}"
         both = mesh.group(grid.names[:2])
         assert both is mesh.group(grid.names[:2]), "made once"
         assert tuple(dist.get_process_group_ranks(both)) == tuple(sorted(grid.group(mesh.rank, grid.names[:2])))
@@ -142,6 +146,40 @@ def test_one_rank_needs_nothing():
         mesh.group(("x",))
 
 
+def check_sharing():
+    """Grids share groups of the same ranks, whatever their axes are called, and do not get into each other's way."""
+    grids = [Grid(z=2, x=2, y=2), Grid(dp=2, z=1, x=4, y=1), Grid(x=8), Grid(z=2, x=2, y=2)]
+    one, other, whole, again = meshes = [ProcessGrid(grid) for grid in grids]
+    assert one.group(("x", "y")) is other.group(("x",)) and one.group(("z",)) is other.group(("dp",))
+    assert all(one.group((axis,)) is again.group((axis,)) for axis in "zxy")
+    distinct = {mesh.group(axes) for mesh in meshes for axes in [*((axis,) for axis in mesh.grid), mesh.grid.names]}
+    assert len(distinct) == 6, "of 2 (three times), 4 and 8 ranks, and of one"
+    own = ProcessGrid(Grid(x=8), timeout=30)
+    assert own.group(("x",)) is not whole.group(("x",)), "a timeout is of the group"
+
+    def gather(mesh):
+        value = torch.full((2,), float(mesh.rank + 100 * meshes.index(mesh)))
+        return mesh.collectives.start(Step("all_gather", ("z",), 0), value, ("test",), "forward")
+
+    def expect(mesh, handle):
+        peers = mesh.grid.group(mesh.rank, ("z",))
+        values = [float(rank + 100 * meshes.index(mesh)) for rank in peers for _ in range(2)]
+        assert handle.wait().tolist() == values, f"{mesh}"
+
+    first, second = gather(one), gather(again)
+    expect(again, second)
+    expect(one, first)
+    dropped = gather(one)
+    del dropped
+    expect(again, gather(again))
+    expect(one, gather(one))
+    assert not past_of(one.group(("z",))).given_up
+
+
+def test_groups_are_shared(ranks):
+    ranks(8).run(check_sharing)
+
+
 def check_directions():
     """With two groups an axis gathers take one and everything else the other; both are there before the first use."""
     mesh = ProcessGrid(Grid(z=2, x=2, y=2), groups_per_axis=2)
@@ -188,6 +226,22 @@ def test_gathers_and_scatters_may_have_groups_of_their_own(ranks):
     for place in zip(*names, strict=True):  # groups along one axis, of which a rank is in one
         numbers = sorted({int(name) for name in place})
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), "made in one order on every rank"
+
+
+def check_a_new_world(path):
+    """After `destroy_process_group` a grid makes its groups anew, even where the old ones still live somewhere."""
+    rank, earlier = dist.get_rank(), ProcessGrid(Grid(x=4))
+    for attempt in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.FileStore(f"{path}{attempt}", 4), rank=rank, world_size=4)
+        mesh = ProcessGrid(Grid(x=4))
+        assert mesh.group(("x",)) is not earlier.group(("x",))
+        product_on(ProcessGrid(Grid(z=1, x=2, y=2)))
+        earlier = mesh
+
+
+def test_a_new_world_has_new_groups(ranks, tmp_path):
+    ranks(4).run(check_a_new_world, str(tmp_path / "store"))
 
 
 def test_multiprocessors_left_free_are_an_option_of_the_kernels():

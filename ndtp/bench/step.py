@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from ndtp.bench.rivals import RIVALS, DenseBlock
 from ndtp.bench.volume import Case, Shape, meter_step, scaled_down
 from ndtp.cost import gemm_shape
-from ndtp.grid import Grid
 from ndtp.nn import MLP
 from ndtp.process_grid import ProcessGrid
 from ndtp.schemes import block_layouts
@@ -55,15 +54,9 @@ class Entry:
     wrong: int
 
 
-def measure(job: Job, meshes: Mapping[Grid, ProcessGrid] | None = None) -> None:
-    """The whole measurement, as every rank runs it.  The results are in the log.
-
-    Args:
-        meshes: process grids that there are; the others are made.
-    """
-    entries = [_prepare(case, job, (meshes or {}).get(case.grid)) for case in job.cases] + [
-        _prepare_rival(name, job) for name in job.rivals
-    ]
+def measure(job: Job) -> None:
+    """The whole measurement, as every rank runs it.  The results are in the log."""
+    entries = [_prepare(case, job) for case in job.cases] + [_prepare_rival(name, job) for name in job.rivals]
     rank0 = dist.get_rank() == 0
     head = [{"name": e.name, "received_bytes": e.received_bytes, "wrong": e.wrong} for e in entries]
     if rank0:
@@ -93,8 +86,8 @@ def _timed(action: Callable[[], None], job: Job) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-def _prepare(case: Case, job: Job, mesh: ProcessGrid | None) -> Entry:
-    mesh = mesh or ProcessGrid(case.grid, device_type=job.device)
+def _prepare(case: Case, job: Job) -> Entry:
+    mesh = ProcessGrid(case.grid, device_type=job.device)
     dtype, shape = getattr(torch, job.dtype), job.shape
     mlp = MLP(
         shape.hidden,

@@ -1,0 +1,52 @@
+"""torch process groups, which grids share: one for each set of ranks and each set of options.
+
+The grids of eight ranks, however many and in whatever order their axes are, need seven different groups a rank.  An
+idle group is not free: one of gloo has three threads that wake a hundred times a second, one of NCCL has buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_GROUPS: WeakValueDictionary[Hashable, ProcessGroup] = WeakValueDictionary()
+
+
+def shared_group(
+    partition: Sequence[Sequence[int]], options: Hashable, alone: bool, arguments: Callable[[], dict[str, Any]]
+) -> ProcessGroup:
+    """The group that has this rank among those of `partition`, made unless it is there.
+
+    A collective: of all ranks of the world, or `alone` of the group's members; they ask in one order.
+
+    Args:
+        partition: the members of each group that is made together with this one, as global ranks.
+        options: what tells groups of the same ranks apart.
+        arguments: gives those of `dist.new_group`, anew for every group: torch writes into NCCL's options.
+    """
+    key = (tuple(map(tuple, partition)), options, alone)
+    group = _GROUPS.get(key)
+    if group is None or not _is_registered(group):
+        description = f"ndtp_{len(partition[0])}_ranks"
+        made = [
+            dist.new_group(list(ranks), use_local_synchronization=alone, group_desc=description, **arguments())
+            for ranks in partition
+        ]
+        mine = next(i for i, ranks in enumerate(partition) if dist.get_rank() in ranks)
+        group = _GROUPS[key] = made[mine]
+    return group
+
+
+def _is_registered(group: ProcessGroup) -> bool:
+    """Whether torch knows the group: not after `destroy_process_group`."""
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return False
+    return True
