@@ -13,8 +13,8 @@ from ndtp.layout import Layout
 from ndtp.planner import Request, predict, search
 from ndtp.schemes import SCHEMES, BlockLayouts
 
-# (hidden, inner) of each pair.
-Pairs = Sequence[tuple[int, int]]
+# (hidden, inner, whether it is gated) of each pair.
+Pairs = Sequence[tuple[int, int, bool]]
 
 
 def request_for(pairs: Pairs, tokens: int, ranks: int, hardware: str | Hardware, dtype: str) -> Request:
@@ -24,7 +24,7 @@ def request_for(pairs: Pairs, tokens: int, ranks: int, hardware: str | Hardware,
     profile = Hardware.load(hardware)
     if dtype not in DTYPES or dtype not in profile.tflops:
         raise LayoutError(f"parallelize: scheme='auto' has no rate of {dtype} products on hardware {profile.name!r}")
-    blocks = tuple(Block.mlp(tokens, hidden, inner) for hidden, inner in pairs)
+    blocks = tuple(Block.mlp(tokens, hidden, inner, gated) for hidden, inner, gated in pairs)
     return Request(blocks, ranks, profile, dtype=dtype, fixed={"dp": 1})
 
 

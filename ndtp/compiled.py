@@ -27,7 +27,7 @@ from ndtp.execution import Execution, Key, Stage
 from ndtp.grid import Grid
 from ndtp.layout import Layout
 from ndtp.moves import Move
-from ndtp.ops import check_chain, gradients_wanted, num_chunks, relayout_checked
+from ndtp.ops import activated_shape, check_chain, gradients_wanted, num_chunks, relayout_checked
 from ndtp.process_grid import ProcessGrid, grid_named
 from ndtp.relayout import relayout as relayout_steps
 
@@ -107,7 +107,7 @@ class _Chain(NamedTuple):
         stages, shape = [], shapes[0]
         for plan, b_shape, activation in zip(self.plans, shapes[1:], self.activations, strict=False):
             bound, sizes = plan.bind(shape, b_shape)
-            shape = bound.shard_shape("C", sizes)
+            shape = activated_shape(bound.shard_shape("C", sizes), activation, bound)
             stages.append(Stage(bound, sizes, _unknown_weight, activation))
         return stages
 
@@ -184,7 +184,7 @@ def _outline(
     chain = _Chain(mesh, *_read_products(grid, lines))
     tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes, strict=True)]
     a, weights, biases = chain.split(tensors)
-    check_chain(a, weights, biases, chain.plans, None)
+    check_chain(a, weights, biases, chain.plans, chain.activations, None)
     c, kept = Execution(chain.stages(shapes), mesh, chunks).forward(a, weights, biases, chain.wanted(needs))
     inputs = {_place(tensor): i for i, tensor in enumerate(tensors)}
     outputs: dict[Any, int] = {}
@@ -225,7 +225,7 @@ def _run_mlp(tensors: Sequence[Tensor], products: str, needs: Sequence[bool]) ->
     """
     chain, outline = _read_chain(products), _outline_of(tensors, products, needs)
     a, weights, biases = chain.split(tensors)
-    check_chain(a, weights, biases, chain.plans, chain.mesh)
+    check_chain(a, weights, biases, chain.plans, chain.activations, chain.mesh)
     stages = chain.stages([x.shape for x in (a, *weights)])
     chunks = chain.chunks([x.shape for x in (a, *weights)], a)
     c, kept = Execution(stages, chain.mesh, chunks).forward(a, weights, biases, chain.wanted(needs))

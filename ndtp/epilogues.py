@@ -21,12 +21,13 @@ aten = torch.ops.aten
 
 
 class Activation(NamedTuple):
-    forward: Callable[[Tensor], Tensor]  # pre -> activated
+    forward: Callable[[Tensor], Tensor]  # pre [.., width * N] -> activated [.., N]
     backward: Callable[[Tensor, Tensor], Tensor]  # (gradient of activated, pre) -> gradient of pre
-    kernel: str  # what `ndtp_kernels` calls it
+    kernel: str | None  # what `ndtp_kernels` calls it; None where torch computes it there too
+    width: int = 1  # features that go in for each that comes out
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Activation] = {
     "gelu": Activation(F.gelu, aten.gelu_backward, "gelu"),
     "gelu_tanh": Activation(
         partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh"), "gelu_tanh"
@@ -41,6 +42,24 @@ ACTIVATIONS = {
 }
 
 
+def _gated(gate: Activation) -> Activation:
+    """`gate(pre[.., 0::2]) * pre[.., 1::2]`: gate and up take turns, so that any shard of the features has both."""
+
+    def forward(pre: Tensor) -> Tensor:
+        return gate.forward(pre[..., 0::2]) * pre[..., 1::2]
+
+    def backward(grad: Tensor, pre: Tensor) -> Tensor:
+        gates, ups = pre[..., 0::2], pre[..., 1::2]
+        return torch.stack((gate.backward(grad * ups, gates), grad * gate.forward(gates)), -1).flatten(-2)
+
+    return Activation(forward, backward, None, width=2)
+
+
+# Shazeer 2020, "GLU Variants Improve Transformer".
+GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu", "glu": "sigmoid"}
+ACTIVATIONS |= {name: _gated(ACTIVATIONS[gate]) for name, gate in GATES.items()}
+
+
 class TorchEpilogues:
     """By torch's operations.  Sums of blocks and everything after them are fp32 inside and rounded once.
 
@@ -53,7 +72,7 @@ class TorchEpilogues:
     """
 
     def activate(self, pre: Tensor, name: str) -> Tensor:
-        """The activation `name` of `pre`, in its dtype."""
+        """The activation `name` of `pre`, in its dtype; a gated one leaves half of the columns."""
         return ACTIVATIONS[name].forward(pre)
 
     def activate_backward(self, grad: Tensor, pre: Tensor, name: str) -> Tensor:
@@ -86,9 +105,14 @@ class KernelEpilogues(TorchEpilogues):
     def activate(self, pre: Tensor, name: str) -> Tensor:
         import ndtp_kernels
 
-        return ndtp_kernels.reduce_blocks(pre[None], activation=ACTIVATIONS[name].kernel, backend=self.options.backend)
+        kernel = ACTIVATIONS[name].kernel
+        if kernel is None:
+            return super().activate(pre, name)
+        return ndtp_kernels.reduce_blocks(pre[None], activation=kernel, backend=self.options.backend)
 
     def activate_backward(self, grad: Tensor, pre: Tensor, name: str) -> Tensor:
+        if ACTIVATIONS[name].kernel is None:
+            return super().activate_backward(grad, pre, name)
         return self._backward(grad, 1, pre, name, False)[0]
 
     def reduce_blocks(self, stacked: Tensor, ranks: int, bias: Tensor | None = None) -> Tensor:
@@ -101,13 +125,17 @@ class KernelEpilogues(TorchEpilogues):
     ) -> tuple[Tensor, Tensor]:
         import ndtp_kernels
 
+        kernel = ACTIVATIONS[name].kernel
+        if kernel is None:
+            return super().reduce_blocks_activate(stacked, ranks, bias, name)
         done = ndtp_kernels.reduce_blocks(
-            _blocks(stacked, ranks), bias, activation=ACTIVATIONS[name].kernel, return_preactivation=True,
-            backend=self.options.backend,
-        )  # fmt: skip
+            _blocks(stacked, ranks), bias, activation=kernel, return_preactivation=True, backend=self.options.backend
+        )
         return done.pre, done.c
 
     def reduce_blocks_backward(self, stacked: Tensor, ranks: int, pre: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        if ACTIVATIONS[name].kernel is None:
+            return super().reduce_blocks_backward(stacked, ranks, pre, name)
         grad, bias_grad = self._backward(stacked, ranks, pre, name, True)
         assert bias_grad is not None
         return grad, bias_grad.to(pre.dtype)
@@ -117,8 +145,10 @@ class KernelEpilogues(TorchEpilogues):
     ) -> tuple[Tensor, Tensor | None]:
         import ndtp_kernels
 
+        kernel = ACTIVATIONS[name].kernel
+        assert kernel is not None
         done = ndtp_kernels.reduce_blocks_backward(
-            _blocks(stacked, ranks), pre, activation=ACTIVATIONS[name].kernel, return_column_sums=column_sums,
+            _blocks(stacked, ranks), pre, activation=kernel, return_column_sums=column_sums,
             backend=self.options.backend,
         )  # fmt: skip
         return done.c, done.column_sums

@@ -1,4 +1,7 @@
-"""Find `Linear -> activation -> Linear` pairs in a model, by tracing, or by the names that its owner gives."""
+"""Find `Linear -> activation -> Linear` pairs in a model, by tracing, or by the names that its owner gives.
+
+A gated pair has two Linears in the place of the first: `down(act(gate(x)) * up(x))`.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,17 @@ WITH_NUMBER = {operator.mul, operator.pow, operator.truediv, torch.mul, torch.po
 
 @dataclass(frozen=True)
 class Pair:
-    """Names of the two layers, and of the dropouts between them."""
+    """Names of the two layers, of the dropouts between them, and of the layer that gates the first."""
 
     up: str
     down: str
     dropouts: tuple[str, ...] = ()
+    gate: str | None = None
+
+    @property
+    def ups(self) -> tuple[str, ...]:
+        """The layers that the input of the pair enters."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
 
 
 class _Tracer(torch.fx.Tracer):
@@ -76,28 +85,30 @@ def find_pairs(model: nn.Module) -> tuple[list[Pair], dict[str, str]]:
             pair, reason = _follow(node, parent, prefix, calls)
             if pair is None:
                 reasons[name] = reason or reasons[name]
-            elif pair.down in unfit:
-                reasons[name] = f"{pair.down}, which follows, cannot be replaced: {unfit[pair.down]}"
+            elif bad := [other for other in (*pair.ups, pair.down) if other in unfit]:
+                reasons[name] = f"{bad[0]}, which belongs to it, cannot be replaced: {unfit[bad[0]]}"
             elif pair.down not in taken:
                 pairs.append(pair)
-                taken |= {pair.up, pair.down}
+                taken |= {*pair.ups, pair.down}
     return pairs, {name: reason for name, reason in reasons.items() if name not in taken}
 
 
 def _follow(node: Any, parent: nn.Module, prefix: str, calls: Mapping[Any, int]) -> tuple[Pair | None, str | None]:
-    """Walk from a Linear through what acts element by element to the next Linear."""
-    up = _join(prefix, str(node.target))
+    """Walk from a Linear through what acts element by element, and a gate at most, to the next Linear."""
+    first = node
+    ups: tuple[str, ...] = (_join(prefix, str(node.target)),)
     dropouts: list[str] = []
     while True:
         if len(node.users) != 1:
             return None, "its result is used more than once" if node.users else None
-        node = next(iter(node.users))
+        before, node = node, next(iter(node.users))
         if node.op == "call_module":
             module = parent.get_submodule(node.target)
             if type(module) is nn.Linear:
                 if calls[node.target] > 1:
                     return None, f"{_join(prefix, node.target)}, which follows, is used more than once"
-                return Pair(up, _join(prefix, node.target), tuple(dropouts)), None
+                gate = ups[0] if len(ups) == 2 else None
+                return Pair(ups[-1], _join(prefix, node.target), tuple(dropouts), gate), None
             if type(module) is nn.Dropout:
                 if calls[node.target] > 1:
                     return None, f"the dropout {_join(prefix, node.target)} between the pair is used elsewhere too"
@@ -106,6 +117,12 @@ def _follow(node: Any, parent: nn.Module, prefix: str, calls: Mapping[Any, int])
                 return None, f"{type(module).__name__} ({_join(prefix, node.target)}) follows it"
         elif node.op == "output":
             return None, None
+        elif _is_product(node) and len(ups) == 1:
+            other = _walk_back(next(each for each in node.all_input_nodes if each is not before), parent)
+            if other is None or other.args != first.args or calls[other.target] > 1:
+                return None, "mul follows it, whose other factor does not come from an nn.Linear of the same input"
+            both = (first, other) if before is not first else (other, first)  # the gate is activated
+            ups = tuple(_join(prefix, str(each.target)) for each in both)
         elif not _is_elementwise(node):
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
             return None, f"{name} follows it, which is not known to act element by element"
@@ -117,6 +134,27 @@ def _is_elementwise(node: Any) -> bool:
     # One tensor goes in, by position or by name, so any other operand is a number.
     known = node.target in ELEMENTWISE_FUNCTIONS or node.target in WITH_NUMBER
     return node.op == "call_function" and known and len(node.all_input_nodes) == 1
+
+
+def _is_product(node: Any) -> bool:
+    """Whether two tensors are multiplied element by element."""
+    is_mul = node.target in (operator.mul, torch.mul) if node.op == "call_function" else node.target == "mul"
+    return is_mul and node.op in ("call_function", "call_method") and len(node.all_input_nodes) == 2
+
+
+def _walk_back(node: Any, parent: nn.Module) -> Any:
+    """The Linear from which operations that act element by element lead here and nowhere else."""
+    while len(node.users) == 1:
+        if node.op == "call_module":
+            module = parent.get_submodule(node.target)
+            if type(module) is nn.Linear:
+                return node
+            if not isinstance(module, ELEMENTWISE_MODULES):
+                return None
+        elif not _is_elementwise(node):
+            return None
+        node = node.all_input_nodes[0]
+    return None
 
 
 def _unfit(model: nn.Module, linears: set[str]) -> dict[str, str]:
@@ -139,28 +177,40 @@ def _unfit(model: nn.Module, linears: set[str]) -> dict[str, str]:
 def pairs_by_name(model: nn.Module, plan: Mapping[str, str]) -> list[Pair]:
     """Pairs from `{"encoder.*.fc1": "up", "encoder.*.fc2": "down"}`: the n-th "up" goes with the n-th "down".
 
+    Where there are "gate"s, the n-th goes with both.
+
     Raises:
-        LayoutError: a pattern that matches no `nn.Linear`, another word than "up" and "down", or counts that differ.
+        LayoutError: a pattern that matches no `nn.Linear`, another word than "gate", "up" and "down", or counts that
+            differ.
     """
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    found: dict[str, list[str]] = {"up": [], "down": []}
+    found: dict[str, list[str]] = {"gate": [], "up": [], "down": []}
     for pattern, position in plan.items():
         matches = [name for name in linears if fnmatchcase(name, pattern)]
         if position not in found or not matches:
             raise LayoutError(
                 f"parallelize: {{{pattern!r}: {position!r}}} matches {len(matches)} layers; give a name or pattern of "
-                f"an nn.Linear and 'up' or 'down'\n  the model has: {', '.join(linears) or 'no nn.Linear'}"
+                f"an nn.Linear and 'gate', 'up' or 'down'\n  the model has: {', '.join(linears) or 'no nn.Linear'}"
             )
         found[position] += matches
     refuse_unfit(model, [name for matches in found.values() for name in matches])
-    ups, downs = ([name for name in linears if name in found[position]] for position in ("up", "down"))
+    gates, ups, downs = ([name for name in linears if name in each] for each in found.values())
     if len(ups) != len(downs) or set(ups) & set(downs):
         raise LayoutError(f"parallelize: up names {ups} and down names {downs}; every up needs a down of its own")
-    for up, down in zip(ups, downs, strict=True):
-        inner = model.get_submodule(up).out_features, model.get_submodule(down).in_features
-        if inner[0] != inner[1]:
-            raise LayoutError(f"parallelize: {up} gives {inner[0]} features, {down}, paired with it, takes {inner[1]}")
-    return [Pair(up, down) for up, down in zip(ups, downs, strict=True)]
+    if gates and (len(gates) != len(ups) or set(gates) & {*ups, *downs}):
+        raise LayoutError(
+            f"parallelize: gate names {gates} and up names {ups}; every gated up needs a gate of its own\n"
+            "  fix: call parallelize once for the gated pairs, and once for the others"
+        )
+    pairs = [Pair(up, down, (), gate) for gate, up, down in zip(gates or [None] * len(ups), ups, downs, strict=True)]
+    for pair in pairs:
+        for up in pair.ups:
+            inner = model.get_submodule(up).out_features, model.get_submodule(pair.down).in_features
+            if inner[0] != inner[1]:
+                raise LayoutError(
+                    f"parallelize: {up} gives {inner[0]} features, {pair.down}, paired with it, takes {inner[1]}"
+                )
+    return pairs
 
 
 def refuse_unfit(model: nn.Module, names: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ndtp.contraction import MatMulPlan
 from ndtp.dry_run import SILENT, DryGrid
+from ndtp.epilogues import ACTIVATIONS
 from ndtp.errors import LayoutError
 from ndtp.ops import matmul, mlp
 
@@ -133,7 +134,8 @@ def memory(
 
     Args:
         plans: of a product, or of the products of a block as `ndtp.ops.mlp` takes them.
-        shape: `(*batch, M, K, N)` of a product; `(tokens, hidden, inner, hidden)` of a block of two.
+        shape: `(*batch, M, K, N)` of a product; `(tokens, hidden, inner, hidden)` of a block of two, `inner` being what
+            the activation leaves.
         dgrad, wgrad: whether the input and the weights want gradients.
         bias, bias_grad: which products have a bias, and whether it wants a gradient.  These three may be given for
             every product.
@@ -146,6 +148,8 @@ def memory(
     plans = (plans,) if isinstance(plans, MatMulPlan) else tuple(plans)
     if backend not in SILENT:
         raise ValueError(f"memory: backend {backend!r} is not one of {', '.join(SILENT)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"memory: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
     cut = len(shape) - len(plans) - 1
     lead, features = shape[:cut], shape[cut:]
     if len(plans) > 1 and len(lead) != 1:
@@ -154,7 +158,8 @@ def memory(
     def made(shape: Sequence[int], needs_grad: bool) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs_grad)
 
-    sizes = [plan.sizes((*lead, k, n)) for plan, (k, n) in zip(plans, pairwise(features), strict=True)]
+    widths = (*(ACTIVATIONS[activation].width for _ in plans[1:]), 1)
+    sizes = [plan.sizes((*lead, k, w * n)) for plan, w, (k, n) in zip(plans, widths, pairwise(features), strict=True)]
     plans = tuple(_decided(plan, size["m"]) for plan, size in zip(plans, sizes, strict=True))
     per_product = [[flag] * len(plans) if isinstance(flag, bool) else list(flag) for flag in (wgrad, bias, bias_grad)]
     a = made(plans[0].shard_shape("A", sizes[0]), dgrad)

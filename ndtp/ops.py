@@ -77,7 +77,8 @@ def mlp(
 
     Args:
         plans: of the two products; C of the first lies as A of the second.
-        activation: its name, see `ndtp.nn.MLP`.
+        activation: its name, see `ndtp.nn.MLP`.  A gated one takes two features for each that it gives: `up` is then
+            twice as wide as `down` is deep, gate and up in turns (`ndtp.nn.GatedMLP`).
         biases: this rank's shards, laid out as `plans[i].bias`.
 
     Raises:
@@ -130,7 +131,7 @@ def _chain(
         for x, plan, parameter in zip(tensors, plans, parameters, strict=False)
     ]
     shards = [shard for shard, _ in arriving]
-    bound = check_chain(a, shards[: len(plans)], shards[len(plans) :], plans, mesh)  # type: ignore[arg-type]
+    bound = check_chain(a, shards[: len(plans)], shards[len(plans) :], plans, activations, mesh)  # type: ignore[arg-type]
     stages = [
         Stage(plan, sizes, weakref.ref(parameter), activation)
         for (plan, sizes), parameter, activation in zip(bound, given, activations, strict=False)
@@ -147,6 +148,7 @@ def check_chain(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     plans: Sequence[MatMulPlan],
+    activations: Sequence[str | None],
     mesh: ProcessGrid | None,
 ) -> list[tuple[MatMulPlan, Mapping[str, int]]]:
     """The plans bound to the shapes of the shards, and their sizes; compared across ranks where `mesh` asks for it.
@@ -161,16 +163,31 @@ def check_chain(
         cross_check(mesh, "; then ".join(_description(a, *product) for product in products))
     bound: list[tuple[MatMulPlan, Mapping[str, int]]] = []
     shape: Sequence[int] = a.shape
-    for plan, b, bias in zip(plans, weights, biases, strict=True):
+    for plan, b, bias, activation in zip(plans, weights, biases, activations, strict=True):
         if mesh is not None and plan.grid is not mesh.grid and plan.grid != mesh.grid:
             raise LayoutError(
                 f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}"
             )
         fitted, sizes = plan.bind(shape, b.shape)
         _check_operands(fitted, a, b, bias, sizes)
-        shape = fitted.shard_shape("C", sizes)
+        shape = activated_shape(fitted.shard_shape("C", sizes), activation, fitted)
         bound.append((fitted, sizes))
     return bound
+
+
+def activated_shape(shape: Sequence[int], activation: str | None, plan: MatMulPlan) -> tuple[int, ...]:
+    """The shape of the shard that an activation leaves of a product's.
+
+    Raises:
+        LayoutError: a gated activation of an odd number of columns.
+    """
+    width = ACTIVATIONS[activation or "identity"].width
+    if shape[-1] % width:
+        raise LayoutError(
+            f"mlp: '{plan.name}' leaves shards of {shape[-1]} columns, {activation} takes {width} for each that it "
+            f"gives\n  fix: a multiple of {width * plan.out.num_splits(-1)} features"
+        )
+    return (*shape[:-1], shape[-1] // width)
 
 
 def num_chunks(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], mesh: ProcessGrid, a: Tensor) -> int:

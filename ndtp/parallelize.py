@@ -113,6 +113,7 @@ def parallelize(
 ) -> nn.Module:
     """Replace `Linear -> activation -> Linear` pairs of a model by tensor-parallel ones, in place, keeping the weights.
 
+    So are gated ones, `down(act(gate(x)) * up(x))`.
     Pairs are found by tracing the `forward` of the modules that hold them; state-dict keys stay.  The rest of the model
     keeps working: activations are whole outside of a pair, but for rows that other axes of the grid (`dp`) split.  What
     was and was not replaced, and why, is in `model.ndtp_report`.
@@ -166,7 +167,7 @@ def _automatic(
     if tokens is None:
         raise LayoutError("parallelize: scheme='auto' plans for a number of rows; give tokens=, those of a step")
     ups = [model.get_submodule(pair.up) for pair in pairs]
-    sizes = [(up.in_features, up.out_features) for up in ups]
+    sizes = [(up.in_features, up.out_features, pair.gate is not None) for up, pair in zip(ups, pairs, strict=True)]
     dtype = str(ups[0].weight.dtype).removeprefix("torch.") if ups else "float32"
     ranks = mesh.grid.num_ranks if mesh else dist.get_world_size() if dist.is_initialized() else 1
     request = request_for(sizes, tokens, ranks, hardware, dtype)  # type: ignore[arg-type]
@@ -194,22 +195,20 @@ def _replace_pair(
     used = {axis for plan in plans for axis in plan.b.axes}
     rows = [axis for axis in up.a.dims[0] if axis not in used]
     outside = _outside((up.a, down.out), rows)
-    dense_up, dense_down = (model.get_submodule(name) for name in (pair.up, pair.down))
     inside = math.lcm(padded_size(1, "n", (up,), pad), padded_size(1, "k", (down,), pad))
     ends = (padded_size(1, "k", (up,), pad), padded_size(1, "n", (down,), pad))
     multiple = _row_multiple(plans, outside) if pad else 1
     shared = Rows()
-    for name, dense, plan, padding in (
-        (pair.up, dense_up, up, (ends[0], inside)),
-        (pair.down, dense_down, down, (inside, ends[1])),
-    ):
-        layer = _boundary_linear(dense, name, plan, mesh, padding, options)
-        layer.enters, layer.leaves = name == pair.up, name == pair.down
+    inner = model.get_submodule(pair.up).out_features
+    layers = [(name, up, (ends[0], inside)) for name in pair.ups] + [(pair.down, down, (inside, ends[1]))]
+    for name, plan, padding in layers:
+        layer = _boundary_linear(model.get_submodule(name), name, plan, mesh, padding, options)
+        layer.enters, layer.leaves = name != pair.down, name == pair.down
         layer.outside, layer.rows, layer.row_multiple = outside, shared, multiple
         _put(model, name, layer, report)
     for name in pair.dropouts:
         old: Any = model.get_submodule(name)
-        dropout = Dropout(old.p, up.out, mesh, dense_up.out_features)  # type: ignore[arg-type]
+        dropout = Dropout(old.p, up.out, mesh, inner)  # type: ignore[arg-type]
         dropout.row_blocks = shared
         model.set_submodule(name, dropout.train(old.training))
 

@@ -12,7 +12,7 @@ from ndtp.testing import small_integers
 
 
 def request(tokens, ranks, hidden=256, ffn=1024):
-    return request_for([(hidden, ffn)], tokens, ranks, "cpu", "float32")
+    return request_for([(hidden, ffn, False)], tokens, ranks, "cpu", "float32")
 
 
 def test_best_grid_of_all_ranks():
@@ -37,7 +37,7 @@ def test_layouts_on_a_given_grid(tokens, grid):
         1e9,
         0.0,
     )
-    asked = request_for([(256, 1024)], tokens, grid.num_ranks, hardware, "float32")
+    asked = request_for([(256, 1024, False)], tokens, grid.num_ranks, hardware, "float32")
 
     def moved(layouts):
         up, down = layouts.plans()
@@ -60,7 +60,7 @@ def test_refusals():
     with pytest.raises(LayoutError, match="found no Linear pair"):
         request_for([], 64, 8, "cpu", "float32")
     with pytest.raises(LayoutError, match="has no rate of float64"):
-        request_for([(8, 8)], 64, 8, "h100-ib", "float64")
+        request_for([(8, 8, False)], 64, 8, "h100-ib", "float64")
     with pytest.raises(LayoutError, match="it takes 3"):
         best_layouts(request(64, 16), Grid(a=2, b=2, c=2, d=2))
     with pytest.raises(LayoutError, match="give tokens="):

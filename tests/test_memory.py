@@ -6,6 +6,7 @@ import functools
 import gc
 import random
 from dataclasses import astuple
+from itertools import product
 
 import pytest
 import torch
@@ -48,12 +49,12 @@ def of_module(block, x, grad):
 
 def check_blocks(grid, scheme):
     mesh = mesh_without_ring(grid)
-    for regather, chunks in POLICIES:
-        block = ndtp.nn.MLP(HIDDEN, INNER, mesh=mesh, scheme=scheme, chunks=chunks, regather=regather)
+    for (regather, chunks), kind in product(POLICIES, (ndtp.nn.MLP, ndtp.nn.GatedMLP)):
+        block = kind(HIDDEN, INNER, mesh=mesh, scheme=scheme, chunks=chunks, regather=regather)
         x = torch.randn(block.in_layout.shard_shape((TOKENS, HIDDEN)), requires_grad=True)
         found = of_module(block, x, torch.randn_like(x))
         predicted = astuple(block.memory(TOKENS))
-        assert found == predicted, f"{scheme} {grid} regather={regather} chunks={chunks}: {found} {predicted}"
+        assert found == predicted, f"{kind} {scheme} {grid} {regather} {chunks}: {found} {predicted}"
 
 
 @pytest.mark.parametrize("grid,scheme", CASES, ids=str)
@@ -117,12 +118,13 @@ def test_the_closed_form_of_the_planner_keeps_as_much():
         dp, z, x, y = (draws.choice((1, 2, 4)) for _ in range(4))
         regather = draws.choice(REGATHER)
         tokens, hidden, inner = (64 * draws.randint(1, 4) * 4 for _ in range(3))
-        plans = block_of(Grid(dp=dp, z=z, x=x, y=y), regather=regather)
-        exact = memory(plans, (tokens, hidden, inner, hidden), dtype=torch.bfloat16).kept
-        block, grids = Block.mlp(tokens, hidden, inner), Grids(dp, z, x, y)
+        plans, gated = block_of(Grid(dp=dp, z=z, x=x, y=y), regather=regather), draws.random() < 0.5
+        activation = "swiglu" if gated else "gelu"
+        exact = memory(plans, (tokens, hidden, inner, hidden), dtype=torch.bfloat16, activation=activation).kept
+        block, grids = Block.mlp(tokens, hidden, inner, gated), Grids(dp, z, x, y)
         closed = block_cost.memory(block, grids, 2, "adamw", int("a" in regather), int("b" in regather)).activations
         stored = 2 * tokens * hidden // grids.ranks if "a" in regather or y == 1 else 0
-        assert exact + stored == closed, (dp, z, x, y, regather)
+        assert exact + stored == closed, (dp, z, x, y, regather, gated)
 
 
 def test_backends_and_batches():

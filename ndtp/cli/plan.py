@@ -132,13 +132,9 @@ def _say_best(out: Any, best: GridPlan) -> None:
     block = best.request.blocks[-1]
     extra = "".join(f", {name}={value!r}" for name, value in (("regather", best.regather), ("pad", best.pad)) if value)
     out.print(f"  mesh = ndtp.ProcessGrid(ndtp.Grid({grid}))", highlight=False, soft_wrap=True)
-    if len(block.outs) == 2:
-        # Gated blocks have no module: each product takes the scheme's layouts by itself.
-        call = f'ndtp.schemes.block_layouts(mesh.grid, "{best.scheme}")  # of gate and up, and of down'
-        out.print(f"  layouts = {call}", highlight=False, soft_wrap=True)
-    else:
-        call = f'ndtp.nn.MLP({block.hidden}, {block.inner}, mesh=mesh, scheme="{best.scheme}"{extra})'
-        out.print(f"  block = {call}", highlight=False, soft_wrap=True)
+    module = "GatedMLP" if len(block.outs) == 2 else "MLP"
+    call = f'ndtp.nn.{module}({block.hidden}, {block.inner}, mesh=mesh, scheme="{best.scheme}"{extra})'
+    out.print(f"  block = {call}", highlight=False, soft_wrap=True)
 
 
 def _plot(best: GridPlan, path: Path) -> None:

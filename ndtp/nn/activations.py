@@ -1,4 +1,4 @@
-"""Activations by name.  All of them act element by element, so a shard needs nothing of its neighbours."""
+"""Activations by name.  They act element by element or on pairs of them, so a shard needs nothing of its neighbours."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from torch import Tensor
 from ndtp.epilogues import ACTIVATIONS
 
 Activation = Callable[[Tensor], Tensor]
+
+
+def width_of(activation: str | Activation) -> int:
+    """Features that an activation takes for each that it gives: 2 for a gated one, by name."""
+    return ACTIVATIONS[activation].width if activation in ACTIVATIONS else 1  # type: ignore[index]
 
 
 def activation_named(activation: str | Activation) -> Activation:

@@ -15,9 +15,9 @@ from ndtp.cost import Volume
 from ndtp.errors import LayoutError
 from ndtp.layout import Layout
 from ndtp.memory import Memory, memory
-from ndtp.nn.activations import Activation, activation_named
+from ndtp.nn.activations import Activation, activation_named, width_of
 from ndtp.nn.dropout import Dropout, RowBlocks
-from ndtp.nn.linear import Linear, as_rows, memory_options, padded_size
+from ndtp.nn.linear import Linear, as_rows, memory_options, padded_size, zero_padding
 from ndtp.nn.random import draw_seed
 from ndtp.ops import mlp
 from ndtp.process_grid import ProcessGrid
@@ -36,7 +36,8 @@ class MLP(nn.Module):
     Args:
         hidden, inner: features outside and inside of the block.
         activation: a name (gelu, gelu_tanh, relu, squared_relu, silu, tanh, sigmoid, identity), or a callable that acts
-            element by element.
+            element by element.  A gated one (swiglu, geglu, geglu_tanh, reglu, glu) makes `up` twice as wide, with
+            gate and up in turns: see `ndtp.nn.GatedMLP`.
         bias, device, dtype: as for `nn.Linear`.
         dropout: probability for the activations; the mask is the same on every grid, see `ndtp.nn.Dropout`.
         mesh: the process grid.
@@ -89,11 +90,11 @@ class MLP(nn.Module):
         seed = draw_seed() if seed is None and not _is_meta(device) else seed
         self.hidden, self.inner, self.mesh, self.layouts = hidden, inner, mesh, layouts
         self.activation_name = activation if isinstance(activation, str) else None
+        self.activation, width = activation_named(activation), width_of(activation)
         self.up = Linear(
-            hidden, inner, bias, in_layout=layouts.input, weight_layout=layouts.up_weight, out_layout=layouts.hidden,
-            pad=(at_ends, inside), seed=seed, name=f"{name}.up", **shared,
+            hidden, width * inner, bias, in_layout=layouts.input, weight_layout=layouts.up_weight,
+            out_layout=layouts.hidden, pad=(at_ends, width * inside), seed=seed, name=f"{name}.up", **shared,
         )  # fmt: skip
-        self.activation = activation_named(activation)
         self.dropout = Dropout(dropout, layouts.hidden, mesh, inner)
         self.down = Linear(
             inner, hidden, bias, in_layout=layouts.hidden, weight_layout=layouts.down_weight,
@@ -139,15 +140,17 @@ class MLP(nn.Module):
         else:
             self.dropout.row_blocks = RowBlocks(count or 1, count + padding or 1)
             h = self.dropout(self.activation(self.up(rows)))
-            # An activation need not be zero at zero; its padding must be, or the weight's padding gets a gradient.
-            y = self.down(self.up.without_padding(h))
+            if self.down.padded_in != self.inner:
+                # An activation need not be zero at zero; its padding must be, or the weight's padding gets a gradient.
+                h = zero_padding(h, self.layouts.hidden, self.mesh, self.inner)
+            y = self.down(h)
         y = y[:count] if padding else y
         return y if x.dim() == 2 else y.unflatten(0, (-1, *x.shape[1:-1]) if x.numel() else x.shape[:-1])
 
     def _is_one_schedule(self) -> bool:
         """Whether nothing but the activation lies between the products."""
         has_dropout = self.training and self.dropout.p > 0
-        inside_is_padded = self.up.padded_out != self.inner
+        inside_is_padded = self.down.padded_in != self.inner
         return not has_dropout and not inside_is_padded
 
     def volume(self, tokens: int, dgrad: bool = True) -> Volume:
@@ -177,7 +180,7 @@ class MLP(nn.Module):
             )
         tokens += -tokens % (self.row_multiple * self.in_layout.num_splits(0))
         up, down = self.up, self.down
-        shape = (tokens, up.padded_in, up.padded_out, down.padded_out)
+        shape = (tokens, up.padded_in, down.padded_in, down.padded_out)
         options = memory_options(up, down, backend=backend)
         return memory((up.plan, down.plan), shape, activation=self.activation_name, dgrad=dgrad, **options)
 
@@ -196,13 +199,16 @@ class MLP(nn.Module):
         Raises:
             LayoutError: layers that do not make a block, or of which one has a bias and the other none.
         """
-        if (up.in_features, up.out_features) != (down.out_features, down.in_features):
+        width = width_of(activation)
+        if (up.in_features, up.out_features) != (down.out_features, width * down.in_features):
             raise LayoutError(
                 f"MLP.from_dense: up is {up.in_features} -> {up.out_features} and down {down.in_features} -> "
-                f"{down.out_features}; a block leads back to where it began\n  fix: two ndtp.nn.Linear"
+                f"{down.out_features}; a block leads back to where it began"
+                + f", and {activation} takes {width} features for each that it gives" * (width > 1)
+                + "\n  fix: two ndtp.nn.Linear"
             )
         arguments = {"device": up.weight.device, "dtype": up.weight.dtype, "seed": 0, **arguments}
-        block = cls(up.in_features, up.out_features, activation, up.bias is not None, mesh=mesh, **arguments)
+        block = cls(up.in_features, down.in_features, activation, up.bias is not None, mesh=mesh, **arguments)
         block.up.load_dense(up)
         block.down.load_dense(down)
         return block

@@ -65,6 +65,9 @@ def test_model_by_its_config(ndtp, tmp_path, config, layers, gated, kv_heads):
     result = json.loads(out)
     assert [block["name"] for block in result["request"]["blocks"]] == ["attention", "gated mlp" if gated else "mlp"]
     assert result["request"]["layers"] == layers
+    code, out, _ = ndtp("plan", "--model", str(path), "--tokens", "8192", "--ranks", "8")
+    module = "GatedMLP(4096, 14336" if gated else "MLP(768, 3072"
+    assert code == 0 and f"block = ndtp.nn.{module}, mesh=mesh, scheme=" in out
 
 
 @pytest.mark.parametrize(

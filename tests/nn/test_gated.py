@@ -1,0 +1,196 @@
+"""GatedMLP against the dense gated block: every scheme, bytes, padding, compilers, and what it refuses."""
+
+import pytest
+import torch
+from products import mesh_of
+from test_linear import dense_linear, grids, message_of, padded_shard
+from torch.nn import functional as F
+
+import ndtp
+from ndtp import CommMeter, Grid
+from ndtp.block_cost import Block, Grids, volume
+from ndtp.schemes import SCHEMES
+from ndtp.testing import assert_equal, small_integers
+
+HIDDEN, INNER, ROWS = 16, 32, 16
+PARTS = ("gate", "up", "down")
+
+
+def dense_layers(hidden=HIDDEN, inner=INNER, bias=False):
+    sizes = ((hidden, inner), (hidden, inner), (inner, hidden))
+    return [dense_linear(*size, bias, seed=3 + i) for i, size in enumerate(sizes)]
+
+
+def dense(layers, x, activation):
+    gate, up, down = layers
+    return down(activation(gate(x)) * up(x))
+
+
+def halves(turns):
+    """Of what lies in turns: the gate's, and up's."""
+    return turns[0::2], turns[1::2]
+
+
+def check_block(grid, scheme, rows=ROWS, hidden=HIDDEN, inner=INNER, bias=False, **arguments):
+    """Integers throughout, and relu: every sum is exact, whatever its order."""
+    mesh, where = mesh_of(grid), f"{grid}, {scheme}, {arguments}"
+    layers = dense_layers(hidden, inner, bias)
+    block = ndtp.nn.GatedMLP.from_dense(*layers, "relu", mesh=mesh, scheme=scheme, **arguments)
+    x = small_integers((rows, hidden), 5, low=-1, high=1).requires_grad_()
+    upstream = small_integers((rows, hidden), 6, low=-1, high=1)
+    width = block.up.padded_in
+    x_shard = padded_shard(x.detach(), block.in_layout, mesh, width).clone().requires_grad_()
+    with CommMeter() as meter:
+        y = block(x_shard)
+        y.backward(padded_shard(upstream, block.out_layout, mesh, width))
+    expected = dense(layers, x, torch.relu)
+    expected.backward(upstream)
+    assert_equal(y, padded_shard(expected, block.out_layout, mesh, width), f"{where}: y")
+    assert_equal(x_shard.grad, padded_shard(x.grad, block.in_layout, mesh, width), f"{where}: dx")
+    for name, parameter in block.named_parameters():
+        layer, kind = name.split(".")
+        grad = parameter.grad.full_tensor() if mesh.device_mesh is not None else parameter.grad
+        parts = zip(halves(grad), layers[:2], strict=True) if layer == "up" else [(grad, layers[2])]
+        for got, dense_layer in parts:
+            target = dense_layer.get_parameter(kind).grad
+            assert_equal(got[tuple(slice(0, size) for size in target.shape)], target, f"{where}: d{name}")
+            assert got.abs().sum() == target.abs().sum(), f"{where}: padding of {name} has a gradient"
+    assert meter.volume == block.volume(rows).in_bytes(4), where
+    whole = block.to_dense()
+    assert_equal(whole(x), expected, f"{where}: to_dense")
+    for part, layer in zip(PARTS, layers, strict=True):
+        assert_equal(whole.get_submodule(part).weight, layer.weight, f"{where}: {part}")
+    assert not mesh.collectives.in_flight, "handles left over"
+
+
+def check_blocks(cases):
+    for grid, scheme, arguments in cases:
+        check_block(grid, scheme, **arguments)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_equals_dense_on_every_grid(ranks, scheme):
+    cases = [
+        (grid, scheme, {"bias": bias, "regather": regather, "chunks": chunks})
+        for grid in grids(scheme)
+        for bias, regather, chunks in ((True, (), 1), (False, ("a", "b"), 2))
+    ]
+    ranks(8).run(check_blocks, cases)
+
+
+def test_padding_of_features_and_rows(ranks):
+    sizes = {"hidden": 13, "inner": 27}
+    cases = [
+        (Grid(z=2, x=2, y=2), "3d", {**sizes, "pad": True, "rows": 12}),
+        (Grid(x=2, y=4), "2d-features", {**sizes, "pad": True, "bias": True}),
+        (Grid(x=8), "1d-sp", {**sizes, "pad": 16}),
+    ]
+    ranks(8).run(check_blocks, cases)
+
+
+def check_planned(grid):
+    """The planner's volume of a gated block is what this one moves."""
+    mesh = mesh_of(grid)
+    block = ndtp.nn.GatedMLP(HIDDEN, INNER, mesh=mesh, scheme="3d")
+    sizes = {axis: grid[axis] if axis in grid else 1 for axis in ("dp", "z", "x", "y")}
+    assert block.volume(ROWS).total == volume(Block.mlp(ROWS, HIDDEN, INNER, gated=True), Grids(**sizes))
+
+
+def check_real():
+    for grid, scheme in ((Grid(z=2, x=2, y=2), "3d"), (Grid(x=8), "1d-sp"), (Grid(x=4, y=2), "2d-features")):
+        mesh = mesh_of(grid)
+        layers = [layer.double() for layer in dense_layers()]
+        for activation, function in (("silu", F.silu), ("gelu", F.gelu), ("sigmoid", torch.sigmoid)):
+            for regather, chunks in (((), 1), (("a", "b"), 2)):
+                block = ndtp.nn.GatedMLP.from_dense(
+                    *layers, activation, mesh=mesh, scheme=scheme, regather=regather, chunks=chunks
+                )
+                x = torch.randn(ROWS, HIDDEN, dtype=torch.float64, requires_grad=True)
+                mine = block.in_layout.shard(x.detach(), mesh.rank).clone().requires_grad_()
+                y, expected = block(mine), dense(layers, x, function)
+                torch.testing.assert_close(y, block.out_layout.shard(expected, mesh.rank))
+                expected.backward(torch.ones_like(expected))
+                y.backward(torch.ones_like(y))
+                torch.testing.assert_close(mine.grad, block.in_layout.shard(x.grad, mesh.rank))
+
+
+def test_real_activations_and_the_planned_volume(ranks):
+    for grid in (Grid(z=2, x=2, y=2), Grid(dp=2, z=2, x=1, y=2), Grid(dp=8)):
+        ranks(8).run(check_planned, grid)
+    ranks(8).run(check_real)
+
+
+def check_compiled():
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    mesh = mesh_of(Grid(z=2, x=2, y=1))
+    block = ndtp.nn.GatedMLP.from_dense(*dense_layers(), "relu", mesh=mesh, chunks=2)
+    step = torch.compile(block, backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (block, step):
+        block.zero_grad()
+        x = block.in_layout.shard(small_integers((ROWS, HIDDEN), 5), mesh.rank).clone().requires_grad_()
+        y = run(x)
+        y.backward(torch.ones_like(y))
+        results.append([y.detach(), x.grad, *(p.grad.to_local() for p in block.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert_equal(other, one, "compiled")
+
+
+def test_compiles_as_one_op(ranks):
+    ranks(4).run(check_compiled)
+
+
+def check_dropout_and_training():
+    """A mask is the same on every grid, and so are losses."""
+    losses = []
+    for grid in (Grid(z=2, x=2, y=1), Grid(x=4, y=1, z=1)):
+        mesh = mesh_of(grid)
+        block = ndtp.nn.GatedMLP(HIDDEN, INNER, mesh=mesh, dropout=0.25, seed=1, dtype=torch.float64)
+        optimizer = torch.optim.SGD(block.parameters(), 1e-3)
+        x = block.in_layout.shard(small_integers((ROWS, HIDDEN), 5, torch.float64), mesh.rank).clone()
+        torch.manual_seed(3)
+        found = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = block(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            total = loss.detach().clone()
+            torch.distributed.all_reduce(total)
+            found.append(total.item())
+        losses.append(found)
+    torch.testing.assert_close(losses[0], losses[1])
+    assert losses[0][2] < losses[0][0]
+
+
+def test_dropout_and_training(ranks):
+    ranks(4).run(check_dropout_and_training)
+
+
+def test_what_it_refuses():
+    mesh = ndtp.ProcessGrid(Grid(x=1))
+    gate, up, down = dense_layers()
+    with_bias = dense_layers(bias=True)
+    frozen = dense_linear(HIDDEN, INNER, False).requires_grad_(False)
+    make = ndtp.nn.GatedMLP.from_dense
+    messages = [
+        message_of(lambda: make(gate, down, up, mesh=mesh)),
+        message_of(lambda: make(with_bias[0], up, down, mesh=mesh)),
+        message_of(lambda: make(frozen, up, down, mesh=mesh)),
+        message_of(lambda: ndtp.nn.MLP.from_dense(up, down, "swiglu", mesh=mesh)),
+    ]
+    words = [
+        "gate and up lead",
+        "of their bias is True and None",
+        "of their weight is False and True",
+        "takes 2 features",
+    ]
+    for message, word in zip(messages, words, strict=True):
+        assert word in message, message
+    with pytest.raises(ValueError, match="'swiglu' of the gate is not one of silu, gelu"):
+        ndtp.nn.GatedMLP(4, 8, "swiglu", mesh=mesh)
+    odd = ndtp.nn.Linear(4, 5, mesh=mesh), ndtp.nn.Linear(5, 4, mesh=mesh, position="down")
+    with pytest.raises(ndtp.LayoutError, match="5 columns, swiglu takes 2"):
+        ndtp.ops.mlp(torch.ones(2, 4), [m.weight for m in odd], [m.plan for m in odd], mesh, "swiglu")
