@@ -16,7 +16,7 @@ def draw(scaling: Scaling, request: Request, path: str | Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     counts = [point.ranks for point in scaling.bound]
@@ -36,6 +36,8 @@ def draw(scaling: Scaling, request: Request, path: str | Path) -> None:
             axes.fill_between(x, y, [min(y) / 2] * len(y), color="grey", alpha=0.15, linewidth=0)
         axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel=label)
         axes.set_xticks(counts, [str(count) for count in counts], rotation=45 if len(counts) > 8 else 0)
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
