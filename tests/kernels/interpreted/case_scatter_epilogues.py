@@ -10,14 +10,14 @@ from ndtp.gemm import KernelGemm
 GEMM = KernelGemm(backend="triton")
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", [name for name, each in ACTIVATIONS.items() if each.kernel])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_every_activation(name, dtype):
     """Three blocks of [7, 129]; the whole range of an activation, and what lies around zero."""
     stacked, bias, pre = torch.randn(21, 129).to(dtype), torch.randn(129).to(dtype), torch.randn(7, 129).to(dtype)
     stacked[:, :40] *= 1e-3
     pre[:, :40] *= 1e-3
-    forward, backward, _ = ACTIVATIONS[name]
+    forward, backward = ACTIVATIONS[name][:2]
     total = stacked.double().view(3, 7, 129).sum(0)
     assert_close(GEMM.reduce_blocks(stacked, 3), total, dtype=dtype)
     got_pre, activated = GEMM.reduce_blocks_activate(stacked, 3, bias, name)
