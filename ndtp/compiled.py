@@ -107,7 +107,8 @@ class _Chain(NamedTuple):
         stages, shape = [], shapes[0]
         for plan, b_shape, activation in zip(self.plans, shapes[1:], self.activations, strict=False):
             bound, sizes = plan.bind(shape, b_shape)
-            shape = activated_shape(bound.shard_shape("C", sizes), activation, bound)
+            if activation is not None:
+                shape = activated_shape(bound.shard_shape("C", sizes), activation, bound)
             stages.append(Stage(bound, sizes, _unknown_weight, activation))
         return stages
 

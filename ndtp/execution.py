@@ -27,6 +27,8 @@ FORWARD = {"A": "forward", "B": "forward", "C": "forward", "bias": "forward"}
 BACKWARD = {"dC": "dgrad", "dA": "dgrad", "B": "dgrad", "A": "wgrad", "dB": "wgrad", "dbias": "wgrad"}
 COMPUTE = {"own": "gemm own", "multiply": "gemm", "activate": "activate"}  # what profiles call it
 OPERAND = {"C": "A", "dA": "dC"}  # of which a result takes its rows
+# Multiply-adds below which a rank's own part does not go first: another product costs more than the wait it fills.
+OWN_PART_FROM = 2**20
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,13 @@ class Execution:
     def _run(self, tasks: Sequence[Task]) -> None:
         watched = is_observed(self.mesh)
         for task in tasks:
-            run = getattr(self, "_" + task.action)
+            run = _ACTIONS[task.action]
             if watched and task.action in COMPUTE:
                 stage = self.stages[task.product]
                 with span(self.mesh, COMPUTE[task.action], task.tensor, self._part(task.chunk), stage.plan.name):
-                    run(task.product, task.tensor, task.chunk)
+                    run(self, task.product, task.tensor, task.chunk)
             else:
-                run(task.product, task.tensor, task.chunk)
+                run(self, task.product, task.tensor, task.chunk)
 
     def _part(self, chunk: int | None) -> str:
         return "" if chunk is None or self.chunks == 1 else f"{chunk + 1}/{self.chunks}"
@@ -145,16 +147,21 @@ class Execution:
             tensor = tensor if i is None else self.rows[p].cut(tensor, name, i)
             if name in ("A", "dC"):
                 self._tensors[key] = tensor  # this rank's own part, until all are there
-        part = self._part(i)
+        plan, part = self.stages[p].plan, self._part(i)
         out = None if i is None or self.chunks == 1 else self._place(p, name, i, tensor)
+        if not plan.relayouts[name] and out is None and name not in ("dB", "dbias"):
+            self._tensors[key] = tensor  # it is where it is needed
+            return
         # dC is gathered once, for the first phase that needs it.
         phase = "wgrad" if name == "dC" and not self._wanted[p].dgrad else self._phases[name]
         hold = name in ("dB", "dbias") and self.mesh.partial_sums.holds_back
-        move = move_of(self.stages[p].plan, name, tensor, self.mesh, phase, part, out, hold)
+        move = move_of(plan, name, tensor, self.mesh, phase, part, out, hold)
         self._moves[key] = move.start()
 
     def _wait(self, p: int, name: str, i: int | None) -> None:
-        move = self._moves.pop((p, name, i))
+        move = self._moves.pop((p, name, i), None)
+        if move is None:  # it did not have to go anywhere
+            return
         tensor = move.finish()
         if move.out is not None and tensor is not move.out:
             tensor = move.out.copy_(tensor)
@@ -167,8 +174,11 @@ class Execution:
         if gathered is None or own is None or (p, operand, i) not in self._moves:
             return
         dim, axes = gathered
-        ranks, me = self.mesh.grid.size(axes), self.mesh.grid.index(self.mesh.rank, axes)
-        blocks = self._blocks_of_result(p, name)
+        ranks = self.mesh.grid.size(axes)
+        contracted = own.shape[-1] * (ranks if dim else 1)
+        if own.numel() * self._tensors[p, "B", None].numel() < OWN_PART_FROM * contracted:
+            return
+        me, blocks = self.mesh.grid.index(self.mesh.rank, axes), self._blocks_of_result(p, name)
         if dim == 0 and blocks == 1:
             column = (stage.plan.c_letters if name == "C" else stage.plan.a_letters)[1] or ""
             width = stage.sizes[column] // self.mesh.grid.size(stage.plan.orders[column])
@@ -279,9 +289,7 @@ class Execution:
 
     def _blocks_of_result(self, p: int, name: str) -> int:
         """Into how many blocks of columns a product falls, for the scatter that follows."""
-        plan = self.stages[p].plan
-        steps = plan.relayouts[name]
-        return self.mesh.grid.size(steps[0].axes) if is_matrix(plan) and steps and scatters_columns(steps[0]) else 1
+        return _blocks_of(self.stages[p].plan, name)
 
     def _take_weight(self, p: int, prefetch: WeightPrefetch) -> None:
         """Take over the gather of the first weight that the chain needs, if it was started ahead."""
@@ -359,6 +367,18 @@ class Execution:
         if whole is not None:
             return dict(zip(((p, name, i) for i in range(self.chunks)), whole.chunk(self.chunks), strict=True))
         return {(p, name, i): self._tensors[p, name, i] for i in range(self.chunks)}
+
+
+_ACTIONS = {
+    name: getattr(Execution, "_" + name)
+    for name in ("start", "wait", "own", "multiply", "activate", "prefetch", "release")
+}
+
+
+@lru_cache(maxsize=4096)
+def _blocks_of(plan: MatMulPlan, name: str) -> int:
+    steps = plan.relayouts[name]
+    return plan.grid.size(steps[0].axes) if is_matrix(plan) and steps and scatters_columns(steps[0]) else 1
 
 
 @lru_cache(maxsize=4096)

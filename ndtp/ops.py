@@ -170,18 +170,19 @@ def check_chain(
             )
         fitted, sizes = plan.bind(shape, b.shape)
         _check_operands(fitted, a, b, bias, sizes)
-        shape = activated_shape(fitted.shard_shape("C", sizes), activation, fitted)
+        if activation is not None:
+            shape = activated_shape(fitted.shard_shape("C", sizes), activation, fitted)
         bound.append((fitted, sizes))
     return bound
 
 
-def activated_shape(shape: Sequence[int], activation: str | None, plan: MatMulPlan) -> tuple[int, ...]:
+def activated_shape(shape: Sequence[int], activation: str, plan: MatMulPlan) -> tuple[int, ...]:
     """The shape of the shard that an activation leaves of a product's.
 
     Raises:
         LayoutError: a gated activation of an odd number of columns.
     """
-    width = ACTIVATIONS[activation or "identity"].width
+    width = ACTIVATIONS[activation].width
     if shape[-1] % width:
         raise LayoutError(
             f"mlp: '{plan.name}' leaves shards of {shape[-1]} columns, {activation} takes {width} for each that it "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from products import mesh_of
 from torch.utils.checkpoint import checkpoint
 
 import ndtp
-from ndtp import CommMeter, Grid, Layout, MatMulPlan
+from ndtp import CommMeter, Grid, Layout, MatMulPlan, execution
 from ndtp.testing import assert_equal, small_integers
 
 GRIDS = [Grid(z=2, x=2, y=2), Grid(z=1, x=2, y=4), Grid(z=1, x=4, y=2), Grid(z=2, x=1, y=4), Grid(z=4, x=2, y=1)]
@@ -67,6 +68,31 @@ def many_chunked_products(grid):
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_chunks_change_no_bit_and_no_byte(ranks, grid):
     ranks(8).run(many_chunked_products, grid)
+
+
+def own_parts():
+    """Only a large product is worth another one for the part that need not be waited for; the result is the same."""
+    for text_a, text_b in (("(z y) x", "(x z) y"), ("z (x y)", "(x y) z")):
+        mesh = mesh_of(Grid(z=2, x=2, y=2))
+        plan = MatMulPlan(Layout.parse(mesh.grid, text_a), Layout.parse(mesh.grid, text_b))
+        a, b, _ = operands(plan, mesh.rank)
+        gathered = (ROWS // plan.grid.size(plan.orders["m"])) * HIDDEN * INNER // 8
+        results, products = [], []
+        forward = mesh.gemm.forward
+        for smallest in (0, gathered, 10 * gathered):
+            calls = []
+            mesh.gemm.forward = lambda *x, calls=calls, real=forward, **how: calls.append(how) or real(*x, **how)
+            with mock.patch.object(execution, "OWN_PART_FROM", smallest):
+                results.append(ndtp.matmul(a, b, plan, mesh).detach())
+            products.append(len(calls))
+        del mesh.gemm.forward
+        assert products[0] > products[2] == 1, products
+        assert_equal(results[0], results[1], "own parts")
+        assert_equal(results[0], results[2], "own parts")
+
+
+def test_only_large_products_do_the_ranks_own_part_first(ranks):
+    ranks(8).run(own_parts)
 
 
 def interleaved():

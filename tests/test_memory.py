@@ -8,6 +8,7 @@ import random
 from dataclasses import astuple
 from itertools import product
 
+import products  # noqa: F401  (so that tiny products go the way of large ones)
 import pytest
 import torch
 
