@@ -19,6 +19,7 @@ from ndtp.grid import Grid
 from ndtp.layout import Layout
 from ndtp.meter import CommMeter
 from ndtp.nn import MLP
+from ndtp.nn.activations import activation_named, width_of
 from ndtp.ops import matmul
 from ndtp.process_grid import ProcessGrid
 from ndtp.relayout import Step
@@ -38,7 +39,7 @@ class Case:
 
     scheme: str
     dtype: str
-    kind: str  # "up", "down", "block" or "padded block"
+    kind: str  # "up", "down", "block", "gated block" or "padded block"
     transpose_a: bool = False
     transpose_b: bool = True
     batched: bool = False
@@ -62,7 +63,7 @@ class Result:
 def cases(scheme: str, dtype: str) -> Iterator[Case]:
     for kind, *flags in product(("up", "down"), *((False, True),) * 4):
         yield Case(scheme, dtype, kind, *flags)  # type: ignore[arg-type]
-    for kind in ("block", "padded block"):
+    for kind in ("block", "gated block", "padded block"):
         yield Case(scheme, dtype, kind)
 
 
@@ -197,15 +198,15 @@ def _dense(inputs: Mapping[str, Tensor], transpose_a: bool, transpose_b: bool) -
 
 def _check_block(case: Case, mesh: ProcessGrid) -> Result:
     ranks, dtype = mesh.grid.num_ranks, getattr(torch, case.dtype)
-    hidden, inner = (2 * ranks, 3 * ranks) if case.kind == "block" else (2 * ranks - 1, 3 * ranks + 1)
-    pad = case.kind == "padded block"
+    pad, gated = case.kind == "padded block", case.kind == "gated block"
+    hidden, inner = (2 * ranks - 1, 3 * ranks + 1) if pad else (2 * ranks, 3 * ranks)
     largest, failure = 0.0, None
     predicted = measured = Volume()
     # Two products in a row leave the integers that low precision holds.
     integers, real = (True,) * (dtype.itemsize >= 4), (False,) * (not pad or dtype.itemsize < 4)
     for exact in integers + real:
-        activation = "relu" if exact else "gelu"
-        dense = _DenseBlock(hidden, inner, nn.ReLU() if exact else nn.GELU(), exact).to(dtype)
+        activation = ("reglu" if exact else "swiglu") if gated else "relu" if exact else "gelu"
+        dense = _DenseBlock(hidden, inner, activation, exact).to(dtype)
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(ranks, hidden, generator=generator).to(dtype)
         x = small_integers((ranks, hidden), generator, dtype) if exact else x
@@ -228,10 +229,11 @@ def _check_block(case: Case, mesh: ProcessGrid) -> Result:
 
 
 class _DenseBlock(nn.Module):
-    def __init__(self, hidden: int, inner: int, activation: nn.Module, integers: bool) -> None:
+    def __init__(self, hidden: int, inner: int, activation: str, integers: bool) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(2)
-        self.up, self.activation, self.down = nn.Linear(hidden, inner), activation, nn.Linear(inner, hidden)
+        self.activation = activation_named(activation)
+        self.up, self.down = nn.Linear(hidden, width_of(activation) * inner), nn.Linear(inner, hidden)
         for parameter in self.parameters():
             drawn = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
             parameter.data = small_integers(parameter.shape, generator) if integers else drawn

@@ -24,14 +24,14 @@ def test_all_is_well_on_four_ranks():
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["ok"] is True
-    assert len(report["cases"]) == 6 * 34
+    assert len(report["cases"]) == 6 * 35
     assert len({case["name"] for case in report["cases"]}) == len(report["cases"])
     for case in report["cases"]:
         assert case["ok"] and case["max_error"] < 1e-3
         assert case["max_error"] > 0 or case["kind"] == "padded block"  # that one runs on integers alone
         assert case["measured_bytes"] == case["predicted_bytes"]
     assert sum(case["measured_bytes"] for case in report["cases"]) > 0
-    assert "all 204 cases agree" in result.stderr
+    assert "all 210 cases agree" in result.stderr
     assert max(map(len, result.stderr.splitlines())) <= 100
 
 
@@ -106,7 +106,7 @@ def test_every_form_of_every_scheme_is_a_case():
         for scheme in SCHEMES:
             plans = {plan_of(case, grid).equation for case in cases(scheme, "float32") if "block" not in case.kind}
             assert len(plans) == 2 * 4 * 2, "two products, four transposes, batched and not"
-    assert len({case.name(grid) for dtype in DTYPES for case in cases("3d", dtype)}) == 4 * 34
+    assert len({case.name(grid) for dtype in DTYPES for case in cases("3d", dtype)}) == 4 * 35
 
 
 def test_help_has_an_example():

@@ -120,6 +120,12 @@ def test_real_activations_and_the_planned_volume(ranks):
     ranks(8).run(check_real)
 
 
+def test_as_many_chunks_as_pay(ranks):
+    ranks(4).run(
+        check_blocks, [(Grid(z=2, x=1, y=2), "3d", {"chunks": "auto"}), (Grid(x=4), "1d-sp", {"chunks": "auto"})]
+    )
+
+
 def check_compiled():
     import torch._dynamo
 
