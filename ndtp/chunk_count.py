@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ndtp.contraction import Letters, MatMulPlan
@@ -68,7 +69,9 @@ def resolve(
     key = (like.dtype, *((plan.name, plan.equation, plan.regather, *size.items()) for plan, size in each))
     if key not in mesh.chunk_choices:
         if mesh.speeds is None:
-            with _disable_current_modes():  # not a part of what a meter counts
+            # Not a part of what a meter counts.  And gloo hands a compiler's Python dispatcher on to its threads, which
+            # would wait for the interpreter's lock while this thread holds it and waits for them.
+            with _disable_current_modes(), no_python_dispatcher():
                 mesh.speeds = measure(mesh, like)
         mesh.chunk_choices[key] = choose(plans, sizes, like.element_size(), mesh.speeds)
         if mesh.rank == 0:
