@@ -265,6 +265,7 @@ def run(arguments: argparse.Namespace) -> None:
         report({arguments.grids[0]: rows})
         write({arguments.grids[0]: rows}, arguments)
     dist.barrier()
+    dist.destroy_process_group()
 
 
 def run_each(arguments: argparse.Namespace) -> None:

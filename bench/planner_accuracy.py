@@ -142,6 +142,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         write(blocks, fits, toml, arguments)
     dist.barrier()
+    dist.destroy_process_group()
 
 
 def write(blocks: dict[str, Any], fits: list[calibrate.Fit], toml: str, arguments: argparse.Namespace) -> None:

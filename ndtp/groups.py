@@ -6,6 +6,7 @@ idle group is not free: one of gloo has three threads that wake a hundred times 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -41,6 +42,16 @@ def shared_group(
         mine = next(i for i, ranks in enumerate(partition) if dist.get_rank() in ranks)
         group = _GROUPS[key] = made[mine]
     return group
+
+
+def never_destroy() -> None:
+    """Keep all groups until the process is gone: for a rank that fails.
+
+    A group of gloo that is destroyed waits for its collectives to end, and thereby for ranks that may never come; the
+    launcher stops those when this one has ended.
+    """
+    for group in {dist.group.WORLD, *_GROUPS.values()}:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _is_registered(group: ProcessGroup) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # later its default arguments would keep the world's group, see `_let_go`
 
 from ndtp import nccl
 from ndtp.accumulation import PartialSums
@@ -20,7 +22,7 @@ from ndtp.collectives import Collectives
 from ndtp.errors import GridError
 from ndtp.gemm import KernelGemm, TorchGemm
 from ndtp.grid import Grid
-from ndtp.groups import shared_group
+from ndtp.groups import never_destroy, shared_group
 from ndtp.prefetch import WeightPrefetch
 
 if TYPE_CHECKING:
@@ -124,6 +126,7 @@ class ProcessGrid:
             # All of them now, in one order on every rank, and not in the middle of a schedule.
             every = [self.group((axis,), way) for way in DIRECTIONS for axis in self.mesh_axes]
             ring_groups = list(dict.fromkeys(every))
+        finalize(self, _let_go, groups, self.device_mesh)
         self.ring = BufferRing(
             ring_bytes, nccl.registered_memory(ring_groups) if register_buffers and ring_groups else None
         )
@@ -277,6 +280,18 @@ class ProcessGrid:
 
     def __repr__(self) -> str:
         return f"ProcessGrid({self.grid}; rank {self.rank})"
+
+
+def _let_go(groups: Groups, device_mesh: DeviceMesh | None) -> None:
+    """Drop the groups of a grid that is gone, or whose program ends; DTensor's caches hold on to its mesh.
+
+    gloo's threads return tensors to Python a little after a collective is done, and abort a program whose interpreter
+    is gone by then.  `destroy_process_group` ends the threads of groups that nobody holds.
+    """
+    if hasattr(sys, "last_value"):  # an exception ended the program
+        never_destroy()
+    groups.clear()
+    getattr(device_mesh, "_pg_registry", groups).clear()  # a cache: torch finds groups by name, too
 
 
 # Compiled code holds text, not objects, and must find the grid when it runs, as torch's own finds process groups.  The

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import traceback
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ndtp.groups import never_destroy
 from ndtp.testing.messages import IMPORTING_MAIN, dumps
 from ndtp.testing.pool import RankError, coordinates_of, shared_pool
 
@@ -71,10 +73,14 @@ def _run_in_place(
 ) -> list[Any]:
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        atexit.register(_leave_group)
     rank = dist.get_rank()
     try:
         result = dumps(fn(*args, **kwargs))
-    except Exception as error:
+    except BaseException as error:
+        never_destroy()
+        if not isinstance(error, Exception):
+            raise
         # Not gathered: other ranks may hang in a collective of fn.  The launcher stops them when this one exits.
         raise RankError(
             rank,
@@ -86,3 +92,8 @@ def _run_in_place(
     results: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(results, result)
     return [pickle.loads(result) for result in results]
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

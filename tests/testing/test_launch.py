@@ -148,14 +148,77 @@ def test_torchrun(tmp_path):
             dist.destroy_process_group()
         """,
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    torchrun(script)
+
+
+@pytest.mark.parametrize("start", ["dist.init_process_group('gloo'); fail()", "ndtp.testing.run(fail, 2)"])
+def test_a_failure_under_torchrun_ends_all_ranks(tmp_path, start):
+    """Although a collective of the rank that fails waits for one that never comes."""
+    script = write(
+        tmp_path,
+        f"""
+        def fail():
+            import torch
+
+            mesh = ndtp.ProcessGrid(ndtp.Grid(z=1, x=1, y=2))
+            if dist.get_rank() == 0:
+                time.sleep(600)
+            dist.all_reduce(torch.ones(2), async_op=True, group=mesh.group(("y",)))
+            raise KeyError("missing")
+
+        if __name__ == "__main__":
+            {start}
+        """,
+    )
+    assert "KeyError: 'missing'" in torchrun(script, code=1)
+
+
+def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path):
+    """One that did, and gave back a tensor then, would abort the program: about one run in thirty."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import atexit, os, pathlib
+
+            def names():
+                return [(task / "comm").read_text().strip() for task in pathlib.Path("/proc/self/task").iterdir()]
+
+            @atexit.register
+            def tell():
+                os.write(1, " ".join(["at exit", *(name for name in names() if "gloo" in name)]).encode() + b"\\n")
+
+            import torch
+            import ndtp
+
+            def step():
+                mesh = ndtp.ProcessGrid(ndtp.Grid(z=1, x=1, y=2))
+                block = ndtp.nn.MLP(8, 16, "relu", mesh=mesh, scheme="1d-sp", chunks=2)
+                block(torch.ones(4, 8)).sum().backward()
+                torch.optim.AdamW(block.parameters()).step()
+                assert any("gloo" in name for name in names())
+                return mesh, block
+
+            if __name__ == "__main__":
+                ndtp.testing.run(len, 2, args=("",))
+                step()
+                held = step()
+            """
+        )
+    )
+    assert torchrun(str(script)).splitlines() == ["at exit"] * 2
 
 
 def test_importing_and_running_initialises_no_cuda():
     assert not torch.cuda.is_initialized()
     assert ndtp.testing.run(torch.cuda.is_initialized, 2) == [False, False]
+
+
+def torchrun(script, code=0):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
 
 
 def write(folder, body):
