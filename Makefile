@@ -14,8 +14,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)      ## train on real text: dense against 1D, 2D and 3D on eight local ranks
 	$(BIN)/ndtp demo --output demo_output
 
-test: $(READY)      ## the whole test suite
-	$(BIN)/python -m pytest
+test: $(READY)      ## the whole test suite, two files of it at a time
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .
