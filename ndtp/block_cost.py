@@ -212,8 +212,9 @@ def memory(
     s = padded(block, g)
     shard = s.hidden * (s.up + s.inner) // (g.z * g.x * g.y)
     gathered_b = shard * g.z * (g.z > 1)  # beside the stored shard
-    # An MLP's activations are made again from the input of the activation function, which is kept anyway.
-    stored_a = s.tokens * (s.hidden + s.inner * (block.name == "attention")) // g.ranks
+    # An MLP's activations are made again from the input of the activation function, which is kept anyway; what lies
+    # between the projections of heads is not.
+    stored_a = s.tokens * (s.hidden + s.inner * bool(block.heads)) // g.ranks
     gathered_a = s.tokens * s.hidden * g.y // g.ranks + s.tokens * s.inner * g.x // g.ranks
     between = s.tokens * s.up // g.ranks
     kept = np.where(regather_a, stored_a, gathered_a) + between + np.where(regather_b, 0, gathered_b)

@@ -77,9 +77,11 @@ class Handle:
 
         Raises:
             CommunicationError: a peer died or stalled.
+            ValueError: it was waited for already.
         """
         started = self._started
-        assert started is not None, f"{self._watch.label} was waited for already"
+        if started is None:
+            raise ValueError(f"{self._watch.label} was waited for already; its result is given once")
         try:
             with self._watch:
                 if started.work is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -111,9 +111,10 @@ class KernelEpilogues(TorchEpilogues):
         return ndtp_kernels.reduce_blocks(pre[None], activation=kernel, backend=self.options.backend)
 
     def activate_backward(self, grad: Tensor, pre: Tensor, name: str) -> Tensor:
-        if ACTIVATIONS[name].kernel is None:
+        kernel = ACTIVATIONS[name].kernel
+        if kernel is None:
             return super().activate_backward(grad, pre, name)
-        return self._backward(grad, 1, pre, name, False)[0]
+        return self._backward(grad, 1, pre, kernel).c
 
     def reduce_blocks(self, stacked: Tensor, ranks: int, bias: Tensor | None = None) -> Tensor:
         import ndtp_kernels
@@ -134,24 +135,19 @@ class KernelEpilogues(TorchEpilogues):
         return done.pre, done.c
 
     def reduce_blocks_backward(self, stacked: Tensor, ranks: int, pre: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        if ACTIVATIONS[name].kernel is None:
+        kernel = ACTIVATIONS[name].kernel
+        if kernel is None:
             return super().reduce_blocks_backward(stacked, ranks, pre, name)
-        grad, bias_grad = self._backward(stacked, ranks, pre, name, True)
-        assert bias_grad is not None
-        return grad, bias_grad.to(pre.dtype)
+        done = self._backward(stacked, ranks, pre, kernel, column_sums=True)
+        return done.c, done.column_sums.to(pre.dtype)
 
-    def _backward(
-        self, stacked: Tensor, ranks: int, pre: Tensor, name: str, column_sums: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def _backward(self, stacked: Tensor, ranks: int, pre: Tensor, kernel: str, column_sums: bool = False) -> Any:
         import ndtp_kernels
 
-        kernel = ACTIVATIONS[name].kernel
-        assert kernel is not None
-        done = ndtp_kernels.reduce_blocks_backward(
+        return ndtp_kernels.reduce_blocks_backward(
             _blocks(stacked, ranks), pre, activation=kernel, return_column_sums=column_sums,
             backend=self.options.backend,
         )  # fmt: skip
-        return done.c, done.column_sums
 
 
 def _blocks(stacked: Tensor, ranks: int) -> Tensor:

@@ -27,8 +27,6 @@ FORWARD = {"A": "forward", "B": "forward", "C": "forward", "bias": "forward"}
 BACKWARD = {"dC": "dgrad", "dA": "dgrad", "B": "dgrad", "A": "wgrad", "dB": "wgrad", "dbias": "wgrad"}
 COMPUTE = {"own": "gemm own", "multiply": "gemm", "activate": "activate"}  # what profiles call it
 OPERAND = {"C": "A", "dA": "dC"}  # of which a result takes its rows
-# Multiply-adds below which a rank's own part does not go first: another product costs more than the wait it fills.
-OWN_PART_FROM = 2**20
 
 
 @dataclass(frozen=True)
@@ -176,9 +174,9 @@ class Execution:
         dim, axes = gathered
         ranks = self.mesh.grid.size(axes)
         contracted = own.shape[-1] * (ranks if dim else 1)
-        if own.numel() * self._tensors[p, "B", None].numel() < OWN_PART_FROM * contracted:
+        if own.numel() * self._tensors[p, "B", None].numel() < self.mesh.gemm.own_part_from * contracted:
             return
-        me, blocks = self.mesh.grid.index(self.mesh.rank, axes), self._blocks_of_result(p, name)
+        me, blocks = self.mesh.grid.index(self.mesh.rank, axes), _blocks_of_result(stage.plan, name)
         if dim == 0 and blocks == 1:
             column = (stage.plan.c_letters if name == "C" else stage.plan.a_letters)[1] or ""
             width = stage.sizes[column] // self.mesh.grid.size(stage.plan.orders[column])
@@ -199,7 +197,7 @@ class Execution:
         elif (begun := self._begun.pop((p, name, i), None)) is not None:
             self._tensors[p, name, i] = self._complete(p, name, self._tensors[p, OPERAND[name], i], begun)
         else:
-            blocks = self._blocks_of_result(p, name)
+            blocks = _blocks_of_result(self.stages[p].plan, name)
             how = {"blocks": blocks} if blocks > 1 else {}
             self._tensors[p, name, i] = self._product(p, name, self._tensors[p, OPERAND[name], i], **how)
 
@@ -251,7 +249,7 @@ class Execution:
         ranks, me = self.mesh.grid.size(axes), self.mesh.grid.index(self.mesh.rank, axes)
         if dim == 1:
             others = tuple(j for j in range(ranks) if j != me)
-            blocks = self._blocks_of_result(p, name)
+            blocks = _blocks_of_result(self.stages[p].plan, name)
             return self._product(p, name, operand, out=begun, blocks=blocks, parts=others, accumulate=True)
         rows = operand.shape[0] // ranks
         for start, stop in ((0, me * rows), ((me + 1) * rows, operand.shape[0])):
@@ -261,7 +259,7 @@ class Execution:
 
     def _wgrad(self, p: int) -> Tensor:
         gemm, plan = self.mesh.gemm, self.stages[p].plan
-        blocks = self._blocks_of_result(p, "dB")
+        blocks = _blocks_of_result(plan, "dB")
         how: dict[str, Any] = {"blocks": blocks} if blocks > 1 else {}
         a, grad = self._whole(p, "A"), self._whole(p, "dC")
         if a is not None and grad is not None:
@@ -286,10 +284,6 @@ class Execution:
         if (p, "bias", None) in self._moves:
             self._wait(p, "bias", None)
         return self._tensors.get((p, "bias", None))
-
-    def _blocks_of_result(self, p: int, name: str) -> int:
-        """Into how many blocks of columns a product falls, for the scatter that follows."""
-        return _blocks_of(self.stages[p].plan, name)
 
     def _take_weight(self, p: int, prefetch: WeightPrefetch) -> None:
         """Take over the gather of the first weight that the chain needs, if it was started ahead."""
@@ -376,7 +370,8 @@ _ACTIONS = {
 
 
 @lru_cache(maxsize=4096)
-def _blocks_of(plan: MatMulPlan, name: str) -> int:
+def _blocks_of_result(plan: MatMulPlan, name: str) -> int:
+    """Into how many blocks of columns a product falls, for the scatter that follows."""
     steps = plan.relayouts[name]
     return plan.grid.size(steps[0].axes) if is_matrix(plan) and steps and scatters_columns(steps[0]) else 1
 

@@ -29,7 +29,13 @@ class TorchGemm(TorchEpilogues):
         blocks: return it as so many blocks of columns.
         parts: of the blocks of the contracted dim, those to sum; default: all.
         accumulate: add to `out`.
+
+    Attributes:
+        own_part_from: multiply-adds below which a rank's own part does not go first while the others' are on their way:
+            another product costs more than the wait it fills.
     """
+
+    own_part_from = 2**20
 
     def forward(self, plan: MatMulPlan, a: Tensor, b: Tensor, **how: Any) -> Tensor:
         """C[.., M, N] = A . B, for operands held as their roles ask."""

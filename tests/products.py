@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ndtp import CommMeter, Grid, Layout, MatMulPlan, ProcessGrid, execution, matmul
+from ndtp import CommMeter, Grid, Layout, MatMulPlan, ProcessGrid, matmul
+from ndtp.gemm import TorchGemm
 from ndtp.testing import assert_equal, small_integers
 
-execution.OWN_PART_FROM = 0  # tiny products go the way of large ones, in every process that imports this
+TorchGemm.own_part_from = 0  # tiny products go the way of large ones, in every process that imports this
 
 # Sums of so few products of -1, 0 and 1 are exact in every dtype, whatever their order.
 BOUNDS = {"low": -1, "high": 1}

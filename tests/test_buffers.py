@@ -193,7 +193,7 @@ def dropped_and_failed():
     handle.wait()
     try:
         handle.wait()
-    except AssertionError as error:
+    except ValueError as error:
         assert "waited for already" in str(error), error
     else:
         raise RuntimeError("a handle gave its result twice")

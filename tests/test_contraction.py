@@ -260,7 +260,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_products_are_exact_or_refused_with_a_fix(case: Case) -> None:
     case.check()

@@ -12,7 +12,7 @@ from products import mesh_of
 from torch.utils.checkpoint import checkpoint
 
 import ndtp
-from ndtp import CommMeter, Grid, Layout, MatMulPlan, execution
+from ndtp import CommMeter, Grid, Layout, MatMulPlan
 from ndtp.testing import assert_equal, small_integers
 
 GRIDS = [Grid(z=2, x=2, y=2), Grid(z=1, x=2, y=4), Grid(z=1, x=4, y=2), Grid(z=2, x=1, y=4), Grid(z=4, x=2, y=1)]
@@ -82,7 +82,7 @@ def own_parts():
         for smallest in (0, gathered, 10 * gathered):
             calls = []
             mesh.gemm.forward = lambda *x, calls=calls, real=forward, **how: calls.append(how) or real(*x, **how)
-            with mock.patch.object(execution, "OWN_PART_FROM", smallest):
+            with mock.patch.object(mesh.gemm, "own_part_from", smallest):
                 results.append(ndtp.matmul(a, b, plan, mesh).detach())
             products.append(len(calls))
         del mesh.gemm.forward

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ndtp.errors import GridError
 from ndtp.grid import Grid
 from ndtp.hardware import Hardware, Link
 from ndtp.process_grid import ProcessGrid
@@ -291,7 +292,10 @@ def fit_gemm(samples: Samples, dtype: str) -> tuple[float, float, float, list[Fi
         error = float(np.abs(matrix @ [per_flop, launch] - weights).mean())
         if per_flop > 0 and (best is None or error < best[0]):
             best = error, 1 / per_flop, float(half), float(launch)
-    assert best is not None, "products take time"
+    if best is None:
+        raise GridError(
+            f"bench calibrate: products up to {shapes.max():.0f} took no longer than small ones\n  fix: larger dims"
+        )
     _, peak, half, launch = best
     probe = Hardware("probe", 1, Link(1), Link(1), {dtype: peak / 1e12}, half, 1, samples.copy_gbs, launch * 1e6)
     predicted = [float(gemm_seconds(probe, g.m, g.n, g.k, dtype)) for g in samples.gemms]

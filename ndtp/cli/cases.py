@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ndtp import execution
 from ndtp.contraction import MatMulPlan
 from ndtp.cost import Volume
 from ndtp.grid import Grid
@@ -76,8 +75,8 @@ def check_grid(
     counter: Counter, sizes: Mapping[str, int], schemes: tuple[str, ...], dtypes: tuple[str, ...], broken: str | None
 ) -> list[Result]:
     """All cases of a grid, in the order of `cases`; runs on every rank."""
-    execution.OWN_PART_FROM = 0  # these products are tiny, and stand for large ones
     mesh = ProcessGrid(Grid(sizes))
+    mesh.gemm.own_part_from = 0  # these products are tiny, and stand for large ones
     if broken:
         break_collective(mesh, broken)
     results = []

@@ -13,7 +13,7 @@ Activation = Callable[[Tensor], Tensor]
 
 def width_of(activation: str | Activation) -> int:
     """Features that an activation takes for each that it gives: 2 for a gated one, by name."""
-    return ACTIVATIONS[activation].width if activation in ACTIVATIONS else 1  # type: ignore[index]
+    return ACTIVATIONS[activation].width if isinstance(activation, str) and activation in ACTIVATIONS else 1
 
 
 def activation_named(activation: str | Activation) -> Activation:

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from products import mesh_of
-from test_linear import dense_linear, grids, message_of, padded_shard
+from test_linear import dense_linear, grids, message_of
+from test_mlp import check_ends, run_block
 from torch.nn import functional as F
 
 import ndtp
-from ndtp import CommMeter, Grid
+from ndtp import Grid
 from ndtp.block_cost import Block, Grids, volume
 from ndtp.schemes import SCHEMES
 from ndtp.testing import assert_equal, small_integers
@@ -36,17 +37,10 @@ def check_block(grid, scheme, rows=ROWS, hidden=HIDDEN, inner=INNER, bias=False,
     mesh, where = mesh_of(grid), f"{grid}, {scheme}, {arguments}"
     layers = dense_layers(hidden, inner, bias)
     block = ndtp.nn.GatedMLP.from_dense(*layers, "relu", mesh=mesh, scheme=scheme, **arguments)
-    x = small_integers((rows, hidden), 5, low=-1, high=1).requires_grad_()
-    upstream = small_integers((rows, hidden), 6, low=-1, high=1)
-    width = block.up.padded_in
-    x_shard = padded_shard(x.detach(), block.in_layout, mesh, width).clone().requires_grad_()
-    with CommMeter() as meter:
-        y = block(x_shard)
-        y.backward(padded_shard(upstream, block.out_layout, mesh, width))
+    x, upstream, x_shard, y, moved = run_block(block, rows, hidden)
     expected = dense(layers, x, torch.relu)
     expected.backward(upstream)
-    assert_equal(y, padded_shard(expected, block.out_layout, mesh, width), f"{where}: y")
-    assert_equal(x_shard.grad, padded_shard(x.grad, block.in_layout, mesh, width), f"{where}: dx")
+    check_ends(block, x, x_shard, y, expected, where)
     for name, parameter in block.named_parameters():
         layer, kind = name.split(".")
         grad = parameter.grad.full_tensor() if mesh.device_mesh is not None else parameter.grad
@@ -55,7 +49,7 @@ def check_block(grid, scheme, rows=ROWS, hidden=HIDDEN, inner=INNER, bias=False,
             target = dense_layer.get_parameter(kind).grad
             assert_equal(got[tuple(slice(0, size) for size in target.shape)], target, f"{where}: d{name}")
             assert got.abs().sum() == target.abs().sum(), f"{where}: padding of {name} has a gradient"
-    assert meter.volume == block.volume(rows).in_bytes(4), where
+    assert moved == block.volume(rows).in_bytes(4), where
     whole = block.to_dense()
     assert_equal(whole(x), expected, f"{where}: to_dense")
     for part, layer in zip(PARTS, layers, strict=True):
