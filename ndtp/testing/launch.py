@@ -31,7 +31,8 @@ def run(
 
     The ranks are started at the first call of the process and reused.  In a program that already is one of `ranks`
     ranks (under torchrun, or after `init_process_group`), `fn` runs in place, in that group, and every rank gets all
-    results; `timeout` and `wait_all` are then the launcher's business.
+    results; `timeout` and `wait_all` are then the launcher's business.  A group that is made for it is destroyed when
+    the program ends, unless `fn` failed.
 
     Args:
         fn: a function that can be imported by its name: at module level, of a module or of the main script.
