@@ -294,7 +294,8 @@ def fit_gemm(samples: Samples, dtype: str) -> tuple[float, float, float, list[Fi
             best = error, 1 / per_flop, float(half), float(launch)
     if best is None:
         raise GridError(
-            f"bench calibrate: products up to {shapes.max():.0f} took no longer than small ones\n  fix: larger dims"
+            f"bench calibrate: products with dims up to {shapes.max():.0f} took no longer than small ones\n"
+            "  fix: a quiet machine and more --repeats, or larger dims in the Job"
         )
     _, peak, half, launch = best
     probe = Hardware("probe", 1, Link(1), Link(1), {dtype: peak / 1e12}, half, 1, samples.copy_gbs, launch * 1e6)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from ndtp.bench.calibrate import COLLECTIVES, GemmSample, Job, LinkSample, Samples, fit, fit_link
+from ndtp.bench.calibrate import COLLECTIVES, GemmSample, Job, LinkSample, Samples, fit, fit_gemm, fit_link
+from ndtp.errors import GridError
 from ndtp.hardware import Hardware, Link
 from ndtp.planner import plan
 from ndtp.time_model import gemm_seconds
@@ -86,3 +87,9 @@ def test_wrong_use(ndtp, words, message):
 def test_help_has_an_example(ndtp):
     code, out, _ = ndtp("bench", "calibrate", "--help")
     assert code == 0 and "Example: ndtp bench calibrate" in out
+
+
+def test_products_whose_time_does_not_grow_are_refused_with_a_fix():
+    gemms = [GemmSample(n, n, n, 1 / n) for n in (64, 256, 1024)]
+    with pytest.raises(GridError, match="dims up to 1024 took no longer than small ones\n  fix:"):
+        fit_gemm(Samples([], gemms, 1.0), "float32")

@@ -173,6 +173,7 @@ def test_a_failure_under_torchrun_ends_all_ranks(tmp_path, start):
     assert "KeyError: 'missing'" in torchrun(script, code=1)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for threads in /proc")
 def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path):
     """One that did, and gave back a tensor then, would abort the program: about one run in thirty."""
     script = tmp_path / "script.py"
@@ -216,7 +217,7 @@ def test_importing_and_running_initialises_no_cuda():
 
 def torchrun(script, code=0):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr
     return done.stderr if code else done.stdout
 
