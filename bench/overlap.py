@@ -32,6 +32,7 @@ from torch.distributed.tensor import Shard, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ndtp
+from ndtp.bench.rivals import wait_until_there
 from ndtp.cli.bench_step import grid_of
 from ndtp.collectives import Collectives
 from ndtp.exchange import exchange
@@ -105,7 +106,9 @@ def torch_sequence_parallel(tokens: int, hidden: int, inner: int) -> tuple[Step,
     grad = torch.randn(tokens // ranks, hidden)
 
     def step() -> None:
-        block(x).backward(grad)
+        y = block(x)
+        y.backward(grad)
+        wait_until_there(y, x.grad)
 
     return step, lambda whole: block(whole.chunk(ranks)[dist.get_rank()])
 
@@ -223,8 +226,9 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> None:
     """All rivals on one grid."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(arguments.grids[0], store)  # grids that are run one after another share the store
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     sizes = arguments.tokens, arguments.hidden, arguments.inner
     torch_step, forward = torch_sequence_parallel(*sizes)
     steps = {TORCH: torch_step, TORCH_WITH_OURS: ndtps_reduce_scatter()(torch_step)}
@@ -270,8 +274,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def run_each(arguments: argparse.Namespace) -> None:
     """Grid after grid, each in processes of its own: gloo's threads of groups that idle would cost processor time."""
-    environment = dict(os.environ, TORCHELASTIC_USE_AGENT_STORE="False")
-    ranks, rank, port = (int(environment[name]) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"))
+    _store, rank, ranks = next(dist.rendezvous("env://"))  # whoever serves it, torchrun or rank 0, serves all grids
+    environment = dict(os.environ, TORCHELASTIC_USE_AGENT_STORE="True")
     cases = arguments.grids or [f"1d-sp:x={ranks}", *(f"3d:{named(grid)}" for grid in ndtp.Grid.all(ranks))]
     found: dict[str, Rows] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -280,7 +284,7 @@ def run_each(arguments: argparse.Namespace) -> None:
             words = [word for word in sys.argv[1:] if word not in arguments.grids and word != "--grids"]
             subprocess.run(
                 [sys.executable, __file__, *words, "--grids", case, "--out", part],
-                env=environment | {"MASTER_PORT": str(port + 1 + i)},
+                env=environment,
                 stdout=subprocess.DEVNULL,
                 check=True,
             )

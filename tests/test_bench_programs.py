@@ -23,7 +23,7 @@ def start(*words: object) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, *map(str, words)], check=False, capture_output=True, text=True, env=environment, timeout=120
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-8000:]
     return done
 
 

@@ -9,6 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+
+def wait_until_there(*tensors: Tensor | None) -> None:
+    """DTensor returns results while their collective is in flight; their first use, which a step contains, waits."""
+    for tensor in tensors:
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor.trigger_wait()
 
 
 class DenseBlock(nn.Module):

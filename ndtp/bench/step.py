@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ndtp.bench.rivals import RIVALS, DenseBlock
+from ndtp.bench.rivals import RIVALS, DenseBlock, wait_until_there
 from ndtp.bench.volume import Case, Shape, meter_step, scaled_down
 from ndtp.cost import gemm_shape
 from ndtp.nn import MLP
@@ -112,7 +112,9 @@ def _stepper(module: nn.Module, x: Tensor) -> Callable[[], None]:
     def step() -> None:
         module.zero_grad(set_to_none=True)
         x.grad = None
-        module(x).backward(grad)
+        y = module(x)
+        y.backward(grad)
+        wait_until_there(y, x.grad)
 
     return step
 

@@ -1,13 +1,15 @@
 """`ndtp bench step`, as it is typed."""
 
+import gc
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from rich.cells import cell_len
 
 from ndtp.bench import rivals
-from ndtp.bench.step import Job, count_wrong_of_rival, ranks_of, read_log
+from ndtp.bench.step import Job, _stepper, count_wrong_of_rival, ranks_of, read_log
 from ndtp.bench.volume import Shape
 from ndtp.cli import bench_step
 
@@ -55,6 +57,25 @@ def broken_rival() -> tuple[int, int]:
 def test_rivals_are_checked_against_dense(ranks):
     results = ranks(2).run(broken_rival)
     assert all(right == 0 and wrong > 0 for right, wrong in results)
+
+
+def in_flight_after_a_step() -> tuple[int, int]:
+    """Collectives that nobody has waited for, after a forward and backward alone, and after a step that is timed."""
+    in_flight = torch._C._distributed_c10d._get_work_registry_size
+    gc.collect()
+    before = in_flight()  # of other tests on the same ranks
+    block = rivals.RIVALS["torch sequence parallel"][0](rivals.DenseBlock(16, 32, torch.float32, "cpu"), "cpu")
+    x = torch.randn(32, 16, requires_grad=True)
+    y = block(x)
+    y.backward(torch.randn(32, 16))
+    alone = in_flight() - before
+    rivals.wait_until_there(y, x.grad)
+    _stepper(block, x)()
+    return alone, in_flight() - before
+
+
+def test_the_clock_stops_when_the_results_are_there(ranks):
+    assert ranks(2).run(in_flight_after_a_step) == [(2, 0)] * 2
 
 
 def test_log_with_a_line_that_was_being_written(tmp_path):
