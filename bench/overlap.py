@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -26,6 +25,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import torch._dynamo  # DTensor would, in each of the processes that are forked
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, init_device_mesh
@@ -217,25 +217,45 @@ def main() -> None:
     parser.add_argument("--rate", default="as given to slow_network.py", help="noted in the result")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    if len(arguments.grids) == 1:
-        run(arguments)
-    else:
-        run_each(arguments)
+    _store, rank, ranks = next(dist.rendezvous("env://"))  # whoever serves it, torchrun or rank 0, serves all grids
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    cases = dict.fromkeys(arguments.grids or [f"1d-sp:x={ranks}", *(f"3d:{named(g)}" for g in ndtp.Grid.all(ranks))])
+    found: dict[str, Rows] = {}
+    for i, case in enumerate(cases):
+        found[case] = in_a_process_of_its_own(case, arguments)
+        if rank == 0:
+            write(found, arguments)  # what was measured is kept if the rest is interrupted
+            print(f"{case}: {i + 1} of {len(cases)}", file=sys.stderr, flush=True)
+    if rank == 0:
+        report(found)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def in_a_process_of_its_own(case: str, arguments: argparse.Namespace) -> Rows:
+    """gloo's threads of groups that idle would cost processor time: they go with the process."""
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=lambda: sender.send(measured(case, arguments)), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        sys.exit(f"overlap: {case} failed, see above")
+
+
+def measured(case: str, arguments: argparse.Namespace) -> Rows:
     """All rivals on one grid."""
     torch.set_num_threads(1)
     store, rank, ranks = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(arguments.grids[0], store)  # grids that are run one after another share the store
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", store=dist.PrefixStore(case, store), rank=rank, world_size=ranks)
     sizes = arguments.tokens, arguments.hidden, arguments.inner
     torch_step, forward = torch_sequence_parallel(*sizes)
     steps = {TORCH: torch_step, TORCH_WITH_OURS: ndtps_reduce_scatter()(torch_step)}
     for around in (contextlib.nullcontext, ndtps_reduce_scatter):
         with around():
             check(forward, lambda y: y.chunk(ranks)[rank], sizes)
-    scheme, _, axes = arguments.grids[0].partition(":")
+    scheme, _, axes = case.partition(":")
     grid = grid_of(axes, "overlap")
     blocks: dict[str, ndtp.nn.MLP] = {}
     for kind, chunks in (("plain", 1), ("overlapped", arguments.chunks), ("auto", "auto")):
@@ -265,35 +285,9 @@ def run(arguments: argparse.Namespace) -> None:
             busy = busy_seconds(step, 3)
             row["busy_ms"] = busy and busy * 1e3
         rows[name] = {key: value if value is None else round(value, 3) for key, value in row.items()}
-    if rank == 0:
-        report({arguments.grids[0]: rows})
-        write({arguments.grids[0]: rows}, arguments)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def run_each(arguments: argparse.Namespace) -> None:
-    """Grid after grid, each in processes of its own: gloo's threads of groups that idle would cost processor time."""
-    _store, rank, ranks = next(dist.rendezvous("env://"))  # whoever serves it, torchrun or rank 0, serves all grids
-    environment = dict(os.environ, TORCHELASTIC_USE_AGENT_STORE="True")
-    cases = arguments.grids or [f"1d-sp:x={ranks}", *(f"3d:{named(grid)}" for grid in ndtp.Grid.all(ranks))]
-    found: dict[str, Rows] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        part = Path(folder) / "part.json"
-        for i, case in enumerate(cases):
-            words = [word for word in sys.argv[1:] if word not in arguments.grids and word != "--grids"]
-            subprocess.run(
-                [sys.executable, __file__, *words, "--grids", case, "--out", part],
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                check=True,
-            )
-            if rank == 0:
-                found |= json.loads(part.read_text())["grids"]
-                write(found, arguments)  # what was measured is kept if the rest is interrupted
-                print(f"{case}: {i + 1} of {len(cases)}", file=sys.stderr, flush=True)
-    if rank == 0:
-        report(found)
+    return rows
 
 
 def named(grid: ndtp.Grid) -> str:

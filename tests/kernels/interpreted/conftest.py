@@ -1,7 +1,9 @@
 """Fixtures of the interpreted cases; what they import is in `poisoned`, as every conftest has the same module name."""
 
+import triton.language as tl
 from ndtp_kernels import launch
 from poisoned import poison
+from triton.runtime import interpreter
 
 __all__ = ["poison"]
 
@@ -9,3 +11,12 @@ __all__ = ["poison"]
 def pytest_configure(config):
     assert launch.interpreted(), "run through test_interpreter.py"
     config.addinivalue_line("filterwarnings", "error::ndtp_kernels.errors.KernelFallback")
+    interpreter._patch_lang = patch_once
+
+
+def patch_once(fn, patch=interpreter._patch_lang):
+    """Triton patches its language anew whenever a kernel calls a function: half of the time of all cases."""
+    used = [module for module in (tl, tl.core) if any(value is module for value in fn.__globals__.values())]
+    if any(tl.core.is_builtin(module.load) for module in used):
+        return patch(fn)
+    return interpreter._LangPatchScope()
