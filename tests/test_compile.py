@@ -1,7 +1,6 @@
 """Under `torch.compile(fullgraph=True)`: results, gradients and bytes are those of eager mode, to the bit."""
 
 import gc
-import os
 import shutil
 import subprocess
 import sys
@@ -24,9 +23,9 @@ ROWS, HIDDEN, INNER = 32, 8, 16
 
 def compiled(function, backend="aot_eager", ops=None):
     """The names of all operations in its graphs are appended to `ops`."""
-    # Inductor's cache does not see that an op's autograd formula changed.  Read when it is imported, so in the ranks.
-    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     import torch._dynamo
+
+    torch.compiler.config.force_disable_caches = True  # they do not see that an op's autograd formula changed
 
     torch._dynamo.reset()
     inner = torch._dynamo.lookup_backend(backend)

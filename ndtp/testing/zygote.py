@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 STATUS = struct.Struct("<q")
 _LENGTH = struct.Struct("<I")
 _NUM_FDS = 4
+# DTensor imports torch._dynamo in its first operation: here once, there in every rank.
 _PRELOAD = ("numpy", "torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", "ndtp.testing.worker")
 # Of the zygote alone; the ranks get the parent's.  Asking whether CUDA is there must not initialise it, or forked ranks
 # could not use it; and a process that has threads should not fork.
