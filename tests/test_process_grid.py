@@ -254,7 +254,7 @@ def test_multiprocessors_left_free_are_an_option_of_the_kernels():
 
 def check_timeout():
     """The timeout is that of the grid's groups, not of the default group."""
-    mesh = ProcessGrid(Grid(x=2), timeout=1.0)
+    mesh = ProcessGrid(Grid(x=2), timeout=4.0)
     layout = Layout(mesh.grid, "x", None)
     if mesh.rank == 0:
         try:

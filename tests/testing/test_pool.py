@@ -291,9 +291,9 @@ def test_a_rank_that_dies_between_calls_is_replaced(pool):
 
 def test_a_timeout_names_ranks_and_places(pool):
     with pytest.raises(
-        RankTimeout, match=r"rank 1: still running after 0\.5 s, in wait_for_godot \(test_pool"
+        RankTimeout, match=r"rank 1: still running after 2\.5 s, in wait_for_godot \(test_pool"
     ) as caught:
-        pool.run(sleep_on, (1, 3), timeout=0.5)
+        pool.run(sleep_on, (1, 3), timeout=2.5)
     assert sorted(caught.value.errors) == [1, 3]
     assert all("in wait_for_godot" in trace for trace in caught.value.errors.values())
     assert "also rank 3: still running" in str(caught.value)
@@ -301,7 +301,7 @@ def test_a_timeout_names_ranks_and_places(pool):
 
 def test_a_failure_is_not_mistaken_for_the_timeout_it_causes(pool):
     with pytest.raises(RankError) as caught:
-        pool.run(raise_on, 2, "sleep", wait_all=True, timeout=1)
+        pool.run(raise_on, 2, "sleep", wait_all=True, timeout=4)
     assert caught.value.rank == 2
     assert not isinstance(caught.value, RankTimeout)
     assert "in raise_on" in caught.value.errors[0]
