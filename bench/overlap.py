@@ -240,8 +240,9 @@ def in_a_process_of_its_own(case: str, arguments: argparse.Namespace) -> Rows:
     try:
         return receiver.recv()
     except EOFError:
-        process.join()
         sys.exit(f"overlap: {case} failed, see above")
+    finally:
+        process.join()
 
 
 def measured(case: str, arguments: argparse.Namespace) -> Rows:
