@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ndtp.moves import Move
 from ndtp.relayout import Step
 
 if TYPE_CHECKING:
+    from ndtp.late_gradients import LateGradient
     from ndtp.process_grid import ProcessGrid
 
 
@@ -22,7 +20,7 @@ def local_shard(x: Tensor) -> Tensor:
     if is_plain(x):
         return x
     # A gradient that is built by hand, as `_Arrival` does, cannot be traced.
-    return x.to_local() if torch.compiler.is_compiling() else _Arrival.apply(x, Deferred())  # type: ignore[attr-defined]
+    return x.to_local() if torch.compiler.is_compiling() else _Arrival.apply(x, None)  # type: ignore[attr-defined]
 
 
 def is_plain(x: Tensor) -> bool:
@@ -33,28 +31,44 @@ def is_plain(x: Tensor) -> bool:
     return not isinstance(x, DTensor)
 
 
+def version_of(x: Tensor) -> tuple[int, ...]:
+    """Changes when the tensor is changed in place; writes to its `.data` are seen by nobody.
+
+    An operation on a DTensor counts on the DTensor alone, one on its local tensor there alone.
+    """
+    local = getattr(x, "_local_tensor", x)
+    if local.is_inference() or x.is_inference():  # torch counts no changes of these
+        return (local.data_ptr(),)
+    return x._version, local._version, local.data_ptr()
+
+
 class Deferred:
-    """The gradient of one use of a weight, on its way: set by the product's backward, taken where it arrives.
+    """One use of a weight, whose gradient takes collectives and arrives late.
 
     Attributes:
-        parameter: whose gradient it is, if autograd ends there.
+        leaf: the parameter whose gradient it is, if autograd ends there.
+        late: the gradient on its way, from the product's backward until it arrives.
     """
 
-    move: Move | None = None
+    def __init__(self, leaf: Tensor | None = None) -> None:
+        self.leaf = leaf if leaf is not None and leaf.is_leaf else None
+        self.late: LateGradient | None = None
 
-    def __init__(self, parameter: Tensor | None = None) -> None:
-        self._parameter = None if parameter is None or not parameter.is_leaf else weakref.ref(parameter)
+    def accumulates(self, arrival: Any) -> bool:
+        """Whether the backward that runs adds the gradient to the `.grad` of a parameter.
 
-    @property
-    def parameter(self) -> Tensor | None:
-        return None if self._parameter is None else self._parameter()
+        Not so where `torch.autograd.grad` asks for it, or nobody does.
 
-    def go_further(self) -> None:
-        """Start the second collective, when the first has had the time of a chain of products."""
-        if (move := self.move) is not None:
-            move.go_further()
-            if move.is_held:
-                move.mesh.partial_sums.take_up(self.parameter, move)
+        Args:
+            arrival: the node of autograd at which it arrives.
+        """
+        if self.leaf is None or not torch._C._will_engine_execute_node(arrival):  # type: ignore[attr-defined]
+            return False
+        try:
+            end = torch.autograd.graph.get_gradient_edge(self.leaf).node
+            return torch._C._will_engine_execute_node(end)  # type: ignore[attr-defined]
+        except RuntimeError:  # torch's answer for a leaf that `torch.autograd.grad` was given
+            return False
 
 
 class _Arrival(torch.autograd.Function):
@@ -66,24 +80,20 @@ class _Arrival(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Any, deferred: Deferred) -> Tensor:
+    def forward(ctx: Any, x: Any, deferred: Deferred | None) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.deferred = deferred
         ctx.spec = None if is_plain(x) else (x.device_mesh, x.placements, x.shape, x.stride())
         local = x if ctx.spec is None else x._local_tensor
         return local.detach()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, None]:
         deferred = ctx.deferred
-        move, deferred.move = deferred.move, None
-        if move is not None:
-            grad = move.finish()
-            if move.is_held:
-                grad = move.mesh.partial_sums.settle(deferred.parameter, move)
-                if grad is None:
-                    return None, None
-        if ctx.spec is not None:
+        if deferred is not None and deferred.late is not None:
+            late, deferred.late = deferred.late, None
+            grad = late.arrive()
+        if grad is not None and ctx.spec is not None:
             from torch.distributed.tensor import DTensor
 
             mesh, placements, shape, stride = ctx.spec
@@ -100,6 +110,5 @@ def taken_in(
     deferred = Deferred(parameter)
     local = _Arrival.apply(x, deferred)
     # Backward goes by sequence numbers, highest first: wait when it has gone past the oldest product of the window.
-    window = mesh.recent_products
-    local.grad_fn._set_sequence_nr(window[0] if len(window) == window.maxlen else 0)
+    local.grad_fn._set_sequence_nr(mesh.step.late.window_start)
     return local, deferred

@@ -109,7 +109,8 @@ class _Chain(NamedTuple):
             bound, sizes = plan.bind(shape, b_shape)
             if activation is not None:
                 shape = activated_shape(bound.shard_shape("C", sizes), activation, bound)
-            stages.append(Stage(bound, sizes, _unknown_weight, activation))
+            # No weight is gathered ahead of its chain: the compiler may have changed the order of use.
+            stages.append(Stage(bound, sizes, activation))
         return stages
 
     def chunks(self, shapes: Sequence[Sequence[int]], like: Tensor) -> int:
@@ -117,10 +118,6 @@ class _Chain(NamedTuple):
         with _disable_current_modes():
             real = torch.empty(1, dtype=like.dtype, device=like.device)
             return num_chunks(self.plans, [stage.sizes for stage in self.stages(shapes)], self.mesh, real)
-
-
-def _unknown_weight() -> None:
-    """No weight is gathered ahead of its chain: the compiler may have changed the order of use."""
 
 
 def _read_chain(text: str) -> _Chain:
@@ -266,6 +263,10 @@ def _run_mlp_backward(
     chain, each = _read_chain(products), _cut(products, shapes)
     keys = [entry.key for entry in _outline_for(products, each, (grad,) * len(each), needs).kept]
     execution = Execution(chain.stages(each), chain.mesh, chain.chunks(each, grad))
+    step = chain.mesh.step
+    step.late.enter()
+    if step.partial_sums and torch._C._current_graph_task_id() >= 0:  # type: ignore[attr-defined]
+        step.late.end_with_backward(True)  # of eager code, which left them to the next backward
     da, db, dbias = execution.backward(grad, dict(zip(keys, kept, strict=True)), chain.wanted(needs))
     gradients = [move.finish() for move in db + dbias if move is not None]
     return [gradient.contiguous() for gradient in ([] if da is None else [da]) + gradients]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ndtp.accumulation import PartialSums
 from ndtp.buffers import BufferRing
 from ndtp.collectives import Collectives, GlooCollectives
 from ndtp.gemm import TorchGemm
 from ndtp.grid import Grid
-from ndtp.prefetch import WeightPrefetch
+from ndtp.step_state import StepState
 
 
 class _Silent:
@@ -49,10 +47,7 @@ class DryGrid:
     def __init__(self, grid: Grid, rank: int = 0, backend: str = "gloo") -> None:
         self.grid, self.rank, self.gemm, self.ring = grid, rank, TorchGemm(), BufferRing(0)
         self.check, self.recorder, self.device_mesh = False, None, None
-        self.prefetch, self.prefetch_backward = WeightPrefetch(), WeightPrefetch("dgrad")
-        self.partial_sums = PartialSums()
-        self.recent_products: deque[int] = deque(maxlen=2)
-        self.departed: list[Any] = []
+        self.step = StepState()
         self.collectives = SILENT[backend](self)  # type: ignore[arg-type]
 
     def group(self, axes: Sequence[str], direction: str) -> _DryGroup:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -36,14 +36,16 @@ class Stage:
     Attributes:
         plan: bound to the shapes of its operands.
         sizes: letter -> global size.
-        weight: gives B as it was passed, if it lives: what is known about the order of weights is known by it.
         activation: of the C of this product, by name; None for the last product.
+        weight: B as it was passed, if its gather may be started ahead.
+        owner: by what the order of weights is known, see `ndtp.prefetch.owner_of`.
     """
 
     plan: MatMulPlan
     sizes: Mapping[str, int]
-    weight: Callable[[], Tensor | None]
     activation: str | None = None
+    weight: Tensor | None = None
+    owner: Any = None
 
 
 class Execution:
@@ -62,6 +64,7 @@ class Execution:
     def _clear(self) -> None:
         self._phases = FORWARD
         self._wanted: Sequence[Wanted] = ()
+        self._held: Container[tuple[int, str]] = ()  # gradients that stop before an all-reduce
         self._stored: dict[tuple[int, str], Tensor] = {}  # what comes in or goes out, as it is stored
         self._moves: dict[Key, Move] = {}
         self._tensors: dict[Key, Tensor] = {}
@@ -78,7 +81,7 @@ class Execution:
             self._stored[p, "B"] = weight
             if bias is not None:
                 self._stored[p, "bias"] = bias
-        self._take_weight(0, self.mesh.prefetch)
+        self._take_weight(0, self.mesh.step.prefetch)
         self._run(forward_tasks(self.chunks, tuple(bias is not None for bias in biases)))
         c = self._result(self.last, "C")
         if (bias := self._bias(self.last)) is not None:
@@ -96,21 +99,29 @@ class Execution:
         return c, kept
 
     def backward(
-        self, grad: Tensor, kept: dict[Key, Tensor], wanted: Sequence[Wanted]
+        self,
+        grad: Tensor,
+        kept: dict[Key, Tensor],
+        wanted: Sequence[Wanted],
+        held: Container[tuple[int, str]] = (),
     ) -> tuple[Tensor | None, list[Move | None], list[Move | None]]:
         """dA of the first product as it is stored; of every product the moves of dB and dbias, not waited for.
 
         Empties `kept`: what is used up must not live until the end of the chain.
+
+        Args:
+            held: gradients (product, "dB" or "dbias") whose moves stop before an all-reduce.
         """
         self._clear()  # an earlier backward may have ended in an exception
-        self._phases, self._wanted, self._stored[self.last, "dC"] = BACKWARD, wanted, grad
+        self._phases, self._wanted, self._held = BACKWARD, wanted, held
+        self._stored[self.last, "dC"] = grad
         for p, name, i in tuple(kept):
             if name.lower() in wanted[p].regather:
                 self._stored[p, name] = kept.pop((p, name, i))
             else:
                 self._tensors[p, name, i] = kept.pop((p, name, i))
         if wanted[self.last].again("b"):
-            self._take_weight(self.last, self.mesh.prefetch_backward)
+            self._take_weight(self.last, self.mesh.step.prefetch_backward)
         self._run(backward_tasks(self.chunks, tuple(wanted)))
         products = range(self.last + 1)
         db, dbias = ([self._moves.pop((p, name, None), None) for p in products] for name in ("dB", "dbias"))
@@ -152,8 +163,7 @@ class Execution:
             return
         # dC is gathered once, for the first phase that needs it.
         phase = "wgrad" if name == "dC" and not self._wanted[p].dgrad else self._phases[name]
-        hold = name in ("dB", "dbias") and self.mesh.partial_sums.holds_back
-        move = move_of(plan, name, tensor, self.mesh, phase, part, out, hold)
+        move = move_of(plan, name, tensor, self.mesh, phase, part, out, (p, name) in self._held)
         self._moves[key] = move.start()
 
     def _wait(self, p: int, name: str, i: int | None) -> None:
@@ -222,8 +232,9 @@ class Execution:
     def _prefetch(self, p: int, name: str, i: int | None) -> None:
         # A chain is known by the weight that it needs first.
         forward = self._phases is FORWARD
-        if (weight := self.stages[0 if forward else self.last].weight()) is not None:
-            (self.mesh.prefetch if forward else self.mesh.prefetch_backward).start(weight, self.mesh)
+        if (owner := self.stages[0 if forward else self.last].owner) is not None:
+            step = self.mesh.step
+            (step.prefetch if forward else step.prefetch_backward).start(owner, self.mesh)
 
     def _release(self, p: int, name: str, i: int | None) -> None:
         """Let go of an operand, unless backward wants it."""
@@ -287,9 +298,9 @@ class Execution:
 
     def _take_weight(self, p: int, prefetch: WeightPrefetch) -> None:
         """Take over the gather of the first weight that the chain needs, if it was started ahead."""
-        plan, weight, stored = self.stages[p].plan, self.stages[p].weight(), self._stored[p, "B"]
-        if plan.gathers_b and weight is not None and weight.is_leaf and weight.dtype == stored.dtype:
-            ahead = prefetch.take(weight, plan)
+        stage, stored = self.stages[p], self._stored[p, "B"]
+        if stage.plan.gathers_b and stage.weight is not None and stage.weight.dtype == stored.dtype:
+            ahead = prefetch.take(stage.weight, stage.owner, stage.plan)
             if ahead is not None:
                 self._moves[p, "B", None] = ahead
 

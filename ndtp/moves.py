@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ndtp.relayout import Step
@@ -28,7 +27,7 @@ class Move:
         part: which chunk of how many, such as "2/4", for profiles.
         out: where the last step puts its result, if it gathers rows or reduces.
         blocks: "arrive" or "leave" if the tensor does, where its last step or first step is such.
-        hold: stop before an all-reduce, until `go_on`.
+        hold: stop before an all-reduce, until `release_hold`.
     """
 
     def __init__(
@@ -82,8 +81,8 @@ class Move:
         assert self.tensor is not None
         return self.tensor
 
-    def go_further(self) -> None:
-        """Start the next collective, if there is one and it is not held back."""
+    def start_next(self) -> None:
+        """Wait for the collective under way and start the next one, if there is one and it is not held back."""
         if self.handle is not None and self.taken < len(self.steps):
             handle, self.handle = self.handle, None
             self.tensor = handle.wait()
@@ -98,11 +97,17 @@ class Move:
         """Add to what is held back."""
         self.tensor = self.finish() + other
 
-    def cast(self, dtype: torch.dtype) -> Move:
-        self.tensor = self.finish().to(dtype)
+    def take(self) -> Tensor:
+        """`finish`, and keep no reference to the result: who gets it may be the only one to have it."""
+        tensor, self.tensor = self.finish(), None
+        return tensor
+
+    def resume(self, tensor: Tensor) -> Move:
+        """Go on with another tensor from where `take` left off."""
+        self.tensor = tensor
         return self
 
-    def go_on(self) -> Move:
+    def release_hold(self) -> Move:
         self.hold = False
         return self
 

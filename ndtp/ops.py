@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
 
-from ndtp.arrival import Deferred, is_plain, local_shard, taken_in
+from ndtp.arrival import Deferred, is_plain, local_shard, taken_in, version_of
 from ndtp.contraction import MatMulPlan
 from ndtp.epilogues import ACTIVATIONS
 from ndtp.errors import LayoutError
 from ndtp.execution import Execution, Stage
 from ndtp.layout import Layout
 from ndtp.moves import Move
+from ndtp.prefetch import owner_of
 from ndtp.relayout import is_legal
 from ndtp.relayout import relayout as relayout_steps
 from ndtp.schedule import Wanted
@@ -53,7 +52,7 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tens
 
     Source: MindSpore's high-dimension tensor parallel; Agarwal et al. 1995 for the 3D algorithm.
     """
-    return _chain(a, (b,), (bias,), (plan,), (None,), mesh)
+    return chain(a, (b,), (bias,), (plan,), (None,), mesh)
 
 
 def mlp(
@@ -63,6 +62,7 @@ def mlp(
     mesh: ProcessGrid,
     activation: str = "gelu",
     biases: Sequence[Tensor | None] | None = None,
+    layers: Sequence[nn.Module] = (),
 ) -> Tensor:
     """`matmul(activation(matmul(x, up)), down)` as one schedule over a process grid.
 
@@ -80,6 +80,7 @@ def mlp(
         activation: its name, see `ndtp.nn.MLP`.  A gated one takes two features for each that it gives: `up` is then
             twice as wide as `down` is deep, gate and up in turns (`ndtp.nn.GatedMLP`).
         biases: this rank's shards, laid out as `plans[i].bias`.
+        layers: the modules of which the weights are.
 
     Raises:
         LayoutError: plans that do not follow one another, and all that `matmul` raises.
@@ -96,17 +97,24 @@ def mlp(
     if not len(weights) == len(plans) == len(biases or weights):
         raise LayoutError(f"mlp: {len(weights)} weights, {len(plans)} plans, {len(biases or weights)} biases")
     activations = (*(activation for _ in plans[1:]), None)
-    return _chain(x, weights, biases or (None,) * len(plans), plans, activations, mesh)
+    return chain(x, weights, biases or (None,) * len(plans), plans, activations, mesh, layers)
 
 
-def _chain(
+def chain(
     a: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     plans: Sequence[MatMulPlan],
     activations: Sequence[str | None],
     mesh: ProcessGrid,
+    layers: Sequence[nn.Module] = (),
 ) -> Tensor:
+    """Products one after the other, each but the last with an activation behind it.
+
+    Args:
+        layers: the modules of which the weights are, if they are of any: their weights are gathered ahead.
+    """
+    mesh.step.late.enter()
     for plan, b, bias in zip(plans, weights, biases, strict=True):
         for x, tensor in ((b, "B"), (bias, "bias")):
             if x is not None and not is_plain(x):
@@ -114,6 +122,7 @@ def _chain(
     if not is_plain(a):
         _check_placements(a, "A", plans[0], mesh)
     given: tuple[Any, ...] = (*weights, *biases)
+    given_a = a
     if not a.is_meta and torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
         a = _autocast(a, dtype)
@@ -132,14 +141,16 @@ def _chain(
     ]
     shards = [shard for shard, _ in arriving]
     bound = check_chain(a, shards[: len(plans)], shards[len(plans) :], plans, activations, mesh)  # type: ignore[arg-type]
+    owners = [owner_of(b, layer) for b, layer in zip_longest(given[: len(plans)], layers)]
     stages = [
-        Stage(plan, sizes, weakref.ref(parameter), activation)
-        for (plan, sizes), parameter, activation in zip(bound, given, activations, strict=False)
+        Stage(plan, sizes, activation, None if owner is None else parameter, owner)
+        for (plan, sizes), activation, parameter, owner in zip(bound, activations, given, owners, strict=False)
     ]
     execution = Execution(stages, mesh, num_chunks(plans, [stage.sizes for stage in stages], mesh, a))
-    c = _Chain.apply(execution, [deferred for _, deferred in arriving], a, *shards)
-    if c.grad_fn is not None:
-        mesh.recent_products.append(c.grad_fn._sequence_nr() - 1)
+    inputs = Inputs(plans, given_a, given, [deferred for _, deferred in arriving])
+    c = _Chain.apply(execution, inputs, a, *shards)
+    if c.grad_fn is not None and any(deferred is not None for _, deferred in arriving):
+        mesh.step.late.note_chain(c.grad_fn._sequence_nr())
     return c
 
 
@@ -257,8 +268,9 @@ def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name:
         from ndtp import compiled
 
         return compiled.relayout(x, source, target, mesh, name)
+    mesh.step.late.enter()
     relayout_checked(x, source, target, mesh, name)
-    return _Relayout.apply(x, source, target, mesh, name)
+    return _Relayout.apply(x, source, target, mesh, name, "forward")
 
 
 def relayout_checked(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid | None, name: str) -> tuple[int, ...]:
@@ -317,53 +329,111 @@ def gradients_wanted(plans: Sequence[MatMulPlan], needs: Sequence[bool], need_bi
     ]
 
 
+class Inputs:
+    """Operands of a chain as they were passed: what their gradients and their versions are known by."""
+
+    def __init__(
+        self, plans: Sequence[MatMulPlan], a: Tensor, given: Sequence[Any], deferred: Sequence[Deferred | None]
+    ) -> None:
+        self.plans, self.deferred = plans, deferred
+        # Of other tensors autograd itself watches those that it saves; A that was gathered is not needed as it was.
+        operands = [(0, "A", a)] * (not is_plain(a)) + [(p, "B", b) for p, b in enumerate(given[: len(plans)])]
+        watched = [each for each in operands if each[2].is_leaf or not is_plain(each[2])]
+        self._watched = [(*each, version_of(each[2])) for each in watched] if torch.is_grad_enabled() else []
+
+    def check_unchanged(self, wanted: Sequence[Wanted]) -> None:
+        """Of the operands that backward multiplies by, whether or not a gathered copy was kept.
+
+        Raises:
+            RuntimeError: as torch's own, where one was changed in place since forward.
+        """
+        for p, name, x, version in self._watched:
+            is_needed = wanted[p].dgrad if name == "B" else wanted[p].wgrad
+            if is_needed and (now := version_of(x)) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{name} of MatMul '{self.plans[p].name}', {tuple(x.shape)}, is at version {now[0]}; expected "
+                    f"version {version[0]} instead\n  fix: backward first, or multiply by a clone"
+                )
+
+    def held(self, ctx: Any, mesh: ProcessGrid) -> set[tuple[int, str]]:
+        """Gradients that stop before an all-reduce: for those of later micro-batches, or to take up earlier ones."""
+        if not mesh.step.partial_sums.holds_back:
+            return set()
+        count, edges = len(self.plans), iter(ctx.next_functions[1:])  # there is one for every tensor
+        held = set()
+        for i, (deferred, exists) in enumerate(zip(self.deferred, ctx.shapes, strict=True)):
+            arrival = None if exists is None else next(edges)[0]
+            if deferred is not None and deferred.accumulates(arrival):
+                held.add((i % count, "dB" if i < count else "dbias"))
+        return held
+
+
 class _Chain(torch.autograd.Function):
     """Products in a chain; tensors are A, then the weights, then the biases (or None)."""
 
     @staticmethod
-    def forward(ctx: Any, execution: Execution, deferred: Sequence[Deferred | None], *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, execution: Execution, inputs: Inputs, *tensors: Tensor | None) -> Tensor:
         count = len(execution.stages)
         a, weights, biases = tensors[0], tensors[1 : count + 1], tensors[count + 1 :]
         needs, need_bias = ctx.needs_input_grad[2 : count + 3], ctx.needs_input_grad[count + 3 :]
         wanted = gradients_wanted([stage.plan for stage in execution.stages], needs, need_bias)
         c, kept = execution.forward(a, weights, biases, wanted)  # type: ignore[arg-type]
-        ctx.execution, ctx.deferred, ctx.wanted, ctx.keys = execution, deferred, wanted, tuple(kept)
+        ctx.execution, ctx.inputs, ctx.wanted, ctx.keys = execution, inputs, wanted, tuple(kept)
         ctx.save_for_backward(*kept.values())
         ctx.shapes = [None if x is None else x.shape for x in tensors[1:]]
         return c
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        execution, inputs = ctx.execution, ctx.inputs
+        late = execution.mesh.step.late
+        late.enter()
+        refuse_double_backward(" -> ".join(stage.plan.name for stage in execution.stages))
+        inputs.check_unchanged(ctx.wanted)
         kept = dict(zip(ctx.keys, ctx.saved_tensors, strict=True))
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each goes when its product is done
-        da, db, dbias = ctx.execution.backward(grad, kept, ctx.wanted)
-        mesh = ctx.execution.mesh
-        for earlier in mesh.departed:
-            if (departed := earlier()) is not None:
-                departed.go_further()
-        mesh.departed = [weakref.ref(d) for d in ctx.deferred if d is not None]
-        gradients = []
-        for move, deferred, shape in zip(db + dbias, ctx.deferred, ctx.shapes, strict=True):
+        held = inputs.held(ctx, execution.mesh)
+        da, db, dbias = execution.backward(grad, kept, ctx.wanted, held)
+        gradients: list[Tensor | None] = []
+        started = []
+        for move, deferred, shape in zip(db + dbias, inputs.deferred, ctx.shapes, strict=True):
             if move is not None and deferred is not None and (move.handle is not None or move.is_held):
-                deferred.move = move
-                gradients.append(grad.new_empty(()).expand(shape))  # a placeholder that the sink drops
+                deferred.late = late.expect(move, deferred.leaf if move.hold else None)
+                started.append(deferred.late)
+                gradients.append(grad.new_zeros(()).expand(shape))  # a placeholder that the arrival drops
             else:
                 gradients.append(move and move.finish())
+        late.came_through(started, bool(held))
         return None, None, da, *gradients
+
+
+def refuse_double_backward(name: str) -> None:
+    """At the first backward that autograd is to differentiate: what it would see is not all that is computed.
+
+    Raises:
+        RuntimeError: the same on every rank, before any collective.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"MatMul '{name}': its gradient cannot be differentiated again, and create_graph=True asks for that\n"
+            "  fix: create_graph=False, or the dense layer (to_dense) where a gradient of gradients is wanted"
+        )
 
 
 class _Relayout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name: str) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name: str, phase: str
+    ) -> Tensor:
         ctx.arguments = (source, target, mesh, name)
         steps = relayout_steps(mesh.grid, source.dims, target.dims)
-        moved = Move(x, steps, mesh, (name,), "forward").finish()
+        moved = Move(x, steps, mesh, (name,), phase).finish()
         return moved.view_as(moved) if moved is x else moved
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         source, target, mesh, name = ctx.arguments
-        steps = relayout_steps(mesh.grid, target.dims, source.dims)
-        return Move(grad, steps, mesh, (name,), "dgrad").finish(), None, None, None, None
+        mesh.step.late.enter()
+        # By itself, since it is linear: a relayout can be differentiated as often as wanted.
+        return _Relayout.apply(grad, target, source, mesh, name, "dgrad"), None, None, None, None, None

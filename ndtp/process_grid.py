@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary, finalize, ref
+from weakref import WeakValueDictionary, finalize
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # later its default arguments would keep the world's group, see `_let_go`
 
 from ndtp import nccl
-from ndtp.accumulation import PartialSums
 from ndtp.buffers import DEFAULT_BYTES, BufferRing
 from ndtp.collectives import Collectives
 from ndtp.errors import GridError
 from ndtp.gemm import KernelGemm, TorchGemm
 from ndtp.grid import Grid
 from ndtp.groups import never_destroy, shared_group
-from ndtp.prefetch import WeightPrefetch
+from ndtp.step_state import StepState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ndtp.arrival import Deferred
     from ndtp.chunk_count import Speeds
     from ndtp.spans import Recorder
 
@@ -133,13 +130,8 @@ class ProcessGrid:
         self.collectives = Collectives.of(self)
         self.speeds: Speeds | None = None  # measured where a number of chunks is first chosen
         self.chunk_choices: dict[tuple[object, ...], tuple[int, str]] = {}
-        self.partial_sums = PartialSums()
+        self.step = StepState()
         self.recorder: Recorder | None = None  # held here: backward may run in threads of autograd's own
-        self.prefetch, self.prefetch_backward = WeightPrefetch(), WeightPrefetch("dgrad")
-        # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
-        # past the oldest of them.  Two products hide a reduction, and bound the gradients that are held unreduced.
-        self.recent_products: deque[int] = deque(maxlen=2)
-        self.departed: list[ref[Deferred]] = []  # gradients of the chain that backward came to last
         self.name = f"{grid} #{next(_COUNT)}"
         _NAMED[self.name] = self
         if gemm == "kernels":
@@ -254,18 +246,21 @@ class ProcessGrid:
 
         Held back is what is summed over axes that replicate a weight, such as `dp`.  Until it is reduced a gradient is
         not in `.grad`, but in a sum of its own; reduce-scatters run every time, since that sum has the size of the
-        stored shard.  Where no backward follows, call `reduce_gradients`.  An exception that leaves the context drops
-        all sums.
+        stored shard.  Where no backward follows, call `reduce_gradients`.
+
+        `torch.autograd.grad` gives gradients of its own loss alone, reduced, inside as outside.  Hooks of a weight see
+        the sum when it is finished.  Compiled code reduces its gradients every time.  Sums are kept as `.grad` is, from
+        an exception too, unless it ends a backward: then nobody can say what they hold, and all are dropped.
         """
-        return self.partial_sums.accumulate()
+        return self.step.accumulate()
 
     def reduce_gradients(self) -> None:
         """Finish the gradients that `accumulate` held back, and add them to `.grad`; a collective."""
-        self.partial_sums.finish()
+        self.step.reduce_gradients()
 
     def discard_gradients(self) -> None:
         """Drop the gradients that `accumulate` held back, as `zero_grad` drops those in `.grad`."""
-        self.partial_sums.discard()
+        self.step.partial_sums.discard()
 
     def describe(self, axes: Sequence[str] = ()) -> str:
         """This rank and its coordinate, and the peers along `axes`: for errors."""

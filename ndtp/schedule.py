@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ndtp.contraction import MatMulPlan
 
 LOOKAHEAD = 2  # gathers in flight at a time: one that is waited for, and one behind it
+WINDOW = 2  # chains of products whose weight gradients are on their way at a time in backward
 SKEW = 2  # chunks by which a product is behind the one before it in a chain
 
 

@@ -14,9 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ndtp.schedule import Task, Wanted, backward_tasks, forward_tasks
-
-WINDOW = 2  # chains that hide the reduction of a weight's gradient: `ProcessGrid.recent_products`
+from ndtp.schedule import WINDOW, Task, Wanted, backward_tasks, forward_tasks
 
 # (collective, axis, bytes received per rank), one after another.
 Messages = list[tuple[str, str, Any]]

@@ -270,19 +270,19 @@ def test_reductions_of_weight_gradients_are_awaited_late_but_within_the_window(r
 def names_of_gathers(mesh, run):
     """Which weights are gathered, in order, and how often a product found its weight on the way."""
     taken = []
-    take = mesh.prefetch.take
+    take = mesh.step.prefetch.take
 
-    def noted(weight, plan):
-        ahead = take(weight, plan)
+    def noted(weight, owner, plan):
+        ahead = take(weight, owner, plan)
         taken.append(ahead is not None)
         return ahead
 
-    mesh.prefetch.take = noted
+    mesh.step.prefetch.take = noted
     try:
         with CommMeter() as meter:
             run()
     finally:
-        del mesh.prefetch.take
+        del mesh.step.prefetch.take
     return taken, meter.volume.by("phase")["forward"]
 
 

@@ -17,7 +17,7 @@ from ndtp.layout import Layout
 from ndtp.memory import Memory, memory
 from ndtp.nn.parameters import empty_parameter, fill_from_dense, fill_uniform, full
 from ndtp.nn.random import draw_seed
-from ndtp.ops import matmul
+from ndtp.ops import chain
 from ndtp.process_grid import ProcessGrid
 from ndtp.schemes import block_layouts
 
@@ -127,7 +127,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, lead = as_rows(x, self.name), x.shape[:-1]
-        y = matmul(rows, self.weight, self.plan, self.mesh, self.bias)
+        y = chain(rows, (self.weight,), (self.bias,), (self.plan,), (None,), self.mesh, (self,))
         y = self.without_padding(y)
         if len(lead) == 1:
             return y

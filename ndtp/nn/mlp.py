@@ -136,7 +136,8 @@ class MLP(nn.Module):
         if self.activation_name is not None and self._is_one_schedule():
             up, down = self.up, self.down
             weights, plans, biases = (up.weight, down.weight), (up.plan, down.plan), (up.bias, down.bias)
-            y = down.without_padding(mlp(rows, weights, plans, self.mesh, self.activation_name, biases))
+            y = mlp(rows, weights, plans, self.mesh, self.activation_name, biases, (up, down))
+            y = down.without_padding(y)
         else:
             self.dropout.row_blocks = RowBlocks(count or 1, count + padding or 1)
             h = self.dropout(self.activation(self.up(rows)))

@@ -6,65 +6,17 @@ import contextlib
 
 import pytest
 import torch
-from products import mesh_of
+from nn_case import INNER, PARTS, TOKENS, Case
 
 import ndtp
 from ndtp import CommMeter, Grid
-from ndtp.testing import assert_equal, small_integers
+from ndtp.testing import assert_equal
 
 GRIDS = [(Grid(dp=8, x=1), "1d"), (Grid(dp=2, z=2, x=1, y=2), "3d"), (Grid(dp=2, z=1, x=2, y=2), "3d")]
-TOKENS, HIDDEN, INNER = 32, 8, 16
-PARTS = 3
 
 
-def integers(shape, seed):
-    return small_integers(shape, seed, torch.float64, low=-1, high=1)
-
-
-def dense_block():
-    up, down = torch.nn.Linear(HIDDEN, INNER).double(), torch.nn.Linear(INNER, HIDDEN).double()
-    with torch.no_grad():
-        for i, parameter in enumerate((*up.parameters(), *down.parameters())):
-            parameter.copy_(integers(tuple(parameter.shape), i))
-    return up, down
-
-
-class Case:
-    """A block on a grid, the same block dense, and micro-batches for both."""
-
-    def __init__(self, grid, scheme):
-        self.mesh = mesh_of(grid)
-        self.dense = dense_block()
-        self.block = ndtp.nn.MLP.from_dense(*self.dense, "relu", mesh=self.mesh, scheme=scheme)
-        self.parts = [(integers((TOKENS, HIDDEN), 10 + i), integers((TOKENS, HIDDEN), 20 + i)) for i in range(PARTS)]
-        self.volume = self.block.volume(TOKENS, dgrad=False).in_bytes(8)
-
-    def run(self, part, uses=1):
-        """Forward and backward of a micro-batch on the grid; the block is used so often in it."""
-        x, grad = part
-        x = self.block.in_layout.shard(x, self.mesh.rank)
-        y = sum(self.block(x) for _ in range(uses))
-        y.backward(self.block.out_layout.shard(grad, self.mesh.rank))
-
-    def expected(self, parts, uses=1):
-        """The dense gradients of the sum over micro-batches."""
-        up, down = self.dense
-        for parameter in (*up.parameters(), *down.parameters()):
-            parameter.grad = None
-        for x, grad in parts:
-            (uses * down(torch.relu(up(x)))).backward(grad)
-        return [parameter.grad for parameter in (*up.parameters(), *down.parameters())]
-
-    def check(self, parts, what, uses=1):
-        up, down = self.block.up, self.block.down
-        layouts = (up.plan.b, up.plan.bias, down.plan.b, down.plan.bias)
-        for parameter, layout, dense in zip(self.block.parameters(), layouts, self.expected(parts, uses), strict=True):
-            assert_equal(parameter.grad.to_local(), layout.shard(dense, self.mesh.rank), what)
-        assert not self.mesh.collectives.in_flight, what
-        self.block.zero_grad()
-
-    def reduced_over_dp(self, meter):
-        return sum(t.amount for t in meter.volume.entries if t.collective == "all_reduce" and "dp" in t.axes)
+def reduced_over_dp(meter):
+    return sum(t.amount for t in meter.volume.entries if t.collective == "all_reduce" and "dp" in t.axes)
 
 
 def three_parts(grid, scheme):
@@ -79,16 +31,16 @@ def three_parts(grid, scheme):
             with case.mesh.accumulate():
                 case.run(part)
             assert all(parameter.grad is None for parameter in case.block.parameters()), "an unfinished gradient"
-        inside = case.reduced_over_dp(once)
+        inside = reduced_over_dp(once)
         case.run(case.parts[-1])
     case.check(case.parts, "reduced once")
-    assert inside == 0 < case.reduced_over_dp(once)
-    assert PARTS * case.reduced_over_dp(once) == case.reduced_over_dp(every)
+    assert inside == 0 < reduced_over_dp(once)
+    assert PARTS * reduced_over_dp(once) == reduced_over_dp(every)
 
     with CommMeter() as after:
         case.run(case.parts[0])
     case.check(case.parts[:1], "the step after it")
-    assert case.reduced_over_dp(after) == case.reduced_over_dp(once), "and it reduces as ever"
+    assert reduced_over_dp(after) == reduced_over_dp(once), "and it reduces as ever"
 
 
 @pytest.mark.parametrize("grid,scheme", GRIDS, ids=str)
@@ -140,7 +92,7 @@ def exceptions():
         h = case.block.up(case.block.in_layout.shard(case.parts[1][0], case.mesh.rank))
         h.register_hook(fail)
         case.block.down(h).sum().backward()
-    assert not case.mesh.partial_sums.holds_back
+    assert not case.mesh.step.partial_sums.holds_back
     for part in case.parts[:-1]:
         with case.mesh.accumulate():
             case.run(part)
