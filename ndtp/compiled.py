@@ -266,7 +266,7 @@ def _run_mlp_backward(
     step = chain.mesh.step
     step.late.enter()
     if step.partial_sums and torch._C._current_graph_task_id() >= 0:  # type: ignore[attr-defined]
-        step.late.end_with_backward(True)  # of eager code, which left them to the next backward
+        step.late.end_with_backward(step.partial_sums)  # of eager code, which left them to the next backward
     da, db, dbias = execution.backward(grad, dict(zip(keys, kept, strict=True)), chain.wanted(needs))
     gradients = [move.finish() for move in db + dbias if move is not None]
     return [gradient.contiguous() for gradient in ([] if da is None else [da]) + gradients]

@@ -10,6 +10,7 @@ from ndtp.buffers import BufferRing
 from ndtp.collectives import Collectives, GlooCollectives
 from ndtp.gemm import TorchGemm
 from ndtp.grid import Grid
+from ndtp.late_gradients import LateGradients
 from ndtp.step_state import StepState
 
 
@@ -47,7 +48,7 @@ class DryGrid:
     def __init__(self, grid: Grid, rank: int = 0, backend: str = "gloo") -> None:
         self.grid, self.rank, self.gemm, self.ring = grid, rank, TorchGemm(), BufferRing(0)
         self.check, self.recorder, self.device_mesh = False, None, None
-        self.step = StepState()
+        self.step = StepState(LateGradients())
         self.collectives = SILENT[backend](self)  # type: ignore[arg-type]
 
     def group(self, axes: Sequence[str], direction: str) -> _DryGroup:

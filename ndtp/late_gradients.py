@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from ndtp.accumulation import PartialSums
 from ndtp.schedule import WINDOW
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from ndtp.moves import Move
 
 
@@ -31,14 +34,14 @@ class LateGradient:
         number: in the order in which backward came to them.
         move: the way of the gradient from a sum of this rank to how it is stored.
         leaf: the parameter to whose `.grad` it is to be added, if its move was told to stop before an all-reduce.
-        is_kept: whether it stays there, for later gradients, and does not take up what was kept of earlier ones.
+        sums: where it is kept then, or takes up what was kept of earlier ones.
     """
 
-    __slots__ = ("_queue", "is_kept", "leaf", "move", "number")
+    __slots__ = ("_is_kept", "_queue", "leaf", "move", "number", "sums")
 
-    def __init__(self, queue: LateGradients, number: int, move: Move, leaf: Tensor | None) -> None:
-        self._queue, self.number, self.move, self.leaf = queue, number, move, leaf
-        self.is_kept = leaf is not None and queue.partial_sums.is_accumulating
+    def __init__(self, queue: LateGradients, number: int, move: Move, leaf: Tensor | None, sums: PartialSums) -> None:
+        self._queue, self.number, self.move, self.leaf, self.sums = queue, number, move, leaf, sums
+        self._is_kept = leaf is not None and sums.is_accumulating
 
     def start_next(self) -> None:
         """Start the next collective, when the one under way has had the time of a chain of products."""
@@ -53,9 +56,9 @@ class LateGradient:
 
     def _take_up(self) -> bool:
         """Go on with the all-reduce, of all that was kept of earlier gradients too."""
-        if not self.move.is_held or self.is_kept:
+        if not self.move.is_held or self._is_kept:
             return False
-        if self.leaf is not None and (earlier := self._queue.partial_sums.take(self.leaf)) is not None:
+        if self.leaf is not None and (earlier := self.sums.take(self.leaf)) is not None:
             self.move.add(earlier)
         self.move.release_hold().start()
         return True
@@ -66,19 +69,18 @@ class LateGradient:
         gradient = self.move.take()
         if self.leaf is None or not self.move.is_held:
             return gradient
-        self._queue.partial_sums.hold(self.leaf, self.number, gradient, self.move)
+        self.sums.hold(self.leaf, self.number, gradient, self.move)
         return None
 
 
 class LateGradients:
-    """All of them on one process grid, oldest first."""
+    """All of them, oldest first: of all grids of a process, which may share process groups."""
 
-    def __init__(self, partial_sums: PartialSums) -> None:
-        self.partial_sums = partial_sums
+    def __init__(self) -> None:
         self._chains: deque[list[LateGradient]] = deque()
         self._count = 0
         self._task: int | None = None  # the backward that is going on, by the number that autograd gives it
-        self._takes_up = False  # whether it ends what was left in partial sums
+        self._taken_up: list[PartialSums] = []  # what it ends of what was left in partial sums
         # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
         # past the oldest of them.  Two products hide a reduction, and bound the gradients that are held unreduced.
         self._window: deque[int] = deque(maxlen=WINDOW)
@@ -95,20 +97,20 @@ class LateGradients:
         """
         self._window.append(sequence_number - 1)
 
-    def expect(self, move: Move, leaf: Tensor | None) -> LateGradient:
+    def expect(self, move: Move, leaf: Tensor | None, sums: PartialSums) -> LateGradient:
         self._count += 1
-        return LateGradient(self, self._count, move, leaf)
+        return LateGradient(self, self._count, move, leaf, sums)
 
     def enter(self) -> None:
         """At the beginning of every operation: end what a backward that was broken off, or interrupted, has left."""
         if self._task is not None and torch._C._current_graph_task_id() != self._task:  # type: ignore[attr-defined]
             self.finish()
 
-    def came_through(self, gradients: Sequence[LateGradient], takes_up: bool) -> None:
+    def came_through(self, gradients: Sequence[LateGradient], takes_up: PartialSums | None) -> None:
         """Backward is through a chain of products, which started to reduce these gradients.
 
         Args:
-            takes_up: whether it adds to the `.grad` of parameters, and so what was left in partial sums too.
+            takes_up: what was left in partial sums, if it adds to the `.grad` of parameters.
         """
         if gradients:
             if len(self._chains) == WINDOW:
@@ -118,16 +120,17 @@ class LateGradients:
                 for late in chain:
                     late.start_next()
             self._chains.append(list(gradients))
-        if gradients or takes_up:
+        if gradients or takes_up is not None:
             self.end_with_backward(takes_up)
 
-    def end_with_backward(self, takes_up: bool) -> None:
+    def end_with_backward(self, takes_up: PartialSums | None) -> None:
         """Have autograd end what is still on its way when its backward does, and what was left in partial sums."""
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
         if self._task != task:
-            self._task, self._takes_up = task, False
+            self._task, self._taken_up = task, []
             Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
-        self._takes_up |= takes_up
+        if takes_up is not None and takes_up not in self._taken_up:
+            self._taken_up.append(takes_up)
 
     def finish_through(self, last: LateGradient) -> None:
         """Finish a gradient, and all older ones."""
@@ -144,13 +147,29 @@ class LateGradients:
             for late in self._chains.popleft():
                 late.finish()
 
-    def break_off(self) -> None:
-        """After an exception: drop partial sums to which a backward that it ended may have added, and others not."""
-        if self._task is not None:
+    def break_off(self) -> bool:
+        """After an exception: whether it ended a backward, of which the rest is finished now."""
+        is_broken = self._task is not None
+        if is_broken:
             self.finish()
-            self.partial_sums.discard()
+        return is_broken
 
     def _end(self) -> None:
+        taken_up, self._taken_up = self._taken_up, []
         self.finish()
-        if self._takes_up and not self.partial_sums.is_accumulating:
-            self.partial_sums.finish()
+        for sums in taken_up:
+            if not sums.is_accumulating:
+                sums.finish()
+
+
+_OF_WORLD: WeakKeyDictionary[ProcessGroup, LateGradients] = WeakKeyDictionary()
+
+
+def late_gradients_of(world: ProcessGroup | None) -> LateGradients:
+    """Those of all grids on the ranks of `world`, as the groups that they share are; None: one rank alone."""
+    if world is None:
+        return LateGradients()
+    found = _OF_WORLD.get(world)
+    if found is None:
+        found = _OF_WORLD[world] = LateGradients()
+    return found

@@ -387,7 +387,7 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         execution, inputs = ctx.execution, ctx.inputs
-        late = execution.mesh.step.late
+        late, sums = execution.mesh.step.late, execution.mesh.step.partial_sums
         late.enter()
         refuse_double_backward(" -> ".join(stage.plan.name for stage in execution.stages))
         inputs.check_unchanged(ctx.wanted)
@@ -399,12 +399,12 @@ class _Chain(torch.autograd.Function):
         started = []
         for move, deferred, shape in zip(db + dbias, inputs.deferred, ctx.shapes, strict=True):
             if move is not None and deferred is not None and (move.handle is not None or move.is_held):
-                deferred.late = late.expect(move, deferred.leaf if move.hold else None)
+                deferred.late = late.expect(move, deferred.leaf if move.hold else None, sums)
                 started.append(deferred.late)
                 gradients.append(grad.new_zeros(()).expand(shape))  # a placeholder that the arrival drops
             else:
                 gradients.append(move and move.finish())
-        late.came_through(started, bool(held))
+        late.came_through(started, sums if held else None)
         return None, None, da, *gradients
 
 

@@ -21,6 +21,7 @@ from ndtp.errors import GridError
 from ndtp.gemm import KernelGemm, TorchGemm
 from ndtp.grid import Grid
 from ndtp.groups import never_destroy, shared_group
+from ndtp.late_gradients import late_gradients_of
 from ndtp.step_state import StepState
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class ProcessGrid:
         self.collectives = Collectives.of(self)
         self.speeds: Speeds | None = None  # measured where a number of chunks is first chosen
         self.chunk_choices: dict[tuple[object, ...], tuple[int, str]] = {}
-        self.step = StepState()
+        self.step = StepState(late_gradients_of(None if global_ranks is None else dist.group.WORLD))
         self.recorder: Recorder | None = None  # held here: backward may run in threads of autograd's own
         self.name = f"{grid} #{next(_COUNT)}"
         _NAMED[self.name] = self

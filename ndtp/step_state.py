@@ -15,12 +15,15 @@ class StepState:
 
     Nothing here depends on what the garbage collector has done, on autograd's own order, or on other objects of a rank:
     it decides which collectives start, and when.
+
+    Args:
+        late: gradients on their way; grids that share process groups share them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, late: LateGradients) -> None:
         self.prefetch, self.prefetch_backward = WeightPrefetch(), WeightPrefetch("dgrad")
         self.partial_sums = PartialSums()
-        self.late = LateGradients(self.partial_sums)
+        self.late = late
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -30,7 +33,8 @@ class StepState:
         try:
             yield
         except BaseException:
-            self.late.break_off()
+            if self.late.break_off():  # nobody can say what is in the sums
+                self.partial_sums.discard()
             raise
         finally:
             self.partial_sums.depth -= 1

@@ -15,6 +15,7 @@ from torch import nn as dense_nn
 
 import ndtp
 from ndtp import Grid
+from ndtp.collectives import Collectives
 from ndtp.testing import assert_equal, small_integers
 
 TOKENS, WIDTH, DEPTH = 16, 8, 3
@@ -33,25 +34,42 @@ def dense_stack():
     return layers
 
 
-def stack_on(mesh, layers):
+def dense_model(layers):
     pairs = zip(layers[::2], layers[1::2], strict=True)
-    return [ndtp.nn.MLP.from_dense(up, down, "relu", mesh=mesh, name=f"block{i}") for i, (up, down) in enumerate(pairs)]
+    return dense_nn.Sequential(*(m for up, down in pairs for m in (up, dense_nn.ReLU(), down)))
+
+
+def stack_on(meshes, layers):
+    """The blocks lie on the meshes in turns."""
+    pairs = enumerate(zip(layers[::2], layers[1::2], strict=True))
+    meshes = [meshes[i % len(meshes)] for i in range(DEPTH)]
+    return [ndtp.nn.MLP.from_dense(*pair, "relu", mesh=meshes[i], name=f"block{i}") for i, pair in pairs]
+
+
+def whole(x, layout, mesh):
+    return ndtp.relayout(x, layout, ndtp.Layout(mesh.grid, None, None), mesh)
+
+
+def apply(block, x):
+    """A block on whole activations."""
+    shard = ndtp.relayout(x, ndtp.Layout(block.mesh.grid, None, None), block.in_layout, block.mesh)
+    return whole(block(shard), block.out_layout, block.mesh)
 
 
 @contextlib.contextmanager
-def issued(mesh):
+def issued():
     """What the collectives are for that this rank starts, in order."""
-    start, order = mesh.collectives.start, []
+    start, order = Collectives.start, []
 
-    def noted(step, tensor, op, phase, **how):
-        order.append((op, phase, step.kind, step.axes, how.get("part", "")))
-        return start(step, tensor, op, phase, **how)
+    def noted(self, step, tensor, op, phase, **how):
+        order.append((self.grid.grid, op, phase, step.kind, step.axes, how.get("part", "")))
+        return start(self, step, tensor, op, phase, **how)
 
-    with mock.patch.object(mesh.collectives, "start", noted):
+    with mock.patch.object(Collectives, "start", noted):
         yield order
 
 
-def assert_same_on_every_rank(mesh, order, what):
+def assert_same_on_every_rank(order, what):
     orders = [None] * dist.get_world_size()
     dist.all_gather_object(orders, order)
     for rank, other in enumerate(orders):
@@ -90,45 +108,45 @@ class SideGraph:
             gc.collect(1)
 
 
-def random_side_graphs(grid, seeds):
+def random_side_graphs(grids, seeds):
     """Every rank has operations of its own: gradients are dense ones, and every rank starts the same collectives."""
-    mesh, layers = mesh_of(grid), dense_stack()
-    blocks = stack_on(mesh, layers)
+    meshes, layers = [mesh_of(grid) for grid in grids], dense_stack()
+    blocks = stack_on(meshes, layers)
     parameters = [p for block in blocks for p in block.parameters()]
     parts = [integers((TOKENS, WIDTH), 90 + i) for i in range(2)]
-    dense = dense_nn.Sequential(*(m for up, down in zip(layers[::2], layers[1::2], strict=True)
-                                  for m in (up, dense_nn.ReLU(), down)))  # fmt: skip
+    dense = dense_model(layers)
     for x in parts:
         dense(x).sum().backward()
     for seed in seeds:
-        side = SideGraph(seed, mesh.rank)
-        with issued(mesh) as order:
+        side = SideGraph(seed, meshes[0].rank)
+        with issued() as order:
             for i, x in enumerate(parts):
-                held = mesh.accumulate() if i == 0 and seed % 2 else contextlib.nullcontext()
-                with held:
-                    y, between, branches = blocks[0].in_layout.shard(x, mesh.rank), [], side.branches()
+                with contextlib.ExitStack() as held:
+                    for mesh in meshes if i == 0 and seed % 2 else ():
+                        held.enter_context(mesh.accumulate())
+                    y, between, branches = x, [], side.branches()
                     for block in blocks:
-                        y = side.around(block(side.around(y)))
+                        y = side.around(apply(block, side.around(y)))
                         between.append(y)
                         side.collect()
                     (y.sum() + side.loss(between, branches)).backward()
-        assert_same_on_every_rank(mesh, order, f"seed {seed}")
+        assert_same_on_every_rank(order, f"seed {seed}")
         for parameter, expected in zip(parameters, dense.parameters(), strict=True):
             assert_equal(parameter.grad.full_tensor(), expected.grad, f"seed {seed}")
             parameter.grad = None
-        assert not mesh.collectives.in_flight
+        assert not any(mesh.collectives.in_flight for mesh in meshes)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_what_else_is_in_a_ranks_graph_changes_no_collective(ranks, grid):
-    ranks(4).run(random_side_graphs, grid, range(6))
+@pytest.mark.parametrize("grids", [GRIDS[:1], GRIDS[1:], [GRIDS[0], Grid(dp=2, z=1, x=1, y=2)]], ids=str)
+def test_what_else_is_in_a_ranks_graph_changes_no_collective(ranks, grids):
+    ranks(4).run(random_side_graphs, grids, range(6))
 
 
 def one_rank_leaves_backward(mesh_grid):
     """An exception behind the last product, on one rank alone: the ranks are as one again in the next step."""
     mesh = mesh_of(mesh_grid)
     layers = dense_stack()
-    blocks = stack_on(mesh, layers)
+    blocks = stack_on([mesh], layers)
     x = blocks[0].in_layout.shard(integers((TOKENS, WIDTH), 9), mesh.rank).requires_grad_()
 
     def forward():
@@ -139,7 +157,7 @@ def one_rank_leaves_backward(mesh_grid):
             y = block(y)
         return y.sum()
 
-    with issued(mesh) as order:
+    with issued() as order:
         for fails in (True, False):
             forward.fails = fails
             for block in blocks:
@@ -148,9 +166,8 @@ def one_rank_leaves_backward(mesh_grid):
                 forward().backward()
             except ZeroDivisionError:
                 assert fails
-    assert_same_on_every_rank(mesh, order, "after an exception")
-    dense = dense_nn.Sequential(*(m for up, down in zip(layers[::2], layers[1::2], strict=True)
-                                  for m in (up, dense_nn.ReLU(), down)))  # fmt: skip
+    assert_same_on_every_rank(order, "after an exception")
+    dense = dense_model(layers)
     dense(integers((TOKENS, WIDTH), 9)).sum().backward()
     for parameter, expected in zip((p for b in blocks for p in b.parameters()), dense.parameters(), strict=True):
         assert_equal(parameter.grad.full_tensor(), expected.grad, "the step after it")
@@ -164,7 +181,7 @@ def garbage():
     """A model in a reference cycle is collected at another time on every rank; its weights decide nothing."""
     mesh = ndtp.ProcessGrid(GRIDS[1])
     layers = dense_stack()
-    first, *others = stack_on(mesh, layers)
+    first, *others = stack_on([mesh], layers)
     x = first.in_layout.shard(integers((TOKENS, WIDTH), 9), mesh.rank)
 
     def passes(block):
@@ -174,7 +191,7 @@ def garbage():
     expected = passes(first)
     for seed, other in enumerate(others):
         gc.disable()
-        with issued(mesh) as order:
+        with issued() as order:
             for _ in range(2):  # learn the order
                 passes(first), passes(other)
             other.cycle = [other]
@@ -191,7 +208,7 @@ def garbage():
             assert_equal(passes(first), expected, "and again")
             first(x).sum().backward()
         gc.enable(), gc.collect()
-        assert_same_on_every_rank(mesh, order, "garbage")
+        assert_same_on_every_rank(order, "garbage")
 
 
 def test_the_garbage_collector_changes_no_collective(ranks):
