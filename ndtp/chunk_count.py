@@ -85,7 +85,7 @@ def choose(
     plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], itemsize: int, speeds: Speeds
 ) -> tuple[int, str]:
     """The best number of chunks of a forward and backward, and why; pure."""
-    possible = [n for n in COUNTS if RowChunks.of(plans, sizes[0]["m"], n)[0].count == n]
+    possible = [n for n in COUNTS if RowChunks.of(plans, sizes, n)[0].count == n]
     predicted = {n: _seconds(plans, sizes, itemsize, speeds, n) for n in possible}
     if not any(plan.steps for plan in plans):
         return 1, "nothing is communicated"

@@ -146,9 +146,14 @@ class Collectives:
             op: what errors and profiles call it, such as ("matmul", "A").
             phase: "forward", "dgrad" or "wgrad".
             part: which chunk of how many, such as "2/4".
-            out: where to put the result of a gather along dim 0 or of a reduce-scatter; contiguous.
+            out: where to put the result; contiguous, and of its shape and dtype.
             blocks: the gathered matrix stays, or the scattered one comes, as blocks of columns [p, rows, columns / p].
+
+        Raises:
+            ValueError: an `out` that the result does not fit, or blocks of what is neither gathered nor scattered.
         """
+        if blocks and not (step.kind == "reduce_scatter" or (step.kind == "all_gather" and out is None)):
+            raise ValueError(f"{step}: blocks of columns come of a gather without `out`, or go into a reduce-scatter")
         label = Label(op, phase, step.kind, step.axes, part)
         watch, launch = Watch(self.grid, label), getattr(self, step.kind)
         if is_observed(self.grid):
@@ -156,8 +161,8 @@ class Collectives:
         with watch:
             group = self.grid.group(step.axes, "gather" if step.kind == "all_gather" else "scatter")
             self._finish_given_up(group)
-            how = {"out": out, "blocks": blocks} if step.kind in ("all_gather", "reduce_scatter") else {}
-            started = launch(tensor, group, group.size(), step, **how)
+            how = {"blocks": blocks} if blocks else {}
+            started = launch(tensor, group, group.size(), step, out, **how)
         return Handle(self, watch, group, started)
 
     def _finish_given_up(self, group: ProcessGroup) -> None:
@@ -174,13 +179,11 @@ class Collectives:
     ) -> Started:
         """[.., s, ..] -> [.., ranks * s, ..] at `step.dim`, or -> [ranks, .., s, ..] with `blocks`."""
         x, copied = self._contiguous(x)
-        if blocks or out is not None:
-            shape = (ranks, *x.shape) if blocks else (ranks * x.shape[0], *x.shape[1:])
-            gathered = x.new_empty(shape) if out is None else out
-            landing = gathered.flatten(0, 1) if blocks else gathered
-            work = self._gather(landing, x, group)
+        if blocks:
+            gathered = x.new_empty((ranks, *x.shape))
+            work = self._gather(gathered.flatten(0, 1), x, group)
             return Started(work, lambda: gathered, (x, gathered), copied)
-        landing, finish, landed = self._landing(x, x.shape, step.dim or 0, ranks)
+        landing, finish, landed = self._landing(x, x.shape, step.dim or 0, ranks, out)
         work = self._gather(landing, x, group)
         return Started(work, finish, (x, landing), copied + landed)
 
@@ -195,6 +198,7 @@ class Collectives:
     ) -> Started:
         """[.., ranks * s, ..] partial sums, or [ranks, .., s, ..] with `blocks` -> [.., s, ..] at `step.dim`."""
         sent, copied = self._blocks(x, step.dim or 0, ranks, blocks)
+        _check_out(out, (sent.shape[0] // ranks, *sent.shape[1:]), x)
         started = self._reduce(sent, group, ranks, out)
         return started._replace(borrowed=started.borrowed + copied)
 
@@ -204,16 +208,17 @@ class Collectives:
         work = self._send(_reduce_scatter_single, summed, sent, group=group)
         return Started(work, lambda: summed, (sent, summed))
 
-    def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
-        summed = x.clone(memory_format=torch.contiguous_format)
+    def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step, out: Tensor | None = None) -> Started:
+        _check_out(out, x.shape, x)
+        summed = x.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(x)
         work = self._send(dist.all_reduce, summed, group=group)
         return Started(work, lambda: summed, (summed,))
 
-    def all_to_all(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
+    def all_to_all(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step, out: Tensor | None = None) -> Started:
         """`step.dim` shrinks by `ranks`, `step.source` grows."""
         blocks, copied = self._blocks(x, step.dim or 0, ranks)
         shape = (blocks.shape[0] // ranks, *blocks.shape[1:])
-        landing, finish, landed = self._landing(x, shape, step.source or 0, ranks)
+        landing, finish, landed = self._landing(x, shape, step.source or 0, ranks, out)
         work = self._exchange(landing, blocks, group)
         return Started(work, finish, (blocks, landing), copied + landed)
 
@@ -245,19 +250,20 @@ class Collectives:
         return blocks.flatten(0, 1), copied
 
     def _landing(
-        self, like: Tensor, shape: Sequence[int], dim: int, ranks: int
+        self, like: Tensor, shape: Sequence[int], dim: int, ranks: int, out: Tensor | None
     ) -> tuple[Tensor, Callable[[], Tensor], tuple[Tensor, ...]]:
         """Where blocks of `shape` arrive, behind one another on dim 0; how they get in line on `dim`; the loan."""
         whole = list(shape)
         whole[dim] *= ranks
         stacked = (ranks * shape[0], *shape[1:])
+        _check_out(out, whole, like)
         if math.prod(shape[:dim]) == 1:  # they arrive in line
-            result = like.new_empty(whole)
+            result = like.new_empty(whole) if out is None else out
             return result.view(stacked), lambda: result, ()
         landing = self.ring.borrow(stacked, like)
 
         def finish() -> Tensor:
-            result = like.new_empty(whole)
+            result = like.new_empty(whole) if out is None else out
             result.unflatten(dim, (ranks, shape[dim])).copy_(landing.view(ranks, *shape).movedim(0, dim))
             return result
 
@@ -293,9 +299,10 @@ class GlooCollectives(Collectives):
         work = self._exchange(received, sent, group)
         return Started(work, lambda: _sum(received, ranks, out), (sent, received), (received,))
 
-    def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step) -> Started:
+    def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step, out: Tensor | None = None) -> Started:
         if x.dtype not in LOW_PRECISION:
-            return super().all_reduce(x, group, ranks, step)
+            return super().all_reduce(x, group, ranks, step, out)
+        _check_out(out, x.shape, x)
         # Reduce-scatter and all-gather of the flat tensor: the same volume.
         flat = self.ring.borrow((x.numel() + -x.numel() % ranks,), x)
         flat[: x.numel()].view(x.shape).copy_(x.detach())
@@ -308,9 +315,19 @@ class GlooCollectives(Collectives):
             work = self._gather(gathered, _sum(received, ranks), group)
             if work is not None:
                 work.wait()
-            return gathered[: x.numel()].view(x.shape)
+            summed = gathered[: x.numel()].view(x.shape)
+            return summed if out is None else out.copy_(summed)
 
         return Started(work, finish, (flat, received), (flat, received))
+
+
+def _check_out(out: Tensor | None, shape: Sequence[int], like: Tensor) -> None:
+    """Raises ValueError where a result of that shape, of the dtype of `like`, cannot be put into `out` as it is."""
+    if out is not None and (out.shape != tuple(shape) or out.dtype != like.dtype or not out.is_contiguous()):
+        raise ValueError(
+            f"a result {tuple(shape)} of {like.dtype} does not fit into `out`: {tuple(out.shape)} of {out.dtype}"
+            + ", not contiguous" * (not out.is_contiguous())
+        )
 
 
 def _sum(stacked: Tensor, ranks: int, out: Tensor | None = None) -> Tensor:

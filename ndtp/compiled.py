@@ -63,8 +63,7 @@ def chain_text(
             " ".join([f"{axis} {letter}" for axis, letter in plan.roles.items()]),
             " ".join([word for word, is_on in (("a", plan.transpose_a), ("b", plan.transpose_b)) if is_on]),
             " ".join(plan.regather),
-            # Counted, since a number that differs between calls becomes a symbol, which has no text.
-            plan.chunks if isinstance(plan.chunks, str) else str(len([None for _ in range(plan.chunks)])),
+            plan.chunks_text,
             "" if activation is None else activation,
             "" if bias is None else "bias",
             plan.name.replace("\n", " "),

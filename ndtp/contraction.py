@@ -42,7 +42,7 @@ class MatMulPlan:
         regather: the operands ("a", "b") that backward gathers again instead of keeping them gathered since forward.
         chunks: the number of chunks of rows whose communication and GEMMs overlap, or "auto": chosen where the product
             first runs, by `ndtp.chunk_count`.  Default: what the layout of A asks for (`interleaved_parallel`), else 1.
-            Fewer are used where the rows do not divide.
+            Fewer are used where the rows do not divide, or an all-reduce would send more in chunks.
         name: what errors and profiles call the product.
         a_units, b_units: batch dims of an operand that have size 1 and are broadcast; `bind` finds them from shapes.
 
@@ -70,6 +70,7 @@ class MatMulPlan:
     requested: tuple[Layout | None, Mapping[str, str]] = field(init=False, repr=False)
     orders: Mapping[str, tuple[str, ...]] = field(init=False, repr=False)
     choices: dict[int, tuple[int, str]] = field(init=False, repr=False)
+    chunks_text: str = field(init=False, repr=False)
 
     if TYPE_CHECKING:  # what may be passed, where the attributes are never None
 
@@ -102,6 +103,8 @@ class MatMulPlan:
         if not self.chunks:
             asked = self.a.chunks
             set_field("chunks", asked[1] if asked and self.a_letters[asked[0]] == "m" else 1)
+        # For compiled code: a number that differs between calls becomes a symbol there, which has no text.
+        set_field("chunks_text", str(self.chunks))
         for tensor, layout, need in self._sides():
             if not is_legal(self.grid, layout.dims, need):
                 refusals.contiguity(self, tensor, layout, need)

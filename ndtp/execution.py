@@ -57,7 +57,7 @@ class Execution:
 
     def __init__(self, stages: Sequence[Stage], mesh: ProcessGrid, chunks: int) -> None:
         self.stages, self.mesh, self.last = stages, mesh, len(stages) - 1
-        self.rows = RowChunks.of([stage.plan for stage in stages], stages[0].sizes["m"], chunks)
+        self.rows = RowChunks.of([stage.plan for stage in stages], [stage.sizes for stage in stages], chunks)
         self.chunks = self.rows[0].count
         self._clear()
 
@@ -220,7 +220,8 @@ class Execution:
                 tensors.pop((p + 1, "dA", i)), tensors.pop((p, "pre", i)), activation
             )
         elif self._phases is BACKWARD:
-            tensors[p, "A", i] = gemm.activate(tensors[before, "pre", i], activation)
+            pre = tensors[before, "pre", i] if self._wanted[p].dgrad else tensors.pop((before, "pre", i))
+            tensors[p, "A", i] = gemm.activate(pre, activation)
         else:
             pre = tensors.pop((before, "C", i))
             if (bias := self._bias(before)) is not None:
@@ -277,7 +278,9 @@ class Execution:
             return gemm.wgrad(plan, grad, a, **how)
         operands = [list(self._chunks_of(p, name).values()) for name in ("dC", "A")]
         if not gemm.sums_parts(operands[0][0].dtype):
-            return gemm.wgrad(plan, *(torch.cat([joined(chunk) for chunk in chunks]) for chunks in operands), **how)
+            dims = (self.rows[p].place(name)[0] for name in ("dC", "A"))
+            whole = [torch.cat([joined(c) for c in chunks], dim) for chunks, dim in zip(operands, dims, strict=True)]
+            return gemm.wgrad(plan, *whole, **how)
         pairs = list(zip(*operands, strict=True))
         out = gemm.wgrad(plan, *pairs[0], **how)
         for pair in pairs[1:]:
@@ -370,7 +373,8 @@ class Execution:
     def _chunks_of(self, p: int, name: str) -> dict[Key, Tensor]:
         whole = self._tensors.get((p, name, None))
         if whole is not None:
-            return dict(zip(((p, name, i) for i in range(self.chunks)), whole.chunk(self.chunks), strict=True))
+            chunks = whole.chunk(self.chunks, self.rows[p].place(name)[0])
+            return {(p, name, i): chunk for i, chunk in enumerate(chunks)}
         return {(p, name, i): self._tensors[p, name, i] for i in range(self.chunks)}
 
 

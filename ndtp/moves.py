@@ -25,7 +25,7 @@ class Move:
         op: what errors and profiles call it, such as ("mlp.up", "A").
         phase: "forward", "dgrad" or "wgrad".
         part: which chunk of how many, such as "2/4", for profiles.
-        out: where the last step puts its result, if it gathers rows or reduces.
+        out: where the last step puts its result, if it is a collective.
         blocks: "arrive" or "leave" if the tensor does, where its last step or first step is such.
         hold: stop before an all-reduce, until `release_hold`.
     """
@@ -68,7 +68,7 @@ class Move:
                     self.phase,
                     part=self.part,
                     out=self.out if last else None,
-                    blocks=(self.blocks == "arrive" and last and gathers_columns(step))
+                    blocks=(self.blocks == "arrive" and last and self.out is None and gathers_columns(step))
                     or (self.blocks == "leave" and self.taken == 1 and scatters_columns(step)),
                 )
         return self

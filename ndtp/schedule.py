@@ -13,12 +13,13 @@ in the next product fly.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ndtp.relayout import Step
+from ndtp.relayout import Step, apply
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,9 +152,12 @@ def _dgrad(chunks: int, wanted: Sequence[Wanted], p: int, i: int, first: int) ->
         yield Task("start", "dC", i + LOOKAHEAD, p)
     if i == 0 and p > first and wanted[p - 1].again("b"):
         yield Task("start", "B", None, p - 1)
-    if i == _behind(chunks):
+    behind = _behind(chunks)
+    if want.again("a") and p > 0 and i < behind:
+        yield Task("activate", "A", i, p)  # before chunk i of dA goes on its way into dC, and takes what it is made of
+    if i == behind:
         for j in range(chunks if want.again("a") else 0):
-            if p > 0:
+            if p > 0 and j >= behind:
                 yield Task("activate", "A", j, p)  # again, rather than kept
             yield Task("start", "A", j, p)
         if p == first:
@@ -209,15 +213,18 @@ class RowChunks:
     c_blocks: int = 1
 
     @classmethod
-    def of(cls, plans: Sequence[MatMulPlan], rows: int, wanted: int) -> tuple[RowChunks, ...]:
-        """For every product of a chain; `rows` is the global number of rows.
+    def of(cls, plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], wanted: int) -> tuple[RowChunks, ...]:
+        """For every product of a chain, from the global size of every letter.
 
-        At most `wanted` chunks; fewer where the rows do not divide, one where the rows take other moves.
+        At most `wanted` chunks; fewer where the rows do not divide, or an all-reduce of a chunk would send more than
+        its part of the whole one; one where the rows take other moves, or are not the rows of the next product.
         """
         whole = (WHOLE,) * len(plans)
         if wanted <= 1:
             return whole
         dims = [(plan.a_letters.index("m"), plan.c_letters.index("m")) for plan in plans]
+        if any(c_dim != a_dim for (_, c_dim), (a_dim, _) in pairwise(dims)):
+            return whole
         peers = []
         for plan, (a_dim, c_dim) in zip(plans, dims, strict=True):
             gathered = _ranks_that(plan, "A", a_dim, "all_gather")
@@ -226,12 +233,15 @@ class RowChunks:
                 return whole
             peers.append((gathered, scattered))
         blocks = math.lcm(*(ranks for pair in peers for ranks in pair))
-        held = {rows // plan.grid.size(plan.orders["m"]) for plan in plans}
+        held = {size["m"] // plan.grid.size(plan.orders["m"]) for plan, size in zip(plans, sizes, strict=True)}
         if len(held) > 1:
             return whole
         (local,) = held
-        count = max((n for n in range(1, wanted + 1) if local % (blocks * n) == 0), default=1)
-        if count == 1 or not local:
+        if not local or local % blocks:
+            return whole
+        reduced = [each for plan, size in zip(plans, sizes, strict=True) for each in _all_reduced(plan, size)]
+        count = next(n for n in _divisors(local // blocks) if n <= wanted and _cut_alike(reduced, n))
+        if count == 1:
             return whole
         return tuple(
             cls(count, a_dim, blocks // gathered, c_dim, blocks // scattered)
@@ -261,6 +271,27 @@ class RowChunks:
 
 
 WHOLE = RowChunks(1)
+
+
+def _divisors(number: int) -> list[int]:
+    """Highest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)}, reverse=True)
+
+
+def _all_reduced(plan: MatMulPlan, sizes: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """(elements, ranks) of every all-reduce of C and dA."""
+    for tensor, letters in (("C", plan.c_letters), ("dA", plan.a_letters)):
+        steps, need = plan.relayouts[tensor], plan.need(letters)
+        shape = [(sizes[x] if x else 1) // plan.grid.size(axes) for x, axes in zip(letters, need, strict=True)]
+        for step, after, _ in apply(plan.grid, steps, shape):
+            if step.kind == "all_reduce":
+                yield math.prod(after), plan.grid.size(step.axes)
+
+
+def _cut_alike(all_reduced: Sequence[tuple[int, int]], chunks: int) -> bool:
+    """Whether all-reduces send as much in chunks as whole: the block that each rank sums is rounded up in both."""
+    return all(chunks * -(-(elements // chunks) // ranks) == -(-elements // ranks) for elements, ranks in all_reduced)
 
 
 def _ranks_that(plan: MatMulPlan, tensor: str, dim: int, kind: str) -> int | None:

@@ -26,6 +26,9 @@ def every_kind(own_kernels):
         assert collectives.in_flight == 1, "held until it is waited for"
         result = handle.wait()
         assert not collectives.in_flight, "let go of"
+        out = torch.full_like(result, 99, memory_format=torch.contiguous_format)
+        assert collectives.start(step, tensor, ("test",), "forward", out=out).wait() is out
+        assert_equal(out, result, f"{step} into `out`")
         return result
 
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
@@ -54,6 +57,27 @@ def every_kind(own_kernels):
 @pytest.mark.parametrize("own_kernels", [True, False])
 def test_every_kind_on_every_dim(ranks, own_kernels):
     ranks(4).run(every_kind, own_kernels)
+
+
+def refused():
+    mesh = mesh_of(GRID)
+    x, gather, alltoall = torch.ones(4, 4), Step("all_gather", ("x",), 1), Step("all_to_all", ("x",), 0, 1)
+    turned = torch.ones(16, 4).mT
+    wrong = [
+        (step, {"out": out})
+        for step in (gather, Step("reduce_scatter", ("x",), 1), Step("all_reduce", ("x",)), alltoall)
+        for out in (torch.ones(16, 5), turned, turned.contiguous().double())
+    ]
+    wrong += [(gather, {"out": torch.ones(4, 16), "blocks": True}), (alltoall, {"blocks": True})]
+    for step, how in wrong:
+        with pytest.raises(ValueError, match=r"does not fit into `out`|blocks of columns come of a gather"):
+            mesh.collectives.start(step, x, ("test",), "forward", **how)
+    assert not mesh.collectives.in_flight
+
+
+def test_what_cannot_be_done_is_refused(ranks):
+    """On one rank, before anything is sent."""
+    ranks(4).run(refused)
 
 
 def low_precision_sums():

@@ -95,6 +95,14 @@ def test_ops_pass_the_checks_of_torch(regather):
     torch.library.opcheck(torch.ops.ndtp.relayout.default, arguments)
 
 
+def test_any_number_of_chunks_is_written_down():
+    from ndtp.compiled import chain_text
+
+    mesh = ProcessGrid(Grid(x=1))
+    plan = MatMulPlan(Layout(mesh.grid, None, "x"), Layout(mesh.grid, "x", None), chunks=10**9)
+    assert "|1000000000|" in chain_text((None,), (plan,), (None,), mesh)
+
+
 def test_a_grid_that_is_gone_is_named():
     from ndtp.process_grid import grid_named
 

@@ -112,6 +112,15 @@ def test_regather_lowers_what_is_kept_and_chunks_what_is_gathered_at_a_time():
     assert often.forward <= once.forward
 
 
+def test_what_is_kept_does_not_depend_on_chunks():
+    """Nor whether it works: in five chunks and more, what A is activated from again must not be gone."""
+    grid, wants = Grid(z=2, x=2, y=2), [{}, {"dgrad": False, "wgrad": (False, True)}, {"wgrad": (True, False)}]
+    for regather, want in product(REGATHER, wants):
+        cut = [block_of(grid, regather=regather, chunks=n) for n in (1, 4, 5, 9)]
+        found = [memory(plans, (5040, 8, 16, 8), **want) for plans in cut]
+        assert len({(each.kept, each.gradients) for each in found}) == 1, (regather, want, found)
+
+
 def test_the_closed_form_of_the_planner_keeps_as_much():
     """It counts the input of the block where that is what backward multiplies; here it is an operand that came in."""
     draws = random.Random(0)

@@ -14,6 +14,7 @@ from ndtp import Grid, Layout, MatMulPlan
 from ndtp.schedule import LOOKAHEAD, RowChunks, Task, Wanted, backward_tasks, forward_tasks
 
 CHUNKS = [1, 2, 3, 5]
+MANY = range(1, 10)
 PRODUCTS = [1, 2, 3]
 WANTED = [
     Wanted(dgrad, wgrad, bias, regather)
@@ -32,6 +33,8 @@ def check_causality(tasks: Sequence[Task], chunks: int, open_at_the_end: set[tup
     """Nothing is used before it is there, started twice, forgotten, or used when it was let go."""
     flying, there, done = set(), set(), set()
     backward = any(task.tensor == "dC" for task in tasks)
+    started = {(task.tensor, task.product) for task in tasks if task.action == "start"}
+    taken = set()  # what activations are made of, by the backward of the one that comes last
     for task in tasks:
         key = task.tensor, task.product, task.chunk
         every = [(task.tensor, task.product, i) for i in range(chunks)]
@@ -44,6 +47,9 @@ def check_causality(tasks: Sequence[Task], chunks: int, open_at_the_end: set[tup
             there.add(key)
         elif task.action in ("own", "multiply"):
             operand = {"C": "A", "dA": "dC", "dB": "dC", "dbias": "dC"}[task.tensor]
+            if task.tensor == "dB" and ("A", task.product) in started:
+                again = {("A", task.product, i) for i in range(chunks)}
+                assert again <= there, f"{task}: not all of A is there again"
             wanted = [(operand, task.product, i) for i in ([task.chunk] if task.chunk is not None else range(chunks))]
             if task.action == "own":
                 assert set(wanted) <= flying, f"{task}: there is nothing to hide"
@@ -54,13 +60,17 @@ def check_causality(tasks: Sequence[Task], chunks: int, open_at_the_end: set[tup
         elif task.action == "activate" and (task.tensor == "dC" or not backward):
             source = ("C", task.product - 1) if task.tensor == "A" else ("dA", task.product + 1)
             assert (*source, task.chunk) in there, f"{task}: {source} is not there"
+            if task.tensor == "dC":
+                taken.add((task.product, task.chunk))
+        elif task.action == "activate":
+            assert (task.product - 1, task.chunk) not in taken, f"{task}: what it is made of is gone"
         elif task.action == "release":
             there -= {key, *(every if task.chunk is None else ())}
     assert {(tensor, p) for tensor, p, _ in flying} == open_at_the_end
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
-@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("chunks", MANY)
 def test_forward_is_causal_and_multiplies_every_chunk_once(chunks, products):
     tasks = forward_tasks(chunks, (True,) * products)
     check_causality(tasks, chunks, {("bias", p) for p in range(products)})
@@ -72,19 +82,18 @@ def test_forward_is_causal_and_multiplies_every_chunk_once(chunks, products):
     assert tasks[0] == Task("start", "B"), "the weight goes first"
 
 
-@pytest.mark.parametrize("wanted", WANTED, ids=str)
 @pytest.mark.parametrize("products", PRODUCTS)
-@pytest.mark.parametrize("chunks", CHUNKS)
-def test_backward_is_causal_and_leaves_the_weights_gradients_in_flight(chunks, products, wanted):
-    every = (wanted, *(replace(wanted, dgrad=True) for _ in range(products - 1)))
-    tasks = backward_tasks(chunks, every)
-    left = {
-        (name, p) for name, wants in (("dB", wanted.wgrad), ("dbias", wanted.bias)) if wants for p in range(products)
-    }
-    check_causality(tasks, chunks, left)
-    starts = Counter((task.tensor, task.product) for task in tasks if task.action == "start")
-    for p in range(products):
-        assert starts["dC", p] == chunks, "one gather of dC serves dgrad and wgrad"
+def test_backward_is_causal_and_leaves_the_weights_gradients_in_flight(products):
+    for wanted, rest, chunks in product(WANTED, ((), ("a",), ("b",), ("a", "b")), MANY):
+        every = (wanted, *(replace(wanted, dgrad=True, regather=rest) for _ in range(products - 1)))
+        tasks = backward_tasks(chunks, every)
+        left = {("dB", p) for p in range(products) if wanted.wgrad} | {
+            ("dbias", p) for p in range(products) if wanted.bias
+        }
+        check_causality(tasks, chunks, left)
+        starts = Counter((task.tensor, task.product) for task in tasks if task.action == "start")
+        for p in range(products):
+            assert starts["dC", p] == chunks, "one gather of dC serves dgrad and wgrad"
 
 
 def test_backward_stops_where_nothing_more_is_wanted():
@@ -174,7 +183,7 @@ def test_chunks_keep_the_row_order_whatever_the_axis_sizes(x, y, wanted):
     """Gather chunk i of every A shard over y, scatter it over x: row r of C must come from row r of A."""
     plan = plan_of("(z y) x", "(x z) y", wanted, z=2, x=x, y=y)
     rows = x * y * 12 * 2
-    chunks = RowChunks.of([plan], rows, wanted)[0]
+    chunks = RowChunks.of([plan], [{"m": rows, "k": 16, "n": 16}], wanted)[0]
     assert chunks.count == wanted
     a_rows = np.arange(rows // 2).reshape(y, -1)  # one z block: what each y holds
     c_rows = np.full((x, rows // 2 // x), -1)
@@ -187,8 +196,31 @@ def test_chunks_keep_the_row_order_whatever_the_axis_sizes(x, y, wanted):
 
 def test_fewer_chunks_where_rows_do_not_divide():
     plan = plan_of("(z y) x", "(x z) y", 4, z=1, x=2, y=2)
-    counts = [RowChunks.of([plan], rows, 4)[0].count for rows in (2, 4, 6, 8, 10)]
-    assert counts == [1, 2, 3, 4, 1]
+    assert [count_of([plan], wanted=4, m=rows) for rows in (2, 4, 6, 8, 10)] == [1, 2, 3, 4, 1]
+
+
+def count_of(plans: Sequence[MatMulPlan], wanted: int, m: int = 16, k: int = 16, n: int = 16) -> int:
+    return RowChunks.of(plans, [{"m": m, "k": k, "n": n} for _ in plans], wanted)[0].count
+
+
+def test_any_number_may_be_asked_for():
+    plan = plan_of("(z y) x", "(x z) y", z=1, x=2, y=2)
+    assert [count_of([plan], wanted, m=1536) for wanted in (10**9, 768, 767)] == [768, 768, 384]
+    assert count_of([plan], 10**9, m=0) == 1
+
+
+def test_fewer_chunks_where_an_all_reduce_would_send_more_in_chunks():
+    """A rank sums a block that is rounded up: 3 of 6 x 2 elements, and 3 x 1 of three chunks, but 6 x 1 of six."""
+    plan = plan_of("None x", "x None", x=4)
+    assert [count_of([plan], 12, m=m, n=n) for m, n in ((6, 2), (12, 2), (12, 4), (12, 5), (1, 1))] == [3, 6, 12, 3, 1]
+
+
+def test_rows_that_the_next_product_contracts_are_not_cut():
+    grid = Grid(x=2)
+    whole, split = Layout.parse(grid, "None None"), Layout.parse(grid, "None x")
+    first = MatMulPlan(whole, split, whole)
+    assert count_of([first, MatMulPlan(whole, split)], 2) == 2
+    assert count_of([first, MatMulPlan(whole, split, transpose_a=True)], 2) == 1
 
 
 def test_one_chunk_where_rows_take_other_moves():
@@ -196,7 +228,7 @@ def test_one_chunk_where_rows_take_other_moves():
     moved = MatMulPlan(
         Layout.parse(grid, "None None"), Layout.parse(grid, "None None"), Layout.parse(grid, "x None"), chunks=4
     )
-    assert RowChunks.of([moved], 16, 4) == (RowChunks(1),)
+    assert RowChunks.of([moved], [{"m": 16, "k": 16, "n": 16}], 4) == (RowChunks(1),)
 
 
 def test_interleaved_parallel_asks_for_chunks():
