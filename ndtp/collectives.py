@@ -13,8 +13,8 @@ from torch import Tensor
 from ndtp.errors import CommunicationError
 from ndtp.exchange import exchange, past_of
 from ndtp.gemm import LOW_PRECISION
-from ndtp.meter import LABEL, Label
-from ndtp.relayout import Step
+from ndtp.meter import LABEL, Label, arrived
+from ndtp.relayout import Step, apply
 from ndtp.spans import is_observed, observed
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ class Handle:
         started = self._started
         if started is None:
             raise ValueError(f"{self._watch.label} was waited for already; its result is given once")
+        if self._watch.label.ahead is not None:
+            arrived(self._watch.label)
         try:
             with self._watch:
                 if started.work is not None:
@@ -138,6 +140,7 @@ class Collectives:
         part: str = "",
         out: Tensor | None = None,
         blocks: bool = False,
+        ahead: bool = False,
     ) -> Handle:
         """Start a collective step on this rank's `tensor`.
 
@@ -148,6 +151,7 @@ class Collectives:
             part: which chunk of how many, such as "2/4".
             out: where to put the result; contiguous, and of its shape and dtype.
             blocks: the gathered matrix stays, or the scattered one comes, as blocks of columns [p, rows, columns / p].
+            ahead: it is for a product yet to come, where its bytes are counted.
 
         Raises:
             ValueError: an `out` that the result does not fit, or blocks of what is neither gathered nor scattered.
@@ -155,6 +159,9 @@ class Collectives:
         if blocks and not (step.kind == "reduce_scatter" or (step.kind == "all_gather" and out is None)):
             raise ValueError(f"{step}: blocks of columns come of a gather without `out`, or go into a reduce-scatter")
         label = Label(op, phase, step.kind, step.axes, part)
+        if ahead:
+            ((_, _, received),) = apply(self.grid.grid, (step,), tensor.shape)
+            label.ahead = received * tensor.element_size()
         watch, launch = Watch(self.grid, label), getattr(self, step.kind)
         if is_observed(self.grid):
             launch = observed(launch, self.grid, label)

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass_type,
+)
 
 from ndtp.cost import Traffic, Volume
 from ndtp.relayout import received
@@ -24,7 +28,8 @@ from ndtp.relayout import received
 class Label:
     """What a collective is for: ndtp knows, the dispatcher does not.  One object a collective.
 
-    `part` says which of how many chunks it moves, such as "2/4"; traffic does not tell chunks apart.
+    `part` says which of how many chunks it moves, such as "2/4"; traffic does not tell chunks apart.  `ahead` are the
+    bytes received of a collective that is started for a product yet to come; None once that has come, and of others.
     """
 
     op: tuple[str, ...]
@@ -32,6 +37,7 @@ class Label:
     collective: str
     axes: tuple[str, ...]
     part: str = ""
+    ahead: int | None = None
 
     @property
     def title(self) -> str:
@@ -54,17 +60,26 @@ class CommMeter(TorchDispatchMode):
     builds from an all-to-all counts as the reduce-scatter that it is.  Others are named by the description of their
     process group (a mesh dim's name) and are "forward" or "backward".  Bytes are those of ring or pairwise algorithms:
     (p-1)/p of the larger side, twice that for an all-reduce, the whole tensor for a broadcast or receive.
+
+    A weight that is gathered ahead counts where the product comes that it is for, not where its gather was started:
+    what stands around one of several blocks counts what that block needs.  Until then its bytes are in `ahead`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._traffic: list[Traffic] = []
         self._seen: set[Label] = set()
+        self._ahead: list[tuple[Label, Traffic]] = []
 
     @property
     def volume(self) -> Volume:
         """What was received so far, in bytes."""
         return Volume.of(self._traffic)
+
+    @property
+    def ahead(self) -> Volume:
+        """What was received so far, in bytes, for products that have not come yet."""
+        return Volume.of(traffic for label, traffic in self._ahead if label.ahead is not None)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -98,7 +113,27 @@ class CommMeter(TorchDispatchMode):
             label = Label((), phase, kind, (_axis_name(group),))
         first = label not in self._seen
         self._seen.add(label)
-        self._traffic.append(Traffic(label.phase, label.collective, label.axes, amount, int(first)))
+        traffic = Traffic(label.phase, label.collective, label.axes, amount, int(first))
+        if label.ahead is None:
+            self._traffic.append(traffic)
+        else:
+            self._ahead.append((label, traffic))
+
+    def _arrive(self, label: Label, amount: int) -> None:
+        if label in self._seen:
+            self._traffic += [traffic for own, traffic in self._ahead if own is label]
+            self._ahead = [entry for entry in self._ahead if entry[0] is not label]
+        else:
+            self._traffic.append(Traffic(label.phase, label.collective, label.axes, amount, 1))
+
+
+def arrived(label: Label) -> None:
+    """Count a collective that was started ahead, where it is waited for."""
+    amount, label.ahead = label.ahead, None
+    if amount is not None:
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, CommMeter):
+                mode._arrive(label, amount)
 
 
 def _axis_name(group: Any) -> str:

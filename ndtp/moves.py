@@ -28,6 +28,7 @@ class Move:
         out: where the last step puts its result, if it is a collective.
         blocks: "arrive" or "leave" if the tensor does, where its last step or first step is such.
         hold: stop before an all-reduce, until `release_hold`.
+        ahead: it is started for a product yet to come.
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class Move:
         out: Tensor | None = None,
         blocks: str = "",
         hold: bool = False,
+        ahead: bool = False,
     ) -> None:
         self.tensor: Tensor | None = tensor
         self.steps, self.mesh, self.op, self.phase = steps, mesh, op, phase
-        self.part, self.out, self.blocks, self.hold = part, out, blocks, hold
+        self.part, self.out, self.blocks, self.hold, self.ahead = part, out, blocks, hold, ahead
         self.taken = 0
         self.handle: Handle | None = None
 
@@ -70,7 +72,9 @@ class Move:
                     out=self.out if last else None,
                     blocks=(self.blocks == "arrive" and last and self.out is None and gathers_columns(step))
                     or (self.blocks == "leave" and self.taken == 1 and scatters_columns(step)),
+                    ahead=self.ahead,
                 )
+                self.ahead = False  # further steps follow where it is waited for
         return self
 
     def finish(self) -> Tensor:
@@ -121,13 +125,14 @@ def move_of(
     part: str = "",
     out: Tensor | None = None,
     hold: bool = False,
+    ahead: bool = False,
 ) -> Move:
     """The move of one of a plan's tensors, by its name in `plan.relayouts`."""
     blocks = ""
     if is_matrix(plan):
         is_operand = name in ("A", "B", "dC")
         blocks = "leave" if not is_operand else "arrive" if mesh.gemm.takes_blocks(tensor.dtype) else ""
-    return Move(tensor, plan.relayouts[name], mesh, (plan.name, name), phase, part, out, blocks, hold)
+    return Move(tensor, plan.relayouts[name], mesh, (plan.name, name), phase, part, out, blocks, hold, ahead)
 
 
 def is_matrix(plan: MatMulPlan) -> bool:

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ndtp
 from ndtp import CommMeter, Grid, Layout, MatMulPlan
+from ndtp.cost import Volume
 
 P = 4
 FLOAT = 4
@@ -226,6 +227,50 @@ def check_labels():
 
 def test_labels_phases_and_nesting(ranks):
     ranks(P).run(check_labels)
+
+
+def check_gathers_ahead():
+    """What stands around one of three products counts that one's bytes, whichever product started their gathers."""
+    mesh = ndtp.ProcessGrid(Grid(z=2, x=2))
+    plan = MatMulPlan(Layout(mesh.grid, "z", None), Layout(mesh.grid, "z", "x"), Layout(mesh.grid, "z", None))
+    weights = [torch.ones(4, 4, requires_grad=True) for _ in range(3)]
+    forward = plan.volume((8, 8, 8), dgrad=False, wgrad=False).in_bytes(4)
+    ahead = forward.by("axes")["z"]
+
+    def step():
+        """(what each product and the backward counted, what they counted as ahead, the same of a meter around all)"""
+        x, one = torch.ones(4, 8), []
+        with CommMeter() as outer:
+            for weight in weights:
+                with CommMeter() as meter:
+                    x = ndtp.matmul(x, weight, plan, mesh)
+                one.append((meter, meter.volume, meter.ahead.total))
+            with CommMeter() as meter:
+                x.sum().backward()
+            one.append((meter, meter.volume, meter.ahead.total))
+        assert not outer.ahead.total and not any(each.ahead.total for each, _, _ in one), "all were taken"
+        assert sum((volume for _, volume, _ in one), start=Volume()) == outer.volume
+        assert all(meter.volume == volume for meter, volume, _ in one), "what was counted stays"
+        return [volume for _, volume, _ in one], [count for _, _, count in one], outer.volume
+
+    first, none, whole = step()
+    assert none == [0] * 4 and first[0] == first[1] == first[2] == forward
+    again, started, all_of_it = step()
+    assert started == [ahead, ahead, 0, 0], started
+    assert again == first and all_of_it == whole, "calls and bytes are those of gathers in place"
+
+    with CommMeter() as outer:
+        with CommMeter() as meter:
+            x = ndtp.matmul(torch.ones(4, 8), weights[0], plan, mesh)
+        assert meter.ahead.total == ahead and meter.volume == first[0]
+        with CommMeter() as other:  # another product comes than the one that was expected
+            ndtp.matmul(x, weights[2], plan, mesh)
+    assert other.volume.total == first[0].total + ahead, "it was received, and nobody else will count it"
+    assert outer.volume.total == 2 * first[0].total + ahead and not outer.ahead.total
+
+
+def test_a_gather_ahead_counts_where_its_product_comes(ranks):
+    ranks(P).run(check_gathers_ahead)
 
 
 def test_dtensor_all_to_all_on_accelerators_is_counted():
