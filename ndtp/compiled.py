@@ -222,7 +222,7 @@ def _run_mlp(tensors: Sequence[Tensor], products: str, needs: Sequence[bool]) ->
     """
     chain, outline = _read_chain(products), _outline_of(tensors, products, needs)
     a, weights, biases = chain.split(tensors)
-    check_chain(a, weights, biases, chain.plans, chain.activations, chain.mesh)
+    check_chain(a, weights, biases, chain.plans, chain.activations, chain.mesh, needs)
     stages = chain.stages([x.shape for x in (a, *weights)])
     chunks = chain.chunks([x.shape for x in (a, *weights)], a)
     c, kept = Execution(stages, chain.mesh, chunks).forward(a, weights, biases, chain.wanted(needs))

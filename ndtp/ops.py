@@ -15,6 +15,7 @@ from ndtp.contraction import MatMulPlan
 from ndtp.epilogues import ACTIVATIONS
 from ndtp.errors import LayoutError
 from ndtp.execution import Execution, Stage
+from ndtp.gemm import TorchGemm
 from ndtp.layout import Layout
 from ndtp.moves import Move
 from ndtp.prefetch import owner_of
@@ -161,8 +162,12 @@ def check_chain(
     plans: Sequence[MatMulPlan],
     activations: Sequence[str | None],
     mesh: ProcessGrid | None,
+    needs: Sequence[bool] | None = None,
 ) -> list[tuple[MatMulPlan, Mapping[str, int]]]:
     """The plans bound to the shapes of the shards, and their sizes; compared across ranks where `mesh` asks for it.
+
+    Args:
+        needs: whose gradients are wanted, where the tensors themselves do not say.
 
     Raises:
         LayoutError: shards that do not fit each other or the plans.
@@ -170,8 +175,9 @@ def check_chain(
     if mesh is not None and mesh.check:
         from ndtp.cross_check import cross_check
 
-        products = zip(plans, weights, biases, strict=True)
-        cross_check(mesh, "; then ".join(_description(a, *product) for product in products))
+        products = zip(plans, weights, biases, activations, strict=True)
+        texts = [_description(a, *product) for product in products]
+        cross_check(mesh, "; then ".join(texts) + _state(mesh, plans, needs))
     bound: list[tuple[MatMulPlan, Mapping[str, int]]] = []
     shape: Sequence[int] = a.shape
     for plan, b, bias, activation in zip(plans, weights, biases, activations, strict=True):
@@ -211,11 +217,23 @@ def num_chunks(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], 
     return min(int(plan.chunks) for plan in plans)
 
 
-def _description(a: Tensor, plan: MatMulPlan, b: Tensor, bias: Tensor | None) -> str:
+def _description(a: Tensor, plan: MatMulPlan, b: Tensor, bias: Tensor | None, activation: str | None) -> str:
+    """All that decides what a product sends, and what it makes of it."""
     return (
         f"{plan.equation} on grid {plan.grid}, roles {sorted(plan.roles.items())}, "
         f"regather {sorted(plan.regather)}, chunks {plan.chunks}; "
-        f"A {_signature(a)}, B {_signature(b)}, bias {_signature(bias)}"
+        f"A {_signature(a)}, B {_signature(b)}, bias {_signature(bias)}" + f"; {activation}" * (activation is not None)
+    )
+
+
+def _state(mesh: ProcessGrid, plans: Sequence[MatMulPlan], needs: Sequence[bool] | None) -> str:
+    """What a grid has come to that decides collectives or bits too."""
+    measures = mesh.speeds is None and any(plan.chunks == "auto" for plan in plans)
+    return (
+        f"; by {type(mesh.gemm).__name__}" * (type(mesh.gemm) is not TorchGemm)
+        + "; speeds are measured first" * measures
+        + "; accumulating" * mesh.partial_sums.is_accumulating
+        + (f"; gradients wanted {list(needs)}" if needs is not None else "")
     )
 
 

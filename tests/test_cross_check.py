@@ -1,11 +1,13 @@
 """check=True: a rank that deviates is named on all ranks, and nobody hangs."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import ndtp
-from ndtp import CommMeter, Grid, Layout, MatMulPlan, MismatchError, ProcessGrid
+from ndtp import CommMeter, Grid, Layout, MatMulPlan, MismatchError, ProcessGrid, compiled
 from ndtp.testing import assert_equal
 
 GRID = Grid(x=2, y=2)
@@ -31,6 +33,8 @@ def deviate(how):
             options["regather"] = ("a",)
         elif how == "gradient":
             b = b.detach()
+        elif how == "chunks":
+            options["chunks"] = "auto"
         elif how == "bias":
             options["bias"] = torch.ones(4)
         elif how == "grid":
@@ -41,7 +45,16 @@ def deviate(how):
     plan = MatMulPlan(a_layout, b_layout, out, **options)
     message = None
     try:
-        if how == "relayout":
+        if how == "activation":
+            down = MatMulPlan(plan.out, Layout.parse(GRID, "y x"))
+            ndtp.ops.mlp(a, (b, torch.ones(4, 2)), (plan, down), mesh, "silu" if deviant else "gelu")
+        elif how == "needs":  # as the compiler hands it over
+            text = compiled.chain_text((None,), (plan,), (None,), mesh)
+            compiled.IMPLEMENTATIONS["ndtp::mlp"]([a, b.detach()], text, [deviant, True])
+        elif how == "accumulate":
+            with mesh.accumulate() if deviant else nullcontext():
+                ndtp.matmul(a, b, plan, mesh)
+        elif how == "relayout":
             target = Layout.parse(GRID, "y None" if deviant else "None None")
             ndtp.relayout(a, Layout.parse(GRID, "y x"), target, mesh)
         else:
@@ -56,13 +69,22 @@ def deviate(how):
     return message
 
 
-@pytest.mark.parametrize("how", ["shape", "dtype", "out", "roles", "regather", "gradient", "bias", "grid", "relayout"])
+HOWS = ["shape", "dtype", "out", "roles", "regather", "gradient", "bias", "grid", "relayout", "activation", "chunks"]
+
+
+@pytest.mark.parametrize("how", [*HOWS, "accumulate", "needs"])
 def test_the_deviating_rank_is_named_on_all_ranks(ranks, how):
     messages = ranks(4).run(deviate, how, timeout=100)
     assert messages[0] is not None and all(message == messages[0] for message in messages), messages
     assert f"rank {DEVIANT} (x=1, y=0)" in messages[0]
     assert "rank 0 (" not in messages[0] and "3 ranks" in messages[0]
     word = {"shape": "(6, 2)", "dtype": "float64", "out": "C[M, N_y]", "grid": "x=4"}.get(how, "")
+    word = {
+        "activation": "; silu",
+        "chunks": "speeds are measured first",
+        "accumulate": "accumulating",
+        "needs": "[True, True]",
+    }.get(how, word)
     assert word in messages[0]
 
 
