@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ndtp.collectives import Watch, _all_gather_single
 from ndtp.errors import MismatchError
+from ndtp.gemm import TorchGemm
 from ndtp.meter import Label
 
 if TYPE_CHECKING:
+    from ndtp.contraction import MatMulPlan
     from ndtp.process_grid import ProcessGrid
 
 DIGEST_BYTES = 32
@@ -49,6 +53,49 @@ def cross_check(mesh: ProcessGrid, signature: str, topic: str = "a product", fix
     ]
     lines += [] if fix is None else [f"  fix: {fix}"]
     raise MismatchError(f"ranks disagree on {topic}; {count} ranks have\n  {common}\nbut\n" + "\n".join(lines))
+
+
+def chain_signature(
+    a: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    plans: Sequence[MatMulPlan],
+    activations: Sequence[str | None],
+    mesh: ProcessGrid,
+    needs: Sequence[bool] | None = None,
+) -> str:
+    """What ranks that run a chain of products compare; the arguments are those of `ndtp.ops.check_chain`."""
+    products = zip(plans, weights, biases, activations, strict=True)
+    return "; then ".join(_description(a, *product) for product in products) + _state(mesh, plans, needs)
+
+
+def _description(a: Tensor, plan: MatMulPlan, b: Tensor, bias: Tensor | None, activation: str | None) -> str:
+    """All that decides what a product sends, and what it makes of it."""
+    return (
+        f"{plan.equation} on grid {plan.grid}, roles {sorted(plan.roles.items())}, "
+        f"regather {sorted(plan.regather)}, chunks {plan.chunks}; "
+        f"A {signature_of(a)}, B {signature_of(b)}, bias {signature_of(bias)}{'' if activation is None else '; '}"
+        f"{activation or ''}"
+    )
+
+
+def _state(mesh: ProcessGrid, plans: Sequence[MatMulPlan], needs: Sequence[bool] | None) -> str:
+    """What a grid has come to that decides collectives or bits too."""
+    measures = mesh.speeds is None and any(plan.chunks == "auto" for plan in plans)
+    return (
+        f"; by {type(mesh.gemm).__name__}" * (type(mesh.gemm) is not TorchGemm)
+        + "; speeds are measured first" * measures
+        + "; accumulating" * mesh.step.partial_sums.is_accumulating
+        + (f"; gradients wanted {list(needs)}" if needs is not None else "")
+    )
+
+
+def signature_of(x: Tensor | None) -> str:
+    """A tensor's shape and dtype, and whether its gradient is wanted."""
+    if x is None:
+        return "None"
+    # Whether a gradient is wanted decides which collectives backward runs.
+    return f"{tuple(x.shape)} {x.dtype}{' requires_grad' * (x.requires_grad and torch.is_grad_enabled())}"
 
 
 def cross_check_kernel_table(mesh: ProcessGrid) -> None:

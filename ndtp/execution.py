@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ndtp.contraction import MatMulPlan
 from ndtp.gemm import joined
-from ndtp.moves import Move, is_matrix, move_of, scatters_columns
+from ndtp.moves import Move, blocks_of_result, is_matrix, move_of
 from ndtp.schedule import RowChunks, Task, Wanted, backward_tasks, forward_tasks
 from ndtp.spans import is_observed, span
 
@@ -186,7 +186,7 @@ class Execution:
         contracted = own.shape[-1] * (ranks if dim else 1)
         if own.numel() * self._tensors[p, "B", None].numel() < self.mesh.gemm.own_part_from * contracted:
             return
-        me, blocks = self.mesh.grid.index(self.mesh.rank, axes), _blocks_of_result(stage.plan, name)
+        me, blocks = self.mesh.grid.index(self.mesh.rank, axes), blocks_of_result(stage.plan, name)
         if dim == 0 and blocks == 1:
             column = (stage.plan.c_letters if name == "C" else stage.plan.a_letters)[1] or ""
             width = stage.sizes[column] // self.mesh.grid.size(stage.plan.orders[column])
@@ -207,7 +207,7 @@ class Execution:
         elif (begun := self._begun.pop((p, name, i), None)) is not None:
             self._tensors[p, name, i] = self._complete(p, name, self._tensors[p, OPERAND[name], i], begun)
         else:
-            blocks = _blocks_of_result(self.stages[p].plan, name)
+            blocks = blocks_of_result(self.stages[p].plan, name)
             how = {"blocks": blocks} if blocks > 1 else {}
             self._tensors[p, name, i] = self._product(p, name, self._tensors[p, OPERAND[name], i], **how)
 
@@ -261,7 +261,7 @@ class Execution:
         ranks, me = self.mesh.grid.size(axes), self.mesh.grid.index(self.mesh.rank, axes)
         if dim == 1:
             others = tuple(j for j in range(ranks) if j != me)
-            blocks = _blocks_of_result(self.stages[p].plan, name)
+            blocks = blocks_of_result(self.stages[p].plan, name)
             return self._product(p, name, operand, out=begun, blocks=blocks, parts=others, accumulate=True)
         rows = operand.shape[0] // ranks
         for start, stop in ((0, me * rows), ((me + 1) * rows, operand.shape[0])):
@@ -271,7 +271,7 @@ class Execution:
 
     def _wgrad(self, p: int) -> Tensor:
         gemm, plan = self.mesh.gemm, self.stages[p].plan
-        blocks = _blocks_of_result(plan, "dB")
+        blocks = blocks_of_result(plan, "dB")
         how: dict[str, Any] = {"blocks": blocks} if blocks > 1 else {}
         a, grad = self._whole(p, "A"), self._whole(p, "dC")
         if a is not None and grad is not None:
@@ -382,13 +382,6 @@ _ACTIONS = {
     name: getattr(Execution, "_" + name)
     for name in ("start", "wait", "own", "multiply", "activate", "prefetch", "release")
 }
-
-
-@lru_cache(maxsize=4096)
-def _blocks_of_result(plan: MatMulPlan, name: str) -> int:
-    """Into how many blocks of columns a product falls, for the scatter that follows."""
-    steps = plan.relayouts[name]
-    return plan.grid.size(steps[0].axes) if is_matrix(plan) and steps and scatters_columns(steps[0]) else 1
 
 
 @lru_cache(maxsize=4096)

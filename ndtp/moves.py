@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -148,6 +149,13 @@ def gathers_columns(step: Step) -> bool:
 def scatters_columns(step: Step) -> bool:
     """Whether a step of a matrix is a reduce-scatter along its last dim."""
     return step.kind == "reduce_scatter" and step.dim == 1
+
+
+@lru_cache(maxsize=4096)
+def blocks_of_result(plan: MatMulPlan, name: str) -> int:
+    """Into how many blocks of columns a product falls, for the scatter that follows."""
+    steps = plan.relayouts[name]
+    return plan.grid.size(steps[0].axes) if is_matrix(plan) and steps and scatters_columns(steps[0]) else 1
 
 
 def _slice(tensor: Tensor, step: Step, mesh: ProcessGrid) -> Tensor:

@@ -15,7 +15,6 @@ from ndtp.contraction import MatMulPlan
 from ndtp.epilogues import ACTIVATIONS
 from ndtp.errors import LayoutError
 from ndtp.execution import Execution, Stage
-from ndtp.gemm import TorchGemm
 from ndtp.layout import Layout
 from ndtp.moves import Move
 from ndtp.prefetch import owner_of
@@ -173,11 +172,9 @@ def check_chain(
         LayoutError: shards that do not fit each other or the plans.
     """
     if mesh is not None and mesh.check:
-        from ndtp.cross_check import cross_check
+        from ndtp.cross_check import chain_signature, cross_check
 
-        products = zip(plans, weights, biases, activations, strict=True)
-        texts = [_description(a, *product) for product in products]
-        cross_check(mesh, "; then ".join(texts) + _state(mesh, plans, needs))
+        cross_check(mesh, chain_signature(a, weights, biases, plans, activations, mesh, needs))
     bound: list[tuple[MatMulPlan, Mapping[str, int]]] = []
     shape: Sequence[int] = a.shape
     for plan, b, bias, activation in zip(plans, weights, biases, activations, strict=True):
@@ -215,26 +212,6 @@ def num_chunks(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], 
 
         return resolve(plans, sizes, mesh, a)
     return min(int(plan.chunks) for plan in plans)
-
-
-def _description(a: Tensor, plan: MatMulPlan, b: Tensor, bias: Tensor | None, activation: str | None) -> str:
-    """All that decides what a product sends, and what it makes of it."""
-    return (
-        f"{plan.equation} on grid {plan.grid}, roles {sorted(plan.roles.items())}, "
-        f"regather {sorted(plan.regather)}, chunks {plan.chunks}; "
-        f"A {_signature(a)}, B {_signature(b)}, bias {_signature(bias)}" + f"; {activation}" * (activation is not None)
-    )
-
-
-def _state(mesh: ProcessGrid, plans: Sequence[MatMulPlan], needs: Sequence[bool] | None) -> str:
-    """What a grid has come to that decides collectives or bits too."""
-    measures = mesh.speeds is None and any(plan.chunks == "auto" for plan in plans)
-    return (
-        f"; by {type(mesh.gemm).__name__}" * (type(mesh.gemm) is not TorchGemm)
-        + "; speeds are measured first" * measures
-        + "; accumulating" * mesh.partial_sums.is_accumulating
-        + (f"; gradients wanted {list(needs)}" if needs is not None else "")
-    )
 
 
 def _check_operands(plan: MatMulPlan, a: Tensor, b: Tensor, bias: Tensor | None, sizes: Mapping[str, int]) -> None:
@@ -294,9 +271,9 @@ def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name:
 def relayout_checked(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid | None, name: str) -> tuple[int, ...]:
     """The global shape of what is to be laid out anew; compared across ranks where `mesh` asks for it."""
     if mesh is not None and mesh.check:
-        from ndtp.cross_check import cross_check
+        from ndtp.cross_check import cross_check, signature_of
 
-        cross_check(mesh, f"relayout from {source} to {target}; {_signature(x)}")
+        cross_check(mesh, f"relayout from {source} to {target}; {signature_of(x)}")
     if x.dim() != source.ndim or target.ndim != source.ndim:
         raise LayoutError(f"relayout '{name}': the shard has {x.dim()} dims, the layouts {source} and {target}")
     shape = tuple(int(size) * source.num_splits(dim) for dim, size in enumerate(x.shape))
@@ -330,13 +307,6 @@ def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
 @lru_cache(maxsize=4096)
 def _placements(layout: Layout, mesh_axes: tuple[str, ...]) -> tuple[Any, ...]:
     return layout.placements_on(mesh_axes)
-
-
-def _signature(x: Tensor | None) -> str:
-    if x is None:
-        return "None"
-    # Whether a gradient is wanted decides which collectives backward runs.
-    return f"{tuple(x.shape)} {x.dtype}{' requires_grad' * (x.requires_grad and torch.is_grad_enabled())}"
 
 
 def gradients_wanted(plans: Sequence[MatMulPlan], needs: Sequence[bool], need_bias: Sequence[bool]) -> list[Wanted]:
