@@ -8,7 +8,8 @@ a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ import numpy as np
 from ndtp.cost import lower_bound
 
 AXES = ("dp", "z", "x", "y")
+
+# Of a tensor's dims.  Costs are exact up to it, and their products far below what a float holds.
+LARGEST_SIZE = 10**15
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,10 @@ class Grids:
     def take(self, index: Any) -> Grids:
         return Grids(*(getattr(self, axis)[index] for axis in AXES))
 
+    def unbounded(self) -> Grids:
+        """The same as Python's integers, which do not overflow, and take ten times as long."""
+        return Grids(*(getattr(self, axis).astype(object) for axis in AXES))
+
 
 def divides(block: Block, g: Grids, pad: bool) -> Any:
     """Which grids a block fits on.  Heads are never padded; sizes are where `pad` says so."""
@@ -123,7 +131,9 @@ class Sizes:
 
 def row_multiple(g: Grids) -> Any:
     """What the rows must be a multiple of, for every split of them to divide."""
-    return g.dp * g.z * np.lcm(g.x, g.y)
+    # numpy would make 64 bits of Python's integers, which what is multiplied by this may outgrow.
+    lcm = math.lcm(g.x, g.y) if isinstance(g.x, int) else np.lcm(g.x, g.y)
+    return g.dp * g.z * lcm
 
 
 def padded(block: Block, g: Grids) -> Sizes:
@@ -180,6 +190,17 @@ def gemms(block: Block, g: Grids) -> tuple[tuple[Any, Any, Any], tuple[Any, Any,
     s = padded(block, g)
     rows = s.tokens // (g.dp * g.z)
     return (rows, s.up // g.y, s.hidden // g.x), (rows, s.hidden // g.x, s.inner // g.y)
+
+
+def largest_integer(blocks: Sequence[Block], ranks: int, layers: int) -> int:
+    """No integer that `volume` and `memory` meet on any grid is larger, in bytes and summed over all layers.
+
+    Padding adds less than the number of ranks to a size.  Before it is divided among ranks an operand is multiplied by
+    the ranks that gather it; after that, no collective brings a rank more than the whole operand.
+    """
+    widest = max(sum(block.outs) + block.inner + block.hidden + 8 * ranks for block in blocks)
+    rows = max(max(block.tokens, block.hidden) + ranks for block in blocks)
+    return rows * widest * max(4 * ranks, 1024 * layers * len(blocks))
 
 
 # Bytes of optimizer state per parameter, beside the parameter itself, at (4-byte, 2-byte) parameters.

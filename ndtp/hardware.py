@@ -7,17 +7,49 @@ measured on the ranks at hand.
 from __future__ import annotations
 
 import difflib
+import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ndtp.errors import GridError
+from ndtp.fields import Either, Kind, Number, Record, Size, Table, Word, read_parsed, shown
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+MAX_RANKS = 2**20
+
+# What each field of a profile may be.  Rates have a floor above 0: 1 / rate is a time.
+RATE, DURATION_US = Number(1e-9, 1e12), Number(0, 1e12)
+FRACTION = Number(1e-9, 1)
+LINK = Record(
+    {
+        "bandwidth_gbs": RATE,
+        "latency_us": DURATION_US,
+        "hop_us": DURATION_US,
+        "efficiency": Table(Word(COLLECTIVES), Either(FRACTION, Table(Size(MAX_RANKS), FRACTION)), empty=True),
+    },
+    required=("bandwidth_gbs",),
+)
+MACHINE: dict[str, Kind] = {
+    "name": Word(),
+    "ranks_per_node": Number(1, MAX_RANKS, integer=True),
+    "tflops": Table(Word(tuple(DTYPES)), RATE),
+    "gemm_half": Number(0, 1e9),
+    "memory_gib": RATE,
+    "memory_gbs": RATE,
+    "launch_us": DURATION_US,
+    "contention": Number(0, 1),
+    "source": Word(),
+}
+PROFILE = Record(
+    {**MACHINE, "intra": LINK, "inter": LINK, "measured": Table(Word(), Kind(), empty=True)},
+    required=("ranks_per_node", "tflops"),
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +71,7 @@ class Link:
     efficiency: Mapping[str, float | Mapping[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # TOML's keys are strings.
+        LINK.check("Link", "", vars(self))
         tables = {
             name: {int(size): reached for size, reached in sorted(each.items(), key=lambda item: int(item[0]))}
             if isinstance(each, Mapping)
@@ -84,6 +116,12 @@ class Hardware:
     launch_us: float = 5.0
     contention: float = 0.0
     source: str = "data sheets"
+
+    def __post_init__(self) -> None:
+        Record(MACHINE).check("Hardware", "", {name: getattr(self, name) for name in MACHINE})
+        for name in ("intra", "inter"):
+            if not isinstance(getattr(self, name), Link):
+                raise GridError(f"Hardware: {name}={shown(getattr(self, name))}; it must be a Link")
 
     def flops_per_second(self, dtype: str) -> float:
         """
@@ -134,8 +172,8 @@ SCALARS = ("name", "ranks_per_node", "gemm_half", "memory_gib", "memory_gbs", "l
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, str):  # JSON escapes what TOML wants escaped, but for this one
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value) if isinstance(value, int) else f"{float(value):.6g}" + ".0" * (f"{value:.6g}".isdigit())
 
 
@@ -144,39 +182,18 @@ def _read(path: Path) -> Hardware:
         import tomllib
     else:
         import tomli as tomllib
-    try:
-        table = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise GridError(
-            f"hardware profile {path} does not exist; `ndtp bench calibrate --output {path}` writes it"
-        ) from None
-    except tomllib.TOMLDecodeError as error:
-        raise GridError(f"hardware profile {path} is not TOML: {error}") from None
-    table.setdefault("name", path.stem)
-    table.setdefault("source", str(path.name))
-    table.setdefault("intra", table.get("inter"))
-    table.setdefault("inter", table.get("intra"))
-    allowed = {each.name for each in fields(Hardware)}
-    unknown = sorted(set(table) - allowed - {"measured"})
-    missing = [name for name in ("ranks_per_node", "tflops") if name not in table]
-    missing += ["intra or inter"] * (table["intra"] is None)
-    if unknown or missing:
-        near = [match for name in unknown for match in difflib.get_close_matches(name, allowed, 1)]
-        raise GridError(
-            f"hardware profile {path}:"
-            + f" lacks {', '.join(missing)};" * bool(missing)
-            + f" does not know {', '.join(unknown)};" * bool(unknown)
-            + (f" did you mean {', '.join(near)}?" if near else f" its fields are {', '.join(sorted(allowed))}")
-        )
-    try:
-        links = {name: Link(**table[name]) for name in ("intra", "inter")}
-        profile = Hardware(**{key: value for key, value in table.items() if key in allowed} | links)
-        rates = [*profile.tflops.values(), profile.memory_gib, profile.memory_gbs, profile.ranks_per_node]
-        if any(rate <= 0 for rate in (*rates, *(link.bandwidth_gbs for link in links.values()))):
-            raise ValueError("rates and sizes must be above 0")
-    except (TypeError, ValueError) as error:
-        raise GridError(f"hardware profile {path}: {error}") from None
-    return profile
+    what = f"hardware profile {path}"
+    written_by = f"`ndtp bench calibrate --output {path}` writes it"
+    table = read_parsed("hardware profile", path, "TOML", tomllib.loads, written_by)
+    links = {name: table[name] for name in ("intra", "inter") if name in table}
+    if problem := PROFILE.problem("", table):
+        raise GridError(f"{what}: {problem}")
+    if not links:
+        raise GridError(f"{what}: lacks intra or inter; it must be a table with {', '.join(LINK.fields)}")
+    both = {name: Link(**(links.get(name) or next(iter(links.values())))) for name in ("intra", "inter")}
+    return Hardware(**{
+        "name": path.stem, "source": path.name, **{key: table[key] for key in table if key in MACHINE}, **both,
+    })  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------ presets

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ndtp.block_cost import LARGEST_SIZE
 from ndtp.errors import GridError
+from ndtp.fields import Number, read_parsed, shown
 
 # What families of models call the same thing, in the order in which they are looked for.
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 FFN = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "decoder_ffn_dim", "hidden_dim")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
+HEAD_SIZE = ("head_dim", "d_kv")
 KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")
 
 # Four times the hidden size where the file names no inner size.
@@ -41,44 +45,50 @@ class ModelSizes:
         return asdict(self)
 
 
+SIZE = Number(1, LARGEST_SIZE, integer=True)
+
+
 def read_config(path: str | Path) -> ModelSizes:
     """The sizes in a `config.json`, or in the one of a model's folder.
 
     Raises:
-        GridError: no such file, no JSON, a size that is missing, or layers of another kind (experts).
+        GridError: no such file, no JSON, a size that is missing or no size, or layers of another kind (experts).
     """
     path = Path(path)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise GridError(f"model config {path} does not exist; give the path of a transformers config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise GridError(f"model config {path} is not JSON: {error}") from None
+    path = path / "config.json" if os.path.isdir(path) else path
+    what = f"model config {path}"
+    config = read_parsed("model config", path, "JSON", json.loads, "give the path of a transformers config.json")
     if not isinstance(config, dict):
-        raise GridError(f"model config {path} holds no JSON object")
-    config = {**config, **config.get("text_config", {})}  # models of text and images nest the text part
-    if any((config.get(name) or 0) > 1 for name in EXPERTS):
-        raise GridError(
-            f"model config {path} describes mixture-of-experts layers, which the planner does not weigh\n"
-            "  fix: plan one expert's MLP with --hidden and --ffn"
-        )
-    hidden = _find(config, HIDDEN, path)
-    heads = _find(config, HEADS, path)
+        raise GridError(f"{what} holds no JSON object")
+    nested = config.get("text_config")  # models of text and images nest the text part
+    if nested is not None:
+        if not isinstance(nested, dict):
+            raise GridError(f"{what}: text_config={shown(nested)}; it must be an object, or null")
+        config = {**config, **nested}
+    for name in EXPERTS:
+        if config.get(name) is not None:
+            Number(0, LARGEST_SIZE, integer=True).check(what, name, config[name])
+            if config[name] > 1:
+                raise GridError(
+                    f"{what} describes mixture-of-experts layers ({name}={config[name]}), which the planner does not "
+                    "weigh\n  fix: plan one expert's MLP with --hidden and --ffn"
+                )
+    hidden = _find(config, HIDDEN, what)
+    heads = _find(config, HEADS, what)
     kind = str(config.get("model_type", ""))
-    ffn = _find(config, FFN, path, 4 * hidden if kind in FOURFOLD else None)
-    kv_heads = _find(config, KV_HEADS, path, 1 if config.get("multi_query") else heads)
-    head_size = _find(config, ("head_dim", "d_kv"), path, hidden // heads)
-    layers = _find(config, LAYERS, path)
+    ffn = _find(config, FFN, what, 4 * hidden if kind in FOURFOLD else None)
+    kv_heads = _find(config, KV_HEADS, what, 1 if config.get("multi_query") is True else heads)
+    head_size = _find(config, HEAD_SIZE, what, hidden // heads)
+    layers = _find(config, LAYERS, what)
     return ModelSizes(hidden, ffn, _is_gated(config, kind), heads, kv_heads, head_size, layers)
 
 
-def _find(config: dict[str, Any], names: tuple[str, ...], path: Path, default: int | None = None) -> int:
-    value = next((config[name] for name in names if config.get(name) is not None), default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        wrong = "lacks a size" if value is None else f"has {value!r}"
-        raise GridError(f"model config {path} {wrong}; one of {', '.join(names)} must be a positive integer")
-    return value
+def _find(config: dict[str, Any], names: tuple[str, ...], what: str, default: int | None = None) -> int:
+    name, value = next(((name, config[name]) for name in names if config.get(name) is not None), (names[0], default))
+    if value is None:
+        raise GridError(f"{what} lacks a size; one of {', '.join(names)} must be {SIZE}")
+    SIZE.check(what, name, value)
+    return int(value)
 
 
 def _is_gated(config: dict[str, Any], kind: str) -> bool:

@@ -2,52 +2,71 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ndtp import block_cost
-from ndtp.block_cost import AXES, Grids
+from ndtp.block_cost import AXES, LARGEST_SIZE, Grids
 from ndtp.errors import GridError
+from ndtp.fields import Kind, Number, Table, Word
+from ndtp.grid import divisors
+from ndtp.hardware import DTYPES, MAX_RANKS
 
 if TYPE_CHECKING:
     from ndtp.planner import Request
 
 
+OBJECTIVES = ("time", "volume", "memory")
+SIZE = Number(1, LARGEST_SIZE, integer=True)
+AXIS = Number(1, MAX_RANKS, integer=True)
+
+# What may be asked.  Each chunk is a task that the model replays, which bounds them; layers are multiplied by.
+FIELDS: dict[str, Kind] = {
+    "ranks": AXIS,
+    "layers": Number(1, 10**6, integer=True),
+    "chunks": Number(1, 1024, integer=True),
+    "objective": Word(OBJECTIVES),
+    "dtype": Word(tuple(DTYPES)),
+    "optimizer": Word(tuple(block_cost.OPTIMIZERS)),
+    "fixed": Table(Word(AXES), AXIS, empty=True),
+}
+OPTIONAL: dict[str, Kind] = {
+    "memory_limit_gib": Number(1e-6, 1e12),
+    "heads": SIZE, "kv_heads": SIZE, "head_size": SIZE, "limit": SIZE,
+}  # fmt: skip
+
+
+def check_arguments(sizes: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        GridError: a size that is none, or one of those that may be None that is neither.
+    """
+    for name, size in sizes.items():
+        SIZE.check("plan", name, size)
+    for name, value in optional.items():
+        if value is not None:
+            OPTIONAL[name].check("plan", name, value)
+    heads, hidden = optional.get("heads"), sizes.get("hidden")
+    if heads is not None and hidden is not None and optional.get("head_size") is None and heads > hidden:
+        raise GridError(f"plan: heads={heads} of hidden={hidden} leave no size to a head; it must be at most hidden")
+
+
 def check_request(request: Request) -> None:
     """
     Raises:
-        GridError: a size below 1, or a word that is not one of those known.
+        GridError: a size that is none, or a word that is not one of those known.
     """
-    from ndtp.planner import OBJECTIVES
-
-    first = request.blocks[-1]
-    sizes = {"tokens": first.tokens, "hidden": first.hidden, "ffn": first.inner, "ranks": request.ranks}
-    sizes |= {"layers": request.layers, "chunks": request.chunks}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise GridError(f"plan: {name}={size!r}; it must be an integer of at least 1")
-    for name, value, known in (
-        ("objective", request.objective, OBJECTIVES),
-        ("dtype", request.dtype, tuple(block_cost_dtypes())),
-        ("optimizer", request.optimizer, tuple(block_cost.OPTIMIZERS)),
-    ):
-        if value not in known:
-            raise GridError(f"plan: {name}={value!r} is not one of {', '.join(known)}")
-    if request.memory_limit_gib is not None and not request.memory_limit_gib > 0:
-        raise GridError(f"plan: memory_limit_gib={request.memory_limit_gib} must be above 0")
-    for axis, size in request.fixed.items():
-        if axis not in AXES:
-            raise GridError(f"plan: axis {axis!r} cannot be fixed; the axes are {', '.join(AXES)}")
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise GridError(f"plan: fixed {axis}={size!r}; a size is an integer of at least 1")
+    for block in request.blocks:
+        check_arguments({"tokens": block.tokens, "hidden": block.hidden, "ffn": block.inner}, {})
+        for size in (*block.outs, *block.heads):
+            SIZE.check("plan", f"a size of {block.name}", size)
+    for name, kind in FIELDS.items():
+        kind.check("plan", name, getattr(request, name))
+    check_arguments({}, {"memory_limit_gib": request.memory_limit_gib})
     request.hardware.flops_per_second(request.dtype)
-
-
-def block_cost_dtypes() -> dict[str, int]:
-    from ndtp.hardware import DTYPES
-
-    return DTYPES
 
 
 def explain_none(request: Request, constraint: str, least: float = 0.0) -> str:
@@ -55,12 +74,12 @@ def explain_none(request: Request, constraint: str, least: float = 0.0) -> str:
     ranks = request.ranks
     if constraint == "fixed":
         given = " ".join(f"{axis}={size}" for axis, size in request.fixed.items())
-        product = int(np.prod(list(request.fixed.values())))
+        product = math.prod(request.fixed.values())
         near = nearest(ranks, lambda n: n % product == 0 and (len(request.fixed) < 4 or n == product))
-        divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
         return (
             f"plan: no grid of {ranks} ranks has {given}\n"
-            f"  fix: sizes whose product divides {ranks} (of {_short(divisors)}), or {_or(near)} ranks"
+            f"  fix: sizes whose product divides {ranks} (of {_short(divisors(ranks))})"
+            + (f", or {_or(near)} ranks" if near else "")
         )
     if constraint == "sizes":
         near = nearest(ranks, lambda n: _fits(request, n))
@@ -89,6 +108,11 @@ def explain_none(request: Request, constraint: str, least: float = 0.0) -> str:
 
 
 def _fits(request: Request, ranks: int) -> bool:
+    # Thousands of numbers are tried, and few of them divide what they would have to.
+    if ranks % math.prod(request.fixed.values()):
+        return False
+    if not request.pad and any(block.tokens * block.hidden * block.inner % ranks for block in request.blocks):
+        return False
     g = Grids.all(ranks)
     keep = np.ones(g.ranks.shape, dtype=bool)
     for axis, size in request.fixed.items():
@@ -98,12 +122,10 @@ def _fits(request: Request, ranks: int) -> bool:
     return bool(keep.any())
 
 
-def nearest(value: int, valid: object, reach: int = 4096) -> list[int]:
+def nearest(value: int, valid: Callable[[int], bool], reach: int = 4096) -> list[int]:
     """The nearest valid numbers below and above."""
-    found = []
-    for candidates in (range(value - 1, max(0, value - reach), -1), range(value + 1, value + reach)):
-        found += [next((n for n in candidates if valid(n)), 0)]  # type: ignore[operator]
-    return [n for n in found if n]
+    sides = range(value - 1, max(0, value - reach), -1), range(value + 1, min(value + reach, MAX_RANKS + 1))
+    return [n for side in sides if (n := next(filter(valid, side), 0))]
 
 
 def _sizes(request: Request) -> str:

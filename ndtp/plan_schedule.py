@@ -7,7 +7,6 @@ from ndtp.block_cost import AXES, Block, Grids
 from ndtp.errors import GridError
 from ndtp.grid import Grid
 from ndtp.hardware import Hardware
-from ndtp.plan_errors import check_request
 from ndtp.planner import Request, timeline
 from ndtp.timeline import Span
 
@@ -41,7 +40,6 @@ def schedule(
         raise GridError(f"schedule: product={product!r} is not one of {', '.join(PRODUCTS)}")
     block = Block.mlp(*sizes)
     request = Request((block,), grid.num_ranks, hardware, dtype=dtype, chunks=chunks)
-    check_request(request)
     g = Grids(**(dict.fromkeys(AXES, 1) | dict(zip(grid.names, grid.shape, strict=True))))
     padded = block_cost.padded(block, g)
     wanted = {"tokens": padded.tokens, "hidden": padded.hidden, "ffn": padded.inner}
@@ -50,8 +48,10 @@ def schedule(
             raise GridError(f"schedule: grid {grid} does not divide {name}={size}\n  fix: {name}={multiple}")
     rows = block.tokens // block_cost.row_multiple(g)
     if rows % chunks:
-        near = [n for n in range(1, rows + 1) if rows % n == 0]
-        nearest = sorted(sorted(near, key=lambda n: abs(n - chunks))[:2])
+        # 1 divides, and so there is one below; beyond twice as many chunks none is near.
+        sides = range(chunks - 1, 0, -1), range(chunks + 1, min(rows, 2 * chunks) + 1)
+        near = [next((n for n in side if rows % n == 0), 0) for side in sides]
+        nearest = [n for n in near if n]
         raise GridError(
             f"schedule: {chunks} chunks do not divide the {rows} rows that a rank exchanges with each other\n"
             f"  fix: {' or '.join(map(str, nearest))} chunks"

@@ -5,6 +5,7 @@ A plan only: ndtp's modules run a model on one `ProcessGrid`, and no operation m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,17 +111,18 @@ def relayout_elements(source: Layout, target: Layout, shape: Sequence[int]) -> i
     """
     if source.grid.num_ranks != target.grid.num_ranks:
         raise LayoutError(f"relayout: grid {source.grid} and grid {target.grid} have different numbers of ranks")
+    exact: Any = object if math.prod(shape) >= 2**63 else np.int64
     kept: Any = 1
     for dim in range(len(shape)):
-        (a, length_a), (b, length_b) = (_extent(layout, dim, shape) for layout in (source, target))
+        (a, length_a), (b, length_b) = (_extent(layout, dim, shape, exact) for layout in (source, target))
         kept = kept * np.maximum(0, np.minimum(a + length_a, b + length_b) - np.maximum(a, b))
-    return int(np.max(np.prod(target.shard_shape(shape)) - kept))
+    return int(np.max(math.prod(target.shard_shape(shape)) - kept))
 
 
-def _extent(layout: Layout, dim: int, shape: Sequence[int]) -> tuple[Any, int]:
+def _extent(layout: Layout, dim: int, shape: Sequence[int], dtype: Any) -> tuple[Any, int]:
     """Where the shards of all ranks begin in a dim, and how long they are."""
     grid, length = layout.grid, layout.shard_shape(shape)[dim]
-    rank = np.arange(grid.num_ranks)
+    rank = np.arange(grid.num_ranks).astype(dtype)
     index: Any = np.zeros_like(rank)
     for axis in layout.dims[dim]:
         stride = grid.size(grid.names[grid.names.index(axis) + 1 :])

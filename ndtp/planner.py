@@ -18,11 +18,10 @@ from ndtp.block_cost import AXES, Block, Grids
 from ndtp.errors import GridError
 from ndtp.grid import Grid
 from ndtp.hardware import DTYPES, Hardware
-from ndtp.plan_errors import check_request, explain_none
+from ndtp.plan_errors import check_arguments, check_request, explain_none
 from ndtp.time_model import ORDERS, Network, Time, Work
 from ndtp.timeline import Span
 
-OBJECTIVES = ("time", "volume", "memory")
 MIB, GIB = 2**20, 2**30
 
 # Operands that backward gathers again, in the order in which they are tried against a memory limit.
@@ -50,6 +49,9 @@ class Request:
     tp_within_node: bool = False
     pad: bool = True
     chunks: int = 1
+
+    def __post_init__(self) -> None:
+        check_request(self)
 
     @property
     def itemsize(self) -> int:
@@ -157,8 +159,13 @@ def plan(
         limit: how many to return; default all.
 
     Raises:
-        GridError: no grid fulfils the constraints; names the nearest ones that would.
+        GridError: an argument that is none of its kind; names what it may be.  No grid fulfils the constraints; names
+            the nearest ones that would.
     """
+    check_arguments(
+        {"tokens": tokens, "hidden": hidden, "ffn": ffn},
+        {"heads": heads, "kv_heads": kv_heads, "head_size": head_size, "limit": limit},
+    )
     blocks = [Block.mlp(tokens, hidden, ffn, gated)]
     if heads:
         blocks.insert(0, Block.attention(tokens, hidden, heads, kv_heads, head_size))
@@ -166,7 +173,6 @@ def plan(
         tuple(blocks), ranks, Hardware.load(hardware), layers, dtype, objective, optimizer, memory_limit_gib,
         dict(fixed or {}), tp_within_node, pad, chunks,
     )  # fmt: skip
-    check_request(request)
     return search(request, limit)
 
 
@@ -215,6 +221,8 @@ def candidates(request: Request) -> Candidates:
     if not keep.any():
         raise GridError(explain_none(request, "sizes"))
     g = g.take(keep)
+    if block_cost.largest_integer(request.blocks, request.ranks, request.layers) >= 2**63:
+        g = g.unbounded()
     variant, volumes, memories = _with_regather(request, g)
     if request.memory_limit_gib is not None:
         fits = memories <= request.memory_limit_gib * GIB
@@ -252,7 +260,7 @@ def _with_regather(request: Request, g: Grids) -> tuple[Any, Any, Any]:
         variant = np.zeros_like(least)
     else:
         fits = memories <= request.memory_limit_gib * GIB
-        ordered = np.where(fits, volumes, np.iinfo(np.int64).max)
+        ordered = np.where(fits, volumes, volumes.max() + 1)
         variant = np.where(fits.any(0), ordered.argmin(0), least)
     each = np.arange(len(variant))
     return variant, volumes[variant, each], memories[variant, each]
@@ -264,11 +272,12 @@ def _fastest_order(request: Request, g: Grids, variant: Any) -> tuple[Any, Time]
         request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks,
         regather_a=_mask("a", variant), regather_b=_mask("b", variant),
     )  # fmt: skip
+    lies = Grids(*(np.asarray(getattr(g, axis), dtype=np.int64) for axis in AXES))
     best_order = np.full(g.ranks.shape, -1)
     best = Time(*(np.full(g.ranks.shape, np.inf) for _ in range(4)))
     one_node = request.ranks <= request.hardware.ranks_per_node
     for index, order in enumerate(ORDERS[:1] if one_node else ORDERS):
-        network = Network.of(g, order, request.hardware)
+        network = Network.of(lies, order, request.hardware)
         time = work.time(network)
         # A tie within rounding keeps the earlier order.
         better = time.total < best.total * (1 - 1e-9) if index else np.ones(g.ranks.shape, dtype=bool)

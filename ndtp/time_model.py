@@ -99,10 +99,16 @@ class Network:
 
 def gemm_seconds(hardware: Hardware, m: Any, n: Any, k: Any, dtype: str) -> Any:
     """A local product: the roof of its arithmetic, less where dims are short, and of the memory it touches."""
+    m, n, k = _real(m), _real(n), _real(k)
     half = hardware.gemm_half
     rate = hardware.flops_per_second(dtype) / ((1 + half / m) * (1 + half / n) * (1 + half / k))
     touched = (m * k + k * n + m * n) * DTYPES[dtype] / (hardware.memory_gbs * 1e9)
     return np.maximum(2.0 * m * n * k / rate, touched) + hardware.launch_us * 1e-6
+
+
+def _real(x: Any) -> Any:
+    """As floats: products of sizes may leave 64 bits, and times need no more than these hold."""
+    return np.asarray(x, dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -180,21 +186,21 @@ def _products(
     moved: dict[str, dict[tuple[str, str], Messages]] = {"up": {}, "down": {}}
     for message in messages(block, g, regather_a, regather_b):
         name, tensor = message.tensor.split()
-        entry = (message.collective, message.axis, message.elements * itemsize)
+        entry = (message.collective, message.axis, _real(message.elements) * itemsize)
         moved[name].setdefault((message.phase, tensor), []).append(entry)
     s = padded(block, g)
     # Forward reads what enters the activation and writes what leaves it; nothing follows the second product.
-    activation = ((s.up + s.inner) * s.tokens / g.ranks, 0)
-    own = [np.where(size > 1, 1 / size, 0.0) for size in (g.y, g.x)]
+    activation = (_real(s.up + s.inner) * _real(s.tokens) / _real(g.ranks), 0)
+    own = [np.where(size > 1, 1 / size, 0.0) for size in (_real(g.y), _real(g.x))]
     per_element = itemsize / (hardware.memory_gbs * 1e9)
     for name, (m, n, k), elements in zip(("up", "down"), gemms(block, g), activation, strict=True):
         yield Product(
             moved[name],
             gemm_seconds(hardware, m, n, k, dtype),
-            gemm_seconds(hardware, m / chunks, n, k, dtype),
+            gemm_seconds(hardware, _real(m) / chunks, n, k, dtype),
             elements * per_element,
             # Weights [out, in] are gathered over z along their last dim; low precision joins the blocks before it sums.
-            2 * n * k * per_element * ((g.z > 1) & (itemsize < 4)),
+            2 * _real(n) * _real(k) * per_element * ((g.z > 1) & (itemsize < 4)),
             # Rows of A come from y and of dC from x in the first product; the other way round in the second.
             (own[0], own[1]) if name == "up" else (own[1], own[0]),
             chained=name == "up" and len(block.outs) == 1,

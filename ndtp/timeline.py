@@ -191,7 +191,8 @@ def step_seconds(
 
 def _tasks(products: Sequence[Product], chunks: int, regather: bool) -> Iterator[tuple[str, int, Task]]:
     """(phase, product, task) of a step, as the executor goes through them, chain by chain."""
-    ends = [i for i, product in enumerate(products) if not product.chained]
+    # The last one ends a chain whatever it was cut out of: the first product of a block can be looked at alone.
+    ends = [i for i, product in enumerate(products) if not product.chained or i + 1 == len(products)]
     chains = [range(begin, end + 1) for begin, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)]
     for chain in chains:
         for task in forward_tasks(chunks, (False,) * len(chain)):

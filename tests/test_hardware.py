@@ -62,7 +62,10 @@ def test_one_link_serves_for_both(tmp_path):
         ("ranks_per_node = 8\n[tflops]\nfloat32 = 1\n", "lacks intra or inter"),
         ("ranks_per_nodes = 8\n[tflops]\nfloat32 = 1\n[intra]\nbandwidth_gbs = 1\n", "did you mean ranks_per_node"),
         ("ranks_per_node = 8\n[tflops]\nfloat32 = 1\n[intra]\nbandwidth = 1\n", "bandwidth"),
-        ("ranks_per_node = 8\n[tflops]\nfloat32 = 1\n[intra]\nbandwidth_gbs = -1\n", "above 0"),
+        (
+            "ranks_per_node = 8\n[tflops]\nfloat32 = 1\n[intra]\nbandwidth_gbs = -1\n",
+            "intra.bandwidth_gbs=-1; it must be a number from 1e-09",
+        ),
         ("ranks_per_node = [", "is not TOML"),
     ],
 )
