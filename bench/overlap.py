@@ -257,7 +257,7 @@ def measured(case: str, arguments: argparse.Namespace) -> Rows:
         with around():
             check(forward, lambda y: y.chunk(ranks)[rank], sizes)
     scheme, _, axes = case.partition(":")
-    grid = grid_of(axes, "overlap")
+    grid = grid_of(axes)
     blocks: dict[str, ndtp.nn.MLP] = {}
     for kind, chunks in (("plain", 1), ("overlapped", arguments.chunks), ("auto", "auto")):
         name = f"{scheme} {grid}, {kind}"

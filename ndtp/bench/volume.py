@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ndtp.block_cost import AXES as COST_AXES
+from ndtp.block_cost import Block, Grids, memory
 from ndtp.cost import Volume, gemm_shape
 from ndtp.errors import GridError, LayoutError
 from ndtp.grid import Grid
+from ndtp.hardware import DTYPES
 from ndtp.meter import CommMeter
 from ndtp.process_grid import ProcessGrid
 from ndtp.schemes import block_layouts
@@ -140,6 +143,21 @@ def meter_real(cases: Sequence[Case], shape: Shape, dtype_name: str) -> list[lis
 
 def _meter_all(cases: Sequence[Case], shape: Shape, dtype_name: str) -> list[Volume]:
     return [meter(case, shape, getattr(torch, dtype_name), "cpu") for case in cases]
+
+
+def bytes_needed(cases: Sequence[Case], shape: Shape, dtype: str, rivals: bool = False) -> int:
+    """What all ranks together hold of these cases at once, and of the whole weights that rivals begin with."""
+    block, itemsize = Block.mlp(shape.tokens, shape.hidden, shape.ffn), DTYPES[dtype]
+    kept, working = 0, 0  # weights and their gradients of all cases; what one of them at a time works on
+    for case in cases:
+        g = Grids(**(dict.fromkeys(COST_AXES, 1) | dict(zip(case.grid.names, case.grid.shape, strict=True))))
+        if case.scheme == "1d":  # activations whole on every rank
+            g = Grids(1, 1, case.grid.num_ranks, 1)
+        found = memory(block, g, itemsize, "none")
+        kept += int(found.weights + found.gradients)
+        working = max(working, int(found.activations + found.working))
+    whole = itemsize * block.parameters if rivals else 0
+    return cases[0].grid.num_ranks * (kept + working + whole)
 
 
 def scaled_down(shape: Shape, ranks: int, elements: int = 2**24) -> Shape:

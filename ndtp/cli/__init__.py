@@ -1,6 +1,7 @@
 """The command line, `ndtp` and `python -m ndtp`.
 
-Every command takes `--json FILE` (`-` = standard output) and exits 0 on success, 1 when a check fails, 2 on wrong use.
+Every command takes `--json FILE` (`-` = standard output) and exits 0 on success, 1 when a check or a rank fails, 2 on
+wrong use, which one line explains, and 130 on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,10 +17,4 @@ def main() -> None:
         if error.name not in ("typer", "rich", "matplotlib"):
             raise
         sys.exit(f"the command line needs {error.name}: pip install 'ndtp[cli]'")
-    from ndtp.errors import GridError, LayoutError
-
-    try:
-        app()
-    except (GridError, LayoutError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    app()

@@ -1,8 +1,13 @@
-"""The `ndtp` command: one module a subcommand."""
+"""The `ndtp` command: one module a subcommand, and one place where wrong use becomes a line and an exit status."""
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+from typing import Annotated, Any
+
 import typer
+from typer.core import TyperGroup
 
 from ndtp.cli.bench_calibrate import calibrate
 from ndtp.cli.bench_gemm import gemm
@@ -14,9 +19,52 @@ from ndtp.cli.demo import demo
 from ndtp.cli.info import info
 from ndtp.cli.plan import plan
 from ndtp.cli.show import show
+from ndtp.errors import GridError, LayoutError, MismatchError
+
+# Typer's own, whose base it does not export.
+UsageError: Any = typer.BadParameter.__mro__[1]
+LONGEST = 1000  # characters of a message: a number of a million digits is not repeated
+
+
+class CommandLine(TyperGroup):
+    """Wrong use ends with a line on standard error that names what was wrong, and status 2; a rank that failed with its
+    traceback, and status 1; Ctrl-C with status 130.  Anything else is a bug, and keeps its own traceback.
+    """
+
+    def main(self, args: Any = None, prog_name: Any = None, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
+        run = partial(super().main, args=args, prog_name=prog_name, standalone_mode=False, **extra)
+        if not standalone_mode:
+            return run()
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):  # a file's name need not be text
+                stream.reconfigure(errors="backslashreplace")
+        try:
+            status = run()
+        except UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed already
+                sys.exit(2)
+            _fail(error.format_message(), 2)
+        except (GridError, LayoutError, MismatchError) as error:
+            _fail(str(error), 2)
+        except RuntimeError as error:
+            from ndtp.testing import RankError
+
+            if not isinstance(error, RankError):
+                raise
+            _fail(str(error), 1)
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str, status: int) -> None:
+    if status == 2 and len(message) > LONGEST:
+        message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(status)
+
 
 app = typer.Typer(
     name="ndtp",
+    cls=CommandLine,
     help="Tensor parallelism in one, two and three dimensions: check it, measure it, plan it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -25,6 +73,23 @@ app = typer.Typer(
 bench = typer.Typer(help="Benchmarks: volume, step, overlap, calibrate, gemm.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(show, name="show")
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from ndtp import __version__
+
+        print(f"ndtp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 for command in (demo, check, plan, info):

@@ -10,21 +10,46 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ndtp.cli.common import JsonOption, console, is_first_rank, write_json
+from ndtp.cli.common import (
+    COUNT,
+    JsonOption,
+    console,
+    environment_number,
+    is_first_rank,
+    must_be,
+    num_ranks,
+    one_of,
+    print_table,
+    world_size,
+    writable,
+    write_json,
+    writing,
+)
+from ndtp.cli.progress import waiting
 from ndtp.errors import GridError
+from ndtp.fields import Number
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def calibrate(
-    output: Annotated[Path, typer.Option(metavar="FILE.toml", help="Where the profile goes.")] = Path("hardware.toml"),
-    ranks: Annotated[int | None, typer.Option(help="Local ranks; under torchrun all of its ranks.")] = None,
-    ranks_per_node: Annotated[
-        int | None, typer.Option(help="Default: the launcher's LOCAL_WORLD_SIZE, else all ranks.")
+    output: Annotated[
+        Path, typer.Option(metavar="FILE.toml", help="Where the profile goes.", callback=writable(".toml"))
+    ] = Path("hardware.toml"),
+    ranks: Annotated[
+        int | None, typer.Option(callback=COUNT, help="Local ranks; under torchrun all of its ranks.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    repeats: Annotated[int, typer.Option(help="Measurements of each size; the median counts.")] = 5,
-    largest: Annotated[float, typer.Option(metavar="MIB", help="A rank's largest share in a collective.")] = 1.0,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(callback=COUNT, help="Default: the launcher's LOCAL_WORLD_SIZE, else all ranks.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.", callback=one_of(*DTYPES))] = "fp32",
+    repeats: Annotated[int, typer.Option(callback=COUNT, help="Measurements of each size; the median counts.")] = 5,
+    largest: Annotated[
+        float,
+        typer.Option(
+            metavar="MIB", help="A rank's largest share in a collective.", callback=must_be(Number(1e-3, 1024))
+        ),
+    ] = 1.0,
     json_file: JsonOption = None,
 ) -> None:
     """Measure latency and bandwidth per axis and collective, and GEMM rates, and write a hardware profile.
@@ -32,24 +57,18 @@ def calibrate(
     Example: ndtp bench calibrate --ranks 8 --output mine.toml; then ndtp plan ... --hardware mine.toml
     """
     import ndtp.testing
+    from ndtp.bench import check_room
     from ndtp.bench.calibrate import Job, fit, measure, rates_by_class, to_toml
 
-    world = int(os.environ.get("WORLD_SIZE", "0")) or None
-    count = ranks or world or 4
-    if world and ranks and ranks != world:
-        raise GridError(f"bench calibrate: --ranks {ranks} under a launcher of {world} ranks; leave --ranks out")
-    if count < 2:
-        raise GridError("bench calibrate: one rank has no link to measure; fix: --ranks 2 or more")
-    per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or count
-    if not 1 <= per_node <= count:
+    world = world_size()
+    count = num_ranks(ranks, 4, least=2)
+    per_node = ranks_per_node or environment_number("LOCAL_WORLD_SIZE") or count
+    if per_node > count:
         near = [size for size in range(1, count + 1) if count % size == 0]
         raise GridError(f"bench calibrate: --ranks-per-node {per_node} of {count} ranks; take one of {near}")
-    if dtype not in DTYPES:
-        raise GridError(f"bench calibrate: --dtype {dtype} is not one of {', '.join(DTYPES)}")
-    if repeats < 1 or largest <= 0:
-        raise GridError(f"bench calibrate: --repeats {repeats} and --largest {largest:g} must be above 0")
-    if output.suffix != ".toml" or not output.parent.is_dir():
-        raise GridError(f"bench calibrate: --output {output} must be a .toml file in a folder that exists")
+    if world is None:
+        # Of each rank, all at once: the whole operand of a reduce-scatter, what is made of it, and what is sent.
+        check_room("bench calibrate", 3 * largest * 2**20 * count**2, "a smaller --largest")
     import torch
 
     device = "cuda" if world and torch.cuda.is_available() else "cpu"
@@ -60,19 +79,20 @@ def calibrate(
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     out = console(json_file)
-    with out.status(f"measuring {count} ranks"):
+    with waiting(out, f"measuring {count} ranks"):
         samples = ndtp.testing.run(measure, count, args=(job,), timeout=3600)[0]
     if not is_first_rank():
         return
-    hardware, fits = fit(samples, job, output.stem)
-    output.write_text(to_toml(hardware, fits, samples))
+    hardware, fits = fit(samples, job, output.stem.encode(errors="replace").decode())
+    with writing(output):
+        output.write_text(to_toml(hardware, fits, samples), encoding="utf-8")
     table = Table(title=f"fit of {output.stem}: {count} ranks, {per_node} a node, {dtype}", title_justify="left")
     table.add_column("model of")
     for heading in ("samples", "median error", "worst error"):
         table.add_column(heading, justify="right")
     for each in fits:
         table.add_row(each.what, str(each.samples), f"{each.median_error:.0%}", f"{each.worst_error:.0%}")
-    out.print(table)
+    print_table(out, table)
     for name in ("intra", "inter"):
         link = getattr(hardware, name)
         out.print(

@@ -11,15 +11,17 @@ import torch
 import typer
 from rich.table import Table
 
-from ndtp.cli.common import JsonOption, console, write_json
+from ndtp.cli.common import JsonOption, console, numbers, one_of, print_table, write_json
 from ndtp.errors import LayoutError
 
+DTYPES = ("bfloat16", "float16", "float32")
+LARGEST = 2**31 - 1  # of a dim: kernels index with 32 bits
 DEFAULT_SHAPES = ["8192,14336,4096", "8192,4096,14336", "2048,14336,4096", "8192,6144,4096"]
 
 
 def gemm(
     shape: Annotated[list[str] | None, typer.Option(metavar="M,N,K", help="Sizes of a product; repeatable.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.", callback=one_of(*DTYPES))] = "bfloat16",
     tune: Annotated[bool, typer.Option("--tune", help="Keep the winners in the user's cache; needs a GPU.")] = False,
     json_file: JsonOption = None,
 ) -> None:
@@ -27,7 +29,7 @@ def gemm(
 
     Example: ndtp bench gemm --shape 8192,14336,4096 --tune
     """
-    shapes = [sizes_of(text) for text in shape or DEFAULT_SHAPES]
+    shapes = [sizes_of(text, "--shape") for text in shape or DEFAULT_SHAPES]
     on_gpu = torch.cuda.is_available()
     if tune and not on_gpu:
         raise LayoutError("bench gemm --tune: there is no GPU to measure on\n  fix: run it where the training will run")
@@ -41,7 +43,7 @@ def gemm(
             chosen = next(row for row in report["candidates"] if row["chosen"])
             name = ",".join(map(str, sizes))
             table.add_row(name, report["choice"], f"{chosen['estimated_us']:.1f}", chosen["bound"])
-        out.print(table)
+        print_table(out, table)
         return write_json(json_file, {"measured": False, "rows": reports})
     with tempfile.TemporaryDirectory() as folder:
         result = ndtp_kernels.tune(shapes, dtype, path=None if tune else Path(folder) / "gemm.json")
@@ -52,7 +54,7 @@ def gemm(
         ratio = row.get("against_torch")
         rate = f"{row['tflops']:.0f}" if row["choice"] else "-"
         table.add_row(row["shape_class"], row["choice"] or "none runs", rate, f"{ratio:.2f}" if ratio else "-")
-    out.print(table)
+    print_table(out, table)
     if tune:
         out.print(f"kept in {result['path']}")
     write_json(json_file, {"measured": True, **result})
@@ -60,8 +62,6 @@ def gemm(
 
 def choice_table(sizes: tuple[int, int, int], dtype: str) -> tuple[Table, dict[str, Any]]:
     """Every candidate for a product with its estimate, and the choice."""
-    if min(sizes) < 1:
-        raise LayoutError(f"info --gemm {sizes}: sizes of a product are at least 1")
     report = ndtp_kernels.explain(*sizes, dtype)
     title = f"{report['shape_class']} on {report['chip']}: {report['choice']} ({report['source']})"
     table = Table(title=title, box=None)
@@ -78,9 +78,12 @@ def choice_table(sizes: tuple[int, int, int], dtype: str) -> tuple[Table, dict[s
     return table, report
 
 
-def sizes_of(text: str) -> tuple[int, int, int]:
-    words = text.split(",")
-    if len(words) != 3 or not all(word.strip().isdigit() and int(word) > 0 for word in words):
-        raise LayoutError(f"{text!r} is not the size of a product\n  fix: M,N,K such as 8192,14336,4096")
-    m, n, k = map(int, words)
+def sizes_of(text: str, option: str) -> tuple[int, int, int]:
+    """
+    Raises:
+        typer.BadParameter: not three sizes of a product.
+    """
+    m, n, k = numbers(text, option, "8192,14336,4096 (M,N,K)", 3)
+    if max(m, n, k) > LARGEST:
+        raise typer.BadParameter(f"{text}; a size of a product is at most {LARGEST:,}", param_hint=option)
     return m, n, k

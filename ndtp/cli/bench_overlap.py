@@ -11,8 +11,28 @@ import typer
 from rich.table import Table
 
 from ndtp.cli.bench_step import DTYPES, grid_of
-from ndtp.cli.common import JsonOption, console, is_first_rank, write_json
+from ndtp.cli.common import (
+    COUNT,
+    COUNT_OR_NONE,
+    PICTURES,
+    SIZE,
+    JsonOption,
+    console,
+    is_first_rank,
+    num_ranks,
+    one_of,
+    print_table,
+    world_size,
+    writable,
+    write_json,
+    writing,
+)
+from ndtp.cli.progress import waiting
 from ndtp.errors import GridError
+from ndtp.fields import integer
+from ndtp.schemes import SCHEMES
+
+MAX_CHUNKS = 1024
 
 if TYPE_CHECKING:
     from ndtp.bench.overlap_trace import Job, RankTrace
@@ -21,51 +41,52 @@ if TYPE_CHECKING:
 
 def overlap(
     ranks: Annotated[
-        int | None, typer.Option(help="Local ranks; under torchrun all of its ranks. Default: the grid's, or 4.")
+        int | None,
+        typer.Option(callback=COUNT, help="Local ranks; under torchrun all of its ranks. Default: the grid's, or 4."),
     ] = None,
     grid: Annotated[str | None, typer.Option(metavar="'z=2 x=2 y=2'", help="Default: the best by volume.")] = None,
     scheme: Annotated[
-        str | None, typer.Option(help="1d, 1d-sp, 2d, 2d-features or 3d. Default: the one that uses all axes.")
+        str | None,
+        typer.Option(
+            help="1d, 1d-sp, 2d, 2d-features or 3d. Default: the one that uses all axes.", callback=one_of(*SCHEMES)
+        ),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Rows of the block.")] = 1024,
-    hidden: Annotated[int, typer.Option(help="Features outside of the block.")] = 256,
-    ffn: Annotated[int, typer.Option(help="Features inside of the block.")] = 1024,
+    tokens: Annotated[int, typer.Option(callback=SIZE, help="Rows of the block.")] = 1024,
+    hidden: Annotated[int, typer.Option(callback=SIZE, help="Features outside of the block.")] = 256,
+    ffn: Annotated[int, typer.Option(callback=SIZE, help="Features inside of the block.")] = 1024,
     chunks: Annotated[str, typer.Option(help="Chunks of rows that overlap, or auto.")] = "4",
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    rounds: Annotated[int, typer.Option(help="Steps; the one of median time is shown.")] = 5,
-    warmup: Annotated[int, typer.Option(help="Steps before these.")] = 2,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.", callback=one_of(*DTYPES))] = "fp32",
+    rounds: Annotated[int, typer.Option(callback=COUNT, help="Steps; the one of median time is shown.")] = 5,
+    warmup: Annotated[int, typer.Option(callback=COUNT_OR_NONE, help="Steps before these.")] = 2,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Chrome trace, for ui.perfetto.dev or chrome://tracing.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.json", help="Chrome trace, for ui.perfetto.dev or chrome://tracing.", callback=writable()
+        ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Timeline of all ranks.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Timeline of all ranks.", callback=writable(*PICTURES))
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Measure what hides behind what in forward and backward of a block, checked against dense first.
 
     Example: ndtp bench overlap --grid 'z=2 y=4' --chunks 4 --trace trace.json --plot timeline.png
     """
+    from ndtp.bench import check_room
     from ndtp.bench.overlap_trace import Job, chrome_trace, num_chunks
-    from ndtp.bench.volume import Shape
+    from ndtp.bench.volume import Shape, bytes_needed
 
-    world = int(os.environ.get("WORLD_SIZE", "0")) or None
-    for name, size, least in (
-        ("ranks", ranks, 1), ("tokens", tokens, 1), ("hidden", hidden, 1), ("ffn", ffn, 1), ("rounds", rounds, 1),
-        ("warmup", warmup, 0),
-    ):  # fmt: skip
-        if size is not None and size < least:
-            raise GridError(f"bench overlap: --{name} {size} must be at least {least}")
-    if dtype not in DTYPES:
-        raise GridError(f"bench overlap: --dtype {dtype} is not one of {', '.join(DTYPES)}")
-    for option, path in (("trace", trace), ("plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise GridError(f"bench overlap: --{option} {path}: there is no folder {path.parent}")
+    world = world_size()
     shape = Shape(tokens, hidden, ffn)
-    case = choose(grid, scheme, ranks, world, shape)
+    case = choose(grid, scheme, ranks, shape)
     device = _device(world)
+    if world is None:
+        check_room("bench overlap", bytes_needed([case], shape, DTYPES[dtype]), "fewer --tokens, or smaller sizes")
     job = Job(case, shape, DTYPES[dtype], chunks_of(chunks), rounds, warmup, device)
     out = console(json_file)
     count = case.grid.num_ranks
-    with out.status(f"measuring {count} ranks"):
+    with waiting(out, f"measuring {count} ranks"):
         traces = _run(job)
     if not is_first_rank():
         return
@@ -77,14 +98,16 @@ def overlap(
     if wrong:
         out.print(f"{title}: {wrong} elements differ from the dense block; nothing was measured")
     else:
-        out.print(_table(rows, title))
+        print_table(out, _table(rows, title))
         if trace is not None:
-            trace.write_text(json.dumps(chrome_trace(traces)))
+            with writing(trace):
+                trace.write_text(json.dumps(chrome_trace(traces)))
             out.print(f"wrote {trace}: open it in ui.perfetto.dev or chrome://tracing", highlight=False)
         if plot is not None:
             from ndtp.cli.overlap_plot import draw
 
-            draw(traces, title, plot)
+            with writing(plot):
+                draw(traces, title, plot)
             out.print(f"wrote {plot}", highlight=False)
     write_json(json_file, {
         "grid": {axis: case.grid[axis] for axis in case.grid}, "scheme": case.scheme, "ranks": count,
@@ -98,16 +121,17 @@ def chunks_of(text: str) -> int | str:
     """The value of --chunks.
 
     Raises:
-        GridError: neither a number of at least 1 nor auto.
+        GridError: neither a number of chunks nor auto.
     """
     if text == "auto":
         return text
-    if not text.isdigit() or int(text) < 1:
-        raise GridError(f"bench overlap: --chunks {text} is neither a number of at least 1 nor auto")
-    return int(text)
+    number = integer(text)
+    if not number or number > MAX_CHUNKS:
+        raise GridError(f"bench overlap: --chunks {text} is neither a number from 1 to {MAX_CHUNKS} nor auto")
+    return number
 
 
-def choose(text: str | None, scheme: str | None, ranks: int | None, world: int | None, shape: Shape) -> Case:
+def choose(text: str | None, scheme: str | None, ranks: int | None, shape: Shape) -> Case:
     """The grid that was named, or the best by volume of as many ranks.
 
     Raises:
@@ -116,12 +140,8 @@ def choose(text: str | None, scheme: str | None, ranks: int | None, world: int |
     """
     from ndtp.bench.volume import Case, cases, natural_scheme
 
-    if world and ranks not in (None, world):
-        raise GridError(f"bench overlap: --ranks {ranks} under a launcher of {world} ranks; leave --ranks out")
-    named = None if text is None else grid_of(text, "bench overlap")
-    count = world or ranks or (named.num_ranks if named else 4)
-    if count < 2:
-        raise GridError("bench overlap: one rank communicates with none; fix: --ranks 2 or more")
+    named = None if text is None else grid_of(text)
+    count = num_ranks(ranks, named.num_ranks if named else 4, least=2)
     if named is None:
         found = [case for case in cases(count, shape, count**2) if scheme in (None, case.scheme)]
         if not found:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ndtp.cli.common import JsonOption, console, is_first_rank, write_json
+from ndtp.cli.common import (
+    COUNT,
+    COUNT_OR_NONE,
+    SIZE,
+    JsonOption,
+    axis_sizes,
+    console,
+    is_first_rank,
+    num_ranks,
+    one_of,
+    print_table,
+    world_size,
+    write_json,
+)
+from ndtp.cli.progress import Bar
 from ndtp.errors import GridError
 from ndtp.grid import Grid
 
@@ -26,22 +36,25 @@ COMPARISONS = {"torch": ("torch Colwise/Rowwise", "torch sequence parallel"), "m
 
 
 def step(
-    ranks: Annotated[int | None, typer.Option(help="Local ranks; under torchrun all of its ranks.")] = None,
-    tokens: Annotated[int, typer.Option(help="Rows of the block.")] = 1024,
-    hidden: Annotated[int, typer.Option(help="Features outside of the block.")] = 256,
-    ffn: Annotated[int, typer.Option(help="Features inside of the block.")] = 1024,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    ranks: Annotated[
+        int | None, typer.Option(callback=COUNT, help="Local ranks; under torchrun all of its ranks.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(callback=SIZE, help="Rows of the block.")] = 1024,
+    hidden: Annotated[int, typer.Option(callback=SIZE, help="Features outside of the block.")] = 256,
+    ffn: Annotated[int, typer.Option(callback=SIZE, help="Features inside of the block.")] = 1024,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.", callback=one_of(*DTYPES))] = "fp32",
     grids: Annotated[
         list[str] | None, typer.Option("--grid", metavar="'z=2 x=2 y=2'", help="Grids; default: the best by volume.")
     ] = None,
-    top: Annotated[int, typer.Option(help="How many grids, where none is named.")] = 6,
-    rounds: Annotated[int, typer.Option(help="Steps of every grid, interleaved.")] = 10,
-    warmup: Annotated[int, typer.Option(help="Rounds before these.")] = 2,
+    top: Annotated[int, typer.Option(callback=COUNT, help="How many grids, where none is named.")] = 6,
+    rounds: Annotated[int, typer.Option(callback=COUNT, help="Steps of every grid, interleaved.")] = 10,
+    warmup: Annotated[int, typer.Option(callback=COUNT_OR_NONE, help="Rounds before these.")] = 2,
     hardware: Annotated[
         str, typer.Option(metavar="NAME|FILE.toml", help="Predict for this; `ndtp bench calibrate` measures it.")
     ] = "cpu",
     compare: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Rivals in the same run: torch, megatron.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Rivals in the same run: torch, megatron.", callback=one_of(*COMPARISONS)),
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -51,46 +64,38 @@ def step(
 
     Example: ndtp bench step --ranks 8 --tokens 4096 --hidden 512 --ffn 2048 --compare torch
     """
+    from ndtp.bench import check_room
     from ndtp.bench.step import Job, num_rounds, read_log
-    from ndtp.bench.volume import Shape
+    from ndtp.bench.volume import Shape, bytes_needed
     from ndtp.hardware import Hardware
 
-    world = int(os.environ.get("WORLD_SIZE", "0")) or None
-    count = ranks or world or 4
-    if world and ranks and ranks != world:
-        raise GridError(f"bench step: --ranks {ranks} under a launcher of {world} ranks; leave --ranks out")
-    for name, size in (("ranks", count), ("tokens", tokens), ("hidden", hidden), ("ffn", ffn), ("rounds", rounds)):
-        if size < 1:
-            raise GridError(f"bench step: --{name} {size} must be at least 1")
-    if count < 2:
-        raise GridError("bench step: one rank has nothing to compare; fix: --ranks 2 or more")
-    if dtype not in DTYPES:
-        raise GridError(f"bench step: --dtype {dtype} is not one of {', '.join(DTYPES)}")
-    unknown = sorted(set(compare or []) - set(COMPARISONS))
-    if unknown:
-        raise GridError(f"bench step: --compare {unknown[0]} is not one of {', '.join(COMPARISONS)}")
+    world = world_size()
+    count = num_ranks(ranks, 4, least=2)
     profile, shape = Hardware.load(hardware), Shape(tokens, hidden, ffn)
+    profile.flops_per_second(DTYPES[dtype])  # raises where the profile has no rate for it
     chosen = choose(grids or [], count, shape, top)
-    rivals = tuple(name for word in compare or [] for name in COMPARISONS[word])
+    rivals = tuple(name for word in dict.fromkeys(compare or []) for name in COMPARISONS[word])
+    if world is None:
+        needed = bytes_needed(chosen, shape, DTYPES[dtype], bool(rivals))
+        check_room("bench step", needed, "fewer --tokens, smaller sizes, or a smaller --top")
     out = console(json_file)
     interrupted = False
     with tempfile.TemporaryDirectory() as folder:
         log = str(Path(folder) / "rounds.jsonl")
         job = Job(tuple(chosen), shape, DTYPES[dtype], rounds, warmup, rivals, log, _device(world))
-        first = is_first_rank()
         try:
-            with _progress(out, rounds + warmup, lambda: num_rounds(log)) if first else _nothing():
+            with Bar(out, "rounds", rounds + warmup) as bar, bar.following(lambda: num_rounds(log)):
                 _run(job, count)
         except KeyboardInterrupt:
             interrupted = True
-        if not first:
+        if not is_first_rank():
             return
         results = read_log(log)
     if not any(result.rounds or result.wrong for result in results):
         out.print("interrupted before anything was measured")
         raise typer.Exit(130)
     rows = describe(chosen, results, shape, DTYPES[dtype], profile)
-    out.print(_table(rows, count, shape, dtype, profile.name))
+    print_table(out, _table(rows, count, shape, dtype, profile.name))
     write_json(json_file, {
         "ranks": count, "tokens": tokens, "hidden": hidden, "ffn": ffn, "dtype": dtype, "hardware": profile.name,
         "rounds": rounds, "interrupted": interrupted, "rows": rows,
@@ -103,15 +108,22 @@ def choose(texts: list[str], ranks: int, shape: Shape, top: int) -> list[Case]:
     """The grids that were named, or the `top` ones by volume.
 
     Raises:
-        GridError: a grid of another number of ranks, or text that names none.
+        GridError: a grid of another number of ranks; no grid that divides the sizes.
+        typer.BadParameter: text that names none.
     """
     from ndtp.bench.volume import Case, cases, natural_scheme
 
     if not texts:
-        return [case for case in cases(ranks, shape, top) if case.scheme != "1d"][:top]
+        found = [case for case in cases(ranks, shape, top) if case.scheme != "1d"][:top]
+        if not found:
+            raise GridError(
+                f"bench step: no grid of {ranks} ranks divides the rows of {shape} (tokens x hidden x ffn); "
+                f"fix: --tokens {-(-shape.tokens // ranks) * ranks}"
+            )
+        return found
     chosen = []
     for text in texts:
-        grid = grid_of(text, "bench step")
+        grid = grid_of(text)
         if grid.num_ranks != ranks:
             raise GridError(f"bench step: --grid {text!r} has {grid.num_ranks} ranks, the run has {ranks}")
         case = Case(grid, natural_scheme(grid))
@@ -120,19 +132,14 @@ def choose(texts: list[str], ranks: int, shape: Shape, top: int) -> list[Case]:
     return chosen
 
 
-def grid_of(text: str, command: str) -> Grid:
+def grid_of(text: str) -> Grid:
     """The grid of dp, z, x and y that --grid names.
 
     Raises:
-        GridError: text that names none.
+        typer.BadParameter: text that names none.
     """
-    sizes = {"dp": 1, "z": 1, "x": 1, "y": 1}
-    for word in text.replace(",", " ").split():
-        axis, _, size = word.partition("=")
-        if axis not in sizes or not size.isdigit():
-            raise GridError(f"{command}: --grid {text!r}: write it like 'z=2 x=2 y=2'; axes: dp z x y")
-        sizes[axis] = int(size)
-    return Grid(sizes)
+    axes = ("dp", "z", "x", "y")
+    return Grid(dict.fromkeys(axes, 1) | axis_sizes(text, "--grid", axes))
 
 
 def _device(world: int | None) -> str:
@@ -182,32 +189,6 @@ def describe(chosen: list[Case], results: list[Any], shape: Shape, dtype: str, p
             "predicted_ms": want, "planner_rank": place, "measured_rank": real,
         })  # fmt: skip
     return rows
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _progress(out: Any, total: int, done: Any) -> Iterator[None]:
-    """A bar with the time left, fed from the log by a thread: the main one waits for the ranks."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    ended = threading.Event()
-    with Progress(*columns, console=out, transient=True) as progress:
-        task = progress.add_task("rounds", total=total)
-
-        def follow() -> None:
-            while not ended.wait(0.2):
-                progress.update(task, completed=done())
-
-        thread = threading.Thread(target=follow, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
 
 
 def _table(rows: list[dict[str, Any]], ranks: int, shape: Any, dtype: str, hardware: str) -> Table:

@@ -6,21 +6,39 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
-from ndtp.cli.common import JsonOption, console, write_json
-from ndtp.errors import GridError
+from ndtp.cli.common import (
+    COUNT,
+    SIZE,
+    JsonOption,
+    console,
+    must_be,
+    num_ranks,
+    one_of,
+    print_table,
+    world_size,
+    write_json,
+)
+from ndtp.fields import Number
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+MAX_RANKS = 2**16  # on a fake group
 REAL_LIMIT = 8  # ranks that are started as processes unless asked otherwise
 
 
 def volume(
-    ranks: Annotated[int, typer.Option(help="Number of ranks; thousands take seconds.")] = 64,
-    tokens: Annotated[int, typer.Option(help="Rows of the block.")] = 8192,
-    hidden: Annotated[int, typer.Option(help="Features outside of the block.")] = 4096,
-    ffn: Annotated[int, typer.Option(help="Features inside of the block.")] = 16384,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    top: Annotated[int, typer.Option(help="Grids to show, beside the best of each scheme.")] = 8,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            callback=must_be(Number(1, MAX_RANKS, integer=True)), help="Number of ranks; thousands take seconds."
+        ),
+    ] = 64,
+    tokens: Annotated[int, typer.Option(callback=SIZE, help="Rows of the block.")] = 8192,
+    hidden: Annotated[int, typer.Option(callback=SIZE, help="Features outside of the block.")] = 4096,
+    ffn: Annotated[int, typer.Option(callback=SIZE, help="Features inside of the block.")] = 16384,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.", callback=one_of(*DTYPES))] = "bf16",
+    top: Annotated[int, typer.Option(callback=COUNT, help="Grids to show, beside the best of each scheme.")] = 8,
     real: Annotated[
         bool | None, typer.Option("--real/--no-real", help="Meter real local ranks too; default: up to 8.")
     ] = None,
@@ -35,18 +53,28 @@ def volume(
 
     Example: ndtp bench volume --ranks 4096 --tokens 131072 --hidden 8192 --ffn 32768
     """
-    from ndtp.bench.volume import Shape, analysis, cases, fake_group, meter, meter_real, scaled_down
-
-    for name, size in (("ranks", ranks), ("tokens", tokens), ("hidden", hidden), ("ffn", ffn), ("top", top)):
-        if size < 1:
-            raise GridError(f"bench volume: --{name} {size} must be at least 1")
-    if dtype not in DTYPES:
-        raise GridError(f"bench volume: --dtype {dtype} is not one of {', '.join(DTYPES)}")
     import torch
+
+    from ndtp.bench import check_room
+    from ndtp.bench.volume import (
+        Shape,
+        analysis,
+        bytes_needed,
+        cases,
+        fake_group,
+        meter,
+        meter_real,
+        scaled_down,
+    )
 
     shape, torch_dtype = Shape(tokens, hidden, ffn), getattr(torch, DTYPES[dtype])
     itemsize = torch_dtype.itemsize
     chosen = cases(ranks, shape, top)
+    small = scaled_down(shape, ranks)
+    use_real = (ranks <= REAL_LIMIT if real is None else real) and ranks > 1
+    if use_real and num_ranks(ranks) and world_size() is None:
+        needed = bytes_needed(chosen[:1], small, DTYPES[dtype])
+        check_room("bench volume", needed, "--no-real, or sizes that halve more often")
     out = console(json_file)
     with fake_group(ranks):
         metered = [meter(case, shape, torch_dtype) for case in chosen]
@@ -60,9 +88,7 @@ def volume(
         }
         for case, want, got in zip(chosen, predicted, metered, strict=True)
     ]  # fmt: skip
-    small = scaled_down(shape, ranks)
-    use_real = ranks <= REAL_LIMIT if real is None else real
-    if use_real and ranks > 1:
+    if use_real:
         by_rank = meter_real(chosen, small, DTYPES[dtype])
         for i, (case, row) in enumerate(zip(chosen, rows, strict=True)):
             want = case.predicted(small, itemsize)
@@ -70,9 +96,9 @@ def volume(
             row["real_predicted_bytes"] = want.total
             row["equal"] = row["equal"] and all(ofrank[i] == want for ofrank in by_rank)
     rivals = _rivals(ranks, shape, torch_dtype) if compare else []
-    out.print(_volumes(rows, rivals, ranks, shape, dtype, small if use_real and ranks > 1 else None))
+    print_table(out, _volumes(rows, rivals, ranks, shape, dtype, small if use_real else None))
     analysed = [analysis(case, shape) for case in _one_per_scheme(chosen)]
-    out.print(_analysis(analysed))
+    print_table(out, _analysis(analysed))
     wrong = sum(not row["equal"] for row in rows)
     published = all(a.published == a.forward for a in analysed)
     out.print(
@@ -138,7 +164,7 @@ def _volumes(rows: Any, rivals: Any, ranks: int, shape: Any, dtype: str, small: 
         cells = [grid, row["scheme"], _mib(forward), _mib(backward), _mib(forward + backward)]
         cells.append(_mib(row["metered_bytes"]))
         cells += [_mib(row["real_bytes"])] if small is not None else []
-        table.add_row(*cells, "yes" if row["equal"] else "[red]NO")
+        table.add_row(*cells, "yes" if row["equal"] else Text("NO", "red"))
     for rival in rivals:
         forward, backward = rival["forward_bytes"], rival["backward_bytes"]
         cells = [rival["name"], "", "-", "-", "-", _mib(forward + backward)]

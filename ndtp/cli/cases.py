@@ -149,6 +149,11 @@ def _check_product(case: Case, mesh: ProcessGrid) -> Result:
     return Result(largest, predicted.total, measured.total, failure)
 
 
+def exact_up_to(dtype: str) -> int:
+    """The most ranks whose products of the least integers, three terms a rank and a bias, a dtype sums exactly."""
+    return int((2 / torch.finfo(getattr(torch, dtype)).eps - 1) / 3)
+
+
 @cache
 def _reference(
     shape: tuple[int, ...], transpose_a: bool, transpose_b: bool, bias: bool, dtype: torch.dtype, exact: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, Any
@@ -13,9 +13,19 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from ndtp.cli.cases import Case, Result, cases, check_grid
-from ndtp.cli.common import JsonOption, RanksOption, console, is_first_rank, num_ranks, write_json
+from ndtp.cli.cases import Case, Result, cases, check_grid, exact_up_to
+from ndtp.cli.common import (
+    JsonOption,
+    RanksOption,
+    console,
+    is_first_rank,
+    num_ranks,
+    one_of,
+    print_table,
+    write_json,
+)
 from ndtp.cli.progress import Runner
 from ndtp.grid import Grid
 from ndtp.schemes import SCHEMES
@@ -68,13 +78,17 @@ class Outcome:
 def check(
     ranks: RanksOption = None,
     scheme: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(SCHEMES)}; may be repeated. Default: all.")
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(SCHEMES)}; may be repeated. Default: all.", callback=one_of(*SCHEMES)),
     ] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(DTYPES)}; may be repeated. Default: float32.")
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(DTYPES)}; may be repeated. Default: float32.", callback=one_of(*DTYPES)),
     ] = None,
     json_file: JsonOption = None,
-    broken: Annotated[str | None, typer.Option("--break-collective", hidden=True)] = None,
+    broken: Annotated[
+        str | None, typer.Option("--break-collective", hidden=True, callback=one_of(*COLLECTIVES))
+    ] = None,
 ) -> None:
     """Compare every parallel product with the dense one, bytes included.
 
@@ -89,12 +103,15 @@ def check(
 
     Example: ndtp check --ranks 8 --scheme 3d --scheme 2d --dtype bfloat16
     """
-    schemes = _one_of("--scheme", scheme or list(SCHEMES), SCHEMES)
-    dtypes = _one_of("--dtype", dtype or ["float32"], DTYPES)
-    if broken is not None:
-        _one_of("--break-collective", [broken], COLLECTIVES)
+    schemes, dtypes = (tuple(dict.fromkeys(words)) for words in (scheme or SCHEMES, dtype or ["float32"]))
     out = console(json_file)
     ranks = num_ranks(ranks)
+    for name in dtypes:
+        if ranks > exact_up_to(name):
+            raise typer.BadParameter(
+                f"{name} is exact for the sums of {exact_up_to(name)} ranks, not of {ranks}; fix: fewer, or float32",
+                param_hint="--dtype",
+            )
     start = time.monotonic()
     grids = Grid.all(ranks)
     outcomes: list[Outcome] = []
@@ -127,13 +144,6 @@ def check(
         raise typer.Exit(1)
 
 
-def _one_of(option: str, values: Sequence[str], allowed: Collection[str]) -> tuple[str, ...]:
-    for value in values:
-        if value not in allowed:
-            raise typer.BadParameter(f"{value!r} is not one of {', '.join(allowed)}.", param_hint=option)
-    return tuple(dict.fromkeys(values))
-
-
 def _print_table(out: Console, outcomes: Sequence[Outcome], schemes: Sequence[str], ranks: int, seconds: float) -> None:
     groups: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
@@ -146,19 +156,21 @@ def _print_table(out: Console, outcomes: Sequence[Outcome], schemes: Sequence[st
     table.add_column("KiB predicted", justify="right")
     table.add_column("measured", justify="right")
     for grid in dict.fromkeys(str(outcome.grid) for outcome in outcomes):
-        cells, of_grid = [], [outcome for scheme in schemes for outcome in groups[grid, scheme]]
+        cells: list[Text] = []
+        of_grid = [outcome for scheme in schemes for outcome in groups[grid, scheme]]
         for scheme in schemes:
             bad = sum(outcome.failure is not None for outcome in groups[grid, scheme])
             count = len(groups[grid, scheme])
-            cells.append(f"[red]{count - bad} of {count}[/]" if bad else f"[green]{count}[/]")
+            cells.append(Text(f"{count - bad} of {count}", "red") if bad else Text(f"{count}", "green"))
         predicted, measured = (sum(outcome.bytes[i] for outcome in of_grid) / 1024 for i in (0, 1))
         colour = "green" if all(outcome.bytes[0] == outcome.bytes[1] for outcome in of_grid) else "red"
         error = max(outcome.max_error for outcome in of_grid)
-        table.add_row(grid, *cells, f"{error:.1e}", f"{predicted:,.1f}", f"[{colour}]{measured:,.1f}[/]")
-    out.print(table)
+        table.add_row(grid, *cells, f"{error:.1e}", f"{predicted:,.1f}", Text(f"{measured:,.1f}", colour))
+    print_table(out, table)
     bad = sum(outcome.failure is not None for outcome in outcomes)
-    verdict = f"[red]{bad} of {len(outcomes)} cases fail[/]" if bad else f"[green]all {len(outcomes)} cases agree[/]"
-    out.print(f"{verdict}, forward and all gradients, on integers and on real numbers, in {seconds:.0f} s")
+    verdict = (f"{bad} of {len(outcomes)} cases fail", "red") if bad else (f"all {len(outcomes)} cases agree", "green")
+    rest = f", forward and all gradients, on integers and on real numbers, in {seconds:.0f} s"
+    out.print(Text.assemble(verdict, rest))
 
 
 def _name_failures(failed: Sequence[Outcome], total: int) -> None:

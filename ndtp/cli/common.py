@@ -1,28 +1,134 @@
-"""What commands share: where JSON and tables go, and how an option is spelt."""
+"""What commands share: how an option is spelt and what it may be, and where JSON and tables go."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
-WIDTH = 100
+from ndtp.fields import Kind, Number, Word, finite, integer, reason, shown, unwritable
 
+WIDTH, NARROW = 100, 80
+MAX_LOCAL_RANKS = 256  # processes on one machine; torchrun may have any number
+MAX_COUNT = 10**6  # of rounds, steps, rows of a table
+MAX_SIZE = 2**28  # of a tensor's dims where torch counts bytes: those of two dims and a thousand ranks stay in 64 bits
+
+
+# ---------------------------------------------------------------------------------------------------------- options
+
+
+def must_be(kind: Kind) -> Callable[[Any], Any]:
+    """The callback of an option that takes values of a kind: each of them, where it may be repeated."""
+
+    def check(value: Any) -> Any:
+        for each in value if isinstance(value, list) else [] if value is None else [value]:
+            if not kind.takes(each):
+                raise typer.BadParameter(f"{shown(each)}; it must be {kind}")
+        return value
+
+    return check
+
+
+def one_of(*words: str) -> Callable[[Any], Any]:
+    return must_be(Word(words))
+
+
+def writable(*suffixes: str, stdout: bool = False) -> Callable[[Any], Any]:
+    """The callback of an option that names a file to write: what cannot be written is said before any work is done."""
+
+    def check(value: Any) -> Any:
+        if value is None or (stdout and value == "-") or not is_first_rank():
+            return value
+        if problem := unwritable(str(value), suffixes):
+            raise typer.BadParameter(problem)
+        return value
+
+    return check
+
+
+COUNT = must_be(Number(1, MAX_COUNT, integer=True))
+COUNT_OR_NONE = must_be(Number(0, MAX_COUNT, integer=True))
+SIZE = must_be(Number(1, MAX_SIZE, integer=True))
 JsonOption = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write one JSON object to FILE; - is standard output.")
-]
+    str | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write one JSON object to FILE; - is standard output.",
+        callback=writable(stdout=True),
+    ),
+]  # fmt: skip
 RanksOption = Annotated[
-    int | None, typer.Option("--ranks", min=1, help="Number of local ranks; torchrun's are joined. Default: 8.")
+    int | None,
+    typer.Option("--ranks", callback=COUNT, help="Number of local ranks; torchrun's are joined. Default: 8."),
 ]
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def axis_sizes(text: str, option: str, axes: Sequence[str] | None = None) -> dict[str, int]:
+    """The sizes in `z=2,x=2 y=2`.
+
+    Args:
+        axes: the names that there may be; default any.
+
+    Raises:
+        typer.BadParameter: another form, a size that is none, an axis that is not there or given twice.
+    """
+    sizes: dict[str, int] = {}
+    for word in text.replace(",", " ").split():
+        axis, _, size = word.partition("=")
+        number = integer(size)
+        names = f"; axes: {' '.join(axes)}" if axes else ""
+        if not number or axis in sizes or (axes and axis not in axes):
+            what = f"{word!r} gives an axis twice" if axis in sizes else f"{word!r} is not an axis and its size"
+            raise typer.BadParameter(f"{text!r}: {what}; write it like z=2,x=2,y=2{names}", param_hint=option)
+        sizes[axis] = number
+    return sizes
+
+
+def numbers(text: str, option: str, example: str, count: int | None = None) -> tuple[int, ...]:
+    """The positive integers in `16,8`.
+
+    Raises:
+        typer.BadParameter: another form, or another number of them than `count`.
+    """
+    words = text.replace(",", " ").split()
+    found = [number for word in words if (number := integer(word)) and number <= 10**15]
+    if not found or len(found) != len(words) or count not in (None, len(found)):
+        raise typer.BadParameter(f"{text!r}; write it as positive integers, like {example}", param_hint=option)
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------------------------ ranks
 
 
 def _is_launched() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+
+
+def environment_number(name: str, least: int = 1) -> int | None:
+    """What a launcher says in a variable.
+
+    Raises:
+        typer.BadParameter: no number.
+    """
+    if name not in os.environ:
+        return None
+    number = integer(os.environ[name])
+    if number is None or number < least:
+        raise typer.BadParameter(
+            f"{shown(os.environ[name])} in the environment; a launcher sets it to a number of at least {least}",
+            param_hint=name,
+        )
+    return number
 
 
 def is_first_rank() -> bool:
@@ -30,32 +136,92 @@ def is_first_rank() -> bool:
     return not _is_launched() or os.environ["RANK"] == "0"
 
 
-def num_ranks(ranks: int | None, default: int = 8) -> int:
+def world_size() -> int | None:
+    """The number of ranks that torchrun started; None without it."""
+    if not _is_launched():
+        return None
+    environment_number("RANK", 0)
+    return environment_number("WORLD_SIZE")
+
+
+def num_ranks(ranks: int | None, default: int = 8, least: int = 1) -> int:
     """The number of ranks to use: torchrun's where there is one, else as asked for.
 
     Raises:
-        typer.BadParameter: torchrun has another number.
+        typer.BadParameter: torchrun has another number; more than a machine runs; fewer than the command needs.
     """
-    if not _is_launched():
-        return ranks or default
-    world_size = int(os.environ["WORLD_SIZE"])
-    if ranks not in (None, world_size):
-        raise typer.BadParameter(f"{ranks} ranks, but torchrun started {world_size}.", param_hint="--ranks")
-    return world_size
+    world = world_size()
+    if world is not None and ranks not in (None, world):
+        raise typer.BadParameter(f"{ranks} ranks, but torchrun started {world}; leave it out", param_hint="--ranks")
+    count = world or ranks or default
+    if count < least:
+        raise typer.BadParameter(
+            f"{count} rank has nothing to communicate; fix: --ranks 2 or more", param_hint="--ranks"
+        )
+    if world is None and count > MAX_LOCAL_RANKS:
+        raise typer.BadParameter(
+            f"{count} processes on one machine; it must be at most {MAX_LOCAL_RANKS}, or torchrun's",
+            param_hint="--ranks",
+        )
+    return count
+
+
+# ----------------------------------------------------------------------------------------------------------- output
 
 
 def console(json_file: str | None) -> Console:
-    """Where tables and progress go: standard output, unless JSON is written there."""
+    """Where tables and progress go: standard output, unless JSON is written there.
+
+    As wide as the terminal, or as COLUMNS says.  Markup is off: names of files and profiles are printed as they are.
+    """
     stderr = json_file == "-"
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else WIDTH, quiet=not is_first_rank())
+    width = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH
+    return Console(stderr=stderr, width=width, quiet=not is_first_rank(), markup=False)
+
+
+def print_table(out: Console, table: Table) -> None:
+    """A table, or, where it does not fit, each row as lines of heading and value.
+
+    Wide terminals may break text between words; columns squeezed below their words and numbers are not readable.
+    """
+    natural = Measurement.get(out, out.options.update(max_width=10**4), table)
+    if (natural.minimum if out.width >= NARROW else natural.maximum) <= out.width:
+        return out.print(table)
+    if table.title:
+        out.print(table.title, style="italic")
+    headings = [str(column.header).replace("\n", " ") for column in table.columns]
+    margin = max(map(len, headings))
+    for row in zip(*(column.cells for column in table.columns), strict=True):
+        out.print()
+        lines = Table.grid(padding=(0, 2, 0, 0))
+        lines.add_column(width=margin, style="bold", no_wrap=True)
+        lines.add_column(overflow="fold")
+        for heading, cell in zip(headings, row, strict=True):
+            if str(cell):
+                lines.add_row(heading, cell)
+        out.print(lines)
+    if table.caption:
+        out.print()
+        out.print(table.caption, style="dim")
+    return None
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """A disk that is full by now, say: `writable` has found nothing wrong."""
+    try:
+        yield
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written: {reason(error)}") from None
 
 
 def write_json(json_file: str | None, result: dict[str, Any]) -> None:
     if json_file is None or not is_first_rank():
         return
-    text = json.dumps(result, indent=2)
+    text = json.dumps(finite(result), indent=2, allow_nan=False)
     if json_file == "-":
         print(text)
     else:
-        Path(json_file).write_text(text + "\n")
+        with writing(json_file):
+            Path(json_file).write_text(text + "\n", encoding="utf-8")

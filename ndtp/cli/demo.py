@@ -14,10 +14,23 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from ndtp.cli.common import JsonOption, RanksOption, console, is_first_rank, num_ranks, write_json
+from ndtp.cli.common import (
+    MAX_COUNT,
+    JsonOption,
+    RanksOption,
+    console,
+    is_first_rank,
+    must_be,
+    num_ranks,
+    print_table,
+    write_json,
+    writing,
+)
 from ndtp.cli.demo_training import Run, Task, train
 from ndtp.cli.progress import Runner
+from ndtp.fields import Number, reason, unwritable
 from ndtp.grid import Grid
 from ndtp.testing import RankError
 
@@ -81,7 +94,9 @@ def demo(
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where the picture and the report go.")] = Path(
         "demo_output"
     ),
-    steps: Annotated[int, typer.Option(min=2, help="Training steps on each grid.")] = 100,
+    steps: Annotated[
+        int, typer.Option(callback=must_be(Number(2, MAX_COUNT, integer=True)), help="Training steps on each grid.")
+    ] = 100,
     ranks: RanksOption = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -100,7 +115,8 @@ def demo(
     ranks = num_ranks(ranks)
     start = time.monotonic()
     task = Task(steps)
-    _make(output)
+    if is_first_rank():
+        _make(output)
     choices = grids_for(ranks)
     _introduce(out, task, ranks)
     try:
@@ -131,7 +147,8 @@ def demo(
     if is_first_rank():
         from ndtp.cli.demo_picture import draw
 
-        draw(output / "demo.png", dense, runs, LOSS_TOLERANCE)
+        with writing(output / "demo.png"):
+            draw(output / "demo.png", dense, runs, LOSS_TOLERANCE)
         write_json(str(output / "report.json"), result)
         out.print(f"{output / 'demo.png'} and {output / 'report.json'} written, {result['seconds']:.0f} s in all")
     write_json(json_file, result)
@@ -158,7 +175,10 @@ def _make(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise typer.BadParameter(f"{directory} cannot be made: {error.strerror}", param_hint="--output") from None
+        raise typer.BadParameter(f"{directory} cannot be made: {reason(error)}", param_hint="--output") from None
+    for name in ("demo.png", "report.json"):
+        if problem := unwritable(str(directory / name)):
+            raise typer.BadParameter(problem, param_hint="--output")
 
 
 def _median(run: Run) -> float:
@@ -186,12 +206,12 @@ def _print_table(out: Console, dense: Run, runs: Sequence[GridRun]) -> None:
         table.add_row(
             run.name,
             f"{first.predicted_bytes:,}",
-            f"[{'green' if equal else 'red'}]{run.measured_bytes:,}[/]",
+            Text(f"{run.measured_bytes:,}", "green" if equal else "red"),
             f"{_median(first):.0f}",
             f"{first.losses[-1]:.4f}",
-            f"[{'green' if near else 'red'}]{run.deviation:.1e}[/]",
+            Text(f"{run.deviation:.1e}", "green" if near else "red"),
         )
-    out.print(table)
+    print_table(out, table)
     least = min(runs, key=lambda run: run.measured_bytes)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     out.print(

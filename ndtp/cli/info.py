@@ -15,24 +15,27 @@ import typer
 from rich.table import Table
 
 import ndtp
-from ndtp.cli.bench_gemm import choice_table
-from ndtp.cli.common import JsonOption, console, write_json
+from ndtp.cli.bench_gemm import DTYPES, choice_table, sizes_of
+from ndtp.cli.common import JsonOption, console, one_of, print_table, write_json
 
 
 def info(
     gemm: Annotated[
-        tuple[int, int, int], typer.Option(metavar="M N K", help="Show which kernel multiplies these sizes, and why.")
-    ] = (0, 0, 0),
-    dtype: Annotated[str, typer.Option(help="With --gemm: bfloat16, float16 or float32.")] = "bfloat16",
+        tuple[int, int, int] | None,
+        typer.Option(metavar="M N K", help="Show which kernel multiplies these sizes, and why."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="With --gemm: bfloat16, float16 or float32.", callback=one_of(*DTYPES))
+    ] = "bfloat16",
     json_file: JsonOption = None,
 ) -> None:
     """Show versions, devices, backends and kernels: what a bug report needs.
 
     Example: ndtp info --json -; ndtp info --gemm 8192 14336 4096
     """
-    if any(gemm):
-        choice, report = choice_table(gemm, dtype)
-        console(json_file).print(choice)
+    if gemm is not None:
+        choice, report = choice_table(sizes_of(",".join(map(str, gemm)), "--gemm"), dtype)
+        print_table(console(json_file), choice)
         return write_json(json_file, report)
     found = environment()
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -8,7 +8,18 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ndtp.cli.common import JsonOption, console, write_json
+from ndtp.block_cost import AXES
+from ndtp.cli.common import (
+    COUNT,
+    PICTURES,
+    JsonOption,
+    axis_sizes,
+    console,
+    print_table,
+    writable,
+    write_json,
+    writing,
+)
 from ndtp.errors import GridError
 from ndtp.hardware import Hardware
 from ndtp.model_config import read_config
@@ -39,10 +50,13 @@ def plan(
     fix: Annotated[list[str] | None, typer.Option(metavar="AXIS=SIZE", help="An axis that is given: dp=4.")] = None,
     no_pad: Annotated[bool, typer.Option("--no-pad", help="Only grids that divide every size.")] = False,
     chunks: Annotated[int, typer.Option(help="Overlap collectives and products in this many pieces.")] = 1,
-    top: Annotated[int, typer.Option(help="Rows of the table, and plans in the JSON.")] = 10,
+    top: Annotated[int, typer.Option(callback=COUNT, help="Rows of the table, and plans in the JSON.")] = 10,
     json_file: JsonOption = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Volume and time against the number of ranks.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.png", help="Volume and time against the number of ranks.", callback=writable(*PICTURES)
+        ),
     ] = None,
 ) -> None:
     """Rank every process grid for a block by predicted time, exact volume or memory.
@@ -50,15 +64,14 @@ def plan(
     Example: ndtp plan --tokens 8192 --hidden 4096 --ffn 16384 --ranks 64 --hardware h100-ib
     """
     arguments = _sizes(model, hidden, ffn, gated, layers)
-    if top < 1:
-        raise GridError(f"plan: --top {top} must be at least 1")
     plans = search(
         tokens, ranks=ranks, hardware=Hardware.load(hardware), objective=objective,
         dtype=DTYPE_NAMES.get(dtype, dtype), optimizer=optimizer, memory_limit_gib=memory_limit,
-        fixed=_fixed(fix or []), tp_within_node=tp_within_node, pad=not no_pad, chunks=chunks, **arguments,
+        fixed=axis_sizes(" ".join(fix or []), "--fix", AXES), tp_within_node=tp_within_node, pad=not no_pad,
+        chunks=chunks, **arguments,
     )  # fmt: skip
     out = console(json_file)
-    out.print(_table(plans[:top], len(plans)))
+    print_table(out, _table(plans[:top], len(plans)))
     _say_best(out, plans[0])
     if plot is not None:
         _plot(plans[0], plot)
@@ -74,17 +87,7 @@ def _sizes(model: str | None, hidden: int | None, ffn: int | None, gated: bool, 
         return sizes | ({"layers": layers} if layers is not None else {})
     if hidden is None or ffn is None:
         raise GridError("plan: give --hidden and --ffn, or --model with the path of a config.json")
-    return {"hidden": hidden, "ffn": ffn, "gated": gated, "layers": layers or 1}
-
-
-def _fixed(texts: list[str]) -> dict[str, int]:
-    fixed = {}
-    for text in " ".join(texts).replace(",", " ").split():
-        axis, _, size = text.partition("=")
-        if not size.isdigit():
-            raise GridError(f"plan: --fix {text!r} is not of the form dp=4")
-        fixed[axis] = int(size)
-    return fixed
+    return {"hidden": hidden, "ffn": ffn, "gated": gated, "layers": 1 if layers is None else layers}
 
 
 def _table(plans: list[GridPlan], count: int) -> Table:
@@ -98,11 +101,12 @@ def _table(plans: list[GridPlan], count: int) -> Table:
     for heading in ("MiB/step", "x bound", "ms/step", "waiting", "GiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     for i, each in enumerate(plans, 1):
+        mib = each.volume_bytes / MIB
         table.add_row(
             str(i),
             grid_text(each),
             each.kind.replace("data parallel", "DP"),
-            f"{each.volume_bytes / MIB:,.4g}" if each.volume_bytes < 1e4 * MIB else f"{each.volume_bytes / MIB:,.0f}",
+            f"{mib:,.0f}" if 1e4 <= mib < 1e9 else f"{mib:,.4g}",
             f"{each.bound_ratio:.3g}",
             f"{each.step_ms:.4g}",
             f"{each.exposed_ms / each.step_ms:.0%}",
@@ -141,9 +145,9 @@ def _plot(best: GridPlan, path: Path) -> None:
     from ndtp.cli.plan_plot import draw
     from ndtp.plan_scaling import rank_counts, scaling
 
-    if not path.parent.is_dir():
-        raise GridError(f"plan: --plot {path}: the folder {path.parent} does not exist")
-    draw(scaling(best.request, rank_counts(best.request.ranks)), best.request, path)
+    curves = scaling(best.request, rank_counts(best.request.ranks))
+    with writing(path):
+        draw(curves, best.request, path)
 
 
 def _result(plans: list[GridPlan]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def draw(scaling: Scaling, request: Request, path: str | Path) -> None:
     left.set_title(
         f"{block.tokens} tokens, hidden {block.hidden}, {block.name} {block.inner}, {request.dtype}", fontsize=9
     )
-    right.set_title(f"{request.hardware.name}, {request.layers} layer{'s' * (request.layers > 1)}", fontsize=9)
+    right.set_title(f"{request.hardware.name}, {request.layers} layer{'s' * (request.layers > 1)}", fontsize=9,
+                    parse_math=False)  # fmt: skip
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -1,11 +1,17 @@
-"""A progress bar over calls on ranks: rank 0 counts what is done in a file, this process draws it."""
+"""How far a command is: a bar on a terminal, and in a pipe or a log a line on standard error every few seconds.
+
+For calls on ranks, rank 0 counts what is done in a file, and this process shows it.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +22,76 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ndtp.testing import run
 
 POLL_S = 0.2
+LINE_S = 5.0  # between lines, where there is no terminal
 CALL_TIMEOUT_S = 900.0
+
+
+class Bar:
+    """What is being done, how much of it is done, and the time that is left.
+
+    with Bar(console, "rounds", total=10) as bar, bar.following(count):
+        ...     # count() tells how many are done
+    """
+
+    def __init__(self, console: Console, what: str, total: int) -> None:
+        self.what, self.total, self.done = what, total, 0
+        self._begin = self._said = time.monotonic()
+        self._says = not console.quiet and not console.is_terminal
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=console, transient=True, disable=self._says)
+        self._task = self._progress.add_task(what, total=total)
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def update(self, done: int, what: str | None = None) -> None:
+        self.done, self.what = done, what or self.what
+        self._progress.update(self._task, completed=done, description=self.what)
+        now = time.monotonic()
+        if self._says and now - self._said >= LINE_S:
+            self._said, spent = now, now - self._begin
+            left = f", about {spent * (self.total - done) / done:.0f} s left" if done else ""
+            print(f"{self.what}: {done} of {self.total} done in {spent:.0f} s{left}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def following(self, done: Callable[[], int]) -> Iterator[None]:
+        """A thread updates the bar: the main one waits for the ranks."""
+        ended = threading.Event()
+
+        def follow() -> None:
+            while not ended.wait(POLL_S):
+                self.update(done())
+
+        follower = threading.Thread(target=follow, daemon=True)
+        follower.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            follower.join()
+            self.update(done())
+
+
+@contextmanager
+def waiting(console: Console, what: str) -> Iterator[None]:
+    """Of something that does not tell how far it is."""
+    if console.is_terminal or console.quiet:
+        with console.status(what):
+            yield
+        return
+    print(f"{what} ...", file=sys.stderr, flush=True)
+    yield
 
 
 @dataclass(frozen=True)
@@ -32,7 +107,7 @@ class Counter:
 
 
 class Runner:
-    """Calls functions on local ranks, or on torchrun's, under one progress bar with the time left.
+    """Calls functions on local ranks, or on torchrun's, under one bar.
 
     with Runner(console, ranks=8, total=100) as runner:
         results = runner.run("grid x=8", work, grid)    # calls work(counter, grid) on every rank
@@ -40,42 +115,23 @@ class Runner:
 
     def __init__(self, console: Console, ranks: int, total: int) -> None:
         self.ranks = ranks
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        self.progress = Progress(*columns, console=console, transient=True)
-        self.task = self.progress.add_task("starting ranks", total=total)
+        self.bar = Bar(console, "starting ranks", total)
 
     def __enter__(self) -> Runner:
-        self.progress.start()
+        self.bar.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+    def __exit__(self, *error: object) -> None:
+        self.bar.__exit__(*error)
 
     def run(self, what: str, fn: Callable[..., Any], *args: Any, axes: Mapping[str, int] | None = None) -> list[Any]:
         """`fn(counter, *args)` on every rank; the results by rank."""
-        self.progress.update(self.task, description=what)
+        start = self.bar.done
+        self.bar.update(start, what)
         handle, path = tempfile.mkstemp(prefix="ndtp-progress-")
         os.close(handle)
-        start = self.progress.tasks[0].completed
-        finished = threading.Event()
-
-        def follow() -> None:
-            while not finished.wait(POLL_S):
-                self.progress.update(self.task, completed=start + os.path.getsize(path))
-
-        follower = threading.Thread(target=follow, daemon=True)
-        follower.start()
         try:
-            return run(fn, self.ranks, args=(Counter(path), *args), timeout=CALL_TIMEOUT_S, axes=axes)
+            with self.bar.following(lambda: start + os.path.getsize(path)):
+                return run(fn, self.ranks, args=(Counter(path), *args), timeout=CALL_TIMEOUT_S, axes=axes)
         finally:
-            finished.set()
-            follower.join()
-            self.progress.update(self.task, completed=start + os.path.getsize(path))
             os.unlink(path)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from ndtp.cli.common import JsonOption, console, write_json
+from ndtp.cli.common import (
+    JsonOption,
+    axis_sizes,
+    console,
+    numbers,
+    one_of,
+    writable,
+    write_json,
+    writing,
+)
 from ndtp.cli.drawing import FORMATS, as_text, save
 from ndtp.cli.panels import PHASES, Panel, plan_panels
 from ndtp.contraction import MatMulPlan
-from ndtp.errors import GridError, LayoutError
+from ndtp.errors import GridError
 from ndtp.grid import Grid
 from ndtp.layout import Layout
 
@@ -24,7 +32,10 @@ GAP = 4  # between pictures side by side
 show = typer.Typer(help="Draw who holds what: a layout, a plan step by step, a schedule in time.", no_args_is_help=True)
 
 GridOption = Annotated[str, typer.Option("--grid", metavar="Z=2,X=2,..", help="Axes and sizes, slowest axis first.")]
-OutputOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw into an .svg or .png file as well.")]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw into an .svg or .png file as well.", callback=writable(*FORMATS)),
+]
 
 
 @show.command("layout")
@@ -41,13 +52,11 @@ def show_layout(
 
     Example: ndtp show layout --grid z=2,x=2,y=2 --layout "(z y) x" --shape 16,8
     """
-    _check_output(output)
-    try:
-        parsed = Layout.parse(_grid(grid), layout)
-        sizes = _sizes(shape) if shape else (2 * parsed.grid.num_ranks,) * parsed.ndim
-        parsed.shard_shape(sizes)
-    except (GridError, LayoutError) as error:
-        raise typer.BadParameter(str(error)) from None
+    parsed = Layout.parse(_grid(grid), layout)
+    if not parsed.ndim:
+        raise typer.BadParameter(f"{layout!r} has no dim; write it like '(z y) x' or 'None x'", param_hint="--layout")
+    sizes = _sizes(shape) if shape is not None else (2 * parsed.grid.num_ranks,) * parsed.ndim
+    parsed.shard_shape(sizes)
     title = f"{str(parsed)[1:-1]} of {'x'.join(map(str, sizes))} on grid {parsed.grid}"
     panel = Panel(title, parsed, sizes)
     _show([[panel]], title, output, json_file, {"grid": _json(parsed.grid), **panel.as_json()})
@@ -62,7 +71,7 @@ def show_plan(
     transpose_a: Annotated[bool, typer.Option("--transpose-a", help="A is stored as [K, M].")] = False,
     transpose_b: Annotated[bool, typer.Option("--transpose-b", help="B is stored as [N, K].")] = False,
     regather: Annotated[list[str] | None, typer.Option(help="a or b: backward gathers it again.")] = None,
-    phase: Annotated[str, typer.Option(help=f"One of {', '.join(PHASES)}.")] = "forward",
+    phase: Annotated[str, typer.Option(help=f"One of {', '.join(PHASES)}.", callback=one_of(*PHASES))] = "forward",
     shape: Annotated[
         str | None, typer.Option(metavar="M,K,N", help="Global sizes, batch sizes first. Default: small ones.")
     ] = None,
@@ -73,24 +82,18 @@ def show_plan(
 
     Example: ndtp show plan --grid z=2,x=2,y=2 --a "(z y) x" --b "(x z) y"
     """
-    _check_output(output)
-    if phase not in PHASES:
-        raise typer.BadParameter(f"{phase!r} is not one of {', '.join(PHASES)}.", param_hint="--phase")
-    try:
-        ranks = _grid(grid)
-        plan = MatMulPlan(
-            Layout.parse(ranks, a),
-            Layout.parse(ranks, b),
-            Layout.parse(ranks, out) if out else None,
-            transpose_a=transpose_a,
-            transpose_b=transpose_b,
-            regather=tuple(regather or ()),
-        )
-        sizes = _sizes(shape) if shape else (2 * ranks.num_ranks,) * (len(plan.batch_letters) + 3)
-        rows = plan_panels(plan, sizes, phase)
-        volume = plan.volume(sizes)
-    except (GridError, LayoutError) as error:
-        raise typer.BadParameter(str(error)) from None
+    ranks = _grid(grid)
+    plan = MatMulPlan(
+        Layout.parse(ranks, a),
+        Layout.parse(ranks, b),
+        Layout.parse(ranks, out) if out is not None else None,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        regather=tuple(regather or ()),
+    )
+    sizes = _sizes(shape) if shape is not None else (2 * ranks.num_ranks,) * (len(plan.batch_letters) + 3)
+    rows = plan_panels(plan, sizes, phase)
+    volume = plan.volume(sizes)
     moved = volume.by("phase").get(phase, 0)
     title = f"{phase} of {plan.equation} on grid {ranks}"
     result = {
@@ -131,15 +134,11 @@ def show_schedule(
     from ndtp.hardware import Hardware
     from ndtp.plan_schedule import schedule
 
-    _check_output(output)
-    try:
-        ranks = _grid(grid)
-        spans = schedule(
-            ranks, (tokens, hidden, ffn), Hardware.load(hardware), dtype=DTYPE_NAMES.get(dtype, dtype), chunks=chunks,
-            product=product,
-        )  # fmt: skip
-    except (GridError, LayoutError) as error:
-        raise typer.BadParameter(str(error)) from None
+    ranks = _grid(grid)
+    spans = schedule(
+        ranks, (tokens, hidden, ffn), Hardware.load(hardware), dtype=DTYPE_NAMES.get(dtype, dtype), chunks=chunks,
+        product=product,
+    )  # fmt: skip
     end = max(span.end for span in spans)
     busy = {lane: sum(s.end - s.begin for s in spans if s.lane == lane) / end for lane in lanes_of(spans)}
     title = f"{product} of {tokens} x {hidden} x {ffn} on grid {ranks}, chunks={chunks}, {hardware}: {end * 1e3:.4g} ms"
@@ -163,7 +162,8 @@ def show_schedule(
                 markup=False,
             )
     if output is not None:
-        _write(output, lambda: save_timeline(output, spans, title))
+        with writing(output):
+            save_timeline(output, spans, title)
         out.print(f"{output} written", highlight=False)
     write_json(json_file, {
         "grid": _json(ranks), "tokens": tokens, "hidden": hidden, "ffn": ffn, "product": product, "chunks": chunks,
@@ -195,41 +195,21 @@ def _show(
             for picture in pictures:
                 out.print(picture, highlight=False, no_wrap=True, overflow="ignore", crop=False)
     if output is not None:
-        _write(output, lambda: save(output, rows, title))
+        with writing(output):
+            save(output, rows, title)
         out.print(f"{output} written", highlight=False)
     write_json(json_file, result)
 
 
-def _write(output: Path, draw: Callable[[], None]) -> None:
-    try:
-        draw()
-    except OSError as error:
-        raise typer.BadParameter(f"{output} cannot be written: {error.strerror}", param_hint="--output") from None
-
-
-def _check_output(output: Path | None) -> None:
-    if output is not None and output.suffix.lower() not in FORMATS:
-        raise typer.BadParameter(f"{output} is neither an .svg nor a .png file.", param_hint="--output")
-
-
 def _grid(text: str) -> Grid:
-    sizes: dict[str, int] = {}
-    for part in text.replace(",", " ").split():
-        axis, _, size = part.partition("=")
-        if not size.isdigit() or axis in sizes:
-            raise GridError(f"grid {text!r}: {part!r} is not an axis and its size; write it like z=2,x=2,y=2")
-        sizes[axis] = int(size)
-    grid = Grid(sizes)
+    grid = Grid(axis_sizes(text, "--grid"))
     if grid.num_ranks > MAX_RANKS:
         raise GridError(f"grid {grid} has {grid.num_ranks} ranks; pictures of up to {MAX_RANKS} ranks can be drawn")
     return grid
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    parts = text.replace(",", " ").split()
-    if not parts or not all(part.isdigit() and int(part) for part in parts):
-        raise LayoutError(f"shape {text!r}: write it as positive numbers, like 16,8")
-    return tuple(map(int, parts))
+    return numbers(text, "--shape", "16,8")
 
 
 def _json(grid: Grid) -> dict[str, int]:

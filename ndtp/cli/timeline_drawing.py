@@ -90,7 +90,7 @@ def save(path: Path, spans: Sequence[Span], title: str) -> None:
     _mark_backward(axes, spans)
     axes.set(xlim=(0, last * 1e3), ylim=(len(lanes) - 0.4, -0.6), xlabel="ms")
     axes.set_yticks(range(len(lanes)), [lane if lane == "compute" else f"link {lane}" for lane in lanes])
-    axes.set_title(title, fontsize=9, color=INK, loc="left")
+    axes.set_title(title, fontsize=9, color=INK, loc="left", parse_math=False)
     used = [tensor for tensor in COLOURS if any(span.tensor == tensor for span in spans)]
     patches = [Patch(facecolor=COLOURS[tensor], label=tensor) for tensor in used]
     figure.legend(handles=[*patches, Patch(facecolor=OTHER, label="no product")], ncols=7, fontsize=7,

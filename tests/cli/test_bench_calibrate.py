@@ -74,9 +74,12 @@ def test_measured_on_local_ranks(ndtp, tmp_path):
     [
         (("--ranks", "1"), "--ranks 2 or more"),
         (("--ranks", "4", "--ranks-per-node", "8"), "take one of [1, 2, 4]"),
-        (("--dtype", "int8"), "not one of fp32"),
-        (("--output", "/no/such/folder/a.toml"), "folder that exists"),
-        (("--repeats", "0"), "must be above 0"),
+        (("--dtype", "int8"), "'int8'; it must be one of fp32, bf16, fp16"),
+        (("--output", "/no/such/folder/a.toml"), "the folder /no/such/folder does not exist"),
+        (("--repeats", "0"), "'--repeats': 0; it must be an integer from 1 to 1,000,000"),
+        (("--ranks", "0"), "'--ranks': 0; it must be an integer from 1"),
+        (("--largest", "nan"), "nan; it must be a number from 0.001 to 1024"),
+        (("--largest", "1000"), "GiB; fix: a smaller --largest"),
     ],
 )
 def test_wrong_use(ndtp, words, message):

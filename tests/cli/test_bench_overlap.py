@@ -76,7 +76,7 @@ def test_every_collective_of_the_plan_on_every_rank(ndtp, tmp_path, grid, scheme
         parts = row["compute_ms"] + row["exposed_ms"] + row["other_ms"]
         assert parts == pytest.approx(row["step_ms"], rel=1e-6), "a rank computes, waits, or neither"
         assert 0 <= row["hidden_fraction"] <= 1 and row["in_flight_ms"] > 0
-    check_trace(trace.read_text(), bench_overlap.grid_of(grid, ""), scheme, 2)
+    check_trace(trace.read_text(), bench_overlap.grid_of(grid), scheme, 2)
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
 
 
@@ -166,26 +166,26 @@ def test_merged():
 def test_grids_and_schemes():
     shape = Shape(64, 16, 32)
     choose = bench_overlap.choose
-    assert choose("z=2 y=2", None, None, None, shape).scheme == "3d"
-    assert choose("y=4", "2d-features", None, None, shape).scheme == "2d-features"
-    assert choose(None, "2d", 4, None, shape).scheme == "2d"
-    assert choose(None, None, None, 8, shape).grid.num_ranks == 8
+    assert choose("z=2 y=2", None, None, shape).scheme == "3d"
+    assert choose("y=4", "2d-features", None, shape).scheme == "2d-features"
+    assert choose(None, "2d", 4, shape).scheme == "2d"
+    assert choose(None, None, 8, shape).grid.num_ranks == 8
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        (("--chunks", "0"), "--chunks 0 is neither a number of at least 1 nor auto"),
+        (("--chunks", "0"), "--chunks 0 is neither a number from 1 to 1024 nor auto"),
         (("--chunks", "many"), "--chunks many is neither a number"),
-        (("--grid", "q=4"), "bench overlap: --grid 'q=4': write it like"),
+        (("--grid", "q=4"), "--grid: 'q=4': 'q=4' is not an axis and its size; write it like"),
         (("--ranks", "4", "--grid", "y=8"), "has 8 ranks, the run has 4"),
         (("--ranks", "1"), "--ranks 2 or more"),
         (("--scheme", "4d"), "4d"),
-        (("--grid", "y=4", "--scheme", "4d"), "scheme '4d' is not one of"),
+        (("--grid", "y=4", "--scheme", "4d"), "'4d'; it must be one of 1d, 1d-sp"),
         (("--grid", "z=2 y=2", "--scheme", "2d"), "scheme '3d'"),
-        (("--dtype", "int8"), "not one of fp32"),
-        (("--rounds", "0"), "--rounds 0 must be at least 1"),
-        (("--trace", "/nowhere/trace.json"), "no folder /nowhere"),
+        (("--dtype", "int8"), "'int8'; it must be one of fp32, bf16, fp16"),
+        (("--rounds", "0"), "'--rounds': 0; it must be an integer from 1 to 1,000,000"),
+        (("--trace", "/nowhere/trace.json"), "the folder /nowhere does not exist"),
         (("--grid", "x=4 y=2", "--hidden", "18"), "does not divide"),
     ],
 )

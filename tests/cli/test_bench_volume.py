@@ -71,8 +71,8 @@ def test_scaled_down_keeps_what_divides():
     "words, message",
     [
         (("--ranks", "7"), "multiples of 7, such as 8190 x 4095 x 16380"),
-        (("--ranks", "0"), "--ranks 0 must be at least 1"),
-        (("--dtype", "int8"), "not one of bf16, fp16, fp32"),
+        (("--ranks", "0"), "'--ranks': 0; it must be an integer from 1 to 65,536"),
+        (("--dtype", "int8"), "'int8'; it must be one of bf16, fp16, fp32"),
     ],
 )
 def test_wrong_use(ndtp, words, message):

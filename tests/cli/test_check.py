@@ -71,8 +71,8 @@ def test_a_broken_collective_that_nobody_uses_breaks_nothing():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--scheme", "4d"), "'4d' is not one of 1d, 1d-sp, 2d, 2d-features, 3d"),
-        (("--dtype", "float8"), "'float8' is not one of float32, float64, bfloat16, float16"),
+        (("--scheme", "4d"), "'4d'; it must be one of 1d, 1d-sp, 2d, 2d-features, 3d"),
+        (("--dtype", "float8"), "'float8'; it must be one of float32, float64, bfloat16, float16"),
         (("--ranks", 0), "--ranks"),
         (("--rank", 8), "--rank"),
     ],

@@ -74,7 +74,7 @@ def test_model_by_its_config(ndtp, tmp_path, config, layers, gated, kv_heads):
     "config, message",
     [
         ({**LLAMA, "hidden_size": None}, "lacks a size; one of hidden_size, n_embd"),
-        ({**LLAMA, "intermediate_size": "big"}, "has 'big'"),
+        ({**LLAMA, "intermediate_size": "big"}, "intermediate_size='big'; it must be an integer from 1"),
         ({**LLAMA, "num_local_experts": 8}, "mixture-of-experts"),
         ([1], "holds no JSON object"),
     ],
@@ -90,8 +90,8 @@ def test_bad_configs(ndtp, tmp_path, config, message):
     "words, message",
     [
         ((*SIZES, "--fix", "x=3"), "63 or 66 ranks"),
-        ((*SIZES, "--fix", "x"), "not of the form dp=4"),
-        ((*SIZES, "--objective", "speed"), "not one of time, volume, memory"),
+        ((*SIZES, "--fix", "x"), "'x' is not an axis and its size; write it like z=2,x=2,y=2; axes: dp z x y"),
+        ((*SIZES, "--objective", "speed"), "objective='speed'; it must be one of time, volume, memory"),
         ((*SIZES, "--hardware", "h101-ib"), "did you mean h100-ib"),
         ((*SIZES, "--model", "none.json"), "leave them out"),
         (("--model", "none.json", "--tokens", "1", "--ranks", "1"), "does not exist"),

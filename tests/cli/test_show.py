@@ -125,9 +125,9 @@ def test_every_phase_ends_as_the_plan_says(a, b, out, phase, regather):
         (("layout", "--grid", "x=100000", "--layout", "x"), "up to 4096 ranks"),
         (("layout", "--grid", "x=3", "--layout", "x", "--shape", "4"), "pad dim 0 to 6"),
         (("layout", "--grid", "x=2", "--layout", "w"), "w"),
-        (("layout", "--grid", "x=2", "--layout", "x", "--output", "x.bmp"), "neither an .svg nor a .png"),
+        (("layout", "--grid", "x=2", "--layout", "x", "--output", "x.bmp"), "x.bmp must end in .svg or .png"),
         (("plan", *CUBE, "--a", "(z y) x", "--b", "(z x) y"), "fix: B as '(x z) y'"),
-        (("plan", *CUBE, "--a", "x y", "--b", "y x", "--phase", "up"), "not one of forward, dgrad, wgrad"),
+        (("plan", *CUBE, "--a", "x y", "--b", "y x", "--phase", "up"), "'up'; it must be one of forward, dgrad, wgrad"),
         (("plan", *CUBE, "--a", "x y", "--b", "y x", "--shape", "8,8"), "M, K, N"),
         (("plan", *CUBE, "--a", "x y"), "--b"),
         ((*SCHEDULE, "--chunks", 3), "fix: 2 or 4 chunks"),
@@ -141,6 +141,18 @@ def test_wrong_use_is_explained(arguments, message):
     result = show(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("product", ["up", "down"])
+def test_one_product_alone(product):
+    """The first product of a block too, which nothing follows here."""
+    result = show(*SCHEDULE, "--product", product, "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    tasks = json.loads(result.stdout)["tasks"]
+    assert {task["product"] for task in tasks} == {0}
+    multiplied = {task["tensor"] for task in tasks if task["lane"] == "compute" and task["what"] == "multiply"}
+    assert multiplied == {"C", "dA", "dB"}
+    assert {task["tensor"] for task in tasks if task["lane"] != "compute"} == {"A", "B", "C", "dA", "dB", "dC"}
 
 
 def spans_of(report, lane):
