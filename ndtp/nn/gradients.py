@@ -1,46 +1,184 @@
-"""Gradients of a model of which a part is on the grid: sharded parameters are DTensors, the others plain tensors."""
+"""Gradients of a model of which a part is on a grid: sharded parameters are DTensors, the others plain tensors.
+
+The norm of a model is the norm of its tensors' norms.  That of a plain tensor is known to its rank; that of a DTensor
+is put together from the shards along the dims of its mesh that split it, and on no others: replicas count once.
+"""
 
 from __future__ import annotations
 
+import math
+import types
+import warnings
 from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ndtp.errors import GridError
+from ndtp.gemm import LOW_PRECISION
 from ndtp.process_grid import ProcessGrid
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for DTensors and plain tensors together, which torch refuses to mix.
+    """`torch.nn.utils.clip_grad_norm_` for DTensors on any meshes and plain tensors together, which torch refuses to mix.
 
-    Returns the total norm before clipping, the same on every rank.
+    Returns the total norm before clipping, the same on every rank.  Norms of shards are put together in fp64, so the
+    grid does not show beyond rounding.  A collective of every mesh that there is a gradient on, one small all-reduce
+    for each of its dims: all ranks give the same parameters in the same order.
+
+    Args:
+        norm_type: any order that `torch.linalg.vector_norm` has: 2, 1, inf, -inf, 0, negative ones.
+        foreach: as torch's: None takes torch's foreach kernels wherever gradients are dense.
 
     Raises:
-        RuntimeError: the norm is not finite, and `error_if_nonfinite`; on every rank alike.
+        GridError: a parameter is on a mesh that this rank is not part of, so its norm cannot be known here.
+        RuntimeError: the norm is not finite, and `error_if_nonfinite`; on every rank alike.  Or `foreach` is True, and
+            a gradient is sparse.
     """
-    from torch.distributed.tensor import DTensor
-
-    kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
-        if parameter.grad is not None:
-            kinds[isinstance(parameter, DTensor)].append(parameter)
-    norms = []
-    for kind in kinds:
-        if kind:
-            norm = get_total_norm([p.grad for p in kind if p.grad is not None], norm_type)
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    elif isinstance(parameters, types.GeneratorType):
+        parameters = list(parameters)
+        if not parameters:
+            warnings.warn("`parameters` is an empty generator, no gradient is clipped", stacklevel=3)
+    norm_type = float(norm_type)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    shards = [_shard(grad) for grad in grads]
+    if foreach and any(shard.is_sparse for shard in shards):
+        raise RuntimeError("clip_grad_norm_: foreach=True, but a gradient is sparse\n  fix: foreach=None")
+    norms = _whole_norms(grads, _norms([_summable(grad) for grad in grads], norm_type, foreach), norm_type)
+    dtype = reduce(torch.promote_types, (_norm_dtype(grad) for grad in grads))
+    total = torch.linalg.vector_norm(torch.stack([norm.to(shards[0].device) for norm in norms]), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"clip_grad_norm_: the total norm of order {norm_type} of the gradients is {total.item()}")
-    for kind in kinds:
-        if kind:
-            clip_grads_with_norm_(kind, max_norm, total)
-    return total
+    _scale(shards, torch.clamp(float(max_norm) / (total + 1e-6), max=1.0), foreach)
+    return total.to(dtype)
+
+
+def _norm_dtype(grad: Tensor) -> torch.dtype:
+    """That of `torch.linalg.vector_norm`."""
+    return grad.dtype.to_real() if grad.dtype.is_complex else grad.dtype
+
+
+def _shard(grad: Tensor) -> Tensor:
+    """What this rank has of a gradient: its memory, not a copy."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(grad, DTensor):
+        return grad
+    if grad.device_mesh.get_coordinate() is None:
+        raise GridError(
+            f"clip_grad_norm_: this rank is not part of {grad.device_mesh}, which a parameter {tuple(grad.shape)} is on"
+            "\n  fix: pass the parameters of this rank's meshes"
+        )
+    return grad.to_local()
+
+
+def _summable(grad: Tensor) -> Tensor:
+    """This rank's elements of a gradient, each with its final value."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+        placements = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
+        grad = grad.redistribute(placements=placements)
+    return _shard(grad)
+
+
+def _norms(tensors: Sequence[Tensor], norm_type: float, foreach: bool | None) -> list[Tensor]:
+    """The norm of each, in fp64, made from sums in fp32 at least; of no elements, one that adds nothing to others."""
+    if norm_type > 0:  # zeros do not count
+        dense = [x.coalesce().values() if x.is_sparse else x for x in tensors]
+    else:
+        dense = [x.to_dense() if x.is_sparse else x for x in tensors]
+    empty = math.inf if norm_type < 0 else 0.0
+    norms = [x.new_full((), empty, dtype=torch.float64) for x in dense]
+    for (_, dtype), places in _alike(dense).items():
+        places = [i for i in places if dense[i].numel()]
+        wide = torch.float32 if dtype in LOW_PRECISION else None
+        if foreach is False:
+            found = [torch.linalg.vector_norm(dense[i], norm_type, dtype=wide) for i in places]
+        else:
+            found = list(torch._foreach_norm([dense[i] for i in places], norm_type, dtype=wide)) if places else []
+        for i, norm in zip(places, found, strict=True):
+            norms[i] = norm.double()
+    return norms
+
+
+def _whole_norms(grads: Sequence[Tensor], norms: list[Tensor], norm_type: float) -> list[Tensor]:
+    """The norms of whole tensors, from those of this rank's shards: an all-reduce for each dim of each mesh."""
+    from torch.distributed.tensor import DTensor
+
+    norms = list(norms)
+    on: dict[DeviceMesh, list[int]] = {}
+    for i, grad in enumerate(grads):
+        if isinstance(grad, DTensor):
+            on.setdefault(grad.device_mesh, []).append(i)
+    for mesh, places in on.items():
+        for dim in range(mesh.ndim):
+            split: list[int] = [i for i in places if _is_split(grads[i], dim)]
+            if split and mesh.size(dim) > 1:
+                whole = _joined(torch.stack([norms[i] for i in split]), norm_type, mesh.get_group(dim))
+                for i, norm in zip(split, whole.unbind(), strict=True):
+                    norms[i] = norm
+    return norms
+
+
+def _is_split(grad: Any, dim: int) -> bool:
+    placement = grad.placements[dim]
+    return not (placement.is_replicate() or placement.is_partial())
+
+
+def _joined(norms: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
+    """Norms of vectors whose parts are on the ranks of `group`."""
+    if math.isinf(norm_type):
+        # A maximum may lose a NaN, and on some ranks alone.
+        sign = math.copysign(1.0, norm_type)
+        is_nan = norms.isnan()
+        found = torch.cat([torch.where(is_nan, -math.inf, norms * sign), is_nan.double()])
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        largest, is_nan = found.chunk(2)
+        return torch.where(is_nan > 0, math.nan, largest * sign)
+    if norm_type == 0:
+        dist.all_reduce(norms, group=group)
+        return norms
+    powers = norms**norm_type
+    dist.all_reduce(powers, group=group)
+    return powers ** (1 / norm_type)
+
+
+def _scale(tensors: Sequence[Tensor], by: Tensor, foreach: bool | None) -> None:
+    for (device, dtype), places in _alike(tensors).items():
+        factor = by.to(device, torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32)
+        dense = [tensors[i] for i in places if not tensors[i].is_sparse]
+        if dense and foreach is not False:
+            torch._foreach_mul_(dense, factor)
+        for x in dense if foreach is False else []:
+            x.mul_(factor)
+        for x in (tensors[i] for i in places if tensors[i].is_sparse):
+            x.mul_(factor)
+
+
+def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """Places of those that foreach kernels take together."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, x in enumerate(tensors):
+        alike.setdefault((x.device, x.dtype), []).append(i)
+    return alike
 
 
 @torch.no_grad()
