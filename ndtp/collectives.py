@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -40,12 +41,16 @@ class Started(NamedTuple):
 
 
 class Watch:
-    """Names the collectives that are started inside, and says of one that fails what it was for."""
+    """Names the collectives that are started inside, and says of one that fails what it was for.
 
-    __slots__ = ("_token", "grid", "label")
+    Args:
+        describe: `ProcessGrid.describe`, or what it has said.
+    """
 
-    def __init__(self, grid: ProcessGrid, label: Label) -> None:
-        self.grid, self.label = grid, label
+    __slots__ = ("_token", "describe", "label")
+
+    def __init__(self, describe: Callable[[Sequence[str]], str], label: Label) -> None:
+        self.describe, self.label = describe, label
 
     def __enter__(self) -> None:
         self._token = LABEL.set(self.label)
@@ -56,7 +61,7 @@ class Watch:
             label = self.label
             raise CommunicationError(
                 f"{label.collective} of {' '.join(label.op)} ({label.phase}) over axis {' '.join(label.axes)} failed: "
-                f"{self.grid.describe(label.axes)}\n  cause: {error}"
+                f"{self.describe(label.axes)}\n  cause: {error}"
             ) from error
 
 
@@ -106,7 +111,10 @@ class Handle:
             elif self._owner.orders_by_stream:
                 started.work.wait()
             else:  # waiting here could last: a rank that fails must go, for its peers to see it
-                past_of(self._group).given_up.append((self._watch, started))
+                # What is kept for the group must not hold the grid, which may hold the group.
+                where = self._watch.describe(self._watch.label.axes)
+                watch = Watch(lambda axes: where, self._watch.label)
+                past_of(self._group).given_up.append((watch, started.work, (started.held, started.borrowed)))
             self._close(started)
 
 
@@ -119,9 +127,15 @@ class Collectives:
     orders_by_stream = True  # waiting blocks a stream, not the host
 
     def __init__(self, grid: ProcessGrid) -> None:
-        self.grid = grid
+        self._grid = ref(grid)  # which holds these: a grid goes when nobody needs it, not when garbage is collected
         self.ring = grid.ring
         self.in_flight = 0
+
+    @property
+    def grid(self) -> ProcessGrid:
+        grid = self._grid()
+        assert grid is not None, "collectives outlive their grid"
+        return grid
 
     @staticmethod
     def of(grid: ProcessGrid) -> Collectives:
@@ -159,14 +173,15 @@ class Collectives:
         if blocks and not (step.kind == "reduce_scatter" or (step.kind == "all_gather" and out is None)):
             raise ValueError(f"{step}: blocks of columns come of a gather without `out`, or go into a reduce-scatter")
         label = Label(op, phase, step.kind, step.axes, part)
+        grid = self.grid
         if ahead:
-            ((_, _, received),) = apply(self.grid.grid, (step,), tensor.shape)
+            ((_, _, received),) = apply(grid.grid, (step,), tensor.shape)
             label.ahead = received * tensor.element_size()
-        watch, launch = Watch(self.grid, label), getattr(self, step.kind)
-        if is_observed(self.grid):
-            launch = observed(launch, self.grid, label)
+        watch, launch = Watch(grid.describe, label), getattr(self, step.kind)
+        if is_observed(grid):
+            launch = observed(launch, grid, label)
         with watch:
-            group = self.grid.group(step.axes, "gather" if step.kind == "all_gather" else "scatter")
+            group = grid.group(step.axes, "gather" if step.kind == "all_gather" else "scatter")
             self._finish_given_up(group)
             how = {"blocks": blocks} if blocks else {}
             started = launch(tensor, group, group.size(), step, out, **how)
@@ -288,9 +303,9 @@ class GlooCollectives(Collectives):
     def _finish_given_up(self, group: ProcessGroup) -> None:
         given_up = past_of(group).given_up
         while given_up:
-            watch, started = given_up.pop()
+            watch, work, _ = given_up.pop()
             with watch:
-                started.work.wait()
+                work.wait()
 
     def _gather(self, landing: Tensor, x: Tensor, group: ProcessGroup) -> Any:
         ranks = group.size()

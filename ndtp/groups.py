@@ -44,6 +44,31 @@ def shared_group(
     return group
 
 
+def end(group: ProcessGroup) -> None:
+    """Take a group of gloo from torch's registries: its threads and descriptors go with the last reference to it.
+
+    Without a word to its peers, who may do so earlier, later or never: what they have been sent arrives all the same.
+    """
+    from torch.distributed.distributed_c10d import _world
+
+    if not _is_registered(group):  # the world has ended before
+        return
+    name = _world.pg_names[group]
+    dist.destroy_process_group(group)
+    # torch names a group that its members alone make by how many groups they have.  Ranks on which this one has ended
+    # and ranks on which it has not yet must find the same name, and never one that was used before.
+    _world.pg_names[_Ended()] = name  # type: ignore[index]
+
+
+class _Ended:
+    """Counts for a group that is gone, among the names of torch's groups."""
+
+    def shutdown(self) -> None:
+        """Called when the world ends."""
+
+    abort = shutdown
+
+
 def never_destroy() -> None:
     """Keep all groups until the process is gone: for a rank that fails.
 

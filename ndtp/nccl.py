@@ -26,9 +26,9 @@ def group_arguments(timeout: float | None, high_priority: bool, max_ctas: int | 
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
-    if timeout is not None:
-        options._timeout = timedelta(seconds=timeout)
-    return {"pg_options": options, "device_id": device()}
+    # torch overwrites the timeout that the options have by the argument, or by its own default.
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    return {"pg_options": options, "device_id": device(), "timeout": limit}
 
 
 def can_group_alone() -> bool:

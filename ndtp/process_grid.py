@@ -20,7 +20,8 @@ from ndtp.collectives import Collectives
 from ndtp.errors import GridError
 from ndtp.gemm import KernelGemm, TorchGemm
 from ndtp.grid import Grid
-from ndtp.groups import never_destroy, shared_group
+from ndtp.grid_options import check_device_type, check_options, checked_timeout
+from ndtp.groups import end, never_destroy, shared_group
 from ndtp.late_gradients import late_gradients_of
 from ndtp.step_state import StepState
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from ndtp.chunk_count import Speeds
     from ndtp.spans import Recorder
 
-GEMMS = ("torch", "kernels")
 DIRECTIONS = ("gather", "scatter")
 Groups = dict[tuple[tuple[str, ...], str], "ProcessGroup"]  # by axes and direction
 
@@ -44,14 +44,16 @@ class ProcessGrid:
     Args:
         grid: as many ranks as `torch.distributed` has, first axis slowest.
         timeout: seconds after which a collective that waits for a peer fails, naming the axis and the ranks waited
-            for.  Default: torch's.  On NCCL torch's watchdog enforces it.  A grid with a timeout has process groups of
-            its own, others share theirs: a new grid works after a group was lost to a peer that came too late.
+            for; from 0.001 to 1e9.  Default: torch's.  On NCCL torch's watchdog enforces it.  A grid with a timeout has
+            process groups of its own, others share theirs: a new grid works after a group was lost to a peer that came
+            too late.  On gloo they end with the grid.  What DTensor sends for parameters, such as `full_tensor`, goes
+            over shared groups and has torch's timeout.
         check: before every product, compare plan, shapes and dtypes across all ranks and raise a `MismatchError` that
             names the ranks that deviate, instead of a hang.  One small all-gather a product: for tests and debugging.
         gemm: what multiplies on each rank: "torch", or "kernels" for those of `ndtp_kernels` (Triton on a GPU).  Their
             table must be the same on all ranks, which is checked here.
         free_sms: multiprocessors that the GEMMs leave to collectives; needs `gemm="kernels"`.
-        device_type: "cpu" or "cuda"; default: that of the backend (NCCL: "cuda").
+        device_type: "cpu" or "cuda", which must have a backend; default: that of the backend (NCCL: "cuda").
         groups_per_axis: 2 gives the gathers along an axis one process group and its scatters and reductions another,
             so that neither queues behind the other.  Default: 2 on NCCL, where a group is one stream, else 1; and 1
             on a part of the world, where making groups takes the members to have made equally many before.
@@ -71,7 +73,8 @@ class ProcessGrid:
             takes several times as long over the first call of an operation for each dim more.
 
     Raises:
-        GridError: the grid has more or fewer ranks than there are, or an option that the backend does not have.
+        GridError: the grid has more or fewer ranks than there are, or an option has a value that makes no sense, or
+            that the backend does not have.
         MismatchError: ranks have different tables of kernels.
     """
 
@@ -91,21 +94,35 @@ class ProcessGrid:
         register_buffers: bool = False,
         _bound: tuple[list[int], Groups] | None = None,
     ) -> None:
-        global_ranks, groups = _bound or (_world_ranks(grid), {})
+        self.timeout = checked_timeout(timeout)
+        check_options(
+            gemm=gemm,
+            free_sms=free_sms,
+            groups_per_axis=groups_per_axis,
+            max_ctas=max_ctas,
+            ring_bytes=ring_bytes,
+            check=check,
+            high_priority=high_priority,
+            register_buffers=register_buffers,
+        )
+        global_ranks, given = _bound or (_world_ranks(grid), {})
         self.grid = grid
-        self.gemm = _gemm(gemm, free_sms)
+        self.gemm = KernelGemm(sms_to_leave=free_sms) if gemm == "kernels" else TorchGemm()
         self.check = check
-        self.timeout = timeout
         self.high_priority, self.max_ctas = high_priority, max_ctas
         self.global_ranks = global_ranks
         self.rank = 0 if global_ranks is None else global_ranks.index(dist.get_rank())
         self.coordinate = grid.coordinate(self.rank)
         backends = {} if global_ranks is None else backends_by_device()
-        self.device_type = device_type or ("cuda" if "nccl" in backends.values() else "cpu")
+        self.device_type = ("cuda" if "nccl" in backends.values() else "cpu") if device_type is None else device_type
+        check_device_type(self.device_type, None if global_ranks is None else backends)
         self.backend = backends.get(self.device_type)
-        self._check_options(groups_per_axis, register_buffers)
+        self._check_backend(register_buffers)
         self.groups_per_axis = groups_per_axis or (2 if self.backend == "nccl" and not self._is_part() else 1)
-        self._groups = groups
+        # DTensor takes equal DeviceMeshes for one another, whatever their groups are, and keeps them for good: those of
+        # parameters are shared, never of one grid alone.
+        self._groups = groups = given if self.timeout is None else {}
+        finalize(self, _let_go, groups, self.timeout is not None and self.backend == "gloo")
         in_order = tuple(axis for axis in grid if axis != "z") + tuple(axis for axis in grid if axis == "z")
         self.mesh_axes = grid.nontrivial(in_order) or in_order[:1]
         self.device_mesh: DeviceMesh | None = None
@@ -116,15 +133,15 @@ class ProcessGrid:
             ranks = torch.tensor(global_ranks, dtype=torch.int).reshape(grid.shape)
             ranks = ranks.permute([grid.names.index(axis) for axis in in_order])
             self.device_mesh = DeviceMesh.from_group(
-                [self.group((axis,)) for axis in self.mesh_axes],
+                [self._shared_group((axis,), given) for axis in self.mesh_axes],
                 self.device_type,
                 mesh=ranks.reshape([grid[axis] for axis in self.mesh_axes]),
                 mesh_dim_names=self.mesh_axes,
             )
+            finalize(self, _let_go_of_mesh, self.device_mesh)
             # All of them now, in one order on every rank, and not in the middle of a schedule.
             every = [self.group((axis,), way) for way in DIRECTIONS for axis in self.mesh_axes]
             ring_groups = list(dict.fromkeys(every))
-        finalize(self, _let_go, groups, self.device_mesh)
         self.ring = BufferRing(
             ring_bytes, nccl.registered_memory(ring_groups) if register_buffers and ring_groups else None
         )
@@ -178,10 +195,7 @@ class ProcessGrid:
         order = [names.index(name) for name in axes.values()]
         grid = Grid({axis: device_mesh.size(dim) for axis, dim in zip(axes, order, strict=True)})
         ranks = device_mesh.mesh.permute(order).flatten().tolist()
-        # The groups of the mesh have a timeout of their own.
-        groups: Groups = {
-            ((axis,), "gather"): device_mesh.get_group(name) for axis, name in axes.items() if timeout is None
-        }
+        groups: Groups = {((axis,), "gather"): device_mesh.get_group(name) for axis, name in axes.items()}
         return cls(grid, timeout=timeout, device_type=device_mesh.device_type, _bound=(ranks, groups), **options)
 
     def group(self, axes: Sequence[str], direction: str = "gather") -> ProcessGroup:
@@ -194,10 +208,17 @@ class ProcessGrid:
         """
         key = (tuple(axes), direction if self.groups_per_axis == 2 else "gather")
         if key not in self._groups:
-            self._groups[key] = self._make_group(*key)
+            self._groups[key] = self._make_group(*key, self.timeout)
         return self._groups[key]
 
-    def _make_group(self, axes: tuple[str, ...], direction: str) -> ProcessGroup:
+    def _shared_group(self, axes: tuple[str, ...], given: Groups) -> ProcessGroup:
+        """That of the parameters: one that `from_mesh` was given, or torch's timeout has."""
+        key = (axes, "gather")
+        if key not in given:
+            given[key] = self._make_group(*key, None)
+        return given[key]
+
+    def _make_group(self, axes: tuple[str, ...], direction: str, timeout: float | None) -> ProcessGroup:
         if self.global_ranks is None:
             raise GridError(f"grid {self.grid} has one rank and no process groups")
         if self.backend == "nccl" and self._is_part() and not nccl.can_group_alone():
@@ -215,27 +236,23 @@ class ProcessGrid:
 
         def arguments() -> dict[str, Any]:
             if self.backend == "nccl":
-                return nccl.group_arguments(self.timeout, self.high_priority, self.max_ctas)
-            return {"timeout": None if self.timeout is None else timedelta(seconds=self.timeout)}
+                return nccl.group_arguments(timeout, self.high_priority, self.max_ctas)
+            return {"timeout": None if timeout is None else timedelta(seconds=timeout)}
 
-        own = None if self.timeout is None else object()
+        own = None if timeout is None else object()
         options = (self.backend, own, self.high_priority, self.max_ctas, direction)
         return shared_group(tuple(groups), options, alone, arguments)
 
     def _is_part(self) -> bool:
         return self.global_ranks is not None and len(self.global_ranks) < dist.get_world_size()
 
-    def _check_options(self, groups_per_axis: int | None, register_buffers: bool) -> None:
-        if groups_per_axis not in (None, 1, 2):
-            raise GridError(f"ProcessGrid: groups_per_axis={groups_per_axis} is neither 1 nor 2")
+    def _check_backend(self, register_buffers: bool) -> None:
         for name, value in (("max_ctas", self.max_ctas), ("register_buffers", register_buffers)):
             if value and self.backend not in ("nccl", None):  # one rank has none, and communicates with nobody
                 raise GridError(
                     f"ProcessGrid: {name}={value} is an option of NCCL, the backend is {self.backend}\n"
                     "  fix: leave it out"
                 )
-        if self.max_ctas is not None and self.max_ctas < 1:
-            raise GridError(f"ProcessGrid: max_ctas={self.max_ctas} is less than one thread block")
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Backward passes inside leave out the all-reduce of weights' gradients; the first one outside makes up for it.
@@ -278,16 +295,23 @@ class ProcessGrid:
         return f"ProcessGrid({self.grid}; rank {self.rank})"
 
 
-def _let_go(groups: Groups, device_mesh: DeviceMesh | None) -> None:
-    """Drop the groups of a grid that is gone, or whose program ends; DTensor's caches hold on to its mesh.
+def _let_go(groups: Groups, are_own: bool) -> None:
+    """Drop the groups of a grid that is gone, or whose program ends; end those that no other grid shares.
 
     gloo's threads return tensors to Python a little after a collective is done, and abort a program whose interpreter
     is gone by then.  `destroy_process_group` ends the threads of groups that nobody holds.
     """
     if hasattr(sys, "last_value"):  # an exception ended the program
         never_destroy()
+    elif are_own:
+        for group in groups.values():
+            end(group)
     groups.clear()
-    getattr(device_mesh, "_pg_registry", groups).clear()  # a cache: torch finds groups by name, too
+
+
+def _let_go_of_mesh(device_mesh: DeviceMesh) -> None:
+    """DTensor's caches hold on to the mesh, which need not hold on to its groups: torch finds them by name, too."""
+    getattr(device_mesh, "_pg_registry", {}).clear()
 
 
 # Compiled code holds text, not objects, and must find the grid when it runs, as torch's own finds process groups.  The
@@ -317,16 +341,6 @@ def _world_ranks(grid: Grid) -> list[int] | None:
             + ("" if dist.is_initialized() else ", or init_process_group first")
         )
     return list(range(world)) if grid.num_ranks > 1 else None
-
-
-def _gemm(name: str, free_sms: int) -> TorchGemm:
-    if name not in GEMMS:
-        raise GridError(f"ProcessGrid: gemm={name!r} is not one of {', '.join(GEMMS)}")
-    if free_sms and name != "kernels":
-        raise GridError(
-            f"ProcessGrid: free_sms={free_sms}, but torch's GEMMs take every multiprocessor\n  fix: gemm='kernels'"
-        )
-    return KernelGemm(sms_to_leave=free_sms) if name == "kernels" else TorchGemm()
 
 
 def backends_by_device() -> dict[str, str]:

@@ -1,10 +1,12 @@
 """ProcessGrid: bound to the whole world, or to a slice of a bigger mesh, in any order of axes."""
 
 import copy
+import gc
 import os
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import pytest
 import torch
@@ -135,6 +137,7 @@ def check_uneven_groups():
 
 def test_users_groups_may_be_uneven(ranks):
     ranks(4).run(check_uneven_groups, timeout=100)
+    ranks(4).close()  # torch names groups that their members make alone by how many they have: no more of those here
 
 
 def test_one_rank_needs_nothing():
@@ -226,6 +229,93 @@ def test_gathers_and_scatters_may_have_groups_of_their_own(ranks):
     for place in zip(*names, strict=True):  # groups along one axis, of which a rank is in one
         numbers = sorted({int(name) for name in place})
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), "made in one order on every rank"
+
+
+def held():
+    """Threads and descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def train_on(mesh):
+    """All that a grid is used for: products both ways, gathers by DTensor."""
+    block = ndtp.nn.MLP(8, 16, mesh=mesh, scheme="2d")
+    block(torch.ones(block.in_layout.shard_shape((8, 8)), requires_grad=True)).sum().backward()
+    block.to_dense()
+
+
+def check_groups_end_with_their_grid():
+    user = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    make = {
+        "whole world": lambda: ProcessGrid(Grid(x=2, y=2), timeout=60),
+        "two groups an axis": lambda: ProcessGrid(Grid(x=2, y=2), timeout=60, groups_per_axis=2),
+        "a part": lambda: ProcessGrid.from_mesh(user["x"], timeout=60),
+        "shared": lambda: ProcessGrid(Grid(x=2, y=2)),
+    }
+    for name, kind in make.items():
+        mesh = kind()  # the shared groups of parameters are there after this
+        if name != "a part":
+            train_on(mesh)
+        del mesh
+        gc.collect()  # torch's imports leave garbage that holds on to whoever was first
+        gc.disable()
+        before = held()
+        for _ in range(5):
+            mesh = kind()
+            train_on(mesh) if name != "a part" else dist.barrier(mesh.group(("x",)))
+            assert name == "shared" or held() > before
+            del mesh
+            assert held() == before, f"{name}: threads and descriptors were {before}, are {held()}"
+        gc.enable()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for threads in /proc")
+def test_groups_of_a_timeout_end_with_their_grid(ranks):
+    """Without the garbage collector's help: it comes at different times on different ranks."""
+    ranks(4).run(check_groups_end_with_their_grid)
+
+
+def check_groups_may_end_at_any_time():
+    """Ranks that have ended groups, and others that have not yet, find each other in new ones: also the members of a
+    group alone, which torch names by how many groups they have."""
+    user = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    kept, rank = [], dist.get_rank()
+    for attempt in range(4):
+        mesh, part = ProcessGrid(Grid(x=2, y=2), timeout=60), ProcessGrid.from_mesh(user["x"], timeout=60)
+        product_on(ProcessGrid(Grid(z=2, x=2, y=1)))
+        for each, axes in ((mesh, ("x", "y")), (part, ("x",))):
+            value = torch.full((2,), float(each.rank))
+            handle = each.collectives.start(Step("all_gather", axes[:1], 0), value, ("test",), "forward")
+            if rank == attempt:
+                dropped, handle = handle, None  # given up: the group goes with it all the same
+                del dropped
+            else:
+                assert handle.wait().tolist()[-1] == float(each.grid.group(each.rank, axes[:1])[-1])
+        if rank % 2 == attempt // 2:
+            kept.append((mesh, part))
+        alive = weakref.ref(mesh)
+        del mesh, part, each, handle
+        assert (alive() is None) == (rank % 2 != attempt // 2), "what was given up holds on to its grid"
+    assert len(kept) == 2
+    dist.barrier()
+
+
+def test_groups_may_end_at_different_times(ranks):
+    ranks(4).run(check_groups_may_end_at_any_time, timeout=60)
+
+
+def check_parameters_outlive_their_grid():
+    """DTensor takes equal meshes for one another, and keeps the first: no grid's groups of its own may be in there."""
+    weights = []
+    for _ in range(2):
+        mesh = ProcessGrid(Grid(x=2, y=2), timeout=60)
+        assert mesh.device_mesh.get_group("x") is not mesh.group(("x",))
+        weights.append(ndtp.nn.Linear(8, 8, mesh=mesh, scheme="2d", seed=1).weight)
+        del mesh
+    assert_equal((weights[0] + weights[1]).full_tensor(), 2 * weights[1].full_tensor(), "gathered")
+
+
+def test_parameters_outlive_their_grid(ranks):
+    ranks(4).run(check_parameters_outlive_their_grid)
 
 
 def check_a_new_world(path):

@@ -112,7 +112,7 @@ def fake_group(ranks: int) -> Iterator[None]:
 class _LonelyGrid(ProcessGrid):
     """Of a fake group only this rank exists: it need not make the groups of the thousands of others."""
 
-    def _make_group(self, axes: tuple[str, ...], direction: str) -> Any:
+    def _make_group(self, axes: tuple[str, ...], direction: str, timeout: float | None) -> Any:
         members = sorted(self.grid.group(self.rank, axes))
         return dist.new_group(members, use_local_synchronization=True, group_desc=f"ndtp_{'_'.join(axes)}")
 

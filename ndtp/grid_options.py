@@ -1,0 +1,92 @@
+"""The options of a `ProcessGrid`, checked before a group is made: what is refused is refused on every rank alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from numbers import Real
+
+import torch
+
+from ndtp.errors import GridError
+
+GEMMS = ("torch", "kernels")
+SHORTEST_TIMEOUT_S = 0.001  # torch counts milliseconds: of less remains 0, with which gloo fails at once, or not
+LONGEST_TIMEOUT_S = 1e9  # added to the clock in nanoseconds, a longer one ends in the past
+
+
+def checked_timeout(timeout: object) -> float | None:
+    """`timeout` as seconds.
+
+    Raises:
+        GridError: it is not a number of seconds between a millisecond and 1e9 s (31 years).
+    """
+    if timeout is None:
+        return None
+    seconds = float(timeout) if isinstance(timeout, Real) and not isinstance(timeout, bool) else math.nan
+    if not SHORTEST_TIMEOUT_S <= seconds <= LONGEST_TIMEOUT_S:
+        raise GridError(
+            f"ProcessGrid: timeout={timeout!r} is not a number of seconds from {SHORTEST_TIMEOUT_S} to "
+            f"{LONGEST_TIMEOUT_S:.0e}\n  fix: timeout=60, or None for torch's own"
+        )
+    return seconds
+
+
+def check_options(
+    *,
+    gemm: object,
+    free_sms: object,
+    groups_per_axis: object,
+    max_ctas: object,
+    ring_bytes: object,
+    check: object,
+    high_priority: object,
+    register_buffers: object,
+) -> None:
+    """Refuse values that no backend has.
+
+    Raises:
+        GridError: names the option and its value.
+    """
+    for name, flag in (("check", check), ("high_priority", high_priority), ("register_buffers", register_buffers)):
+        if not isinstance(flag, bool):
+            raise GridError(f"ProcessGrid: {name}={flag!r} is neither True nor False")
+    if gemm not in GEMMS:
+        raise GridError(f"ProcessGrid: gemm={gemm!r} is not one of {', '.join(GEMMS)}")
+    if groups_per_axis is not None and (isinstance(groups_per_axis, bool) or groups_per_axis not in (1, 2)):
+        raise GridError(f"ProcessGrid: groups_per_axis={groups_per_axis!r} is neither 1 nor 2")
+    _check_count("free_sms", free_sms, 0)
+    _check_count("ring_bytes", ring_bytes, 0)
+    if max_ctas is not None:
+        _check_count("max_ctas", max_ctas, 1)
+    if free_sms and gemm != "kernels":
+        raise GridError(
+            f"ProcessGrid: free_sms={free_sms}, but torch's GEMMs take every multiprocessor\n  fix: gemm='kernels'"
+        )
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise GridError(f"ProcessGrid: {name}={value!r} is not an integer of at least {least}")
+
+
+def check_device_type(device_type: object, served: Collection[str] | None) -> None:
+    """Refuse a device that torch does not know, or, with several ranks, one that the process group does not serve.
+
+    Args:
+        served: device types that have a backend; None for a grid of one rank, which communicates with nobody.
+    """
+    try:
+        known = isinstance(device_type, str) and torch.device(device_type).type == device_type
+    except RuntimeError:
+        known = False
+    if not known:
+        raise GridError(
+            f"ProcessGrid: device_type={device_type!r} is no type of device; an index does not belong to it\n"
+            "  fix: device_type='cpu' or 'cuda'"
+        )
+    if served is not None and device_type not in served:
+        raise GridError(
+            f"ProcessGrid: device_type={device_type!r}, but the process group has a backend for "
+            f"{', '.join(sorted(served))} alone\n  fix: init_process_group with a backend for it, or leave it out"
+        )
