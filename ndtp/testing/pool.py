@@ -38,6 +38,7 @@ from ndtp.testing.process import RankProcess, kill, place_in, traces
 from ndtp.testing.zygote import Birth, Zygote
 
 _START_TIMEOUT_S = 180.0  # importing torch on a cold, busy machine included
+_STARTS = 3  # of the ranks for one call, should whoever forks them be killed meanwhile
 _GRACE_S = 0.5  # after the first failure, for the others to report theirs
 _MOST_THREADS = 100  # of one rank; a process group of gloo has three or four
 
@@ -208,15 +209,28 @@ class RankPool:
                 raise
 
     def _ensure_started(self) -> None:
-        # An idle rank has nothing to say: a message is the end of its connection, seen a little before its exit code.
-        if self._ranks and self._reusable and not any(r.poll_exit() or self._receive(r, {}) for r in self._ranks):
-            return
-        kill(self._ranks, os.getpid())
         zygote = _zygote(os.getpid())
-        zygote.ensure_running()
+        # An idle rank has nothing to say: a message is the end of its connection, seen a little before its exit code.
+        if (
+            self._ranks
+            and self._reusable
+            and zygote.answers()
+            and not any(r.poll_exit() or self._receive(r, {}) for r in self._ranks)
+        ):
+            return
+        for attempt in range(1, _STARTS + 1):
+            kill(self._ranks, os.getpid())
+            folder = zygote.ensure_running()
+            try:
+                return self._start(zygote, folder)
+            except RuntimeError:  # nothing of the call has been done yet: it may start again
+                if attempt == _STARTS or not zygote.is_lost(folder):
+                    raise
+
+    def _start(self, zygote: Zygote, folder: str) -> None:
         self._num_starts += 1
         self._reusable = True
-        stem = os.path.join(zygote.folder, f"{id(self):x}-{self._num_starts}")
+        stem = os.path.join(folder, f"{id(self):x}-{self._num_starts}")
         for index in range(self.num_ranks):
             ours, theirs = socket.socketpair()
             status_read, status_write = os.pipe()
@@ -232,7 +246,7 @@ class RankPool:
                 argv=list(sys.argv),
             )
             try:
-                zygote.fork(birth, theirs.fileno(), status_write)
+                zygote.fork(folder, birth, theirs.fileno(), status_write)
             finally:
                 theirs.close()
                 os.close(status_write)

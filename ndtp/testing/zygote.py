@@ -25,6 +25,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,10 @@ from dataclasses import dataclass, field
 
 STATUS = struct.Struct("<q")
 _LENGTH = struct.Struct("<I")
+_QUESTION = 0  # as a length: nothing to fork, a number to send back
 _NUM_FDS = 4
+_ANSWER_S = 180.0  # importing torch on a cold, busy machine included
+_END_S = 5.0
 # DTensor imports torch._dynamo in its first operation: here once, there in every rank.
 _PRELOAD = ("numpy", "torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", "ndtp.testing.worker")
 # Of the zygote alone; the ranks get the parent's.  Asking whether CUDA is there must not initialise it, or forked ranks
@@ -68,15 +72,55 @@ class Zygote:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._end = lambda: None
+        self._lock = threading.RLock()  # pools in other threads share this one
+        self._num_questions = 0
         self.folder = ""
 
-    def ensure_running(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            return
+    def answers(self) -> bool:
+        """Whether the process lives, and so do its ranks: not if it was killed before this was asked.
+
+        A process that has been sent SIGKILL is there for a moment still, and so are the ranks, which it takes along;
+        but it does not answer any more.
+        """
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                return False
+            assert self._control is not None
+            self._num_questions = number = (self._num_questions + 1) % 2**32
+            try:
+                self._control.sendall(_LENGTH.pack(_QUESTION) + _LENGTH.pack(number))
+                while number != _LENGTH.unpack(_receive_exactly(self._control, _LENGTH.size))[0]:
+                    pass  # to a question whose asker was interrupted
+            except (OSError, EOFError):
+                return False
+            return True
+
+    def is_lost(self, folder: str) -> bool:
+        """Whether the process with that folder died of a signal: not of an error of its own, which would come again."""
+        with self._lock:
+            if folder != self.folder:  # another thread has started the next one
+                return True
+            if self._process is None or self.answers():
+                return False
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(_END_S) < 0
+            return True  # it neither answers nor ends
+
+    def ensure_running(self) -> str:
+        """Start a process unless there is one that answers.  Returns its folder."""
         if sys.platform == "win32":
             raise RuntimeError("ndtp.testing starts its ranks with fork(), which Windows lacks. fix: run under WSL")
+        with self._lock:
+            if not self.answers():
+                self._start()
+            return self.folder
+
+    def _start(self) -> None:
+        self._end()
         folder = tempfile.mkdtemp(prefix="ndtp-ranks-")
         ours, theirs = socket.socketpair()
+        ours.settimeout(_ANSWER_S)
         preload = [*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)]
         command = (
             "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
@@ -91,14 +135,18 @@ class Zygote:
                 env={**os.environ, **_ENVIRON},
             )
         self._control, self.folder = ours, folder
-        weakref.finalize(self, _shut_down, self._process, ours, folder, os.getpid())
+        self._end = weakref.finalize(self, _shut_down, self._process, ours, folder, os.getpid())
 
-    def fork(self, birth: Birth, connection_fd: int, status_fd: int) -> None:
-        """Ask for one rank.  The two descriptors are its ends of the message socket and of the status pipe."""
-        self.ensure_running()
-        assert self._control is not None
+    def fork(self, folder: str, birth: Birth, connection_fd: int, status_fd: int) -> None:
+        """Ask the process with that folder for one rank.
+
+        The two descriptors are its ends of the message socket and of the status pipe.
+        """
         request = pickle.dumps(birth)
-        with open(os.devnull, "wb") as null:
+        with self._lock, open(os.devnull, "wb") as null:
+            if folder != self.folder:
+                raise RuntimeError("the process that starts the ranks died; another has taken its place")
+            assert self._control is not None
             output_fds = [fd if _is_open(fd) else null.fileno() for fd in (1, 2)]
             fds = [connection_fd, status_fd, *output_fds]
             try:
@@ -121,7 +169,7 @@ def _shut_down(process: subprocess.Popen[bytes], control: socket.socket, folder:
     if os.getpid() != owner_pid:  # a fork of the parent is exiting: the zygote is not its own
         return
     try:
-        process.wait(5)
+        process.wait(_END_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -182,6 +230,9 @@ def _fork_one(control: socket.socket, status_fds: dict[int, int], wake_fds: Sequ
     if not header:
         return False
     header += _receive_exactly(control, _LENGTH.size - len(header))
+    if _LENGTH.unpack(header)[0] == _QUESTION:
+        control.sendall(_receive_exactly(control, _LENGTH.size))
+        return True
     birth: Birth = pickle.loads(_receive_exactly(control, _LENGTH.unpack(header)[0]))
     connection_fd, status_fd, stdout_fd, stderr_fd = fds
     zygote_pid = os.getpid()

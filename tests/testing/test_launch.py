@@ -19,6 +19,9 @@ SCRIPT = """
     import torch.distributed as dist
     import ndtp.testing
 
+    # A background job of a shell that ignores SIGINT hands that down to what it starts, this test included.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
     class Answer:
         def __init__(self, rank): self.rank = rank
 
