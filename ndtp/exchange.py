@@ -7,17 +7,23 @@ instead of 126, an all-to-all 47 instead of 70.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
+
+from ndtp.meter import LABEL, Label
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-FIRST_TAG = 2**16  # above those that a user's own messages on the same group are likely to have
+# gloo takes tags of 31 bits.  Those above 2**30 are unlikely for a user's own messages on the same group.
+FIRST_TAG = TAGS = 2**30
+_SPREAD = 0x9E3779B1  # odd: lengths that differ by less than 1 GiB spread over all tags
 
 
 class Exchange:
@@ -55,14 +61,36 @@ def past_of(group: ProcessGroup) -> Past:
 def exchange(group: ProcessGroup, sent: Sequence[Tensor], landing: Sequence[Tensor]) -> Exchange:
     """Send `sent[j]` to rank j of the group, and receive `landing[j]` from it; both are contiguous.
 
-    Messages carry a number that counts the exchanges of their group: one that is given up, on all ranks, leaves no
-    message behind that a later one would take for its own.
+    The tag of a message says what it is: which exchange of its group, what that is for, of which dtype and how long.
+    Ranks that disagree never take one collective for another: they wait until the timeout, whose error names theirs.
+    And one that is given up, on all ranks, leaves no message behind that a later one would take for its own.
     """
     ranks, me, past = group.size(), group.rank(), past_of(group)
-    tag = FIRST_TAG + past.started % 2**20
+    purpose = past.started + _purpose(LABEL.get(), landing[me].dtype)
     past.started += 1
     peers = [(me + distance) % ranks for distance in range(1, ranks)]
-    works = [group.recv([landing[j]], j, tag) for j in reversed(peers)]
-    works += [group.send([sent[j]], j, tag) for j in peers]
+    works = [group.recv([landing[j]], j, _tag(purpose, landing[j].nbytes)) for j in reversed(peers)]
+    works += [group.send([sent[j]], j, _tag(purpose, sent[j].nbytes)) for j in peers]
     landing[me].copy_(sent[me])
     return Exchange(works)
+
+
+def _tag(purpose: int, num_bytes: int) -> int:
+    """A sum of what must agree.  One exchange and the next of the same kind differ for sure, others but for a chance."""
+    return FIRST_TAG + (purpose + num_bytes * _SPREAD) % TAGS
+
+
+def _purpose(label: Label | None, dtype: torch.dtype) -> int:
+    """A number for what a label says, the same on every rank."""
+    key = None if label is None else (label.op, label.phase, label.collective, label.axes, label.part), dtype
+    number = _PURPOSES.get(key)
+    if number is None:
+        if len(_PURPOSES) >= _MOST_PURPOSES:
+            _PURPOSES.clear()
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()
+        number = _PURPOSES[key] = int.from_bytes(digest, "little")
+    return number
+
+
+_PURPOSES: dict[object, int] = {}
+_MOST_PURPOSES = 2**14  # names of ops may be made up as a program goes
