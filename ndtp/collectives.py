@@ -41,16 +41,12 @@ class Started(NamedTuple):
 
 
 class Watch:
-    """Names the collectives that are started inside, and says of one that fails what it was for.
+    """Names the collectives that are started inside, and says of one that fails what it was for."""
 
-    Args:
-        describe: `ProcessGrid.describe`, or what it has said.
-    """
+    __slots__ = ("_token", "grid", "label")
 
-    __slots__ = ("_token", "describe", "label")
-
-    def __init__(self, describe: Callable[[Sequence[str]], str], label: Label) -> None:
-        self.describe, self.label = describe, label
+    def __init__(self, grid: ProcessGrid | Described, label: Label) -> None:
+        self.grid, self.label = grid, label
 
     def __enter__(self) -> None:
         self._token = LABEL.set(self.label)
@@ -61,8 +57,17 @@ class Watch:
             label = self.label
             raise CommunicationError(
                 f"{label.collective} of {' '.join(label.op)} ({label.phase}) over axis {' '.join(label.axes)} failed: "
-                f"{self.describe(label.axes)}\n  cause: {error}"
+                f"{self.grid.describe(label.axes)}\n  cause: {error}"
             ) from error
+
+
+class Described(NamedTuple):
+    """What a grid said of itself, for what must not hold it: the grid may hold the group that this is kept for."""
+
+    text: str
+
+    def describe(self, axes: Sequence[str]) -> str:
+        return self.text
 
 
 class Handle:
@@ -111,9 +116,8 @@ class Handle:
             elif self._owner.orders_by_stream:
                 started.work.wait()
             else:  # waiting here could last: a rank that fails must go, for its peers to see it
-                # What is kept for the group must not hold the grid, which may hold the group.
-                where = self._watch.describe(self._watch.label.axes)
-                watch = Watch(lambda axes: where, self._watch.label)
+                label = self._watch.label
+                watch = Watch(Described(self._watch.grid.describe(label.axes)), label)
                 past_of(self._group).given_up.append((watch, started.work, (started.held, started.borrowed)))
             self._close(started)
 
@@ -177,7 +181,7 @@ class Collectives:
         if ahead:
             ((_, _, received),) = apply(grid.grid, (step,), tensor.shape)
             label.ahead = received * tensor.element_size()
-        watch, launch = Watch(grid.describe, label), getattr(self, step.kind)
+        watch, launch = Watch(grid, label), getattr(self, step.kind)
         if is_observed(grid):
             launch = observed(launch, grid, label)
         with watch:

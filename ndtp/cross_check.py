@@ -37,7 +37,7 @@ def cross_check(mesh: ProcessGrid, signature: str, topic: str = "a product", fix
     own = torch.tensor(list(digest), dtype=torch.uint8, device=mesh.device_type)
     digests = own.new_empty(DIGEST_BYTES * mesh.grid.num_ranks)
     label = Label(("cross-check",), "check", "all_gather", axes)
-    with Watch(mesh.describe, label):
+    with Watch(mesh, label):
         _all_gather_single(digests, own, group=group)
         if len({tuple(row) for row in digests.view(-1, DIGEST_BYTES).tolist()}) == 1:
             return

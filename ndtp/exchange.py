@@ -76,7 +76,7 @@ def exchange(group: ProcessGroup, sent: Sequence[Tensor], landing: Sequence[Tens
 
 
 def _tag(purpose: int, num_bytes: int) -> int:
-    """A sum of what must agree.  One exchange and the next of the same kind differ for sure, others but for a chance."""
+    """A sum of what must agree.  An exchange and the next one of its kind differ for sure, others but for a chance."""
     return FIRST_TAG + (purpose + num_bytes * _SPREAD) % TAGS
 
 

@@ -7,6 +7,7 @@ idle group is not free: one of gloo has three threads that wake a hundred times 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _GROUPS: WeakValueDictionary[Hashable, ProcessGroup] = WeakValueDictionary()
+_ENDING: list[tuple[float, ProcessGroup]] = []  # and when, on the monotonic clock
 
 
 def shared_group(
@@ -31,6 +33,7 @@ def shared_group(
         options: what tells groups of the same ranks apart.
         arguments: gives those of `dist.new_group`, anew for every group: torch writes into NCCL's options.
     """
+    _end_what_is_due()
     key = (tuple(map(tuple, partition)), options, alone)
     group = _GROUPS.get(key)
     if group is None or not _is_registered(group):
@@ -44,11 +47,28 @@ def shared_group(
     return group
 
 
-def end(group: ProcessGroup) -> None:
+def end(group: ProcessGroup, patience_s: float = 0.0) -> None:
     """Take a group of gloo from torch's registries: its threads and descriptors go with the last reference to it.
 
-    Without a word to its peers, who may do so earlier, later or never: what they have been sent arrives all the same.
+    Without a word to its peers, who may do so earlier, later or never: what was sent to them arrives all the same.
+
+    Args:
+        patience_s: do so no earlier than in so many seconds, when a grid comes or goes: something was given up
+            unfinished, and peers may still come for it.
     """
+    _ENDING.append((time.monotonic() + patience_s, group))
+    _end_what_is_due()
+
+
+def _end_what_is_due() -> None:
+    now = time.monotonic()
+    due = [entry for entry in _ENDING if entry[0] <= now]
+    for entry in due:
+        _ENDING.remove(entry)
+        _end(entry[1])
+
+
+def _end(group: ProcessGroup) -> None:
     from torch.distributed.distributed_c10d import _world
 
     if not _is_registered(group):  # the world has ended before

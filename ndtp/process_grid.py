@@ -18,6 +18,7 @@ from ndtp import nccl
 from ndtp.buffers import DEFAULT_BYTES, BufferRing
 from ndtp.collectives import Collectives
 from ndtp.errors import GridError
+from ndtp.exchange import past_of
 from ndtp.gemm import KernelGemm, TorchGemm
 from ndtp.grid import Grid
 from ndtp.grid_options import check_device_type, check_options, checked_timeout
@@ -122,7 +123,7 @@ class ProcessGrid:
         # DTensor takes equal DeviceMeshes for one another, whatever their groups are, and keeps them for good: those of
         # parameters are shared, never of one grid alone.
         self._groups = groups = given if self.timeout is None else {}
-        finalize(self, _let_go, groups, self.timeout is not None and self.backend == "gloo")
+        finalize(self, _let_go, groups, self.timeout if self.backend == "gloo" else None)
         in_order = tuple(axis for axis in grid if axis != "z") + tuple(axis for axis in grid if axis == "z")
         self.mesh_axes = grid.nontrivial(in_order) or in_order[:1]
         self.device_mesh: DeviceMesh | None = None
@@ -295,17 +296,17 @@ class ProcessGrid:
         return f"ProcessGrid({self.grid}; rank {self.rank})"
 
 
-def _let_go(groups: Groups, are_own: bool) -> None:
-    """Drop the groups of a grid that is gone, or whose program ends; end those that no other grid shares.
+def _let_go(groups: Groups, timeout: float | None) -> None:
+    """Drop the groups of a grid that is gone, or whose program ends; end those with a timeout, which no grid shares.
 
     gloo's threads return tensors to Python a little after a collective is done, and abort a program whose interpreter
     is gone by then.  `destroy_process_group` ends the threads of groups that nobody holds.
     """
     if hasattr(sys, "last_value"):  # an exception ended the program
         never_destroy()
-    elif are_own:
+    elif timeout is not None:
         for group in groups.values():
-            end(group)
+            end(group, timeout if past_of(group).given_up else 0.0)
     groups.clear()
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 import weakref
 
 import pytest
@@ -266,6 +267,17 @@ def check_groups_end_with_their_grid():
             del mesh
             assert held() == before, f"{name}: threads and descriptors were {before}, are {held()}"
         gc.enable()
+    # What was given up unfinished may be another rank's to finish: until the timeout has passed.
+    before = held()
+    for ended in (False, True):
+        mesh = ProcessGrid(Grid(x=2, y=2), timeout=1)
+        mesh.collectives.start(Step("all_gather", ("x",), 0), torch.ones(2), ("test",), "forward")
+        del mesh
+        dist.barrier()
+        assert held() > before
+        time.sleep(1 if ended else 0)
+    ProcessGrid(Grid(x=2, y=2))  # when a grid comes or goes
+    assert held() == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for threads in /proc")

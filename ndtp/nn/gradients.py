@@ -33,7 +33,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for DTensors on any meshes and plain tensors together, which torch refuses to mix.
+    """`torch.nn.utils.clip_grad_norm_` for DTensors on any meshes and plain tensors together, a mix that torch refuses.
 
     Returns the total norm before clipping, the same on every rank.  Norms of shards are put together in fp64, so the
     grid does not show beyond rounding.  A collective of every mesh that there is a gradient on, one small all-reduce

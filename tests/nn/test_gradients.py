@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import ndtp
 from ndtp import CommMeter, Grid
 
-
 INF = float("inf")
 NORM_TYPES = [2.0, 1.0, 3, 0.5, INF, -INF, -1.0, -2, 0.0]
 
