@@ -41,6 +41,9 @@ class _DryGroup:
     def size(self) -> int:
         return self.ranks
 
+    def rank(self) -> int:
+        return 0
+
 
 class DryGrid:
     """What the executor asks of a `ProcessGrid`, without process groups: for tensors that have no memory."""

@@ -75,6 +75,19 @@ def exchange(group: ProcessGroup, sent: Sequence[Tensor], landing: Sequence[Tens
     return Exchange(works)
 
 
+def announce(group: ProcessGroup, like: Tensor) -> list[Any]:
+    """Empty messages around the group that say what its next collective is for, as those of an exchange do.
+
+    For a collective of gloo's own, whose messages are numbered and no more.  Where not all ranks mean the same, two of
+    them at least wait until the timeout.
+    """
+    ranks, me, past = group.size(), group.rank(), past_of(group)
+    tag = _tag(past.started + _purpose(LABEL.get(), like.dtype), like.nbytes)
+    past.started += 1
+    empty = like.new_empty(0)
+    return [group.recv([empty], (me - 1) % ranks, tag), group.send([empty], (me + 1) % ranks, tag)]
+
+
 def _tag(purpose: int, num_bytes: int) -> int:
     """A sum of what must agree.  An exchange and the next one of its kind differ for sure, others but for a chance."""
     return FIRST_TAG + (purpose + num_bytes * _SPREAD) % TAGS

@@ -59,6 +59,31 @@ def test_every_kind_on_every_dim(ranks, own_kernels):
     ranks(4).run(every_kind, own_kernels)
 
 
+def sums_of_two():
+    """Of two ranks an all-reduce is one exchange, except of an odd number of elements."""
+    mesh = mesh_of(Grid(x=2))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for shape in ((4, 6), (3, 5), (2,), (), (0, 3), (256, 300)):
+            whole = small_integers((2, *shape), 0, dtype)
+            mine = whole[mesh.rank].clone()
+            strided = mine.repeat_interleave(2, -1)[..., ::2] if shape else mine
+            out = torch.empty(shape, dtype=dtype)
+            with CommMeter() as meter:
+                handle = mesh.collectives.start(Step("all_reduce", ("x",)), strided, ("test",), "forward")
+                if shape:
+                    strided.zero_()  # sent is what it was
+                assert_equal(handle.wait(), whole.sum(0), f"{dtype} {shape}")
+            assert meter.volume.total == 2 * -(-mine.numel() // 2) * mine.element_size(), meter.volume
+            handle = mesh.collectives.start(Step("all_reduce", ("x",)), mine, ("test",), "forward", out=out)
+            assert handle.wait().data_ptr() == out.data_ptr()
+            assert_equal(out, whole.sum(0), f"{dtype} {shape}, put where it was asked to")
+    assert not mesh.ring.lent_bytes and not mesh.collectives.in_flight
+
+
+def test_all_reduces_of_two_ranks(ranks):
+    ranks(2).run(sums_of_two)
+
+
 def refused():
     mesh = mesh_of(GRID)
     x, gather, alltoall = torch.ones(4, 4), Step("all_gather", ("x",), 1), Step("all_to_all", ("x",), 0, 1)

@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import pytest
 import torch
 
 import ndtp
@@ -40,12 +41,21 @@ CASES = {
 }
 
 
-def disagree():
-    grids = {case: ProcessGrid(Grid(x=2), timeout=0.1) for case in CASES}
+# Of two ranks an all-reduce is an exchange, except of an odd number; of more it is gloo's own.
+SUMS = {
+    "a name": lambda mesh: start(mesh, SUM, ones(4), "up" if mesh.rank else "down").wait(),
+    "a name, of an odd number": lambda mesh: start(mesh, SUM, ones(5), "up" if mesh.rank else "down").wait(),
+    "a kind": lambda mesh: start(mesh, SUM if mesh.rank else GATHER, ones(4)).wait(),
+}
+ALL = {"gathers": CASES, "sums": SUMS}
+
+
+def disagree(ranks, which):
+    grids = {case: ProcessGrid(Grid(x=ranks), timeout=0.1) for case in ALL[which]}
     said = {}
     for case, mesh in grids.items():
         try:
-            said[case] = f"no error: {CASES[case](mesh)}"
+            said[case] = f"no error: {ALL[which][case](mesh)}"
         except CommunicationError as error:
             said[case] = str(error)
     return said
@@ -53,10 +63,17 @@ def disagree():
 
 def test_ranks_that_disagree_get_an_error_each(ranks):
     """As short a timeout as can be: a peer that is late for another reason ends in the same error."""
-    for rank, said in enumerate(ranks(2).run(disagree)):
+    for rank, said in enumerate(ranks(2).run(disagree, 2, "gathers")):
         for case, text in said.items():
             assert "failed: rank" in text and "over axis x" in text, f"rank {rank}, {case}: {text}"
         assert "reduce_scatter of " + ("up", "down")[1 - rank] in said["the order of products"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_reduces_are_told_apart_too(ranks, size):
+    for rank, said in enumerate(ranks(size).run(disagree, size, "sums")):
+        for case, text in said.items():
+            assert "failed: rank" in text, f"rank {rank}, {case}: {text}"
 
 
 class Group:
