@@ -10,7 +10,7 @@ import ctypes
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -18,11 +18,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _GROUPS: WeakValueDictionary[Hashable, ProcessGroup] = WeakValueDictionary()
+# Whether a group is there must not depend on when a rank collects the last grid that had it: ranks make one together.
+_KEPT: WeakKeyDictionary[ProcessGroup, set[ProcessGroup]] = WeakKeyDictionary()  # by the world, which ends them all
 _ENDING: list[tuple[float, ProcessGroup]] = []  # and when, on the monotonic clock
 
 
 def shared_group(
-    partition: Sequence[Sequence[int]], options: Hashable, alone: bool, arguments: Callable[[], dict[str, Any]]
+    partition: Sequence[Sequence[int]],
+    options: Hashable,
+    alone: bool,
+    arguments: Callable[[], dict[str, Any]],
+    keep: bool = True,
 ) -> ProcessGroup:
     """The group that has this rank among those of `partition`, made unless it is there.
 
@@ -44,6 +50,8 @@ def shared_group(
         ]
         mine = next(i for i, ranks in enumerate(partition) if dist.get_rank() in ranks)
         group = _GROUPS[key] = made[mine]
+        if keep and (world := dist.group.WORLD) is not None:
+            _KEPT.setdefault(world, set()).add(group)
     return group
 
 

@@ -242,7 +242,7 @@ class ProcessGrid:
 
         own = None if timeout is None else object()
         options = (self.backend, own, self.high_priority, self.max_ctas, direction)
-        return shared_group(tuple(groups), options, alone, arguments)
+        return shared_group(tuple(groups), options, alone, arguments, keep=own is None)
 
     def _is_part(self) -> bool:
         return self.global_ranks is not None and len(self.global_ranks) < dist.get_world_size()

@@ -213,3 +213,23 @@ def garbage():
 
 def test_the_garbage_collector_changes_no_collective(ranks):
     ranks(4).run(garbage)
+
+
+def grids_in_cycles():
+    """Ranks make process groups together, whether or not one of them has collected the last grid that had them."""
+    gc.disable()
+    grid = Grid(x=4, y=1)
+    mesh = ndtp.ProcessGrid(grid)
+    cycle = [mesh]
+    cycle.append(cycle)
+    del mesh, cycle
+    if dist.get_rank() % 2:
+        gc.collect()
+    mesh = ndtp.ProcessGrid(grid)
+    gc.enable()
+    layout = ndtp.Layout(grid, "x")
+    assert_equal(ndtp.relayout(torch.ones(1), layout, ndtp.Layout(grid, None), mesh), torch.ones(4), "a new grid")
+
+
+def test_the_garbage_collector_makes_no_process_group(ranks):
+    ranks(4).run(grids_in_cycles)
