@@ -24,6 +24,7 @@ from ndtp.grid import Grid
 from ndtp.grid_options import check_device_type, check_options, checked_timeout
 from ndtp.groups import end, never_destroy, shared_group
 from ndtp.late_gradients import late_gradients_of
+from ndtp.list_operations import count_list_operations
 from ndtp.step_state import StepState
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ class ProcessGrid:
         if global_ranks is not None:
             from torch.distributed.device_mesh import DeviceMesh
 
+            count_list_operations()
             ranks = torch.tensor(global_ranks, dtype=torch.int).reshape(grid.shape)
             ranks = ranks.permute([grid.names.index(axis) for axis in in_order])
             self.device_mesh = DeviceMesh.from_group(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -139,6 +140,24 @@ def test_a_forward_multiplies_by_what_the_weights_are_now(ranks):
     ranks(4).run(random_changes, range(5))
 
 
+def changes_behind_a_gather():
+    """The first weight of `target` is on its way when it changes."""
+    mesh = mesh_of(GRID)
+    x = integers((TOKENS, HIDDEN), 99)
+    for change in CHANGES:
+        online, target = Twins(0, mesh), Twins(1, mesh)
+        for twin in (online, target, online, target, online):
+            twin.check(x, "before")
+        with torch.no_grad():
+            change(target, online)
+        target.check(x, f"after {getattr(change, '__name__', change)}")
+        online.check(x, "the other")
+
+
+def test_no_change_behind_a_gather_goes_unnoticed(ranks):
+    ranks(4).run(changes_behind_a_gather)
+
+
 SCHEMES = [
     ("1d", Grid(z=1, x=1, y=4)), ("1d-sp", Grid(z=1, x=1, y=4)), ("2d", Grid(z=1, x=2, y=2)), ("3d", GRID),
 ]  # fmt: skip
@@ -154,10 +173,11 @@ def changed_before_backward(scheme, grid):
         def forward(block, x):
             return block(block.in_layout.shard(x, mesh.rank).clone().requires_grad_()).sum()
 
-        for layer in (twin.block.up, twin.block.down):
+        changes = [lambda w: w.mul_(2), lambda w: torch._foreach_mul_([w], 2.0)]
+        for layer, change in product((twin.block.up, twin.block.down), changes):
             loss = forward(twin.block, x)
             with torch.no_grad():
-                layer.weight.mul_(2)
+                change(layer.weight)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss.backward()
         up = twin.block.up

@@ -1,0 +1,51 @@
+"""Operations on lists of DTensors (`torch._foreach_*_`, fused optimizers) count as changes of each.
+
+torch counts a DTensor's changes in `_version`, as any tensor's, but for these: nobody would see that an optimizer's
+foreach form, or an EMA by `torch._foreach_lerp_`, has changed a weight.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+_LOCK = threading.RLock()
+
+
+@cache
+def count_list_operations() -> None:
+    """Once a process: have DTensor's dispatcher call `_counted` for operations for which it has no handler yet.
+
+    Raises:
+        RuntimeError: a torch whose dispatcher takes no handlers.
+    """
+    from torch.distributed.tensor import DTensor
+
+    handlers: dict[Any, Callable[..., Any]] | None = getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
+    if handlers is None:
+        raise RuntimeError(
+            f"DTensor of torch {torch.__version__} takes no handlers of operations, without which changes by foreach "
+            "and fused optimizers go unnoticed\n  fix: torch 2.11 to 2.13"
+        )
+
+    def counted(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with _LOCK:
+            del handlers[operation]  # the call below is DTensor's own
+            try:
+                result = operation(*args, **kwargs)
+            finally:
+                handlers[operation] = counted
+        changed = [x for x in args[0] if isinstance(x, DTensor) and not x.is_inference()]
+        if changed:
+            torch.autograd.graph.increment_version(changed)
+        return result
+
+    for name in dir(torch.ops.aten):
+        if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
+            packet = getattr(torch.ops.aten, name)
+            for overload in packet.overloads():
+                handlers.setdefault(getattr(packet, overload), counted)
