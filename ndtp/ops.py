@@ -215,6 +215,12 @@ def num_chunks(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], 
 
 
 def _check_operands(plan: MatMulPlan, a: Tensor, b: Tensor, bias: Tensor | None, sizes: Mapping[str, int]) -> None:
+    if a.device != b.device or (bias is not None and bias.device != a.device):
+        devices = [(name, x.device) for name, x in (("A", a), ("B", b), ("bias", bias)) if x is not None]
+        raise LayoutError(
+            f"MatMul '{plan.name}': {', '.join(f'{name} is on {device}' for name, device in devices)}\n"
+            "  fix: bring the operands to one device; one on meta has no values yet: to_empty, then load or draw them"
+        )
     if a.dtype != b.dtype or (bias is not None and bias.dtype != a.dtype):
         raise LayoutError(
             f"MatMul '{plan.name}': A is {a.dtype}, B is {b.dtype}"

@@ -12,12 +12,23 @@ from ndtp.nn.random import draw_seed, key_of, uniform_at
 from ndtp.process_grid import ProcessGrid
 
 
-@dataclass
+@dataclass(frozen=True)
 class RowBlocks:
     """The rows of the whole tensor come in blocks of `padded`, of which the first `real` are no padding."""
 
     real: int = 1
     padded: int = 1
+
+
+def drop(x: Tensor, p: float, layout: Layout, mesh: ProcessGrid, features: int | None, blocks: RowBlocks) -> Tensor:
+    """This rank's shard of the dropout of the whole tensor, with a mask drawn anew; see `Dropout`."""
+    rows = x.flatten(0, -2)
+    shape = [size * layout.num_splits(dim) for dim, size in enumerate(rows.shape)]
+    key = key_of(draw_seed(), "dropout")
+    row, column = (torch.arange(part.start, part.stop, device=x.device) for part in layout.slices(mesh.rank, shape))
+    row = row // blocks.padded * blocks.real + row % blocks.padded
+    kept = uniform_at((shape[0], features or shape[1]), (row, column), key) >= p
+    return x * (kept.view(x.shape).to(x.dtype) / (1.0 - p or 1.0))
 
 
 class Dropout(nn.Module):
@@ -43,15 +54,7 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        rows = x.flatten(0, -2)
-        shape = [size * self.layout.num_splits(dim) for dim, size in enumerate(rows.shape)]
-        key = key_of(draw_seed(), "dropout")
-        row, column = (
-            torch.arange(part.start, part.stop, device=x.device) for part in self.layout.slices(self.mesh.rank, shape)
-        )
-        row = row // self.row_blocks.padded * self.row_blocks.real + row % self.row_blocks.padded
-        kept = uniform_at((shape[0], self.features or shape[1]), (row, column), key) >= self.p
-        return x * (kept.view(x.shape).to(x.dtype) / (1.0 - self.p))
+        return drop(x, self.p, self.layout, self.mesh, self.features, self.row_blocks)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, {self.layout.label('MN')}"

@@ -15,7 +15,8 @@ from ndtp.cost import Volume
 from ndtp.errors import LayoutError
 from ndtp.layout import Layout
 from ndtp.memory import Memory, memory
-from ndtp.nn.parameters import empty_parameter, fill_from_dense, fill_uniform, full
+from ndtp.nn.dropout import RowBlocks
+from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, fill_uniform, full, taken
 from ndtp.nn.random import draw_seed
 from ndtp.ops import chain
 from ndtp.process_grid import ProcessGrid
@@ -95,8 +96,10 @@ class Linear(nn.Module):
         plan, mesh = self.plan, self.mesh
         # Tokens are not known yet; features must divide now, identically on every rank.
         plan.check_divides({"m": 0, "k": self.padded_in, "n": self.padded_out})
-        self.weight = empty_parameter((self.padded_out, self.padded_in), plan.b, mesh, device, dtype)
-        self.bias = empty_parameter((self.padded_out,), plan.bias, mesh, device, dtype) if bias else None
+        shape = (self.padded_out, self.padded_in)
+        self._shards = plan.b.shard_shape(shape), plan.bias.shard_shape(shape[:1])
+        self.weight = empty_parameter(shape, plan.b, mesh, device, dtype)
+        self.bias = empty_parameter(shape[:1], plan.bias, mesh, device, dtype) if bias else None
         if not self.weight.is_meta:
             self.reset_parameters()
 
@@ -127,7 +130,8 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, lead = as_rows(x, self.name), x.shape[:-1]
-        y = chain(rows, (self.weight,), (self.bias,), (self.plan,), (None,), self.mesh, (self,))
+        weight, bias = self.operands(rows)
+        y = chain(rows, (weight,), (bias,), (self.plan,), (None,), self.mesh, (self,))
         y = self.without_padding(y)
         if len(lead) == 1:
             return y
@@ -137,6 +141,39 @@ class Linear(nn.Module):
                 f"the leading dims of the shard {tuple(x.shape)}\n  fix: flatten the leading dims first"
             )
         return y.unflatten(0, (y.shape[0] // max(math.prod(lead[1:]), 1), *lead[1:]))
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias, to be used with `x`.
+
+        Raises:
+            LayoutError: a parameter that was put in the place of what this layer made and is no shard of it, or that
+                is still on the meta device.
+        """
+        weight, bias = self.weight, self.bias
+        check_own(weight, (self.padded_out, self.padded_in), self._shards[0], x, f"Linear '{self.name}': weight")
+        if bias is not None:
+            check_own(bias, (self.padded_out,), self._shards[1], x, f"Linear '{self.name}': bias")
+        return weight, bias
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """As torch does, which copies or assigns what has the shape of the parameter: here that is a dense tensor."""
+        shape = (self.out_features, self.in_features)
+        for name, layout, real in (("weight", self.plan.b, shape), ("bias", self.plan.bias, shape[:1])):
+            own, value = self._parameters.get(name), state_dict.get(prefix + name)
+            if own is None or not isinstance(value, Tensor):
+                continue
+            try:
+                mine = taken(value, own, layout, self.mesh, real)
+            except LayoutError as error:
+                error_msgs.append(f"{prefix}{name}: {error}")
+                mine = own  # stays as it is
+            state_dict = {**state_dict, prefix + name: mine}
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def without_padding(self, y: Tensor) -> Tensor:
         """This rank's shard of y [.., out] with the columns that lie beyond `out_features` set to zero."""
@@ -178,6 +215,12 @@ class Linear(nn.Module):
         ours = (self.in_features, self.out_features, self.bias is not None)
         if theirs != ours:
             raise LayoutError(f"Linear '{self.name}': (in, out, bias) is {ours}, of the dense layer {theirs}")
+        shapes = [tuple(p.shape) for p in (dense.weight, dense.bias) if p is not None]
+        if shapes != [(self.out_features, self.in_features), (self.out_features,)][: len(shapes)]:
+            raise LayoutError(
+                f"Linear '{self.name}': the dense layer is {dense.in_features} -> {dense.out_features}, its parameters "
+                f"have the shapes {', '.join(map(str, shapes))}"
+            )
         fill_from_dense(self.weight, self.plan.b, self.mesh, dense.weight)
         if self.bias is not None:
             fill_from_dense(self.bias, self.plan.bias, self.mesh, dense.bias)
@@ -242,3 +285,15 @@ def zero_padding(x: Tensor, layout: Layout, mesh: ProcessGrid, features: int) ->
         # One graph on every rank: a compiler may put collectives in another order for another graph.
         return torch.where(torch.arange(width, device=x.device) < real, x, 0)
     return x if real == width else F.pad(x[..., :real], (0, width - real))
+
+
+def zero_padding_rows(x: Tensor, layout: Layout, mesh: ProcessGrid, blocks: RowBlocks) -> Tensor:
+    """Set the rows of this rank's shard [rows, features] that are padding to zero, and those of its gradient.
+
+    An operation may give anything there, NaN too, which the zeros of the other factor do not remove from a product.
+    """
+    if blocks.real == blocks.padded:
+        return x
+    start = mesh.grid.index(mesh.rank, layout.dims[0]) * x.shape[0]
+    row = torch.arange(x.shape[0], device=x.device) + start
+    return x.masked_fill((row % blocks.padded >= blocks.real)[:, None], 0)

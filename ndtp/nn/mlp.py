@@ -17,7 +17,8 @@ from ndtp.layout import Layout
 from ndtp.memory import Memory, memory
 from ndtp.nn.activations import Activation, activation_named, width_of
 from ndtp.nn.dropout import Dropout, RowBlocks
-from ndtp.nn.linear import Linear, as_rows, memory_options, padded_size, zero_padding
+from ndtp.nn.hooks import runs_alone
+from ndtp.nn.linear import Linear, as_rows, memory_options, padded_size, zero_padding, zero_padding_rows
 from ndtp.nn.random import draw_seed
 from ndtp.ops import mlp
 from ndtp.process_grid import ProcessGrid
@@ -88,9 +89,10 @@ class MLP(nn.Module):
             "dtype": dtype,
         }
         seed = draw_seed() if seed is None and not _is_meta(device) else seed
-        self.hidden, self.inner, self.mesh, self.layouts = hidden, inner, mesh, layouts
+        self.hidden, self.inner, self.mesh, self.layouts, self.name = hidden, inner, mesh, layouts, name
         self.activation_name = activation if isinstance(activation, str) else None
         self.activation, width = activation_named(activation), width_of(activation)
+        self._named = self.activation  # what the name stands for, should somebody put another one in its place
         self.up = Linear(
             hidden, width * inner, bias, in_layout=layouts.input, weight_layout=layouts.up_weight,
             out_layout=layouts.hidden, pad=(at_ends, width * inside), seed=seed, name=f"{name}.up", **shared,
@@ -100,6 +102,7 @@ class MLP(nn.Module):
             inner, hidden, bias, in_layout=layouts.hidden, weight_layout=layouts.down_weight,
             out_layout=layouts.output, pad=(inside, at_ends), seed=seed, name=f"{name}.down", **shared,
         )  # fmt: skip
+        self.padded_inner = self.down.padded_in
         self.row_multiple = self._row_multiple() if pad else 1
 
     def _row_multiple(self) -> int:
@@ -114,12 +117,12 @@ class MLP(nn.Module):
     @property
     def in_layout(self) -> Layout:
         """The layout of the [tokens, hidden] activations that the block takes."""
-        return self.up.in_layout
+        return self.layouts.input
 
     @property
     def out_layout(self) -> Layout:
         """The layout of the [tokens, hidden] activations that the block returns."""
-        return self.down.out_layout
+        return self.layouts.output
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all parameters anew; the same values on every grid."""
@@ -129,19 +132,21 @@ class MLP(nn.Module):
         self.down.reset_parameters(seed)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = as_rows(x, self.up.name)
+        rows = as_rows(x, f"{self.name}.up")
         count = rows.shape[0]
         padding = -count % self.row_multiple
         rows = F.pad(rows, (0, 0, 0, padding)) if padding else rows
-        if self.activation_name is not None and self._is_one_schedule():
+        if self._is_one_schedule():
             up, down = self.up, self.down
-            weights, plans, biases = (up.weight, down.weight), (up.plan, down.plan), (up.bias, down.bias)
-            y = mlp(rows, weights, plans, self.mesh, self.activation_name, biases, (up, down))
+            (up_weight, up_bias), (down_weight, down_bias) = up.operands(rows), down.operands(rows)
+            weights, plans, biases = (up_weight, down_weight), (up.plan, down.plan), (up_bias, down_bias)
+            y = mlp(rows, weights, plans, self.mesh, str(self.activation_name), biases, (up, down))
             y = down.without_padding(y)
         else:
-            self.dropout.row_blocks = RowBlocks(count or 1, count + padding or 1)
-            h = self.dropout(self.activation(self.up(rows)))
-            if self.down.padded_in != self.inner:
+            blocks = self.dropout.row_blocks = RowBlocks(count or 1, count + padding or 1)
+            h = zero_padding_rows(self.up(rows), self.layouts.hidden, self.mesh, blocks)
+            h = zero_padding_rows(self.dropout(self.activation(h)), self.layouts.hidden, self.mesh, blocks)
+            if self.padded_inner != self.inner:
                 # An activation need not be zero at zero; its padding must be, or the weight's padding gets a gradient.
                 h = zero_padding(h, self.layouts.hidden, self.mesh, self.inner)
             y = self.down(h)
@@ -149,10 +154,11 @@ class MLP(nn.Module):
         return y if x.dim() == 2 else y.unflatten(0, (-1, *x.shape[1:-1]) if x.numel() else x.shape[:-1])
 
     def _is_one_schedule(self) -> bool:
-        """Whether nothing but the activation lies between the products."""
-        has_dropout = self.training and self.dropout.p > 0
-        inside_is_padded = self.down.padded_in != self.inner
-        return not has_dropout and not inside_is_padded
+        """Whether nothing but the activation lies between the products, and calling the parts would do no more."""
+        if self.activation_name is None or self.activation is not self._named or self.padded_inner != self.inner:
+            return False
+        are_plain = runs_alone(self.up, Linear) and runs_alone(self.down, Linear) and runs_alone(self.dropout, Dropout)
+        return are_plain and not (self.training and self.dropout.p > 0)
 
     def volume(self, tokens: int, dgrad: bool = True) -> Volume:
         """The exact traffic of a forward and backward of `tokens` rows, in elements received per rank.
@@ -174,16 +180,17 @@ class MLP(nn.Module):
         Raises:
             LayoutError: a block that is not one schedule: what lies between its products is not ndtp's.
         """
-        if self.activation_name is None or not self._is_one_schedule():
+        if not self._is_one_schedule():
             raise LayoutError(
-                f"MLP '{self.up.name}': with dropout, padding inside or an activation of your own the block is no one "
-                "schedule\n  fix: up.memory and down.memory, or eval() where dropout alone is in the way"
+                f"MLP '{self.name}': with dropout, padding inside, an activation of your own, or hooks and the like on "
+                "its parts the block is no one schedule, these run one by one\n  fix: up.memory and down.memory, or "
+                "eval() where dropout alone is in the way"
             )
         tokens += -tokens % (self.row_multiple * self.in_layout.num_splits(0))
         up, down = self.up, self.down
         shape = (tokens, up.padded_in, down.padded_in, down.padded_out)
         options = memory_options(up, down, backend=backend)
-        return memory((up.plan, down.plan), shape, activation=self.activation_name, dgrad=dgrad, **options)
+        return memory((up.plan, down.plan), shape, activation=str(self.activation_name), dgrad=dgrad, **options)
 
     @classmethod
     def from_dense(

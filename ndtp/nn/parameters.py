@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.arrival import local_shard
+from ndtp.arrival import is_plain, local_shard
+from ndtp.errors import LayoutError
 from ndtp.layout import Layout
 from ndtp.nn.random import key_of, uniform
 from ndtp.ops import relayout
@@ -65,6 +66,67 @@ def fill_from_dense(parameter: Tensor, layout: Layout, mesh: ProcessGrid, dense:
     parts = _real_part(layout, mesh, parameter.shape, dense.shape)
     local.zero_()
     local[tuple(slice(0, part.stop - part.start) for part in parts)] = dense[parts].to(local)
+
+
+def taken(value: Tensor, own: Tensor, layout: Layout, mesh: ProcessGrid, real: Sequence[int]) -> Tensor:
+    """What a state dict has for the parameter `own`, as it is to be loaded: a dense tensor becomes this rank's shard.
+
+    A plain tensor is dense, with the padding of `own` or without.  One of another shape is left to torch, which
+    compares shapes.
+
+    Args:
+        real: the shape without padding.
+
+    Raises:
+        LayoutError: a DTensor that lies otherwise than `own`; padding that is not zero.
+    """
+    if not is_plain(value):
+        lies, wanted = _lies(value), _lies(own)
+        if lies != wanted:
+            raise LayoutError(
+                f"a DTensor with placements {lies[1]} on {lies[0]}, this parameter has {wanted[1]} on {wanted[0]}\n"
+                "  fix: redistribute it, or load its full_tensor()"
+            )
+        return value
+    shape = tuple(own.shape)
+    if tuple(value.shape) not in (shape, tuple(real)) or (mesh.device_mesh is None and value.shape == own.shape):
+        return value
+    dense = value.detach()[tuple(slice(0, size) for size in real)]
+    if dense.shape != value.shape and not value.is_meta and value.count_nonzero() != dense.count_nonzero():
+        raise LayoutError(
+            f"a tensor of the padded shape {shape}, whose padding beyond {tuple(real)} is not zero: it is of a larger "
+            "layer"
+        )
+    local = dense.new_zeros(layout.shard_shape(shape))
+    parts = _real_part(layout, mesh, shape, real)
+    local[tuple(slice(0, part.stop - part.start) for part in parts)] = dense[parts]
+    return sharded(local, layout, mesh)
+
+
+def _lies(x: Any) -> tuple[Any, Any]:
+    return ("one rank", "none") if is_plain(x) else (x.device_mesh, x.placements)
+
+
+def check_own(parameter: Tensor, shape: Sequence[int], shard_shape: Sequence[int], x: Tensor, name: str) -> None:
+    """That a module's parameter is still one as it made it: with memory where `x` has it, and this rank's shard.
+
+    How a DTensor lies is compared where it is used.
+
+    Raises:
+        LayoutError: names the parameter, and how to bring it in.
+    """
+    if parameter.is_meta and not x.is_meta:
+        raise LayoutError(
+            f"{name} is on the meta device and has no values yet\n  fix: to_empty(device=...), then reset_parameters() "
+            "or load_state_dict(); or load_state_dict(state, assign=True)"
+        )
+    is_shard = is_plain(parameter)
+    if tuple(parameter.shape) != tuple(shard_shape if is_shard else shape):
+        raise LayoutError(
+            f"{name} is a {'plain tensor' if is_shard else 'DTensor'} of the shape {tuple(parameter.shape)}; of "
+            f"{tuple(shape)} a rank has a shard of {tuple(shard_shape)}\n  fix: load_state_dict, which cuts the shard "
+            "out of a dense tensor"
+        )
 
 
 @torch.no_grad()
