@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ndtp.errors import LayoutError
+from ndtp.nn.hooks import OF_A_MODULE
 
 ELEMENTWISE_MODULES = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU, nn.Mish, nn.ReLU,
@@ -28,18 +29,16 @@ ELEMENTWISE_FUNCTIONS = {
     F.sigmoid, F.softplus, F.tanh, torch.relu, torch.sigmoid, torch.square, torch.tanh,
 }  # fmt: skip
 ELEMENTWISE_METHODS = {"relu", "sigmoid", "square", "tanh", "contiguous"}
-HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 # These take a second operand, which must be a number.
 WITH_NUMBER = {operator.mul, operator.pow, operator.truediv, torch.mul, torch.pow, torch.div}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Names of the two layers, of the dropouts between them, and of the layer that gates the first."""
+    """Names of the two layers, and of the layer that gates the first."""
 
     up: str
     down: str
-    dropouts: tuple[str, ...] = ()
     gate: str | None = None
 
     @property
@@ -97,7 +96,6 @@ def _follow(node: Any, parent: nn.Module, prefix: str, calls: Mapping[Any, int])
     """Walk from a Linear through what acts element by element, and a gate at most, to the next Linear."""
     first = node
     ups: tuple[str, ...] = (_join(prefix, str(node.target)),)
-    dropouts: list[str] = []
     while True:
         if len(node.users) != 1:
             return None, "its result is used more than once" if node.users else None
@@ -108,12 +106,8 @@ def _follow(node: Any, parent: nn.Module, prefix: str, calls: Mapping[Any, int])
                 if calls[node.target] > 1:
                     return None, f"{_join(prefix, node.target)}, which follows, is used more than once"
                 gate = ups[0] if len(ups) == 2 else None
-                return Pair(ups[-1], _join(prefix, node.target), tuple(dropouts), gate), None
-            if type(module) is nn.Dropout:
-                if calls[node.target] > 1:
-                    return None, f"the dropout {_join(prefix, node.target)} between the pair is used elsewhere too"
-                dropouts.append(_join(prefix, node.target))
-            elif not isinstance(module, ELEMENTWISE_MODULES):
+                return Pair(ups[-1], _join(prefix, node.target), gate), None
+            if type(module) is not nn.Dropout and not isinstance(module, ELEMENTWISE_MODULES):
                 return None, f"{type(module).__name__} ({_join(prefix, node.target)}) follows it"
         elif node.op == "output":
             return None, None
@@ -163,13 +157,13 @@ def _unfit(model: nn.Module, linears: set[str]) -> dict[str, str]:
         name
         for name in sorted(linears)
         for module in [model.get_submodule(name)]
-        if any(getattr(module, f"_{kind}") for kind in HOOKS)
+        if any(getattr(module, kind) for kind in OF_A_MODULE) or "forward" in module.__dict__
     }
     named = list(model.named_parameters(remove_duplicate=False))
     counts = Counter(id(parameter) for _, parameter in named)
     owners = {name.rpartition(".")[0] for name, parameter in named if counts[id(parameter)] > 1}
     return {
-        **dict.fromkeys(sorted(hooked), "it has hooks, which a new layer would lose"),
+        **dict.fromkeys(sorted(hooked), "it has hooks or a forward of its own, which a new layer would lose"),
         **dict.fromkeys(sorted(owners & linears), "it shares a parameter with another layer"),
     }
 
@@ -202,7 +196,7 @@ def pairs_by_name(model: nn.Module, plan: Mapping[str, str]) -> list[Pair]:
             f"parallelize: gate names {gates} and up names {ups}; every gated up needs a gate of its own\n"
             "  fix: call parallelize once for the gated pairs, and once for the others"
         )
-    pairs = [Pair(up, down, (), gate) for gate, up, down in zip(gates or [None] * len(ups), ups, downs, strict=True)]
+    pairs = [Pair(up, down, gate) for gate, up, down in zip(gates or [None] * len(ups), ups, downs, strict=True)]
     for pair in pairs:
         for up in pair.ups:
             inner = model.get_submodule(up).out_features, model.get_submodule(pair.down).in_features

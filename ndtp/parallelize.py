@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ndtp.auto import best_grid, best_layouts, request_for
+from ndtp.between import Between, Passage, enter, leave
 from ndtp.contraction import MatMulPlan
 from ndtp.cost import Volume, traffic
 from ndtp.errors import LayoutError
 from ndtp.hardware import Hardware
 from ndtp.layout import Layout
 from ndtp.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unfit
-from ndtp.nn.dropout import Dropout, RowBlocks
-from ndtp.nn.linear import Linear, padded_size, zero_padding
+from ndtp.nn.dropout import RowBlocks
+from ndtp.nn.linear import Linear, padded_size, zero_padding, zero_padding_rows
 from ndtp.ops import relayout
 from ndtp.planner import GridPlan
 from ndtp.process_grid import ProcessGrid
@@ -45,13 +46,6 @@ class Report:
         return "\n".join(lines + [f"kept     {name}: {reason}" for name, reason in self.kept.items()])
 
 
-@dataclass
-class Rows(RowBlocks):
-    """The rows of the activations that are between an up and its down, and the leading dims they come from."""
-
-    lead: tuple[int, ...] = ()
-
-
 class BoundaryLinear(Linear):
     """A `Linear` whose input or output is converted from or to what its neighbours in the model expect.
 
@@ -62,25 +56,51 @@ class BoundaryLinear(Linear):
     enters: bool
     leaves: bool
     outside: Layout
-    rows: Rows
     row_multiple: int
 
     def forward(self, x: Tensor) -> Tensor:
         if self.enters:
-            self.rows.lead = tuple(x.shape[:-1])
-            x = x.reshape(math.prod(self.rows.lead), x.shape[-1])
-            padding = -x.shape[0] % self.row_multiple
-            self.rows.real, self.rows.padded = x.shape[0] or 1, x.shape[0] + padding or 1
-            x = F.pad(x, (0, self.padded_in - x.shape[1], 0, padding))
-            x = relayout(x, self.outside, self.in_layout, self.mesh, f"{self.name} input")
-        elif self.padded_in != self.in_features:
-            # An activation need not be zero at zero; its padding must be, or the weight's padding gets a gradient.
-            x = zero_padding(x, self.in_layout, self.mesh, self.in_features)
+            x, passage = self._enter(x)
+        else:
+            x, passage = self._inside(x)
         y = super().forward(x)
-        if self.leaves:
-            y = relayout(y, self.out_layout, self.outside, self.mesh, f"{self.name} output")
-            y = y[: math.prod(self.rows.lead), : self.out_features].reshape(*self.rows.lead, -1)
-        return y
+        if not self.leaves:
+            return enter(zero_padding_rows(y, self.out_layout, self.mesh, passage.rows), passage)
+        y = relayout(y, self.out_layout, self.outside, self.mesh, f"{self.name} output")
+        return y[: math.prod(passage.lead), : self.out_features].reshape(*passage.lead, self.out_features)
+
+    def _enter(self, x: Tensor) -> tuple[Tensor, Passage]:
+        """Rows of the whole features, as the plan has them, and what becomes of them."""
+        if isinstance(x, Between):
+            x.passage.refuse(f"'{self.name}', which is the first layer of a pair or alone,")
+        if tuple(x.shape[-1:]) != (self.in_features,):
+            raise LayoutError(
+                f"parallelize: '{self.name}' takes {self.in_features} features, its input is of {tuple(x.shape)}"
+            )
+        lead = tuple(x.shape[:-1])
+        count = math.prod(lead)
+        padding = -count % self.row_multiple
+        x = F.pad(x.reshape(count, self.in_features), (0, self.padded_in - self.in_features, 0, padding))
+        x = relayout(x, self.outside, self.in_layout, self.mesh, f"{self.name} input")
+        rows = RowBlocks(count or 1, count + padding or 1)
+        return x, Passage(self.name, self.out_layout, self.outside, self.mesh, self.out_features, lead, rows)
+
+    def _inside(self, x: Tensor) -> tuple[Tensor, Passage]:
+        """What the other layer of the pair gave, and what became of it."""
+        if not isinstance(x, Between):
+            raise LayoutError(
+                f"parallelize: '{self.name}' is the second layer of a pair and got a tensor of the shape "
+                f"{tuple(x.shape)} that does not come from the first through element-wise operations\n  fix: leave its "
+                "pair out of the plan"
+            )
+        passage = x.passage
+        if (passage.layout, passage.outside, passage.features) != (self.in_layout, self.outside, self.in_features):
+            passage.refuse(f"'{self.name}', which belongs to another pair,")
+        shard = zero_padding_rows(leave(x), self.in_layout, self.mesh, passage.rows)
+        if self.padded_in != self.in_features:
+            # An activation need not be zero at zero; its padding must be, or the weight's padding gets a gradient.
+            shard = zero_padding(shard, self.in_layout, self.mesh, self.in_features)
+        return shard, passage
 
     def volume(self, tokens: int, dgrad: bool = True) -> Volume:
         """As `Linear.volume`, with the conversions at the boundary."""
@@ -198,19 +218,12 @@ def _replace_pair(
     inside = math.lcm(padded_size(1, "n", (up,), pad), padded_size(1, "k", (down,), pad))
     ends = (padded_size(1, "k", (up,), pad), padded_size(1, "n", (down,), pad))
     multiple = _row_multiple(plans, outside) if pad else 1
-    shared = Rows()
-    inner = model.get_submodule(pair.up).out_features
     layers = [(name, up, (ends[0], inside)) for name in pair.ups] + [(pair.down, down, (inside, ends[1]))]
     for name, plan, padding in layers:
         layer = _boundary_linear(model.get_submodule(name), name, plan, mesh, padding, options)
         layer.enters, layer.leaves = name != pair.down, name == pair.down
-        layer.outside, layer.rows, layer.row_multiple = outside, shared, multiple
+        layer.outside, layer.row_multiple = outside, multiple
         _put(model, name, layer, report)
-    for name in pair.dropouts:
-        old: Any = model.get_submodule(name)
-        dropout = Dropout(old.p, up.out, mesh, inner)  # type: ignore[arg-type]
-        dropout.row_blocks = shared
-        model.set_submodule(name, dropout.train(old.training))
 
 
 def _replace_one(
@@ -233,7 +246,7 @@ def _replace_one(
     layer = _boundary_linear(dense, name, plan, mesh, pad, options)
     layer.enters = layer.leaves = True
     rows = [axis for axis in plan.a.dims[0] if axis not in plan.b.axes]
-    layer.outside, layer.rows = _outside((plan.a, plan.out), rows), Rows()
+    layer.outside = _outside((plan.a, plan.out), rows)
     layer.row_multiple = _row_multiple((plan,), layer.outside) if pad else 1
     _put(model, name, layer, report)
 
@@ -258,5 +271,16 @@ def _put(model: nn.Module, name: str, layer: BoundaryLinear, report: Report) -> 
     if not name:
         raise LayoutError("parallelize: the model is a single Linear; use ndtp.nn.Linear.from_dense")
     model.set_submodule(name, layer)
+    parts = name.split(".")
+    for depth in range(len(parts)):
+        _leave_fast_paths(model.get_submodule(".".join(parts[:depth])))
     report.replaced[name] = str(layer.plan)
     report.layers.append(layer)
+
+
+def _leave_fast_paths(module: nn.Module) -> None:
+    """Make torch's encoder call its layers: its fast path for inference reads their weights instead."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        module.activation_relu_or_gelu = 0  # "an activation that the fast path does not have"
+    elif isinstance(module, nn.TransformerEncoder):
+        module.use_nested_tensor = False

@@ -10,10 +10,11 @@ import pytest
 import torch
 from products import BOUNDS, mesh_of
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ndtp
-from ndtp import CommMeter, Grid, Layout, MatMulPlan, ProcessGrid, chunk_count
+from ndtp import CommMeter, Grid, Layout, LayoutError, MatMulPlan, ProcessGrid, chunk_count
 from ndtp.ops import mlp
 from ndtp.schemes import block_layouts
 from ndtp.testing import assert_equal, small_integers
@@ -249,6 +250,55 @@ def parallelized():
 
 def test_a_model_that_was_parallelized(ranks):
     ranks(4).run(parallelized)
+
+
+class Named(nn.Module):
+    """What lies between its layers is checked as it runs, and as it is compiled."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(6, 11), nn.Linear(6, 11), nn.Linear(11, 6)
+        self.between = between
+
+    def forward(self, x):
+        return x + self.down(self.between(self.up(x), self.gate(x)).to(self.down.weight.dtype))
+
+
+def named(between):
+    torch.manual_seed(0)
+    plan = {"up": "up", "gate": "gate", "down": "down"}
+    model = ndtp.parallelize(Named(between), mesh_of(Grid(x=2)), plan, scheme="1d-sp")
+    return model, torch.randn(5, 3, 6)
+
+
+def named_pairs():
+    for between in (
+        lambda h, g: F.silu(g) * h,
+        lambda h, g: torch.where(g > 0, g * 1.5, 0.1) * h.clamp(min=-0.5),
+        lambda h, g: F.relu(h.mul(g.numel() / g.shape[-1]), inplace=True) * g,
+        lambda h, g: h * 0.5 * (1.0 + torch.tanh(0.8 * (g + 0.04 * g.pow(3)))),
+    ):
+        model, x = named(between)
+        (y, *gradients), _ = outcome(model, x, list(model.parameters()))
+        (again, *others), _ = outcome(compiled(model), x, list(model.parameters()))
+        for one, other in zip((again, *others), (y, *gradients), strict=True):
+            torch.testing.assert_close(one, other)
+    model, x = named(lambda h, g: torch.softmax(h, -1) * g)
+    with pytest.raises(LayoutError, match="softmax"):
+        torch.compile(model, backend="aot_eager")(x)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="softmax"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    model, x = named(lambda h, g: F.dropout(h, 0.5) * g)
+    results = []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        torch.manual_seed(3)
+        results.append(run(x))
+    torch.testing.assert_close(*results)
+
+
+def test_what_lies_between_a_named_pair(ranks):
+    ranks(2).run(named_pairs)
 
 
 def modes(way):
