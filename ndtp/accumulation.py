@@ -103,6 +103,8 @@ def _spare_hooks(leaf: Tensor) -> None:
         gate = next((hook for hook in hooks.values() if isinstance(hook, _Gate)), None)
         if gate is None:
             gate = _Gate()
+            if not hooks:
+                leaf._backward_hooks = None  # torch takes no further hook where `.to()` has swapped an empty dictionary
             leaf.register_hook(gate)
         for key, hook in after.items():
             if not isinstance(hook, _BehindGate):

@@ -118,6 +118,13 @@ def hooks():
     for handle in handles:
         handle.remove()
     assert not weight._backward_hooks
+    case.block.float().double()  # moves the parameters, and their empty dictionaries of hooks
+    handle = case.block.down.weight.register_post_accumulate_grad_hook(lambda p: seen.append("moved"))
+    with mesh.accumulate():
+        case.run(parts[0])
+    mesh.reduce_gradients()
+    handle.remove(), case.block.zero_grad()
+    assert seen == ["moved"]
 
 
 def test_hooks_of_weights_see_finished_gradients(ranks):
