@@ -25,7 +25,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 kernels: $(READY)   ## compile the Triton kernels ahead of time for every target; no GPU needed
-	$(BIN)/python -m ndtp_kernels.aot
+	$(BIN)/python -m ndtp_kernels.tools.aot
 
 wheel: $(READY)     ## build the wheel and import it from outside the repository
 	./.ci/check-wheel $(BIN)/python

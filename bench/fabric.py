@@ -36,9 +36,9 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 import ndtp
-from ndtp import collectives
-from ndtp.hardware import Hardware, Link
-from ndtp.relayout import received
+from ndtp.algebra.steps import received
+from ndtp.collectives import collectives
+from ndtp.planner.hardware import Hardware, Link
 
 RANKS = 8
 PASSES = 2 * 2  # products of a block, forward and backward
@@ -110,7 +110,7 @@ class Fabric:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """In place of torch's collectives, as `ndtp.collectives` calls them."""
+        """In place of torch's collectives, as `ndtp.collectives.collectives` calls them."""
 
         def two_sided(kind: str) -> Callable[..., Any]:
             return lambda output, source, group, async_op: self.transfer(kind, output, source, group)

@@ -26,12 +26,12 @@ sys.path[:0] = [str(BENCH.parent / "kernels"), str(BENCH)]
 import torch  # noqa: E402
 from gemm_contest import COMPILE_MODE, OTHERS, Deadline, Run, compete, configurations, failures, reason  # noqa: E402
 from ndtp_kernels import interface  # noqa: E402
-from ndtp_kernels.chips import Chip, detect  # noqa: E402
-from ndtp_kernels.config import Config, default_table  # noqa: E402
+from ndtp_kernels.choice.chips import Chip, detect  # noqa: E402
+from ndtp_kernels.choice.selection import Options  # noqa: E402
+from ndtp_kernels.choice.table import Config, default_table  # noqa: E402
 from ndtp_kernels.errors import fallbacks_raise  # noqa: E402
-from ndtp_kernels.selection import Options  # noqa: E402
-from ndtp_kernels.tuning import options_for, time_in_turns  # noqa: E402
-from ndtp_kernels.workloads import TRANSPOSES, Workload, workload  # noqa: E402
+from ndtp_kernels.tools.tuning import options_for, time_in_turns  # noqa: E402
+from ndtp_kernels.tools.workloads import TRANSPOSES, Workload, workload  # noqa: E402
 from tensor_core_counters import count, read_counters  # noqa: E402
 from torch import Tensor  # noqa: E402
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from ndtp_kernels import roof
-from ndtp_kernels.chips import Chip
-from ndtp_kernels.config import TORCH, Config, candidates, choose_for, default_table
-from ndtp_kernels.selection import Options
-from ndtp_kernels.tuning import options_for, time_in_turns, tolerance
-from ndtp_kernels.workloads import Workload
+from ndtp_kernels.choice import roof
+from ndtp_kernels.choice.chips import Chip
+from ndtp_kernels.choice.selection import Options
+from ndtp_kernels.choice.table import TORCH, Config, candidates, choose_for, default_table
+from ndtp_kernels.tools.tuning import options_for, time_in_turns, tolerance
+from ndtp_kernels.tools.workloads import Workload
 
 RIVALS_PER_SHAPE = 3  # kernel configurations timed for one product: the model's favourites
 # CUDA graphs would copy every operand into a buffer of their own at each call, and lose.

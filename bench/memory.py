@@ -1,4 +1,4 @@
-"""Bytes that a block holds in forward and backward: predicted by `ndtp.memory`, and counted while it runs.
+"""Bytes that a block holds in forward and backward: predicted by `ndtp.ops.memory`, and counted while it runs.
 
     python bench/memory.py [--out bench/results/memory.json]
 
@@ -22,8 +22,8 @@ import torch
 
 import ndtp
 import ndtp.testing
-from ndtp.buffers import BufferRing
-from ndtp.memory import Memory, measured
+from ndtp.collectives.buffer_ring import BufferRing
+from ndtp.ops.memory import Memory, measured
 
 GRIDS = (
     ("1d-sp", {"x": 8}),

@@ -32,11 +32,11 @@ from torch.distributed.tensor import Shard, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ndtp
-from ndtp.bench.rivals import wait_until_there
 from ndtp.cli.bench_step import grid_of
-from ndtp.collectives import Collectives
-from ndtp.exchange import exchange
-from ndtp.gemm import TorchGemm
+from ndtp.collectives.collectives import Collectives
+from ndtp.collectives.direct_exchange import exchange
+from ndtp.compute.gemm import TorchGemm
+from ndtp.measure.rivals import wait_until_there
 
 # Where DTensor looks up its reduce-scatter, which torch 2.13 renamed.
 functional = torch.distributed._functional_collectives

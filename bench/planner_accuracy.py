@@ -26,11 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ndtp.bench import calibrate, step
-from ndtp.bench.volume import Case, Shape
-from ndtp.block_cost import Block
-from ndtp.hardware import Hardware
-from ndtp.planner import GridPlan, Request, search
+from ndtp.measure import calibrate, step
+from ndtp.measure.volume import Case, Shape
+from ndtp.planner.block_cost import Block
+from ndtp.planner.hardware import Hardware
+from ndtp.planner.search import GridPlan, Request, search
 
 DTYPE = "float32"
 SHAPES = "1024x512x2048,2048x256x1024,512x512x2048"  # neither dwarfs the other; activations do; weights do

@@ -2,27 +2,59 @@
 
 Layouts over named grids of processes, the collectives that each product of two laid-out tensors needs, overlapped with
 the local GEMMs, differentiated, and counted to the byte.
+
+Nothing is imported before it is used: planning needs no torch, and training none of what tests and measures.
 """
 
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
-from ndtp import nn as nn
-from ndtp.contraction import MatMulPlan
-from ndtp.errors import CommunicationError, GridError, LayoutError, MismatchError
-from ndtp.grid import Grid
-from ndtp.layout import Layout
-from ndtp.meter import CommMeter
-from ndtp.ops import batch_matmul, matmul, relayout
-from ndtp.parallelize import parallelize
-from ndtp.plan_sequence import plan_sequence
-from ndtp.planner import plan
-from ndtp.process_grid import ProcessGrid
-
 if TYPE_CHECKING:
+    from ndtp import nn as nn
     from ndtp import testing as testing
+    from ndtp.algebra.grid import Grid
+    from ndtp.algebra.layout import Layout
+    from ndtp.algebra.matmul_plan import MatMulPlan
+    from ndtp.collectives.meter import CommMeter
+    from ndtp.errors import CommunicationError, GridError, LayoutError, MismatchError
+    from ndtp.models.parallelize import parallelize
+    from ndtp.ops.products import batch_matmul, matmul, relayout
+    from ndtp.planner.search import plan
+    from ndtp.planner.sequence import plan_sequence
+    from ndtp.runtime.process_grid import ProcessGrid
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "CommMeter": "collectives.meter",
+    "CommunicationError": "errors",
+    "Grid": "algebra.grid",
+    "GridError": "errors",
+    "Layout": "algebra.layout",
+    "LayoutError": "errors",
+    "MatMulPlan": "algebra.matmul_plan",
+    "MismatchError": "errors",
+    "ProcessGrid": "runtime.process_grid",
+    "batch_matmul": "ops.products",
+    "matmul": "ops.products",
+    "parallelize": "models.parallelize",
+    "plan": "planner.search",
+    "plan_sequence": "planner.sequence",
+    "relayout": "ops.products",
+}
+# Modules whose paths were documented before there were packages.
+_MOVED = {
+    "block_cost": "planner.block_cost",
+    "buffers": "collectives.buffer_ring",
+    "cost": "algebra.volume",
+    "hardware": "planner.hardware",
+    "memory": "ops.memory",
+    "plan_scaling": "planner.scaling",
+    "schemes": "algebra.schemes",
+    "spans": "collectives.recorder",
+}
 
 __all__ = [
     "CommMeter",
@@ -44,7 +76,35 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`ndtp.testing` is imported when it is first used: programs that train do not need it."""
-    if name == "testing":
-        return import_module("ndtp.testing")
-    raise AttributeError(f"module 'ndtp' has no attribute {name!r}")
+    if name in ("nn", "planner", "testing", *_MOVED):
+        return import_module(f"ndtp.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'ndtp' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"ndtp.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, "nn", "testing"])
+
+
+class _Moved:
+    """Finds a module by the path that it had: the same module, under both names."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, stem = name.rpartition(".")
+        return ModuleSpec(name, _Moved) if package == "ndtp" and stem in _MOVED else None  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> Any:
+        module = import_module(f"ndtp.{_MOVED[spec.name.rpartition('.')[2]]}")
+        spec.loader_state = module.__spec__
+        return module
+
+    @staticmethod
+    def exec_module(module: Any) -> None:
+        module.__spec__ = module.__spec__.loader_state  # which importlib has just replaced
+
+
+sys.meta_path.insert(0, _Moved)  # type: ignore[arg-type]

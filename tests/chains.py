@@ -21,11 +21,11 @@ from legal import all_dims
 from products import BOUNDS, mesh_of
 from torch import Tensor
 
-import ndtp.buffers
+import ndtp.collectives.buffer_ring
 from ndtp import CommMeter, Grid, Layout, LayoutError, MatMulPlan
-from ndtp.collectives import Collectives
-from ndtp.epilogues import ACTIVATIONS
-from ndtp.gemm import KernelGemm
+from ndtp.collectives.collectives import Collectives
+from ndtp.compute.epilogues import ACTIVATIONS
+from ndtp.compute.gemm import KernelGemm
 from ndtp.testing import run, small_integers
 
 GRIDS = {2: [Grid(x=2)], 4: [Grid(x=4), Grid(x=2, y=2), Grid(x=2, y=2), Grid(x=2, y=2)], 3: [Grid(x=3)]}
@@ -128,7 +128,7 @@ def _replaced(mesh: ndtp.ProcessGrid, chain: Chain) -> Iterator[None]:
     mesh.gemm = KernelGemm() if chain.kernels else own[0]
     mesh.collectives = _torchs_own(mesh) if chain.torchs_own else own[1]
     try:
-        with mock.patch.object(ndtp.buffers, "SMALLEST", 1):  # tiny buffers are lent as large ones are
+        with mock.patch.object(ndtp.collectives.buffer_ring, "SMALLEST", 1):  # tiny buffers are lent as large ones are
             yield
     finally:
         mesh.gemm, mesh.collectives = own
@@ -175,7 +175,7 @@ def _problems(chain: Chain, seed: int) -> list[str] | None:
     with CommMeter() as meter:
         try:
             if last:
-                c = ndtp.ops.mlp(tensors[0], weights, chain.plans, mesh, chain.activation, biases)
+                c = ndtp.ops.products.mlp(tensors[0], weights, chain.plans, mesh, chain.activation, biases)
             else:
                 c = ndtp.matmul(tensors[0], weights[0], first, mesh, biases[0])
         except LayoutError:
@@ -218,7 +218,7 @@ def _dense(chain: Chain, whole: list[Tensor]) -> Tensor:
     return x
 
 
-def _predicted(chain: Chain, needs: list[bool]) -> ndtp.cost.Volume:
+def _predicted(chain: Chain, needs: list[bool]) -> ndtp.algebra.volume.Volume:
     count = len(chain.plans)
     total = None
     for p, (plan, (k, n)) in enumerate(zip(chain.plans, chain.widths(), strict=True)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ndtp import CommMeter, Grid, Layout, MatMulPlan, ProcessGrid, matmul
-from ndtp.gemm import TorchGemm
+from ndtp.compute.gemm import TorchGemm
 from ndtp.testing import assert_equal, small_integers
 
 TorchGemm.own_part_from = 0  # tiny products go the way of large ones, in every process that imports this

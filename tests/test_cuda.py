@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ndtp
-from ndtp import Grid, GridError, Layout, MatMulPlan, ProcessGrid, nccl
-from ndtp.buffers import SMALLEST, BufferRing
-from ndtp.relayout import Step
+from ndtp import Grid, GridError, Layout, MatMulPlan, ProcessGrid
+from ndtp.algebra.steps import Step
+from ndtp.collectives import nccl
+from ndtp.collectives.buffer_ring import SMALLEST, BufferRing
 from ndtp.testing import assert_equal, small_integers
 
 pytestmark = [

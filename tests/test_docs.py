@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import ndtp
-from ndtp.schemes import block_layouts
+from ndtp.algebra.schemes import block_layouts
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

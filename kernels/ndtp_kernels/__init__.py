@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ndtp_kernels.config import Config, Table, choose, explain, tune
+    from ndtp_kernels.choice.selection import Options
+    from ndtp_kernels.choice.table import Config, Table, choose, explain, tune
     from ndtp_kernels.errors import KernelError, KernelFallback
     from ndtp_kernels.interface import (
         backward_gemm,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         reduce_blocks_backward,
     )
     from ndtp_kernels.products import Form
-    from ndtp_kernels.selection import Options
 
 _HOME = {
     "gemm": "interface",
@@ -28,12 +28,12 @@ _HOME = {
     "reduce_blocks": "interface",
     "reduce_blocks_backward": "interface",
     "Form": "products",
-    "Options": "selection",
-    "Config": "config",
-    "Table": "config",
-    "choose": "config",
-    "explain": "config",
-    "tune": "config",
+    "Options": "choice.selection",
+    "Config": "choice.table",
+    "Table": "choice.table",
+    "choose": "choice.table",
+    "explain": "choice.table",
+    "tune": "choice.table",
     "KernelError": "errors",
     "KernelFallback": "errors",
 }

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ndtp_kernels import products
+from ndtp_kernels.choice.selection import Options
 from ndtp_kernels.errors import KernelError
 from ndtp_kernels.products import NO_OPTIONS, Form, Product
-from ndtp_kernels.selection import Options
 
 
 def _through_op(*tensors: Tensor | None) -> bool:
@@ -83,7 +83,7 @@ def gemm(
             accumulate=accumulate, out_dtype=out_dtype, options=options,
         )  # fmt: skip
         return done if return_preactivation or return_row_sums else done.c
-    from ndtp_kernels import ops
+    from ndtp_kernels.autograd import ops
 
     _check_table("gemm", options)
     if out is not None:
@@ -143,7 +143,7 @@ def gated_gemm(
             keep_pre=return_preactivation, out_dtype=out_dtype, options=options,
         )  # fmt: skip
         return done if return_preactivation else done.c
-    from ndtp_kernels import ops
+    from ndtp_kernels.autograd import ops
 
     _check_table("gated_gemm", options)
     keep = return_preactivation or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
@@ -189,7 +189,7 @@ def backward_gemm(
                 scale_b=scale_b, column_sums=return_column_sums, recompute=return_recomputed, out_dtype=out_dtype,
                 options=options,
             )  # fmt: skip
-    from ndtp_kernels import ops
+    from ndtp_kernels.autograd import ops
 
     c, sums, hidden = ops.backward_gemm(
         a, b, pre, scale_a, scale_b, ops.encode_form(form), num_c_blocks, activation, gated, return_column_sums,
@@ -221,7 +221,7 @@ def reduce_blocks(
             keep_pre=return_preactivation, out_dtype=out_dtype, backend=backend,
         )  # fmt: skip
         return done if return_preactivation else done.c
-    from ndtp_kernels import ops_reduce
+    from ndtp_kernels.autograd import ops_reduce
 
     needs = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, bias_up, residual))
     keep = return_preactivation or (needs and (gated or activation != "none"))
@@ -252,7 +252,7 @@ def reduce_blocks_backward(
                 "reduce_blocks_backward", x, pre, activation=activation, gated=gated, column_sums=return_column_sums,
                 recompute=return_recomputed, out_dtype=out_dtype, backend=backend,
             )  # fmt: skip
-    from ndtp_kernels import ops_reduce
+    from ndtp_kernels.autograd import ops_reduce
 
     c, sums, hidden = ops_reduce.reduce_blocks_backward(
         x, pre, activation, gated, return_column_sums, return_recomputed, out_dtype, backend

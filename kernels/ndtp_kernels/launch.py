@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndtp_kernels.chips import Chip
-from ndtp_kernels.config import Config, Problem
+from ndtp_kernels.choice.chips import Chip
+from ndtp_kernels.choice.table import Config, Problem
 from ndtp_kernels.operands import Matrix, fold_batch_into_rows, merge_batch
 
 FP8 = torch.float8_e4m3fn
@@ -163,7 +163,7 @@ def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter (TRITON_INTERPRET was set when they were first imported)."""
     import triton
 
-    from ndtp_kernels.kernel_gemm import gemm_kernel
+    from ndtp_kernels.triton_code.gemm import gemm_kernel
 
     return not isinstance(gemm_kernel, triton.JITFunction)
 
@@ -212,7 +212,7 @@ def _contiguous_batch(batch: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def _gemm(call: Call, config: Config, chip: Chip) -> tuple[Launch, list[Tensor | None], Tensor | None]:
-    from ndtp_kernels.kernel_gemm import gemm_kernel
+    from ndtp_kernels.triton_code.gemm import gemm_kernel
 
     a, b, c = call.view_a, call.view_b, call.view_c
     x = call.view_aux or c
@@ -286,7 +286,7 @@ def reduce_launch(
     part_stride: int | None = None,
 ) -> tuple[Launch, list[Tensor | None]]:
     """Add blocks of partial sums and finish them with `call`'s epilogue; by default the blocks are x[0], x[1], .."""
-    from ndtp_kernels.kernel_reduce import reduce_kernel
+    from ndtp_kernels.triton_code.reduce import reduce_kernel
 
     c = call.view_c
     aux = call.view_aux or c

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ndtp_kernels import launch, torch_path, tracing
 from ndtp_kernels.checks import check_fp8, check_like, check_scale, check_vector, scale_size
-from ndtp_kernels.config import Config
+from ndtp_kernels.choice.selection import Options, configuration, triton_chip
+from ndtp_kernels.choice.table import Config
 from ndtp_kernels.errors import KernelError, warn_once
 from ndtp_kernels.launch import FP8, Call
 from ndtp_kernels.operands import Matrix, batch_shape, matrix, shape_of
 from ndtp_kernels.reference import ACTIVATIONS
-from ndtp_kernels.selection import Options, configuration, triton_chip
 
 NO_OPTIONS = Options()
 

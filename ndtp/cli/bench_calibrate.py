@@ -27,7 +27,7 @@ from ndtp.cli.common import (
 )
 from ndtp.cli.progress import waiting
 from ndtp.errors import GridError
-from ndtp.fields import Number
+from ndtp.planner.fields import Number
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -57,8 +57,8 @@ def calibrate(
     Example: ndtp bench calibrate --ranks 8 --output mine.toml; then ndtp plan ... --hardware mine.toml
     """
     import ndtp.testing
-    from ndtp.bench import check_room
-    from ndtp.bench.calibrate import Job, fit, measure, rates_by_class, to_toml
+    from ndtp.measure import check_room
+    from ndtp.measure.calibrate import Job, fit, measure, rates_by_class, to_toml
 
     world = world_size()
     count = num_ranks(ranks, 4, least=2)

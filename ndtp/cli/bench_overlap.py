@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from ndtp.algebra.schemes import SCHEMES
 from ndtp.cli.bench_step import DTYPES, grid_of
 from ndtp.cli.common import (
     COUNT,
@@ -29,14 +30,13 @@ from ndtp.cli.common import (
 )
 from ndtp.cli.progress import waiting
 from ndtp.errors import GridError
-from ndtp.fields import integer
-from ndtp.schemes import SCHEMES
+from ndtp.planner.fields import integer
 
 MAX_CHUNKS = 1024
 
 if TYPE_CHECKING:
-    from ndtp.bench.overlap_trace import Job, RankTrace
-    from ndtp.bench.volume import Case, Shape
+    from ndtp.measure.overlap_trace import Job, RankTrace
+    from ndtp.measure.volume import Case, Shape
 
 
 def overlap(
@@ -73,9 +73,9 @@ def overlap(
 
     Example: ndtp bench overlap --grid 'z=2 y=4' --chunks 4 --trace trace.json --plot timeline.png
     """
-    from ndtp.bench import check_room
-    from ndtp.bench.overlap_trace import Job, chrome_trace, num_chunks
-    from ndtp.bench.volume import Shape, bytes_needed
+    from ndtp.measure import check_room
+    from ndtp.measure.overlap_trace import Job, chrome_trace, num_chunks
+    from ndtp.measure.volume import Shape, bytes_needed
 
     world = world_size()
     shape = Shape(tokens, hidden, ffn)
@@ -138,7 +138,7 @@ def choose(text: str | None, scheme: str | None, ranks: int | None, shape: Shape
         GridError: a grid of another number of ranks than the launcher's or --ranks, one rank, or text that names none.
         LayoutError: a scheme that is not there or does not fit the grid, or sizes that do not divide.
     """
-    from ndtp.bench.volume import Case, cases, natural_scheme
+    from ndtp.measure.volume import Case, cases, natural_scheme
 
     named = None if text is None else grid_of(text)
     count = num_ranks(ranks, named.num_ranks if named else 4, least=2)
@@ -164,7 +164,7 @@ def _device(world: int | None) -> str:
 
 def _run(job: Job) -> list[RankTrace]:
     import ndtp.testing
-    from ndtp.bench.overlap_trace import measure
+    from ndtp.measure.overlap_trace import measure
 
     if job.device == "cuda":
         import torch

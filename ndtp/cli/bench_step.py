@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from ndtp.algebra.grid import Grid
 from ndtp.cli.common import (
     COUNT,
     COUNT_OR_NONE,
@@ -26,10 +27,9 @@ from ndtp.cli.common import (
 )
 from ndtp.cli.progress import Bar
 from ndtp.errors import GridError
-from ndtp.grid import Grid
 
 if TYPE_CHECKING:
-    from ndtp.bench.volume import Case, Shape
+    from ndtp.measure.volume import Case, Shape
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 COMPARISONS = {"torch": ("torch Colwise/Rowwise", "torch sequence parallel"), "megatron": ("Megatron-style 1D",)}
@@ -64,10 +64,10 @@ def step(
 
     Example: ndtp bench step --ranks 8 --tokens 4096 --hidden 512 --ffn 2048 --compare torch
     """
-    from ndtp.bench import check_room
-    from ndtp.bench.step import Job, num_rounds, read_log
-    from ndtp.bench.volume import Shape, bytes_needed
-    from ndtp.hardware import Hardware
+    from ndtp.measure import check_room
+    from ndtp.measure.step import Job, num_rounds, read_log
+    from ndtp.measure.volume import Shape, bytes_needed
+    from ndtp.planner.hardware import Hardware
 
     world = world_size()
     count = num_ranks(ranks, 4, least=2)
@@ -111,7 +111,7 @@ def choose(texts: list[str], ranks: int, shape: Shape, top: int) -> list[Case]:
         GridError: a grid of another number of ranks; no grid that divides the sizes.
         typer.BadParameter: text that names none.
     """
-    from ndtp.bench.volume import Case, cases, natural_scheme
+    from ndtp.measure.volume import Case, cases, natural_scheme
 
     if not texts:
         found = [case for case in cases(ranks, shape, top) if case.scheme != "1d"][:top]
@@ -150,7 +150,7 @@ def _device(world: int | None) -> str:
 
 def _run(job: Any, ranks: int) -> None:
     import ndtp.testing
-    from ndtp.bench.step import measure
+    from ndtp.measure.step import measure
 
     if job.device == "cuda":
         import torch
@@ -161,9 +161,9 @@ def _run(job: Any, ranks: int) -> None:
 
 def describe(chosen: list[Case], results: list[Any], shape: Shape, dtype: str, profile: Any) -> list[dict[str, Any]]:
     """Rows of the table: what was measured beside what was predicted."""
-    from ndtp.bench.step import ranks_of
-    from ndtp.block_cost import Block
-    from ndtp.planner import Request, predict
+    from ndtp.measure.step import ranks_of
+    from ndtp.planner.block_cost import Block
+    from ndtp.planner.search import Request, predict
 
     count = chosen[0].grid.num_ranks
     request = Request((Block.mlp(shape.tokens, shape.hidden, shape.ffn),), count, profile, dtype=dtype)

@@ -20,7 +20,7 @@ from ndtp.cli.common import (
     world_size,
     write_json,
 )
-from ndtp.fields import Number
+from ndtp.planner.fields import Number
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MAX_RANKS = 2**16  # on a fake group
@@ -55,17 +55,8 @@ def volume(
     """
     import torch
 
-    from ndtp.bench import check_room
-    from ndtp.bench.volume import (
-        Shape,
-        analysis,
-        bytes_needed,
-        cases,
-        fake_group,
-        meter,
-        meter_real,
-        scaled_down,
-    )
+    from ndtp.measure import check_room
+    from ndtp.measure.volume import Shape, analysis, bytes_needed, cases, fake_group, meter, meter_real, scaled_down
 
     shape, torch_dtype = Shape(tokens, hidden, ffn), getattr(torch, DTYPES[dtype])
     itemsize = torch_dtype.itemsize
@@ -124,8 +115,8 @@ def volume(
 def _rivals(ranks: int, shape: Any, dtype: Any) -> list[dict[str, Any]]:
     import torch
 
-    from ndtp.bench.rivals import RIVALS, DenseBlock
-    from ndtp.bench.volume import fake_group, meter_step
+    from ndtp.measure.rivals import RIVALS, DenseBlock
+    from ndtp.measure.volume import fake_group, meter_step
 
     found = []
     for name, (build, rows_split) in RIVALS.items():

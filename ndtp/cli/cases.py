@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.contraction import MatMulPlan
-from ndtp.cost import Volume
-from ndtp.grid import Grid
-from ndtp.layout import Layout
-from ndtp.meter import CommMeter
+from ndtp.algebra.grid import Grid
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.algebra.schemes import block_layouts
+from ndtp.algebra.steps import Step
+from ndtp.algebra.volume import Volume
+from ndtp.collectives.meter import CommMeter
+from ndtp.compute.activations import activation_named, width_of
 from ndtp.nn import MLP
-from ndtp.nn.activations import activation_named, width_of
-from ndtp.ops import matmul
-from ndtp.process_grid import ProcessGrid
-from ndtp.relayout import Step
-from ndtp.schemes import block_layouts
+from ndtp.ops.products import matmul
+from ndtp.runtime.process_grid import ProcessGrid
 from ndtp.testing import assert_matches_dense, small_integers
 from ndtp.testing.dense import DenseResult
 

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ndtp.algebra.grid import Grid
+from ndtp.algebra.schemes import SCHEMES
 from ndtp.cli.cases import Case, Result, cases, check_grid, exact_up_to
 from ndtp.cli.common import (
     JsonOption,
@@ -27,8 +29,6 @@ from ndtp.cli.common import (
     write_json,
 )
 from ndtp.cli.progress import Runner
-from ndtp.grid import Grid
-from ndtp.schemes import SCHEMES
 from ndtp.testing import RankError
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from ndtp.fields import Kind, Number, Word, finite, integer, reason, shown, unwritable
+from ndtp.planner.fields import Kind, Number, Word, finite, integer, reason, shown, unwritable
 
 WIDTH, NARROW = 100, 80
 MAX_LOCAL_RANKS = 256  # processes on one machine; torchrun may have any number

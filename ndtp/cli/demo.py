@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ndtp.algebra.grid import Grid
 from ndtp.cli.common import (
     MAX_COUNT,
     JsonOption,
@@ -30,8 +31,7 @@ from ndtp.cli.common import (
 )
 from ndtp.cli.demo_training import Run, Task, train
 from ndtp.cli.progress import Runner
-from ndtp.fields import Number, reason, unwritable
-from ndtp.grid import Grid
+from ndtp.planner.fields import Number, reason, unwritable
 from ndtp.testing import RankError
 
 LOSS_TOLERANCE = 1e-3  # a hundred steps of AdamW in fp32 were seen to drift by 1e-6

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ndtp.grid import Grid
-from ndtp.meter import CommMeter
-from ndtp.parallelize import parallelize
-from ndtp.process_grid import ProcessGrid
+from ndtp.algebra.grid import Grid
+from ndtp.collectives.meter import CommMeter
+from ndtp.models.parallelize import parallelize
+from ndtp.runtime.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
     from ndtp.cli.progress import Counter

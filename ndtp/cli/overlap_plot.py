@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ndtp.bench.overlap_trace import RankTrace
+    from ndtp.measure.overlap_trace import RankTrace
 
 # Distinguishable without colour vision (Okabe and Ito); waits are hatched as well.
 GEMM, OTHER, WAIT = "#0072B2", "#56B4E9", "#D55E00"
@@ -22,7 +22,7 @@ def draw(traces: Sequence[RankTrace], title: str, path: str | Path) -> None:
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
-    from ndtp.bench.overlap_trace import lanes
+    from ndtp.measure.overlap_trace import lanes
 
     rows = [lanes(trace) for trace in traces]
     axes = sorted({span.axes for trace in traces for span in trace.spans if span.kind == "collective"})

@@ -9,10 +9,10 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from ndtp.contraction import MatMulPlan
-from ndtp.layout import Layout
-from ndtp.picture import ranges
-from ndtp.relayout import Step
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.algebra.picture import ranges
+from ndtp.algebra.steps import Step
 
 Span = tuple[int, int]
 PHASES = ("forward", "dgrad", "wgrad")

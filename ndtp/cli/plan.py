@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ndtp.block_cost import AXES
 from ndtp.cli.common import (
     COUNT,
     PICTURES,
@@ -21,10 +20,11 @@ from ndtp.cli.common import (
     writing,
 )
 from ndtp.errors import GridError
-from ndtp.hardware import Hardware
-from ndtp.model_config import read_config
-from ndtp.planner import GIB, MIB, GridPlan
-from ndtp.planner import plan as search
+from ndtp.planner.block_cost import AXES
+from ndtp.planner.hardware import Hardware
+from ndtp.planner.model_config import read_config
+from ndtp.planner.search import GIB, MIB, GridPlan
+from ndtp.planner.search import plan as search
 
 DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -143,7 +143,7 @@ def _say_best(out: Any, best: GridPlan) -> None:
 
 def _plot(best: GridPlan, path: Path) -> None:
     from ndtp.cli.plan_plot import draw
-    from ndtp.plan_scaling import rank_counts, scaling
+    from ndtp.planner.scaling import rank_counts, scaling
 
     curves = scaling(best.request, rank_counts(best.request.ranks))
     with writing(path):

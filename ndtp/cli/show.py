@@ -8,6 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from ndtp.algebra.grid import Grid
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.cli.common import (
     JsonOption,
     axis_sizes,
@@ -20,10 +23,7 @@ from ndtp.cli.common import (
 )
 from ndtp.cli.drawing import FORMATS, as_text, save
 from ndtp.cli.panels import PHASES, Panel, plan_panels
-from ndtp.contraction import MatMulPlan
 from ndtp.errors import GridError
-from ndtp.grid import Grid
-from ndtp.layout import Layout
 
 MAX_RANKS = 4096
 DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -131,8 +131,8 @@ def show_schedule(
     """
     from ndtp.cli.timeline_drawing import as_text, lanes_of
     from ndtp.cli.timeline_drawing import save as save_timeline
-    from ndtp.hardware import Hardware
-    from ndtp.plan_schedule import schedule
+    from ndtp.planner.block_schedule import schedule
+    from ndtp.planner.hardware import Hardware
 
     ranks = _grid(grid)
     spans = schedule(

@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from ndtp.cli.drawing import INK
-from ndtp.timeline import Span
+from ndtp.schedule.clocks import Span
 
 # Pale colours that differ without colour vision too; gradients have the colour of their tensor, a shade darker.
 COLOURS = {

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ndtp.layout import Layout
+from ndtp.algebra.layout import Layout
 from ndtp.nn.random import draw_seed, key_of, uniform_at
-from ndtp.process_grid import ProcessGrid
+from ndtp.runtime.process_grid import ProcessGrid
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.epilogues import ACTIVATIONS, GATES
+from ndtp.compute.epilogues import ACTIVATIONS, GATES
 from ndtp.errors import LayoutError
 from ndtp.nn.mlp import MLP
-from ndtp.process_grid import ProcessGrid
+from ndtp.runtime.process_grid import ProcessGrid
 
 GATED = {gate: name for name, gate in GATES.items()}
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ndtp.compute.gemm import LOW_PRECISION
 from ndtp.errors import GridError
-from ndtp.gemm import LOW_PRECISION
-from ndtp.process_grid import ProcessGrid
+from ndtp.runtime.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

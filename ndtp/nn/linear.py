@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ndtp.contraction import MatMulPlan
-from ndtp.cost import Volume
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.algebra.schemes import block_layouts
+from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
-from ndtp.layout import Layout
-from ndtp.memory import Memory, memory
 from ndtp.nn.dropout import RowBlocks
 from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, fill_uniform, full, taken
 from ndtp.nn.random import draw_seed
-from ndtp.ops import chain
-from ndtp.process_grid import ProcessGrid
-from ndtp.schemes import block_layouts
+from ndtp.ops.memory import Memory, memory
+from ndtp.ops.products import chain
+from ndtp.runtime.process_grid import ProcessGrid
 
 
 class Linear(nn.Module):
@@ -35,7 +35,7 @@ class Linear(nn.Module):
     Args:
         in_features, out_features, bias, device, dtype: as for `nn.Linear`.
         mesh: the process grid.
-        scheme: a named scheme, see `ndtp.schemes.block_layouts`.
+        scheme: a named scheme, see `ndtp.algebra.schemes.block_layouts`.
         position: "up" for the first product of the scheme's block, "down" for the second.
         axes: the axes that the scheme uses.
         in_layout, weight_layout, out_layout: layouts of x, W (as [out, in]) and y instead of a scheme; the default of
@@ -192,7 +192,7 @@ class Linear(nn.Module):
         )
 
     def memory(self, tokens: int, dgrad: bool = True, backend: str | None = None) -> Memory:
-        """Bytes that a forward and backward of `tokens` rows need beside input and parameters; see `ndtp.memory`.
+        """Bytes that a forward and backward of `tokens` rows need beside input and parameters; see `ndtp.ops.memory`.
 
         Args:
             backend: "gloo" or "nccl"; default: that of the mesh.
@@ -250,7 +250,7 @@ class Linear(nn.Module):
 
 
 def memory_options(*linears: Linear, backend: str | None) -> dict[str, Any]:
-    """What `ndtp.memory.memory` asks of the layers of a chain."""
+    """What `ndtp.ops.memory.memory` asks of the layers of a chain."""
     return {
         "dtype": linears[0].weight.dtype,
         "wgrad": [linear.weight.requires_grad for linear in linears],

@@ -11,18 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ndtp.cost import Volume
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.schemes import BlockLayouts, block_layouts
+from ndtp.algebra.volume import Volume
+from ndtp.compute.activations import Activation, activation_named, width_of
 from ndtp.errors import LayoutError
-from ndtp.layout import Layout
-from ndtp.memory import Memory, memory
-from ndtp.nn.activations import Activation, activation_named, width_of
 from ndtp.nn.dropout import Dropout, RowBlocks
 from ndtp.nn.hooks import runs_alone
 from ndtp.nn.linear import Linear, as_rows, memory_options, padded_size, zero_padding, zero_padding_rows
 from ndtp.nn.random import draw_seed
-from ndtp.ops import mlp
-from ndtp.process_grid import ProcessGrid
-from ndtp.schemes import BlockLayouts, block_layouts
+from ndtp.ops.memory import Memory, memory
+from ndtp.ops.products import mlp
+from ndtp.runtime.process_grid import ProcessGrid
 
 
 class MLP(nn.Module):
@@ -42,7 +42,7 @@ class MLP(nn.Module):
         bias, device, dtype: as for `nn.Linear`.
         dropout: probability for the activations; the mask is the same on every grid, see `ndtp.nn.Dropout`.
         mesh: the process grid.
-        scheme: "1d", "1d-sp", "2d", "2d-features" or "3d", see `ndtp.schemes.block_layouts`.
+        scheme: "1d", "1d-sp", "2d", "2d-features" or "3d", see `ndtp.algebra.schemes.block_layouts`.
         axes: the axes that the scheme uses.
         layouts: explicit layouts instead of a scheme.
         pad: pad features that do not divide, see `ndtp.nn.Linear`; rows that do not divide inside the block too.
@@ -171,7 +171,7 @@ class MLP(nn.Module):
         return self.up.volume(tokens, dgrad) + self.down.volume(tokens, inner_grad)
 
     def memory(self, tokens: int, dgrad: bool = True, backend: str | None = None) -> Memory:
-        """Bytes that a forward and backward of `tokens` rows need beside input and parameters; see `ndtp.memory`.
+        """Bytes that a forward and backward of `tokens` rows need beside input and parameters; see `ndtp.ops.memory`.
 
         Args:
             dgrad: whether the input of the block needs a gradient.

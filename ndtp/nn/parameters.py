@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.arrival import is_plain, local_shard
+from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
-from ndtp.layout import Layout
 from ndtp.nn.random import key_of, uniform
-from ndtp.ops import relayout
-from ndtp.process_grid import ProcessGrid
+from ndtp.ops.products import relayout
+from ndtp.runtime.arrival import is_plain, local_shard
+from ndtp.runtime.process_grid import ProcessGrid
 
 
 def sharded(local: Tensor, layout: Layout, mesh: ProcessGrid) -> Tensor:

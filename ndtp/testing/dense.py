@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ndtp.layout import Layout
-from ndtp.process_grid import ProcessGrid
+from ndtp.algebra.layout import Layout
+from ndtp.runtime.process_grid import ProcessGrid
 from ndtp.testing.compare import assert_equal, small_integers
 
 OF_PARAMETER = "gradient of parameter "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ndtp.groups import never_destroy
+from ndtp.collectives.groups import never_destroy
 from ndtp.testing.messages import IMPORTING_MAIN, dumps
 from ndtp.testing.pool import RankError, coordinates_of, shared_pool
 

@@ -38,7 +38,15 @@ _NUM_FDS = 4
 _ANSWER_S = 180.0  # importing torch on a cold, busy machine included
 _END_S = 5.0
 # DTensor imports torch._dynamo in its first operation: here once, there in every rank.
-_PRELOAD = ("numpy", "torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", "ndtp.testing.worker")
+_PRELOAD = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "ndtp.testing.worker",
+    "ndtp.models.parallelize",
+)
 # Of the zygote alone; the ranks get the parent's.  Asking whether CUDA is there must not initialise it, or forked ranks
 # could not use it; and a process that has threads should not fork.
 _ENVIRON = {

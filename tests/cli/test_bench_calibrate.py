@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from ndtp.bench.calibrate import COLLECTIVES, GemmSample, Job, LinkSample, Samples, fit, fit_gemm, fit_link
 from ndtp.errors import GridError
-from ndtp.hardware import Hardware, Link
-from ndtp.planner import plan
-from ndtp.time_model import gemm_seconds
+from ndtp.measure.calibrate import COLLECTIVES, GemmSample, Job, LinkSample, Samples, fit, fit_gemm, fit_link
+from ndtp.planner.hardware import Hardware, Link
+from ndtp.planner.search import plan
+from ndtp.planner.time_model import gemm_seconds
 
 
 def link_samples(latency=200e-6, hop=30e-6, per_byte=2e-9, scatter=3e-9):

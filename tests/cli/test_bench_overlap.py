@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from ndtp.bench.overlap_trace import RankTrace, lanes, merged, total
-from ndtp.bench.volume import Shape
+from ndtp.algebra.grid import Grid
+from ndtp.algebra.schemes import block_layouts
 from ndtp.cli import bench_overlap
-from ndtp.grid import Grid
-from ndtp.schemes import block_layouts
-from ndtp.spans import Span
+from ndtp.collectives.recorder import Span
+from ndtp.measure.overlap_trace import RankTrace, lanes, merged, total
+from ndtp.measure.volume import Shape
 
 TINY = ("--tokens", "64", "--hidden", "16", "--ffn", "32", "--rounds", "2", "--warmup", "1")
 BENCH = Path(__file__).parent.parent.parent / "bench"

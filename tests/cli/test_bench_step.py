@@ -8,10 +8,10 @@ import pytest
 import torch
 from rich.cells import cell_len
 
-from ndtp.bench import rivals
-from ndtp.bench.step import Job, _stepper, count_wrong_of_rival, ranks_of, read_log
-from ndtp.bench.volume import Shape
 from ndtp.cli import bench_step
+from ndtp.measure import rivals
+from ndtp.measure.step import Job, _stepper, count_wrong_of_rival, ranks_of, read_log
+from ndtp.measure.volume import Shape
 
 TINY = ("--tokens", "64", "--hidden", "16", "--ffn", "32", "--warmup", "1")
 

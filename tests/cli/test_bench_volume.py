@@ -6,9 +6,9 @@ import pytest
 import torch
 from rich.cells import cell_len
 
-from ndtp.bench import volume as bench
-from ndtp.bench.volume import Case, Shape, analysis, cases, fake_group, meter, scaled_down
-from ndtp.grid import Grid
+from ndtp.algebra.grid import Grid
+from ndtp.measure import volume as bench
+from ndtp.measure.volume import Case, Shape, analysis, cases, fake_group, meter, scaled_down
 
 
 def test_thousands_of_ranks(ndtp):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from ndtp.algebra.grid import Grid
+from ndtp.algebra.schemes import SCHEMES
 from ndtp.cli.app import app
 from ndtp.cli.cases import cases, plan_of
 from ndtp.cli.check import DTYPES
-from ndtp.grid import Grid
-from ndtp.schemes import SCHEMES
 
 runner = CliRunner()
 

@@ -4,10 +4,10 @@ import math
 import pytest
 from typer.testing import CliRunner
 
+from ndtp.algebra.grid import Grid
 from ndtp.cli.app import app
 from ndtp.cli.demo import GridRun, grids_for
 from ndtp.cli.demo_training import Run, text
-from ndtp.grid import Grid
 
 runner = CliRunner()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ndtp.bench.step import num_rounds
+from ndtp.measure.step import num_rounds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 # A background job of a shell that ignores SIGINT hands that down to what it starts, this test included.

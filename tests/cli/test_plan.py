@@ -6,10 +6,10 @@ import pytest
 from rich.cells import cell_len
 
 from ndtp import Grid, Layout
-from ndtp.model_config import read_config
-from ndtp.plan_scaling import rank_counts, scaling
-from ndtp.planner import plan
-from ndtp.schemes import block_layouts
+from ndtp.algebra.schemes import block_layouts
+from ndtp.planner.model_config import read_config
+from ndtp.planner.scaling import rank_counts, scaling
+from ndtp.planner.search import plan
 
 SIZES = ("--tokens", "8192", "--hidden", "4096", "--ffn", "16384", "--ranks", "64")
 

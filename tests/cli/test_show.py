@@ -6,17 +6,17 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from ndtp.block_cost import Block
+from ndtp.algebra.grid import Grid
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.algebra.schemes import block_layouts
 from ndtp.cli.app import app
 from ndtp.cli.panels import PHASES, plan_panels
 from ndtp.cli.timeline_drawing import as_text
-from ndtp.contraction import MatMulPlan
-from ndtp.grid import Grid
-from ndtp.hardware import Hardware
-from ndtp.layout import Layout
-from ndtp.plan_schedule import schedule
-from ndtp.planner import Request, predict
-from ndtp.schemes import block_layouts
+from ndtp.planner.block_cost import Block
+from ndtp.planner.block_schedule import schedule
+from ndtp.planner.hardware import Hardware
+from ndtp.planner.search import Request, predict
 
 runner = CliRunner()
 CUBE = ("--grid", "z=2,x=2,y=2")

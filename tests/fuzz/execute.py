@@ -18,8 +18,8 @@ from steps import perform
 from torch import Tensor
 
 import ndtp
-from ndtp.chunk_count import KINDS, Speeds
-from ndtp.collectives import Collectives
+from ndtp.collectives.collectives import Collectives
+from ndtp.runtime.chunk_count import KINDS, Speeds
 
 FACTOR = 8.0  # times the error of the same-dtype dense program against fp64
 FLOOR = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.05}  # of the largest magnitude

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ndtp
 from ndtp import Layout, ProcessGrid
-from ndtp.epilogues import ACTIVATIONS
-from ndtp.relayout import is_legal
+from ndtp.algebra.steps import is_legal
+from ndtp.compute.epilogues import ACTIVATIONS
 
 MODULES = {"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
 

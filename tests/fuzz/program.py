@@ -10,8 +10,8 @@ import random
 from dataclasses import dataclass, field, replace
 
 from ndtp import Grid, Layout, LayoutError, MatMulPlan
-from ndtp.relayout import is_legal
-from ndtp.schemes import SCHEMES, BlockLayouts, block_layouts
+from ndtp.algebra.schemes import SCHEMES, BlockLayouts, block_layouts
+from ndtp.algebra.steps import is_legal
 
 AXES = ("dp", "z", "x", "y")
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu", "tanh", "sigmoid", "identity")

@@ -1,4 +1,4 @@
-"""Every shipped configuration compiles for its target, without a device: see `ndtp_kernels.aot`."""
+"""Every shipped configuration compiles for its target, without a device: see `ndtp_kernels.tools.aot`."""
 
 import json
 import os
@@ -7,7 +7,8 @@ import sys
 from dataclasses import replace
 
 import pytest
-from ndtp_kernels import aot, config, roof
+from ndtp_kernels.choice import roof, table
+from ndtp_kernels.tools import aot
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +16,7 @@ def report():
     """One run for the file; a process of its own, without the interpreter's switch."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "ndtp_kernels.aot", "--json", "-"],
+        [sys.executable, "-m", "ndtp_kernels.tools.aot", "--json", "-"],
         capture_output=True, text=True, env=environment, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -25,7 +26,7 @@ def report():
 def test_every_shipped_configuration_is_there(report):
     shipped = sum(
         len(kinds)
-        for by_dtype in config.shipped_table().candidates.values()
+        for by_dtype in table.shipped_table().candidates.values()
         for configs in by_dtype.values()
         for _, kinds in configs
     )
@@ -61,7 +62,7 @@ def test_the_bound_on_shared_memory_holds(report):
             if split:  # fp32 sums, stored without staging
                 problem = replace(problem, out_bytes=4)
             assert row["shared_bytes"] <= roof.shared_bytes(problem, case.config, case.chip), row
-            assert split or config.fits(problem, case.config, case.chip), row
+            assert split or table.fits(problem, case.config, case.chip), row
             assert split or case.kind == problem.kind, (row, problem)
 
 
@@ -93,10 +94,10 @@ def test_registers_and_shared_memory_bound_the_occupancy():
 
 def test_a_bad_configuration_is_found():
     """The checks can fail: too many stages, and too large a tile for its warps."""
-    large = aot.examine(aot.Case("sm_90", "bfloat16", "plain", config.Config("tma", 128, 256, 64, 5, 8)))
+    large = aot.examine(aot.Case("sm_90", "bfloat16", "plain", table.Config("tma", 128, 256, 64, 5, 8)))
     assert any("shared memory" in failure for failure in large["failures"])
-    spilling = aot.examine(aot.Case("sm_80", "bfloat16", "backward", config.Config("pointer", 128, 256, 32, 3, 8)))
+    spilling = aot.examine(aot.Case("sm_80", "bfloat16", "backward", table.Config("pointer", 128, 256, 32, 3, 8)))
     assert any("spills" in failure for failure in spilling["failures"])
-    missing = aot.examine(aot.Case("sm_90", "bfloat16", "plain", config.Config("pointer", 32, 64, 64, 3, 4)))
+    missing = aot.examine(aot.Case("sm_90", "bfloat16", "plain", table.Config("pointer", 32, 64, 64, 3, 4)))
     assert missing["failures"] == []  # too few rows for wgmma, and not said to have it
     assert "wgmma" not in missing["instructions"]

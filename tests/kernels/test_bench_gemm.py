@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ndtp_kernels import aot, config, interface
-from ndtp_kernels.chips import CHIPS
+from ndtp_kernels import interface
+from ndtp_kernels.choice import table
+from ndtp_kernels.choice.chips import CHIPS
 from ndtp_kernels.errors import KernelFallback, fallbacks_raise, warn_once
 from ndtp_kernels.launch import Launch
-from ndtp_kernels.workloads import KINDS, workload
+from ndtp_kernels.tools import aot
+from ndtp_kernels.tools.workloads import KINDS, workload
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -141,8 +143,8 @@ def test_every_part_has_a_share_of_the_time():
 
 def test_every_candidate_has_a_label_of_its_own():
     for kind in ("plain", "epilogue", "gated", "backward", "wgrad"):
-        problem = config.Problem(2048, 4096, 4096, kind=kind, products=2 if kind == "gated" else 1)
-        found = config.candidates(problem, H200, config.shipped_table())
+        problem = table.Problem(2048, 4096, 4096, kind=kind, products=2 if kind == "gated" else 1)
+        found = table.candidates(problem, H200, table.shipped_table())
         assert len({str(candidate) for candidate in found}) == len(found)
 
 

@@ -4,11 +4,14 @@ import json
 
 import pytest
 import torch
-from ndtp_kernels import config, products, roof, tuning
-from ndtp_kernels.chips import CHIPS, chip_named
-from ndtp_kernels.config import TORCH, Config, Problem, Table, bucket, choose, explain
-from ndtp_kernels.selection import Options
-from ndtp_kernels.workloads import KINDS, TRANSPOSES, workload
+from ndtp_kernels import products
+from ndtp_kernels.choice import roof
+from ndtp_kernels.choice import table as config
+from ndtp_kernels.choice.chips import CHIPS, chip_named
+from ndtp_kernels.choice.selection import Options
+from ndtp_kernels.choice.table import TORCH, Config, Problem, Table, bucket, choose, explain
+from ndtp_kernels.tools import tuning
+from ndtp_kernels.tools.workloads import KINDS, TRANSPOSES, workload
 
 H200 = CHIPS["h200"]
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import ndtp_kernels
 import pytest
 import torch
-from ndtp_kernels import ops, ops_reduce, reference
+from ndtp_kernels import reference
+from ndtp_kernels.autograd import ops, ops_reduce
+from ndtp_kernels.choice.selection import Options
 from ndtp_kernels.errors import KernelError, KernelFallback
 from ndtp_kernels.products import Form
-from ndtp_kernels.selection import Options
 
 NT = ops.encode_form(Form(False, True))
 DEFAULT = ops.encode(Options())

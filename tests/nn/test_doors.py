@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import ndtp
 from ndtp import Grid, LayoutError
-from ndtp.ops import local_shard
+from ndtp.ops.products import local_shard
 from ndtp.testing import assert_equal, small_integers
 
 

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import ndtp
 from ndtp import Grid
-from ndtp.block_cost import Block, Grids, volume
-from ndtp.schemes import SCHEMES
+from ndtp.algebra.schemes import SCHEMES
+from ndtp.planner.block_cost import Block, Grids, volume
 from ndtp.testing import assert_equal, small_integers
 
 HIDDEN, INNER, ROWS = 16, 32, 16
@@ -193,4 +193,4 @@ def test_what_it_refuses():
         ndtp.nn.GatedMLP(4, 8, "swiglu", mesh=mesh)
     odd = ndtp.nn.Linear(4, 5, mesh=mesh), ndtp.nn.Linear(5, 4, mesh=mesh, position="down")
     with pytest.raises(ndtp.LayoutError, match="5 columns, swiglu takes 2"):
-        ndtp.ops.mlp(torch.ones(2, 4), [m.weight for m in odd], [m.plan for m in odd], mesh, "swiglu")
+        ndtp.ops.products.mlp(torch.ones(2, 4), [m.weight for m in odd], [m.plan for m in odd], mesh, "swiglu")

@@ -171,7 +171,7 @@ def summed():
         ndtp.nn.sum_plain_gradients(model, mesh, ["dp"])
     assert all((p.grad == 3).all() for p in model[0].parameters()), "1 + 2"
     for parameter in model[1].parameters():
-        own = ndtp.ops.local_shard(parameter.grad)
+        own = ndtp.ops.products.local_shard(parameter.grad)
         assert (own == mesh.coordinate["dp"] + 1).all(), "ndtp's own are summed already"
     assert meter.volume.by("collective") == {"all_reduce": 2 * 16}, meter.volume
 

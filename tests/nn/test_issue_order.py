@@ -15,7 +15,7 @@ from torch import nn as dense_nn
 
 import ndtp
 from ndtp import Grid
-from ndtp.collectives import Collectives
+from ndtp.collectives.collectives import Collectives
 from ndtp.testing import assert_equal, small_integers
 
 TOKENS, WIDTH, DEPTH = 16, 8, 3

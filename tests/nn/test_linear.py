@@ -9,7 +9,7 @@ from torch import nn as dense_nn
 
 import ndtp
 from ndtp import CommMeter, Grid, Layout, LayoutError
-from ndtp.schemes import SCHEMES
+from ndtp.algebra.schemes import SCHEMES
 from ndtp.testing import assert_equal, small_integers
 
 IN, OUT, ROWS = 32, 64, 16
@@ -125,9 +125,11 @@ def check_meta_and_dtype(grid):
     layer.to_empty(device="cpu").reset_parameters()
     made = ndtp.nn.Linear(IN, OUT, mesh=mesh, dtype=torch.float64, seed=4)
     for one, other in zip(layer.parameters(), made.parameters(), strict=True):
-        assert_equal(ndtp.ops.local_shard(one), ndtp.ops.local_shard(other), "meta, then to_empty")
+        assert_equal(ndtp.ops.products.local_shard(one), ndtp.ops.products.local_shard(other), "meta, then to_empty")
     made.reset_parameters(seed=5)
-    assert not torch.equal(ndtp.ops.local_shard(layer.weight), ndtp.ops.local_shard(made.weight)), "another seed"
+    assert not torch.equal(ndtp.ops.products.local_shard(layer.weight), ndtp.ops.products.local_shard(made.weight)), (
+        "another seed"
+    )
     assert layer.bfloat16().weight.dtype == torch.bfloat16
     y = layer(torch.ones(layer.in_layout.shard_shape((ROWS, IN)), dtype=torch.bfloat16))
     assert y.dtype == torch.bfloat16 and y.shape == layer.out_layout.shard_shape((ROWS, OUT))

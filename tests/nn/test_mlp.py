@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ndtp
 from ndtp import CommMeter, Grid, Layout
-from ndtp.ops import local_shard
-from ndtp.schemes import SCHEMES, BlockLayouts
+from ndtp.algebra.schemes import SCHEMES, BlockLayouts
+from ndtp.ops.products import local_shard
 from ndtp.testing import assert_equal, small_integers
 
 HIDDEN, INNER, ROWS = 16, 32, 16
@@ -89,7 +89,7 @@ def test_padding_of_features_and_rows(ranks, scheme):
     """13 features, 27 inside, and so few rows a shard that they do not divide inside of the block."""
     cases = []
     for grid in grids(scheme):
-        splits = ndtp.schemes.block_layouts(grid, scheme).input.num_splits(0)
+        splits = ndtp.algebra.schemes.block_layouts(grid, scheme).input.num_splits(0)
         for rows in (splits, 3 * splits):
             cases.append((grid, scheme, {"hidden": 13, "inner": 27, "pad": True, "rows": rows, "activation": shift}))
         cases.append((grid, scheme, {"hidden": 13, "inner": 27, "pad": 16, "rows": 2 * ROWS, "activation": shift}))

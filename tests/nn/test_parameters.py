@@ -5,7 +5,7 @@ from products import mesh_of
 
 from ndtp import Grid, Layout
 from ndtp.nn.parameters import empty_parameter, fill_from_dense, fill_uniform, full
-from ndtp.ops import local_shard
+from ndtp.ops.products import local_shard
 from ndtp.testing import assert_equal, small_integers
 
 

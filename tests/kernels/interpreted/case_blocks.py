@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from ndtp_kernels import products, reference
-from ndtp_kernels.config import fits
+from ndtp_kernels.choice.selection import INTERPRETER
+from ndtp_kernels.choice.table import fits
 from ndtp_kernels.launch import Call
 from ndtp_kernels.operands import matrix
 from ndtp_kernels.products import Form
-from ndtp_kernels.selection import INTERPRETER
 from poisoned import POINTER, TMA, TMA_HALVES, integers, surrounded, triton_options
 
 FORMS = [

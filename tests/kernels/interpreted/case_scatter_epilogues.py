@@ -4,8 +4,8 @@ import pytest
 import torch
 from poisoned import assert_close
 
-from ndtp.epilogues import ACTIVATIONS
-from ndtp.gemm import KernelGemm
+from ndtp.compute.epilogues import ACTIVATIONS
+from ndtp.compute.gemm import KernelGemm
 
 GEMM = KernelGemm(backend="triton")
 

@@ -1,0 +1,1 @@
+"""The GEMMs as custom ops, with their gradients."""

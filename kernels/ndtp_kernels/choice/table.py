@@ -1,0 +1,311 @@
+"""Which configuration runs a product: a tuned table first, then the roof model's choice among the shipped candidates.
+
+The choice depends on nothing but the problem, the chip and the table, so ranks that load the same table agree;
+`Table.fingerprint` lets them make sure.  Nothing is tuned while a program runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ndtp_kernels.choice import roof
+from ndtp_kernels.choice.chips import Chip, chip_named
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run a GEMM.  kernel: "tma", "pointer", or "torch" for the vendor's library through torch."""
+
+    kernel: str = "pointer"
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    num_stages: int = 3
+    num_warps: int = 8
+    group_m: int = 8
+    split_k: int = 1
+    subtile: int = 1
+    warp_specialize: bool = False
+    ctas_per_sm: int = 1
+
+    def __str__(self) -> str:
+        if self.kernel == "torch":
+            return "torch"
+        extra = f" split {self.split_k}" * (self.split_k > 1) + " warp-specialized" * self.warp_specialize
+        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{self.kernel} {tile} stages {self.num_stages} warps {self.num_warps}{extra}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+    @property
+    def code(self) -> str:
+        """All fields as text without spaces; `from_code` reads it."""
+        numbers = (self.block_m, self.block_n, self.block_k, self.num_stages, self.num_warps, self.group_m)
+        rest = (self.split_k, self.subtile, int(self.warp_specialize), self.ctas_per_sm)
+        return ",".join([self.kernel, *[str(number) for number in numbers + rest]])
+
+    @classmethod
+    def from_code(cls, text: str) -> Config:
+        parsed: dict[str, Any] = {}
+        for known, value in zip(fields(cls), text.split(","), strict=True):
+            if known.name == "kernel":
+                parsed[known.name] = value
+            else:
+                parsed[known.name] = value == "1" if known.name == "warp_specialize" else int(value)
+        return cls(**parsed)
+
+
+TORCH = Config(kernel="torch")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that the choice of a configuration depends on."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "bfloat16"  # of the operands; "tf32" for fp32 operands that may be rounded
+    batch: int = 1
+    products: int = 1  # 2 for a gated pair
+    out_bytes: int = 2
+    kind: str = "plain"  # plain, blocks (of an operand, nothing else), epilogue, gated, backward, wgrad
+    layout: str = "nt"  # A then B: n = contiguous along the second letter (k of A, n of B), t = along the first
+    tma: bool = True  # strides and alignment allow tensor descriptors
+    blocks: tuple[int, int, int] = (0, 0, 0)  # a tile of a TMA kernel may not cross these multiples of m, n, k
+    torch_passes: int = 0  # passes over C that torch needs after its product
+    epilogue_bytes: int = 0  # that the fused epilogue reads and writes, per element of C
+    copied_elements: int = 0  # that torch moves to join or cut blocks
+    sms_to_leave: int = 0
+
+    @property
+    def shape_class(self) -> str:
+        """Products of one class share a table entry: sizes are rounded up to two significant bits."""
+        sizes = " ".join(str(bucket(x)) for x in (self.m, self.n, self.k))
+        batch = f" batch {bucket(self.batch)}" if self.batch > 1 else ""
+        return f"{self.kind} {self.layout} {sizes}{batch}"
+
+
+def bucket(size: int) -> int:
+    """The smallest of 4, 5, 6, 7 times a power of two that is >= size."""
+    if size <= 8:
+        return size
+    unit = 1 << ((size - 1).bit_length() - 3)
+    return -(-size // unit) * unit
+
+
+class Candidate(NamedTuple):
+    """A configuration, and the kinds of problem that it compiles for without spilling (see `aot`)."""
+
+    config: Config
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Hashed by identity.  Candidates by target and dtype, and tuned choices by chip, dtype and shape class."""
+
+    candidates: Mapping[str, Mapping[str, tuple[Candidate, ...]]] = field(default_factory=dict)
+    tuned: Mapping[str, Mapping[str, Mapping[str, Config]]] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, text: str) -> Table:
+        stored = json.loads(text)
+        return cls(
+            {
+                target: {
+                    dtype: tuple(
+                        Candidate(Config(**{k: v for k, v in c.items() if k != "kinds"}), tuple(c["kinds"].split()))
+                        for c in configs
+                    )
+                    for dtype, configs in by_dtype.items()
+                }
+                for target, by_dtype in stored.get("candidates", {}).items()
+            },
+            {
+                chip: {
+                    dtype: {shape: Config(**entry) for shape, entry in by_shape.items()}
+                    for dtype, by_shape in by_dtype.items()
+                }
+                for chip, by_dtype in stored.get("tuned", {}).items()
+            },
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "candidates": {
+                    target: {
+                        dtype: [{**c.config.to_json(), "kinds": " ".join(c.kinds)} for c in configs]
+                        for dtype, configs in by_dtype.items()
+                    }
+                    for target, by_dtype in self.candidates.items()
+                },
+                "tuned": {
+                    chip: {
+                        dtype: {shape: entry.to_json() for shape, entry in sorted(by_shape.items())}
+                        for dtype, by_shape in by_dtype.items()
+                    }
+                    for chip, by_dtype in self.tuned.items()
+                },
+            },
+            indent=1,
+        )
+
+    def with_tuned(self, tuned: Mapping[str, Mapping[str, Mapping[str, Config]]]) -> Table:
+        """The same candidates; entries of `tuned` win over those here."""
+        merged = {chip: {d: dict(s) for d, s in by_dtype.items()} for chip, by_dtype in self.tuned.items()}
+        for chip, by_dtype in tuned.items():
+            for dtype, by_shape in by_dtype.items():
+                merged.setdefault(chip, {}).setdefault(dtype, {}).update(by_shape)
+        return replace(self, tuned=merged)
+
+    def fingerprint(self) -> str:
+        """Equal on ranks that will make equal choices."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+@functools.cache
+def shipped_table() -> Table:
+    return Table.from_json(resources.files("ndtp_kernels.choice").joinpath("configs.json").read_text())
+
+
+def user_cache() -> Path:
+    return Path.home() / ".cache" / "ndtp" / "gemm.json"
+
+
+@functools.cache
+def default_table() -> Table:
+    """The shipped table, extended by the user's cache as it was when this process first asked."""
+    path = user_cache()
+    if not path.exists():
+        return shipped_table()
+    return shipped_table().with_tuned(Table.from_json(path.read_text()).tuned)
+
+
+def fits(problem: Problem, config: Config, chip: Chip) -> bool:
+    """Whether `config` can run `problem` on `chip` at all."""
+    if config.kernel == "torch":
+        return True
+    if roof.shared_bytes(problem, config, chip) > chip.shared_bytes:
+        return False
+    if config.kernel == "pointer":
+        return True
+    if not (chip.has_tma and problem.tma):
+        return False
+    tile = (config.block_m, config.block_n, config.block_k)
+    return all(block == 0 or block % size == 0 for block, size in zip(problem.blocks, tile, strict=True))
+
+
+def candidates(problem: Problem, chip: Chip, table: Table) -> list[Config]:
+    """torch, and every shipped configuration that fits, whole and with K split where M x N leaves SMs idle."""
+    by_dtype = table.candidates.get(chip.target) or table.candidates.get(_family(chip.target), {})
+    found = [TORCH]
+    for config, kinds in by_dtype.get(_dtype_class(problem.dtype), ()):
+        if problem.kind not in kinds or not fits(problem, config, chip):
+            continue
+        found.append(config)
+        if config.warp_specialize:
+            continue
+        tiles = problem.batch * roof.cdiv(problem.m, config.block_m) * roof.cdiv(problem.n, config.block_n)
+        steps = roof.cdiv(problem.k, config.block_k)
+        for split in (2, 4, 8, 16):
+            if tiles * split <= 2 * chip.num_sms and steps // split >= 4:
+                found.append(replace(config, split_k=split))
+    # torch's fp8 product takes neither every shape nor every scale, and ours in its place multiplies in fp32.
+    return found[1:] if len(found) > 1 and _dtype_class(problem.dtype) == "fp8" else found
+
+
+def _family(target: str) -> str:
+    """Whose candidates a target without its own uses."""
+    if target.startswith("gfx"):
+        return "gfx942"
+    return {"sm_103": "sm_100"}.get(target, "sm_89")
+
+
+def _dtype_class(dtype: str) -> str:
+    return {"float16": "half", "bfloat16": "half", "tf32": "tf32", "float32": "fp32"}.get(dtype, "fp8")
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(problem: Problem, chip: Chip, table: Table) -> Config:
+    entry = table.tuned.get(chip.name, {}).get(problem.dtype, {}).get(problem.shape_class)
+    if entry is not None and fits(problem, entry, chip):
+        return entry
+    return min(candidates(problem, chip, table), key=lambda config: roof.estimate(problem, config, chip).seconds)
+
+
+def choose_for(problem: Problem, chip: Chip, table: Table | None = None) -> Config:
+    """The configuration of `problem`: the table's entry if it fits, else the fastest candidate of the roof model."""
+    return _choose(problem, chip, table or default_table())
+
+
+def choose(
+    m: int,
+    n: int,
+    k: int,
+    dtype: str = "bfloat16",
+    chip: str | Chip = "h200",
+    *,
+    table: Table | None = None,
+    **problem: Any,
+) -> Config:
+    """The configuration of an M x N x K product; `problem` takes any other field of `Problem`."""
+    on = chip_named(chip) if isinstance(chip, str) else chip
+    return choose_for(Problem(m, n, k, dtype, **problem), on, table)
+
+
+def explain(
+    m: int,
+    n: int,
+    k: int,
+    dtype: str = "bfloat16",
+    chip: str | Chip = "h200",
+    *,
+    table: Table | None = None,
+    **problem: Any,
+) -> dict[str, Any]:
+    """Why a product runs as it does: the choice, its source, and every candidate with its estimate, best first."""
+    on = chip_named(chip) if isinstance(chip, str) else chip
+    table = table or default_table()
+    asked = Problem(m, n, k, dtype, **problem)
+    chosen = choose_for(asked, on, table)
+    entry = table.tuned.get(on.name, {}).get(dtype, {}).get(asked.shape_class)
+    rows = []
+    for config in candidates(asked, on, table):
+        cost = roof.estimate(asked, config, on)
+        rows.append(
+            {
+                "config": str(config),
+                "estimated_us": round(cost.seconds * 1e6, 2),
+                "estimated_tflops": round(cost.tflops, 1),
+                "tiles": cost.tiles,
+                "waves": round(cost.waves, 3),
+                "bound": cost.bound,
+                "chosen": config == chosen,
+            }
+        )
+    return {
+        "problem": asdict(asked),
+        "chip": on.name,
+        "shape_class": asked.shape_class,
+        "choice": str(chosen),
+        "source": "tuned" if entry is not None and entry == chosen else "roof model",
+        "table": table.fingerprint(),
+        "candidates": sorted(rows, key=lambda row: row["estimated_us"]),  # type: ignore[arg-type,return-value]
+    }
+
+
+def tune(*args: Any, **keywords: Any) -> dict[str, Any]:
+    """See `ndtp_kernels.tools.tuning.tune`, which measures on a device; this module needs none."""
+    from ndtp_kernels.tools import tuning
+
+    return tuning.tune(*args, **keywords)

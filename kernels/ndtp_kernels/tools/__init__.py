@@ -1,0 +1,1 @@
+"""Compile ahead of time, and measure configurations."""

@@ -1,0 +1,300 @@
+"""Compile every shipped configuration for every target, without a device, and look at what came out.
+
+    python -m ndtp_kernels.tools.aot [--json FILE] [--target sm_90]     FILE - is stdout; exit status 1 when one fails
+
+The JSON is {"configurations": [{"kernel", "target", "config", "registers", "shared_bytes", "spills", "instructions"}]};
+of a configuration that does not compile the three numbers are null.  Occupancy is in the printed table.
+
+A configuration fails when it does not compile, spills registers, needs more shared memory than a block may have, or
+lacks the instruction that makes it worth having: wgmma and TMA on sm_90, tcgen05 on sm_100, mma on sm_80, mfma on
+gfx942, setmaxnreg where it claims warp specialization.
+"""
+
+# ruff: noqa: C408 (argument lists read better as calls)
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndtp_kernels.choice.chips import CHIPS, Chip
+from ndtp_kernels.choice.table import Config, shipped_table
+from ndtp_kernels.launch import Call, Launch, gemm_launches
+from ndtp_kernels.operands import matrix
+from ndtp_kernels.products import Form
+
+TARGETS = {"sm_80": "a100", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200", "gfx942": "mi300x"}
+SIZE = 4096
+REPORTED = ("kernel", "target", "config", "registers", "shared_bytes", "spills", "instructions")
+INSTRUCTIONS = {
+    "wgmma": r"\bwgmma\.mma_async",
+    "tcgen05": r"\btcgen05\.mma",
+    "mma": r"\bmma\.sync",
+    "mfma": r"\bv_mfma",
+    "tma": r"\bcp\.async\.bulk\.tensor",
+    "cp.async": r"\bcp\.async\.c[ag]",
+    "setmaxnreg": r"\bsetmaxnreg",
+    "fma": r"\b(fma\.rn\.f32|v_(pk_)?fma(c)?_f32|v_(pk_)?fmac_f32)",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel to compile: a configuration, and what it is to do."""
+
+    target: str
+    dtype: str
+    kind: str
+    config: Config
+
+    @property
+    def chip(self) -> Chip:
+        return CHIPS[TARGETS[self.target]]
+
+
+def cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Case]:
+    """Every shipped configuration in each of its kinds, and the reduction."""
+    table = shipped_table()
+    for target in targets:
+        for dtype_class, configs in table.candidates[target].items():
+            dtype = {"half": "bfloat16", "tf32": "tf32", "fp32": "float32", "fp8": "float8_e4m3fn"}[dtype_class]
+            for config, kinds in configs:
+                for kind in kinds:
+                    yield Case(target, dtype, kind, config)
+        best = table.candidates[target]["half"][0].config
+        yield Case(target, "bfloat16", "split", best)
+        yield Case(target, "bfloat16", "reduce", Config(block_m=16, block_n=256))
+
+
+def call_of(case: Case) -> Call:
+    """The product of a case, on meta tensors: a weight [N, K] and its gradients, as in a linear layer."""
+    dtype = torch.float32 if case.dtype == "tf32" else getattr(torch, case.dtype)
+    out = torch.bfloat16 if dtype.itemsize == 1 else dtype
+
+    def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, device="meta", dtype=dtype)
+
+    # Pointer kernels are for what TMA cannot take: ragged edges, which cost masks and registers.
+    m = n = SIZE + 16 if case.config.kernel == "pointer" else SIZE
+    k = SIZE
+    form = Form(False, True)
+    a, b, c, vector = new(m, k), new(n, k), new(m, n, dtype=out), new(n, dtype=out)
+    extra: dict[str, Any] = {}
+    if case.kind == "epilogue":
+        extra = dict(bias=vector, activation="gelu", pre=new(m, n, dtype=out))
+    if case.kind in ("gated", "reduce"):
+        pre, pre2 = new(m, n, dtype=out), new(m, n, dtype=out)
+        extra = dict(b2=new(n, k), activation="silu", gated=True, pre=pre, pre2=pre2)
+    if case.kind == "backward":
+        if dtype.itemsize > 1:  # fp8 wants k contiguous: the weight is transposed when it is quantized
+            form, b = Form(), new(k, n)
+        aux, aux2, c2, pre = (new(m, n, dtype=out) for _ in range(4))
+        extra = dict(
+            backward=True, gated=True, activation="silu", aux=aux, aux2=aux2, c2=c2, pre=pre, column_sums=True
+        )  # fmt: skip
+    if case.kind == "wgrad":
+        c = new(m, n, dtype=torch.float32)
+        if dtype.itemsize > 1:
+            form, a, b = Form(True, False), new(k, m), new(k, n)
+        extra = dict(accumulate=True, row_sums=dtype.itemsize > 1)
+    if case.kind == "blocks":  # gathered along K, scattered along N, as in a 2D product
+        form, a, b, c = Form(False, True, "k", None, "n", 4), new(4, m, k // 4), new(n, k), new(4, m, n // 4)
+    if dtype.itemsize == 1 and case.kind != "plain":
+        extra |= dict(scale_a=new(m, 1, dtype=torch.float32), scale_b=new(1, n, dtype=torch.float32))
+        extra |= dict(scale_b2=new(1, n, dtype=torch.float32)) if case.kind == "gated" else {}
+    view_c = matrix(c, "mn", False, form.c_blocks, op="aot", name="c")
+    return Call(
+        a=a,
+        b=b,
+        c=c,
+        view_a=matrix(a, "mk", form.transpose_a, form.a_blocks, op="aot", name="a"),
+        view_b=matrix(b, "kn", form.transpose_b, None, op="aot", name="b"),
+        view_c=view_c,
+        view_aux=view_c if "aux" in extra else None,
+        precision="tf32" if case.dtype == "tf32" else "ieee",
+        **extra,
+    )
+
+
+POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+
+
+def compile_launch(launch: Launch, target: str) -> Any:
+    """Compile what `launch` would run, specialized as Triton's own launcher does it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = dict(launch.constants)
+    attributes: dict[tuple[int, ...], Any] = {}
+    for position, name in enumerate(launch.kernel.arg_names):
+        value = launch.arguments.get(name)
+        if name in launch.constants:
+            signature[name] = "constexpr"
+        elif value is None or (isinstance(value, int) and value == 1):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[name] = POINTERS[value.dtype]
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+    amd = target.startswith("gfx")
+    gpu = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target[3:]), 32)
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=gpu, options=launch.options)
+
+
+def usage(compiled: Any, target: str) -> tuple[int, int]:
+    """Registers a thread, and bytes (or registers) spilled."""
+    if target.startswith("gfx"):
+        text = compiled.asm["amdgcn"]
+        registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[-1])
+        # Scalar registers spill into lanes of vector registers, not into memory.
+        return registers, sum(int(x) for x in re.findall(r"\.vgpr_spill_count:\s+(\d+)", text))
+    from triton.backends import nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage: {text[:500]}")
+    return int(found[1]), int(found[2])
+
+
+def expected(case: Case) -> tuple[str, ...]:
+    """The instructions that prove the fast path."""
+    if case.kind == "reduce":
+        return ()
+    if case.dtype == "float32":  # exact fp32 has no matrix unit on NVIDIA's chips
+        return ("mfma",) if case.target == "gfx942" else ("fma", "cp.async")
+    if case.target == "gfx942":
+        return ("mfma",)
+    matrix_unit = {"sm_90": "wgmma", "sm_100": "tcgen05"}.get(case.target, "mma")
+    # Tiles under 64 rows are too small for wgmma and tcgen05.
+    if matrix_unit != "mma" and (case.config.block_m < 64 or case.config.num_warps % 4):
+        matrix_unit = "mma"
+    loads = ("tma",) if case.config.kernel == "tma" else ("cp.async",)
+    return (matrix_unit, *loads, *(("setmaxnreg",) if case.config.warp_specialize else ()))
+
+
+def examine(case: Case) -> dict[str, Any]:
+    """Compile one case and report it; "failures" is empty when all is well."""
+    call = call_of(case)
+    config = case.config
+    if case.kind == "reduce":
+        call = call_of(Case(case.target, case.dtype, "gated", config))
+        from ndtp_kernels.launch import reduce_launch
+
+        part = torch.empty(4, SIZE, SIZE, device="meta", dtype=torch.bfloat16)
+        launch = reduce_launch(call, part, part, call.view_c)[0]
+    else:
+        if case.kind == "split":
+            config = replace(config, split_k=4)
+        launch = gemm_launches(call, config, case.chip)[0][0]
+    row: dict[str, Any] = {
+        "kernel": f"{'reduce' if case.kind == 'reduce' else 'gemm'} {case.kind} {case.dtype}",
+        "target": case.target,
+        "config": str(config) if case.kind != "reduce" else "16x256",
+    }
+    try:
+        compiled = compile_launch(launch, case.target)
+    except Exception as error:
+        none = dict.fromkeys(("registers", "shared_bytes", "spills", "occupancy"))
+        return {**row, **none, "instructions": [], "failures": [f"does not compile: {str(error)[:300]}"]}
+    text = compiled.asm["amdgcn" if case.target == "gfx942" else "ptx"]
+    instructions = [name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, text)]
+    registers, spills = usage(compiled, case.target)
+    shared = compiled.metadata.shared
+    failures = [f"lacks {name}" for name in expected(case) if name not in instructions]
+    if spills:
+        failures.append(f"spills {spills}")
+    if shared > case.chip.shared_bytes:
+        failures.append(f"shared memory {shared} > {case.chip.shared_bytes}")
+    threads = config.num_warps * (64 if case.target == "gfx942" else 32)
+    return {
+        **row,
+        "registers": registers,
+        "shared_bytes": shared,
+        "spills": spills,
+        "occupancy": occupancy(registers, threads, shared, case.target),
+        "instructions": instructions,
+        "failures": failures,
+    }
+
+
+def occupancy(registers: int, threads: int, shared: int, target: str) -> int:
+    """Blocks that fit on one SM at once, by registers x threads and by shared memory."""
+    if target == "gfx942":  # 512 registers a lane and SIMD, four SIMDs
+        return max(1, min(4 * max(1, 512 // max(registers, 1)) * 64 // threads, 65536 // max(shared, 1)))
+    per_sm = {"sm_80": 167936, "sm_89": 102400}.get(target, 233472)
+    return min(65536 // (max(registers, 1) * threads), per_sm // (shared + 1024), 2048 // threads)
+
+
+def report(targets: Sequence[str] = tuple(TARGETS), workers: int | None = None) -> list[dict[str, Any]]:
+    """Examine all cases, in processes side by side; by default one for each core."""
+    # A server that has imported everything once, and has no threads: the parent may hold torch's.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["ndtp_kernels.tools.aot", "ndtp_kernels.triton_code.gemm", "ndtp_kernels.triton_code.reduce"]
+    )
+    with ProcessPoolExecutor(workers or len(os.sched_getaffinity(0)), mp_context=context) as pool:
+        return list(pool.map(examine, cases(targets)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m ndtp_kernels.tools.aot", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument("--json", metavar="FILE", help="write a JSON report; - for stdout")
+    parser.add_argument("--target", action="append", choices=tuple(TARGETS), help="only this one; may be repeated")
+    parser.add_argument("--workers", type=int, help="processes; default: one for each core")
+    chosen = parser.parse_args(arguments)
+    rows = report(tuple(chosen.target or TARGETS), chosen.workers)
+    failed = [row for row in rows if row["failures"]]
+    text = json.dumps({"configurations": [{key: row[key] for key in REPORTED} for row in rows]}, indent=1)
+    if chosen.json == "-":
+        print(text)
+    else:
+        if chosen.json:
+            Path(chosen.json).write_text(text + "\n")
+        for row in rows:
+            mark = "; ".join(row["failures"]) or "ok"
+            print(
+                f"{row['target']:7} {row['kernel']:28} {row['config']:48} "
+                f"regs {row['registers']!s:>4} shared {row['shared_bytes']!s:>7} per SM {row['occupancy']!s:>2}  "
+                f"{' '.join(row['instructions']):30} {mark}"
+            )
+    for row in failed:
+        print(f"FAILED {row['target']} {row['kernel']} {row['config']}: {row['failures']}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

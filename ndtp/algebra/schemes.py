@@ -1,0 +1,114 @@
+"""Named schemes: the layouts of a MatMul -> activation -> MatMul block in 1D, 2D and 3D.  Pure.
+
+A scheme is nothing but five layouts; the rule of `contraction` does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ndtp.algebra.grid import Grid
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.errors import LayoutError
+
+TENSOR_AXES = ("x", "y", "z")
+
+
+@dataclass(frozen=True)
+class BlockLayouts:
+    """Layouts of a block: activations are [tokens, features], weights [out, in] as `nn.Linear` has them."""
+
+    input: Layout
+    up_weight: Layout
+    hidden: Layout
+    down_weight: Layout
+    output: Layout
+
+    def plans(self, name: str = "mlp", **options: Any) -> tuple[MatMulPlan, MatMulPlan]:
+        """The plans of the two products; `options` as for `MatMulPlan`: `regather`, `chunks`."""
+        options["transpose_b"] = True
+        up = MatMulPlan(self.input, self.up_weight, self.hidden, name=f"{name}.up", **options)
+        down = MatMulPlan(self.hidden, self.down_weight, self.output, name=f"{name}.down", **options)
+        return up, down
+
+
+def block_layouts(grid: Grid, scheme: str, axes: Sequence[str] | None = None) -> BlockLayouts:
+    """The layouts of a block under a named scheme.
+
+    | scheme | input | up weight | hidden | down weight |
+    |---|---|---|---|---|
+    | `1d` | `[M, K]` | `[N_t, K]` | `[M, N_t]` | `[N, K_t]` |
+    | `1d-sp` (sequence parallel) | `[M_t, K]` | `[N_t, K]` | `[M, N_t]` | `[N, K_t]` |
+    | `2d` (row split) | `[M_y, K_x]` | `[N_y, K_x]` | `[M_x, N_y]` | `[N_x, K_y]` |
+    | `2d-features` | `[M, K_xy]` | `[N_y, K_x]` | `[M, N_yx]` | `[N_x, K_y]` |
+    | `3d` | `[M_zy, K_x]` | `[N_y, K_xz]` | `[M_zx, N_y]` | `[N_x, K_yz]` |
+
+    The output lies as the input.  Every other axis of the grid (`dp`, say) splits the rows, in front.
+
+    Args:
+        axes: the axes to use.  1D: t, all of them together, default every one of x, y, z that the grid has.  2D and 3D:
+            those that play x, y (and z), default the ones of these names; 2D then wants z=1.
+
+    Raises:
+        LayoutError: an unknown scheme, axes that are not there, or a 2D scheme on a grid with z > 1.
+    """
+    if scheme not in SCHEMES:
+        raise LayoutError(f"scheme {scheme!r} is not one of {', '.join(SCHEMES)}")
+    count = {"1d": None, "2d": 2, "3d": 3}[scheme[:2]]
+    if axes is None:
+        named = [axis if axis in grid else None for axis in TENSOR_AXES]
+        used = named[:count]
+        if count == 2 and named[2] and grid["z"] > 1:
+            raise LayoutError(
+                f"scheme {scheme!r} uses the axes x and y, and grid {grid} has z={grid['z']}\n"
+                f"  fix: scheme '3d', a grid with z=1, or axes=('x', 'y') to split rows over z as data parallelism does"
+            )
+    else:
+        if any(axis not in grid for axis in axes) or count not in (None, len(axes)):
+            raise LayoutError(
+                f"scheme {scheme!r}: axes={tuple(axes)} does not name "
+                f"{'axes' if count is None else f'{count} axes'} of grid {grid}"
+            )
+        used = list(axes)
+    rows = tuple(axis for axis in grid if axis not in used and (axes is not None or axis not in TENSOR_AXES))
+    groups = [tuple(axis for axis in used if axis)] if count is None else [(axis,) if axis else () for axis in used]
+    layouts = SCHEMES[scheme](*groups)
+    # The rows of the three activations are split by the other axes first.
+    return BlockLayouts(
+        *(
+            Layout(grid, rows + dims[0], *dims[1:]) if i % 2 == 0 else Layout(grid, *dims)
+            for i, dims in enumerate(layouts)
+        )
+    )
+
+
+Axes = tuple[str, ...]
+Dims = tuple[Axes, Axes]
+
+
+def _one(t: Axes) -> tuple[Dims, ...]:
+    return ((), ()), (t, ()), ((), t), ((), t), ((), ())
+
+
+def _one_sequence(t: Axes) -> tuple[Dims, ...]:
+    return (t, ()), (t, ()), ((), t), ((), t), (t, ())
+
+
+def _two_features(x: Axes, y: Axes) -> tuple[Dims, ...]:
+    return ((), x + y), (y, x), ((), y + x), (x, y), ((), x + y)
+
+
+def _three(x: Axes, y: Axes, z: Axes = ()) -> tuple[Dims, ...]:
+    return (z + y, x), (y, x + z), (z + x, y), (x, y + z), (z + y, x)
+
+
+SCHEMES: dict[str, Callable[..., tuple[Dims, ...]]] = {
+    "1d": _one,
+    "1d-sp": _one_sequence,
+    "2d": _three,
+    "2d-features": _two_features,
+    "3d": _three,
+}

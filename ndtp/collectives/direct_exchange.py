@@ -1,0 +1,109 @@
+"""Gathers and all-to-alls of gloo as direct exchanges between peers.
+
+Every message lands where it belongs, without gloo's threads and staging buffers, and goes both ways at once; none has
+to be passed on by a rank that is busy multiplying.  Behind 500 Mbit/s links a gather of 4 MiB over two ranks took 77 ms
+instead of 126, an all-to-all 47 instead of 70.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ndtp.collectives.meter import LABEL, Label
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# gloo takes tags of 31 bits.  Those above 2**30 are unlikely for a user's own messages on the same group.
+FIRST_TAG = TAGS = 2**30
+_SPREAD = 0x9E3779B1  # odd: lengths that differ by less than 1 GiB spread over all tags
+
+
+class Exchange:
+    """Messages under way, as one work."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+@dataclass
+class Past:
+    """What a group has seen: exchanges that were started, and collectives that were given up unfinished.
+
+    Groups are shared by grids (`ndtp.collectives.groups`), and so is their past.
+    """
+
+    started: int = 0
+    given_up: list[Any] = field(default_factory=list)
+
+
+_PASTS: WeakKeyDictionary[ProcessGroup, Past] = WeakKeyDictionary()
+
+
+def past_of(group: ProcessGroup) -> Past:
+    past = _PASTS.get(group)
+    if past is None:
+        past = _PASTS[group] = Past()
+    return past
+
+
+def exchange(group: ProcessGroup, sent: Sequence[Tensor], landing: Sequence[Tensor]) -> Exchange:
+    """Send `sent[j]` to rank j of the group, and receive `landing[j]` from it; both are contiguous.
+
+    The tag of a message says what it is: which exchange of its group, what that is for, of which dtype and how long.
+    Ranks that disagree never take one collective for another: they wait until the timeout, whose error names theirs.
+    And one that is given up, on all ranks, leaves no message behind that a later one would take for its own.
+    """
+    ranks, me, past = group.size(), group.rank(), past_of(group)
+    purpose = past.started + _purpose(LABEL.get(), landing[me].dtype)
+    past.started += 1
+    peers = [(me + distance) % ranks for distance in range(1, ranks)]
+    works = [group.recv([landing[j]], j, _tag(purpose, landing[j].nbytes)) for j in reversed(peers)]
+    works += [group.send([sent[j]], j, _tag(purpose, sent[j].nbytes)) for j in peers]
+    landing[me].copy_(sent[me])
+    return Exchange(works)
+
+
+def announce(group: ProcessGroup, like: Tensor) -> list[Any]:
+    """Empty messages around the group that say what its next collective is for, as those of an exchange do.
+
+    For a collective of gloo's own, whose messages are numbered and no more.  Where not all ranks mean the same, two of
+    them at least wait until the timeout.
+    """
+    ranks, me, past = group.size(), group.rank(), past_of(group)
+    tag = _tag(past.started + _purpose(LABEL.get(), like.dtype), like.nbytes)
+    past.started += 1
+    empty = like.new_empty(0)
+    return [group.recv([empty], (me - 1) % ranks, tag), group.send([empty], (me + 1) % ranks, tag)]
+
+
+def _tag(purpose: int, num_bytes: int) -> int:
+    """A sum of what must agree.  An exchange and the next one of its kind differ for sure, others but for a chance."""
+    return FIRST_TAG + (purpose + num_bytes * _SPREAD) % TAGS
+
+
+def _purpose(label: Label | None, dtype: torch.dtype) -> int:
+    """A number for what a label says, the same on every rank."""
+    key = None if label is None else (label.op, label.phase, label.collective, label.axes, label.part), dtype
+    number = _PURPOSES.get(key)
+    if number is None:
+        if len(_PURPOSES) >= _MOST_PURPOSES:
+            _PURPOSES.clear()
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()
+        number = _PURPOSES[key] = int.from_bytes(digest, "little")
+    return number
+
+
+_PURPOSES: dict[object, int] = {}
+_MOST_PURPOSES = 2**14  # names of ops may be made up as a program goes

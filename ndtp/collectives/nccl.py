@@ -1,0 +1,73 @@
+"""What a `ProcessGrid` asks of NCCL: options of its communicators, and memory that they know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ndtp.collectives.buffer_ring import Allocate
+from ndtp.errors import GridError
+
+
+def device() -> torch.device:
+    """The GPU of this rank: the one that `init_process_group` was told, else the current one."""
+    return _bound_device() or torch.device("cuda", torch.cuda.current_device())
+
+
+def group_arguments(timeout: float | None, high_priority: bool, max_ctas: int | None) -> dict[str, Any]:
+    """Arguments of `dist.new_group`: options, and the device, by which the communicator is made at once.
+
+    A communicator that is made at its first collective would be made in the middle of a schedule.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    # torch overwrites the timeout that the options have by the argument, or by its own default.
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    return {"pg_options": options, "device_id": device(), "timeout": limit}
+
+
+def can_group_alone() -> bool:
+    """Whether some ranks can make a group while others do not take part.
+
+    After `init_process_group(device_id=...)` torch splits the communicator of the world, which takes all of its ranks.
+    """
+    return _bound_device() is None
+
+
+def registered_memory(groups: Iterable[dist.ProcessGroup]) -> Allocate:
+    """Memory from `ncclMemAlloc` that is registered with all of these groups, for NCCL to send from without a copy.
+
+    Raises:
+        GridError: the device cannot, or a group has not communicated yet and has no communicator.
+    """
+    gpu = device()
+    backends: list[Any] = [group._get_backend(gpu) for group in groups]
+    if not all(backend.supports_tensor_alloc(gpu) for backend in backends):
+        raise GridError(
+            f"ProcessGrid: register_buffers=True, but NCCL cannot register memory on {gpu}: it needs NCCL 2.19 and a "
+            "device with multicast (NVSwitch)\n  fix: register_buffers=False"
+        )
+    if not all(backend._is_initialized() for backend in backends):
+        raise GridError(
+            "ProcessGrid: register_buffers=True, but a group of the mesh has no communicator yet\n"
+            "  fix: init_process_group(..., device_id=...), or a collective over every dim of the mesh first"
+        )
+    with torch.cuda.device(gpu):
+        pool = torch.cuda.MemPool(backends[0].mem_allocator)
+    for backend in backends:
+        backend.register_mem_pool(pool)  # what is allocated from it later is registered too
+
+    def allocate(num_bytes: int, on: torch.device) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(pool, gpu):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=on)
+
+    return allocate
+
+
+def _bound_device() -> torch.device | None:
+    return dist.group.WORLD.bound_device_id  # type: ignore[union-attr]

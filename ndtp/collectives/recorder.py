@@ -1,0 +1,234 @@
+"""What a rank does, named and timed: ranges for profilers, and a recorder that writes down the times itself.
+
+Local work stands in `with span(...)`.  A collective has a range where it is issued, one where it is waited for and one
+around the local work that finishes it: `ndtp::all_gather[y] 2/4 mlp.up A`, `ndtp::wait all_gather[y] ...`,
+`ndtp::finish all_gather[y] ...`.  `torch.profiler` shows them, and `torch.autograd.profiler.emit_nvtx` hands them to
+Nsight.  Where nobody looks, a span costs two look-ups.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
+
+if TYPE_CHECKING:
+    from ndtp.collectives.collectives import Started
+    from ndtp.collectives.meter import Label
+    from ndtp.runtime.process_grid import ProcessGrid
+
+NOTHING: AbstractContextManager[None] = nullcontext()
+PREFIX = "ndtp::"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that lasted.
+
+    Attributes:
+        kind: "compute", "wait" (a collective was not done when its result was needed), or "collective" (its whole
+            flight, from issue to completion).
+        name: what profilers show, without "ndtp::".
+        phase: of a collective or a wait: "forward", "dgrad" or "wgrad".
+        axes: of a collective or a wait: the axes of the grid that it runs over.
+        start, end: seconds.
+    """
+
+    kind: str
+    name: str
+    phase: str
+    axes: tuple[str, ...]
+    start: float
+    end: float
+
+
+def is_observed(grid: ProcessGrid) -> bool:
+    """Whether a recorder or a profiler of torch is on."""
+    return grid.recorder is not None or _profiler_enabled()
+
+
+def span(grid: ProcessGrid, kind: str, tensor: str = "", part: str = "", op: str = "") -> AbstractContextManager[None]:
+    """A range around local work: `ndtp::gemm C 2/4 mlp.up`.
+
+    Args:
+        kind: what is done, such as "gemm" or "gelu".
+        tensor: what comes out.
+        part: which of how many chunks, such as "2/4".
+        op: the product or block that it is a part of.
+    """
+    if not is_observed(grid):
+        return NOTHING
+    return _range(grid.recorder, "compute", " ".join(filter(None, (kind, tensor, part, op))))
+
+
+def observed(launch: Callable[..., Started], grid: ProcessGrid, label: Label) -> Callable[..., Started]:
+    """`launch`, which starts a collective and returns it (`Started`), with ranges around its three parts."""
+    recorder, name = grid.recorder, label.title
+
+    def run(*arguments: Any, **how: Any) -> Started:
+        # What packs the operand is local work; the flight begins where the collective has been handed over.
+        with _range(recorder, "compute", name):
+            started = launch(*arguments, **how)
+        work = started.work if recorder is None else recorder.follow(label, started.work)
+
+        def finished() -> Any:
+            with _range(recorder, "compute", f"finish {name}"):
+                return started.finish()
+
+        return started._replace(work=_ObservedWork(work, recorder, label), finish=finished)
+
+    return run
+
+
+@contextmanager
+def _range(recorder: Recorder | None, kind: str, name: str, label: Label | None = None) -> Iterator[None]:
+    with record_function(PREFIX + name) if _profiler_enabled() else NOTHING:
+        if recorder is None:
+            yield
+            return
+        entry = _Entry(kind, name, label, recorder.mark())
+        try:
+            yield
+        finally:
+            entry.end = recorder.mark()
+            recorder.entries.append(entry)
+
+
+class _ObservedWork:
+    """The work of a collective, whose wait is a range."""
+
+    def __init__(self, work: Any, recorder: Recorder | None, label: Label) -> None:
+        self.work, self.recorder, self.label = work, recorder, label
+
+    def wait(self) -> None:
+        with _range(self.recorder, "wait", f"wait {self.label.title}", self.label):
+            if self.work is not None:
+                self.work.wait()
+
+
+class _Landing:
+    """A work that is waited for in a thread of its own, so that its end is seen when it comes.
+
+    gloo has no futures of messages, and may call back from a future while the interpreter shuts down.
+    """
+
+    def __init__(self, work: Any, flight: _Entry) -> None:
+        self._work, self._flight = work, flight
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        try:
+            self._work.wait()
+        except BaseException as error:  # raised again where the collective is waited for
+            self._error = error
+        self._flight.end = time.perf_counter()
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A span whose times are marks: seconds on the host's clock, or CUDA events."""
+
+    kind: str
+    name: str
+    label: Label | None
+    start: Any
+    end: Any = None
+
+
+class Recorder:
+    """Writes down what this rank does on a grid: every local product, wait and collective's flight.
+
+        with Recorder(mesh) as recorder:
+            block(x).sum().backward()
+        recorder.spans()
+
+    On CUDA times are those of the device, by events on the streams; on the CPU those of the host.
+
+    Raises:
+        RuntimeError: the grid has a recorder already.
+    """
+
+    def __init__(self, grid: ProcessGrid) -> None:
+        self.grid = grid
+        self.entries: list[_Entry] = []
+        self._on_device = grid.device_type == "cuda"
+        self._streams: dict[Any, torch.cuda.Stream] = {}
+
+    def __enter__(self) -> Recorder:
+        if self.grid.recorder is not None:
+            raise RuntimeError(f"Recorder: {self.grid} has a recorder already; leave that one first")
+        if self._on_device:
+            self._origin = torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            self._origin.record()
+            torch.cuda.synchronize()
+        self._host_origin = time.perf_counter()
+        self.grid.recorder = self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.grid.recorder = None
+
+    def mark(self) -> Any:
+        """Now, on the current stream or on the host's clock."""
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def follow(self, label: Label, work: Any) -> Any:
+        """Write down the flight of a collective that was issued just now, and when it ends; what to wait for."""
+        flight = _Entry("collective", label.title, label, self.mark())
+        self.entries.append(flight)
+        if work is None:
+            return None
+        if self.grid.collectives.orders_by_stream:
+            # A stream of its own for what one communicator runs in order, so that no later end waits for an earlier.
+            key = label.collective, label.axes
+            stream = self._streams.get(key) or self._streams.setdefault(key, torch.cuda.Stream())
+            with torch.cuda.stream(stream):
+                work.wait()
+                flight.end = self.mark()
+            return work
+        return _Landing(work, flight)
+
+    def spans(self) -> list[Span]:
+        """All that was recorded, by start; seconds since the recorder was entered.
+
+        Collectives that were dropped before they were complete are left out.
+        """
+        if self._on_device:
+            torch.cuda.synchronize()
+        spans = [
+            Span(
+                entry.kind,
+                entry.name,
+                entry.label.phase if entry.label else "",
+                entry.label.axes if entry.label else (),
+                self._seconds(entry.start),
+                self._seconds(entry.end),
+            )
+            for entry in self.entries
+            if entry.end is not None
+        ]
+        return sorted(spans, key=lambda each: (each.start, each.end))
+
+    def _seconds(self, mark: Any) -> float:
+        if isinstance(mark, float):
+            return mark - self._host_origin
+        return float(self._origin.elapsed_time(mark)) / 1e3

@@ -1,0 +1,1 @@
+"""What one rank calculates: products, activations, sums.  Knows nothing of grids."""

@@ -1,0 +1,165 @@
+"""What follows a product on one rank: activations, and the sum of the blocks that an all-to-all leaves.
+
+One interface, two implementations, as for the products themselves (`ndtp.compute.gemm`): torch's operations, and the
+fused kernels of `ndtp_kernels`.  No autograd: backward is called by name, with torch's own formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ndtp_kernels import Options
+
+aten = torch.ops.aten
+
+
+class Activation(NamedTuple):
+    forward: Callable[[Tensor], Tensor]  # pre [.., width * N] -> activated [.., N]
+    backward: Callable[[Tensor, Tensor], Tensor]  # (gradient of activated, pre) -> gradient of pre
+    kernel: str | None  # what `ndtp_kernels` calls it; None where torch computes it there too
+    width: int = 1  # features that go in for each that comes out
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": Activation(F.gelu, aten.gelu_backward, "gelu"),
+    "gelu_tanh": Activation(
+        partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh"), "gelu_tanh"
+    ),
+    "relu": Activation(F.relu, lambda grad, pre: aten.threshold_backward(grad, pre, 0), "relu"),
+    # Primer (So et al. 2021)
+    "squared_relu": Activation(lambda pre: F.relu(pre).square(), lambda grad, pre: grad * F.relu(pre).mul_(2), "relu2"),
+    "silu": Activation(F.silu, aten.silu_backward, "silu"),
+    "tanh": Activation(torch.tanh, lambda grad, pre: aten.tanh_backward(grad, pre.tanh()), "tanh"),
+    "sigmoid": Activation(torch.sigmoid, lambda grad, pre: aten.sigmoid_backward(grad, pre.sigmoid()), "sigmoid"),
+    "identity": Activation(lambda pre: pre, lambda grad, pre: grad, "none"),
+}
+
+
+def _gated(gate: Activation) -> Activation:
+    """`gate(pre[.., 0::2]) * pre[.., 1::2]`: gate and up take turns, so that any shard of the features has both."""
+
+    def forward(pre: Tensor) -> Tensor:
+        return gate.forward(pre[..., 0::2]) * pre[..., 1::2]
+
+    def backward(grad: Tensor, pre: Tensor) -> Tensor:
+        gates, ups = pre[..., 0::2], pre[..., 1::2]
+        return torch.stack((gate.backward(grad * ups, gates), grad * gate.forward(gates)), -1).flatten(-2)
+
+    return Activation(forward, backward, None, width=2)
+
+
+# Shazeer 2020, "GLU Variants Improve Transformer".
+GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu", "glu": "sigmoid"}
+ACTIVATIONS |= {name: _gated(ACTIVATIONS[gate]) for name, gate in GATES.items()}
+
+
+class TorchEpilogues:
+    """By torch's operations.  Sums of blocks and everything after them are fp32 inside and rounded once.
+
+    stacked  [ranks * s, .., N]  blocks of partial sums, one a rank, behind one another on dim 0
+    bias     [N]
+    pre      [s, .., N]          pre-activation, one block
+
+    Results have the dtype of `stacked` (forward) or of `pre` (backward), and may be the argument itself where there
+    is nothing to do.
+    """
+
+    def activate(self, pre: Tensor, name: str) -> Tensor:
+        """The activation `name` of `pre`, in its dtype; a gated one leaves half of the columns."""
+        return ACTIVATIONS[name].forward(pre)
+
+    def activate_backward(self, grad: Tensor, pre: Tensor, name: str) -> Tensor:
+        """The gradient of `pre`, from that of `activate(pre, name)`."""
+        return ACTIVATIONS[name].backward(grad, pre)
+
+    def reduce_blocks(self, stacked: Tensor, ranks: int, bias: Tensor | None = None) -> Tensor:
+        """[s, .., N]: the sum of the blocks, plus bias.  `ranks` is 1 where a reduce-scatter has added already."""
+        return _finished(stacked, ranks, bias).to(stacked.dtype)
+
+    def reduce_blocks_activate(
+        self, stacked: Tensor, ranks: int, bias: Tensor | None, name: str
+    ) -> tuple[Tensor, Tensor]:
+        """(pre, activated), both [s, .., N]: the sum of the blocks plus bias, and the activation of it unrounded."""
+        pre = _finished(stacked, ranks, bias)
+        return pre.to(stacked.dtype), ACTIVATIONS[name].forward(pre).to(stacked.dtype)
+
+    def reduce_blocks_backward(self, stacked: Tensor, ranks: int, pre: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """(gradient of pre [s, .., N], gradient of the bias [N]), from blocks of the activation's gradient."""
+        total = _total(stacked, ranks)
+        grad = ACTIVATIONS[name].backward(total, pre.to(total.dtype))
+        return grad.to(pre.dtype), grad.flatten(0, -2).sum(0).to(pre.dtype)
+
+
+class KernelEpilogues(TorchEpilogues):
+    """One pass over memory each, by `ndtp_kernels`: Triton on a GPU, torch where a kernel cannot run."""
+
+    options: Options
+
+    def activate(self, pre: Tensor, name: str) -> Tensor:
+        import ndtp_kernels
+
+        kernel = ACTIVATIONS[name].kernel
+        if kernel is None:
+            return super().activate(pre, name)
+        return ndtp_kernels.reduce_blocks(pre[None], activation=kernel, backend=self.options.backend)
+
+    def activate_backward(self, grad: Tensor, pre: Tensor, name: str) -> Tensor:
+        kernel = ACTIVATIONS[name].kernel
+        if kernel is None:
+            return super().activate_backward(grad, pre, name)
+        return self._backward(grad, 1, pre, kernel).c
+
+    def reduce_blocks(self, stacked: Tensor, ranks: int, bias: Tensor | None = None) -> Tensor:
+        import ndtp_kernels
+
+        return ndtp_kernels.reduce_blocks(_blocks(stacked, ranks), bias, backend=self.options.backend)
+
+    def reduce_blocks_activate(
+        self, stacked: Tensor, ranks: int, bias: Tensor | None, name: str
+    ) -> tuple[Tensor, Tensor]:
+        import ndtp_kernels
+
+        kernel = ACTIVATIONS[name].kernel
+        if kernel is None:
+            return super().reduce_blocks_activate(stacked, ranks, bias, name)
+        done = ndtp_kernels.reduce_blocks(
+            _blocks(stacked, ranks), bias, activation=kernel, return_preactivation=True, backend=self.options.backend
+        )
+        return done.pre, done.c
+
+    def reduce_blocks_backward(self, stacked: Tensor, ranks: int, pre: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        kernel = ACTIVATIONS[name].kernel
+        if kernel is None:
+            return super().reduce_blocks_backward(stacked, ranks, pre, name)
+        done = self._backward(stacked, ranks, pre, kernel, column_sums=True)
+        return done.c, done.column_sums.to(pre.dtype)
+
+    def _backward(self, stacked: Tensor, ranks: int, pre: Tensor, kernel: str, column_sums: bool = False) -> Any:
+        import ndtp_kernels
+
+        return ndtp_kernels.reduce_blocks_backward(
+            _blocks(stacked, ranks), pre, activation=kernel, return_column_sums=column_sums,
+            backend=self.options.backend,
+        )  # fmt: skip
+
+
+def _blocks(stacked: Tensor, ranks: int) -> Tensor:
+    return stacked.unflatten(0, (ranks, stacked.shape[0] // ranks))
+
+
+def _total(stacked: Tensor, ranks: int) -> Tensor:
+    """The sum of the blocks, in fp32 or wider."""
+    wide = torch.promote_types(stacked.dtype, torch.float32)
+    return stacked.to(wide) if ranks == 1 else _blocks(stacked, ranks).sum(0, dtype=wide)
+
+
+def _finished(stacked: Tensor, ranks: int, bias: Tensor | None) -> Tensor:
+    total = _total(stacked, ranks)
+    return total if bias is None else total + bias

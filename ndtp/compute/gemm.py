@@ -1,0 +1,192 @@
+"""The local products of a plan: forward, dgrad and wgrad of one rank, with fp32 accumulation.
+
+One small interface, two implementations: torch's GEMM, and the kernels of `ndtp_kernels`.
+
+A matrix [rows, columns] of a product without batch dims may also lie as p blocks of columns, [p, rows, columns / p]:
+what an all-gather along the last dim leaves, and a reduce-scatter along it wants.  It is read and written as it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product as combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndtp.algebra.matmul_plan import Letters, MatMulPlan
+from ndtp.compute.epilogues import KernelEpilogues, TorchEpilogues
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class TorchGemm(TorchEpilogues):
+    """Products by `torch.matmul`; what follows them by `ndtp.compute.epilogues`.
+
+    `forward`, `dgrad` and `wgrad` take further arguments, for products without batch dims:
+        out: where to put the result.
+        blocks: return it as so many blocks of columns.
+        parts: of the blocks of the contracted dim, those to sum; default: all.
+        accumulate: add to `out`.
+
+    Attributes:
+        own_part_from: multiply-adds below which a rank's own part does not go first while the others' are on their way:
+            another product costs more than the wait it fills.
+    """
+
+    own_part_from = 2**20
+
+    def forward(self, plan: MatMulPlan, a: Tensor, b: Tensor, **how: Any) -> Tensor:
+        """C[.., M, N] = A . B, for operands held as their roles ask."""
+        return self._contract((a, plan.a_letters), (b, plan.b_letters), plan.c_letters, **how)
+
+    def dgrad(self, plan: MatMulPlan, grad: Tensor, b: Tensor, **how: Any) -> Tensor:
+        """dA = dC . B^T, stored as A is, summed over batch dims that A lacks."""
+        return self._contract((grad, plan.c_letters), (b, plan.b_letters), plan.a_letters, **how)
+
+    def wgrad(self, plan: MatMulPlan, grad: Tensor, a: Tensor, **how: Any) -> Tensor:
+        """dB = A^T . dC, stored as B is, summed over batch dims that B lacks."""
+        a_letters, c_letters = plan.a_letters, plan.c_letters
+        if plan.b.ndim == 2 < plan.a.ndim and not plan.transpose_a and a.shape[:-1] == grad.shape[:-1]:
+            a, grad = a.flatten(0, -2), grad.flatten(0, -2)  # one GEMM, not a batch of them
+            a_letters, c_letters = a_letters[-2:], c_letters[-2:]
+        return self._contract((a, a_letters), (grad, c_letters), plan.b_letters, **how)
+
+    def takes_blocks(self, dtype: torch.dtype) -> bool:
+        """Whether operands that lie as blocks of columns are multiplied as they lie; else they are joined once."""
+        return self.sums_parts(dtype)
+
+    def sums_parts(self, dtype: torch.dtype) -> bool:
+        """Whether parts of a sum over the contracted dim may be multiplied one by one, without loss."""
+        return dtype not in LOW_PRECISION
+
+    def _contract(
+        self, one: tuple[Tensor, Letters], other: tuple[Tensor, Letters], result: Letters, **how: Any
+    ) -> Tensor:
+        """Multiply over the letter that the result lacks, whatever the order in which the three are stored."""
+        row, column = result[-2:]
+        (a, a_letters), (b, b_letters) = (one, other) if row in one[1][-2:] else (other, one)
+        transposed = a_letters[-2] != row, b_letters[-1] != column
+        if len(a_letters) == len(b_letters) == 2 and (how or a.dim() == 3 or b.dim() == 3):
+            return self.product_of_blocks(a, b, *transposed, **how)
+        return _drop_batch(self.product(a, b, *transposed), result)
+
+    def product(self, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
+        """A . B, whose two last dims may each be stored swapped."""
+        return torch.matmul(a.mT if transpose_a else a, b.mT if transpose_b else b)
+
+    def product_of_blocks(
+        self,
+        a: Tensor,
+        b: Tensor,
+        transpose_a: bool,
+        transpose_b: bool,
+        *,
+        out: Tensor | None = None,
+        blocks: int = 1,
+        parts: Sequence[int] | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        """A . B of matrices that lie whole or as blocks of columns, [p, rows, columns / p]: a product per block."""
+        a_letters, b_letters = "km" if transpose_a else "mk", "nk" if transpose_b else "kn"
+        if a.dim() == 3 and (a_letters[1] != "k" or not self.sums_parts(a.dtype)):
+            a = joined(a)
+        if b.dim() == 3 and b_letters[1] == "k" and (a.dim() == 3 or not self.sums_parts(b.dtype)):
+            b = joined(b)
+        if b.dim() == 3 and b_letters[1] == "n" and blocks not in (1, b.shape[0]):
+            b = joined(b)
+        cuts = {"m": 1, "k": 1, "n": blocks}
+        for operand, letters in ((a, a_letters), (b, b_letters)):
+            if operand.dim() == 3:
+                cuts[letters[1]] = operand.shape[0]
+        if out is None:
+            rows, columns = _size(a, a_letters, "m"), _size(b, b_letters, "n") // blocks
+            out = a.new_empty((blocks, rows, columns) if blocks > 1 else (rows, columns))
+        for n, k in combinations(range(cuts["n"]), range(cuts["k"]) if parts is None else parts):
+            at = {"m": 0, "n": n, "k": k}
+            left, right = _part(a, a_letters, cuts, at), _part(b, b_letters, cuts, at)
+            left, right = left.mT if transpose_a else left, right.mT if transpose_b else right
+            place = _part(out, "mn", cuts, at)
+            if accumulate or (k != parts[0] if parts is not None else k > 0):
+                place.addmm_(left, right)
+            else:
+                torch.mm(left, right, out=place)
+        return out
+
+
+class KernelGemm(KernelEpilogues, TorchGemm):
+    """Products by `ndtp_kernels.gemm`: Triton on a GPU, torch where a kernel cannot run.
+
+    Args:
+        options: `ndtp_kernels.Options`, such as the backend, or the number of SMs to leave to collectives.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        import ndtp_kernels
+
+        self.gemm, self.options = ndtp_kernels.gemm, ndtp_kernels.Options(**options)
+
+    def sums_parts(self, dtype: torch.dtype) -> bool:
+        return dtype is torch.float64  # one pass over all blocks is faster, and rounds once
+
+    def takes_blocks(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def product(self, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
+        if a.dtype is torch.float64:  # the kernels have no such form
+            return super().product(a, b, transpose_a, transpose_b)
+        return self.gemm(a, b, transpose_a=transpose_a, transpose_b=transpose_b, options=self.options)
+
+    def product_of_blocks(
+        self, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool, *, blocks: int = 1, **how: Any
+    ) -> Tensor:
+        if a.dtype is torch.float64:
+            return super().product_of_blocks(a, b, transpose_a, transpose_b, blocks=blocks, **how)
+        return self.gemm(
+            a,
+            b,
+            transpose_a=transpose_a,
+            transpose_b=transpose_b,
+            a_blocks=("m" if transpose_a else "k") if a.dim() == 3 else None,
+            b_blocks=("k" if transpose_b else "n") if b.dim() == 3 else None,
+            c_blocks="n" if blocks > 1 else None,
+            num_c_blocks=blocks,
+            options=self.options,
+            **how,
+        )
+
+
+def joined(matrix: Tensor) -> Tensor:
+    """Blocks of columns [p, rows, columns / p] -> [rows, columns], a copy; a matrix as it is."""
+    return matrix if matrix.dim() == 2 else matrix.movedim(0, 1).flatten(1)
+
+
+def _size(matrix: Tensor, letters: str, letter: str) -> int:
+    """The size of a letter, in a matrix or in blocks of its columns."""
+    place = letters.index(letter)
+    return matrix.shape[place - 2] * (matrix.shape[0] if matrix.dim() == 3 and place == 1 else 1)
+
+
+def _part(matrix: Tensor, letters: str, cuts: dict[str, int], at: dict[str, int]) -> Tensor:
+    """One of the parts into which the letters are cut; a view."""
+    rows, columns = letters[0], letters[1]
+    if matrix.dim() == 3:
+        matrix = matrix[at[columns]]
+    elif cuts[columns] > 1:
+        matrix = _slice(matrix, 1, cuts[columns], at[columns])
+    return _slice(matrix, 0, cuts[rows], at[rows]) if cuts[rows] > 1 else matrix
+
+
+def _slice(matrix: Tensor, dim: int, count: int, at: int) -> Tensor:
+    size = matrix.shape[dim] // count
+    return matrix.narrow(dim, at * size, size)
+
+
+def _drop_batch(product: Tensor, letters: Letters) -> Tensor:
+    """Sum a product over the batch dims that its operand lacks or holds with size 1."""
+    extra = product.dim() - len(letters)
+    if extra > 0:
+        product = product.sum(tuple(range(extra)))
+    units = tuple(dim for dim, letter in enumerate(letters) if letter is None)
+    return product.sum(units, keepdim=True) if units else product

@@ -1,0 +1,1 @@
+"""`parallelize`, and what it knows of the architectures of models."""

@@ -1,0 +1,204 @@
+"""What lies between the two layers of a pair that `ndtp.parallelize` made, while the model's own code has it.
+
+That code was written for the whole activation and gets a shard of it, [rows, features], whose rows come from all of the
+leading dims and may be padded.  What acts element by element gives on shards the shards of what it gives on the whole;
+anything else would give wrong numbers.  So the first layer returns a `Between`, which does what is known to be element
+by element, draws dropout as the whole tensor would, and refuses the rest by name; the second layer takes nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ndtp.algebra.layout import Layout
+from ndtp.errors import LayoutError
+from ndtp.nn.dropout import RowBlocks, drop
+from ndtp.runtime.process_grid import ProcessGrid
+
+# By name: as functions of torch and of torch.nn.functional, as methods, in place (`relu_`) and as operators.
+ELEMENTWISE = (
+    "abs", "absolute", "bfloat16", "celu", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous", "cos",
+    "detach", "double", "elu", "erf", "exp", "expm1", "float", "gelu", "half", "hardshrink", "hardsigmoid",
+    "hardswish", "hardtanh", "leaky_relu", "log", "log1p", "logsigmoid", "mish", "nan_to_num", "neg", "negative",
+    "ones_like", "pos", "positive", "reciprocal", "relu", "relu6", "rsqrt", "selu", "sigmoid", "sign", "silu", "sin",
+    "softplus", "softshrink", "softsign", "sqrt", "square", "tanh", "tanhshrink", "threshold", "to", "zeros_like",
+    # Of two, each of which is a number or lies between the same pair.
+    "add", "div", "divide", "eq", "ge", "gt", "le", "lt", "masked_fill", "maximum", "minimum", "mul", "multiply", "ne",
+    "pow", "rsub", "sub", "subtract", "true_divide", "truediv", "view_as", "where",
+)  # fmt: skip
+PLACES: tuple[Any, ...] = (torch, F, torch._C._nn, Tensor)
+
+
+def _named(*names: str) -> set[Any]:
+    forms = [form for name in names for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__")]
+    return {getattr(place, form) for place in PLACES for form in forms if hasattr(place, form)}
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+KNOWN = _named(*ELEMENTWISE)
+DROPOUTS = {F.dropout, torch.dropout, torch.dropout_}
+# What does not depend on the numbers, nor on how they lie.
+FACTS = {
+    *_getters(
+        "_backward_hooks", "_grad", "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf",
+        "is_meta", "is_nested", "is_quantized", "is_sparse", "layout", "output_nr", "requires_grad",
+    ),
+    Tensor.__hash__, Tensor.as_subclass, Tensor.get_device, Tensor.is_complex, Tensor.is_floating_point,
+    torch.is_complex, torch.is_floating_point,
+}  # fmt: skip
+SIZES = _getters("ndim", "shape") | {Tensor.__len__, Tensor.dim, Tensor.numel, Tensor.size, torch.numel}
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One activation on its way from the first layer of a pair to the second, whole in `lead` and `features`.
+
+    Attributes:
+        came_from: the name of the layer that gave it.
+        layout: how its shard [rows, features] lies.
+        outside: how rows lie outside of the pair.
+        features: how many of them are no padding.
+        lead: the leading dims outside.
+        rows: of those that enter on one rank, how many are no padding.
+    """
+
+    came_from: str = field(compare=False)
+    layout: Layout
+    outside: Layout
+    mesh: ProcessGrid
+    features: int
+    lead: tuple[int, ...]
+    rows: RowBlocks
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.lead, self.features)
+
+    def refuse(self, what: str) -> NoReturn:
+        raise LayoutError(
+            f"parallelize: {what} follows '{self.came_from}', the first layer of a pair: of the whole, {self.shape}, "
+            f"a rank has a shard, {self.layout}\n  fix: element-wise operations and dropout alone between the layers "
+            "of a pair, or leave them out of the plan; x.as_subclass(torch.Tensor) gives the shard"
+        )
+
+
+class Between(Tensor):
+    """A shard of an activation between the layers of a pair; its sizes are those of the whole."""
+
+    passage: Passage
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = _tensors((*args, *kwargs.values()))
+        mine = [tensor for tensor in tensors if type(tensor) is cls]
+        passage = mine[0].passage
+        if func in FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in SIZES:
+            return func(torch.empty(passage.shape, device="meta"), *args[1:], **kwargs)
+        if func is Tensor.__repr__ or func is Tensor.__format__:
+            return f"Between(from '{passage.came_from}', {passage.shape} as {passage.layout})"
+        if func is Tensor.register_hook:
+            return _hooked(passage, *args, **kwargs)
+        if func in DROPOUTS:
+            return _dropout(func, passage, *args, **kwargs)
+        if func not in KNOWN:
+            passage.refuse(f"{_name(func)}, which is not known to act element by element,")
+        is_mixed = len(mine) != len(tensors)
+        if is_mixed and not _is_in_backward():
+            passage.refuse(f"{_name(func)} with a tensor from elsewhere")
+        for other in mine:
+            if other.passage != passage:
+                passage.refuse(f"{_name(func)} with what '{other.passage.came_from}' gave, {other.passage.shape},")
+        # On plain tensors: what autograd keeps of them is used in backward, where nothing of this holds.
+        shards = [leave(operand) if type(operand) is cls else operand for operand in args]
+        named = {name: leave(operand) if type(operand) is cls else operand for name, operand in kwargs.items()}
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*shards, **named)
+            for shard, operand in zip(shards, args, strict=True):
+                if result is shard:  # in place, or nothing to do
+                    return operand
+            if not isinstance(result, Tensor) or result.shape != mine[0].shape:
+                passage.refuse(f"{_name(func)}, which gives another shape,")
+        return result if is_mixed else enter(result, passage)
+
+
+def _is_in_backward() -> bool:
+    """Where a user's own `autograd.Function` has gradients, plain shards, beside what it saved."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def enter(shard: Tensor, passage: Passage) -> Between:
+    """`shard`, which nobody else has, as what lies between the layers of a pair."""
+    if "torch._dynamo" in sys.modules:
+        from ndtp.models import between_compiled  # noqa: F401
+
+    if torch.compiler.is_compiling():
+        shard = shard.as_subclass(Between)
+    elif type(shard) is not Between:
+        shard.__class__ = Between  # in place, as torch does with lazy parameters: no alias, no node of autograd
+    shard.passage = passage  # type: ignore[attr-defined]
+    return shard  # type: ignore[return-value]
+
+
+def leave(x: Tensor) -> Tensor:
+    """The shard, as a plain tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.view_as(x)
+
+
+def _tensors(operands: Sequence[Any]) -> list[Any]:
+    found = []
+    for operand in operands:
+        if isinstance(operand, Tensor):
+            found.append(operand)
+        elif isinstance(operand, (list, tuple)):
+            found += _tensors(operand)
+    return found
+
+
+def _name(func: Any) -> str:
+    """`softmax`; of an attribute that is read, its own name."""
+    name = str(getattr(func, "__name__", func))
+    if name in ("__get__", "__set__"):
+        name = "." + str(getattr(func.__self__, "__name__", "attribute"))
+    return name.strip("_")
+
+
+def _dropout(func: Any, passage: Passage, x: Between, p: float = 0.5, *args: Any, **kwargs: Any) -> Between:
+    """`F.dropout` and `torch.dropout`, with this rank's part of one mask for the whole."""
+    is_on, inplace = (*args, *kwargs.values(), False)[:2] if args or kwargs else (True, False)
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout: p={p} is not in [0, 1]")
+    if not is_on or p == 0.0:
+        return x
+    shard = leave(x)
+    dropped = drop(shard, p, passage.layout, passage.mesh, passage.features, passage.rows)
+    if inplace or func is torch.dropout_:
+        with torch._C.DisableTorchFunctionSubclass():
+            x.copy_(dropped)
+        return x
+    return enter(dropped, passage)
+
+
+def _hooked(passage: Passage, x: Between, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """A hook on the gradient gets what lies between, too."""
+
+    def on_shard(grad: Tensor) -> Tensor | None:
+        result = hook(enter(grad.view_as(grad), passage))
+        return leave(result) if isinstance(result, Between) else result
+
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.register_hook(on_shard)

@@ -1,0 +1,178 @@
+"""Bytes that a product or a block needs beside its operands: predicted by a dry run, measured by counting.
+
+The prediction is the program itself, on tensors that have shapes and no memory, and with collectives that send nothing:
+the same tasks, the same autograd, the same releases.  It needs no process group, and takes the grid of a million ranks
+as it takes one of eight.  `ndtp.planner.block_cost.memory` is the closed form for many grids at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.compute.epilogues import ACTIVATIONS
+from ndtp.errors import LayoutError
+from ndtp.ops.products import matmul, mlp
+from ndtp.runtime.dry_grid import SILENT, DryGrid
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, on top of the operands that came in: input, weights and biases.
+
+    Attributes:
+        kept: held from forward to backward; C itself, the caller's, is not counted.
+        forward: the most that lives at a time in forward, C included.
+        backward: the most that lives at a time in backward, what is kept and the gradients that come out included; C
+            and its gradient, the caller's, are not counted.
+        gradients: what is left after backward: the gradients of the input, the weights and the biases.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    gradients: int
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward, self.backward)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made inside and still live, of any torch program, by their storages.
+
+        with LiveBytes() as live:
+            loss(model(x)).backward()
+        live.now, live.peak
+
+    On every device alike, and to the byte: allocators round up, and keep what was freed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._living: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace not in ("c10d", "_c10d_functional") and any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a DTensor unfolds into plain operations, which come back here one by one
+        result = func(*args, **(kwargs or {}))
+        made = {id(storage): storage for storage in _storages(result)}
+        if made:
+            given = {id(storage) for storage in _storages((args, kwargs))}
+            for key, storage in made.items():
+                if key not in given and key not in self._living:
+                    self._born(key, storage)
+        return result
+
+    def _born(self, key: int, storage: Any) -> None:
+        self._living[key] = weakref.ref(storage, lambda _: self._died(key)), storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+
+    def _died(self, key: int) -> None:
+        self.now -= self._living.pop(key)[1]
+
+
+def _storages(tree: Any) -> list[Any]:
+    return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def measured(forward: Callable[[], Tensor], grad: Tensor | None) -> Memory:
+    """What a forward, and the backward from a gradient of its result, take; None: no backward.
+
+    Counts what lives here, not what the ring of a `ProcessGrid` keeps: give it `ring_bytes=0`.
+    """
+    with LiveBytes() as live:
+        c = forward()
+        done, after = live.peak, live.now
+        ours = c.untyped_storage().nbytes() if after else 0
+        live.peak = live.now
+        if grad is not None:
+            c.backward(grad)
+    peak = live.peak - ours if grad is not None else 0
+    return Memory(after - ours, done, peak, live.now - ours)
+
+
+def _decided(plan: MatMulPlan, rows: int) -> MatMulPlan:
+    """The plan with the number of chunks that "auto" chose for so many rows."""
+    if plan.chunks != "auto":
+        return plan
+    if rows not in plan.choices:
+        raise LayoutError(
+            f"memory: '{plan.name}' has not chosen its number of chunks for {rows} rows yet\n"
+            "  fix: run it once, or give a number in the place of chunks='auto'"
+        )
+    return replace(plan, chunks=plan.choices[rows][0])
+
+
+def memory(
+    plans: Sequence[MatMulPlan] | MatMulPlan,
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    activation: str = "gelu",
+    dgrad: bool = True,
+    wgrad: bool | Sequence[bool] = True,
+    bias: bool | Sequence[bool] = False,
+    bias_grad: bool | Sequence[bool] = True,
+    backend: str = "gloo",
+) -> Memory:
+    """Bytes that a product, or a block of several, needs on a rank beside its operands, forward and backward.
+
+    Exact for torch's GEMMs and activations and a grid that keeps no buffers; those of the ring of a `ProcessGrid` come
+    on top once they are lent: at most `ring_bytes`.
+
+    Args:
+        plans: of a product, or of the products of a block as `ndtp.ops.products.mlp` takes them.
+        shape: `(*batch, M, K, N)` of a product; `(tokens, hidden, inner, hidden)` of a block of two, `inner` being what
+            the activation leaves.
+        dgrad, wgrad: whether the input and the weights want gradients.
+        bias, bias_grad: which products have a bias, and whether it wants a gradient.  These three may be given for
+            every product.
+        backend: "gloo" or "nccl": they receive partial sums differently.
+
+    Raises:
+        LayoutError: sizes that do not fit the plans, or a number of chunks that is not chosen yet.
+        ValueError: an unknown activation or backend.
+    """
+    plans = (plans,) if isinstance(plans, MatMulPlan) else tuple(plans)
+    if backend not in SILENT:
+        raise ValueError(f"memory: backend {backend!r} is not one of {', '.join(SILENT)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"memory: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    cut = len(shape) - len(plans) - 1
+    lead, features = shape[:cut], shape[cut:]
+    if len(plans) > 1 and len(lead) != 1:
+        raise LayoutError(f"memory: a block of {len(plans)} products takes {len(plans) + 2} sizes, not {tuple(shape)}")
+
+    def made(shape: Sequence[int], needs_grad: bool) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs_grad)
+
+    widths = (*(ACTIVATIONS[activation].width for _ in plans[1:]), 1)
+    sizes = [plan.sizes((*lead, k, w * n)) for plan, w, (k, n) in zip(plans, widths, pairwise(features), strict=True)]
+    plans = tuple(_decided(plan, size["m"]) for plan, size in zip(plans, sizes, strict=True))
+    per_product = [[flag] * len(plans) if isinstance(flag, bool) else list(flag) for flag in (wgrad, bias, bias_grad)]
+    a = made(plans[0].shard_shape("A", sizes[0]), dgrad)
+    weights, biases = [], []
+    for plan, size, wants, has_bias, bias_wants in zip(plans, sizes, *per_product, strict=True):
+        weights.append(made(plan.shard_shape("B", size), wants))
+        biases.append(made(plan.bias.shard_shape((size["n"],)), bias_wants) if has_bias else None)
+    grid: Any = DryGrid(plans[0].grid, backend=backend)
+
+    def forward() -> Tensor:
+        if len(plans) == 1:
+            return matmul(a, weights[0], plans[0], grid, biases[0])
+        return mlp(a, weights, plans, grid, activation, biases)
+
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, *weights, *biases))
+    return measured(forward, made(plans[-1].shard_shape("C", sizes[-1]), False) if wanted else None)

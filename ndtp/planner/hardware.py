@@ -1,0 +1,261 @@
+"""`Hardware`: what a time model has to know of a machine.  Presets by name, and TOML files of the user's own.  Pure.
+
+Presets hold data-sheet figures and an efficiency, not measurements; `ndtp bench calibrate` writes a file that was
+measured on the ranks at hand.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ndtp.errors import GridError
+from ndtp.planner.fields import Either, Kind, Number, Record, Size, Table, Word, read_parsed, shown
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+MAX_RANKS = 2**20
+
+# What each field of a profile may be.  Rates have a floor above 0: 1 / rate is a time.
+RATE, DURATION_US = Number(1e-9, 1e12), Number(0, 1e12)
+FRACTION = Number(1e-9, 1)
+LINK = Record(
+    {
+        "bandwidth_gbs": RATE,
+        "latency_us": DURATION_US,
+        "hop_us": DURATION_US,
+        "efficiency": Table(Word(COLLECTIVES), Either(FRACTION, Table(Size(MAX_RANKS), FRACTION)), empty=True),
+    },
+    required=("bandwidth_gbs",),
+)
+MACHINE: dict[str, Kind] = {
+    "name": Word(),
+    "ranks_per_node": Number(1, MAX_RANKS, integer=True),
+    "tflops": Table(Word(tuple(DTYPES)), RATE),
+    "gemm_half": Number(0, 1e9),
+    "memory_gib": RATE,
+    "memory_gbs": RATE,
+    "launch_us": DURATION_US,
+    "contention": Number(0, 1),
+    "source": Word(),
+}
+PROFILE = Record(
+    {**MACHINE, "intra": LINK, "inter": LINK, "measured": Table(Word(), Kind(), empty=True)},
+    required=("ranks_per_node", "tflops"),
+)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a rank's connection to its peers does: a collective over p ranks that makes a rank receive b bytes takes
+    `latency_us + (p - 1) hop_us + b / (bandwidth x efficiency[collective])`.
+
+    Attributes:
+        bandwidth_gbs: GB/s that one rank receives, and sends at the same time.
+        latency_us: fixed cost of a call.
+        hop_us: cost of each of the p - 1 exchanges.
+        efficiency: collective -> fraction of the bandwidth that it reaches, or group size -> fraction, where a size
+            that is not named takes that of the next smaller one; 1 where a collective is not named.
+    """
+
+    bandwidth_gbs: float
+    latency_us: float = 10.0
+    hop_us: float = 1.0
+    efficiency: Mapping[str, float | Mapping[int, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        LINK.check("Link", "", vars(self))
+        tables = {
+            name: {int(size): reached for size, reached in sorted(each.items(), key=lambda item: int(item[0]))}
+            if isinstance(each, Mapping)
+            else each
+            for name, each in self.efficiency.items()
+        }
+        object.__setattr__(self, "efficiency", tables)
+
+    def seconds_per_byte(self, collective: str, ranks: Any) -> Any:
+        """Of a group of `ranks` ranks, or of an array of such sizes."""
+        reached: Any = self.efficiency.get(collective, 1.0)
+        if isinstance(reached, Mapping):
+            nearest = np.searchsorted(list(reached), ranks, side="right") - 1
+            reached = np.array(list(reached.values()))[np.maximum(nearest, 0)]
+        return 1e-9 / (self.bandwidth_gbs * reached)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A cluster of nodes with the same number of ranks each, numbered node by node.
+
+    Attributes:
+        ranks_per_node: devices of a node, one rank each.
+        intra, inter: the link of a rank inside of its node, and its share of the node's link to the others.
+        tflops: dtype -> rate of large matrix products.
+        gemm_half: a dim of this size costs a product half of its rate: each dim d contributes d / (d + gemm_half).
+        memory_gib, memory_gbs: a rank's device memory, and the rate at which it is read and written.
+        launch_us: fixed cost of a local product.
+        contention: how much of the time of a collective that runs beside products these lose by it: 0 where a card
+            moves the bytes, 1 where processors do, and nothing is hidden.
+        source: where the figures come from.
+    """
+
+    name: str
+    ranks_per_node: int
+    intra: Link
+    inter: Link
+    tflops: Mapping[str, float]
+    gemm_half: float = 96.0
+    memory_gib: float = 80.0
+    memory_gbs: float = 2000.0
+    launch_us: float = 5.0
+    contention: float = 0.0
+    source: str = "data sheets"
+
+    def __post_init__(self) -> None:
+        Record(MACHINE).check("Hardware", "", {name: getattr(self, name) for name in MACHINE})
+        for name in ("intra", "inter"):
+            if not isinstance(getattr(self, name), Link):
+                raise GridError(f"Hardware: {name}={shown(getattr(self, name))}; it must be a Link")
+
+    def flops_per_second(self, dtype: str) -> float:
+        """
+        Raises:
+            GridError: a dtype that the profile has no rate for.
+        """
+        if dtype not in self.tflops:
+            raise GridError(f"hardware {self.name!r} has no GEMM rate for {dtype}; it has {', '.join(self.tflops)}")
+        return self.tflops[dtype] * 1e12
+
+    @classmethod
+    def load(cls, name: str | Path | Hardware) -> Hardware:
+        """A preset by name, or a profile from a TOML file (any name that ends in .toml).
+
+        Raises:
+            GridError: no such preset, or a file without the fields of a profile; names the nearest ones.
+        """
+        if isinstance(name, Hardware):
+            return name
+        if str(name).endswith(".toml"):
+            return _read(Path(name))
+        if str(name) not in PRESETS:
+            near = difflib.get_close_matches(str(name), PRESETS, 3, 0.3)
+            raise GridError(
+                f"hardware {str(name)!r} is not a preset"
+                + (f"; did you mean {' or '.join(near)}?" if near else "")
+                + f"\n  presets: {', '.join(PRESETS)}\n  or the path of a .toml file; `ndtp bench calibrate` writes one"
+            )
+        return PRESETS[str(name)]
+
+    def to_toml(self) -> str:
+        """The text of a file that `load` reads."""
+        lines = [f"{name} = {_toml(getattr(self, name))}" for name in SCALARS]
+        lines += ["", "[tflops]", *(f"{dtype} = {_toml(rate)}" for dtype, rate in self.tflops.items())]
+        for name in ("intra", "inter"):
+            link: Link = getattr(self, name)
+            lines += ["", f"[{name}]"]
+            lines += [f"{key} = {_toml(getattr(link, key))}" for key in ("bandwidth_gbs", "latency_us", "hop_us")]
+            if link.efficiency:
+                lines += ["", f"[{name}.efficiency]"]
+                lines += [f"{key} = {_toml(value)}" for key, value in link.efficiency.items()]
+        return "\n".join(lines) + "\n"
+
+
+SCALARS = ("name", "ranks_per_node", "gemm_half", "memory_gib", "memory_gbs", "launch_us", "contention", "source")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, str):  # JSON escapes what TOML wants escaped, but for this one
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value) if isinstance(value, int) else f"{float(value):.6g}" + ".0" * (f"{value:.6g}".isdigit())
+
+
+def _read(path: Path) -> Hardware:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    what = f"hardware profile {path}"
+    written_by = f"`ndtp bench calibrate --output {path}` writes it"
+    table = read_parsed("hardware profile", path, "TOML", tomllib.loads, written_by)
+    links = {name: table[name] for name in ("intra", "inter") if name in table}
+    if problem := PROFILE.problem("", table):
+        raise GridError(f"{what}: {problem}")
+    if not links:
+        raise GridError(f"{what}: lacks intra or inter; it must be a table with {', '.join(LINK.fields)}")
+    both = {name: Link(**(links.get(name) or next(iter(links.values())))) for name in ("intra", "inter")}
+    return Hardware(**{
+        "name": path.stem, "source": path.name, **{key: table[key] for key in table if key in MACHINE}, **both,
+    })  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ presets
+
+# What collectives and large products reach of the data sheet's figures, as reported for NCCL and cuBLAS on Hopper.
+LINK_EFFICIENCY = 0.8
+GEMM_EFFICIENCY = 0.8
+
+# device -> (dense bf16 TFLOP/s, fp32 TFLOP/s as torch computes it by default, GiB, GB/s of memory, GB/s of intra link)
+DEVICES = {
+    "a100": (312.0, 19.5, 80.0, 2039.0, 300.0),
+    "h100": (989.0, 67.0, 80.0, 3350.0, 450.0),
+    "h200": (989.0, 67.0, 141.0, 4800.0, 450.0),
+    "b200": (2250.0, 75.0, 180.0, 8000.0, 900.0),
+    "mi300x": (1307.0, 163.4, 192.0, 5300.0, 448.0),
+}
+# Gbit/s of a device's share of its node's network, and the latency of a call and of a hop in us.
+FABRICS = {
+    "ib": ({"a100": 200.0, "b200": 800.0}, 400.0, 15.0, 3.0),
+    "roce": ({"a100": 100.0}, 200.0, 20.0, 5.0),
+    "eth": ({}, 12.5, 50.0, 20.0),  # one 100 Gbit/s card for the eight devices of a node
+}
+
+
+def _preset(device: str, fabric: str) -> Hardware:
+    bf16, fp32, memory, memory_gbs, intra = DEVICES[device]
+    rates, default, latency, hop = FABRICS[fabric]
+    return Hardware(
+        name=f"{device}-{fabric}",
+        ranks_per_node=8,
+        intra=Link(intra * LINK_EFFICIENCY, 8.0, 1.0),
+        inter=Link(rates.get(device, default) / 8 * LINK_EFFICIENCY, latency, hop),
+        tflops={
+            "bfloat16": bf16 * GEMM_EFFICIENCY,
+            "float16": bf16 * GEMM_EFFICIENCY,
+            "float32": fp32 * GEMM_EFFICIENCY,
+        },
+        memory_gib=memory,
+        memory_gbs=memory_gbs * 0.9,
+    )
+
+
+PRESETS = {
+    **{f"{device}-{fabric}": _preset(device, fabric) for device in DEVICES for fabric in FABRICS},
+    "pcie": Hardware(
+        name="pcie",  # eight L40S on PCIe 4 x16, one 100 Gbit/s card
+        ranks_per_node=8,
+        intra=Link(16.0, 15.0, 3.0),
+        inter=Link(1.25, 50.0, 20.0),
+        tflops={"bfloat16": 290.0, "float16": 290.0, "float32": 73.0},
+        memory_gib=48.0,
+        memory_gbs=780.0,
+    ),
+    "cpu": Hardware(
+        name="cpu",  # one rank a node, 25 Gbit/s Ethernet, gloo
+        ranks_per_node=1,
+        intra=Link(2.5, 100.0, 50.0),
+        inter=Link(2.5, 100.0, 50.0),
+        tflops={"float32": 2.0, "bfloat16": 2.0, "float16": 0.5, "float64": 1.0},
+        memory_gib=256.0,
+        memory_gbs=200.0,
+        launch_us=2.0,
+        gemm_half=32.0,
+    ),
+}

@@ -1,0 +1,142 @@
+"""What the planner says when a request cannot be met: the constraint, and the nearest values that would do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ndtp.algebra.grid import divisors
+from ndtp.errors import GridError
+from ndtp.planner import block_cost
+from ndtp.planner.block_cost import AXES, LARGEST_SIZE, Grids
+from ndtp.planner.fields import Kind, Number, Table, Word
+from ndtp.planner.hardware import DTYPES, MAX_RANKS
+
+if TYPE_CHECKING:
+    from ndtp.planner.search import Request
+
+
+OBJECTIVES = ("time", "volume", "memory")
+SIZE = Number(1, LARGEST_SIZE, integer=True)
+AXIS = Number(1, MAX_RANKS, integer=True)
+
+# What may be asked.  Each chunk is a task that the model replays, which bounds them; layers are multiplied by.
+FIELDS: dict[str, Kind] = {
+    "ranks": AXIS,
+    "layers": Number(1, 10**6, integer=True),
+    "chunks": Number(1, 1024, integer=True),
+    "objective": Word(OBJECTIVES),
+    "dtype": Word(tuple(DTYPES)),
+    "optimizer": Word(tuple(block_cost.OPTIMIZERS)),
+    "fixed": Table(Word(AXES), AXIS, empty=True),
+}
+OPTIONAL: dict[str, Kind] = {
+    "memory_limit_gib": Number(1e-6, 1e12),
+    "heads": SIZE, "kv_heads": SIZE, "head_size": SIZE, "limit": SIZE,
+}  # fmt: skip
+
+
+def check_arguments(sizes: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        GridError: a size that is none, or one of those that may be None that is neither.
+    """
+    for name, size in sizes.items():
+        SIZE.check("plan", name, size)
+    for name, value in optional.items():
+        if value is not None:
+            OPTIONAL[name].check("plan", name, value)
+    heads, hidden = optional.get("heads"), sizes.get("hidden")
+    if heads is not None and hidden is not None and optional.get("head_size") is None and heads > hidden:
+        raise GridError(f"plan: heads={heads} of hidden={hidden} leave no size to a head; it must be at most hidden")
+
+
+def check_request(request: Request) -> None:
+    """
+    Raises:
+        GridError: a size that is none, or a word that is not one of those known.
+    """
+    for block in request.blocks:
+        check_arguments({"tokens": block.tokens, "hidden": block.hidden, "ffn": block.inner}, {})
+        for size in (*block.outs, *block.heads):
+            SIZE.check("plan", f"a size of {block.name}", size)
+    for name, kind in FIELDS.items():
+        kind.check("plan", name, getattr(request, name))
+    check_arguments({}, {"memory_limit_gib": request.memory_limit_gib})
+    request.hardware.flops_per_second(request.dtype)
+
+
+def explain_none(request: Request, constraint: str, least: float = 0.0) -> str:
+    """Why no grid is left, and what to change."""
+    ranks = request.ranks
+    if constraint == "fixed":
+        given = " ".join(f"{axis}={size}" for axis, size in request.fixed.items())
+        product = math.prod(request.fixed.values())
+        near = nearest(ranks, lambda n: n % product == 0 and (len(request.fixed) < 4 or n == product))
+        return (
+            f"plan: no grid of {ranks} ranks has {given}\n"
+            f"  fix: sizes whose product divides {ranks} (of {_short(divisors(ranks))})"
+            + (f", or {_or(near)} ranks" if near else "")
+        )
+    if constraint == "sizes":
+        near = nearest(ranks, lambda n: _fits(request, n))
+        heads = [size for block in request.blocks for size in block.heads]
+        lines = [f"plan: no grid of {ranks} ranks divides {_sizes(request)}"]
+        lines.append(f"  fix: {_or(near)} ranks" if near else "  no number of ranks nearby does")
+        if not request.pad:
+            block = request.blocks[-1]
+            for name, size in (("tokens", block.tokens), ("hidden", block.hidden), ("ffn", block.inner)):
+                around = sorted({size // ranks * ranks, -(-size // ranks) * ranks} - {0})
+                lines.append(f"       or {name} {_or(around)}")
+            lines.append("       or pad sizes (pad=True; without --no-pad)")
+        elif heads and request.fixed:
+            lines.append(f"       y must divide the numbers of heads, {', '.join(map(str, sorted(set(heads))))}")
+        return "\n".join(lines)
+    if constraint == "memory":
+        return (
+            f"plan: no grid of {ranks} ranks fits into {request.memory_limit_gib:g} GiB a rank, even with operands "
+            f"gathered again\n  fix: the least that any needs is {least / 2**30:.2f} GiB; more ranks, fewer tokens a "
+            "step, or an optimizer with less state"
+        )
+    return (
+        f"plan: no grid of {ranks} ranks keeps x and y inside a node of {request.hardware.ranks_per_node}\n"
+        f"  fix: x * y that divides {request.hardware.ranks_per_node}, or without that constraint"
+    )
+
+
+def _fits(request: Request, ranks: int) -> bool:
+    # Thousands of numbers are tried, and few of them divide what they would have to.
+    if ranks % math.prod(request.fixed.values()):
+        return False
+    if not request.pad and any(block.tokens * block.hidden * block.inner % ranks for block in request.blocks):
+        return False
+    g = Grids.all(ranks)
+    keep = np.ones(g.ranks.shape, dtype=bool)
+    for axis, size in request.fixed.items():
+        keep &= getattr(g, axis) == size
+    for block in request.blocks:
+        keep &= block_cost.divides(block, g, request.pad)
+    return bool(keep.any())
+
+
+def nearest(value: int, valid: Callable[[int], bool], reach: int = 4096) -> list[int]:
+    """The nearest valid numbers below and above."""
+    sides = range(value - 1, max(0, value - reach), -1), range(value + 1, min(value + reach, MAX_RANKS + 1))
+    return [n for side in sides if (n := next(filter(valid, side), 0))]
+
+
+def _sizes(request: Request) -> str:
+    block = request.blocks[-1]
+    return f"tokens={block.tokens}, hidden={block.hidden}, ffn={block.inner}"
+
+
+def _or(values: list[int]) -> str:
+    return " or ".join(map(str, values))
+
+
+def _short(values: list[int]) -> str:
+    shown = values if len(values) <= 9 else [*values[:4], "...", *values[-4:]]
+    return "{" + ", ".join(map(str, shown)) + "}"

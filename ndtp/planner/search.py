@@ -1,0 +1,362 @@
+"""`plan`: which grid a block should run on, searched among all of them, with reasons.  Pure.
+
+best, *others = ndtp.plan(tokens=8192, hidden=4096, ffn=16384, ranks=64, hardware="h100-ib")
+mesh = ndtp.ProcessGrid(best.grid)
+mlp = ndtp.nn.MLP(4096, 16384, mesh=mesh, **best.arguments)     # or ndtp.parallelize(model, mesh, best)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ndtp.algebra.grid import Grid
+from ndtp.errors import GridError
+from ndtp.planner import block_cost
+from ndtp.planner.block_cost import AXES, Block, Grids
+from ndtp.planner.hardware import DTYPES, Hardware
+from ndtp.planner.refusals import check_arguments, check_request, explain_none
+from ndtp.planner.time_model import ORDERS, Network, Time, Work
+from ndtp.schedule.clocks import Span
+
+MIB, GIB = 2**20, 2**30
+
+# Operands that backward gathers again, in the order in which they are tried against a memory limit.
+REGATHERS: tuple[tuple[str, ...], ...] = ((), ("b",), ("a",), ("a", "b"))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned.
+
+    Attributes:
+        blocks: the blocks of a layer, which all run on one grid.
+        layers: how often the sequence of blocks is repeated.
+    """
+
+    blocks: tuple[Block, ...]
+    ranks: int
+    hardware: Hardware
+    layers: int = 1
+    dtype: str = "bfloat16"
+    objective: str = "time"
+    optimizer: str = "adamw"
+    memory_limit_gib: float | None = None
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    tp_within_node: bool = False
+    pad: bool = True
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        check_request(self)
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype]
+
+    @property
+    def bound(self) -> float:
+        """Bytes of a step: twice the sum of the forward bounds of all products."""
+        return 2 * self.layers * self.itemsize * sum(block.lower_bound(self.ranks) for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class GridPlan:
+    """A grid for a request, and what a training step costs on it, per rank.
+
+    Attributes:
+        grid: axes in rank order, slowest first: what `ndtp.ProcessGrid` takes.
+        scheme: the scheme of `ndtp.nn.MLP` and `ndtp.parallelize` that uses the grid so.
+        kind: what the field calls it: 1D, 2D, 3D, FSDP, data parallel.
+        regather: operands that backward gathers again, to save memory.
+        volume_bytes: received in forward and backward.
+        memory_bytes: weights, gradients, optimizer state, activations and the largest temporary operands.
+        bound_ratio: `volume_bytes` over twice the sum of the products' lower bounds, a reference: it assumes that
+            gathered tensors are kept.
+        step_ms: predicted, of which `gemm_ms` compute and `exposed_ms` wait for communication.
+    """
+
+    grid: Grid
+    scheme: str
+    kind: str
+    regather: tuple[str, ...]
+    pad: bool
+    volume_bytes: int
+    memory_bytes: int
+    bound_ratio: float
+    step_ms: float
+    gemm_ms: float
+    exposed_ms: float
+    comm_ms: float
+    request: Request = field(repr=False)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `ndtp.nn.MLP` and `ndtp.parallelize`."""
+        return {"scheme": self.scheme, "regather": self.regather, "pad": self.pad}
+
+    @property
+    def why(self) -> str:
+        """One sentence."""
+        from ndtp.planner.reasons import why
+
+        return why(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The form of `ndtp plan --json`; the keys of `grid` are in rank order, slowest first."""
+        return {
+            "grid": {axis: self.grid[axis] for axis in self.grid},
+            "volume_bytes": self.volume_bytes,
+            "step_ms": self.step_ms,
+            "memory_bytes": self.memory_bytes,
+            "bound_ratio": self.bound_ratio,
+            "why": self.why,
+        }
+
+
+def plan(
+    tokens: int,
+    hidden: int,
+    ffn: int,
+    ranks: int,
+    hardware: str | Hardware = "h100-ib",
+    *,
+    gated: bool = False,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_size: int | None = None,
+    layers: int = 1,
+    dtype: str = "bfloat16",
+    objective: str = "time",
+    optimizer: str = "adamw",
+    memory_limit_gib: float | None = None,
+    fixed: Mapping[str, int] | None = None,
+    tp_within_node: bool = False,
+    pad: bool = True,
+    chunks: int = 1,
+    limit: int | None = None,
+) -> list[GridPlan]:
+    """Grids for a block of `tokens` rows (of the whole job), best first.
+
+    Every factorization of `ranks` into (dp, z, x, y) is weighed in every rank order; each grid is listed once, in its
+    fastest order.
+
+    Args:
+        hardware: a preset (`ndtp.planner.hardware.PRESETS`), a `.toml` file, or a `Hardware`.
+        gated: an MLP with a gate beside its up projection.
+        heads, kv_heads, head_size: attention projections before the MLP, in the same grid.
+        layers: how often the block is repeated.
+        objective: "time", "volume" or "memory" of a training step, forward and backward.  Ties go to less memory.
+        optimizer: whose state counts as memory: adamw, momentum, sgd or none.
+        memory_limit_gib: leave out what needs more on a rank; operands are gathered again in backward where that helps.
+        fixed: sizes of axes that are given, such as `{"dp": 4}`.
+        tp_within_node: x and y must not leave a node.
+        pad: pad sizes that a grid does not divide, at its cost; otherwise such grids are left out.
+        chunks: pieces of rows whose collectives run beside their products, as `MatMulPlan(chunks=)`.
+        limit: how many to return; default all.
+
+    Raises:
+        GridError: an argument that is none of its kind; names what it may be.  No grid fulfils the constraints; names
+            the nearest ones that would.
+    """
+    check_arguments(
+        {"tokens": tokens, "hidden": hidden, "ffn": ffn},
+        {"heads": heads, "kv_heads": kv_heads, "head_size": head_size, "limit": limit},
+    )
+    blocks = [Block.mlp(tokens, hidden, ffn, gated)]
+    if heads:
+        blocks.insert(0, Block.attention(tokens, hidden, heads, kv_heads, head_size))
+    request = Request(
+        tuple(blocks), ranks, Hardware.load(hardware), layers, dtype, objective, optimizer, memory_limit_gib,
+        dict(fixed or {}), tp_within_node, pad, chunks,
+    )  # fmt: skip
+    return search(request, limit)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Everything that is known of the grids that a request allows, as arrays."""
+
+    g: Grids
+    order: Any
+    regather: Any
+    volume: Any
+    memory: Any
+    time: Time
+
+    def ranked(self, objective: str) -> Any:
+        """Indices, best first."""
+        keys = {
+            "time": (self.volume, self.memory, self.time.total),
+            "volume": (self.time.total, self.memory, self.volume),
+            "memory": (self.time.total, self.volume, self.memory),
+        }[objective]
+        return np.lexsort(keys)
+
+
+def search(request: Request, limit: int | None = None) -> list[GridPlan]:
+    """The ranked grids of a request.
+
+    Raises:
+        GridError: there is none.
+    """
+    found, bound = candidates(request), request.bound
+    even = np.logical_and.reduce([block_cost.divides(block, found.g, pad=False) for block in request.blocks])
+    chosen = found.ranked(request.objective)[:limit]
+    return [_grid_plan(request, found, int(i), not even[i], bound) for i in chosen]
+
+
+def candidates(request: Request) -> Candidates:
+    g = Grids.all(request.ranks)
+    keep = np.ones(g.ranks.shape, dtype=bool)
+    for axis, size in request.fixed.items():
+        keep &= getattr(g, axis) == size
+    if not keep.any():
+        raise GridError(explain_none(request, "fixed"))
+    for block in request.blocks:
+        keep &= block_cost.divides(block, g, request.pad)
+    if not keep.any():
+        raise GridError(explain_none(request, "sizes"))
+    g = g.take(keep)
+    if block_cost.largest_integer(request.blocks, request.ranks, request.layers) >= 2**63:
+        g = g.unbounded()
+    variant, volumes, memories = _with_regather(request, g)
+    if request.memory_limit_gib is not None:
+        fits = memories <= request.memory_limit_gib * GIB
+        if not fits.any():
+            raise GridError(explain_none(request, "memory", float(memories.min())))
+        g, variant, volumes, memories = g.take(fits), variant[fits], volumes[fits], memories[fits]
+    order, time = _fastest_order(request, g, variant)
+    if request.tp_within_node:
+        inside = order >= 0
+        if not inside.any():
+            raise GridError(explain_none(request, "node"))
+        g, order, variant, volumes, memories = (
+            g.take(inside), order[inside], variant[inside], volumes[inside], memories[inside],
+        )  # fmt: skip
+        time = _take_time(time, inside)
+    return Candidates(g, order, variant, volumes, memories, time)
+
+
+def _costs(request: Request, g: Grids, regather: Sequence[str]) -> tuple[Any, Any]:
+    """Volume and memory in bytes of all layers.  Only one block at a time works on temporary operands."""
+    a, b = int("a" in regather), int("b" in regather)
+    parts = [block_cost.memory(bl, g, request.itemsize, request.optimizer, a, b) for bl in request.blocks]
+    kept = sum(part.total - part.working for part in parts) * request.layers
+    volume = sum(block_cost.volume(block, g, a, b) for block in request.blocks)
+    return volume * request.itemsize * request.layers, kept + np.maximum.reduce([part.working for part in parts])
+
+
+def _with_regather(request: Request, g: Grids) -> tuple[Any, Any, Any]:
+    """For each grid the index into REGATHERS: the first that fits into memory, or the one that needs the least."""
+    volumes, memories = (np.stack(rows) for rows in zip(*(_costs(request, g, r) for r in REGATHERS), strict=True))
+    least = memories.argmin(0)  # of equals the first, which moves the least
+    if request.objective == "memory":
+        variant = least
+    elif request.memory_limit_gib is None:
+        variant = np.zeros_like(least)
+    else:
+        fits = memories <= request.memory_limit_gib * GIB
+        ordered = np.where(fits, volumes, volumes.max() + 1)
+        variant = np.where(fits.any(0), ordered.argmin(0), least)
+    each = np.arange(len(variant))
+    return variant, volumes[variant, each], memories[variant, each]
+
+
+def _fastest_order(request: Request, g: Grids, variant: Any) -> tuple[Any, Time]:
+    """For each grid the index into ORDERS of its fastest order (-1: none is allowed) and the time in it."""
+    work = Work.of(
+        request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks,
+        regather_a=_mask("a", variant), regather_b=_mask("b", variant),
+    )  # fmt: skip
+    lies = Grids(*(np.asarray(getattr(g, axis), dtype=np.int64) for axis in AXES))
+    best_order = np.full(g.ranks.shape, -1)
+    best = Time(*(np.full(g.ranks.shape, np.inf) for _ in range(4)))
+    one_node = request.ranks <= request.hardware.ranks_per_node
+    for index, order in enumerate(ORDERS[:1] if one_node else ORDERS):
+        network = Network.of(lies, order, request.hardware)
+        time = work.time(network)
+        # A tie within rounding keeps the earlier order.
+        better = time.total < best.total * (1 - 1e-9) if index else np.ones(g.ranks.shape, dtype=bool)
+        if request.tp_within_node:
+            better = network.inside_node(("x", "y")) & ((best_order < 0) | better)
+        best_order = np.where(better, index, best_order)
+        best = _select(better, time, best)
+    return best_order, best
+
+
+def _mask(operand: str, variant: Any) -> Any:
+    return np.array([operand in regather for regather in REGATHERS], dtype=np.int64)[variant]
+
+
+def _parts(time: Time) -> tuple[Any, Any, Any, Any]:
+    return time.total, time.gemm, time.elementwise, time.communication
+
+
+def _select(mask: Any, one: Time, other: Time) -> Time:
+    return Time(*(np.where(mask, a, b) for a, b in zip(_parts(one), _parts(other), strict=True)))
+
+
+def _take_time(time: Time, index: Any) -> Time:
+    return Time(*(part[index] for part in _parts(time)))
+
+
+def _grid_plan(request: Request, found: Candidates, i: int, pad: bool, bound: float) -> GridPlan:
+    sizes = {axis: int(getattr(found.g, axis)[i]) for axis in AXES}
+    order = ORDERS[int(found.order[i])]
+    volume = int(found.volume[i])
+    return GridPlan(
+        grid=Grid({axis: sizes[axis] for axis in order}),
+        scheme=scheme_of(sizes),
+        kind=kind_of(sizes),
+        regather=REGATHERS[int(found.regather[i])],
+        pad=bool(pad),
+        volume_bytes=volume,
+        memory_bytes=int(found.memory[i]),
+        bound_ratio=volume / bound if bound > 0 else 1.0,
+        step_ms=float(found.time.total[i]) * 1e3,
+        gemm_ms=float(found.time.gemm[i]) * 1e3,
+        exposed_ms=float(found.time.exposed[i]) * 1e3,
+        comm_ms=float(found.time.communication[i]) * 1e3,
+        request=request,
+    )
+
+
+def predict(request: Request, grid: Grid) -> Time:
+    """The time of a step on one grid, in the order in which it is given."""
+    work, network = _on(request, grid)
+    return work.time(network)
+
+
+def timeline(request: Request, grid: Grid, product: int | None = None) -> list[Span]:
+    """What computes and what communicates when in a step of one layer, or of one of its products, on one grid."""
+    work, network = _on(request, grid)
+    return work.spans(network, product)
+
+
+def _on(request: Request, grid: Grid) -> tuple[Work, Network]:
+    sizes = dict.fromkeys(AXES, 1) | dict(zip(grid.names, grid.shape, strict=True))
+    order = (*(axis for axis in AXES if axis not in grid), *grid.names)
+    g = Grids(**sizes)
+    work = Work.of(request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks)
+    return work, Network.of(g, order, request.hardware)
+
+
+def scheme_of(sizes: Mapping[str, int]) -> str:
+    """The named scheme under which `block_layouts` gives the layouts that were weighed."""
+    if sizes["z"] > 1:
+        return "3d"
+    return "1d-sp" if sizes["x"] == 1 and sizes["y"] > 1 else "2d"
+
+
+def kind_of(sizes: Mapping[str, int]) -> str:
+    split = [axis for axis in ("x", "y") if sizes[axis] > 1]
+    parts = ["1D" if len(split) == 1 else "2D"] if split else []
+    if sizes["z"] > 1:
+        parts = ["3D"] if len(split) == 2 else [*parts, "FSDP"]
+    if sizes["dp"] > 1:
+        parts.append("data parallel")
+    return " + ".join(parts) or "one rank"

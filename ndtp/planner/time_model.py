@@ -1,0 +1,207 @@
+"""How long a training step of a block takes: collectives by latency and bandwidth, products by a roof.  Pure.
+
+The costs of single collectives and products are here; `ndtp.schedule.clocks` puts them into the schedule that is
+executed. The order of the axes on the ranks decides which collectives leave a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+
+from ndtp.planner.block_cost import AXES, Block, Grids, gemms, messages, padded
+from ndtp.planner.hardware import DTYPES, Hardware
+from ndtp.schedule.clocks import Messages, Product, Span, step_seconds
+
+# Rank orders of the four axes, slowest first; of equally fast ones the first wins.
+ORDERS = tuple(permutations(AXES))
+
+
+def strides(g: Grids, order: Sequence[str]) -> dict[str, Any]:
+    """Axis -> the distance in ranks of two neighbours on it."""
+    stride: Any = np.ones_like(np.asarray(g.ranks))
+    found = {}
+    for axis in reversed(order):
+        found[axis] = stride
+        stride = stride * getattr(g, axis)
+    return found
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How the group of an axis lies on the nodes: members on one node, and the nodes that it spans."""
+
+    local: Any
+    nodes: Any
+
+    @classmethod
+    def of(cls, size: Any, stride: Any, ranks: Any, per_node: int) -> Reach:
+        """Where a group straddles node boundaries unevenly, the worst group counts."""
+        aligned = (per_node % (size * stride) == 0) | (np.asarray(ranks) <= per_node)
+        fits = np.maximum(1, np.minimum(size, per_node // stride))
+        # Members that seem to fit, but not aligned to nodes: some group is cut in two.
+        uneven = np.where(fits == size, np.maximum(1, size // 2), fits)
+        local = np.where(aligned, size, np.where(size == 1, 1, uneven))
+        return cls(local, -(-size // local))
+
+
+@dataclass(frozen=True)
+class Network:
+    """The axes of many grids in one rank order, on one machine."""
+
+    g: Grids
+    hardware: Hardware
+    reach: dict[str, Reach]
+    costs: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, g: Grids, order: Sequence[str], hardware: Hardware) -> Network:
+        steps = strides(g, order)
+        per_node = hardware.ranks_per_node
+        return cls(g, hardware, {a: Reach.of(getattr(g, a), steps[a], g.ranks, per_node) for a in AXES})
+
+    def cost(self, collective: str, axis: str) -> tuple[Any, Any]:
+        """Seconds per byte received, and seconds of latency, of a collective over an axis.
+
+        Across nodes the members on one node share the traffic between nodes over all of their links.
+        """
+        key = (collective, axis)
+        if key not in self.costs:
+            size, reach = getattr(self.g, axis), self.reach[axis]
+            intra, inter = self.hardware.intra, self.hardware.inter
+            times = 2 if collective == "all_reduce" else 1
+            side = size / np.maximum(1, size - 1)  # the larger side, per byte received
+            per_byte = inter.seconds_per_byte(collective, size)
+            between = side * (reach.nodes - 1) / reach.nodes / reach.local * per_byte
+            inside = (reach.local > 1) * intra.seconds_per_byte(collective, size)
+            across = inter.latency_us + times * ((reach.nodes - 1) * inter.hop_us + (reach.local - 1) * intra.hop_us)
+            latency = np.where(reach.nodes > 1, across, intra.latency_us + times * (size - 1) * intra.hop_us)
+            self.costs[key] = np.maximum(between, inside), latency * 1e-6
+        return self.costs[key]
+
+    def seconds(self, collective: str, axis: str, received: Any) -> Any:
+        """A collective in which every rank receives that many bytes; none at all for no bytes."""
+        per_byte, latency = self.cost(collective, axis)
+        return received * per_byte + (np.asarray(received) > 0) * latency
+
+    def crosses(self, axis: str) -> Any:
+        """Whether the groups of an axis leave their node."""
+        return self.reach[axis].nodes > 1
+
+    def inside_node(self, axes: Sequence[str]) -> Any:
+        """Whether every group of these axes lies on one node."""
+        return np.logical_and.reduce([self.reach[axis].nodes == 1 for axis in axes])
+
+
+def gemm_seconds(hardware: Hardware, m: Any, n: Any, k: Any, dtype: str) -> Any:
+    """A local product: the roof of its arithmetic, less where dims are short, and of the memory it touches."""
+    m, n, k = _real(m), _real(n), _real(k)
+    half = hardware.gemm_half
+    rate = hardware.flops_per_second(dtype) / ((1 + half / m) * (1 + half / n) * (1 + half / k))
+    touched = (m * k + k * n + m * n) * DTYPES[dtype] / (hardware.memory_gbs * 1e9)
+    return np.maximum(2.0 * m * n * k / rate, touched) + hardware.launch_us * 1e-6
+
+
+def _real(x: Any) -> Any:
+    """As floats: products of sizes may leave 64 bits, and times need no more than these hold."""
+    return np.asarray(x, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of a step: of the `total`, `gemm` multiplies, `elementwise` activates and adds up, `exposed` waits."""
+
+    total: Any
+    gemm: Any
+    elementwise: Any
+    communication: Any
+
+    @property
+    def exposed(self) -> Any:
+        return np.maximum(0.0, self.total - self.gemm - self.elementwise)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A layer of blocks on many grids: what does not depend on the order of the axes on the ranks."""
+
+    products: tuple[Product, ...]
+    contention: float
+    layers: int
+    chunks: int
+    regather: bool
+
+    @classmethod
+    def of(
+        cls,
+        blocks: Sequence[Block],
+        g: Grids,
+        hardware: Hardware,
+        dtype: str,
+        *,
+        layers: int = 1,
+        chunks: int = 1,
+        regather_a: Any = 0,
+        regather_b: Any = 0,
+    ) -> Work:
+        """
+        Args:
+            chunks: pieces of rows whose collectives run beside their products, as `MatMulPlan(chunks=)`.
+        """
+        products: list[Product] = []
+        for block in blocks:
+            products += _products(block, g, hardware, dtype, chunks, regather_a, regather_b)
+        return cls(tuple(products), hardware.contention, layers, chunks, bool(np.any(regather_a) or np.any(regather_b)))
+
+    def time(self, network: Network) -> Time:
+        """Forward and backward of all layers.  From the second layer on each adds what the second one adds."""
+        total = step_seconds(self.products, network, self.chunks, self.regather, self.contention)
+        if self.layers > 1:
+            two = step_seconds(self.products * 2, network, self.chunks, self.regather, self.contention)
+            total = total + (self.layers - 1) * (two - total)
+        communication: Any = 0.0
+        for product in self.products:
+            for moves in product.messages.values():
+                communication = communication + sum(network.seconds(*move) for move in moves)
+        gemm = 3 * sum(product.gemm for product in self.products)
+        elementwise = sum(4 * product.after + product.copy for product in self.products)
+        return Time(total, gemm * self.layers, elementwise * self.layers, communication * self.layers)
+
+    def spans(self, network: Network, product: int | None = None) -> list[Span]:
+        """What happens when in a step of one layer, or of one of its products, on a single grid."""
+        kept: list[Span] = []
+        products = self.products if product is None else self.products[product : product + 1]
+        step_seconds(products, network, self.chunks, self.regather, self.contention, kept)
+        return kept
+
+
+def _products(
+    block: Block, g: Grids, hardware: Hardware, dtype: str, chunks: int, regather_a: Any, regather_b: Any
+) -> Iterator[Product]:
+    itemsize = float(DTYPES[dtype])
+    moved: dict[str, dict[tuple[str, str], Messages]] = {"up": {}, "down": {}}
+    for message in messages(block, g, regather_a, regather_b):
+        name, tensor = message.tensor.split()
+        entry = (message.collective, message.axis, _real(message.elements) * itemsize)
+        moved[name].setdefault((message.phase, tensor), []).append(entry)
+    s = padded(block, g)
+    # Forward reads what enters the activation and writes what leaves it; nothing follows the second product.
+    activation = (_real(s.up + s.inner) * _real(s.tokens) / _real(g.ranks), 0)
+    own = [np.where(size > 1, 1 / size, 0.0) for size in (_real(g.y), _real(g.x))]
+    per_element = itemsize / (hardware.memory_gbs * 1e9)
+    for name, (m, n, k), elements in zip(("up", "down"), gemms(block, g), activation, strict=True):
+        yield Product(
+            moved[name],
+            gemm_seconds(hardware, m, n, k, dtype),
+            gemm_seconds(hardware, _real(m) / chunks, n, k, dtype),
+            elements * per_element,
+            # Weights [out, in] are gathered over z along their last dim; low precision joins the blocks before it sums.
+            2 * _real(n) * _real(k) * per_element * ((g.z > 1) & (itemsize < 4)),
+            # Rows of A come from y and of dC from x in the first product; the other way round in the second.
+            (own[0], own[1]) if name == "up" else (own[1], own[0]),
+            chained=name == "up" and len(block.outs) == 1,
+        )

@@ -1,0 +1,1 @@
+"""A grid bound to process groups, and what runs the tasks of a plan on it."""

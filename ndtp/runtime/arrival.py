@@ -1,0 +1,114 @@
+"""Where a tensor's gradient arrives: shards of DTensors, and gradients that are waited for late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ndtp.algebra.steps import Step
+
+if TYPE_CHECKING:
+    from ndtp.runtime.late_gradients import LateGradient
+    from ndtp.runtime.process_grid import ProcessGrid
+
+
+def local_shard(x: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, differentiable; any other tensor as it is."""
+    if is_plain(x):
+        return x
+    # A gradient that is built by hand, as `_Arrival` does, cannot be traced.
+    return x.to_local() if torch.compiler.is_compiling() else _Arrival.apply(x, None)  # type: ignore[attr-defined]
+
+
+def is_plain(x: Tensor) -> bool:
+    if type(x) is Tensor or type(x) is torch.nn.Parameter:
+        return True
+    from torch.distributed.tensor import DTensor
+
+    return not isinstance(x, DTensor)
+
+
+def version_of(x: Tensor) -> tuple[int, ...]:
+    """Changes when the tensor is changed in place; writes to its `.data` are seen by nobody.
+
+    An operation on a DTensor counts on the DTensor alone, one on its local tensor there alone.
+    """
+    local = getattr(x, "_local_tensor", x)
+    if local.is_inference() or x.is_inference():  # torch counts no changes of these
+        return (local.data_ptr(),)
+    return x._version, local._version, local.data_ptr()
+
+
+class Deferred:
+    """One use of a weight, whose gradient takes collectives and arrives late.
+
+    Attributes:
+        leaf: the parameter whose gradient it is, if autograd ends there.
+        late: the gradient on its way, from the product's backward until it arrives.
+    """
+
+    def __init__(self, leaf: Tensor | None = None) -> None:
+        self.leaf = leaf if leaf is not None and leaf.is_leaf else None
+        self.late: LateGradient | None = None
+
+    def accumulates(self, arrival: Any) -> bool:
+        """Whether the backward that runs adds the gradient to the `.grad` of a parameter.
+
+        Not so where `torch.autograd.grad` asks for it, or nobody does.
+
+        Args:
+            arrival: the node of autograd at which it arrives.
+        """
+        if self.leaf is None or not torch._C._will_engine_execute_node(arrival):  # type: ignore[attr-defined]
+            return False
+        try:
+            end = torch.autograd.graph.get_gradient_edge(self.leaf).node
+            return torch._C._will_engine_execute_node(end)  # type: ignore[attr-defined]
+        except RuntimeError:  # torch's answer for a leaf that `torch.autograd.grad` was given
+            return False
+
+
+class _Arrival(torch.autograd.Function):
+    """Where the gradient of a weight arrives: waits for its reduction, as late as its sequence number says.
+
+    A product must not return a gradient that is not finished, and must not wait for it either.  It returns a
+    placeholder instead, and this node, between the weight and the product, waits.  There is one a use, so that
+    gradients of several uses add up.  For a DTensor it is `to_local` at a third of the cost.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, deferred: Deferred | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.deferred = deferred
+        ctx.spec = None if is_plain(x) else (x.device_mesh, x.placements, x.shape, x.stride())
+        local = x if ctx.spec is None else x._local_tensor
+        return local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, None]:
+        deferred = ctx.deferred
+        if deferred is not None and deferred.late is not None:
+            late, deferred.late = deferred.late, None
+            grad = late.arrive()
+        if grad is not None and ctx.spec is not None:
+            from torch.distributed.tensor import DTensor
+
+            mesh, placements, shape, stride = ctx.spec
+            grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return grad, None
+
+
+def taken_in(
+    x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, parameter: Tensor | None
+) -> tuple[Tensor, Deferred | None]:
+    """The local shard of a weight, and where its gradient will arrive if it wants one that takes steps."""
+    if not (x.requires_grad and torch.is_grad_enabled()) or (not steps and is_plain(x)):
+        return local_shard(x), None
+    deferred = Deferred(parameter)
+    local = _Arrival.apply(x, deferred)
+    # Backward goes by sequence numbers, highest first: wait when it has gone past the oldest product of the window.
+    local.grad_fn._set_sequence_nr(mesh.step.late.window_start)
+    return local, deferred

@@ -1,0 +1,175 @@
+"""Gradients of weights on their way: what backward started to reduce, and waits for late.
+
+The ranks of a grid must start collectives in one order.  The order in which autograd runs its nodes does not give one:
+where sequence numbers tie, or a gradient arrives, it depends on whatever else is in the graph of a rank.  So the
+collectives of a gradient start at points that depend on the order of products alone: the first behind its own product,
+the next ones behind the products that come after, and what is left at the end of backward, always oldest first.  A
+gradient that arrives earlier than that takes all older ones along.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from ndtp.runtime.partial_sums import PartialSums
+from ndtp.schedule.tasks import WINDOW
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ndtp.runtime.moves import Move
+
+
+class LateGradient:
+    """The gradient of one use of a weight in one backward.
+
+    Attributes:
+        number: in the order in which backward came to them.
+        move: the way of the gradient from a sum of this rank to how it is stored.
+        leaf: the parameter to whose `.grad` it is to be added, if its move was told to stop before an all-reduce.
+        sums: where it is kept then, or takes up what was kept of earlier ones.
+    """
+
+    __slots__ = ("_is_kept", "_queue", "leaf", "move", "number", "sums")
+
+    def __init__(self, queue: LateGradients, number: int, move: Move, leaf: Tensor | None, sums: PartialSums) -> None:
+        self._queue, self.number, self.move, self.leaf, self.sums = queue, number, move, leaf, sums
+        self._is_kept = leaf is not None and sums.is_accumulating
+
+    def start_next(self) -> None:
+        """Start the next collective, when the one under way has had the time of a chain of products."""
+        self.move.start_next()
+        self._take_up()
+
+    def finish(self) -> None:
+        """Wait for all collectives, or for those before an all-reduce that is left out."""
+        self.move.finish()
+        if self._take_up():
+            self.move.finish()
+
+    def _take_up(self) -> bool:
+        """Go on with the all-reduce, of all that was kept of earlier gradients too."""
+        if not self.move.is_held or self._is_kept:
+            return False
+        if self.leaf is not None and (earlier := self.sums.take(self.leaf)) is not None:
+            self.move.add(earlier)
+        self.move.release_hold().start()
+        return True
+
+    def arrive(self) -> Tensor | None:
+        """The finished gradient; None if it is kept in the partial sums."""
+        self._queue.finish_through(self)
+        gradient = self.move.take()
+        if self.leaf is None or not self.move.is_held:
+            return gradient
+        self.sums.hold(self.leaf, self.number, gradient, self.move)
+        return None
+
+
+class LateGradients:
+    """All of them, oldest first: of all grids of a process, which may share process groups."""
+
+    def __init__(self) -> None:
+        self._chains: deque[list[LateGradient]] = deque()
+        self._count = 0
+        self._task: int | None = None  # the backward that is going on, by the number that autograd gives it
+        self._taken_up: list[PartialSums] = []  # what it ends of what was left in partial sums
+        # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
+        # past the oldest of them.  Two products hide a reduction, and bound the gradients that are held unreduced.
+        self._window: deque[int] = deque(maxlen=WINDOW)
+
+    @property
+    def window_start(self) -> int:
+        """The sequence number behind which a gradient arrives."""
+        return self._window[0] if len(self._window) == WINDOW else 0
+
+    def note_chain(self, sequence_number: int) -> None:
+        """Of the product, or chain of products, whose forward just ran and whose weights want gradients.
+
+        Gradients arrive under the number before it, which that of one of its own weights was: no product has it.
+        """
+        self._window.append(sequence_number - 1)
+
+    def expect(self, move: Move, leaf: Tensor | None, sums: PartialSums) -> LateGradient:
+        self._count += 1
+        return LateGradient(self, self._count, move, leaf, sums)
+
+    def enter(self) -> None:
+        """At the beginning of every operation: end what a backward that was broken off, or interrupted, has left."""
+        if self._task is not None and torch._C._current_graph_task_id() != self._task:  # type: ignore[attr-defined]
+            self.finish()
+
+    def came_through(self, gradients: Sequence[LateGradient], takes_up: PartialSums | None) -> None:
+        """Backward is through a chain of products, which started to reduce these gradients.
+
+        Args:
+            takes_up: what was left in partial sums, if it adds to the `.grad` of parameters.
+        """
+        if gradients:
+            if len(self._chains) == WINDOW:
+                for late in self._chains.popleft():
+                    late.finish()
+            for chain in self._chains:
+                for late in chain:
+                    late.start_next()
+            self._chains.append(list(gradients))
+        if gradients or takes_up is not None:
+            self.end_with_backward(takes_up)
+
+    def end_with_backward(self, takes_up: PartialSums | None) -> None:
+        """Have autograd end what is still on its way when its backward does, and what was left in partial sums."""
+        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        if self._task != task:
+            self._task, self._taken_up = task, []
+            Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        if takes_up is not None and takes_up not in self._taken_up:
+            self._taken_up.append(takes_up)
+
+    def finish_through(self, last: LateGradient) -> None:
+        """Finish a gradient, and all older ones."""
+        for chain in self._chains:
+            while chain:
+                late = chain.pop(0)
+                late.finish()
+                if late is last:
+                    return
+
+    def finish(self) -> None:
+        self._task = None
+        while self._chains:
+            for late in self._chains.popleft():
+                late.finish()
+
+    def break_off(self) -> bool:
+        """After an exception: whether it ended a backward, of which the rest is finished now."""
+        is_broken = self._task is not None
+        if is_broken:
+            self.finish()
+        return is_broken
+
+    def _end(self) -> None:
+        taken_up, self._taken_up = self._taken_up, []
+        self.finish()
+        for sums in taken_up:
+            if not sums.is_accumulating:
+                sums.finish()
+
+
+_OF_WORLD: WeakKeyDictionary[ProcessGroup, LateGradients] = WeakKeyDictionary()
+
+
+def late_gradients_of(world: ProcessGroup | None) -> LateGradients:
+    """Those of all grids on the ranks of `world`, as the groups that they share are; None: one rank alone."""
+    if world is None:
+        return LateGradients()
+    found = _OF_WORLD.get(world)
+    if found is None:
+        found = _OF_WORLD[world] = LateGradients()
+    return found

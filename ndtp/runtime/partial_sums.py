@@ -1,0 +1,138 @@
+"""Gradients of weights that wait for their all-reduce, while micro-batches are accumulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ndtp.runtime.moves import Move
+
+
+@dataclass
+class _Sum:
+    """What one weight's micro-batches gave so far on this rank, in front of an all-reduce."""
+
+    leaf: Tensor
+    number: int  # of the first of them, in the order in which backward came to them
+    tensor: Tensor
+    move: Move
+
+
+class PartialSums:
+    """This rank's sums of gradients, one a weight, before the all-reduce over the axes that replicate it.
+
+    They are never in `.grad`, where they would look finished.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0  # of the contexts in which gradients are accumulated
+        self._sums: dict[int, _Sum] = {}  # by the identity of the weight
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    @property
+    def is_accumulating(self) -> bool:
+        return self.depth > 0
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether an all-reduce that backward comes to has to wait: for later gradients, or to take up earlier ones."""
+        return self.is_accumulating or bool(self._sums)
+
+    def hold(self, leaf: Tensor, number: int, gradient: Tensor, move: Move) -> None:
+        """Keep the gradient of a micro-batch, which the rest of its `move` would reduce."""
+        earlier = self._sums.pop(id(leaf), None)
+        total = gradient.to(leaf.dtype)  # autocast multiplies in another
+        if earlier is not None:
+            total, number = total + earlier.tensor, earlier.number
+        self._sums[id(leaf)] = _Sum(leaf, number, total, move)
+        _spare_hooks(leaf)
+
+    def take(self, leaf: Tensor) -> Tensor | None:
+        """The sum of a weight, which is added to a gradient that goes on to its all-reduce."""
+        found = self._sums.pop(id(leaf), None)
+        return None if found is None else found.tensor
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """All-reduce all sums, in the order in which backward came to the weights, and hand them to autograd.
+
+        So hooks of the weights run, and see finished gradients.
+        """
+        waiting = sorted(self._sums.values(), key=lambda each: each.number)
+        self._sums.clear()
+        for each in waiting:
+            each.move.resume(each.tensor)
+        for i, each in enumerate(waiting):
+            for following in waiting[i : i + 2]:  # the second flies while the first is waited for
+                following.move.release_hold().start()
+            _accumulate(each.leaf, each.move.finish().to(each.leaf.dtype))
+
+    def discard(self) -> None:
+        self._sums.clear()
+
+
+def _accumulate(leaf: Any, total: Tensor) -> None:
+    """Add a finished gradient to a parameter as the end of a backward does."""
+    if hasattr(leaf, "_local_tensor"):
+        from torch.distributed.tensor import DTensor
+
+        total = DTensor.from_local(
+            total, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
+        )
+    if leaf.requires_grad:
+        torch.autograd.backward([leaf], [total])
+    else:  # frozen since
+        leaf.grad = total if leaf.grad is None else leaf.grad + total
+
+
+def _spare_hooks(leaf: Tensor) -> None:
+    """A gradient that is held back reaches autograd as None, which it would show to the hooks of the weight."""
+    hooks: dict[int, Any] = leaf._backward_hooks or {}
+    for key, hook in hooks.items():
+        if not isinstance(hook, _SkipsNone | _Gate):
+            hooks[key] = _SkipsNone(hook)
+    after: dict[int, Any] = leaf._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+    if not all(isinstance(hook, _BehindGate) for hook in after.values()):
+        gate = next((hook for hook in hooks.values() if isinstance(hook, _Gate)), None)
+        if gate is None:
+            gate = _Gate()
+            if not hooks:
+                leaf._backward_hooks = None  # torch takes no further hook where `.to()` has swapped an empty dictionary
+            leaf.register_hook(gate)
+        for key, hook in after.items():
+            if not isinstance(hook, _BehindGate):
+                after[key] = _BehindGate(hook, gate)
+
+
+@dataclass(frozen=True)
+class _SkipsNone:
+    hook: Callable[[Tensor], Tensor | None]
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else self.hook(gradient)
+
+
+class _Gate:
+    """Notes whether a gradient came by."""
+
+    is_open = False
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        self.is_open = gradient is not None
+
+
+@dataclass(frozen=True)
+class _BehindGate:
+    hook: Callable[[Tensor], None]
+    gate: _Gate
+
+    def __call__(self, parameter: Tensor) -> None:
+        if self.gate.is_open:
+            self.hook(parameter)

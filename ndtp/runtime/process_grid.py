@@ -1,0 +1,354 @@
+"""`ProcessGrid`: a `Grid` bound to this process, its torch process groups and one DeviceMesh for parameters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary, finalize
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # later its default arguments would keep the world's group, see `_let_go`
+
+from ndtp.algebra.grid import Grid
+from ndtp.collectives import nccl
+from ndtp.collectives.buffer_ring import DEFAULT_BYTES, BufferRing
+from ndtp.collectives.collectives import Collectives
+from ndtp.collectives.direct_exchange import past_of
+from ndtp.collectives.groups import end, never_destroy, shared_group
+from ndtp.compute.gemm import KernelGemm, TorchGemm
+from ndtp.errors import GridError
+from ndtp.runtime.grid_options import check_device_type, check_options, checked_timeout
+from ndtp.runtime.late_gradients import late_gradients_of
+from ndtp.runtime.list_operations import count_list_operations
+from ndtp.runtime.step_state import StepState
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ndtp.collectives.recorder import Recorder
+    from ndtp.runtime.chunk_count import Speeds
+
+DIRECTIONS = ("gather", "scatter")
+Groups = dict[tuple[tuple[str, ...], str], "ProcessGroup"]  # by axes and direction
+
+
+class ProcessGrid:
+    """The process groups of a grid, along every axis, as seen from this rank.
+
+    A grid of one rank needs no `init_process_group`, makes no group and costs nothing.
+
+    Args:
+        grid: as many ranks as `torch.distributed` has, first axis slowest.
+        timeout: seconds after which a collective that waits for a peer fails, naming the axis and the ranks waited
+            for; from 0.001 to 1e9.  Default: torch's.  On NCCL torch's watchdog enforces it.  A grid with a timeout has
+            process groups of its own, others share theirs: a new grid works after a group was lost to a peer that came
+            too late.  On gloo they end with the grid.  What DTensor sends for parameters, such as `full_tensor`, goes
+            over shared groups and has torch's timeout.
+        check: before every product, compare plan, shapes and dtypes across all ranks and raise a `MismatchError` that
+            names the ranks that deviate, instead of a hang.  One small all-gather a product: for tests and debugging.
+        gemm: what multiplies on each rank: "torch", or "kernels" for those of `ndtp_kernels` (Triton on a GPU).  Their
+            table must be the same on all ranks, which is checked here.
+        free_sms: multiprocessors that the GEMMs leave to collectives; needs `gemm="kernels"`.
+        device_type: "cpu" or "cuda", which must have a backend; default: that of the backend (NCCL: "cuda").
+        groups_per_axis: 2 gives the gathers along an axis one process group and its scatters and reductions another,
+            so that neither queues behind the other.  Default: 2 on NCCL, where a group is one stream, else 1; and 1
+            on a part of the world, where making groups takes the members to have made equally many before.
+        high_priority: NCCL's streams have high priority: its kernels get free multiprocessors before a GEMM does.
+        max_ctas: the most thread blocks that a collective of NCCL may use.  Default: NCCL chooses.
+        ring_bytes: memory for what collectives send, or receive to be added up or put in order; see
+            `ndtp.collectives.buffer_ring.BufferRing`.  0: none is kept.
+        register_buffers: take that memory from NCCL and register it with the groups.
+
+    Attributes:
+        name: what compiled code knows it by, see `grid_named`.
+        rank: this process's rank on the grid.
+        coordinate: axis -> position.
+        backend: that of the process groups for `device_type`; None for a grid of one rank.
+        mesh_axes: the dims of `device_mesh`: rank order with `z` moved last, so that weights `K_xz` are plain `Shard`
+            placements.  Without axes of one rank, which say nothing: DTensor weighs every placement on every dim, and
+            takes several times as long over the first call of an operation for each dim more.
+
+    Raises:
+        GridError: the grid has more or fewer ranks than there are, or an option has a value that makes no sense, or
+            that the backend does not have.
+        MismatchError: ranks have different tables of kernels.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        timeout: float | None = None,
+        check: bool = False,
+        gemm: str = "torch",
+        free_sms: int = 0,
+        device_type: str | None = None,
+        groups_per_axis: int | None = None,
+        high_priority: bool = True,
+        max_ctas: int | None = None,
+        ring_bytes: int = DEFAULT_BYTES,
+        register_buffers: bool = False,
+        _bound: tuple[list[int], Groups] | None = None,
+    ) -> None:
+        self.timeout = checked_timeout(timeout)
+        check_options(
+            gemm=gemm,
+            free_sms=free_sms,
+            groups_per_axis=groups_per_axis,
+            max_ctas=max_ctas,
+            ring_bytes=ring_bytes,
+            check=check,
+            high_priority=high_priority,
+            register_buffers=register_buffers,
+        )
+        global_ranks, given = _bound or (_world_ranks(grid), {})
+        self.grid = grid
+        self.gemm = KernelGemm(sms_to_leave=free_sms) if gemm == "kernels" else TorchGemm()
+        self.check = check
+        self.high_priority, self.max_ctas = high_priority, max_ctas
+        self.global_ranks = global_ranks
+        self.rank = 0 if global_ranks is None else global_ranks.index(dist.get_rank())
+        self.coordinate = grid.coordinate(self.rank)
+        backends = {} if global_ranks is None else backends_by_device()
+        self.device_type = ("cuda" if "nccl" in backends.values() else "cpu") if device_type is None else device_type
+        check_device_type(self.device_type, None if global_ranks is None else backends)
+        self.backend = backends.get(self.device_type)
+        self._check_backend(register_buffers)
+        self.groups_per_axis = groups_per_axis or (2 if self.backend == "nccl" and not self._is_part() else 1)
+        # DTensor takes equal DeviceMeshes for one another, whatever their groups are, and keeps them for good: those of
+        # parameters are shared, never of one grid alone.
+        self._groups = groups = given if self.timeout is None else {}
+        finalize(self, _let_go, groups, self.timeout if self.backend == "gloo" else None)
+        in_order = tuple(axis for axis in grid if axis != "z") + tuple(axis for axis in grid if axis == "z")
+        self.mesh_axes = grid.nontrivial(in_order) or in_order[:1]
+        self.device_mesh: DeviceMesh | None = None
+        ring_groups: list[ProcessGroup] = []
+        if global_ranks is not None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            count_list_operations()
+            ranks = torch.tensor(global_ranks, dtype=torch.int).reshape(grid.shape)
+            ranks = ranks.permute([grid.names.index(axis) for axis in in_order])
+            self.device_mesh = DeviceMesh.from_group(
+                [self._shared_group((axis,), given) for axis in self.mesh_axes],
+                self.device_type,
+                mesh=ranks.reshape([grid[axis] for axis in self.mesh_axes]),
+                mesh_dim_names=self.mesh_axes,
+            )
+            finalize(self, _let_go_of_mesh, self.device_mesh)
+            # All of them now, in one order on every rank, and not in the middle of a schedule.
+            every = [self.group((axis,), way) for way in DIRECTIONS for axis in self.mesh_axes]
+            ring_groups = list(dict.fromkeys(every))
+        self.ring = BufferRing(
+            ring_bytes, nccl.registered_memory(ring_groups) if register_buffers and ring_groups else None
+        )
+        self.collectives = Collectives.of(self)
+        self.speeds: Speeds | None = None  # measured where a number of chunks is first chosen
+        self.chunk_choices: dict[tuple[object, ...], tuple[int, str]] = {}
+        self.step = StepState(late_gradients_of(None if global_ranks is None else dist.group.WORLD))
+        self.recorder: Recorder | None = None  # held here: backward may run in threads of autograd's own
+        self.name = f"{grid} #{next(_COUNT)}"
+        _NAMED[self.name] = self
+        if gemm == "kernels":
+            from ndtp.collectives.cross_check import cross_check_kernel_table
+
+            cross_check_kernel_table(self)
+
+    @classmethod
+    def from_mesh(
+        cls,
+        device_mesh: DeviceMesh,
+        axes: Mapping[str, str] | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> ProcessGrid:
+        """Bind to (a slice of) a DeviceMesh of the user's own, whose process groups are used as they are.
+
+        Args:
+            axes: axis of the grid -> name of a mesh dim, slowest axis first.  Default: every mesh dim, by its name.
+            timeout: as for the constructor; makes groups anew, with that timeout.
+            options: the constructor's other options.  Those of process groups hold for the groups that are made here:
+                a second one an axis, where `groups_per_axis` is 2.
+
+        Raises:
+            GridError: a mesh dim that is not there, or left out; a mesh that this rank is not part of, or whose ranks
+                do not ascend.
+        """
+        names = device_mesh.mesh_dim_names
+        axes = dict(axes) if axes is not None else {name: name for name in names or ()}
+        if names is None or sorted(axes.values()) != sorted(names):
+            raise GridError(
+                f"ProcessGrid.from_mesh: axes={axes} must name every dim of the mesh, {names}, once\n"
+                "  fix: slice the mesh first, as in mesh['tp0', 'tp1']"
+            )
+        if device_mesh.get_coordinate() is None:
+            raise GridError("ProcessGrid.from_mesh: this rank is not part of the mesh; call it on the mesh's ranks")
+        if any((device_mesh.mesh.diff(dim=dim) < 0).any() for dim in range(device_mesh.ndim)):
+            raise GridError(
+                f"ProcessGrid.from_mesh: {device_mesh} has ranks in descending order along a dim; torch's groups order "
+                "them ascending\n  fix: a mesh whose ranks ascend along every dim"
+            )
+        order = [names.index(name) for name in axes.values()]
+        grid = Grid({axis: device_mesh.size(dim) for axis, dim in zip(axes, order, strict=True)})
+        ranks = device_mesh.mesh.permute(order).flatten().tolist()
+        groups: Groups = {((axis,), "gather"): device_mesh.get_group(name) for axis, name in axes.items()}
+        return cls(grid, timeout=timeout, device_type=device_mesh.device_type, _bound=(ranks, groups), **options)
+
+    def group(self, axes: Sequence[str], direction: str = "gather") -> ProcessGroup:
+        """The process group of the ranks that differ from this one on `axes` only.
+
+        A group over several axes is made on first use, by its members together.
+
+        Args:
+            direction: "gather" or "scatter"; both have the same group where there is one group an axis.
+        """
+        key = (tuple(axes), direction if self.groups_per_axis == 2 else "gather")
+        if key not in self._groups:
+            self._groups[key] = self._make_group(*key, self.timeout)
+        return self._groups[key]
+
+    def _shared_group(self, axes: tuple[str, ...], given: Groups) -> ProcessGroup:
+        """That of the parameters: one that `from_mesh` was given, or torch's timeout has."""
+        key = (axes, "gather")
+        if key not in given:
+            given[key] = self._make_group(*key, None)
+        return given[key]
+
+    def _make_group(self, axes: tuple[str, ...], direction: str, timeout: float | None) -> ProcessGroup:
+        if self.global_ranks is None:
+            raise GridError(f"grid {self.grid} has one rank and no process groups")
+        if self.backend == "nccl" and self._is_part() and not nccl.can_group_alone():
+            raise GridError(
+                f"ProcessGrid: no process group over {' '.join(axes)} ({direction}): after "
+                "init_process_group(device_id=...) NCCL makes groups by all ranks together, and grid "
+                f"{self.grid} is a part of them\n  fix: init_process_group without device_id"
+            )
+        # torch names a group that its members alone make by how many groups they have: ranks that are in different
+        # numbers of groups of the user's own would wait for each other under different names.  So where the grid is the
+        # whole world, all of it makes all groups along the axes; a part of it cannot.
+        alone = self._is_part()
+        parallel = [self.rank] if alone else range(self.grid.num_ranks)
+        groups = {tuple(sorted(self.global_ranks[r] for r in self.grid.group(rank, axes))): None for rank in parallel}
+
+        def arguments() -> dict[str, Any]:
+            if self.backend == "nccl":
+                return nccl.group_arguments(timeout, self.high_priority, self.max_ctas)
+            return {"timeout": None if timeout is None else timedelta(seconds=timeout)}
+
+        own = None if timeout is None else object()
+        options = (self.backend, own, self.high_priority, self.max_ctas, direction)
+        return shared_group(tuple(groups), options, alone, arguments, keep=own is None)
+
+    def _is_part(self) -> bool:
+        return self.global_ranks is not None and len(self.global_ranks) < dist.get_world_size()
+
+    def _check_backend(self, register_buffers: bool) -> None:
+        for name, value in (("max_ctas", self.max_ctas), ("register_buffers", register_buffers)):
+            if value and self.backend not in ("nccl", None):  # one rank has none, and communicates with nobody
+                raise GridError(
+                    f"ProcessGrid: {name}={value} is an option of NCCL, the backend is {self.backend}\n"
+                    "  fix: leave it out"
+                )
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Backward passes inside leave out the all-reduce of weights' gradients; the first one outside makes up for it.
+
+            for x in micro_batches[:-1]:
+                with mesh.accumulate():
+                    loss(model(x)).backward()
+            loss(model(micro_batches[-1])).backward()
+
+        Held back is what is summed over axes that replicate a weight, such as `dp`.  Until it is reduced a gradient is
+        not in `.grad`, but in a sum of its own; reduce-scatters run every time, since that sum has the size of the
+        stored shard.  Where no backward follows, call `reduce_gradients`.
+
+        `torch.autograd.grad` gives gradients of its own loss alone, reduced, inside as outside.  Hooks of a weight see
+        the sum when it is finished.  Compiled code reduces its gradients every time.  Sums are kept as `.grad` is, from
+        an exception too, unless it ends a backward: then nobody can say what they hold, and all are dropped.
+        """
+        return self.step.accumulate()
+
+    def reduce_gradients(self) -> None:
+        """Finish the gradients that `accumulate` held back, and add them to `.grad`; a collective."""
+        self.step.reduce_gradients()
+
+    def discard_gradients(self) -> None:
+        """Drop the gradients that `accumulate` held back, as `zero_grad` drops those in `.grad`."""
+        self.step.partial_sums.discard()
+
+    def describe(self, axes: Sequence[str] = ()) -> str:
+        """This rank and its coordinate, and the peers along `axes`: for errors."""
+        where = ", ".join(f"{axis}={position}" for axis, position in self.coordinate.items())
+        peers = [str(rank) for rank in self.grid.group(self.rank, tuple(axes)) if rank != self.rank]
+        return f"rank {self.rank} ({where})" + (
+            f" waited for rank{'s' * (len(peers) > 1)} {', '.join(peers)}" * bool(axes)
+        )
+
+    def __deepcopy__(self, memo: object) -> ProcessGrid:
+        return self  # a copied module lives on the same ranks; process groups cannot be copied
+
+    def __repr__(self) -> str:
+        return f"ProcessGrid({self.grid}; rank {self.rank})"
+
+
+def _let_go(groups: Groups, timeout: float | None) -> None:
+    """Drop the groups of a grid that is gone, or whose program ends; end those with a timeout, which no grid shares.
+
+    gloo's threads return tensors to Python a little after a collective is done, and abort a program whose interpreter
+    is gone by then.  `destroy_process_group` ends the threads of groups that nobody holds.
+    """
+    if hasattr(sys, "last_value"):  # an exception ended the program
+        never_destroy()
+    elif timeout is not None:
+        for group in groups.values():
+            end(group, timeout if past_of(group).given_up else 0.0)
+    groups.clear()
+
+
+def _let_go_of_mesh(device_mesh: DeviceMesh) -> None:
+    """DTensor's caches hold on to the mesh, which need not hold on to its groups: torch finds them by name, too."""
+    getattr(device_mesh, "_pg_registry", {}).clear()
+
+
+# Compiled code holds text, not objects, and must find the grid when it runs, as torch's own finds process groups.  The
+# grids live as long as somebody else holds them.
+_COUNT = count()
+_NAMED: WeakValueDictionary[str, ProcessGrid] = WeakValueDictionary()
+
+
+def grid_named(name: str) -> ProcessGrid:
+    """The process grid that has this `name` in this process.
+
+    Raises:
+        GridError: there is none any more.
+    """
+    mesh = _NAMED.get(name)
+    if mesh is None:
+        raise GridError(f"ProcessGrid '{name}' of a compiled function is gone\n  fix: keep a reference to the grid")
+    return mesh
+
+
+def _world_ranks(grid: Grid) -> list[int] | None:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if grid.num_ranks not in (world, 1):
+        raise GridError(
+            f"ProcessGrid: grid {grid} has {grid.num_ranks} ranks, torch.distributed has {world}\n"
+            f"  fix: a grid of {world} ranks, ProcessGrid.from_mesh for a part of them"
+            + ("" if dist.is_initialized() else ", or init_process_group first")
+        )
+    return list(range(world)) if grid.num_ranks > 1 else None
+
+
+def backends_by_device() -> dict[str, str]:
+    """Device type -> backend of the default process group.
+
+    `dist.get_backend` says "undefined" after an `init_process_group` that names none.
+    """
+    return dict(entry.split(":") for entry in dist.get_backend_config().split(",") if ":" in entry)

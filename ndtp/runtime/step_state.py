@@ -1,0 +1,45 @@
+"""What a process grid learns of the training step that runs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ndtp.runtime.late_gradients import LateGradients
+from ndtp.runtime.partial_sums import PartialSums
+from ndtp.runtime.weight_prefetch import WeightPrefetch
+
+
+class StepState:
+    """The order in which weights are used, gradients on their way, and gradients held back.
+
+    Nothing here depends on what the garbage collector has done, on autograd's own order, or on other objects of a rank:
+    it decides which collectives start, and when.
+
+    Args:
+        late: gradients on their way; grids that share process groups share them.
+    """
+
+    def __init__(self, late: LateGradients) -> None:
+        self.prefetch, self.prefetch_backward = WeightPrefetch(), WeightPrefetch("dgrad")
+        self.partial_sums = PartialSums()
+        self.late = late
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """See `ProcessGrid.accumulate`."""
+        self.late.enter()
+        self.partial_sums.depth += 1
+        try:
+            yield
+        except BaseException:
+            if self.late.break_off():  # nobody can say what is in the sums
+                self.partial_sums.discard()
+            raise
+        finally:
+            self.partial_sums.depth -= 1
+
+    def reduce_gradients(self) -> None:
+        """See `ProcessGrid.reduce_gradients`."""
+        self.late.enter()
+        self.partial_sums.finish()

@@ -1,0 +1,132 @@
+"""Gather the next product's weight while this one computes.
+
+The order is the one in which weights were really used: learned from the first forward, checked at every use.  A chain
+ends where a weight comes again, so nothing is gathered across an optimizer step.  A weight that was changed since, or
+that did not come, is gathered anew, and not gathered ahead again.  One gather is in flight at a time.
+
+Which weights live is up to the garbage collector, and may differ between ranks: so a weight that is gone takes part in
+its gather with zeros, for the peers where it is not, and no product takes it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.runtime.arrival import is_plain, version_of
+from ndtp.runtime.moves import Move, move_of
+
+if TYPE_CHECKING:
+    from ndtp.runtime.process_grid import ProcessGrid
+
+
+class _Weight:
+    """What is known of a weight: enough to take part in its gather even when it is gone.
+
+    Attributes:
+        following: the weight that came after it, if one did.
+        is_followed: whether to rely on that.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = weakref.ref(owner)
+        self.following: _Weight | None = None
+        self.is_followed = True
+
+    def note(self, weight: Tensor, plan: MatMulPlan) -> None:
+        self.plan, self._form = plan, _form(weight)
+
+    def tensor(self) -> Tensor | None:
+        """The weight, if it lives and is what it was when it was used last."""
+        owner = self._owner()
+        weight = owner if owner is None or isinstance(owner, Tensor) else owner._parameters.get("weight")
+        return None if weight is None or _form(weight) != self._form else weight
+
+    def nothing(self) -> Tensor:
+        shape, dtype, device = self._form
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
+class _Ahead(NamedTuple):
+    """A gather that was started for a weight before its product."""
+
+    known: _Weight
+    after: _Weight
+    weight: Tensor | None
+    version: tuple[int, ...]
+    move: Move
+
+
+class WeightPrefetch:
+    """What a `ProcessGrid` knows of the order of its weights in one phase, "forward" or "dgrad"."""
+
+    def __init__(self, phase: str = "forward") -> None:
+        self.phase = phase
+        self._known: Any = WeakIdKeyDictionary()  # owner of a weight -> _Weight
+        self._chain: set[_Weight] = set()  # since the chain began
+        self._last: _Weight | None = None
+        self._ahead: _Ahead | None = None
+
+    def take(self, weight: Tensor, owner: Any, plan: MatMulPlan) -> Move | None:
+        """The gather of `weight` if it is under way; called once a product that gathers B, in order of execution."""
+        if self.phase == "forward" and torch._C._current_autograd_node() is not None:
+            # A checkpointed forward again, in another order.
+            return None
+        known = self._known.get(owner)
+        if known is None:
+            known = self._known[owner] = _Weight(owner)
+        known.note(weight, plan)
+        ahead, self._ahead = self._ahead, None
+        if known in self._chain:
+            self._chain.clear()
+        elif (last := self._last) is not None and last.following is None:
+            last.following = known
+        self._chain.add(known)
+        self._last = known
+        if ahead is None:
+            return None
+        if ahead.weight is weight and ahead.version == version_of(weight):
+            return ahead.move
+        ahead.move.finish()
+        ahead.after.is_followed = False
+        return None
+
+    def start(self, owner: Any, mesh: ProcessGrid) -> None:
+        """Start the gather of the weight that follows the one of `owner`."""
+        known = self._known.get(owner)
+        if known is None or not known.is_followed or self._ahead is not None:
+            return
+        following = known.following
+        if following is None or following in self._chain:
+            return
+        weight = following.tensor()
+        shard = following.nothing() if weight is None else _local(weight).detach()
+        version = () if weight is None else version_of(weight)
+        move = move_of(following.plan, "B", shard, mesh, self.phase, ahead=True).start()
+        self._ahead = _Ahead(following, known, weight, version, move)
+
+
+def owner_of(weight: Tensor, layer: nn.Module | None) -> Any:
+    """By what the order of weights is known: the layer of a parameter, or a plain tensor itself; None if by nothing.
+
+    Not a DTensor, which `nn.Module.to` swaps only if no weak reference to it is there.
+    """
+    if not weight.is_leaf:
+        return None
+    if layer is not None and layer._parameters.get("weight") is weight:
+        return layer
+    return weight if is_plain(weight) else None
+
+
+def _local(weight: Tensor) -> Tensor:
+    return getattr(weight, "_local_tensor", weight)
+
+
+def _form(weight: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    local = _local(weight)
+    return local.shape, local.dtype, local.device

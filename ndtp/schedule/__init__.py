@@ -1,0 +1,1 @@
+"""A plan as overlapped tasks on chunks of rows, and those tasks on two clocks.  Pure."""

@@ -1,0 +1,214 @@
+"""A training step on two clocks, one that computes and one a link: the tasks of `ndtp.schedule.tasks`, timed.  Pure.
+
+What the executor does in order is replayed here in order, for many grids at once: a start puts a collective behind
+those already on its link, a wait holds the computation until it is done, the next weight is gathered ahead, and the
+reduction of a weight's gradient is waited for two chains later, or at the end.  Of one grid the clocks can be kept,
+span by span: what `ndtp show schedule` draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from ndtp.schedule.tasks import WINDOW, Task, Wanted, backward_tasks, forward_tasks
+
+# (collective, axis, bytes received per rank), one after another.
+Messages = list[tuple[str, str, Any]]
+
+# Phase, product, tensor, chunk.
+Key = tuple[str, int, str, int | None]
+
+
+class Links(Protocol):
+    """What `ndtp.planner.time_model.Network` tells of collectives."""
+
+    def seconds(self, collective: str, axis: str, received: Any) -> Any: ...
+
+    def crosses(self, axis: str) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product of a step.
+
+    Attributes:
+        messages: (phase, tensor) -> what moves it.
+        gemm: seconds of the whole local product; forward, dgrad and wgrad take the same.
+        chunk: seconds of one of its chunks of rows.
+        after: seconds of element by element work that follow it in forward; three times that precede it in backward.
+        own: the part of A, and of dC, that a rank multiplies while the others' are on their way; 0 where none is.
+        chained: whether the next product takes its result, in one schedule.
+        copy: seconds in which a gathered B is put in order.
+    """
+
+    messages: dict[tuple[str, str], Messages]
+    gemm: Any
+    chunk: Any
+    after: Any
+    copy: Any = 0.0
+    own: tuple[Any, Any] = (0.0, 0.0)
+    chained: bool = False
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a lane ("compute", or the axis whose link it is) does from `begin` to `end`, in seconds."""
+
+    lane: str
+    begin: float
+    end: float
+    phase: str
+    product: int
+    tensor: str
+    chunk: int | None
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.tensor}{self.product}" + ("" if self.chunk is None else f"[{self.chunk}]")
+
+
+@dataclass
+class Timeline:
+    """The clocks: `now` of the rank, and when each link becomes free.
+
+    Attributes:
+        contention: as in `ndtp.planner.hardware.Hardware`.
+        spans: of one grid, what happened when; None keeps nothing.
+    """
+
+    links: Links
+    contention: float = 0.0
+    spans: list[Span] | None = None
+    now: Any = 0.0
+    inside: Any = 0.0
+    across: Any = 0.0
+    pending: dict[Key, tuple[Any, Any, Messages]] = field(default_factory=dict)
+
+    def compute(self, key: Key, what: str, seconds: Any) -> None:
+        """Work of the rank; beside collectives it goes on at `1 - contention` of its speed."""
+        begin, slowed = self.now, seconds
+        if self.contention:
+            beside: Any = 0.0
+            for left, right, _ in self.pending.values():
+                beside = beside + np.maximum(0.0, right - np.maximum(begin, left))
+            slowed = np.minimum(seconds / max(1e-9, 1 - self.contention), seconds + self.contention * beside)
+        self.now = begin + slowed
+        self._keep("compute", key, what, begin, begin + seconds)
+        self._keep("compute", key, "contention", begin + seconds, self.now)
+
+    def start(self, key: Key, messages: Messages, cut: int = 1) -> None:
+        """Put the first collective of a move on its link; the others go further, or follow when it is waited for.
+
+        Where a grid needs no first one, its second is the first.
+        """
+        if key in self.pending:
+            return
+        begin, end, idle, later = self.now, self.now, True, []
+        for collective, axis, received in messages:
+            began, sent = self._send(key, collective, axis, np.where(idle, received, 0) / cut)
+            begin, end = np.maximum(begin, began), np.maximum(end, sent)
+            later.append((collective, axis, np.where(idle, 0, received) / cut))
+            idle = idle & (np.asarray(received) == 0)
+        self.pending[key] = begin, end, later[1:]
+
+    def wait(self, key: Key) -> None:
+        """Hold the computation until a move is done."""
+        _, end, rest = self.pending.pop(key)
+        self.now = np.maximum(self.now, end)
+        for message in rest:
+            self.now = np.maximum(self.now, self._send(key, *message)[1])
+
+    def go_further(self, key: Key) -> None:
+        """Put the second collective of a move on its link, when its first is done."""
+        begin, end, rest = self.pending[key]
+        if rest:
+            self.now = np.where(np.asarray(rest[0][2]) > 0, np.maximum(self.now, end), self.now)
+            self.pending[key] = begin, np.maximum(end, self._send(key, *rest[0])[1]), rest[1:]
+
+    def _send(self, key: Key, collective: str, axis: str, received: Any) -> tuple[Any, Any]:
+        """When it begins and ends."""
+        seconds = self.links.seconds(collective, axis, received)
+        crosses = self.links.crosses(axis)
+        begin = np.maximum(self.now, np.where(crosses, self.across, self.inside))
+        end, moves = begin + seconds, seconds > 0
+        self.across = np.where(moves & crosses, end, self.across)
+        self.inside = np.where(moves & ~crosses, end, self.inside)
+        self._keep(axis, key, collective, begin, end)
+        return np.where(moves, begin, self.now), np.where(moves, end, self.now)
+
+    def _keep(self, lane: str, key: Key, what: str, begin: Any, end: Any) -> None:
+        if self.spans is not None and end > begin:
+            phase, product, tensor, chunk = key
+            self.spans.append(Span(lane, float(begin), float(end), phase, product, tensor, chunk, what))
+
+
+def step_seconds(
+    products: Sequence[Product],
+    links: Links,
+    chunks: int = 1,
+    regather: bool = False,
+    contention: float = 0.0,
+    spans: list[Span] | None = None,
+) -> Any:
+    """Forward through all products and backward again.
+
+    Args:
+        regather: whether some grid gathers operands again in backward; what need not move has no bytes.
+        spans: filled with what happens when, for a single grid.
+    """
+    line = Timeline(links, contention, spans)
+    begun: dict[Key, Any] = {}
+    for phase, i, task in _tasks(products, chunks, regather):
+        product, cut = products[i], 1 if task.chunk is None else chunks
+        key = (phase, i, task.tensor, task.chunk)
+        if task.action == "start":
+            line.start(key, product.messages[_moved_in(phase, task.tensor), task.tensor], cut)
+        elif task.action == "wait":
+            line.wait(key)
+            if task.tensor == "B":
+                line.compute(key, "order", product.copy)
+        elif task.action == "go further":
+            line.go_further(key)
+        elif task.action == "own":
+            begun[key] = product.own[phase == "backward"]
+            line.compute(key, "own", begun[key] * product.chunk)
+        elif task.action == "multiply":
+            whole = product.gemm if task.tensor == "dB" else product.chunk
+            line.compute(key, "multiply", (1 - begun.pop(key, 0.0)) * whole)
+        elif task.action == "activate":
+            source = products[i - 1] if task.tensor == "A" else product
+            line.compute(key, "activate", (3 if task.tensor == "dC" else 1) * source.after / cut)
+        elif task.action == "prefetch" and phase == "forward" and i + 1 < len(products):
+            line.start((phase, i + 1, "B", None), products[i + 1].messages[phase, "B"])
+    for key in list(line.pending):
+        line.wait(key)
+    return line.now
+
+
+def _tasks(products: Sequence[Product], chunks: int, regather: bool) -> Iterator[tuple[str, int, Task]]:
+    """(phase, product, task) of a step, as the executor goes through them, chain by chain."""
+    # The last one ends a chain whatever it was cut out of: the first product of a block can be looked at alone.
+    ends = [i for i, product in enumerate(products) if not product.chained or i + 1 == len(products)]
+    chains = [range(begin, end + 1) for begin, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)]
+    for chain in chains:
+        for task in forward_tasks(chunks, (False,) * len(chain)):
+            yield "forward", chain[task.product], task
+        yield "forward", chain[-1], Task("activate", "C")
+    want = Wanted(regather=("a", "b") if regather else ())
+    for k, chain in reversed(list(enumerate(chains))):
+        yield "backward", chain[-1], Task("activate", "dC")
+        for task in backward_tasks(chunks, (want,) * len(chain)):
+            yield "backward", chain[task.product], task
+        for i in chains[k + 1] if k + 1 < len(chains) else ():
+            yield "backward", i, Task("go further", "dB")
+        for i in chains[k + WINDOW] if k + WINDOW < len(chains) else ():
+            yield "backward", i, Task("wait", "dB")
+
+
+def _moved_in(phase: str, tensor: str) -> str:
+    """What `ndtp.planner.block_cost.messages` calls the phase in which a tensor moves."""
+    return phase if phase == "forward" else "wgrad" if tensor in ("A", "dB") else "dgrad"

@@ -1,0 +1,302 @@
+"""A chain of products and a number of chunks become a list of tasks.  Pure: printed and tested without processes.
+
+A chain is one product, or several with an activation between each and the next, as in a block.  Products are cut along
+M, never along K: partial sums would be written to memory once a chunk.  Chunk i holds rows for every peer, so that it
+is the whole problem with M / n rows, and the layouts' exact row order is kept: the rows of a shard are seen as
+[blocks, n, rows], where the blocks are the common refinement of all that is gathered and scattered in the chain, and
+chunk i is [:, i, :].
+
+While chunk i is multiplied, the gathers of the next chunks, the scatter of the last one and the gather that it enters
+in the next product fly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from ndtp.algebra.steps import Step, apply
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ndtp.algebra.matmul_plan import MatMulPlan
+
+LOOKAHEAD = 2  # gathers in flight at a time: one that is waited for, and one behind it
+WINDOW = 2  # chains of products whose weight gradients are on their way at a time in backward
+SKEW = 2  # chunks by which a product is behind the one before it in a chain
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that a rank does with a tensor of a product of the chain.
+
+        start, wait   for the moves of the tensor
+        own           multiply this rank's own part of an operand that is still being gathered, towards this tensor
+        multiply      the rest of it, or all
+        activate      make "A" of the C before it, or "dC" of the dA behind it
+        prefetch      start the gather of the weight that follows the chain, if it is known
+        release       let go of an operand, unless backward wants it
+
+    `chunk` is None where the whole tensor moves at once.
+    """
+
+    action: str
+    tensor: str
+    chunk: int | None = None
+    product: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.action} {self.tensor}" + "'" * self.product + ("" if self.chunk is None else f"[{self.chunk}]")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What one product of a chain has to do in backward.
+
+    Attributes:
+        dgrad, wgrad, bias: the gradients that are wanted.
+        regather: the operands ("a", "b") that are gathered again.
+    """
+
+    dgrad: bool = True
+    wgrad: bool = True
+    bias: bool = False
+    regather: tuple[str, ...] = ()
+
+    def again(self, operand: str) -> bool:
+        """Whether backward gathers "a" or "b" again: A serves wgrad, B serves dgrad."""
+        return operand in self.regather and (self.wgrad if operand == "a" else self.dgrad)
+
+
+@cache
+def forward_tasks(chunks: int, biases: tuple[bool, ...] = (False,)) -> tuple[Task, ...]:
+    """C = A . B + bias for every product, from `biases`: which of them have one.
+
+    B first: a weight needs no activation, and every chunk needs the whole of it.
+    """
+    return tuple(_forward(chunks, biases))
+
+
+def _forward(chunks: int, biases: Sequence[bool]) -> Iterator[Task]:
+    last = len(biases) - 1
+    yield Task("start", "B")
+    yield from (Task("start", "A", i) for i in range(min(LOOKAHEAD, chunks)))
+    for p, i in _wavefront(chunks, range(last + 1)):
+        if i == chunks:
+            yield Task("release", "B", None, p)
+        else:
+            if i == 0:
+                if biases[p]:
+                    yield Task("start", "bias", None, p)
+                yield Task("wait", "B", None, p)
+                if p == 0 or chunks == 1:
+                    yield Task("own", "C", 0, p)
+            yield Task("wait", "A", i, p)
+            if p == 0 and i + LOOKAHEAD < chunks:
+                yield Task("start", "A", i + LOOKAHEAD)
+            if p < last and i == 0:
+                yield Task("start", "B", None, p + 1)
+            elif p == last and i == _behind(chunks):
+                yield Task("prefetch", "B", None, p)
+            yield Task("multiply", "C", i, p)
+            yield Task("release", "A", i, p)
+            yield Task("start", "C", i, p)
+        if p < last and i > 0:
+            yield from _enter("C", "A", i - 1, p, p + 1)
+    yield from (Task("wait", "C", i, last) for i in range(chunks))
+
+
+@cache
+def backward_tasks(chunks: int, wanted: tuple[Wanted, ...] = (Wanted(),)) -> tuple[Task, ...]:
+    """dA = dC . B^T and dB = A^T . dC for every product, last first, of one gather of dC.
+
+    dA's scatters fly while dB is multiplied.  dB and the bias's gradient are started here, and waited for at the end of
+    the whole backward pass.
+    """
+    return tuple(_backward(chunks, wanted))
+
+
+def _backward(chunks: int, wanted: Sequence[Wanted]) -> Iterator[Task]:
+    last = len(wanted) - 1
+    first = next((p for p in range(last, 0, -1) if not wanted[p].dgrad), 0)  # before it nothing is wanted
+    if wanted[last].again("b"):
+        yield Task("start", "B", None, last)
+    yield from (Task("start", "dC", i, last) for i in range(min(LOOKAHEAD, chunks)))
+    for p, i in _wavefront(chunks, range(last, first - 1, -1)):
+        enter = _enter("dA", "dC", i - 1, p, p - 1) if p > first and i > 0 else ()
+        if i == chunks:
+            # Either hides something: the gather into which the last chunk goes, or the scatter from which one comes.
+            weights = _weight_gradients(chunks, wanted[p], p)
+            yield from (*enter, *weights) if chunks > 1 else (*weights, *enter)
+        else:
+            yield from _dgrad(chunks, wanted, p, i, first)
+            yield from enter
+    yield from (Task("wait", "dA", i, first) for i in range(chunks) if wanted[first].dgrad)
+
+
+def _dgrad(chunks: int, wanted: Sequence[Wanted], p: int, i: int, first: int) -> Iterator[Task]:
+    """One chunk of dA, and what sets off meanwhile."""
+    want, last = wanted[p], len(wanted) - 1
+    if i == 0:
+        if want.again("b"):
+            yield Task("wait", "B", None, p)
+        if want.dgrad and (p == last or chunks == 1):
+            yield Task("own", "dA", 0, p)
+    yield Task("wait", "dC", i, p)
+    if p == last and i + LOOKAHEAD < chunks:
+        yield Task("start", "dC", i + LOOKAHEAD, p)
+    if i == 0 and p > first and wanted[p - 1].again("b"):
+        yield Task("start", "B", None, p - 1)
+    behind = _behind(chunks)
+    if want.again("a") and p > 0 and i < behind:
+        yield Task("activate", "A", i, p)  # before chunk i of dA goes on its way into dC, and takes what it is made of
+    if i == behind:
+        for j in range(chunks if want.again("a") else 0):
+            if p > 0 and j >= behind:
+                yield Task("activate", "A", j, p)  # again, rather than kept
+            yield Task("start", "A", j, p)
+        if p == first:
+            yield Task("prefetch", "B", None, p)
+    if want.dgrad:
+        yield Task("multiply", "dA", i, p)
+        yield Task("start", "dA", i, p)
+
+
+def _weight_gradients(chunks: int, want: Wanted, p: int) -> Iterator[Task]:
+    if want.wgrad:
+        if want.again("a"):
+            yield from (Task("wait", "A", j, p) for j in range(chunks))
+        yield Task("multiply", "dB", None, p)
+        yield Task("start", "dB", None, p)
+    if want.bias:
+        yield Task("multiply", "dbias", None, p)
+        yield Task("start", "dbias", None, p)
+    yield from (Task("release", operand, None, p) for operand in ("B", "A", "dC"))
+
+
+def _wavefront(chunks: int, products: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(product, chunk): each product is `SKEW` chunks behind the one that feeds it; `chunks` stands for its end.
+
+    So what links the two, a scatter and a gather, flies while either goes on with other chunks.
+    """
+    for time in range(chunks + SKEW * (len(products) - 1) + 1):
+        for behind, product in enumerate(products):
+            if 0 <= (chunk := time - SKEW * behind) <= chunks:
+                yield product, chunk
+
+
+def _enter(result: str, operand: str, chunk: int, product: int, following: int) -> Iterator[Task]:
+    """A chunk of a product's result becomes one of the next product's operand, and sets off."""
+    yield Task("wait", result, chunk, product)
+    yield Task("activate", operand, chunk, following)
+    yield Task("start", operand, chunk, following)
+
+
+def _behind(chunks: int) -> int:
+    """The chunk at which the last gather of rows is on its way: what comes after them may start."""
+    return max(0, chunks - 1 - LOOKAHEAD)
+
+
+@dataclass(frozen=True)
+class RowChunks:
+    """How the rows of the shards of A and C (and of dA and dC) of one product are cut into `count` chunks."""
+
+    count: int
+    a_dim: int = 0
+    a_blocks: int = 1
+    c_dim: int = 0
+    c_blocks: int = 1
+
+    @classmethod
+    def of(cls, plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], wanted: int) -> tuple[RowChunks, ...]:
+        """For every product of a chain, from the global size of every letter.
+
+        At most `wanted` chunks; fewer where the rows do not divide, or an all-reduce of a chunk would send more than
+        its part of the whole one; one where the rows take other moves, or are not the rows of the next product.
+        """
+        whole = (WHOLE,) * len(plans)
+        if wanted <= 1:
+            return whole
+        dims = [(plan.a_letters.index("m"), plan.c_letters.index("m")) for plan in plans]
+        if any(c_dim != a_dim for (_, c_dim), (a_dim, _) in pairwise(dims)):
+            return whole
+        peers = []
+        for plan, (a_dim, c_dim) in zip(plans, dims, strict=True):
+            gathered = _ranks_that(plan, "A", a_dim, "all_gather")
+            scattered = _ranks_that(plan, "C", c_dim, "reduce_scatter")
+            if gathered is None or scattered is None:
+                return whole
+            peers.append((gathered, scattered))
+        blocks = math.lcm(*(ranks for pair in peers for ranks in pair))
+        held = {size["m"] // plan.grid.size(plan.orders["m"]) for plan, size in zip(plans, sizes, strict=True)}
+        if len(held) > 1:
+            return whole
+        (local,) = held
+        if not local or local % blocks:
+            return whole
+        reduced = [each for plan, size in zip(plans, sizes, strict=True) for each in _all_reduced(plan, size)]
+        count = next(n for n in _divisors(local // blocks) if n <= wanted and _cut_alike(reduced, n))
+        if count == 1:
+            return whole
+        return tuple(
+            cls(count, a_dim, blocks // gathered, c_dim, blocks // scattered)
+            for (a_dim, c_dim), (gathered, scattered) in zip(dims, peers, strict=True)
+        )
+
+    def cut(self, shard: Tensor, name: str, i: int) -> Tensor:
+        """Chunk i of a shard of "A" or "dC"."""
+        if self.count == 1:
+            return shard
+        dim, blocks = self.place(name)
+        return self._chunk(shard, dim, blocks, i).flatten(dim, dim + 1)
+
+    def paste(self, shard: Tensor, name: str, i: int, chunk: Tensor) -> None:
+        """Write chunk i of a shard of "C" or "dA"."""
+        dim, blocks = self.place(name)
+        place = self._chunk(shard, dim, blocks, i)
+        place.copy_(chunk.reshape(place.shape))
+
+    def _chunk(self, shard: Tensor, dim: int, blocks: int, i: int) -> Tensor:
+        rows = shard.shape[dim] // (blocks * self.count)
+        return shard.unflatten(dim, (blocks, self.count, rows)).select(dim + 1, i)
+
+    def place(self, name: str) -> tuple[int, int]:
+        """The dim of a tensor's rows, and into how many blocks its shard's rows fall."""
+        return (self.a_dim, self.a_blocks) if name.endswith("A") else (self.c_dim, self.c_blocks)
+
+
+WHOLE = RowChunks(1)
+
+
+def _divisors(number: int) -> list[int]:
+    """Highest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)}, reverse=True)
+
+
+def _all_reduced(plan: MatMulPlan, sizes: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """(elements, ranks) of every all-reduce of C and dA."""
+    for tensor, letters in (("C", plan.c_letters), ("dA", plan.a_letters)):
+        steps, need = plan.relayouts[tensor], plan.need(letters)
+        shape = [(sizes[x] if x else 1) // plan.grid.size(axes) for x, axes in zip(letters, need, strict=True)]
+        for step, after, _ in apply(plan.grid, steps, shape):
+            if step.kind == "all_reduce":
+                yield math.prod(after), plan.grid.size(step.axes)
+
+
+def _cut_alike(all_reduced: Sequence[tuple[int, int]], chunks: int) -> bool:
+    """Whether all-reduces send as much in chunks as whole: the block that each rank sums is rounded up in both."""
+    return all(chunks * -(-(elements // chunks) // ranks) == -(-elements // ranks) for elements, ranks in all_reduced)
+
+
+def _ranks_that(plan: MatMulPlan, tensor: str, dim: int, kind: str) -> int | None:
+    """The ranks over which the rows are gathered or scattered; None if they are moved in any other way."""
+    steps: list[Step] = [step for step in plan.relayouts[tensor] if dim in (step.dim, step.source)]
+    if any(step.kind != kind for step in steps):
+        return None
+    return math.prod(plan.grid.size(step.axes) for step in steps)

@@ -1,0 +1,54 @@
+"""Named schemes: the layouts of the documented table, on any grid, with every other axis on the rows."""
+
+import pytest
+
+from ndtp import Grid, LayoutError
+from ndtp.algebra.schemes import SCHEMES, block_layouts
+
+
+def texts(grid, scheme, axes=None):
+    b = block_layouts(grid, scheme, axes)
+    return [str(layout).strip("'") for layout in (b.input, b.up_weight, b.hidden, b.down_weight, b.output)]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "grid", "axes", "expected"),
+    [
+        ("1d", Grid(x=8), None, ["None None", "x None", "None x", "None x", "None None"]),
+        ("1d", Grid(z=2, x=2, y=2), None, ["None None", "(x y z) None", "None (x y z)", "None (x y z)", "None None"]),
+        ("1d", Grid(dp=2, x=4), None, ["dp None", "x None", "dp x", "None x", "dp None"]),
+        ("1d", Grid(x=2, y=4), ("y",), ["x None", "y None", "x y", "None y", "x None"]),
+        ("1d-sp", Grid(dp=2, x=4), None, ["(dp x) None", "x None", "dp x", "None x", "(dp x) None"]),
+        ("2d", Grid(x=2, y=4), None, ["y x", "y x", "x y", "x y", "y x"]),
+        ("2d", Grid(z=2, x=2, y=2), ("x", "y"), ["(z y) x", "y x", "(z x) y", "x y", "(z y) x"]),
+        ("2d", Grid(tp0=2, tp1=4), ("tp0", "tp1"), ["tp1 tp0", "tp1 tp0", "tp0 tp1", "tp0 tp1", "tp1 tp0"]),
+        ("2d-features", Grid(x=2, y=4), None, ["None (x y)", "y x", "None (y x)", "x y", "None (x y)"]),
+        ("3d", Grid(z=2, x=2, y=2), None, ["(z y) x", "y (x z)", "(z x) y", "x (y z)", "(z y) x"]),
+        ("3d", Grid(x=2, y=4), None, ["y x", "y x", "x y", "x y", "y x"]),
+        ("3d", Grid(dp=2, z=2, x=2, y=1), None, ["(dp z y) x", "y (x z)", "(dp z x) y", "x (y z)", "(dp z y) x"]),
+    ],
+)
+def test_layouts(scheme, grid, axes, expected):
+    assert texts(grid, scheme, axes) == expected
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("num_ranks", [1, 4, 8, 12])
+def test_every_scheme_makes_a_block_that_ends_as_it_began(scheme, num_ranks):
+    for grid in Grid.all(num_ranks):
+        if scheme.startswith("2d") and grid["z"] > 1:
+            with pytest.raises(LayoutError, match="z=1"):
+                block_layouts(grid, scheme)
+            continue
+        layouts = block_layouts(grid, scheme)
+        up, down = layouts.plans()
+        assert up.out == layouts.hidden == down.a and down.out == layouts.output == layouts.input
+
+
+@pytest.mark.parametrize(
+    ("scheme", "axes", "words"),
+    [("4d", None, "3d"), ("2d", ("x",), "2 axes"), ("3d", ("x", "y", "q"), "3 axes"), ("1d", ("q",), "axes")],
+)
+def test_errors(scheme, axes, words):
+    with pytest.raises(LayoutError, match=words):
+        block_layouts(Grid(x=2, y=2), scheme, axes)

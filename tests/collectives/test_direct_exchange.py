@@ -1,0 +1,122 @@
+"""Messages say what they are: ranks that disagree get an error on both sides, never a number."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import ndtp
+from ndtp import CommunicationError, Grid, Layout, MatMulPlan, ProcessGrid
+from ndtp.algebra.steps import Step
+from ndtp.collectives import direct_exchange
+from ndtp.collectives.meter import LABEL, Label
+
+GATHER, SCATTER, SUM = Step("all_gather", ("x",), 0), Step("reduce_scatter", ("x",), 0), Step("all_reduce", ("x",))
+
+
+def start(mesh, step, tensor, op="up", phase="forward", part=""):
+    return mesh.collectives.start(step, tensor, (op, "A"), phase, part=part)
+
+
+def both_orders(mesh):
+    """Two products, their names and shapes alike but for the op's."""
+    plans = [
+        MatMulPlan(
+            Layout(mesh.grid, None, "x"), Layout(mesh.grid, "x", None), out=Layout(mesh.grid, "x", None), name=op
+        )
+        for op in ("up", "down")
+    ]
+    for plan in plans if mesh.rank else plans[::-1]:
+        ndtp.matmul(torch.full((4, 2), 2.0), torch.ones(2, 4), plan, mesh)
+
+
+ones = torch.ones
+CASES = {
+    "the order of products": both_orders,
+    "a name": lambda mesh: start(mesh, GATHER, ones(4), "up" if mesh.rank else "down").wait(),
+    "a kind": lambda mesh: start(mesh, *((GATHER, ones(4)) if mesh.rank else (SCATTER, ones(8)))).wait(),
+    "a phase": lambda mesh: start(mesh, GATHER, ones(4), phase="dgrad" if mesh.rank else "wgrad").wait(),
+    "a chunk": lambda mesh: start(mesh, GATHER, ones(4), part=f"{mesh.rank + 1}/2").wait(),
+    "a length": lambda mesh: start(mesh, GATHER, ones(4 + mesh.rank)).wait(),
+    "a dtype": lambda mesh: start(mesh, GATHER, ones(4).to((torch.float16, torch.bfloat16)[mesh.rank])).wait(),
+}
+
+
+# Of two ranks an all-reduce is an exchange, except of an odd number; of more it is gloo's own.
+SUMS = {
+    "a name": lambda mesh: start(mesh, SUM, ones(4), "up" if mesh.rank else "down").wait(),
+    "a name, of an odd number": lambda mesh: start(mesh, SUM, ones(5), "up" if mesh.rank else "down").wait(),
+    "a kind": lambda mesh: start(mesh, SUM if mesh.rank else GATHER, ones(4)).wait(),
+}
+ALL = {"gathers": CASES, "sums": SUMS}
+
+
+def disagree(ranks, which):
+    grids = {case: ProcessGrid(Grid(x=ranks), timeout=0.1) for case in ALL[which]}
+    said = {}
+    for case, mesh in grids.items():
+        try:
+            said[case] = f"no error: {ALL[which][case](mesh)}"
+        except CommunicationError as error:
+            said[case] = str(error)
+    return said
+
+
+def test_ranks_that_disagree_get_an_error_each(ranks):
+    """As short a timeout as can be: a peer that is late for another reason ends in the same error."""
+    for rank, said in enumerate(ranks(2).run(disagree, 2, "gathers")):
+        for case, text in said.items():
+            assert "failed: rank" in text and "over axis x" in text, f"rank {rank}, {case}: {text}"
+        assert "reduce_scatter of " + ("up", "down")[1 - rank] in said["the order of products"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_reduces_are_told_apart_too(ranks, size):
+    for rank, said in enumerate(ranks(size).run(disagree, size, "sums")):
+        for case, text in said.items():
+            assert "failed: rank" in text, f"rank {rank}, {case}: {text}"
+
+
+class Group:
+    """Writes down the tags of messages that nobody sends."""
+
+    def __init__(self, rank):
+        self.me, self.sent, self.received = rank, [], []
+
+    def size(self):
+        return 2
+
+    def rank(self):
+        return self.me
+
+    def send(self, tensors, peer, tag):
+        self.sent.append(tag)
+
+    def recv(self, tensors, peer, tag):
+        self.received.append(tag)
+
+
+def test_tags_are_those_of_the_peer_and_fit_gloo():
+    groups = [Group(rank) for rank in range(2)]
+    for i in range(60):
+        token = LABEL.set(Label((f"op{i % 3}",), "forward", "all_gather", ("x",)))
+        for group in groups:  # what goes to the peer is longer on rank 1
+            own = ones(4 + group.me)
+            direct_exchange.exchange(group, [own, own], [ones(4), ones(5)])
+        LABEL.reset(token)
+    assert groups[0].sent == groups[1].received and groups[1].sent == groups[0].received
+    tags = groups[0].sent + groups[1].sent
+    assert len(set(tags)) == len(tags) and all(2**30 <= tag < 2**31 for tag in tags)
+
+
+def test_what_a_message_is_for_costs_a_look_up():
+    label = Label(("up", "A"), "forward", "all_gather", ("x",), "1/2")
+    first = direct_exchange._purpose(label, torch.float32)
+    with mock.patch.object(direct_exchange.hashlib, "blake2b", side_effect=AssertionError("hashed again")):
+        assert (
+            direct_exchange._purpose(Label(("up", "A"), "forward", "all_gather", ("x",), "1/2"), torch.float32) == first
+        )
+    for i in range(2 * direct_exchange._MOST_PURPOSES):
+        direct_exchange._purpose(Label((f"op{i}",), "forward", "all_gather", ("x",)), torch.float32)
+    assert len(direct_exchange._PURPOSES) <= direct_exchange._MOST_PURPOSES, "names that are made up do not pile up"
+    assert direct_exchange._purpose(label, torch.float32) == first

@@ -1,0 +1,91 @@
+"""The local products against einsum, by either implementation."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+import ndtp
+from ndtp import Grid, GridError, Layout, MatMulPlan
+from ndtp.compute.gemm import KernelGemm, TorchGemm
+from ndtp.testing import assert_equal, small_integers
+
+ONE = Grid(x=1)
+SHAPES = [((), ()), ((3,), (3,)), ((3,), ()), ((), (3,)), ((2, 3), (3,)), ((1, 3), (2, 1))]
+
+
+@pytest.mark.parametrize("gemm", [TorchGemm(), KernelGemm()], ids=["torch", "kernels"])
+@pytest.mark.parametrize("a_batch,b_batch", SHAPES, ids=str)
+@pytest.mark.parametrize("transpose_a,transpose_b", [*product((False, True), repeat=2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_and_their_gradients(gemm, a_batch, b_batch, transpose_a, transpose_b, dtype):
+    a = small_integers((*a_batch, *((6, 4) if transpose_a else (4, 6))), 0, dtype).requires_grad_()
+    b = small_integers((*b_batch, *((5, 6) if transpose_b else (6, 5))), 1, dtype).requires_grad_()
+    layouts = (Layout(ONE, *[None] * t.dim()) for t in (a, b))
+    plan, _ = MatMulPlan(*layouts, transpose_a=transpose_a, transpose_b=transpose_b).bind(a.shape, b.shape)
+    dense = torch.matmul(a.mT if transpose_a else a, b.mT if transpose_b else b)
+    grad = small_integers(dense.shape, 2, dtype)
+    dense.backward(grad)
+    with torch.no_grad():
+        assert_equal(gemm.forward(plan, a, b), dense, "C")
+        assert_equal(gemm.dgrad(plan, grad, b), a.grad, "dA")
+        assert_equal(gemm.wgrad(plan, grad, a), b.grad, "dB")
+
+
+def in_blocks(matrix, count):
+    """[rows, columns] as `count` blocks of columns."""
+    return matrix if count == 1 else matrix.unflatten(1, (count, -1)).movedim(1, 0).contiguous()
+
+
+@pytest.mark.parametrize("gemm", [TorchGemm(), KernelGemm()], ids=["torch", "kernels"])
+@pytest.mark.parametrize("transpose_a,transpose_b", [*product((False, True), repeat=2)])
+@pytest.mark.parametrize("a_blocks,b_blocks,c_blocks", [*product((1, 3), repeat=3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_operands_and_results_that_lie_as_blocks_of_columns(
+    gemm, transpose_a, transpose_b, a_blocks, b_blocks, c_blocks, dtype
+):
+    a = small_integers((6, 3) if transpose_a else (3, 6), 0, dtype)
+    b = small_integers((9, 6) if transpose_b else (6, 9), 1, dtype)
+    how = {"transpose_a": transpose_a, "transpose_b": transpose_b, "blocks": c_blocks}
+    dense = (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
+    a, b = in_blocks(a, a_blocks), in_blocks(b, b_blocks)
+    want = in_blocks(dense, c_blocks)
+    assert_equal(gemm.product_of_blocks(a, b, **how), want, "C")
+    out = torch.full_like(want, torch.nan)
+    assert gemm.product_of_blocks(a, b, out=out, **how) is out
+    assert_equal(out, want, "C in its place")
+    gemm.product_of_blocks(a, b, out=out, accumulate=True, **how)
+    assert_equal(out, 2 * want, "C added to")
+
+
+@pytest.mark.parametrize("own", range(3))
+def test_the_own_part_of_a_sum_first_and_the_others_on_top(own):
+    gemm, a, b = TorchGemm(), small_integers((4, 6), 0), small_integers((6, 5), 1)
+    mine = in_blocks(a, 3)[own].expand(3, -1, -1)  # nothing of the others is there yet
+    begun = gemm.product_of_blocks(mine, b, False, False, parts=(own,))
+    others = [part for part in range(3) if part != own]
+    done = gemm.product_of_blocks(in_blocks(a, 3), b, False, False, out=begun, parts=others, accumulate=True)
+    assert_equal(done, a @ b, "C")
+
+
+def test_a_process_grid_multiplies_by_the_gemm_it_was_given():
+    calls = []
+
+    class Counting(KernelGemm):
+        def product(self, *arguments):
+            calls.append(arguments)
+            return super().product(*arguments)
+
+    mesh = ndtp.ProcessGrid(ONE, gemm="kernels")
+    assert type(mesh.gemm) is KernelGemm
+    mesh.gemm = Counting()
+    block = ndtp.nn.MLP(8, 16, mesh=mesh)
+    block(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert len(calls) == 6, "two products, each with dgrad and wgrad"
+
+
+def test_an_unknown_gemm_is_refused():
+    with pytest.raises(GridError, match="torch, kernels"):
+        ndtp.ProcessGrid(ONE, gemm="cublas")

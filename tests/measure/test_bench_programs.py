@@ -1,0 +1,150 @@
+"""The programs under bench/ run, and say what they promise; what they measure is not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ndtp.measure.volume import Case
+from ndtp.planner.block_cost import Block
+from ndtp.planner.hardware import Hardware
+from ndtp.planner.search import Request, search
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+def start(*words: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], check=False, capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
+    return done
+
+
+def test_host_overhead(tmp_path):
+    out = tmp_path / "host_overhead.json"
+    start(BENCH / "host_overhead.py", "--repetitions", 1, "--calls", 2, "--out", out)
+    cases = json.loads(out.read_text())["cases"]
+    assert len(cases) == 3 and all({"plain", "ndtp", "dtensor"} <= set(case) for case in cases.values())
+
+
+def test_overlap_checks_every_rival_and_tells_the_parts(tmp_path):
+    out = tmp_path / "overlap.json"
+    sizes = ("--tokens", 64, "--hidden", 16, "--inner", 32, "--repetitions", 1, "--out", out)
+    grids = ("--grids", "1d-sp:x=2", "3d:z=2,x=1,y=1")
+    start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, BENCH / "overlap.py", *sizes, *grids)
+    grids = json.loads(out.read_text())["grids"]
+    assert len(grids) == 2 and all(len(rows) == 5 for rows in grids.values()), "each with both rivals"
+    ours = [row for rows in grids.values() for row in rows.values() if "predicted" in row]
+    assert len(ours) == 6, "on either grid: plain, overlapped, and in as many chunks as pay"
+    assert all({"compute_ms", "communication_ms", "hidden_fraction", "predicted"} <= set(row) for row in ours)
+
+
+def test_memory_predicts_what_it_counts(tmp_path):
+    out = tmp_path / "memory.json"
+    start(BENCH / "memory.py", "--tokens", 128, "--hidden", 16, "--inner", 32, "--out", out)
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 32 and all(row["measured"] == row["predicted"] for row in rows)
+
+
+ACCURACY = (BENCH / "planner_accuracy.py", "--rounds", 1, "--repeats", 1, "--largest", 0.0625, "--sustain", 0.01)
+
+
+def test_planner_accuracy_compares_every_grid_and_keeps_other_rates(tmp_path):
+    out = tmp_path / "accuracy.json"
+    out.write_text(json.dumps({"runs": {"1mbit": {"blocks": {}}}}))
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    start(*ranks, *ACCURACY, "--rate", "none", "--shapes", "64x16x32,32x16x16", "--out", out)
+    runs = json.loads(out.read_text())["runs"]
+    assert list(runs) == ["1mbit", "none"]
+    assert list(runs["none"]["blocks"]) == ["64 x 16 x 32", "32 x 16 x 16"]
+    for block in runs["none"]["blocks"].values():
+        rows = block["rows"]
+        assert {row["grid"] for row in rows} == {"dp=2", "z=2", "x=2", "y=2"}
+        assert [row["predicted_ms"] for row in rows] == sorted(row["predicted_ms"] for row in rows)
+        assert all(row["ratio"] == row["predicted_ms"] / row["measured_ms"] for row in rows)
+        best = min(rows, key=lambda row: row["measured_ms"])
+        assert block["first_choice"] == rows[0]["grid"] and block["best_measured"] == best["grid"]
+        assert block["first_over_best"] == rows[0]["measured_ms"] / best["measured_ms"] >= 1
+        assert block["within_25_percent"] == sum(0.75 <= row["ratio"] <= 1.25 for row in rows) / 4
+    profile = tmp_path / "none.toml"
+    profile.write_text(runs["none"]["profile"])
+    assert Hardware.load(profile).ranks_per_node == 1
+    summary = start(BENCH / "planner_accuracy.py", "--report", out).stdout
+    assert "of 8 steps predicted within 25 %" in summary and max(map(len, summary.splitlines())) <= 100
+
+
+def test_the_recorded_accuracy_is_of_this_time_model_and_what_the_docs_say(tmp_path):
+    """A change of the time model makes the record another one's: measure again."""
+    runs = json.loads((BENCH / "results" / "planner_accuracy.json").read_text())["runs"]
+    table, within, choices = [], 0, []
+    for rate, run in runs.items():
+        profile = tmp_path / f"{rate}.toml"
+        profile.write_text(run["profile"])
+        for name, found in run["blocks"].items():
+            block = Block.mlp(*map(int, name.split(" x ")))
+            plans = search(Request((block,), 8, Hardware.load(profile), dtype="float32"))
+            predicted = {str(Case(plan.grid, plan.scheme)): plan.step_ms for plan in plans}
+            rows = found["rows"]
+            assert predicted == pytest.approx({row["grid"]: row["predicted_ms"] for row in rows}, rel=1e-3)
+            hits = sum(abs(row["ratio"] - 1) <= 0.25 for row in rows)
+            best = min(row["measured_ms"] for row in rows)
+            one_d = next(row["measured_ms"] for row in rows if row["grid"] == "y=8")
+            table.append(
+                f"| {name.replace(' x ', ', ')} | {found['first_choice']} | {rows[0]['measured_ms']:.0f} "
+                f"| {found['best_measured']} | {best:.0f} | {found['first_over_best']:.3f} "
+                f"| {one_d:.0f} | {hits} of 20 |"
+            )
+            within += hits
+            choices.append(found["first_over_best"])
+    readme = (BENCH.parent / "README.md").read_text()
+    for rate, run in runs.items():
+        found = run["blocks"]["1024 x 512 x 2048"]
+        ms = {row["grid"]: f"{row['measured_ms']:.0f} ms" for row in found["rows"]}
+        first, best = found["first_choice"], found["best_measured"]
+        assert f"| {rate[:3]} Mbit/s | {first} | {ms[first]} | {best} | {ms[best]} | {ms['y=8']} |" in readme
+    docs = (BENCH.parent / "docs" / "results.md").read_text()
+    assert len(table) == 9 and all(row in docs for row in table), "\n".join(table)
+    assert f"**Aim of 9 of 10 steps within 25 %: {within} of 180.**" in docs and within >= 162
+    assert f"by {max(choices) - 1:.1%}".replace("%", " %") in docs and max(choices) <= 1.1
+
+
+def networks() -> str:
+    """All network namespaces and links of the machine: others may come and go meanwhile."""
+    words = (("ip", "netns", "list"), ("ip", "-brief", "link"))
+    return "".join(subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in words)
+
+
+def missing() -> str | None:
+    sys.path.insert(0, str(BENCH))
+    try:
+        from slow_network import requirements
+    finally:
+        sys.path.remove(str(BENCH))
+    return requirements()
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"network namespaces: {missing()}")
+def test_slow_network_counts_on_its_links_and_leaves_nothing_behind():
+    program = (
+        "import os, torch, torch.distributed as dist, pathlib, subprocess; dist.init_process_group('gloo');"
+        "dist.all_reduce(torch.ones(2**16)); dist.barrier();"
+        "sent = int(pathlib.Path('/sys/class/net/eth0/statistics/tx_bytes').read_text());"
+        "own = subprocess.run(['ip', 'netns', 'identify'], capture_output=True, text=True).stdout.strip();"
+        "is_there = own in subprocess.run(['ip', 'netns', 'list'], capture_output=True, text=True).stdout;"
+        "print(os.environ['WORLD_SIZE'], sent > 2**18, is_there, own); dist.destroy_process_group()"
+    )
+    words = ("--ranks", 2, "--rate", "200mbit", "--", sys.executable, "-c", program)
+    *found, own = start(BENCH / "slow_network.py", *words).stdout.split()
+    assert found == ["2", "True", "True"] and own.endswith("n0")
+    deadline = time.monotonic() + 30  # the kernel takes the links of a namespace down a little after it
+    while own.removesuffix("n0") in networks():
+        assert time.monotonic() < deadline, networks()
+        time.sleep(0.05)

@@ -1,0 +1,265 @@
+"""Users' models with their Linear pairs swapped: results, gradients, keys and reports."""
+
+import pytest
+import torch
+from products import mesh_of
+from test_linear_pairs import Block, ConvolutionLike, Gated, TwoLayers, Untraceable
+from torch import nn
+from torch.nn import functional as F
+
+import ndtp
+from ndtp import CommMeter, Grid, Layout, LayoutError
+from ndtp.algebra.schemes import SCHEMES
+from ndtp.models.parallelize import BoundaryLinear
+from ndtp.testing import assert_equal
+
+
+def sequential():
+    return nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12), nn.Tanh())
+
+
+def attributes():
+    return TwoLayers(lambda_gelu)
+
+
+def lambda_gelu(self, h):
+    return F.gelu(h)
+
+
+class Transformer(nn.Module):
+    """HF-like: embedding, residual blocks with norms and gated blocks, tied head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.blocks = nn.ModuleList([Block(), Gated(), Block()])
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def transformer():
+    return Transformer().eval()
+
+
+class EncoderLayer(nn.Module):
+    """MindSpore-like: one projection pair in a cell, mapping and projection by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.mapping, self.projection, self.norm = nn.Linear(6, 10), nn.Linear(10, 6), nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.norm(x + self.projection(torch.relu(self.mapping(x))))
+
+
+def encoder():
+    return nn.Sequential(EncoderLayer(), EncoderLayer())
+
+
+def torch_encoder():
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
+    )
+
+
+MODELS = {
+    "sequential": (sequential, (5, 12), None),
+    "attributes": (attributes, (2, 3, 4), None),
+    "transformer": (transformer, None, None),
+    "encoder": (encoder, (7, 6), None),
+    "by name": (lambda: nn.Sequential(Untraceable()), (3, 4), {"*.fc1": "up", "*.fc2": "down"}),
+    "gated": (lambda: nn.Sequential(Gated()), (3, 4), None),
+    "gated by name": (lambda: nn.Sequential(Gated()), (3, 4), {"*.gate*": "gate", "*.up*": "up", "*.down*": "down"}),
+    "torch's encoder": (torch_encoder, (2, 3, 8), {"layers.*.linear1": "up", "layers.*.linear2": "down"}),
+}
+
+
+def example(shape, rows=None):
+    generator = torch.Generator().manual_seed(3)
+    if shape is None:
+        return torch.randint(0, 11, (rows or 3, 5), generator=generator)
+    return torch.randn(rows or shape[0], *shape[1:], generator=generator, dtype=torch.float64)
+
+
+def check_models(grid, scheme):
+    """Awkward sizes everywhere: what does not divide is padded."""
+    mesh = mesh_of(grid)
+    for name, (make, shape, plan) in MODELS.items():
+        where = f"{name}, {grid}, {scheme}"
+        torch.manual_seed(0)
+        dense = make().double()
+        torch.manual_seed(0)
+        model = make().double()
+        keys = list(model.state_dict())
+        returned = ndtp.parallelize(model, mesh, plan, scheme=scheme)
+        assert returned is model and model.ndtp_report.replaced, f"{where}: {model.ndtp_report}"
+        assert list(model.state_dict()) == keys, f"{where}: keys"
+        # Every data-parallel rank has rows of its own.
+        splits, index = grid.size([a for a in grid if a == "dp"]), mesh.coordinate.get("dp", 0)
+        x = example(shape, splits * (3 if shape is None else shape[0]))
+        local = x.chunk(splits)[index].clone()
+        if shape is not None:
+            x.requires_grad_(), local.requires_grad_()
+        with CommMeter() as meter:
+            y = model(local)
+            y.square().sum().backward()
+        expected = dense(x)
+        expected.square().sum().backward()
+        torch.testing.assert_close(y, expected.chunk(splits)[index], rtol=1e-9, atol=1e-10, msg=f"{where}: y")
+        if shape is not None:
+            torch.testing.assert_close(local.grad, x.grad.chunk(splits)[index], rtol=1e-9, atol=1e-10)
+        ndtp.nn.sum_plain_gradients(model, mesh, ["dp"] if "dp" in grid else [])
+        for (key, ours), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+            grad = ours.grad.full_tensor() if hasattr(ours.grad, "full_tensor") else ours.grad
+            real = tuple(slice(0, size) for size in theirs.shape)
+            torch.testing.assert_close(grad[real], theirs.grad, rtol=1e-8, atol=1e-9, msg=f"{where}: {key}")
+        if grid.num_ranks > 1 and shape is not None and name != "sequential" and name != "torch's encoder":
+            volume = model.ndtp_report.volume(x[..., 0].numel()).in_bytes(8)
+            # The input of the first pair wants a gradient here, so every pair runs its full backward.
+            assert meter.volume == volume, f"{where}: {meter.volume} != {volume}"
+        assert not mesh.collectives.in_flight, "handles left over"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_models_equal_their_dense_selves(ranks, scheme):
+    grids = {
+        "1d": [Grid(x=8), Grid(dp=2, x=4)],
+        "1d-sp": [Grid(x=8), Grid(dp=4, x=2)],
+        "2d": [Grid(x=2, y=4), Grid(dp=2, x=2, y=2)],
+        "2d-features": [Grid(x=4, y=2)],
+        "3d": [Grid(z=2, x=2, y=2), Grid(dp=2, z=2, x=2, y=1)],
+    }[scheme]
+    for grid in grids:
+        ranks(8).run(check_models, grid, scheme)
+
+
+def test_one_rank():
+    check_models(Grid(x=1), "1d")
+
+
+# ---- reports ----
+
+
+def check_report():
+    mesh = mesh_of(Grid(z=2, x=2, y=2))
+    model = ndtp.parallelize(transformer(), mesh)
+    report = model.ndtp_report
+    pairs = [[f"blocks.{i}.mlp.{name}" for name in ("c_fc", "c_proj")] for i in (0, 2)]
+    gated = [f"blocks.1.{name}_proj" for name in ("gate", "up", "down")]
+    assert list(report.replaced) == [*pairs[0], *gated, *pairs[1]], report
+    assert set(report.kept) == {"head"}, report
+    assert "shares a parameter" in report.kept["head"], report
+    text = str(report)
+    assert "replaced blocks.0.mlp.c_fc: A[M_zy, K_x] . B[N_y, K_xz]" in text, text
+    named = ndtp.parallelize(encoder(), mesh, {"0.mapping": "up", "0.projection": "down"})
+    assert named.ndtp_report.kept == {"1.mapping": "not named in the plan", "1.projection": "not named in the plan"}
+    return text
+
+
+def test_report(ranks):
+    texts = ranks(8).run(check_report)
+    assert all(text == texts[0] for text in texts)
+
+
+# ---- weights, modes, dropout, single layers ----
+
+
+def check_weights_and_modes():
+    mesh = mesh_of(Grid(z=2, x=2, y=2))
+    dense = encoder()
+    dense[0].mapping.requires_grad_(False)
+    model = ndtp.parallelize(encoder().eval(), mesh)
+    assert not any(m.training for m in model.modules()), "eval stays"
+    frozen = encoder()
+    frozen.load_state_dict(dense.state_dict())
+    frozen[0].mapping.requires_grad_(False)
+    frozen = ndtp.parallelize(frozen, mesh)
+    assert not frozen[0].mapping.weight.requires_grad and frozen[0].projection.weight.requires_grad
+    for i in range(2):
+        for name in ("mapping", "projection"):
+            layer, theirs = getattr(frozen[i], name), getattr(dense[i], name)
+            assert isinstance(layer, BoundaryLinear) and (layer.in_features, layer.out_features) == (
+                theirs.in_features,
+                theirs.out_features,
+            )
+            assert_equal(layer.to_dense().weight, theirs.weight, f"{i}.{name}")
+            assert_equal(layer.to_dense().bias, theirs.bias, f"{i}.{name} bias")
+
+
+def dropout_model(grid, scheme, p=0.5, rows=6):
+    """Dense output under dropout, with dropout between the layers; rows that do not divide."""
+    mesh = mesh_of(grid)
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Dropout(p), nn.Linear(10, 6)).double()
+    ndtp.parallelize(model, mesh, scheme=scheme)
+    torch.manual_seed(5)
+    return model(example((rows, 6))), model.eval()(example((rows, 6)))
+
+
+def test_weights_modes_and_dropout(ranks):
+    ranks(8).run(check_weights_and_modes)
+    expected, without = dropout_model(Grid(x=1), "1d")
+    assert not torch.equal(expected, without)
+    for grid, scheme in [(Grid(x=8), "1d"), (Grid(x=8), "1d-sp"), (Grid(z=2, x=2, y=2), "3d")]:
+        for results in ranks(8).run(dropout_model, grid, scheme):
+            torch.testing.assert_close(results[0], expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(results[1], without, rtol=1e-12, atol=1e-12)
+
+
+def check_single_layer():
+    """Layouts of one layer; rows that dp splits are split outside too, as they are for pairs."""
+    grid = Grid(dp=2, x=2, y=2)
+    mesh = mesh_of(grid)
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6), nn.Tanh(), nn.Linear(6, 7)).double()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6), nn.Tanh(), nn.Linear(6, 7)).double()
+    rows, weight = Layout(grid, ("dp", "y"), "x"), Layout(grid, "y", "x")
+    ndtp.parallelize(model, mesh, {"0": "up", "2": "down", "4": (rows, weight)}, scheme="2d")
+    x = example((6, 6))
+    local = x.chunk(2)[mesh.coordinate["dp"]]
+    y = model(local)
+    torch.testing.assert_close(y, dense(x).chunk(2)[mesh.coordinate["dp"]], rtol=1e-9, atol=1e-10)
+    y.sum().backward()
+    dense(x).sum().backward()
+    grad = model[4].weight.grad.full_tensor()[:7, :6]
+    torch.testing.assert_close(grad, dense[4].weight.grad, rtol=1e-9, atol=1e-10)
+
+
+def test_single_layer_with_explicit_layouts(ranks):
+    ranks(8).run(check_single_layer)
+
+
+def test_errors():
+    mesh = mesh_of(Grid(x=1))
+    tied = transformer()
+    layout = Layout(mesh.grid, None, None)
+    for plan, words in [
+        ({"head": (layout, layout)}, "shares a parameter"),
+        ({"embedding": (layout, layout)}, "no nn.Linear"),
+        ({"nope": (layout, layout)}, "no nn.Linear"),
+        ({"blocks.0.mlp.c_fc": (layout,)}, "an input and a weight layout"),
+    ]:
+        with pytest.raises(LayoutError, match=words):
+            ndtp.parallelize(tied, mesh, plan)
+    with pytest.raises(LayoutError, match="from_dense"):
+        ndtp.parallelize(nn.Linear(2, 2), mesh, {"": (layout, layout)})
+
+
+def check_no_padding():
+    try:
+        ndtp.parallelize(ConvolutionLike(), mesh_of(Grid(x=8)), scheme="1d-sp", pad=False)(torch.ones(3, 4))
+    except LayoutError as error:
+        return str(error)
+    raise AssertionError("3 rows over 8 ranks were taken")
+
+
+def test_without_padding_sizes_must_divide(ranks):
+    messages = ranks(8).run(check_no_padding)
+    assert all(m == messages[0] for m in messages) and "fix" in messages[0]

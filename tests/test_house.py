@@ -1,0 +1,292 @@
+"""One house: which part may import which, read off the syntax trees of all of them; imports for types alone included.
+
+Nothing is imported here, so a circle that happens to work is found as well.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST_FILE = 400
+
+# What a floor stands on.  It may import these, what they stand on, and itself.
+FLOORS: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "dtypes": (),
+    "algebra": ("errors", "dtypes"),
+    "schedule": ("algebra",),
+    "planner": ("schedule",),
+    "collectives": ("algebra",),
+    "compute": ("errors", "dtypes"),
+    "runtime": ("collectives", "compute", "schedule"),
+    "ops": ("runtime",),
+    "nn": ("ops",),
+    "models": ("nn", "planner"),
+    "measure": ("models",),
+    "testing": ("runtime",),
+    "": ("models", "testing"),  # the front door, ndtp/__init__.py
+    "cli": ("measure", ""),
+    "__main__": ("cli",),
+}
+KERNEL_FLOORS: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "reference": (),
+    "tracing": (),
+    "operands": ("errors",),
+    "choice": ("errors",),
+    "triton_code": (),
+    "form": ("choice", "operands", "reference"),
+    "launch": ("form", "triton_code"),
+    "checks": ("form",),
+    "torch_path": ("form",),
+    "products": ("launch", "checks", "torch_path", "tracing"),
+    "autograd": ("products",),
+    "interface": ("autograd",),
+    "": ("interface",),
+    "tools": ("",),
+    "aot": ("tools",),  # the door of `python -m ndtp_kernels.aot`
+}
+FORBIDDEN = {("nn", "collectives")}  # modules move nothing themselves: they call ops
+# Whole libraries that a floor does without, so that it runs where there is no process group, no GPU, no torch.
+WITHOUT = {
+    "algebra": ("torch.distributed", "triton"),
+    "schedule": ("torch", "triton"),
+    "planner": ("torch", "triton"),
+    "compute": ("torch.distributed",),
+    "nn": ("torch.distributed",),
+}
+
+# Imports that are still to be undone, and files to be cut.  What is mended must leave these lists, too.
+TIES: set[str] = {
+    "ndtp.algebra.matmul_plan -> ndtp.algebra.binding",
+    "ndtp.algebra.matmul_plan -> ndtp.algebra.volume",
+    "ndtp.algebra.picture -> ndtp.algebra.layout",
+    "ndtp.algebra.refusals -> ndtp.algebra.matmul_plan",
+    "ndtp.cli.demo_picture -> ndtp.cli.demo",
+    "ndtp.collectives.collectives -> ndtp.compute.gemm",
+    "ndtp.collectives.collectives -> ndtp.runtime.process_grid",
+    "ndtp.collectives.cross_check -> ndtp.compute.gemm",
+    "ndtp.collectives.cross_check -> ndtp.runtime.process_grid",
+    "ndtp.collectives.meter -> ndtp.ops.compiled",
+    "ndtp.collectives.recorder -> ndtp.collectives.collectives",
+    "ndtp.collectives.recorder -> ndtp.runtime.process_grid",
+    "ndtp.compute.gemm -> ndtp.algebra.matmul_plan",
+    "ndtp.measure.volume -> ndtp.testing",
+    "ndtp.nn.gradients -> torch.distributed",
+    "ndtp.ops.products -> ndtp.ops.compiled",
+    "ndtp.planner.reasons -> ndtp.planner.search",
+    "ndtp.planner.refusals -> ndtp.planner.search",
+    "ndtp.runtime.arrival -> ndtp.runtime.process_grid",
+    "ndtp.runtime.chunk_count -> ndtp.runtime.process_grid",
+    "ndtp.runtime.moves -> ndtp.runtime.process_grid",
+    "ndtp.runtime.weight_prefetch -> ndtp.runtime.process_grid",
+    "ndtp.testing.zygote -> ndtp.testing.worker",
+    "ndtp_kernels.checks -> ndtp_kernels.launch",
+    "ndtp_kernels.choice.roof -> ndtp_kernels.choice.table",
+    "ndtp_kernels.choice.selection -> ndtp_kernels.launch",
+    "ndtp_kernels.choice.table -> ndtp_kernels.tools.tuning",
+    "ndtp_kernels.torch_path -> ndtp_kernels.products",
+}
+TOO_LONG: set[str] = {"ndtp/ops/products.py"}
+
+
+class Import(NamedTuple):
+    """One import of one module by another, and the line where it stands."""
+
+    module: str
+    imported: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.module} -> {self.imported}"
+
+    @property
+    def where(self) -> str:
+        return f"{path_of(self.module).relative_to(ROOT)}:{self.line}: imports {self.imported}"
+
+
+@dataclass(frozen=True, eq=False)
+class House:
+    package: str
+    folder: Path
+    floors: Mapping[str, tuple[str, ...]]
+
+
+NDTP = House("ndtp", ROOT / "ndtp", FLOORS)
+KERNELS = House("ndtp_kernels", ROOT / "kernels" / "ndtp_kernels", KERNEL_FLOORS)
+HOUSES = pytest.mark.parametrize("house", [NDTP, KERNELS], ids=lambda house: house.package)
+
+
+def path_of(module: str) -> Path:
+    house = KERNELS if module.split(".")[0] == "ndtp_kernels" else NDTP
+    path = house.folder.joinpath(*module.split(".")[1:])
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+@cache
+def modules(house: House) -> dict[str, ast.Module]:
+    """All modules of a house by their names; a package is its `__init__`."""
+    found = {}
+    for path in sorted(house.folder.rglob("*.py")):
+        parts = path.relative_to(house.folder).with_suffix("").parts
+        name = ".".join([house.package, *(part for part in parts if part != "__init__")])
+        found[name] = ast.parse(path.read_text())
+    return found
+
+
+def names_of(node: ast.AST) -> Iterator[str]:
+    """What a node imports: modules, or members of modules, which may be modules themselves."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert not node.level and node.module, "imports are written out in full"
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
+        yield from (word.value for word in node.args[:1] if isinstance(word, ast.Constant))
+
+
+@cache
+def imports(house: House) -> list[Import]:
+    """Of modules of the house by modules of the house."""
+    known = modules(house)
+    found = set()
+    for module, tree in known.items():
+        for node in ast.walk(tree):
+            for name in names_of(node):
+                imported = name if name in known else name.rpartition(".")[0]
+                if imported in known and imported != module:
+                    found.add(Import(module, imported, node.lineno))
+    return sorted(found)
+
+
+def floor_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def stands_on(floor: str, floors: Mapping[str, tuple[str, ...]]) -> set[str]:
+    below = set(floors[floor])
+    return below.union(*(stands_on(each, floors) for each in below)) if below else below
+
+
+def is_upward(each: Import, house: House) -> bool:
+    floor, imported = floor_of(each.module), floor_of(each.imported)
+    if floor == imported:
+        return False
+    return imported not in stands_on(floor, house.floors) or (floor, imported) in FORBIDDEN
+
+
+def circle(edges: list[Import]) -> list[Import]:
+    """The imports along one circle, a shortest one; empty if there is none."""
+    following: dict[str, list[Import]] = {}
+    for each in edges:
+        following.setdefault(each.module, []).append(each)
+    best: list[Import] = []
+    for start in sorted(following):
+        ways: dict[str, list[Import]] = {start: []}
+        queue = [start]
+        for module in queue:
+            for each in following.get(module, []):
+                if each.imported == start:
+                    way = [*ways[module], each]
+                    if not best or len(way) < len(best):
+                        best = way
+                elif each.imported not in ways:
+                    ways[each.imported] = [*ways[module], each]
+                    queue.append(each.imported)
+    return best
+
+
+def without(edges: list[Import], ties: set[str]) -> list[Import]:
+    return [each for each in edges if str(each) not in ties]
+
+
+@HOUSES
+def test_imports_lead_downwards(house):
+    wrong = [each.where for each in without(imports(house), TIES) if is_upward(each, house)]
+    assert not wrong, "imports that lead upwards:\n" + "\n".join(wrong)
+
+
+@HOUSES
+def test_no_circles(house):
+    found = circle(without(imports(house), TIES))
+    assert not found, "modules that import each other in a circle:\n" + "\n".join(each.where for each in found)
+
+
+def test_ties_are_still_there():
+    """A tie is an import that leads upwards, or closes a circle which no other tie is part of."""
+    for tie in sorted(TIES):
+        house = KERNELS if tie.startswith("ndtp_kernels") else NDTP
+        edges = without(imports(house), TIES - {tie})
+        there = [each for each in edges if str(each) == tie]
+        is_foreign = any(str(each) == tie for each in foreign_imports())
+        assert there or is_foreign, f"{tie} is mended: take it off the list"
+        harms = is_foreign or is_upward(there[0], house) or circle(edges)
+        assert harms, f"{tie} does no harm any more: take it off the list"
+
+
+@pytest.mark.parametrize("floor", WITHOUT)
+def test_floors_do_without(floor):
+    """At the top of a module, that is: what a function imports is needed where it is called."""
+    wrong = [each.where for each in without(foreign_imports(), TIES) if floor_of(each.module) == floor]
+    assert not wrong, f"{floor} does without {', '.join(WITHOUT[floor])}:\n" + "\n".join(wrong)
+
+
+@cache
+def foreign_imports() -> list[Import]:
+    """Of libraries that a floor is to do without."""
+    found = []
+    for module, tree in modules(NDTP).items():
+        for node in tree.body:
+            for name in names_of(node):
+                for library in WITHOUT.get(floor_of(module), ()):
+                    if f"{name}.".startswith(f"{library}."):
+                        found.append(Import(module, library, node.lineno))
+    return found
+
+
+def test_nothing_lies_about():
+    files = {"__init__.py", "__main__.py", "errors.py", "dtypes.py", "py.typed"}
+    packages = set(FLOORS) - {"errors", "dtypes"}
+    for path in NDTP.folder.iterdir():
+        if path.name == "__pycache__":
+            continue
+        allowed = packages if path.is_dir() else files
+        assert path.name in allowed, f"{path.relative_to(ROOT)}: ndtp/ holds {', '.join(sorted(files | packages))}"
+
+
+def test_files_are_one_sitting_long():
+    long = set()
+    for folder in ("ndtp", "kernels", "tests", "bench", "docs"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if len(path.read_text().splitlines()) > LONGEST_FILE:
+                long.add(str(path.relative_to(ROOT)))
+    assert long == TOO_LONG, f"more than {LONGEST_FILE} lines"
+
+
+def test_documented_paths_lead_to_the_same_modules():
+    """A module that was documented before there were packages has its old path, too, and is not loaded twice."""
+    import importlib
+
+    import ndtp
+
+    for old, new in ndtp._MOVED.items():
+        module = importlib.import_module(f"ndtp.{old}")
+        assert module is importlib.import_module(f"ndtp.{new}") is getattr(ndtp, old)
+        assert module.__name__ == module.__spec__.name == f"ndtp.{new}"
+
+
+def test_no_module_is_named_like_a_function():
+    """`import ndtp.matmul` must not give a function."""
+    import ndtp
+
+    for name in ndtp.__all__:
+        assert f"ndtp.{name}" not in modules(NDTP) and name not in ndtp._MOVED, name
