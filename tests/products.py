@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ndtp import CommMeter, Grid, Layout, MatMulPlan, ProcessGrid, matmul
+from ndtp.algebra.binding import bind
 from ndtp.compute.gemm import TorchGemm
 from ndtp.testing import assert_equal, small_integers
 
@@ -87,7 +88,7 @@ def check_product(product: Product, seed: int = 0) -> None:
             assert_equal(shard.grad, layout.shard(tensor.grad, mesh.rank).to(product.dtype), f"{product}: {name}")
         else:
             assert shard.grad is None, f"{product}: {name} was not wanted"
-    bound, _ = plan.bind(shards[0].shape, shards[1].shape)
+    bound, _ = bind(plan, shards[0].shape, shards[1].shape)
     predicted = bound.volume(shape, dgrad=product.needs[0], wgrad=product.needs[1], bias=product.bias)
     predicted = predicted.in_bytes(c.element_size())
     assert meter.volume == predicted, f"{product}: measured {meter.volume}, predicted {predicted}"

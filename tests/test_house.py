@@ -66,10 +66,6 @@ WITHOUT = {
 
 # Imports that are still to be undone, and files to be cut.  What is mended must leave these lists, too.
 TIES: set[str] = {
-    "ndtp.algebra.matmul_plan -> ndtp.algebra.binding",
-    "ndtp.algebra.matmul_plan -> ndtp.algebra.volume",
-    "ndtp.algebra.picture -> ndtp.algebra.layout",
-    "ndtp.algebra.refusals -> ndtp.algebra.matmul_plan",
     "ndtp.cli.demo_picture -> ndtp.cli.demo",
     "ndtp.collectives.collectives -> ndtp.compute.gemm",
     "ndtp.collectives.collectives -> ndtp.runtime.process_grid",

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-from ndtp.algebra import refusals
+from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.refusals import shown
 from ndtp.errors import LayoutError
-
-if TYPE_CHECKING:
-    from ndtp.algebra.matmul_plan import MatMulPlan
 
 
 @lru_cache(maxsize=4096)
@@ -45,7 +41,7 @@ def bind(plan: MatMulPlan, a_shard: tuple[int, ...], b_shard: tuple[int, ...]) -
         if any(size != sizes[letter] and not (may_differ and size == 1) for size in found.values()):
             raise LayoutError(
                 f"{where}: {shown(letter)} is {found['A']} in A {a_shape} and {found['B']} in B {b_shape}\n"
-                f"  {refusals.operands(plan)}; shards are {a_shard} and {b_shard}\n"
+                f"  {plan.operands}; shards are {a_shard} and {b_shard}\n"
                 f"  fix: pass this rank's shards, with global shapes that torch.matmul would take"
             )
     a_units, b_units = (

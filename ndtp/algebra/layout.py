@@ -12,6 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any
 
+from ndtp.algebra import picture
 from ndtp.algebra.grid import Grid
 from ndtp.errors import LayoutError
 
@@ -265,10 +266,16 @@ class Layout:
         )
 
     def show(self, shape: Sequence[int]) -> str:
-        """A picture in plain ASCII of which ranks hold which block of a tensor of the global `shape`."""
-        from ndtp.algebra.picture import blocks
+        """A picture in plain ASCII of which ranks hold which block of a tensor of the global `shape`.
 
-        return blocks(self, shape)
+        Raises:
+            LayoutError: a dim that its axes do not divide.
+        """
+        held = self.shard_shape(shape)
+        owners: dict[tuple[picture.Edge, ...], list[int]] = {}
+        for rank in range(self.grid.num_ranks):
+            owners.setdefault(tuple((s.start, s.stop) for s in self.slices(rank, shape)), []).append(rank)
+        return picture.blocks(f"{self} of {tuple(shape)} on grid {self.grid}; every rank holds {held}", owners)
 
     def _check_ndim(self, shape: Sequence[int]) -> None:
         if len(shape) != self.ndim:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import lcm
+from math import lcm, prod
 from typing import TYPE_CHECKING
 
 from ndtp.algebra import refusals
@@ -20,10 +20,8 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.refusals import shown
 from ndtp.algebra.steps import Dims, PlanStep, Step, is_legal, relayout
+from ndtp.algebra.volume import Volume, traffic
 from ndtp.errors import LayoutError
-
-if TYPE_CHECKING:
-    from ndtp.algebra.volume import Volume
 
 Letters = tuple[str | None, ...]
 
@@ -107,7 +105,7 @@ class MatMulPlan:
         set_field("chunks_text", str(self.chunks))
         for tensor, layout, need in self._sides():
             if not is_legal(self.grid, layout.dims, need):
-                refusals.contiguity(self, tensor, layout, need)
+                raise refusals.contiguity(self.name, self.operands, tensor, layout, need)
 
     # ------------------------------------------------------------------------------------------------- structure
 
@@ -190,7 +188,7 @@ class MatMulPlan:
                     (*fixed, *rest) if let == letter else tuple(axis for axis in ax if axis not in fixed)
                     for let, ax in zip(letters, layout.dims, strict=True)
                 ]
-                refusals.order(self, tensor, letter, layout.with_dims(*dims))
+                raise refusals.order(self.name, self.operands, tensor, letter, layout.with_dims(*dims))
         return (*longest, *(axis for axis in wanted if axis not in longest))
 
     def _stored(self) -> list[tuple[str, Layout, Letters]]:
@@ -264,28 +262,48 @@ class MatMulPlan:
             phases["wgrad"] = (*phases.get("wgrad", ("dC",) * (not dgrad)), "dbias")
         return phases
 
-    def volume(self, shape: Sequence[int], **phases: bool) -> Volume:
-        """Elements received per rank, per phase, collective and axis; see `ndtp.algebra.volume.volume`.
+    def volume(
+        self,
+        shape: Sequence[int],
+        dgrad: bool = True,
+        wgrad: bool = True,
+        bias: bool = False,
+        bias_grad: bool | None = None,
+    ) -> Volume:
+        """The exact traffic of the product, in elements received per rank.
+
+        An all-gather or reduce-scatter whose gathered size is V over p ranks takes V (p-1)/p, an all-to-all of a local
+        V the same, an all-reduce twice that.
 
         Args:
             shape: `(*batch, M, K, N)`, the global sizes.
-            phases: `dgrad`, `wgrad` (default True), `bias` (default False) and `bias_grad` (default: as `bias`).
-        """
-        from ndtp.algebra.volume import volume
-
-        return volume(self, shape, **phases)
-
-    # --------------------------------------------------------------------------------------------------- shapes
-
-    def bind(self, a_shard: Sequence[int], b_shard: Sequence[int]) -> tuple[MatMulPlan, dict[str, int]]:
-        """The plan with broadcast batch dims marked, and the global size of every letter, from the shards' shapes.
+            dgrad, wgrad: whether A and B need a gradient.
+            bias: whether a bias is added; it is gathered where C is.
+            bias_grad: whether the bias needs a gradient; default: if there is one.
 
         Raises:
-            LayoutError: shapes that do not fit each other or the layouts.
+            LayoutError: sizes that the layouts do not divide.
         """
-        from ndtp.algebra.binding import bind
+        sizes = self.sizes(shape)
+        starts = {name: self.shard_shape(name[-1], sizes) for name in ("A", "B", "dC")}
+        for name, letters in (("C", self.c_letters), ("dA", self.a_letters), ("dB", self.b_letters)):
+            need = zip(letters, self.need(letters), strict=True)
+            starts[name] = tuple((sizes[let] if let else 1) // self.grid.size(axes) for let, axes in need)
+        starts["bias"] = starts["dbias"] = starts["C"][-1:]
+        return Volume.of(
+            entry
+            for phase, tensors in self.phases(dgrad, wgrad, bias, bias_grad).items()
+            for tensor in tensors
+            for entry in traffic(self.grid, self.relayouts[tensor], starts[tensor], phase)
+        )
 
-        return bind(self, tuple(a_shard), tuple(b_shard))
+    def gemm_shape(self, shape: Sequence[int]) -> tuple[int, int, int, int]:
+        """Each rank's local product: (batch, M, K, N)."""
+        sizes = self.sizes(shape)
+        m, k, n = (sizes[letter] // self.grid.size(self.orders[letter]) for letter in "mkn")
+        return prod(sizes[letter] // self.grid.size(self.orders[letter]) for letter in self.batch_letters), m, k, n
+
+    # --------------------------------------------------------------------------------------------------- shapes
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
         """Letter -> global size, from `(*batch, M, K, N)`; checks that every size divides.
@@ -302,9 +320,13 @@ class MatMulPlan:
 
     def check_divides(self, sizes: Mapping[str, int]) -> None:
         for tensor, letter, axes in self._splits():
-            size, ranks = sizes[letter] if letter else 1, self.grid.size(axes)
-            if size % ranks:
-                refusals.size(self, tensor, letter or "1", size, axes, ranks, sizes)
+            size = sizes[letter] if letter else 1
+            if size % self.grid.size(axes):
+                letters = {"A": self.a_letters, "B": self.b_letters, "C": self.c_letters}[tensor]
+                shape = tuple(sizes[let] if let else 1 for let in letters)
+                split = {axis: self.grid[axis] for axis in axes}
+                whole = self.granularity(letter or "1")
+                raise refusals.size(self.name, self.operands, tensor, shape, letter or "1", size, split, whole)
 
     def granularity(self, letter: str) -> int:
         """What the size of a letter has to be a multiple of."""
@@ -335,11 +357,20 @@ class MatMulPlan:
     @property
     def equation(self) -> str:
         """`A[M_zy, K_x] . B[K_xz, N_y] -> C[M_zx, N_y]`"""
-        a, b, c = (
+        a, b, c = self._labels()
+        return f"{a} . {b} -> {c}"
+
+    @property
+    def operands(self) -> str:
+        """`A[M_zy, K_x] . B[K_xz, N_y] on grid z=2 x=2 y=2`, which a plan that is refused has, too."""
+        a, b, *_ = self._labels()
+        return f"{a} . {b} on grid {self.grid}"
+
+    def _labels(self) -> list[str]:
+        return [
             f"{tensor}[{layout.label([shown(letter) for letter in letters])}]"
             for tensor, layout, letters in self._stored()
-        )
-        return f"{a} . {b} -> {c}"
+        ]
 
     # ---------------------------------------------------------------------------------------------------- errors
 

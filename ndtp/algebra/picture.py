@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ndtp.algebra.layout import Layout
+Edge = tuple[int, int]  # of a block in one dim: start and stop
 
 
 def ranges(ranks: Sequence[int]) -> str:
@@ -21,24 +19,16 @@ def ranges(ranks: Sequence[int]) -> str:
     return " ".join(str(a) if a == b else f"{a},{b}" if b == a + 1 else f"{a}-{b}" for a, b in runs)
 
 
-def blocks(layout: Layout, shape: Sequence[int]) -> str:
-    """A table of the blocks of a tensor, each with the ranks that hold it; one table for every block of leading dims.
-
-    Raises:
-        LayoutError: a dim that its axes do not divide.
-    """
-    layout.shard_shape(shape)
-    owners: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for rank in range(layout.grid.num_ranks):
-        block = tuple((s.start, s.stop) for s in layout.slices(rank, shape))
-        owners.setdefault(block, []).append(rank)
-    edges = [sorted({block[dim] for block in owners}) for dim in range(layout.ndim)]
-    lines = [f"{layout} of {tuple(shape)} on grid {layout.grid}; every rank holds {layout.shard_shape(shape)}"]
+def blocks(title: str, owners: Mapping[tuple[Edge, ...], Sequence[int]]) -> str:
+    """A table of a tensor's blocks, each with the ranks that hold it; one table for every block of leading dims."""
+    ndim = len(next(iter(owners)))
+    edges = [sorted({block[dim] for block in owners}) for dim in range(ndim)]
+    lines = [title]
     for lead in product(*edges[:-2]):
         if lead:
             lines.append(f"[{', '.join(_span(edge) for edge in lead)}]")
-        rows = edges[-2] if layout.ndim > 1 else [None]
-        columns = edges[-1] if layout.ndim else [None]
+        rows = edges[-2] if ndim > 1 else [None]
+        columns = edges[-1] if ndim else [None]
         cells = [["", *(_span(column) for column in columns)]]
         for row in rows:
             held = [owners[lead + tuple(edge for edge in (row, column) if edge)] for column in columns]
@@ -47,7 +37,7 @@ def blocks(layout: Layout, shape: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
-def _span(edge: tuple[int, int] | None) -> str:
+def _span(edge: Edge | None) -> str:
     return f"{edge[0]}:{edge[1]}" if edge else ""
 
 

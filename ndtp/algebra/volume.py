@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import subscript
 from ndtp.algebra.steps import SHORT, Step, apply
-
-if TYPE_CHECKING:
-    from ndtp.algebra.matmul_plan import MatMulPlan
 
 
 @dataclass(frozen=True)
@@ -93,52 +89,6 @@ def traffic(grid: Grid, steps: Sequence[Step], shape: Sequence[int], phase: str)
             yield Traffic(phase, step.kind, step.axes, amount)
 
 
-def volume(
-    plan: MatMulPlan,
-    shape: Sequence[int],
-    dgrad: bool = True,
-    wgrad: bool = True,
-    bias: bool = False,
-    bias_grad: bool | None = None,
-) -> Volume:
-    """The exact traffic of a product, in elements received per rank.
-
-    An all-gather or reduce-scatter whose gathered size is V over p ranks takes V (p-1)/p, an all-to-all of a local V
-    the same, an all-reduce twice that.
-
-    Args:
-        shape: `(*batch, M, K, N)`, the global sizes.
-        dgrad, wgrad: whether A and B need a gradient.
-        bias: whether a bias is added; it is gathered where C is.
-        bias_grad: whether the bias needs a gradient; default: if there is one.
-
-    Raises:
-        LayoutError: sizes that the layouts do not divide.
-    """
-    sizes = plan.sizes(shape)
-    held = {
-        tensor: tuple(
-            (sizes[letter] if letter else 1) // plan.grid.size(axes)
-            for letter, axes in zip(letters, plan.need(letters), strict=True)
-        )
-        for tensor, letters in (("C", plan.c_letters), ("dA", plan.a_letters), ("dB", plan.b_letters))
-    }
-    starts = {
-        **held,
-        "A": plan.shard_shape("A", sizes),
-        "B": plan.shard_shape("B", sizes),
-        "dC": plan.shard_shape("C", sizes),
-        "bias": held["C"][-1:],
-        "dbias": held["C"][-1:],
-    }
-    return Volume.of(
-        entry
-        for phase, tensors in plan.phases(dgrad, wgrad, bias, bias_grad).items()
-        for tensor in tensors
-        for entry in traffic(plan.grid, plan.relayouts[tensor], starts[tensor], phase)
-    )
-
-
 def lower_bound(m: int, n: int, k: int, ranks: int) -> float:
     """Words that some rank must receive to multiply [m, k] by [k, n] on `ranks` ranks, one copy of each operand.
 
@@ -154,10 +104,3 @@ def lower_bound(m: int, n: int, k: int, ranks: int) -> float:
     else:
         data = 3 * (large * middle * small / ranks) ** (2 / 3)
     return data - owned
-
-
-def gemm_shape(plan: MatMulPlan, shape: Sequence[int]) -> tuple[int, int, int, int]:
-    """Each rank's local product: (batch, M, K, N)."""
-    sizes = plan.sizes(shape)
-    local: Callable[[str], int] = lambda letter: sizes[letter] // plan.grid.size(plan.orders[letter])  # noqa: E731
-    return math.prod(map(local, plan.batch_letters)), local("m"), local("k"), local("n")

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ndtp.algebra.schemes import block_layouts
-from ndtp.algebra.volume import gemm_shape
 from ndtp.measure.rivals import RIVALS, DenseBlock, wait_until_there
 from ndtp.measure.volume import Case, Shape, meter_step, scaled_down
 from ndtp.nn import MLP
@@ -125,7 +124,7 @@ def _local_work(case: Case, job: Job) -> Callable[[], None]:
     plans = block_layouts(case.grid, case.scheme).plans()
     operands = []
     for plan, sizes in zip(plans, job.shape.products(), strict=True):
-        _, m, k, n = gemm_shape(plan, sizes)
+        _, m, k, n = plan.gemm_shape(sizes)
         operands.append([torch.randn(shape, dtype=dtype, device=job.device) for shape in ((m, k), (n, k), (m, n))])
     hidden_shape = plans[0].out.shard_shape((job.shape.tokens, job.shape.ffn))
     hidden = torch.randn(hidden_shape, dtype=dtype, device=job.device).requires_grad_()

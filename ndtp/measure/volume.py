@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.schemes import block_layouts
-from ndtp.algebra.volume import Volume, gemm_shape
+from ndtp.algebra.volume import Volume
 from ndtp.collectives.meter import CommMeter
 from ndtp.errors import GridError, LayoutError
 from ndtp.planner.block_cost import AXES as COST_AXES
@@ -198,7 +198,7 @@ def analysis(case: Case, shape: Shape) -> Analysis:
     plans = layouts.plans()
     flops = weights = dense_flops = dense_weights = 0
     for plan, (m, k, n) in zip(plans, shape.products(), strict=True):
-        _, rows, inner, columns = gemm_shape(plan, (m, k, n))
+        _, rows, inner, columns = plan.gemm_shape((m, k, n))
         flops += rows * inner * columns
         weights += k * n // (plan.b.num_splits(0) * plan.b.num_splits(1))
         dense_flops += m * k * n

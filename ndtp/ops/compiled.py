@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ndtp.algebra.binding import bind
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
@@ -106,7 +107,7 @@ class _Chain(NamedTuple):
         """Bound to the shapes of A and the weights."""
         stages, shape = [], shapes[0]
         for plan, b_shape, activation in zip(self.plans, shapes[1:], self.activations, strict=False):
-            bound, sizes = plan.bind(shape, b_shape)
+            bound, sizes = bind(plan, tuple(shape), tuple(b_shape))
             if activation is not None:
                 shape = activated_shape(bound.shard_shape("C", sizes), activation, bound)
             # No weight is gathered ahead of its chain: the compiler may have changed the order of use.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ndtp.algebra.binding import bind
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.steps import is_legal
@@ -182,7 +183,7 @@ def check_chain(
             raise LayoutError(
                 f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}"
             )
-        fitted, sizes = plan.bind(shape, b.shape)
+        fitted, sizes = bind(plan, tuple(shape), tuple(b.shape))
         _check_operands(fitted, a, b, bias, sizes)
         if activation is not None:
             shape = activated_shape(fitted.shard_shape("C", sizes), activation, fitted)

@@ -2,7 +2,7 @@
 
 A block is two products with the first's result, or a part of it, entering the second: an MLP, a gated MLP, or the
 projections around attention.  It lies as the 3D scheme says, of which 1D (x = z = 1), 2D (z = 1), FSDP (z alone) and
-data parallelism (dp alone) are special cases.  `ndtp.algebra.volume.volume` of the two plans gives the same numbers,
+data parallelism (dp alone) are special cases.  `MatMulPlan.volume` of the two plans gives the same numbers,
 one grid at a time.
 """
 

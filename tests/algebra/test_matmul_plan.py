@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulate import assert_exact
 
+from ndtp.algebra.binding import bind
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
@@ -78,7 +79,7 @@ class Case:
         plan = MatMulPlan(**{**self.arguments, **changes})
         if any(self.units):
             shards = (plan.a.shard_shape(self.a_shape), plan.b.shard_shape(self.b_shape))
-            bound, _ = plan.bind(*shards)
+            bound, _ = bind(plan, *shards)
             assert bound.out == plan.out and bound.roles == plan.roles
             return bound
         return plan
@@ -316,7 +317,7 @@ def test_random_sizes_divide_or_are_refused(case: Case, sizes: list[int]) -> Non
     except LayoutError:
         return
     with pytest.raises(LayoutError, match="does not divide"):
-        plan.bind(*shards)
+        bind(plan, *shards)
 
 
 @pytest.mark.parametrize("regather", [(), ("a",), ("b",), ("a", "b")], ids=str)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from simulate import assert_exact
 
+from ndtp.algebra.binding import bind
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
@@ -39,7 +40,7 @@ def test_a_size_that_does_not_divide() -> None:
         "  A[M_x, K] . B[K_y, N] on grid x=2 y=4; B is (10, 16)\n"
         "  fix: y in {1, 2, 5, 10}, or pad K to 12 with pad=True"
     )
-    assert plan.bind((2, 12), (3, 16))[1] == {"m": 4, "n": 16, "k": 12}
+    assert bind(plan, (2, 12), (3, 16))[1] == {"m": 4, "n": 16, "k": 12}
     assert refused(lambda: plan.volume((3, 12, 16))).endswith("fix: x in {1, 3}, or pad M to 4 with pad=True")
 
 
@@ -80,10 +81,10 @@ def test_a_gathered_axis_that_is_major() -> None:
         (lambda: plan_of("x None", "None y", roles={"x": "batch"}), "one of the letters m, n, k"),
         (lambda: plan_of("x None", "None y", regather=("c",)), "regather=('c',) may name 'a' and 'b' only"),
         (lambda: plan_of("x None", "None y").volume((2, 2)), "give 0 batch sizes and M, K, N, not (2, 2)"),
-        (lambda: plan_of("x None", "None y").bind((2, 2, 2), (2, 2)), "the shard of A has shape (2, 2, 2)"),
-        (lambda: plan_of("x None", "None y").bind((2, 3), (4, 2)), "K is 3 in A (4, 3) and 4 in B (4, 8)"),
-        (lambda: plan_of("x None", "None y").bind((2, 1), (4, 2)), "K is 1 in A (4, 1) and 4 in B (4, 8)"),
-        (lambda: plan_of("None x None", "None None y").bind((3, 2, 4), (2, 4, 2)), "B is 3 in A (3, 4, 4) and 2 in B"),
+        (lambda: bind(plan_of("x None", "None y"), (2, 2, 2), (2, 2)), "the shard of A has shape (2, 2, 2)"),
+        (lambda: bind(plan_of("x None", "None y"), (2, 3), (4, 2)), "K is 3 in A (4, 3) and 4 in B (4, 8)"),
+        (lambda: bind(plan_of("x None", "None y"), (2, 1), (4, 2)), "K is 1 in A (4, 1) and 4 in B (4, 8)"),
+        (lambda: bind(plan_of("None x None", "None None y"), (3, 2, 4), (2, 4, 2)), "B is 3 in A (3, 4, 4) and 2 in B"),
     ],
 )  # fmt: skip
 def test_other_wrong_uses(build: object, message: str) -> None:
@@ -92,27 +93,27 @@ def test_other_wrong_uses(build: object, message: str) -> None:
 
 def test_bind_finds_broadcast_dims_and_global_sizes() -> None:
     plan = plan_of("y None None", "None None x")
-    same, sizes = plan.bind((2, 3, 4), (8, 4, 5))
+    same, sizes = bind(plan, (2, 3, 4), (8, 4, 5))
     assert same is plan and sizes == {"batch": 8, "m": 3, "k": 4, "n": 10}
-    bound, sizes = plan.bind((2, 3, 4), (1, 4, 5))
+    bound, sizes = bind(plan, (2, 3, 4), (1, 4, 5))
     assert bound.b_units == (0,) and bound.a_units == () and sizes["batch"] == 8
     assert bound.out == plan.out and bound.roles == plan.roles
     # B is whole and the same on all of y: its gradient is summed over the batch, and so over y.
     assert [str(step) for step in plan.relayouts["dB"]] == ["AG {} over y"]
     assert [str(step) for step in bound.relayouts["dB"]] == ["AR {} over y"]
-    again, _ = bound.bind((2, 3, 4), (8, 4, 5))
+    again, _ = bind(bound, (2, 3, 4), (8, 4, 5))
     assert again.b_units == () and [str(step) for step in again.relayouts["dB"]] == ["AG {} over y"]
-    assert bound.bind((2, 3, 4), (1, 4, 5))[0] is bound
-    both, sizes = plan_of("None None None", "None None x").bind((1, 3, 4), (1, 4, 5))
+    assert bind(bound, (2, 3, 4), (1, 4, 5))[0] is bound
+    both, sizes = bind(plan_of("None None None", "None None x"), (1, 3, 4), (1, 4, 5))
     assert both.a_units == both.b_units == () and sizes["batch"] == 1
-    empty, sizes = plan.bind((0, 3, 4), (0, 4, 5))
+    empty, sizes = bind(plan, (0, 3, 4), (0, 4, 5))
     assert sizes["batch"] == 0 and empty.volume((0, 3, 4, 10)).total == 0
 
 
 def test_binding_changes_no_announced_layout() -> None:
     """A that turns out to be broadcast gathers x instead of moving it, but C stays where `plan.out` says."""
     plan = plan_of("None None (y x)", "x y None")
-    bound, _ = plan.bind((1, 4, 1), (2, 2, 6))
+    bound, _ = bind(plan, (1, 4, 1), (2, 2, 6))
     assert bound.a_units == (0,) and plan.out.dims == bound.out.dims == (("x",), (), ())
     assert_exact(bound, (1, 4, 8), (4, 8, 6))
 

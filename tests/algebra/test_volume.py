@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
-from ndtp.algebra.volume import Traffic, Volume, gemm_shape, lower_bound
+from ndtp.algebra.volume import Traffic, Volume, lower_bound
 from ndtp.errors import LayoutError
 
 
@@ -124,8 +124,8 @@ def test_local_products_share_the_work() -> None:
     grid = Grid(b=2, z=2, x=3, y=2)
     plan = MatMulPlan(Layout(grid, "b", ("z", "y"), "x"), Layout(grid, "b", ("x", "z"), "y"))
     shape = (4, 12, 18, 12)
-    assert gemm_shape(plan, shape) == (2, 6, 6, 6)
-    assert math.prod(gemm_shape(plan, shape)) * grid.num_ranks == math.prod(shape)
+    assert plan.gemm_shape(shape) == (2, 6, 6, 6)
+    assert math.prod(plan.gemm_shape(shape)) * grid.num_ranks == math.prod(shape)
 
 
 def test_a_plan_for_more_ranks_than_anyone_could_list() -> None:

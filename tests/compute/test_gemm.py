@@ -9,6 +9,7 @@ import torch
 
 import ndtp
 from ndtp import Grid, GridError, Layout, MatMulPlan
+from ndtp.algebra.binding import bind
 from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.testing import assert_equal, small_integers
 
@@ -24,7 +25,7 @@ def test_products_and_their_gradients(gemm, a_batch, b_batch, transpose_a, trans
     a = small_integers((*a_batch, *((6, 4) if transpose_a else (4, 6))), 0, dtype).requires_grad_()
     b = small_integers((*b_batch, *((5, 6) if transpose_b else (6, 5))), 1, dtype).requires_grad_()
     layouts = (Layout(ONE, *[None] * t.dim()) for t in (a, b))
-    plan, _ = MatMulPlan(*layouts, transpose_a=transpose_a, transpose_b=transpose_b).bind(a.shape, b.shape)
+    plan, _ = bind(MatMulPlan(*layouts, transpose_a=transpose_a, transpose_b=transpose_b), a.shape, b.shape)
     dense = torch.matmul(a.mT if transpose_a else a, b.mT if transpose_b else b)
     grad = small_integers(dense.shape, 2, dtype)
     dense.backward(grad)
