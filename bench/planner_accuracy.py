@@ -29,8 +29,10 @@ import torch.distributed as dist
 from ndtp.measure import calibrate, step
 from ndtp.measure.volume import Case, Shape
 from ndtp.planner.block_cost import Block
+from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
-from ndtp.planner.search import GridPlan, Request, search
+from ndtp.planner.request import Request
+from ndtp.planner.search import search
 
 DTYPE = "float32"
 SHAPES = "1024x512x2048,2048x256x1024,512x512x2048"  # neither dwarfs the other; activations do; weights do

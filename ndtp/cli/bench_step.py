@@ -163,7 +163,8 @@ def describe(chosen: list[Case], results: list[Any], shape: Shape, dtype: str, p
     """Rows of the table: what was measured beside what was predicted."""
     from ndtp.measure.step import ranks_of
     from ndtp.planner.block_cost import Block
-    from ndtp.planner.search import Request, predict
+    from ndtp.planner.request import Request
+    from ndtp.planner.search import predict
 
     count = chosen[0].grid.num_ranks
     request = Request((Block.mlp(shape.tokens, shape.hidden, shape.ffn),), count, profile, dtype=dtype)

@@ -57,6 +57,7 @@ def volume(
 
     from ndtp.measure import check_room
     from ndtp.measure.volume import Shape, analysis, bytes_needed, cases, fake_group, meter, meter_real, scaled_down
+    from ndtp.testing import run
 
     shape, torch_dtype = Shape(tokens, hidden, ffn), getattr(torch, DTYPES[dtype])
     itemsize = torch_dtype.itemsize
@@ -80,7 +81,7 @@ def volume(
         for case, want, got in zip(chosen, predicted, metered, strict=True)
     ]  # fmt: skip
     if use_real:
-        by_rank = meter_real(chosen, small, DTYPES[dtype])
+        by_rank = meter_real(chosen, small, DTYPES[dtype], run)
         for i, (case, row) in enumerate(zip(chosen, rows, strict=True)):
             want = case.predicted(small, itemsize)
             row["real_bytes"] = max(ofrank[i].total for ofrank in by_rank)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -29,65 +27,10 @@ from ndtp.cli.common import (
     write_json,
     writing,
 )
-from ndtp.cli.demo_training import Run, Task, train
+from ndtp.cli.demo_training import LOSS_TOLERANCE, GridRun, Run, Task, train
 from ndtp.cli.progress import Runner
 from ndtp.planner.fields import Number, reason, unwritable
 from ndtp.testing import RankError
-
-LOSS_TOLERANCE = 1e-3  # a hundred steps of AdamW in fp32 were seen to drift by 1e-6
-
-
-@dataclass(frozen=True)
-class GridRun:
-    """A training run on a grid, as all ranks saw it."""
-
-    scheme: str
-    grid: Grid
-    by_rank: tuple[Run, ...]
-    dense: Run
-
-    @property
-    def name(self) -> str:
-        axes = " ".join(f"{axis}={self.grid[axis]}" for axis in self.grid)
-        return f"{self.scheme.upper()} {axes}"
-
-    @property
-    def deviation(self) -> float:
-        """Largest difference of a loss from the dense one, over steps and ranks; NaN counts as infinite."""
-        pairs = (
-            (ours, theirs) for run in self.by_rank for ours, theirs in zip(run.losses, self.dense.losses, strict=True)
-        )
-        return max(abs(a - b) if a == a else float("inf") for a, b in pairs)
-
-    @property
-    def measured_bytes(self) -> int:
-        """Where ranks differ from the prediction, that of one that does."""
-        predicted = self.by_rank[0].predicted_bytes
-        return next((r.measured_bytes for r in self.by_rank if r.measured_bytes != predicted), predicted)
-
-    @property
-    def failure(self) -> str | None:
-        first = self.by_rank[0]
-        if self.measured_bytes != first.predicted_bytes:
-            return f"{self.measured_bytes:,} bytes a step measured, {first.predicted_bytes:,} predicted"
-        if self.deviation > LOSS_TOLERANCE:
-            return f"a loss is off by {self.deviation:.2g}; the tolerance is {LOSS_TOLERANCE:g}"
-        return None
-
-    def as_json(self) -> dict[str, Any]:
-        first = self.by_rank[0]
-        return {
-            "name": self.name,
-            "ok": self.failure is None,
-            "scheme": self.scheme,
-            "grid": {axis: self.grid[axis] for axis in self.grid},
-            "predicted_bytes": first.predicted_bytes,
-            "measured_bytes": self.measured_bytes,
-            "predicted_bytes_by_axis": first.by_axes,
-            "max_deviation": self.deviation,
-            "step_ms": _median(first),
-            "losses": first.losses,
-        }
 
 
 def demo(
@@ -140,7 +83,7 @@ def demo(
         "tokens_per_step": task.tokens,
         "tolerance": LOSS_TOLERANCE,
         "seconds": round(time.monotonic() - start, 3),
-        "dense": {"step_ms": _median(dense), "losses": dense.losses},
+        "dense": {"step_ms": dense.median_ms, "losses": dense.losses},
         "runs": [run.as_json() for run in runs],
     }
     _print_table(out, dense, runs)
@@ -181,10 +124,6 @@ def _make(directory: Path) -> None:
             raise typer.BadParameter(problem, param_hint="--output")
 
 
-def _median(run: Run) -> float:
-    return statistics.median(run.step_ms) if run.step_ms else float("nan")
-
-
 def _introduce(out: Console, task: Task, ranks: int) -> None:
     out.print(
         f"A byte-level transformer, {task.layers} layers of width {task.width} with MLPs of {task.inner}, "
@@ -199,7 +138,7 @@ def _print_table(out: Console, dense: Run, runs: Sequence[GridRun]) -> None:
     table.add_column("MLPs on", no_wrap=True)
     for column in ("bytes predicted", "measured", "ms a step", "last loss", "largest deviation"):
         table.add_column(column, justify="right")
-    table.add_row("one rank, dense", "", "", f"{_median(dense):.0f}", f"{dense.losses[-1]:.4f}", "")
+    table.add_row("one rank, dense", "", "", f"{dense.median_ms:.0f}", f"{dense.losses[-1]:.4f}", "")
     for run in runs:
         first = run.by_rank[0]
         equal, near = run.measured_bytes == first.predicted_bytes, run.deviation <= LOSS_TOLERANCE
@@ -207,7 +146,7 @@ def _print_table(out: Console, dense: Run, runs: Sequence[GridRun]) -> None:
             run.name,
             f"{first.predicted_bytes:,}",
             Text(f"{run.measured_bytes:,}", "green" if equal else "red"),
-            f"{_median(first):.0f}",
+            f"{first.median_ms:.0f}",
             f"{first.losses[-1]:.4f}",
             Text(f"{run.deviation:.1e}", "green" if near else "red"),
         )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ndtp.cli.demo import GridRun
-    from ndtp.cli.demo_training import Run
+from ndtp.cli.demo_training import GridRun, Run
 
 CURVES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 AXES = {"x": "#56b4e9", "y": "#f0a860", "z": "#8fcfb0"}

@@ -19,14 +19,14 @@ from ndtp.cli.common import (
     write_json,
     writing,
 )
+from ndtp.dtypes import SHORT
 from ndtp.errors import GridError
 from ndtp.planner.block_cost import AXES
+from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.model_config import read_config
-from ndtp.planner.search import GIB, MIB, GridPlan
+from ndtp.planner.request import GIB, MIB
 from ndtp.planner.search import plan as search
-
-DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def plan(
@@ -66,7 +66,7 @@ def plan(
     arguments = _sizes(model, hidden, ffn, gated, layers)
     plans = search(
         tokens, ranks=ranks, hardware=Hardware.load(hardware), objective=objective,
-        dtype=DTYPE_NAMES.get(dtype, dtype), optimizer=optimizer, memory_limit_gib=memory_limit,
+        dtype=SHORT.get(dtype, dtype), optimizer=optimizer, memory_limit_gib=memory_limit,
         fixed=axis_sizes(" ".join(fix or []), "--fix", AXES), tp_within_node=tp_within_node, pad=not no_pad,
         chunks=chunks, **arguments,
     )  # fmt: skip

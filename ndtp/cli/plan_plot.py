@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ndtp.planner.request import MIB, Request
 from ndtp.planner.scaling import Scaling
-from ndtp.planner.search import MIB, Request
 
 # Distinguishable without colour vision (Okabe and Ito), and by their markers in print.
 STYLES = {"1D": ("#D55E00", "s"), "2D": ("#0072B2", "^"), "3D": ("#009E73", "D"), "best": ("black", "o")}

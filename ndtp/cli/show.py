@@ -23,10 +23,10 @@ from ndtp.cli.common import (
 )
 from ndtp.cli.drawing import FORMATS, as_text, save
 from ndtp.cli.panels import PHASES, Panel, plan_panels
+from ndtp.dtypes import SHORT
 from ndtp.errors import GridError
 
 MAX_RANKS = 4096
-DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 GAP = 4  # between pictures side by side
 
 show = typer.Typer(help="Draw who holds what: a layout, a plan step by step, a schedule in time.", no_args_is_help=True)
@@ -136,7 +136,7 @@ def show_schedule(
 
     ranks = _grid(grid)
     spans = schedule(
-        ranks, (tokens, hidden, ffn), Hardware.load(hardware), dtype=DTYPE_NAMES.get(dtype, dtype), chunks=chunks,
+        ranks, (tokens, hidden, ffn), Hardware.load(hardware), dtype=SHORT.get(dtype, dtype), chunks=chunks,
         product=product,
     )  # fmt: skip
     end = max(span.end for span in spans)
@@ -167,7 +167,7 @@ def show_schedule(
         out.print(f"{output} written", highlight=False)
     write_json(json_file, {
         "grid": _json(ranks), "tokens": tokens, "hidden": hidden, "ffn": ffn, "product": product, "chunks": chunks,
-        "dtype": DTYPE_NAMES.get(dtype, dtype), "hardware": hardware, "step_ms": end * 1e3, "busy": busy,
+        "dtype": SHORT.get(dtype, dtype), "hardware": hardware, "step_ms": end * 1e3, "busy": busy,
         "tasks": [
             {
                 "lane": s.lane, "begin_ms": s.begin * 1e3, "end_ms": s.end * 1e3, "phase": s.phase,

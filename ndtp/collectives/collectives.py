@@ -11,17 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ndtp import dtypes
 from ndtp.algebra.steps import Step, apply
 from ndtp.collectives.direct_exchange import Exchange, announce, exchange, past_of
-from ndtp.collectives.meter import LABEL, Label, arrived
+from ndtp.collectives.labels import LABEL, Label
+from ndtp.collectives.meter import arrived
 from ndtp.collectives.recorder import is_observed, observed
-from ndtp.compute.gemm import LOW_PRECISION
 from ndtp.errors import CommunicationError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ndtp.runtime.process_grid import ProcessGrid
+
+_LOW_PRECISION = tuple(getattr(torch, name) for name in dtypes.LOW_PRECISION)
 
 # torch 2.13 renamed these two; 2.11 has only the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -335,7 +338,7 @@ class GlooCollectives(Collectives):
         _check_out(out, x.shape, x)
         if ranks == 2 and x.numel() % 2 == 0:  # of an odd number, parts are counted as rounded up
             return self._swap(x, group, out)
-        if x.dtype not in LOW_PRECISION:
+        if x.dtype not in _LOW_PRECISION:
             # By exchanges its second half could not start before it is waited for.
             return super().all_reduce(x, group, ranks, step, out)
         # Reduce-scatter and all-gather of the flat tensor: the same volume.
@@ -383,7 +386,7 @@ def _check_out(out: Tensor | None, shape: Sequence[int], like: Tensor) -> None:
 def _sum(stacked: Tensor, ranks: int, out: Tensor | None = None) -> Tensor:
     """Sum blocks that are stacked on dim 0, low precision in fp32, in the order of the ranks."""
     blocks = stacked.view(ranks, stacked.shape[0] // ranks, *stacked.shape[1:])
-    if blocks.dtype in LOW_PRECISION:
+    if blocks.dtype in _LOW_PRECISION:
         summed = blocks.sum(0, dtype=torch.float32)
         return summed.to(blocks.dtype) if out is None else out.copy_(summed)
     return torch.sum(blocks, 0, dtype=blocks.dtype, out=out)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtp.collectives.collectives import Watch, _all_gather_single
-from ndtp.collectives.meter import Label
+from ndtp.collectives.labels import Label
 from ndtp.compute.gemm import TorchGemm
 from ndtp.errors import MismatchError
 

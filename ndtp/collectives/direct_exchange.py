@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ndtp.collectives.meter import LABEL, Label
+from ndtp.collectives.labels import LABEL, Label
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -7,8 +7,6 @@ hand-written), with the tensors that went in: it is independent of what a plan p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,31 +20,10 @@ from torch.utils._python_dispatch import (
 
 from ndtp.algebra.steps import received
 from ndtp.algebra.volume import Traffic, Volume
+from ndtp.collectives.labels import LABEL, Label
 
-
-@dataclass(eq=False, slots=True)
-class Label:
-    """What a collective is for: ndtp knows, the dispatcher does not.  One object a collective.
-
-    `part` says which of how many chunks it moves, such as "2/4"; traffic does not tell chunks apart.  `ahead` are the
-    bytes received of a collective that is started for a product yet to come; None once that has come, and of others.
-    """
-
-    op: tuple[str, ...]
-    phase: str
-    collective: str
-    axes: tuple[str, ...]
-    part: str = ""
-    ahead: int | None = None
-
-    @property
-    def title(self) -> str:
-        """What profilers call it, such as "all_gather[y] 2/4 mlp.up A"."""
-        return " ".join(filter(None, (f"{self.collective}[{' '.join(self.axes)}]", self.part, *self.op)))
-
-
-# Names the collectives that are started in this context.
-LABEL: ContextVar[Label | None] = ContextVar("ndtp_label", default=None)
+# By the names of ndtp's own ops: what they do.  Each op registers itself.
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 
 
 class CommMeter(TorchDispatchMode):
@@ -89,8 +66,6 @@ class CommMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "ndtp":
             # What an op does inside is hidden from the mode that was handed the op: so run it here, watched.
-            from ndtp.ops.compiled import IMPLEMENTATIONS
-
             with self:
                 return IMPLEMENTATIONS[func.name()](*args, **(kwargs or {}))
         if func.namespace in RULES:

@@ -21,7 +21,7 @@ from torch.autograd.profiler import record_function
 
 if TYPE_CHECKING:
     from ndtp.collectives.collectives import Started
-    from ndtp.collectives.meter import Label
+    from ndtp.collectives.labels import Label
     from ndtp.runtime.process_grid import ProcessGrid
 
 NOTHING: AbstractContextManager[None] = nullcontext()

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp import dtypes
 from ndtp.algebra.matmul_plan import Letters, MatMulPlan
 from ndtp.compute.epilogues import KernelEpilogues, TorchEpilogues
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+LOW_PRECISION = tuple(getattr(torch, name) for name in dtypes.LOW_PRECISION)
 
 
 class TorchGemm(TorchEpilogues):

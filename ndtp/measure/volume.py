@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +14,10 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.schemes import block_layouts
 from ndtp.algebra.volume import Volume
 from ndtp.collectives.meter import CommMeter
+from ndtp.dtypes import SIZES
 from ndtp.errors import GridError, LayoutError
 from ndtp.planner.block_cost import AXES as COST_AXES
 from ndtp.planner.block_cost import Block, Grids, memory
-from ndtp.planner.hardware import DTYPES
 from ndtp.runtime.process_grid import ProcessGrid
 
 AXES = ("z", "x", "y")
@@ -134,11 +134,11 @@ def meter_step(module: torch.nn.Module, x: Any) -> Volume:
     return metered.volume
 
 
-def meter_real(cases: Sequence[Case], shape: Shape, dtype_name: str) -> list[list[Volume]]:
-    """On every real rank: `[rank][case]`.  Also checks that ranks agree with one another is up to the caller."""
-    import ndtp.testing
-
-    return ndtp.testing.run(_meter_all, cases[0].grid.num_ranks, args=(list(cases), shape, dtype_name))
+def meter_real(
+    cases: Sequence[Case], shape: Shape, dtype_name: str, run: Callable[..., list[list[Volume]]]
+) -> list[list[Volume]]:
+    """On every real rank, which `run` (`ndtp.testing.run`) starts: `[rank][case]`.  The caller compares the ranks."""
+    return run(_meter_all, cases[0].grid.num_ranks, args=(list(cases), shape, dtype_name))
 
 
 def _meter_all(cases: Sequence[Case], shape: Shape, dtype_name: str) -> list[Volume]:
@@ -147,7 +147,7 @@ def _meter_all(cases: Sequence[Case], shape: Shape, dtype_name: str) -> list[Vol
 
 def bytes_needed(cases: Sequence[Case], shape: Shape, dtype: str, rivals: bool = False) -> int:
     """What all ranks together hold of these cases at once, and of the whole weights that rivals begin with."""
-    block, itemsize = Block.mlp(shape.tokens, shape.hidden, shape.ffn), DTYPES[dtype]
+    block, itemsize = Block.mlp(shape.tokens, shape.hidden, shape.ffn), SIZES[dtype]
     kept, working = 0, 0  # weights and their gradients of all cases; what one of them at a time works on
     for case in cases:
         g = Grids(**(dict.fromkeys(COST_AXES, 1) | dict(zip(case.grid.names, case.grid.shape, strict=True))))

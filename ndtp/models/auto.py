@@ -8,10 +8,12 @@ from itertools import permutations
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import SCHEMES, BlockLayouts
+from ndtp.dtypes import SIZES
 from ndtp.errors import LayoutError
 from ndtp.planner.block_cost import Block, Grids, volume
-from ndtp.planner.hardware import DTYPES, Hardware
-from ndtp.planner.search import Request, predict, search
+from ndtp.planner.hardware import Hardware
+from ndtp.planner.request import Request
+from ndtp.planner.search import predict, search
 
 # (hidden, inner, whether it is gated) of each pair.
 Pairs = Sequence[tuple[int, int, bool]]
@@ -22,7 +24,7 @@ def request_for(pairs: Pairs, tokens: int, ranks: int, hardware: str | Hardware,
     if not pairs:
         raise LayoutError("parallelize: scheme='auto' found no Linear pair to plan for; name them in plan=")
     profile = Hardware.load(hardware)
-    if dtype not in DTYPES or dtype not in profile.tflops:
+    if dtype not in SIZES or dtype not in profile.tflops:
         raise LayoutError(f"parallelize: scheme='auto' has no rate of {dtype} products on hardware {profile.name!r}")
     blocks = tuple(Block.mlp(tokens, hidden, inner, gated) for hidden, inner, gated in pairs)
     return Request(blocks, ranks, profile, dtype=dtype, fixed={"dp": 1})

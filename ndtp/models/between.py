@@ -143,7 +143,9 @@ def _is_in_backward() -> bool:
 def enter(shard: Tensor, passage: Passage) -> Between:
     """`shard`, which nobody else has, as what lies between the layers of a pair."""
     if "torch._dynamo" in sys.modules:
-        from ndtp.models import between_compiled  # noqa: F401
+        from ndtp.models.between_compiled import make_known
+
+        make_known(Between)
 
     if torch.compiler.is_compiling():
         shard = shard.as_subclass(Between)

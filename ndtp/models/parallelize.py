@@ -23,8 +23,8 @@ from ndtp.models.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unf
 from ndtp.nn.dropout import RowBlocks
 from ndtp.nn.linear import Linear, padded_size, zero_padding, zero_padding_rows
 from ndtp.ops.products import relayout
+from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
-from ndtp.planner.search import GridPlan
 from ndtp.runtime.process_grid import ProcessGrid
 
 

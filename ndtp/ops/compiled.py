@@ -14,7 +14,7 @@ Shapes are static: another number of rows is compiled anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.steps import relayout as relayout_steps
+from ndtp.collectives.meter import IMPLEMENTATIONS
 from ndtp.ops.products import activated_shape, check_chain, gradients_wanted, num_chunks, relayout_checked
 from ndtp.runtime.dry_grid import DryGrid
 from ndtp.runtime.execution import Execution, Key, Stage
@@ -346,8 +347,6 @@ def _differentiate_relayout(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
 _relayout.register_autograd(_differentiate_relayout, setup_context=_save_layouts)
 
 # By the names of the ops: what they do, for those who look inside (`ndtp.CommMeter`).
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "ndtp::mlp": _run_mlp,
-    "ndtp::mlp_backward": _run_mlp_backward,
-    "ndtp::relayout": _run_relayout,
-}
+IMPLEMENTATIONS.update(
+    {"ndtp::mlp": _run_mlp, "ndtp::mlp_backward": _run_mlp_backward, "ndtp::relayout": _run_relayout}
+)

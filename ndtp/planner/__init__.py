@@ -4,13 +4,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ndtp.planner.search import GridPlan, Request, plan
+    from ndtp.planner.grid_plan import GridPlan
+    from ndtp.planner.request import Request
+    from ndtp.planner.search import plan
+
+_HOME = {"GridPlan": "grid_plan", "Request": "request", "plan": "search"}
 
 __all__ = ["GridPlan", "Request", "plan"]
 
 
 def __getattr__(name: str) -> Any:
     """Imported when it is first used: a hardware profile needs no search."""
-    if name not in __all__:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("ndtp.planner.search"), name)
+    return getattr(import_module(f"ndtp.planner.{_HOME[name]}"), name)

@@ -7,7 +7,8 @@ from ndtp.errors import GridError
 from ndtp.planner import block_cost
 from ndtp.planner.block_cost import AXES, Block, Grids
 from ndtp.planner.hardware import Hardware
-from ndtp.planner.search import Request, timeline
+from ndtp.planner.request import Request
+from ndtp.planner.search import timeline
 from ndtp.schedule.clocks import Span
 
 PRODUCTS = ("block", "up", "down")

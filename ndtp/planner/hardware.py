@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from ndtp.dtypes import SIZES
 from ndtp.errors import GridError
 from ndtp.planner.fields import Either, Kind, Number, Record, Size, Table, Word, read_parsed, shown
 
-DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 MAX_RANKS = 2**20
 
@@ -38,7 +38,7 @@ LINK = Record(
 MACHINE: dict[str, Kind] = {
     "name": Word(),
     "ranks_per_node": Number(1, MAX_RANKS, integer=True),
-    "tflops": Table(Word(tuple(DTYPES)), RATE),
+    "tflops": Table(Word(tuple(SIZES)), RATE),
     "gemm_half": Number(0, 1e9),
     "memory_gib": RATE,
     "memory_gbs": RATE,

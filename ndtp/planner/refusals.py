@@ -3,70 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
 import numpy as np
 
 from ndtp.algebra.grid import divisors
-from ndtp.errors import GridError
 from ndtp.planner import block_cost
-from ndtp.planner.block_cost import AXES, LARGEST_SIZE, Grids
-from ndtp.planner.fields import Kind, Number, Table, Word
-from ndtp.planner.hardware import DTYPES, MAX_RANKS
-
-if TYPE_CHECKING:
-    from ndtp.planner.search import Request
-
-
-OBJECTIVES = ("time", "volume", "memory")
-SIZE = Number(1, LARGEST_SIZE, integer=True)
-AXIS = Number(1, MAX_RANKS, integer=True)
-
-# What may be asked.  Each chunk is a task that the model replays, which bounds them; layers are multiplied by.
-FIELDS: dict[str, Kind] = {
-    "ranks": AXIS,
-    "layers": Number(1, 10**6, integer=True),
-    "chunks": Number(1, 1024, integer=True),
-    "objective": Word(OBJECTIVES),
-    "dtype": Word(tuple(DTYPES)),
-    "optimizer": Word(tuple(block_cost.OPTIMIZERS)),
-    "fixed": Table(Word(AXES), AXIS, empty=True),
-}
-OPTIONAL: dict[str, Kind] = {
-    "memory_limit_gib": Number(1e-6, 1e12),
-    "heads": SIZE, "kv_heads": SIZE, "head_size": SIZE, "limit": SIZE,
-}  # fmt: skip
-
-
-def check_arguments(sizes: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        GridError: a size that is none, or one of those that may be None that is neither.
-    """
-    for name, size in sizes.items():
-        SIZE.check("plan", name, size)
-    for name, value in optional.items():
-        if value is not None:
-            OPTIONAL[name].check("plan", name, value)
-    heads, hidden = optional.get("heads"), sizes.get("hidden")
-    if heads is not None and hidden is not None and optional.get("head_size") is None and heads > hidden:
-        raise GridError(f"plan: heads={heads} of hidden={hidden} leave no size to a head; it must be at most hidden")
-
-
-def check_request(request: Request) -> None:
-    """
-    Raises:
-        GridError: a size that is none, or a word that is not one of those known.
-    """
-    for block in request.blocks:
-        check_arguments({"tokens": block.tokens, "hidden": block.hidden, "ffn": block.inner}, {})
-        for size in (*block.outs, *block.heads):
-            SIZE.check("plan", f"a size of {block.name}", size)
-    for name, kind in FIELDS.items():
-        kind.check("plan", name, getattr(request, name))
-    check_arguments({}, {"memory_limit_gib": request.memory_limit_gib})
-    request.hardware.flops_per_second(request.dtype)
+from ndtp.planner.block_cost import Grids
+from ndtp.planner.hardware import MAX_RANKS
+from ndtp.planner.request import Request
 
 
 def explain_none(request: Request, constraint: str, least: float = 0.0) -> str:

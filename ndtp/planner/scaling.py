@@ -10,7 +10,8 @@ import numpy as np
 
 from ndtp.errors import GridError
 from ndtp.planner.block_cost import Grids
-from ndtp.planner.search import Request, candidates
+from ndtp.planner.request import Request
+from ndtp.planner.search import candidates
 from ndtp.planner.time_model import gemm_seconds
 
 SERIES = ("1D", "2D", "3D", "best")

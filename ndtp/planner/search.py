@@ -8,7 +8,7 @@ mlp = ndtp.nn.MLP(4096, 16384, mesh=mesh, **best.arguments)     # or ndtp.parall
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,104 +17,15 @@ from ndtp.algebra.grid import Grid
 from ndtp.errors import GridError
 from ndtp.planner import block_cost
 from ndtp.planner.block_cost import AXES, Block, Grids
-from ndtp.planner.hardware import DTYPES, Hardware
-from ndtp.planner.refusals import check_arguments, check_request, explain_none
+from ndtp.planner.grid_plan import GridPlan
+from ndtp.planner.hardware import Hardware
+from ndtp.planner.refusals import explain_none
+from ndtp.planner.request import GIB, Request, check_arguments
 from ndtp.planner.time_model import ORDERS, Network, Time, Work
 from ndtp.schedule.clocks import Span
 
-MIB, GIB = 2**20, 2**30
-
 # Operands that backward gathers again, in the order in which they are tried against a memory limit.
 REGATHERS: tuple[tuple[str, ...], ...] = ((), ("b",), ("a",), ("a", "b"))
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be planned.
-
-    Attributes:
-        blocks: the blocks of a layer, which all run on one grid.
-        layers: how often the sequence of blocks is repeated.
-    """
-
-    blocks: tuple[Block, ...]
-    ranks: int
-    hardware: Hardware
-    layers: int = 1
-    dtype: str = "bfloat16"
-    objective: str = "time"
-    optimizer: str = "adamw"
-    memory_limit_gib: float | None = None
-    fixed: Mapping[str, int] = field(default_factory=dict)
-    tp_within_node: bool = False
-    pad: bool = True
-    chunks: int = 1
-
-    def __post_init__(self) -> None:
-        check_request(self)
-
-    @property
-    def itemsize(self) -> int:
-        return DTYPES[self.dtype]
-
-    @property
-    def bound(self) -> float:
-        """Bytes of a step: twice the sum of the forward bounds of all products."""
-        return 2 * self.layers * self.itemsize * sum(block.lower_bound(self.ranks) for block in self.blocks)
-
-
-@dataclass(frozen=True)
-class GridPlan:
-    """A grid for a request, and what a training step costs on it, per rank.
-
-    Attributes:
-        grid: axes in rank order, slowest first: what `ndtp.ProcessGrid` takes.
-        scheme: the scheme of `ndtp.nn.MLP` and `ndtp.parallelize` that uses the grid so.
-        kind: what the field calls it: 1D, 2D, 3D, FSDP, data parallel.
-        regather: operands that backward gathers again, to save memory.
-        volume_bytes: received in forward and backward.
-        memory_bytes: weights, gradients, optimizer state, activations and the largest temporary operands.
-        bound_ratio: `volume_bytes` over twice the sum of the products' lower bounds, a reference: it assumes that
-            gathered tensors are kept.
-        step_ms: predicted, of which `gemm_ms` compute and `exposed_ms` wait for communication.
-    """
-
-    grid: Grid
-    scheme: str
-    kind: str
-    regather: tuple[str, ...]
-    pad: bool
-    volume_bytes: int
-    memory_bytes: int
-    bound_ratio: float
-    step_ms: float
-    gemm_ms: float
-    exposed_ms: float
-    comm_ms: float
-    request: Request = field(repr=False)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `ndtp.nn.MLP` and `ndtp.parallelize`."""
-        return {"scheme": self.scheme, "regather": self.regather, "pad": self.pad}
-
-    @property
-    def why(self) -> str:
-        """One sentence."""
-        from ndtp.planner.reasons import why
-
-        return why(self)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The form of `ndtp plan --json`; the keys of `grid` are in rank order, slowest first."""
-        return {
-            "grid": {axis: self.grid[axis] for axis in self.grid},
-            "volume_bytes": self.volume_bytes,
-            "step_ms": self.step_ms,
-            "memory_bytes": self.memory_bytes,
-            "bound_ratio": self.bound_ratio,
-            "why": self.why,
-        }
 
 
 def plan(

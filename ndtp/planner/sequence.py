@@ -17,7 +17,9 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import block_layouts
 from ndtp.errors import GridError, LayoutError
 from ndtp.planner.block_cost import Block
-from ndtp.planner.search import GridPlan, Request, search
+from ndtp.planner.grid_plan import GridPlan
+from ndtp.planner.request import Request
+from ndtp.planner.search import search
 
 
 @dataclass(frozen=True)

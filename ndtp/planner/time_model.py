@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from ndtp.dtypes import SIZES
 from ndtp.planner.block_cost import AXES, Block, Grids, gemms, messages, padded
-from ndtp.planner.hardware import DTYPES, Hardware
+from ndtp.planner.hardware import Hardware
 from ndtp.schedule.clocks import Messages, Product, Span, step_seconds
 
 # Rank orders of the four axes, slowest first; of equally fast ones the first wins.
@@ -102,7 +103,7 @@ def gemm_seconds(hardware: Hardware, m: Any, n: Any, k: Any, dtype: str) -> Any:
     m, n, k = _real(m), _real(n), _real(k)
     half = hardware.gemm_half
     rate = hardware.flops_per_second(dtype) / ((1 + half / m) * (1 + half / n) * (1 + half / k))
-    touched = (m * k + k * n + m * n) * DTYPES[dtype] / (hardware.memory_gbs * 1e9)
+    touched = (m * k + k * n + m * n) * SIZES[dtype] / (hardware.memory_gbs * 1e9)
     return np.maximum(2.0 * m * n * k / rate, touched) + hardware.launch_us * 1e-6
 
 
@@ -182,7 +183,7 @@ class Work:
 def _products(
     block: Block, g: Grids, hardware: Hardware, dtype: str, chunks: int, regather_a: Any, regather_b: Any
 ) -> Iterator[Product]:
-    itemsize = float(DTYPES[dtype])
+    itemsize = float(SIZES[dtype])
     moved: dict[str, dict[tuple[str, str], Messages]] = {"up": {}, "down": {}}
     for message in messages(block, g, regather_a, regather_b):
         name, tensor = message.tensor.split()

@@ -7,9 +7,9 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +21,19 @@ IMPORTING_MAIN: ContextVar[bool] = ContextVar("IMPORTING_MAIN", default=False)
 
 # Makes a rank write its Python stack to its trace file.  (Windows has no such signal, and no ranks.)
 TRACE_SIGNAL = getattr(signal, "SIGUSR1", signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Birth:
+    """What a new rank is told when it is forked."""
+
+    rank: int
+    num_ranks: int
+    store_path: str
+    trace_path: str
+    group_timeout_s: float
+    environ: Mapping[str, str] = field(repr=False)
+    argv: Sequence[str]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from typing import Any
 
 from ndtp.testing.messages import (
     IMPORTING_MAIN,
+    Birth,
     Call,
     Printed,
     Raised,
@@ -35,7 +36,7 @@ from ndtp.testing.messages import (
     pickle_call,
 )
 from ndtp.testing.process import RankProcess, kill, place_in, traces
-from ndtp.testing.zygote import Birth, Zygote
+from ndtp.testing.zygote import Zygote
 
 _START_TIMEOUT_S = 180.0  # importing torch on a cold, busy machine included
 _STARTS = 3  # of the ranks for one call, should whoever forks them be killed meanwhile

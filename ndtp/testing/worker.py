@@ -24,8 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ndtp.testing.messages import IMPORTING_MAIN, TRACE_SIGNAL, Call, Printed, Raised, Ready, Returned, dumps
-from ndtp.testing.zygote import Birth
+from ndtp.testing.messages import IMPORTING_MAIN, TRACE_SIGNAL, Birth, Call, Printed, Raised, Ready, Returned, dumps
 
 # Process groups that a call created stay alive, since a cached mesh may come back in a later call (DTensor caches
 # some itself).  A gloo group of two holds five descriptors and three threads, so they are finite: past this many

@@ -28,9 +28,11 @@ import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
+from ndtp.testing.messages import Birth
+
+Work = Callable[[Birth, int, int], None]  # being a rank: `ndtp.testing.worker.work`
 STATUS = struct.Struct("<q")
 _LENGTH = struct.Struct("<I")
 _QUESTION = 0  # as a length: nothing to fork, a number to send back
@@ -56,19 +58,6 @@ _ENVIRON = {
     "MKL_NUM_THREADS": "1",
 }
 _PRELOAD_IF_USED = ("pytest", "hypothesis")
-
-
-@dataclass(frozen=True)
-class Birth:
-    """What a new rank is told when it is forked."""
-
-    rank: int
-    num_ranks: int
-    store_path: str
-    trace_path: str
-    group_timeout_s: float
-    environ: Mapping[str, str] = field(repr=False)
-    argv: Sequence[str]
 
 
 class Zygote:
@@ -132,8 +121,8 @@ class Zygote:
         preload = [*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)]
         command = (
             "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-            f"sys.path[:] = {sys.path!r}; from ndtp.testing.zygote import serve; "
-            f"serve({theirs.fileno()}, {folder!r}, {preload!r}, {os.getpid()})"
+            f"sys.path[:] = {sys.path!r}; from ndtp.testing.zygote import serve; from ndtp.testing.worker import work; "
+            f"serve({theirs.fileno()}, {folder!r}, {preload!r}, {os.getpid()}, work)"
         )
         with theirs:
             self._process = subprocess.Popen(
@@ -187,7 +176,7 @@ def _shut_down(process: subprocess.Popen[bytes], control: socket.socket, folder:
 # ---- below: runs in the zygote process ----
 
 
-def serve(control_fd: int, folder: str, preload: Sequence[str], parent_pid: int) -> None:
+def serve(control_fd: int, folder: str, preload: Sequence[str], parent_pid: int, work: Work) -> None:
     """Fork ranks on request until the parent closes the socket or disappears.  Never returns."""
     control = socket.socket(fileno=control_fd)
     status_fds: dict[int, int] = {}  # pid of a living rank -> write end of its status pipe
@@ -208,7 +197,7 @@ def serve(control_fd: int, folder: str, preload: Sequence[str], parent_pid: int)
             if wake_read in readable:
                 os.read(wake_read, 4096)
             _reap(status_fds)
-            if control_fd in readable and not _fork_one(control, status_fds, (wake_read, wake_write)):
+            if control_fd in readable and not _fork_one(control, status_fds, (wake_read, wake_write), work):
                 break
     finally:
         # Only the zygote comes here: a forked rank ends in os._exit.
@@ -232,7 +221,7 @@ def _reap(status_fds: dict[int, int]) -> None:
             os.close(status_fd)
 
 
-def _fork_one(control: socket.socket, status_fds: dict[int, int], wake_fds: Sequence[int]) -> bool:
+def _fork_one(control: socket.socket, status_fds: dict[int, int], wake_fds: Sequence[int], work: Work) -> bool:
     """Serve one request; False when the parent has closed the socket."""
     header, fds, _, _ = socket.recv_fds(control, _LENGTH.size, _NUM_FDS)
     if not header:
@@ -265,8 +254,6 @@ def _fork_one(control: socket.socket, status_fds: dict[int, int], wake_fds: Sequ
         # A rank must not hold what tells others that somebody has died.
         for fd in (*status_fds.values(), *wake_fds, *fds[1:]):
             os.close(fd)
-        from ndtp.testing.worker import work
-
         work(birth, connection_fd, zygote_pid)
         exit_code = 0
     except BaseException:

@@ -6,8 +6,8 @@ from typer.testing import CliRunner
 
 from ndtp.algebra.grid import Grid
 from ndtp.cli.app import app
-from ndtp.cli.demo import GridRun, grids_for
-from ndtp.cli.demo_training import Run, text
+from ndtp.cli.demo import grids_for
+from ndtp.cli.demo_training import GridRun, Run, text
 
 runner = CliRunner()
 

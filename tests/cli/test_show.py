@@ -16,7 +16,8 @@ from ndtp.cli.timeline_drawing import as_text
 from ndtp.planner.block_cost import Block
 from ndtp.planner.block_schedule import schedule
 from ndtp.planner.hardware import Hardware
-from ndtp.planner.search import Request, predict
+from ndtp.planner.request import Request
+from ndtp.planner.search import predict
 
 runner = CliRunner()
 CUBE = ("--grid", "z=2,x=2,y=2")

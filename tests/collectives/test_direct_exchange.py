@@ -9,7 +9,7 @@ import ndtp
 from ndtp import CommunicationError, Grid, Layout, MatMulPlan, ProcessGrid
 from ndtp.algebra.steps import Step
 from ndtp.collectives import direct_exchange
-from ndtp.collectives.meter import LABEL, Label
+from ndtp.collectives.labels import LABEL, Label
 
 GATHER, SCATTER, SUM = Step("all_gather", ("x",), 0), Step("reduce_scatter", ("x",), 0), Step("all_reduce", ("x",))
 

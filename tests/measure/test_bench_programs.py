@@ -14,7 +14,8 @@ import pytest
 from ndtp.measure.volume import Case
 from ndtp.planner.block_cost import Block
 from ndtp.planner.hardware import Hardware
-from ndtp.planner.search import Request, search
+from ndtp.planner.request import Request
+from ndtp.planner.search import search
 
 BENCH = Path(__file__).parents[2] / "bench"
 

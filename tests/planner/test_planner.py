@@ -16,7 +16,8 @@ from ndtp.algebra.volume import Volume, lower_bound
 from ndtp.errors import GridError
 from ndtp.planner.block_cost import Block, Grids, memory
 from ndtp.planner.hardware import Hardware
-from ndtp.planner.search import MIB, plan, predict
+from ndtp.planner.request import MIB
+from ndtp.planner.search import plan, predict
 
 POWERS = [2**n for n in range(11)]
 AWKWARD = [6, 12, 24, 100]

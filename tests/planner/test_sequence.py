@@ -9,7 +9,8 @@ from ndtp import Grid, GridError, Layout, LayoutError
 from ndtp.algebra.schemes import block_layouts
 from ndtp.planner.block_cost import Block
 from ndtp.planner.hardware import Hardware, Link
-from ndtp.planner.search import Request, search
+from ndtp.planner.request import Request
+from ndtp.planner.search import search
 from ndtp.planner.sequence import plan_sequence, relayout_elements
 
 LINK = Link(1.0, 0.0, 0.0)

@@ -1,0 +1,31 @@
+"""`Label`: what a collective is for."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass(eq=False, slots=True)
+class Label:
+    """What a collective is for: ndtp knows, the dispatcher does not.  One object a collective.
+
+    `part` says which of how many chunks it moves, such as "2/4"; traffic does not tell chunks apart.  `ahead` are the
+    bytes received of a collective that is started for a product yet to come; None once that has come, and of others.
+    """
+
+    op: tuple[str, ...]
+    phase: str
+    collective: str
+    axes: tuple[str, ...]
+    part: str = ""
+    ahead: int | None = None
+
+    @property
+    def title(self) -> str:
+        """What profilers call it, such as "all_gather[y] 2/4 mlp.up A"."""
+        return " ".join(filter(None, (f"{self.collective}[{' '.join(self.axes)}]", self.part, *self.op)))
+
+
+# Names the collectives that are started in this context.
+LABEL: ContextVar[Label | None] = ContextVar("ndtp_label", default=None)

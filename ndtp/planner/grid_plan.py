@@ -1,0 +1,113 @@
+"""`GridPlan`: a grid for a request, what it costs, and why it: one sentence, from the same numbers that ranked it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ndtp.algebra.grid import Grid
+from ndtp.planner import block_cost
+from ndtp.planner.block_cost import Grids
+from ndtp.planner.request import Request
+
+SOURCES = {
+    "x": "activations inside the block, over x",
+    "y": "activations outside the block, over y",
+    "z": "weights, over z",
+    "dp": "weight gradients, over dp",
+}
+
+
+@dataclass(frozen=True)
+class GridPlan:
+    """A grid for a request, and what a training step costs on it, per rank.
+
+    Attributes:
+        grid: axes in rank order, slowest first: what `ndtp.ProcessGrid` takes.
+        scheme: the scheme of `ndtp.nn.MLP` and `ndtp.parallelize` that uses the grid so.
+        kind: what the field calls it: 1D, 2D, 3D, FSDP, data parallel.
+        regather: operands that backward gathers again, to save memory.
+        volume_bytes: received in forward and backward.
+        memory_bytes: weights, gradients, optimizer state, activations and the largest temporary operands.
+        bound_ratio: `volume_bytes` over twice the sum of the products' lower bounds, a reference: it assumes that
+            gathered tensors are kept.
+        step_ms: predicted, of which `gemm_ms` compute and `exposed_ms` wait for communication.
+    """
+
+    grid: Grid
+    scheme: str
+    kind: str
+    regather: tuple[str, ...]
+    pad: bool
+    volume_bytes: int
+    memory_bytes: int
+    bound_ratio: float
+    step_ms: float
+    gemm_ms: float
+    exposed_ms: float
+    comm_ms: float
+    request: Request = field(repr=False)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `ndtp.nn.MLP` and `ndtp.parallelize`."""
+        return {"scheme": self.scheme, "regather": self.regather, "pad": self.pad}
+
+    @property
+    def why(self) -> str:
+        """How the volume compares with 1D's, where it comes from, what is waited for, and what was paid for memory."""
+        request = self.request
+        if request.ranks == 1:
+            return "One rank moves nothing."
+        parts = [f"{self.kind} receives {_mib(self.volume_bytes)} a step and rank, {_against_1d(self)}"]
+        axis, share = _largest_part(self)
+        parts.append(f"{share:.0%} of it {SOURCES[axis]}")
+        waited = self.exposed_ms / self.step_ms
+        parts.append(f"{waited:.0%} of the step waits for it on {request.hardware.name}")
+        if self.regather:
+            operands = " and ".join({"a": "activations", "b": "weights"}[operand] for operand in self.regather)
+            parts.append(f"backward gathers {operands} again to save memory")
+        if self.pad:
+            parts.append("sizes are padded")
+        return "; ".join(parts) + "."
+
+    def as_dict(self) -> dict[str, Any]:
+        """The form of `ndtp plan --json`; the keys of `grid` are in rank order, slowest first."""
+        return {
+            "grid": {axis: self.grid[axis] for axis in self.grid},
+            "volume_bytes": self.volume_bytes,
+            "step_ms": self.step_ms,
+            "memory_bytes": self.memory_bytes,
+            "bound_ratio": self.bound_ratio,
+            "why": self.why,
+        }
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:.3g} MiB" if count < 1000 * 2**20 else f"{count / 2**30:.3g} GiB"
+
+
+def _against_1d(plan: GridPlan) -> str:
+    """Against the better of splitting everything over y (Megatron's 1D) or over x."""
+    volume = min(_total(plan, Grids(1, 1, *pair)) for pair in ((1, plan.request.ranks), (plan.request.ranks, 1)))
+    if plan.volume_bytes == volume:
+        return "as 1D does" if not plan.kind.startswith("1D") or "+" in plan.kind else "the 1D optimum"
+    times = volume / max(1, plan.volume_bytes)
+    change = f"{abs(1 / times - 1):.0%} {'less' if times > 1 else 'more'}" if times < 2 else f"{times:.3g} times less"
+    return f"{change} than 1D's {_mib(volume)}"
+
+
+def _largest_part(plan: GridPlan) -> tuple[str, float]:
+    """The axis that carries the most, and its share."""
+    g = Grids(*(plan.grid[axis] for axis in block_cost.AXES))
+    by_axis: dict[str, int] = dict.fromkeys(block_cost.AXES, 0)
+    for block in plan.request.blocks:
+        for message in block_cost.messages(block, g, int("a" in plan.regather), int("b" in plan.regather)):
+            by_axis[message.axis] += int(message.elements)
+    axis = max(by_axis, key=lambda name: by_axis[name])
+    return axis, by_axis[axis] / max(1, sum(by_axis.values()))
+
+
+def _total(plan: GridPlan, g: Grids) -> int:
+    request = plan.request
+    return int(sum(block_cost.volume(block, g) for block in request.blocks)) * request.itemsize * request.layers

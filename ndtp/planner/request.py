@@ -1,0 +1,99 @@
+"""`Request`: what is to be planned, and what may be asked.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ndtp.dtypes import SIZES
+from ndtp.errors import GridError
+from ndtp.planner import block_cost
+from ndtp.planner.block_cost import AXES, LARGEST_SIZE, Block
+from ndtp.planner.fields import Kind, Number, Table, Word
+from ndtp.planner.hardware import MAX_RANKS, Hardware
+
+MIB, GIB = 2**20, 2**30
+OBJECTIVES = ("time", "volume", "memory")
+SIZE = Number(1, LARGEST_SIZE, integer=True)
+AXIS = Number(1, MAX_RANKS, integer=True)
+
+# What may be asked.  Each chunk is a task that the model replays, which bounds them; layers are multiplied by.
+FIELDS: dict[str, Kind] = {
+    "ranks": AXIS,
+    "layers": Number(1, 10**6, integer=True),
+    "chunks": Number(1, 1024, integer=True),
+    "objective": Word(OBJECTIVES),
+    "dtype": Word(tuple(SIZES)),
+    "optimizer": Word(tuple(block_cost.OPTIMIZERS)),
+    "fixed": Table(Word(AXES), AXIS, empty=True),
+}
+OPTIONAL: dict[str, Kind] = {
+    "memory_limit_gib": Number(1e-6, 1e12),
+    "heads": SIZE, "kv_heads": SIZE, "head_size": SIZE, "limit": SIZE,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned.
+
+    Attributes:
+        blocks: the blocks of a layer, which all run on one grid.
+        layers: how often the sequence of blocks is repeated.
+    """
+
+    blocks: tuple[Block, ...]
+    ranks: int
+    hardware: Hardware
+    layers: int = 1
+    dtype: str = "bfloat16"
+    objective: str = "time"
+    optimizer: str = "adamw"
+    memory_limit_gib: float | None = None
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    tp_within_node: bool = False
+    pad: bool = True
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        check_request(self)
+
+    @property
+    def itemsize(self) -> int:
+        return SIZES[self.dtype]
+
+    @property
+    def bound(self) -> float:
+        """Bytes of a step: twice the sum of the forward bounds of all products."""
+        return 2 * self.layers * self.itemsize * sum(block.lower_bound(self.ranks) for block in self.blocks)
+
+
+def check_arguments(sizes: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        GridError: a size that is none, or one of those that may be None that is neither.
+    """
+    for name, size in sizes.items():
+        SIZE.check("plan", name, size)
+    for name, value in optional.items():
+        if value is not None:
+            OPTIONAL[name].check("plan", name, value)
+    heads, hidden = optional.get("heads"), sizes.get("hidden")
+    if heads is not None and hidden is not None and optional.get("head_size") is None and heads > hidden:
+        raise GridError(f"plan: heads={heads} of hidden={hidden} leave no size to a head; it must be at most hidden")
+
+
+def check_request(request: Request) -> None:
+    """
+    Raises:
+        GridError: a size that is none, or a word that is not one of those known.
+    """
+    for block in request.blocks:
+        check_arguments({"tokens": block.tokens, "hidden": block.hidden, "ffn": block.inner}, {})
+        for size in (*block.outs, *block.heads):
+            SIZE.check("plan", f"a size of {block.name}", size)
+    for name, kind in FIELDS.items():
+        kind.check("plan", name, getattr(request, name))
+    check_arguments({}, {"memory_limit_gib": request.memory_limit_gib})
+    request.hardware.flops_per_second(request.dtype)
