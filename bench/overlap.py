@@ -52,7 +52,7 @@ Rows = dict[str, dict[str, float | None]]
 class NoCommunication(Collectives):
     """Collectives that allocate what they would return, and move nothing."""
 
-    def start(self, step, tensor, op, phase, *, part="", out=None, blocks=False):
+    def start(self, step, tensor, op, phase, *, part="", out=None, blocks=False, ahead=False):
         shape = list(tensor.shape)
         ranks = self.grid.grid.size(step.axes)
         if step.kind == "all_gather":

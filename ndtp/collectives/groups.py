@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Hashable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _GROUPS: WeakValueDictionary[Hashable, ProcessGroup] = WeakValueDictionary()
 # Whether a group is there must not depend on when a rank collects the last grid that had it: ranks make one together.
 _KEPT: WeakKeyDictionary[ProcessGroup, set[ProcessGroup]] = WeakKeyDictionary()  # by the world, which ends them all
+_MEETING_S = 60.0  # of ranks that have all come to make a group; whatever the timeout of the group
 _ENDING: list[tuple[float, ProcessGroup]] = []  # and when, on the monotonic clock
 
 
@@ -38,6 +40,7 @@ def shared_group(
         partition: the members of each group that is made together with this one, as global ranks.
         options: what tells groups of the same ranks apart.
         arguments: gives those of `dist.new_group`, anew for every group: torch writes into NCCL's options.
+        keep: as long as the world lives; else its grid may `end` it.
     """
     _end_what_is_due()
     key = (tuple(map(tuple, partition)), options, alone)
@@ -50,9 +53,23 @@ def shared_group(
         ]
         mine = next(i for i, ranks in enumerate(partition) if dist.get_rank() in ranks)
         group = _GROUPS[key] = made[mine]
-        if keep and (world := dist.group.WORLD) is not None:
+        if not keep:
+            _meet(group)
+        elif (world := dist.group.WORLD) is not None:
             _KEPT.setdefault(world, set()).add(group)
     return group
+
+
+def _meet(group: ProcessGroup) -> None:
+    """Return when all members have connected: one that ends the group before would cut the others off."""
+    from torch.distributed.distributed_c10d import _world
+
+    if dist.get_backend(group) == "fake":
+        return
+    store = _world.pg_map[group][1]
+    if store.add("ndtp/connected", 1) == group.size():
+        store.set("ndtp/all connected", "")
+    store.wait(["ndtp/all connected"], timedelta(seconds=_MEETING_S))
 
 
 def end(group: ProcessGroup, patience_s: float = 0.0) -> None:

@@ -111,7 +111,7 @@ def assert_sound(words, result):
 
 
 @settings(
-    max_examples=150, deadline=None, derandomize=True, database=None,
+    max_examples=100, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(st.data())
