@@ -148,7 +148,7 @@ def simpler_ones(program: Program) -> Iterator[Program]:
     for name in ("noise", "frozen"):
         for i in range(len(getattr(program, name))):
             yield replace(program, **{name: getattr(program, name)[:i] + getattr(program, name)[i + 1 :]})
-    for name, value in (("options", ()), ("lead", 0), ("dtype", "float64"), ("rows", program.ranks)):
+    for name, value in (("check", False), ("lead", 0), ("dtype", "float64"), ("rows", program.ranks)):
         if getattr(program, name) != value:
             yield replace(program, **{name: value})
     if all(unit.grid == 0 for unit in program.units) and len(program.grids) > 1:
@@ -214,8 +214,6 @@ def features(program: Program) -> set[str]:
     found = {program.family, program.dtype, *(f"step {step.kind}" for step in program.steps)}
     found |= {f"flag {flag}" for step in program.steps if step.kind == "train" for flag in step.how}
     found |= {f"noise {noise}" for noise in program.noise}
-    found |= {f"grid {name}={value}" for name, value in program.options}
-    found |= {"no rows"} if not program.rows else set()
     found |= {"two grids"} if len(program.grids) > 1 else set()
     found |= {"shared unit"} if len(set(program.uses)) < len(program.uses) else set()
     for unit in program.units:
@@ -223,7 +221,6 @@ def features(program: Program) -> set[str]:
         if unit.kind in ("mlp", "gated", "pair") or program.family == "model":
             found.add(f"scheme {unit.scheme}")
         found |= {f"checkpoint {unit.checkpoint}"} if unit.checkpoint else set()
-        found |= {"axes"} if unit.axes else set()
         found |= {"compiled"} if unit.compiled else set()
         found |= {"module hooks"} if unit.hooks else set()
     return found
