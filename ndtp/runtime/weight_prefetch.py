@@ -107,7 +107,9 @@ class WeightPrefetch:
         weight = following.tensor()
         shard = following.nothing() if weight is None else _local(weight).detach()
         version = () if weight is None else version_of(weight)
-        move = move_of(following.plan, "B", shard, mesh, self.phase, ahead=True).start()
+        # What is gathered under inference mode may be used outside of it, where backward could not keep it.
+        with torch.inference_mode(False):
+            move = move_of(following.plan, "B", shard, mesh, self.phase, ahead=True).start()
         self._ahead = _Ahead(following, known, weight, version, move)
 
 

@@ -214,3 +214,23 @@ def moved_after_forward():
 
 def test_modules_move_after_their_first_forward(ranks):
     ranks(4).run(moved_after_forward)
+
+
+def gathered_ahead_in_inference_mode():
+    """A weight whose gather starts behind a forward in inference mode, and is used by one that trains."""
+    mesh = ndtp.ProcessGrid(Grid(z=2))
+    online, target = Twins(0, mesh), Twins(1, mesh)
+    x = integers((TOKENS, HIDDEN), 99)
+    for twin in (target, online) * 2:  # the order of weights is learned
+        twin.check(x, "before")
+    with torch.inference_mode():
+        target.block(target.block.in_layout.shard(x, mesh.rank))
+    shard = online.block.in_layout.shard(x, mesh.rank).clone().requires_grad_()
+    online.block(shard).sum().backward()
+    dense = x.clone().requires_grad_()
+    online.dense["down"](torch.relu(online.dense["up"](dense))).sum().backward()
+    assert_equal(shard.grad, online.block.in_layout.shard(dense.grad, mesh.rank), "the gradient of the input")
+
+
+def test_a_weight_that_was_gathered_in_inference_mode_trains(ranks):
+    ranks(2).run(gathered_ahead_in_inference_mode)
