@@ -133,13 +133,10 @@ class LateGradients:
             self._taken_up.append(takes_up)
 
     def finish_through(self, last: LateGradient) -> None:
-        """Finish a gradient, and all older ones."""
+        """Finish a gradient, and all older ones; nothing where an older arrival, or a younger one, did so before."""
         for chain in self._chains:
-            while chain:
-                late = chain.pop(0)
-                late.finish()
-                if late is last:
-                    return
+            while chain and chain[0].number <= last.number:
+                chain.pop(0).finish()
 
     def finish(self) -> None:
         self._task = None

@@ -74,12 +74,15 @@ class Campaign:
                 if failed is not None:
                     self._add(pool, *failed)
 
-    def _call(self, pool: RankPool, programs: list[Program]) -> tuple[Program, str] | None:
+    def _call(self, pool: RankPool, programs: list[Program], patience: int = 1) -> tuple[Program, str] | None:
         """The first program that fails, and how."""
         Path(self._progress).write_text(str(programs[0].seed))
+        timeout = patience * self.seconds * (1 + len(programs) / 10)
         try:
-            compared = pool.run(run_programs, programs, self._progress, timeout=self.seconds * (1 + len(programs) / 10))
+            compared = pool.run(run_programs, programs, self._progress, timeout=timeout)
         except RankError as error:
+            if isinstance(error, RankTimeout) and patience == 1:  # a busy machine, or a hang?
+                return self._call(pool, programs, 4)
             seed = int(Path(self._progress).read_text())
             return next(p for p in programs if p.seed == seed), what_happened(error)
         self.num_compared += sum(compared[0])
@@ -148,7 +151,7 @@ def simpler_ones(program: Program) -> Iterator[Program]:
     for name in ("noise", "frozen"):
         for i in range(len(getattr(program, name))):
             yield replace(program, **{name: getattr(program, name)[:i] + getattr(program, name)[i + 1 :]})
-    for name, value in (("check", False), ("lead", 0), ("dtype", "float64"), ("rows", program.ranks)):
+    for name, value in (("options", ()), ("lead", 0), ("dtype", "float64"), ("rows", program.ranks)):
         if getattr(program, name) != value:
             yield replace(program, **{name: value})
     if all(unit.grid == 0 for unit in program.units) and len(program.grids) > 1:
@@ -214,6 +217,8 @@ def features(program: Program) -> set[str]:
     found = {program.family, program.dtype, *(f"step {step.kind}" for step in program.steps)}
     found |= {f"flag {flag}" for step in program.steps if step.kind == "train" for flag in step.how}
     found |= {f"noise {noise}" for noise in program.noise}
+    found |= {f"grid {name}={value}" for name, value in program.options}
+    found |= {"no rows"} if not program.rows else set()
     found |= {"two grids"} if len(program.grids) > 1 else set()
     found |= {"shared unit"} if len(set(program.uses)) < len(program.uses) else set()
     for unit in program.units:
@@ -221,6 +226,7 @@ def features(program: Program) -> set[str]:
         if unit.kind in ("mlp", "gated", "pair") or program.family == "model":
             found.add(f"scheme {unit.scheme}")
         found |= {f"checkpoint {unit.checkpoint}"} if unit.checkpoint else set()
+        found |= {"axes"} if unit.axes else set()
         found |= {"compiled"} if unit.compiled else set()
         found |= {"module hooks"} if unit.hooks else set()
     return found

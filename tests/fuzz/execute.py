@@ -103,7 +103,7 @@ def _dense(program: Program, is_exact: bool) -> Dense:
 
 
 def _parallel(program: Program) -> Parallel:
-    meshes = [ndtp.ProcessGrid(grid, check=program.check) for grid in program.all_grids]
+    meshes = [ndtp.ProcessGrid(grid, **dict(program.options)) for grid in program.all_grids]
     for mesh in meshes:  # not measured, which takes a second: "auto" cuts into many chunks
         links = {(kind, axis): 1e-9 for kind in KINDS for axis in mesh.grid}
         mesh.speeds = Speeds(dict.fromkeys(links, 0.0), links, 1e-9, 0.0, 0.0)

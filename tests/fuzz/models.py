@@ -52,7 +52,7 @@ class DenseUnit(nn.Module):
         if kind == "matmul":
             return x @ computed(self.weight, self.unit)
         if kind == "batch":
-            return torch.matmul(x.unflatten(0, (self.batch, -1)), self.weight).flatten(0, 1)
+            return torch.matmul(x.unflatten(0, (self.batch, x.shape[0] // self.batch)), self.weight).flatten(0, 1)
         if kind == "relayout":
             return x.clone()
         if kind == "elementwise":
@@ -179,7 +179,7 @@ class Product(nn.Module):
             return ndtp.matmul(x, computed(self.weight, unit), self.plan, mesh)
         if unit.kind == "batch":
             whole = Layout(mesh.grid, None, None, None)
-            x = ndtp.relayout(x.unflatten(0, (self.batch, -1)), whole, self.plan.a, mesh)
+            x = ndtp.relayout(x.unflatten(0, (self.batch, x.shape[0] // self.batch)), whole, self.plan.a, mesh)
             y = ndtp.batch_matmul(x, self.weight, self.plan, mesh)
             return ndtp.relayout(y, self.plan.out, whole, mesh).flatten(0, 1)
         if unit.kind == "relayout":
@@ -193,7 +193,7 @@ def parallel_unit(unit: Unit, mesh: ProcessGrid, dense: DenseUnit, dtype: torch.
     kind = ndtp.nn.MLP if unit.kind == "mlp" else ndtp.nn.GatedMLP
     block = kind(
         dense.up.in_features, unit.inner, unit.activation, unit.bias, dtype=dtype, mesh=mesh, scheme=unit.scheme,
-        chunks=unit.chunks, regather=unit.regather, seed=0, name=name,
+        axes=unit.axes, chunks=unit.chunks, regather=unit.regather, seed=0, name=name,
     )  # fmt: skip
     block.up.load_dense(dense.up)
     block.down.load_dense(dense.down)
@@ -279,10 +279,8 @@ def parallel_model(
     model = DenseModel(program).to(dtype)
     model.load_state_dict(dense.state_dict())
     unit, mesh = program.units[0], meshes[0]
-    ndtp.parallelize(model, mesh, scheme=unit.scheme, chunks=unit.chunks, regather=unit.regather)
+    ndtp.parallelize(model, mesh, scheme=unit.scheme, axes=unit.axes, chunks=unit.chunks, regather=unit.regather)
     model.between = between
-    rows = tuple(axis for axis in mesh.grid if axis not in ("x", "y", "z"))
     layers = model.ndtp_report.layers
     place = Place(mesh, layers[0].outside if layers else Layout(mesh.grid, None, None))
-    assert not layers or mesh.grid.nontrivial(place.layout.dims[0]) == mesh.grid.nontrivial(rows)
     return model, place, place

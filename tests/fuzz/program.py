@@ -31,6 +31,7 @@ class Unit:
     Attributes:
         kind: one of `UNIT_KINDS` in a stack of shards, of `BLOCK_KINDS` in a parallelized model.
         grid: which of the program's grids it lives on.
+        axes: those that the scheme uses; None: as the scheme says.
         layouts: of a "linear", "matmul", "batch" or "relayout": of A, of the weight and of the result.
         inner: features inside of a block.
         computed: the weight of a "matmul" is computed from the parameter.
@@ -40,6 +41,7 @@ class Unit:
     kind: str
     grid: int = 0
     scheme: str = "1d"
+    axes: tuple[str, ...] | None = None
     layouts: tuple[str, ...] = ()
     inner: int = 8
     activation: str = "relu"
@@ -72,6 +74,7 @@ class Program:
     uses: the order in which the units are called; one that comes twice shares its weights.
     frozen: places of parameters that start without a gradient.
     noise: what ranks do differently, each as its own generator says.
+    options: of the process grids.
     """
 
     seed: int
@@ -87,7 +90,7 @@ class Program:
     frozen: tuple[int, ...] = ()
     steps: tuple[Step, ...] = ()
     noise: tuple[str, ...] = ()
-    check: bool = False
+    options: tuple[tuple[str, int], ...] = ()
     _grids: list[Grid] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -118,7 +121,7 @@ def draw(seed: int, ranks: int, focus: str = "") -> Program:
 
 
 def block_of(unit: Unit, grid: Grid) -> BlockLayouts:
-    return block_layouts(grid, unit.scheme)
+    return block_layouts(grid, unit.scheme, unit.axes)
 
 
 def plan_of(unit: Unit, grid: Grid, name: str = "unit") -> MatMulPlan:
@@ -175,6 +178,16 @@ def _draw_grid(rng: random.Random, ranks: int) -> tuple[tuple[str, int], ...]:
     return tuple(sizes.items())
 
 
+def _draw_grid_options(rng: random.Random) -> tuple[tuple[str, int], ...]:
+    options = {"check": (True, 0.04), "groups_per_axis": (2, 0.1), "ring_bytes": (0, 0.1)}
+    return tuple((name, value) for name, (value, share) in options.items() if rng.random() < share)
+
+
+def _draw_axes(rng: random.Random, grid: Grid, scheme: str) -> tuple[str, ...] | None:
+    count = {"1d": rng.randint(1, 3), "2d": 2, "3d": 3}[scheme[:2]]
+    return tuple(rng.sample(list(grid), count)) if rng.random() < 0.25 and count <= len(grid.names) else None
+
+
 def _draw_chunks(rng: random.Random) -> int | str:
     return rng.choice([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 7, 8, "auto"])
 
@@ -210,6 +223,7 @@ def _draw_unit(rng: random.Random, program: Program) -> Unit:
             **_draw_options(rng, kind),  # type: ignore[arg-type]
         )
         grid = program.all_grids[unit.grid]
+        unit = replace(unit, axes=_draw_axes(rng, grid, unit.scheme))
         if kind in ("linear", "matmul", "batch", "relayout"):
             ndim = 3 if kind == "batch" else 2
             unit = replace(unit, layouts=tuple(_draw_layout(rng, grid, ndim) for _ in range(3)))
@@ -251,8 +265,10 @@ def _draw_stack(rng: random.Random, seed: int, ranks: int) -> Program:
         rows=ranks * ranks * rng.choice([1, 1, 2]) if rng.random() < 0.4 else ranks * rng.choice([1, 2, 3, 4, 6]),
         hidden=ranks * rng.choice([1, 2]),
         noise=_draw_noise(rng),
-        check=rng.random() < 0.05,
+        options=_draw_grid_options(rng),
     )
+    if rng.random() < 0.02:
+        program = replace(program, rows=0)
     units = tuple(_draw_unit(rng, program) for _ in range(rng.choice([1, 2, 2, 3, 3, 4])))
     program = replace(program, units=units, uses=_draw_uses(rng, len(units)))
     return replace(program, frozen=_draw_frozen(rng), steps=_draw_steps(rng, program))
@@ -271,15 +287,18 @@ def _draw_model(rng: random.Random, seed: int, ranks: int) -> Program:
             lead=rng.choice([0, 0, 1, 3]),
             hidden=rng.choice([4, 6, 8, 10, 16]),
             noise=_draw_noise(rng),
-            check=rng.random() < 0.05,
+            options=_draw_grid_options(rng),
         )
         scheme, chunks = rng.choice(list(SCHEMES)), _draw_chunks(rng)
         regather = rng.choice([(), (), (), ("a",), ("b",), ("a", "b")])
+        axes = _draw_axes(rng, program.all_grids[0], scheme)
+        if axes is not None or rng.random() < 0.02:
+            program = replace(program, rows=ranks * rng.choice([0, 1, 1, 2]))
         units = []
         for _ in range(rng.choice([1, 2, 2, 3])):
             kind = rng.choice(BLOCK_KINDS)
             unit = Unit(kind, scheme=scheme, inner=rng.choice([5, 8, 12, 16]), **_draw_options(rng, kind))  # type: ignore[arg-type]
-            units.append(replace(unit, chunks=chunks, regather=regather, residual=False, computed=False))
+            units.append(replace(unit, axes=axes, chunks=chunks, regather=regather, residual=False, computed=False))
             if rng.random() < 0.12:
                 units[-1] = replace(units[-1], hooks=_draw_hooks(rng, "pair"))
         program = replace(program, units=tuple(units), uses=_draw_uses(rng, len(units)))
@@ -323,7 +342,7 @@ def _draw_step(rng: random.Random, kind: str) -> Step:
     flags = {
         "optimizer": ["adamw", "foreach", "fused", "clip"],
         "ema": ["foreach", "backwards"],
-        "load": ["assign", "backwards"],
+        "load": ["assign", "backwards", "dense"],
         "deepcopy": ["backwards"],
         "eval": ["inference"],
         "to": ["float32"],

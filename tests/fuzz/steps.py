@@ -241,8 +241,13 @@ def mul(side: Dense, step: Step, label: str) -> None:
 
 
 def load(side: Dense, step: Step, label: str) -> None:
-    """Another model's state; with "assign" the two share their tensors from then on."""
+    """Another model's state; with "assign" the two share their tensors from then on.  Or whole dense tensors."""
     theirs, ours = _both(side, step)
+    if "dense" in step.how and not getattr(theirs, "plain", {}):
+        shapes = {name: side.real_shape(step.model, name) for name, _ in theirs.named_parameters()}
+        state = {name: side.values(shape, step.seed + i) * 0.3 for i, (name, shape) in enumerate(shapes.items())}
+        theirs.load_state_dict(state, assign="assign" in step.how)
+        return
     theirs.load_state_dict(ours.state_dict(), assign="assign" in step.how)
 
 
@@ -287,8 +292,9 @@ def to(side: Dense, step: Step, label: str) -> None:
     for model in side.models.values():
         for parameter in model.parameters():
             # Torch forgets that hooks of a moved DTensor are to be called, unless it finds none at all.
-            if not parameter._backward_hooks:
-                parameter._backward_hooks = None
+            for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                if not getattr(parameter, hooks):
+                    setattr(parameter, hooks, None)
 
 
 def freeze(side: Dense, step: Step, label: str) -> None:

@@ -1,0 +1,59 @@
+"""When the collectives of gradients start: decided by the order of products, not by that of arrivals."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+import torch
+
+from ndtp.runtime.late_gradients import LateGradients
+from ndtp.runtime.partial_sums import PartialSums
+
+
+class NotedMove:
+    """A move of one collective that notes when it is finished."""
+
+    is_held = False
+
+    def __init__(self, name: str, noted: list[str]) -> None:
+        self.name, self.noted, self.is_done = name, noted, False
+
+    def start_next(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        if not self.is_done:
+            self.is_done = True
+            self.noted.append(self.name)
+
+    def take(self) -> torch.Tensor:
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize("arrivals", list(permutations(["weight", "bias"])), ids="-".join)
+def test_gradients_of_one_product_take_no_younger_ones_along_whichever_arrives_first(arrivals):
+    """Autograd breaks the tie between a weight and its bias as it likes, and on each rank otherwise."""
+    queue, noted, sums = LateGradients(), [], PartialSums()
+    of_product = {}
+    for product in ("second", "first"):  # as backward comes to them
+        for name in ("weight", "bias"):
+            move = NotedMove(f"{name} of {product}", noted)
+            of_product[product, name] = queue.expect(move, None, sums)
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            for product in ("second", "first"):
+                queue.came_through([of_product[product, name] for name in ("weight", "bias")], None)
+            for name in arrivals:
+                of_product["second", name].arrive()
+            assert sorted(noted) == ["bias of second", "weight of second"]
+            return grad
+
+    Backward.apply(torch.ones((), requires_grad=True)).backward()
+    assert noted == ["weight of second", "bias of second", "weight of first", "bias of first"]
