@@ -74,7 +74,7 @@ class Dense:
         return whole
 
     def real_shape(self, model: str, name: str) -> tuple[int, ...]:
-        return tuple(dict(self.models[model].named_parameters())[name].shape)
+        return tuple(self.models[model].get_parameter(name).shape)
 
     # ------------------------------------------------------------------------------------------------- records
 
