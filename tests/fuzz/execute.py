@@ -50,7 +50,7 @@ def run_program(program: Program, progress: str = "") -> int:
         warnings.simplefilter("ignore")
         try:
             expected = _dense(program, False)
-            exact = expected if _is_fp64(program) else _dense(program, True)
+            exact = expected if program.is_fp64 else _dense(program, True)
         except Exception as error:
             raise Finding(f"seed {program.seed}: the dense program is at fault: {error!r}") from error
         name = f"seed {program.seed} on {program.ranks} ranks"
@@ -88,10 +88,6 @@ def out_of_order(order: list[str]) -> list[str]:
     first = next((i for i, pair in enumerate(zip(order, theirs[0], strict=False)) if pair[0] != pair[1]), None)
     ours, others = ("nothing", "more") if first is None else (order[first], theirs[0][first])
     return [f"collective {first} of {len(order)} on this rank is {ours}; on rank 0, of {len(theirs[0])}, {others}"]
-
-
-def _is_fp64(program: Program) -> bool:
-    return program.dtype == "float64" and not any("float32" in step.how for step in program.steps)
 
 
 def _dense(program: Program, is_exact: bool) -> Dense:
