@@ -52,21 +52,15 @@ Rows = dict[str, dict[str, float | None]]
 class NoCommunication(Collectives):
     """Collectives that allocate what they would return, and move nothing."""
 
-    def start(self, step, tensor, op, phase, *, part="", out=None, blocks=False, ahead=False):
-        shape = list(tensor.shape)
-        ranks = self.grid.grid.size(step.axes)
-        if step.kind == "all_gather":
-            shape = [ranks, *shape] if blocks else [*shape[: step.dim], ranks * shape[step.dim], *shape[step.dim + 1 :]]
-        elif step.kind == "reduce_scatter":
-            shape = shape[1:] if blocks else [*shape[: step.dim], shape[step.dim] // ranks, *shape[step.dim + 1 :]]
-        return _Done(tensor.new_zeros(shape) if out is None else out)
+    def launch(self, route, tensor, out=None, ahead=False):
+        return _Done(tensor.new_zeros(route.shape) if out is None else out)
 
 
 class NoProducts(TorchGemm):
     """Products that allocate their result, and compute nothing."""
 
-    def product(self, a, b, transpose_a, transpose_b):
-        return a.new_empty(a.shape[int(transpose_a)], b.shape[int(not transpose_b)])
+    def bound_product(self, transpose_a, transpose_b, dims):
+        return lambda a, b: a.new_empty(a.shape[int(transpose_a)], b.shape[int(not transpose_b)])
 
     def product_of_blocks(self, a, b, transpose_a, transpose_b, *, out=None, blocks=1, parts=None, accumulate=False):
         if out is not None:
@@ -277,7 +271,7 @@ def measured(case: str, arguments: argparse.Namespace) -> Rows:
         if (mlp := blocks.get(name)) is not None:
             row["predicted"] = mlp.volume(arguments.tokens).in_bytes(4).total
             plan = mlp.up.plan
-            row["chunks"] = plan.choices[arguments.tokens][0] if plan.chunks == "auto" else plan.chunks
+            row["chunks"] = mlp.mesh.chunks_chosen(plan)[arguments.tokens][0] if plan.chunks == "auto" else plan.chunks
             parts = alone(step, mlp, 3)
             exposed = max(0.0, step_s - parts["compute"])
             row |= {f"{part}_ms": value * 1e3 for part, value in parts.items()}

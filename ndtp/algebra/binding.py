@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.refusals import shown
 from ndtp.errors import LayoutError
 
 
-@lru_cache(maxsize=4096)
 def bind(plan: MatMulPlan, a_shard: tuple[int, ...], b_shard: tuple[int, ...]) -> tuple[MatMulPlan, dict[str, int]]:
     """The plan with broadcast batch dims marked, and the global size of every letter.
 

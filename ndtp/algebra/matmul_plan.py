@@ -39,8 +39,9 @@ class MatMulPlan:
         transpose_a, transpose_b: the operand's two last dims are swapped, as `torch.matmul(a, b.mT)` would have it.
         regather: the operands ("a", "b") that backward gathers again instead of keeping them gathered since forward.
         chunks: the number of chunks of rows whose communication and GEMMs overlap, or "auto": chosen where the product
-            first runs, by `ndtp.runtime.chunk_count`.  Default: what the layout of A asks for (`interleaved_parallel`),
-            else 1. Fewer are used where the rows do not divide, or an all-reduce would send more in chunks.
+            first runs, by `ndtp.runtime.chunk_count`; `ProcessGrid.chunks_chosen` tells.  Default: what the layout of A
+            asks for (`interleaved_parallel`), else 1.
+            Fewer are used where the rows do not divide, or an all-reduce would send more in chunks.
         name: what errors and profiles call the product.
         a_units, b_units: batch dims of an operand that have size 1 and are broadcast; `bind` finds them from shapes.
 
@@ -48,7 +49,6 @@ class MatMulPlan:
         out: the layout of C.
         roles: axis -> letter, for the axes that have one.
         steps: every collective and slice, in the order of the phases.
-        choices: what "auto" has chosen so far: rows -> the number of chunks, and why.
 
     Raises:
         LayoutError: a product that the rule cannot compute, with the nearest legal layout.
@@ -67,7 +67,6 @@ class MatMulPlan:
     b_units: tuple[int, ...] = ()
     requested: tuple[Layout | None, Mapping[str, str]] = field(init=False, repr=False)
     orders: Mapping[str, tuple[str, ...]] = field(init=False, repr=False)
-    choices: dict[int, tuple[int, str]] = field(init=False, repr=False)
     chunks_text: str = field(init=False, repr=False)
 
     if TYPE_CHECKING:  # what may be passed, where the attributes are never None
@@ -91,7 +90,6 @@ class MatMulPlan:
         self._check_arguments()
         set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         overrides = dict(self.roles or {})
-        set_field("choices", {})
         set_field("requested", (self.out, overrides))
         set_field("roles", self._assign_roles(overrides))
         set_field("orders", {})
@@ -350,9 +348,8 @@ class MatMulPlan:
 
     def __str__(self) -> str:
         moves = [str(s) for s in self.steps if s.phase == "forward"]
-        cut = [f"; {count} chunk{'s' * (count > 1)} of {m} rows: {why}" for m, (count, why) in self.choices.items()]
-        waits = "; chunks: auto, chosen where it first runs" if self.chunks == "auto" and not cut else ""
-        return f"{self.equation}: {', '.join(moves) if moves else 'no communication'}" + "".join(cut) + waits
+        waits = "; chunks: auto, chosen where it first runs" if self.chunks == "auto" else ""
+        return f"{self.equation}: {', '.join(moves) if moves else 'no communication'}{waits}"
 
     @property
     def equation(self) -> str:

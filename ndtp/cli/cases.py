@@ -16,7 +16,6 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import block_layouts
-from ndtp.algebra.steps import Step
 from ndtp.algebra.volume import Volume
 from ndtp.collectives.meter import CommMeter
 from ndtp.compute.activations import activation_named, width_of
@@ -28,6 +27,7 @@ from ndtp.testing.dense import DenseResult
 
 if TYPE_CHECKING:
     from ndtp.cli.progress import Counter
+    from ndtp.collectives.handles import Route
 
 TENSORS = ("C", "dA", "dB", "dbias")
 
@@ -251,13 +251,13 @@ class _DenseBlock(nn.Module):
 
 def break_collective(mesh: ProcessGrid, kind: str) -> None:
     """Make one kind of collective deliver its result out of order on the last rank: for the test of the check."""
-    start = mesh.collectives.start
+    launch = mesh.collectives.launch
 
-    def broken(step: Step, *arguments: Any, **how: Any) -> Any:
-        handle = start(step, *arguments, **how)
-        return _OutOfOrder(handle) if step.kind == kind and mesh.rank == mesh.grid.num_ranks - 1 else handle
+    def broken(route: Route, *arguments: Any) -> Any:
+        handle = launch(route, *arguments)
+        return _OutOfOrder(handle) if route.kind == kind and mesh.rank == mesh.grid.num_ranks - 1 else handle
 
-    mesh.collectives.start = broken  # type: ignore[assignment,method-assign]
+    mesh.collectives.launch = broken  # type: ignore[assignment,method-assign]
 
 
 class _OutOfOrder:

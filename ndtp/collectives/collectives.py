@@ -1,128 +1,34 @@
-"""Collectives with handles.  One class a backend; every byte of ndtp passes through `Collectives.start`."""
+"""Collectives with handles.  One class a backend; every byte of a product passes through `Collectives.launch`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import _profiler_enabled
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 
-from ndtp import dtypes
 from ndtp.algebra.steps import Step, apply
-from ndtp.collectives.direct_exchange import Exchange, announce, exchange, past_of
-from ndtp.collectives.labels import LABEL, Label
-from ndtp.collectives.meter import arrived
-from ndtp.collectives.recorder import is_observed, observed
-from ndtp.errors import CommunicationError
+from ndtp.collectives.direct_exchange import Exchange, Past, announce, exchange, past_of, purpose_of
+from ndtp.collectives.handles import Begin, Channel, Handle, Relay, Route, Shape, Started, Watch, failure
+from ndtp.collectives.in_line import LOW_PRECISION, check_out, copied_from, landing_of, real, summed_up, with_size
+from ndtp.collectives.labels import Label
+from ndtp.collectives.recorder import observed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ndtp.runtime.process_grid import ProcessGrid
 
-_LOW_PRECISION = tuple(getattr(torch, name) for name in dtypes.LOW_PRECISION)
-
-# torch 2.13 renamed these two; 2.11 has only the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Started(NamedTuple):
-    """A collective under way: what to wait for, how to finish it, and what to hold until then.
-
-    `borrowed` are buffers of the ring, which go back to it once `finish` has been called.
-    """
-
-    work: Any
-    finish: Callable[[], Tensor]
-    held: tuple[Tensor, ...]
-    borrowed: tuple[Tensor, ...] = ()
-
-
-class Watch:
-    """Names the collectives that are started inside, and says of one that fails what it was for."""
-
-    __slots__ = ("_token", "grid", "label")
-
-    def __init__(self, grid: ProcessGrid | Described, label: Label) -> None:
-        self.grid, self.label = grid, label
-
-    def __enter__(self) -> None:
-        self._token = LABEL.set(self.label)
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        LABEL.reset(self._token)
-        if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
-            label = self.label
-            raise CommunicationError(
-                f"{label.collective} of {' '.join(label.op)} ({label.phase}) over axis {' '.join(label.axes)} failed: "
-                f"{self.grid.describe(label.axes)}\n  cause: {error}"
-            ) from error
-
-
-class Described(NamedTuple):
-    """What a grid said of itself, for what must not hold it: the grid may hold the group that this is kept for."""
-
-    text: str
-
-    def describe(self, axes: Sequence[str]) -> str:
-        return self.text
-
-
-class Handle:
-    """A started collective.  `wait` gives its result, once; the buffers live until then.
-
-    A handle that is dropped (an exception, a gradient nobody asked for) makes the stream wait before its buffers go;
-    on gloo the next collective of its group waits for it.  Buffers of what was not seen to end are not lent again.
-    """
-
-    def __init__(self, owner: Collectives, watch: Watch, group: ProcessGroup, started: Started) -> None:
-        self._owner, self._watch, self._group = owner, watch, group
-        self._started: Started | None = started
-        owner.in_flight += 1
-
-    def wait(self) -> Tensor:
-        """Wait on the consumer's stream (NCCL) or in the host (gloo), and return the result.
-
-        Raises:
-            CommunicationError: a peer died or stalled.
-            ValueError: it was waited for already.
-        """
-        started = self._started
-        if started is None:
-            raise ValueError(f"{self._watch.label} was waited for already; its result is given once")
-        if self._watch.label.ahead is not None:
-            arrived(self._watch.label)
-        try:
-            with self._watch:
-                if started.work is not None:
-                    started.work.wait()
-                result = started.finish()
-            self._owner.ring.give_back(started.borrowed)
-            return result
-        finally:
-            self._close(started)
-
-    def _close(self, started: Started) -> None:
-        self._started = None
-        self._owner.in_flight -= 1
-        self._owner.ring.forget(started.borrowed)
-
-    def __del__(self) -> None:
-        if (started := self._started) is not None:
-            if started.work is None:  # a dry run
-                pass
-            elif self._owner.orders_by_stream:
-                started.work.wait()
-            else:  # waiting here could last: a rank that fails must go, for its peers to see it
-                label = self._watch.label
-                watch = Watch(Described(self._watch.grid.describe(label.axes)), label)
-                past_of(self._group).given_up.append((watch, started.work, (started.held, started.borrowed)))
-            self._close(started)
+_GATHER, _EXCHANGE = AllgatherOptions(), AllToAllOptions()
+_SCATTER, _REDUCE = ReduceScatterOptions(), AllreduceOptions()
+for _options in (_GATHER, _SCATTER, _REDUCE, _EXCHANGE):
+    _options.asyncOp = True  # type: ignore[attr-defined]
+_modes_on = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]  # a meter may be among them
 
 
 class Collectives:
@@ -144,12 +50,18 @@ class Collectives:
         assert grid is not None, "collectives outlive their grid"
         return grid
 
+    def describe(self, axes: Sequence[str]) -> str:
+        """See `ProcessGrid.describe`."""
+        return self.grid.describe(axes)
+
     @staticmethod
     def of(grid: ProcessGrid) -> Collectives:
         """The class that fits the backend of the grid's process groups."""
         if grid.backend == "gloo":
             return GlooCollectives(grid)
         return Collectives(grid)
+
+    # ------------------------------------------------------------------------------------------------------ starting
 
     def start(
         self,
@@ -161,142 +73,197 @@ class Collectives:
         part: str = "",
         out: Tensor | None = None,
         blocks: bool = False,
-        ahead: bool = False,
-    ) -> Handle:
-        """Start a collective step on this rank's `tensor`.
+    ) -> Handle | Relay:
+        """Bind a collective step and launch it on this rank's `tensor`; arguments are those of `route`.
+
+        Args:
+            out: where to put the result; contiguous, and of its shape and dtype.
+
+        Raises:
+            ValueError: an `out` that the result does not fit, or blocks of what is neither gathered nor scattered.
+        """
+        if blocks and out is not None and step.kind == "all_gather":
+            raise ValueError(f"{step}: blocks of columns come of a gather without `out`")
+        routes = self.routes(step, op, phase, tuple(tensor.shape), tensor.dtype, part=part, blocks=blocks)
+        if len(routes) == 1:
+            return self.launch(routes[0], tensor, out)
+        if out is not None:
+            check_out(out, routes[-1].shape, tensor)
+        return Relay(self, self.launch(routes[0], tensor), routes[1], out)
+
+    def launch(self, route: Route, tensor: Tensor, out: Tensor | None = None, ahead: bool = False) -> Handle:
+        """Start a collective on this rank's `tensor`, which has the shape that the route was bound to.
+
+        Args:
+            out: where to put the result; contiguous, and of its shape and dtype.
+            ahead: it is for a product yet to come, where its bytes are counted.
+
+        Raises:
+            ValueError: an `out` that the result does not fit.
+        """
+        if out is not None:
+            check_out(out, route.shape, tensor)
+        if ahead or _profiler_enabled() or _modes_on() or self._grid().step.recorder is not None:  # type: ignore[union-attr]
+            return self._launch_watched(route, tensor, out, ahead)
+        try:
+            past = route.channel.past
+            if past is not None and past.given_up:
+                self._finish_given_up(past)
+            return Handle(self, route, route.begin(tensor, out))
+        except RuntimeError as error:
+            raise failure(route.label(), self.describe, error) from error
+
+    def _launch_watched(self, route: Route, tensor: Tensor, out: Tensor | None, ahead: bool) -> Handle:
+        """`launch` where a meter counts, or a profiler or recorder looks on."""
+        label, begin, recorder = route.label(), route.begin, self.grid.step.recorder
+        if ahead:
+            label.ahead = route.received * tensor.element_size()
+        if recorder is not None or _profiler_enabled():
+            begin = observed(begin, recorder, label)
+        with Watch(self.describe, label):
+            if route.channel.past is not None:
+                self._finish_given_up(route.channel.past)
+            return Handle(self, route, begin(tensor, out), label)
+
+    def _finish_given_up(self, past: Past) -> None:
+        """Wait for what was dropped on a group, where the order of streams does not."""
+
+    # ------------------------------------------------------------------------------------------------------- binding
+
+    def routes(
+        self,
+        step: Step,
+        op: tuple[str, ...],
+        phase: str,
+        shape: Shape,
+        dtype: torch.dtype,
+        *,
+        part: str = "",
+        blocks: bool = False,
+    ) -> tuple[Route, ...]:
+        """Bind a collective step to tensors of one shape: one route, or two, of which the second goes on.
 
         Args:
             step: anything but a slice.
             op: what errors and profiles call it, such as ("matmul", "A").
             phase: "forward", "dgrad" or "wgrad".
             part: which chunk of how many, such as "2/4".
-            out: where to put the result; contiguous, and of its shape and dtype.
             blocks: the gathered matrix stays, or the scattered one comes, as blocks of columns [p, rows, columns / p].
-            ahead: it is for a product yet to come, where its bytes are counted.
-
-        Raises:
-            ValueError: an `out` that the result does not fit, or blocks of what is neither gathered nor scattered.
         """
-        if blocks and not (step.kind == "reduce_scatter" or (step.kind == "all_gather" and out is None)):
-            raise ValueError(f"{step}: blocks of columns come of a gather without `out`, or go into a reduce-scatter")
-        label = Label(op, phase, step.kind, step.axes, part)
+        return (self._route(step, op, phase, shape, dtype, part, blocks),)
+
+    def _route(
+        self, step: Step, op: tuple[str, ...], phase: str, shape: Shape, dtype: torch.dtype, part: str, blocks: bool
+    ) -> Route:
+        if blocks and step.kind not in ("reduce_scatter", "all_gather"):
+            raise ValueError(f"{step}: blocks of columns come of a gather, or go into a reduce-scatter")
         grid = self.grid
-        if ahead:
-            ((_, _, received),) = apply(grid.grid, (step,), tensor.shape)
-            label.ahead = received * tensor.element_size()
-        watch, launch = Watch(grid, label), getattr(self, step.kind)
-        if is_observed(grid):
-            launch = observed(launch, grid, label)
-        with watch:
-            group = grid.group(step.axes, "gather" if step.kind == "all_gather" else "scatter")
-            self._finish_given_up(group)
-            how = {"blocks": blocks} if blocks else {}
-            started = launch(tensor, group, group.size(), step, out, **how)
-        return Handle(self, watch, group, started)
+        group = grid.group(step.axes, "gather" if step.kind == "all_gather" else "scatter")
+        if blocks and step.kind == "reduce_scatter":  # they lie beside one another
+            whole: Shape = (shape[1], shape[0] * shape[2])
+        else:
+            whole = shape
+        ((_, after, received),) = apply(grid.grid, (step,), whole)
+        route = Route(step, op, phase, part, self._channel(group, Label(op, phase, step.kind, step.axes, part), dtype))
+        route.received = received
+        ranks, dim = grid.grid.size(step.axes), step.dim or 0
+        route.shape = (ranks, *shape) if blocks and step.kind == "all_gather" else after
+        if step.kind == "all_gather":
+            route.begin = self._all_gather(route.channel, ranks, shape, dim, blocks)
+        elif step.kind == "reduce_scatter":
+            route.begin = self._reduce_scatter(route.channel, ranks, shape, dim, blocks)
+        elif step.kind == "all_reduce":
+            route.begin = self._all_reduce(route.channel)
+        else:
+            route.begin = self._all_to_all(route.channel, ranks, shape, dim, step.source or 0)
+        return route
 
-    def _finish_given_up(self, group: ProcessGroup) -> None:
-        """Wait for what was dropped on the group, where the order of streams does not."""
+    def _channel(self, group: ProcessGroup, label: Label, dtype: torch.dtype) -> Channel:
+        return Channel(group)
 
-    def all_gather(
-        self,
-        x: Tensor,
-        group: ProcessGroup,
-        ranks: int,
-        step: Step,
-        out: Tensor | None = None,
-        blocks: bool = False,
-    ) -> Started:
-        """[.., s, ..] -> [.., ranks * s, ..] at `step.dim`, or -> [ranks, .., s, ..] with `blocks`."""
-        x, copied = self._contiguous(x)
-        if blocks:
-            gathered = x.new_empty((ranks, *x.shape))
-            work = self._gather(gathered.flatten(0, 1), x, group)
-            return Started(work, lambda: gathered, (x, gathered), copied)
-        landing, finish, landed = self._landing(x, x.shape, step.dim or 0, ranks, out)
-        work = self._gather(landing, x, group)
-        return Started(work, finish, (x, landing), copied + landed)
+    def _all_gather(self, to: Channel, ranks: int, shape: Shape, dim: int, blocks: bool) -> Begin:
+        """[.., s, ..] -> [.., ranks * s, ..] at `dim`, or -> [ranks, .., s, ..] with `blocks`."""
+        if blocks or dim == 0:
+            whole = (ranks, *shape) if blocks else (ranks * shape[0], *shape[1:])
 
-    def reduce_scatter(
-        self,
-        x: Tensor,
-        group: ProcessGroup,
-        ranks: int,
-        step: Step,
-        out: Tensor | None = None,
-        blocks: bool = False,
-    ) -> Started:
-        """[.., ranks * s, ..] partial sums, or [ranks, .., s, ..] with `blocks` -> [.., s, ..] at `step.dim`."""
-        sent, copied = self._blocks(x, step.dim or 0, ranks, blocks)
-        _check_out(out, (sent.shape[0] // ranks, *sent.shape[1:]), x)
-        started = self._reduce(sent, group, ranks, out)
-        return started._replace(borrowed=started.borrowed + copied)
+            def begin(x: Tensor, out: Tensor | None) -> Started:
+                x, copied = (x, ()) if x.is_contiguous() else copied_from(self.ring, x)
+                gathered = x.new_empty(whole) if out is None else out
+                landing = gathered.flatten(0, 1) if blocks else gathered
+                return self._gather(landing, x, to), lambda: gathered, (x, gathered), copied
 
-    def _reduce(self, sent: Tensor, group: ProcessGroup, ranks: int, out: Tensor | None) -> Started:
-        """Start to add up block j of all ranks' dim 0 on rank j."""
-        summed = sent.new_empty((sent.shape[0] // ranks, *sent.shape[1:])) if out is None else out
-        work = self._send(_reduce_scatter_single, summed, sent, group=group)
-        return Started(work, lambda: summed, (sent, summed))
+            return begin
+        land = landing_of(self.ring, shape, dim, ranks)
 
-    def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step, out: Tensor | None = None) -> Started:
-        _check_out(out, x.shape, x)
-        summed = x.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(x)
-        work = self._send(dist.all_reduce, summed, group=group)
-        return Started(work, lambda: summed, (summed,))
+        def begin_elsewhere(x: Tensor, out: Tensor | None) -> Started:
+            x, copied = (x, ()) if x.is_contiguous() else copied_from(self.ring, x)
+            landing, finish, landed = land(x, out)
+            return self._gather(landing, x, to), finish, (x, landing), copied + landed
 
-    def all_to_all(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step, out: Tensor | None = None) -> Started:
-        """`step.dim` shrinks by `ranks`, `step.source` grows."""
-        blocks, copied = self._blocks(x, step.dim or 0, ranks)
-        shape = (blocks.shape[0] // ranks, *blocks.shape[1:])
-        landing, finish, landed = self._landing(x, shape, step.source or 0, ranks, out)
-        work = self._exchange(landing, blocks, group)
-        return Started(work, finish, (blocks, landing), copied + landed)
+        return begin_elsewhere
 
-    def _gather(self, landing: Tensor, x: Tensor, group: ProcessGroup) -> Any:
-        """Start to bring the `x` of all ranks together in `landing`, behind one another on dim 0."""
-        return self._send(_all_gather_single, landing, x, group=group)
+    def _reduce_scatter(self, to: Channel, ranks: int, shape: Shape, dim: int, blocks: bool) -> Begin:
+        """[.., ranks * s, ..] partial sums, or [ranks, .., s, ..] with `blocks` -> [.., s, ..] at `dim`."""
+        summed = shape[1:] if blocks else with_size(shape, dim, shape[dim] // ranks)
+        parts = None if blocks or dim == 0 else (ranks, summed[dim])
+        is_stacked = blocks or dim > 0
+        reduce = self._reduce(to, ranks, summed)
 
-    def _exchange(self, landing: Tensor, blocks: Tensor, group: ProcessGroup) -> Any:
+        def begin(x: Tensor, out: Tensor | None) -> Started:
+            if parts is not None:
+                x = x.unflatten(dim, parts).movedim(dim, 0)
+            x, copied = (x, ()) if x.is_contiguous() else copied_from(self.ring, x)
+            work, finish, held, borrowed = reduce(x.flatten(0, 1) if is_stacked else x, out)
+            return work, finish, held, borrowed + copied
+
+        return begin
+
+    def _reduce(self, to: Channel, ranks: int, shape: Shape) -> Begin:
+        """How to add up block j of dim 0 of all ranks, of that shape, on rank j."""
+
+        def begin(sent: Tensor, out: Tensor | None) -> Started:
+            summed = sent.new_empty(shape) if out is None else out
+            return self._scatter(summed, sent, to), lambda: summed, (sent, summed), ()
+
+        return begin
+
+    def _all_reduce(self, to: Channel) -> Begin:
+        def begin(x: Tensor, out: Tensor | None) -> Started:
+            summed = x.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(x)
+            return self._sum_everywhere(summed, to), lambda: summed, (summed,), ()
+
+        return begin
+
+    def _all_to_all(self, to: Channel, ranks: int, shape: Shape, dim: int, source: int) -> Begin:
+        """`dim` shrinks by `ranks`, `source` grows."""
+        part = with_size(shape, dim, shape[dim] // ranks)
+        land = landing_of(self.ring, part, source, ranks)
+
+        def begin(x: Tensor, out: Tensor | None) -> Started:
+            blocks = x.unflatten(dim, (ranks, part[dim])).movedim(dim, 0)
+            blocks, copied = (blocks, ()) if blocks.is_contiguous() else copied_from(self.ring, blocks)
+            landing, finish, landed = land(x, out)
+            return self._exchange(landing, blocks.flatten(0, 1), to), finish, (blocks, landing), copied + landed
+
+        return begin
+
+    # ------------------------------------------------------------------- handing over to torch; a dry run sends nothing
+
+    def _gather(self, landing: Tensor, x: Tensor, to: Channel) -> Any:
+        """Start to bring the `x` of all ranks together in `landing`, behind one another."""
+        return to.group._allgather_base(real(landing), real(x), _GATHER)
+
+    def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel) -> Any:
         """Start to send block j of dim 0 to rank j, and to receive its block for this rank as block j of `landing`."""
-        return self._send(dist.all_to_all_single, landing, blocks, group=group)
+        return to.group.alltoall_base(real(landing), real(blocks), [], [], _EXCHANGE)
 
-    def _send(self, collective: Callable[..., Any], *tensors: Tensor, group: ProcessGroup) -> Any:
-        """Hand tensors over to torch; `ndtp.ops.memory` has none to send."""
-        return collective(*tensors, group=group, async_op=True)
+    def _scatter(self, summed: Tensor, sent: Tensor, to: Channel) -> Any:
+        """Start to add up block j of all ranks' dim 0 in the `summed` of rank j."""
+        return to.group._reduce_scatter_base(real(summed), real(sent), _SCATTER)
 
-    def _contiguous(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`x` if it is contiguous, else a borrowed copy; and what was borrowed."""
-        if x.is_contiguous():
-            return x, ()
-        copy = self.ring.borrow(x.shape, x)
-        copy.copy_(x.detach())
-        return copy, (copy,)
-
-    def _blocks(self, x: Tensor, dim: int, ranks: int, is_stacked: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """[.., ranks * s, ..] -> contiguous [ranks * s', ..], the blocks of `dim` behind one another on dim 0."""
-        if dim == 0 or is_stacked:
-            return self._contiguous(x.flatten(0, 1) if is_stacked else x)
-        blocks, copied = self._contiguous(x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0))
-        return blocks.flatten(0, 1), copied
-
-    def _landing(
-        self, like: Tensor, shape: Sequence[int], dim: int, ranks: int, out: Tensor | None
-    ) -> tuple[Tensor, Callable[[], Tensor], tuple[Tensor, ...]]:
-        """Where blocks of `shape` arrive, behind one another on dim 0; how they get in line on `dim`; the loan."""
-        whole = list(shape)
-        whole[dim] *= ranks
-        stacked = (ranks * shape[0], *shape[1:])
-        _check_out(out, whole, like)
-        if math.prod(shape[:dim]) == 1:  # they arrive in line
-            result = like.new_empty(whole) if out is None else out
-            return result.view(stacked), lambda: result, ()
-        landing = self.ring.borrow(stacked, like)
-
-        def finish() -> Tensor:
-            result = like.new_empty(whole) if out is None else out
-            result.unflatten(dim, (ranks, shape[dim])).copy_(landing.view(ranks, *shape).movedim(0, dim))
-            return result
-
-        return landing, finish, (landing,)
+    def _sum_everywhere(self, x: Tensor, to: Channel) -> Any:
+        """Start to add up the `x` of all ranks in place."""
+        return to.group.allreduce([real(x)], _REDUCE)
 
 
 class GlooCollectives(Collectives):
@@ -310,83 +277,98 @@ class GlooCollectives(Collectives):
 
     orders_by_stream = False
 
-    def _finish_given_up(self, group: ProcessGroup) -> None:
-        given_up = past_of(group).given_up
-        while given_up:
-            watch, work, _ = given_up.pop()
+    def _finish_given_up(self, past: Past) -> None:
+        while past.given_up:
+            watch, work, _ = past.given_up.pop()
             with watch:
                 work.wait()
 
-    def _gather(self, landing: Tensor, x: Tensor, group: ProcessGroup) -> Any:
-        ranks = group.size()
-        return exchange(group, [x.detach()] * ranks, landing.detach().view(ranks, *x.shape).unbind())
+    def _channel(self, group: ProcessGroup, label: Label, dtype: torch.dtype) -> Channel:
+        return Channel(group, past_of(group), purpose_of(label, dtype))
 
-    def _exchange(self, landing: Tensor, blocks: Tensor, group: ProcessGroup) -> Any:
-        ranks = group.size()
-        sent, received = (x.detach().unflatten(0, (ranks, x.shape[0] // ranks)).unbind() for x in (blocks, landing))
-        return exchange(group, sent, received)
+    def routes(
+        self,
+        step: Step,
+        op: tuple[str, ...],
+        phase: str,
+        shape: Shape,
+        dtype: torch.dtype,
+        *,
+        part: str = "",
+        blocks: bool = False,
+    ) -> tuple[Route, ...]:
+        """See `Collectives.routes`; an all-reduce in low precision is a reduce-scatter and an all-gather."""
+        route, count = self._route(step, op, phase, shape, dtype, part, blocks), math.prod(shape)
+        if step.kind != "all_reduce":
+            return (route,)
+        ranks = self.grid.grid.size(step.axes)
+        if ranks == 2 and count % 2 == 0:  # of an odd number, parts are counted as rounded up
+            route.begin = self._swap(route.channel, shape, count)
+            return (route,)
+        if dtype not in LOW_PRECISION:
+            return (route,)
+        # Of the flat tensor, padded: the same volume.
+        padded = count + -count % ranks
+        gather = self._route(step, op, phase, shape, dtype, part, blocks)
+        to, reduce = gather.channel, self._reduce(route.channel, ranks, (padded // ranks,))
+        route.shape, gather.follows = (padded // ranks,), True
 
-    def _send(self, collective: Callable[..., Any], *tensors: Tensor, group: ProcessGroup) -> Any:
-        return Exchange([*announce(group, tensors[0]), super()._send(collective, *tensors, group=group)])
+        def begin(x: Tensor, out: Tensor | None) -> Started:
+            flat = self.ring.borrow((padded,), x)
+            flat[:count].view(shape).copy_(x.detach())
+            flat[count:].zero_()
+            work, finish, held, borrowed = reduce(flat, None)
+            return work, finish, held, (flat, *borrowed)
 
-    def _reduce(self, sent: Tensor, group: ProcessGroup, ranks: int, out: Tensor | None) -> Started:
-        received = self.ring.borrow(sent.shape, sent)
-        work = self._exchange(received, sent, group)
-        return Started(work, lambda: _sum(received, ranks, out), (sent, received), (received,))
+        def begin_gather(x: Tensor, out: Tensor | None) -> Started:
+            gathered = x.new_empty((padded,))
 
-    def all_reduce(self, x: Tensor, group: ProcessGroup, ranks: int, step: Step, out: Tensor | None = None) -> Started:
-        _check_out(out, x.shape, x)
-        if ranks == 2 and x.numel() % 2 == 0:  # of an odd number, parts are counted as rounded up
-            return self._swap(x, group, out)
-        if x.dtype not in _LOW_PRECISION:
-            # By exchanges its second half could not start before it is waited for.
-            return super().all_reduce(x, group, ranks, step, out)
-        # Reduce-scatter and all-gather of the flat tensor: the same volume.
-        flat = self.ring.borrow((x.numel() + -x.numel() % ranks,), x)
-        flat[: x.numel()].view(x.shape).copy_(x.detach())
-        flat[x.numel() :].zero_()
-        received = self.ring.borrow(flat.shape, flat)
-        work = self._exchange(received, flat, group)
+            def finish() -> Tensor:
+                summed = gathered[:count].view(shape)
+                return summed if out is None else out.copy_(summed)
 
-        def finish() -> Tensor:
-            gathered = torch.empty_like(flat)
-            work = self._gather(gathered, _sum(received, ranks), group)
-            if work is not None:
-                work.wait()
-            summed = gathered[: x.numel()].view(x.shape)
-            return summed if out is None else out.copy_(summed)
+            return self._gather(gathered, x, to), finish, (x, gathered), ()
 
-        return Started(work, finish, (flat, received), (flat, received))
+        route.begin, gather.begin = begin, begin_gather
+        return route, gather
 
-    def _swap(self, x: Tensor, group: ProcessGroup, out: Tensor | None) -> Started:
+    def _swap(self, to: Channel, shape: Shape, count: int) -> Begin:
         """An all-reduce of two ranks: each sends all that it has, as many bytes as by halves, and nobody waits twice.
 
         Of 1 KiB it took 262 us, where gloo's own took 397; of 4 MiB 12 ms, where that took 22.
         """
-        both = self.ring.borrow((2, x.numel()), x)
-        own = both[group.rank()]
-        own.view(x.shape).copy_(x.detach())
-        work = self._gather(both, own, group)
+        me = to.group.rank()
 
-        def finish() -> Tensor:
-            return _sum(both.view(-1), 2, None if out is None else out.view(-1)).view(x.shape)
+        def begin(x: Tensor, out: Tensor | None) -> Started:
+            both = self.ring.borrow((2, count), x)
+            own = both[me]
+            own.view(shape).copy_(x.detach())
+            work = self._gather(both, own, to)
 
-        return Started(work, finish, (both,), (both,))
+            def finish() -> Tensor:
+                return summed_up(both, None if out is None else out.view(-1)).view(shape)
 
+            return work, finish, (both,), (both,)
 
-def _check_out(out: Tensor | None, shape: Sequence[int], like: Tensor) -> None:
-    """Raises ValueError where a result of that shape, of the dtype of `like`, cannot be put into `out` as it is."""
-    if out is not None and (out.shape != tuple(shape) or out.dtype != like.dtype or not out.is_contiguous()):
-        raise ValueError(
-            f"a result {tuple(shape)} of {like.dtype} does not fit into `out`: {tuple(out.shape)} of {out.dtype}"
-            + ", not contiguous" * (not out.is_contiguous())
-        )
+        return begin
 
+    def _gather(self, landing: Tensor, x: Tensor, to: Channel) -> Any:
+        ranks = to.group.size()
+        landings = landing.detach().view(ranks, *x.shape).unbind()
+        return exchange(to.group, [x.detach()] * ranks, landings, to.purpose)
 
-def _sum(stacked: Tensor, ranks: int, out: Tensor | None = None) -> Tensor:
-    """Sum blocks that are stacked on dim 0, low precision in fp32, in the order of the ranks."""
-    blocks = stacked.view(ranks, stacked.shape[0] // ranks, *stacked.shape[1:])
-    if blocks.dtype in _LOW_PRECISION:
-        summed = blocks.sum(0, dtype=torch.float32)
-        return summed.to(blocks.dtype) if out is None else out.copy_(summed)
-    return torch.sum(blocks, 0, dtype=blocks.dtype, out=out)
+    def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel) -> Any:
+        ranks = to.group.size()
+        sent, received = (x.detach().view(ranks, x.numel() // ranks).unbind() for x in (blocks, landing))
+        return exchange(to.group, sent, received, to.purpose)
+
+    def _sum_everywhere(self, x: Tensor, to: Channel) -> Any:
+        return Exchange([*announce(to.group, x, to.purpose), super()._sum_everywhere(x, to)])
+
+    def _reduce(self, to: Channel, ranks: int, shape: Shape) -> Begin:
+        def begin(sent: Tensor, out: Tensor | None) -> Started:
+            received = self.ring.borrow(sent.shape, sent)
+            work = self._exchange(received, sent, to)
+            return work, lambda: summed_up(received.view(ranks, *shape), out), (sent, received), (received,)
+
+        return begin

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtp.collectives.collectives import Watch, _all_gather_single
-from ndtp.collectives.labels import Label
+from ndtp.collectives.handles import Watch
+from ndtp.collectives.meter import Label
 from ndtp.compute.gemm import TorchGemm
 from ndtp.errors import MismatchError
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
 
 DIGEST_BYTES = 32
+
+# torch 2.13 renamed this one; 2.11 has only the old name.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def cross_check(mesh: ProcessGrid, signature: str, topic: str = "a product", fix: str | None = None) -> None:
@@ -37,7 +40,7 @@ def cross_check(mesh: ProcessGrid, signature: str, topic: str = "a product", fix
     own = torch.tensor(list(digest), dtype=torch.uint8, device=mesh.device_type)
     digests = own.new_empty(DIGEST_BYTES * mesh.grid.num_ranks)
     label = Label(("cross-check",), "check", "all_gather", axes)
-    with Watch(mesh, label):
+    with Watch(mesh.describe, label):
         _all_gather_single(digests, own, group=group)
         if len({tuple(row) for row in digests.view(-1, DIGEST_BYTES).tolist()}) == 1:
             return
@@ -64,7 +67,7 @@ def chain_signature(
     mesh: ProcessGrid,
     needs: Sequence[bool] | None = None,
 ) -> str:
-    """What ranks that run a chain of products compare; the arguments are those of `ndtp.ops.products.check_chain`."""
+    """What ranks that run a chain of products compare; see `ndtp.runtime.chain.compare_chain`."""
     products = zip(plans, weights, biases, activations, strict=True)
     return "; then ".join(_description(a, *product) for product in products) + _state(mesh, plans, needs)
 
@@ -81,7 +84,7 @@ def _description(a: Tensor, plan: MatMulPlan, b: Tensor, bias: Tensor | None, ac
 
 def _state(mesh: ProcessGrid, plans: Sequence[MatMulPlan], needs: Sequence[bool] | None) -> str:
     """What a grid has come to that decides collectives or bits too."""
-    measures = mesh.speeds is None and any(plan.chunks == "auto" for plan in plans)
+    measures = mesh.step.speeds is None and any(plan.chunks == "auto" for plan in plans)
     return (
         f"; by {type(mesh.gemm).__name__}" * (type(mesh.gemm) is not TorchGemm)
         + "; speeds are measured first" * measures

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ndtp.collectives.labels import LABEL, Label
-
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ndtp.collectives.labels import Label
 
 # gloo takes tags of 31 bits.  Those above 2**30 are unlikely for a user's own messages on the same group.
 FIRST_TAG = TAGS = 2**30
@@ -58,7 +58,7 @@ def past_of(group: ProcessGroup) -> Past:
     return past
 
 
-def exchange(group: ProcessGroup, sent: Sequence[Tensor], landing: Sequence[Tensor]) -> Exchange:
+def exchange(group: ProcessGroup, sent: Sequence[Tensor], landing: Sequence[Tensor], purpose: int = 0) -> Exchange:
     """Send `sent[j]` to rank j of the group, and receive `landing[j]` from it; both are contiguous.
 
     The tag of a message says what it is: which exchange of its group, what that is for, of which dtype and how long.
@@ -66,7 +66,7 @@ def exchange(group: ProcessGroup, sent: Sequence[Tensor], landing: Sequence[Tens
     And one that is given up, on all ranks, leaves no message behind that a later one would take for its own.
     """
     ranks, me, past = group.size(), group.rank(), past_of(group)
-    purpose = past.started + _purpose(LABEL.get(), landing[me].dtype)
+    purpose += past.started
     past.started += 1
     peers = [(me + distance) % ranks for distance in range(1, ranks)]
     works = [group.recv([landing[j]], j, _tag(purpose, landing[j].nbytes)) for j in reversed(peers)]
@@ -75,14 +75,14 @@ def exchange(group: ProcessGroup, sent: Sequence[Tensor], landing: Sequence[Tens
     return Exchange(works)
 
 
-def announce(group: ProcessGroup, like: Tensor) -> list[Any]:
+def announce(group: ProcessGroup, like: Tensor, purpose: int) -> list[Any]:
     """Empty messages around the group that say what its next collective is for, as those of an exchange do.
 
     For a collective of gloo's own, whose messages are numbered and no more.  Where not all ranks mean the same, two of
     them at least wait until the timeout.
     """
     ranks, me, past = group.size(), group.rank(), past_of(group)
-    tag = _tag(past.started + _purpose(LABEL.get(), like.dtype), like.nbytes)
+    tag = _tag(past.started + purpose, like.nbytes)
     past.started += 1
     empty = like.new_empty(0)
     return [group.recv([empty], (me - 1) % ranks, tag), group.send([empty], (me + 1) % ranks, tag)]
@@ -93,17 +93,7 @@ def _tag(purpose: int, num_bytes: int) -> int:
     return FIRST_TAG + (purpose + num_bytes * _SPREAD) % TAGS
 
 
-def _purpose(label: Label | None, dtype: torch.dtype) -> int:
+def purpose_of(label: Label, dtype: torch.dtype) -> int:
     """A number for what a label says, the same on every rank."""
-    key = None if label is None else (label.op, label.phase, label.collective, label.axes, label.part), dtype
-    number = _PURPOSES.get(key)
-    if number is None:
-        if len(_PURPOSES) >= _MOST_PURPOSES:
-            _PURPOSES.clear()
-        digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()
-        number = _PURPOSES[key] = int.from_bytes(digest, "little")
-    return number
-
-
-_PURPOSES: dict[object, int] = {}
-_MOST_PURPOSES = 2**14  # names of ops may be made up as a program goes
+    key = (label.op, label.phase, label.collective, label.axes, label.part), dtype
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")

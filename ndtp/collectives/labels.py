@@ -12,6 +12,7 @@ class Label:
 
     `part` says which of how many chunks it moves, such as "2/4"; traffic does not tell chunks apart.  `ahead` are the
     bytes received of a collective that is started for a product yet to come; None once that has come, and of others.
+    One that `follows` ends what another one began: both are one call.
     """
 
     op: tuple[str, ...]
@@ -20,6 +21,7 @@ class Label:
     axes: tuple[str, ...]
     part: str = ""
     ahead: int | None = None
+    follows: bool = False
 
     @property
     def title(self) -> str:

@@ -86,7 +86,7 @@ class CommMeter(TorchDispatchMode):
         if label is None:
             phase = "forward" if torch._C._current_autograd_node() is None else "backward"
             label = Label((), phase, kind, (_axis_name(group),))
-        first = label not in self._seen
+        first = label not in self._seen and not label.follows
         self._seen.add(label)
         traffic = Traffic(label.phase, label.collective, label.axes, amount, int(first))
         if label.ahead is None:

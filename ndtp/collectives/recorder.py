@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,9 @@ from torch.autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
 if TYPE_CHECKING:
-    from ndtp.collectives.collectives import Started
+    from torch import Tensor
+
+    from ndtp.collectives.handles import Begin, Started
     from ndtp.collectives.labels import Label
     from ndtp.runtime.process_grid import ProcessGrid
 
@@ -51,7 +53,7 @@ class Span:
 
 def is_observed(grid: ProcessGrid) -> bool:
     """Whether a recorder or a profiler of torch is on."""
-    return grid.recorder is not None or _profiler_enabled()
+    return grid.step.recorder is not None or _profiler_enabled()
 
 
 def span(grid: ProcessGrid, kind: str, tensor: str = "", part: str = "", op: str = "") -> AbstractContextManager[None]:
@@ -65,24 +67,29 @@ def span(grid: ProcessGrid, kind: str, tensor: str = "", part: str = "", op: str
     """
     if not is_observed(grid):
         return NOTHING
-    return _range(grid.recorder, "compute", " ".join(filter(None, (kind, tensor, part, op))))
+    return _range(grid.step.recorder, "compute", " ".join(filter(None, (kind, tensor, part, op))))
 
 
-def observed(launch: Callable[..., Started], grid: ProcessGrid, label: Label) -> Callable[..., Started]:
-    """`launch`, which starts a collective and returns it (`Started`), with ranges around its three parts."""
-    recorder, name = grid.recorder, label.title
+def spans_of(recorder: Recorder | None, title: tuple[str, ...] | None) -> AbstractContextManager[None]:
+    """`span` of a task that is bound, where somebody looks."""
+    return NOTHING if title is None else _range(recorder, "compute", " ".join(filter(None, title)))
 
-    def run(*arguments: Any, **how: Any) -> Started:
+
+def observed(begin: Begin, recorder: Recorder | None, label: Label) -> Begin:
+    """`begin`, which starts a collective, with ranges around its three parts."""
+    name = label.title
+
+    def run(x: Tensor, out: Tensor | None) -> Started:
         # What packs the operand is local work; the flight begins where the collective has been handed over.
         with _range(recorder, "compute", name):
-            started = launch(*arguments, **how)
-        work = started.work if recorder is None else recorder.follow(label, started.work)
+            work, finish, held, borrowed = begin(x, out)
+        flight = work if recorder is None else recorder.follow(label, work)
 
         def finished() -> Any:
             with _range(recorder, "compute", f"finish {name}"):
-                return started.finish()
+                return finish()
 
-        return started._replace(work=_ObservedWork(work, recorder, label), finish=finished)
+        return _ObservedWork(flight, recorder, label), finished, held, borrowed
 
     return run
 
@@ -169,7 +176,7 @@ class Recorder:
         self._streams: dict[Any, torch.cuda.Stream] = {}
 
     def __enter__(self) -> Recorder:
-        if self.grid.recorder is not None:
+        if self.grid.step.recorder is not None:
             raise RuntimeError(f"Recorder: {self.grid} has a recorder already; leave that one first")
         if self._on_device:
             self._origin = torch.cuda.Event(enable_timing=True)
@@ -177,11 +184,11 @@ class Recorder:
             self._origin.record()
             torch.cuda.synchronize()
         self._host_origin = time.perf_counter()
-        self.grid.recorder = self
+        self.grid.step.recorder = self
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.grid.recorder = None
+        self.grid.step.recorder = None
 
     def mark(self) -> Any:
         """Now, on the current stream or on the host's clock."""

@@ -8,7 +8,8 @@ what an all-gather along the last dim leaves, and a reduce-scatter along it want
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product as combinations
 from typing import Any
 
@@ -20,12 +21,14 @@ from ndtp.algebra.matmul_plan import Letters, MatMulPlan
 from ndtp.compute.epilogues import KernelEpilogues, TorchEpilogues
 
 LOW_PRECISION = tuple(getattr(torch, name) for name in dtypes.LOW_PRECISION)
+Shape = tuple[int, ...]
+Product = Callable[..., Tensor]
 
 
 class TorchGemm(TorchEpilogues):
-    """Products by `torch.matmul`; what follows them by `ndtp.compute.epilogues`.
+    """Products by torch; what follows them by `ndtp.compute.epilogues`.
 
-    `forward`, `dgrad` and `wgrad` take further arguments, for products without batch dims:
+    `bound`, `forward`, `dgrad` and `wgrad` take further arguments, for products without batch dims:
         out: where to put the result.
         blocks: return it as so many blocks of columns.
         parts: of the blocks of the contracted dim, those to sum; default: all.
@@ -38,21 +41,60 @@ class TorchGemm(TorchEpilogues):
 
     own_part_from = 2**20
 
+    def bound(self, plan: MatMulPlan, result: str, one: Shape, other: Shape, **how: Any) -> Product:
+        """A product of a plan, for operands of these shapes, held as their roles ask: a function of the two.
+
+            "C"   C[.., M, N] = A . B       of A and B
+            "dA"  dA = dC . B^T             of dC and B; stored as A is, summed over batch dims that A lacks
+            "dB"  dB = A^T . dC             of dC and A; stored as B is, summed over batch dims that B lacks
+
+        The function takes `out` if `how` says anything.
+        """
+        a, b, c = plan.a_letters, plan.b_letters, plan.c_letters
+        x, y, z = {"C": (a, b, c), "dA": (c, b, a), "dB": (c, a, b)}[result]
+        if result == "dB" and plan.b.ndim == 2 < plan.a.ndim and not plan.transpose_a and one[:-1] == other[:-1]:
+            flat = self._bound((2, x[-2:]), (2, y[-2:]), z, how)  # one GEMM, not a batch of them
+            return lambda grad, a, **out: flat(grad.flatten(0, -2), a.flatten(0, -2), **out)
+        same_batch = one[:-2] == other[:-2]
+        return self._bound((len(one), x), (len(other), y), z, how, same_batch)
+
+    def _bound(
+        self,
+        one: tuple[int, Letters],
+        other: tuple[int, Letters],
+        result: Letters,
+        how: dict[str, Any],
+        same_batch: bool = True,
+    ) -> Product:
+        """Multiply over the letter that the result lacks, whatever the order in which the three are stored."""
+        row, column = result[-2:]
+        is_swapped = row not in one[1][-2:]
+        (a_dims, a), (b_dims, b) = (other, one) if is_swapped else (one, other)
+        transposed = a[-2] != row, b[-1] != column
+        if len(a) == len(b) == 2 and (how or a_dims == 3 or b_dims == 3):
+            how = {"transpose_a": transposed[0], "transpose_b": transposed[1], **how}
+            product: Product = partial(self.product_of_blocks, **how)
+        else:
+            product = self.bound_product(*transposed, a_dims if same_batch and a_dims == b_dims else None)
+            extra = max(a_dims, b_dims) - len(result)
+            units = tuple(dim for dim, letter in enumerate(result) if letter is None)
+            if extra > 0 or units:
+                product = _summed(product, extra, units)
+        if not is_swapped:
+            return product
+        return (lambda one, other, **out: product(other, one, **out)) if how else lambda one, other: product(other, one)
+
     def forward(self, plan: MatMulPlan, a: Tensor, b: Tensor, **how: Any) -> Tensor:
         """C[.., M, N] = A . B, for operands held as their roles ask."""
-        return self._contract((a, plan.a_letters), (b, plan.b_letters), plan.c_letters, **how)
+        return self.bound(plan, "C", tuple(a.shape), tuple(b.shape), **how)(a, b)
 
     def dgrad(self, plan: MatMulPlan, grad: Tensor, b: Tensor, **how: Any) -> Tensor:
         """dA = dC . B^T, stored as A is, summed over batch dims that A lacks."""
-        return self._contract((grad, plan.c_letters), (b, plan.b_letters), plan.a_letters, **how)
+        return self.bound(plan, "dA", tuple(grad.shape), tuple(b.shape), **how)(grad, b)
 
     def wgrad(self, plan: MatMulPlan, grad: Tensor, a: Tensor, **how: Any) -> Tensor:
         """dB = A^T . dC, stored as B is, summed over batch dims that B lacks."""
-        a_letters, c_letters = plan.a_letters, plan.c_letters
-        if plan.b.ndim == 2 < plan.a.ndim and not plan.transpose_a and a.shape[:-1] == grad.shape[:-1]:
-            a, grad = a.flatten(0, -2), grad.flatten(0, -2)  # one GEMM, not a batch of them
-            a_letters, c_letters = a_letters[-2:], c_letters[-2:]
-        return self._contract((a, a_letters), (grad, c_letters), plan.b_letters, **how)
+        return self.bound(plan, "dB", tuple(grad.shape), tuple(a.shape), **how)(grad, a)
 
     def takes_blocks(self, dtype: torch.dtype) -> bool:
         """Whether operands that lie as blocks of columns are multiplied as they lie; else they are joined once."""
@@ -62,20 +104,12 @@ class TorchGemm(TorchEpilogues):
         """Whether parts of a sum over the contracted dim may be multiplied one by one, without loss."""
         return dtype not in LOW_PRECISION
 
-    def _contract(
-        self, one: tuple[Tensor, Letters], other: tuple[Tensor, Letters], result: Letters, **how: Any
-    ) -> Tensor:
-        """Multiply over the letter that the result lacks, whatever the order in which the three are stored."""
-        row, column = result[-2:]
-        (a, a_letters), (b, b_letters) = (one, other) if row in one[1][-2:] else (other, one)
-        transposed = a_letters[-2] != row, b_letters[-1] != column
-        if len(a_letters) == len(b_letters) == 2 and (how or a.dim() == 3 or b.dim() == 3):
-            return self.product_of_blocks(a, b, *transposed, **how)
-        return _drop_batch(self.product(a, b, *transposed), result)
-
-    def product(self, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
-        """A . B, whose two last dims may each be stored swapped."""
-        return torch.matmul(a.mT if transpose_a else a, b.mT if transpose_b else b)
+    def bound_product(self, transpose_a: bool, transpose_b: bool, dims: int | None) -> Product:
+        """A . B, whose two last dims may each be stored swapped; both have `dims` dims and one batch, or None."""
+        multiply = {2: torch.mm, 3: torch.bmm}.get(dims or 0, torch.matmul)
+        if transpose_a:
+            return (lambda a, b: multiply(a.mT, b.mT)) if transpose_b else (lambda a, b: multiply(a.mT, b))
+        return (lambda a, b: multiply(a, b.mT)) if transpose_b else multiply
 
     def product_of_blocks(
         self,
@@ -134,9 +168,12 @@ class KernelGemm(KernelEpilogues, TorchGemm):
     def takes_blocks(self, dtype: torch.dtype) -> bool:
         return True
 
+    def bound_product(self, transpose_a: bool, transpose_b: bool, dims: int | None) -> Product:
+        return partial(self.product, transpose_a=transpose_a, transpose_b=transpose_b)
+
     def product(self, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
         if a.dtype is torch.float64:  # the kernels have no such form
-            return super().product(a, b, transpose_a, transpose_b)
+            return super().bound_product(transpose_a, transpose_b, None)(a, b)
         return self.gemm(a, b, transpose_a=transpose_a, transpose_b=transpose_b, options=self.options)
 
     def product_of_blocks(
@@ -184,10 +221,13 @@ def _slice(matrix: Tensor, dim: int, count: int, at: int) -> Tensor:
     return matrix.narrow(dim, at * size, size)
 
 
-def _drop_batch(product: Tensor, letters: Letters) -> Tensor:
-    """Sum a product over the batch dims that its operand lacks or holds with size 1."""
-    extra = product.dim() - len(letters)
-    if extra > 0:
-        product = product.sum(tuple(range(extra)))
-    units = tuple(dim for dim, letter in enumerate(letters) if letter is None)
-    return product.sum(units, keepdim=True) if units else product
+def _summed(product: Product, extra: int, units: tuple[int, ...]) -> Product:
+    """A product, summed over the batch dims that its operand lacks or holds with size 1."""
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        c = product(a, b)
+        if extra > 0:
+            c = c.sum(tuple(range(extra)))
+        return c.sum(units, keepdim=True) if units else c
+
+    return run

@@ -246,7 +246,9 @@ class Linear(nn.Module):
         return dense
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.plan}"
+        chosen = self.mesh.chunks_chosen(self.plan).items()
+        chunks = "".join(f"; {count} chunk{'s' * (count > 1)} of {m} rows: {why}" for m, (count, why) in chosen)
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.plan}{chunks}"
 
 
 def memory_options(*linears: Linear, backend: str | None) -> dict[str, Any]:
@@ -257,6 +259,7 @@ def memory_options(*linears: Linear, backend: str | None) -> dict[str, Any]:
         "bias": [linear.bias is not None for linear in linears],
         "bias_grad": [linear.bias is not None and linear.bias.requires_grad for linear in linears],
         "backend": backend or linears[0].mesh.backend or "gloo",
+        "mesh": linears[0].mesh,
     }
 
 

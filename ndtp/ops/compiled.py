@@ -20,36 +20,34 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from ndtp.algebra.binding import bind
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.steps import relayout as relayout_steps
 from ndtp.collectives.meter import IMPLEMENTATIONS
-from ndtp.ops.products import activated_shape, check_chain, gradients_wanted, num_chunks, relayout_checked
+from ndtp.ops.products import relayout_checked
+from ndtp.runtime.chain import Forms, compare_chain, program_of
 from ndtp.runtime.dry_grid import DryGrid
-from ndtp.runtime.execution import Execution, Key, Stage
-from ndtp.runtime.moves import Move
+from ndtp.runtime.moves import Move, Way
 from ndtp.runtime.process_grid import ProcessGrid, grid_named
+from ndtp.runtime.program import Program
+from ndtp.runtime.slots import Key
 
 # ------------------------------------------------------------------------------------------------- traced by Dynamo
 
 
 def chain(
-    a: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
+    shards: Sequence[Tensor | None],
     plans: Sequence[MatMulPlan],
     activations: Sequence[str | None],
     mesh: ProcessGrid,
 ) -> Tensor:
-    """The chain of products of plain shards; see `ndtp.ops.products.mlp`."""
-    tensors = [a, *weights, *(bias for bias in biases if bias is not None)]
+    """The chain of products of plain shards: A, the weights, and the biases or None; see `ndtp.ops.products.mlp`."""
+    tensors = [x for x in shards if x is not None]
     # Decides what is kept and what backward does; the collectives of forward are the same in any case.
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
-    return _mlp(tensors, chain_text(biases, plans, activations, mesh), needs)[0]
+    return _mlp(tensors, chain_text(shards[len(plans) + 1 :], plans, activations, mesh), needs)[0]
 
 
 def chain_text(
@@ -58,7 +56,7 @@ def chain_text(
     activations: Sequence[str | None],
     mesh: ProcessGrid,
 ) -> str:
-    """A line with the name of the grid, and one a product; what `_read_chain` reads."""
+    """A line with the name of the grid, and one a product; what `ChainSpec.parse` reads."""
     lines = [mesh.name]
     for plan, bias, activation in zip(plans, biases, activations, strict=True):
         fields = (
@@ -88,47 +86,39 @@ def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name:
 # ------------------------------------------------------------------------------------------------------- the chain
 
 
-class _Chain(NamedTuple):
+class ChainSpec(NamedTuple):
+    """What the text says."""
+
     mesh: ProcessGrid
     plans: tuple[MatMulPlan, ...]
     activations: tuple[str | None, ...]
     has_bias: tuple[bool, ...]
 
-    def split(self, tensors: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """A, the weights, and the biases or None, of what was given a tensor."""
-        count = len(self.plans)
-        rest = iter(tensors[count + 1 :])
-        return tensors[0], list(tensors[1 : count + 1]), [next(rest) if has else None for has in self.has_bias]
+    @classmethod
+    def parse(cls, text: str) -> ChainSpec:
+        name, lines = text.split("\n", 1)
+        mesh = grid_named(name)
+        return cls(mesh, *_products(mesh.grid, lines))
 
-    def wanted(self, needs: Sequence[bool]) -> list[Any]:
-        a, weights, biases = self.split(needs)
-        return gradients_wanted(self.plans, (a, *weights), [bool(bias) for bias in biases])
+    def in_place(self, given: Sequence[Any], missing: Any = None) -> tuple[Any, ...]:
+        """Of A, the weights and the biases, where something stands for a bias that is not there."""
+        rest = iter(given[len(self.plans) + 1 :])
+        biases = [next(rest) if has else missing for has in self.has_bias]
+        return (*given[: len(self.plans) + 1], *biases)
 
-    def stages(self, shapes: Sequence[Sequence[int]]) -> list[Stage]:
-        """Bound to the shapes of A and the weights."""
-        stages, shape = [], shapes[0]
-        for plan, b_shape, activation in zip(self.plans, shapes[1:], self.activations, strict=False):
-            bound, sizes = bind(plan, tuple(shape), tuple(b_shape))
-            if activation is not None:
-                shape = activated_shape(bound.shard_shape("C", sizes), activation, bound)
-            # No weight is gathered ahead of its chain: the compiler may have changed the order of use.
-            stages.append(Stage(bound, sizes, activation))
-        return stages
+    def program(self, forms: Forms, needs: Sequence[bool]) -> Program:
+        """Where the number of chunks is left open all ranks measure together, which may be while they compile."""
+        return program_of(
+            self.in_place(forms), self.plans, self.activations, self.mesh, self.in_place(needs, missing=False)
+        )
 
-    def chunks(self, shapes: Sequence[Sequence[int]], like: Tensor) -> int:
-        """At most so many; where it is left open all ranks measure together, which may be while they compile."""
-        with _disable_current_modes():
-            real = torch.empty(1, dtype=like.dtype, device=like.device)
-            return num_chunks(self.plans, [stage.sizes for stage in self.stages(shapes)], self.mesh, real)
-
-
-def _read_chain(text: str) -> _Chain:
-    name, lines = text.split("\n", 1)
-    return _Chain(grid_named(name), *_read_products(grid_named(name).grid, lines))
+    def outline(self, forms: Forms, needs: Sequence[bool]) -> _Outline:
+        chunks = self.program(forms, needs).setting.rows[0].count
+        return _outline(self.mesh.grid, self.mesh.rank, self[1:], forms, tuple(needs), chunks)
 
 
 @lru_cache(maxsize=4096)
-def _read_products(grid: Grid, lines: str) -> tuple[tuple[Any, ...], ...]:
+def _products(grid: Grid, lines: str) -> tuple[tuple[Any, ...], ...]:
     plans, activations, has_bias = [], [], []
     for line in lines.split("\n"):
         a, b, out, roles, transposed, regather, chunks, activation, bias, name = line.split("|", 9)
@@ -146,6 +136,10 @@ def _read_products(grid: Grid, lines: str) -> tuple[tuple[Any, ...], ...]:
         activations.append(activation or None)
         has_bias.append(bool(bias))
     return tuple(plans), tuple(activations), tuple(has_bias)
+
+
+def _forms(tensors: Sequence[Tensor]) -> Forms:
+    return tuple((tuple(int(size) for size in x.shape), x.dtype, x.device) for x in tensors)
 
 
 class _Kept(NamedTuple):
@@ -171,21 +165,17 @@ class _Outline(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _outline(
-    grid: Grid,
-    rank: int,
-    lines: str,
-    shapes: tuple[tuple[int, ...], ...],
-    dtypes: tuple[torch.dtype, ...],
-    needs: tuple[bool, ...],
-    chunks: int,
+    grid: Grid, rank: int, products: tuple[Any, ...], forms: Forms, needs: tuple[bool, ...], chunks: int
 ) -> _Outline:
-    """By running the schedule on tensors without memory: what is kept, and where it came from, the executor decides."""
+    """By running the program on tensors without memory: what is kept, and where it came from."""
     mesh: Any = DryGrid(grid, rank)
-    chain = _Chain(mesh, *_read_products(grid, lines))
-    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes, strict=True)]
-    a, weights, biases = chain.split(tensors)
-    check_chain(a, weights, biases, chain.plans, chain.activations, None)
-    c, kept = Execution(chain.stages(shapes), mesh, chunks).forward(a, weights, biases, chain.wanted(needs))
+    spec = ChainSpec(mesh, *products)
+    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype, _ in filter(None, forms)]
+    program = program_of(
+        spec.in_place(forms), spec.plans, spec.activations, mesh, spec.in_place(needs, missing=False), chunks
+    )
+    c, found = program.forward(mesh.step, spec.in_place(tensors))
+    kept = dict(zip(program.kept, found, strict=True))
     inputs = {_place(tensor): i for i, tensor in enumerate(tensors)}
     outputs: dict[Any, int] = {}
     entries = []
@@ -201,37 +191,23 @@ def _place(x: Tensor) -> tuple[Any, ...]:
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
 
 
-def _outline_of(tensors: Sequence[Tensor], text: str, needs: Sequence[bool]) -> _Outline:
-    shapes = tuple(tuple(int(size) for size in tensor.shape) for tensor in tensors)
-    return _outline_for(text, shapes, tensors, needs)
-
-
-def _outline_for(
-    text: str, shapes: tuple[tuple[int, ...], ...], like: Sequence[Tensor], needs: Sequence[bool]
-) -> _Outline:
-    name, lines = text.split("\n", 1)
-    mesh = grid_named(name)
-    chunks, dtypes = _read_chain(text).chunks(shapes, like[0]), tuple(tensor.dtype for tensor in like)
-    return _outline(mesh.grid, mesh.rank, lines, shapes, dtypes, tuple(needs), chunks)
-
-
-def _run_mlp(tensors: Sequence[Tensor], products: str, needs: Sequence[bool]) -> list[Tensor]:
+def _run_mlp(tensors: Sequence[Tensor], chain: str, needs: Sequence[bool]) -> list[Tensor]:
     """C of the last product, and what backward needs.
 
     Args:
         tensors: A, the weights, and those biases that there are.
-        products: of `chain_text`.
+        chain: what `chain_text` wrote.
         needs: whose gradients are wanted.
     """
-    chain, outline = _read_chain(products), _outline_of(tensors, products, needs)
-    a, weights, biases = chain.split(tensors)
-    check_chain(a, weights, biases, chain.plans, chain.activations, chain.mesh, needs)
-    stages = chain.stages([x.shape for x in (a, *weights)])
-    chunks = chain.chunks([x.shape for x in (a, *weights)], a)
-    c, kept = Execution(stages, chain.mesh, chunks).forward(a, weights, biases, chain.wanted(needs))
-    assert tuple(kept) == tuple(entry.key for entry in outline.kept), (tuple(kept), outline)
+    spec, forms = ChainSpec.parse(chain), _forms(tensors)
+    mesh, operands = spec.mesh, spec.in_place(tensors)
+    if mesh.check:
+        compare_chain(mesh, operands, spec.plans, spec.activations, needs)
+    outline = spec.outline(forms, needs)
+    # No weight is gathered ahead of its chain: the compiler may have changed the order of use.
+    c, kept = spec.program(forms, needs).forward(mesh.step, operands)
     outputs, taken = [c.contiguous()], {_place(x)[0] for x in (c, *tensors)}
-    for tensor, entry in zip(kept.values(), outline.kept, strict=True):
+    for tensor, entry in zip(kept, outline.kept, strict=True):
         if not entry.is_new:
             outputs.append(tensor.new_empty(0))
             continue
@@ -245,8 +221,8 @@ _mlp = torch.library.custom_op("ndtp::mlp", _run_mlp, mutates_args=())
 
 
 @_mlp.register_fake
-def _(tensors: Sequence[Tensor], products: str, needs: Sequence[bool]) -> list[Tensor]:
-    outline, a = _outline_of(tensors, products, needs), tensors[0]
+def _(tensors: Sequence[Tensor], chain: str, needs: Sequence[bool]) -> list[Tensor]:
+    outline, a = ChainSpec.parse(chain).outline(_forms(tensors), needs), tensors[0]
     return [
         a.new_empty(outline.shape),
         *(a.new_empty(entry.shape if entry.is_new else (0,), dtype=entry.dtype) for entry in outline.kept),
@@ -254,7 +230,7 @@ def _(tensors: Sequence[Tensor], products: str, needs: Sequence[bool]) -> list[T
 
 
 def _run_mlp_backward(
-    grad: Tensor, kept: Sequence[Tensor], products: str, needs: Sequence[bool], shapes: Sequence[int]
+    grad: Tensor, kept: Sequence[Tensor], chain: str, needs: Sequence[bool], shapes: Sequence[int]
 ) -> list[Tensor]:
     """The gradients that `needs` asks for, finished.
 
@@ -262,52 +238,49 @@ def _run_mlp_backward(
         kept: by the keys of the outline.
         shapes: of all tensors that forward was given, one after the other.
     """
-    chain, each = _read_chain(products), _cut(products, shapes)
-    keys = [entry.key for entry in _outline_for(products, each, (grad,) * len(each), needs).kept]
-    execution = Execution(chain.stages(each), chain.mesh, chain.chunks(each, grad))
-    step = chain.mesh.step
+    spec = ChainSpec.parse(chain)
+    program = spec.program(tuple((shape, grad.dtype, grad.device) for shape in _cut(spec, shapes)), needs)
+    step = spec.mesh.step
     step.late.enter()
     if step.partial_sums and torch._C._current_graph_task_id() >= 0:  # type: ignore[attr-defined]
         step.late.end_with_backward(step.partial_sums)  # of eager code, which left them to the next backward
-    da, db, dbias = execution.backward(grad, dict(zip(keys, kept, strict=True)), chain.wanted(needs))
-    gradients = [move.finish() for move in db + dbias if move is not None]
-    return [gradient.contiguous() for gradient in ([] if da is None else [da]) + gradients]
+    found = program.backward(step, grad, list(kept))
+    gradients = [each.wait() if isinstance(each, Move) else each for each in found if each is not None]
+    return [gradient.contiguous() for gradient in gradients]
 
 
 _mlp_backward = torch.library.custom_op("ndtp::mlp_backward", _run_mlp_backward, mutates_args=())
 
 
 @_mlp_backward.register_fake
-def _(
-    grad: Tensor, kept: Sequence[Tensor], products: str, needs: Sequence[bool], shapes: Sequence[int]
-) -> list[Tensor]:
-    each = _cut(products, shapes)
+def _(grad: Tensor, kept: Sequence[Tensor], chain: str, needs: Sequence[bool], shapes: Sequence[int]) -> list[Tensor]:
+    each = _cut(ChainSpec.parse(chain), shapes)
     return [grad.new_empty(shape) for shape, need in zip(each, needs, strict=True) if need]
 
 
-def _cut(products: str, shapes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    chain, sizes = _read_chain(products), iter(shapes)
-    dims = (chain.plans[0].a.ndim, *(plan.b.ndim for plan in chain.plans), *(1 for has in chain.has_bias if has))
+def _cut(spec: ChainSpec, shapes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    sizes = iter(shapes)
+    dims = (spec.plans[0].a.ndim, *(plan.b.ndim for plan in spec.plans), *(1 for has in spec.has_bias if has))
     return tuple(tuple(next(sizes) for _ in range(count)) for count in dims)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, products, needs = inputs
+    tensors, chain, needs = inputs
     ctx.set_materialize_grads(False)
     found: list[Tensor] = []
-    for entry, own in zip(_outline_of(tensors, products, needs).kept, output[1:], strict=True):
+    for entry, own in zip(ChainSpec.parse(chain).outline(_forms(tensors), needs).kept, output[1:], strict=True):
         found.append(
             tensors[entry.input] if entry.input is not None else own if entry.output is None else found[entry.output]
         )
     ctx.save_for_backward(*found)
-    ctx.products, ctx.needs = products, needs
+    ctx.chain, ctx.needs = chain, needs
     ctx.shapes = [int(size) for tensor in tensors for size in tensor.shape]
 
 
 def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, None, None]:
     if grads[0] is None:
         return [None for _ in ctx.needs], None, None
-    found = iter(_mlp_backward(grads[0], list(ctx.saved_tensors), ctx.products, ctx.needs, ctx.shapes))
+    found = iter(_mlp_backward(grads[0], list(ctx.saved_tensors), ctx.chain, ctx.needs, ctx.shapes))
     return [next(found) if need else None for need in ctx.needs], None, None
 
 
@@ -321,7 +294,8 @@ def _run_relayout(x: Tensor, grid: str, source: str, target: str, name: str, pha
     mesh = grid_named(grid)
     one, other = Layout.parse(mesh.grid, source), Layout.parse(mesh.grid, target)
     relayout_checked(x, one, other, mesh, name)
-    moved = Move(x, relayout_steps(mesh.grid, one.dims, other.dims), mesh, (name,), phase).finish()
+    steps = relayout_steps(mesh.grid, one.dims, other.dims)
+    moved = Way(mesh.collectives, steps, (name,), phase, tuple(x.shape), x.dtype).start(x).wait()
     is_own = moved.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
     return moved.contiguous() if is_own else moved.clone(memory_format=torch.contiguous_format)
 

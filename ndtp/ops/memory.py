@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.errors import LayoutError
 from ndtp.ops.products import matmul, mlp
 from ndtp.runtime.dry_grid import SILENT, DryGrid
+
+if TYPE_CHECKING:
+    from ndtp.runtime.process_grid import ProcessGrid
 
 
 @dataclass(frozen=True)
@@ -103,16 +106,17 @@ def measured(forward: Callable[[], Tensor], grad: Tensor | None) -> Memory:
     return Memory(after - ours, done, peak, live.now - ours)
 
 
-def _decided(plan: MatMulPlan, rows: int) -> MatMulPlan:
+def _decided(plan: MatMulPlan, rows: int, mesh: ProcessGrid | None) -> MatMulPlan:
     """The plan with the number of chunks that "auto" chose for so many rows."""
     if plan.chunks != "auto":
         return plan
-    if rows not in plan.choices:
+    chosen = {} if mesh is None else mesh.chunks_chosen(plan)
+    if rows not in chosen:
         raise LayoutError(
             f"memory: '{plan.name}' has not chosen its number of chunks for {rows} rows yet\n"
-            "  fix: run it once, or give a number in the place of chunks='auto'"
+            "  fix: run it once and say on which mesh, or give a number in the place of chunks='auto'"
         )
-    return replace(plan, chunks=plan.choices[rows][0])
+    return replace(plan, chunks=chosen[rows][0])
 
 
 def memory(
@@ -126,6 +130,7 @@ def memory(
     bias: bool | Sequence[bool] = False,
     bias_grad: bool | Sequence[bool] = True,
     backend: str = "gloo",
+    mesh: ProcessGrid | None = None,
 ) -> Memory:
     """Bytes that a product, or a block of several, needs on a rank beside its operands, forward and backward.
 
@@ -140,6 +145,7 @@ def memory(
         bias, bias_grad: which products have a bias, and whether it wants a gradient.  These three may be given for
             every product.
         backend: "gloo" or "nccl": they receive partial sums differently.
+        mesh: the one on which plans with `chunks="auto"` have chosen a number.
 
     Raises:
         LayoutError: sizes that do not fit the plans, or a number of chunks that is not chosen yet.
@@ -160,7 +166,7 @@ def memory(
 
     widths = (*(ACTIVATIONS[activation].width for _ in plans[1:]), 1)
     sizes = [plan.sizes((*lead, k, w * n)) for plan, w, (k, n) in zip(plans, widths, pairwise(features), strict=True)]
-    plans = tuple(_decided(plan, size["m"]) for plan, size in zip(plans, sizes, strict=True))
+    plans = tuple(_decided(plan, size["m"], mesh) for plan, size in zip(plans, sizes, strict=True))
     per_product = [[flag] * len(plans) if isinstance(flag, bool) else list(flag) for flag in (wgrad, bias, bias_grad)]
     a = made(plans[0].shard_shape("A", sizes[0]), dgrad)
     weights, biases = [], []

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ndtp.algebra.steps import Step
-
 if TYPE_CHECKING:
     from ndtp.runtime.late_gradients import LateGradient
-    from ndtp.runtime.process_grid import ProcessGrid
 
 
 def local_shard(x: Tensor) -> Tensor:
@@ -29,6 +25,21 @@ def is_plain(x: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return not isinstance(x, DTensor)
+
+
+def spec_of(x: Any) -> tuple[Any, ...]:
+    """How a DTensor lies: what makes one of a local tensor, see `wrapped`."""
+    return x.device_mesh, x.placements, x.shape, x.stride()
+
+
+def wrapped(local: Tensor | None, spec: tuple[Any, ...]) -> Any:
+    """A DTensor that lies as another one does."""
+    from torch.distributed.tensor import DTensor
+
+    if local is None:
+        return None
+    mesh, placements, shape, stride = spec
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def version_of(x: Tensor) -> tuple[int, ...]:
@@ -83,7 +94,7 @@ class _Arrival(torch.autograd.Function):
     def forward(ctx: Any, x: Any, deferred: Deferred | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.deferred = deferred
-        ctx.spec = None if is_plain(x) else (x.device_mesh, x.placements, x.shape, x.stride())
+        ctx.spec = None if is_plain(x) else spec_of(x)
         local = x if ctx.spec is None else x._local_tensor
         return local.detach()
 
@@ -94,21 +105,14 @@ class _Arrival(torch.autograd.Function):
             late, deferred.late = deferred.late, None
             grad = late.arrive()
         if grad is not None and ctx.spec is not None:
-            from torch.distributed.tensor import DTensor
-
-            mesh, placements, shape, stride = ctx.spec
-            grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+            grad = wrapped(grad, ctx.spec)
         return grad, None
 
 
-def taken_in(
-    x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, parameter: Tensor | None
-) -> tuple[Tensor, Deferred | None]:
-    """The local shard of a weight, and where its gradient will arrive if it wants one that takes steps."""
-    if not (x.requires_grad and torch.is_grad_enabled()) or (not steps and is_plain(x)):
-        return local_shard(x), None
+def taken_in(x: Tensor, sequence_number: int, parameter: Tensor) -> tuple[Tensor, Deferred]:
+    """The local shard of a weight whose gradient takes steps, and where that will arrive: behind a number's node."""
     deferred = Deferred(parameter)
-    local = _Arrival.apply(x, deferred)
+    local: Tensor = _Arrival.apply(x, deferred)  # type: ignore[no-untyped-call]
     # Backward goes by sequence numbers, highest first: wait when it has gone past the oldest product of the window.
-    local.grad_fn._set_sequence_nr(mesh.step.late.window_start)
+    local.grad_fn._set_sequence_nr(sequence_number)  # type: ignore[union-attr]
     return local, deferred

@@ -59,26 +59,31 @@ class Speeds:
 
 
 def resolve(
-    plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], mesh: ProcessGrid, like: torch.Tensor
+    plans: Sequence[MatMulPlan],
+    sizes: Sequence[Mapping[str, int]],
+    mesh: ProcessGrid,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> int:
     """The number of chunks for a chain of products that leave it open ("auto"), chosen once for each number of rows.
 
     The first choice of a grid measures its `Speeds`, which all its ranks do together.
     """
     each = zip(plans, sizes, strict=True)
-    key = (like.dtype, *((plan.name, plan.equation, plan.regather, *size.items()) for plan, size in each))
-    if key not in mesh.chunk_choices:
-        if mesh.speeds is None:
+    key = (dtype, *((plan.name, plan.equation, plan.regather, *size.items()) for plan, size in each))
+    step = mesh.step
+    if key not in step.chunk_choices:
+        if step.speeds is None:
             # Not a part of what a meter counts.  And gloo hands a compiler's Python dispatcher on to its threads, which
             # would wait for the interpreter's lock while this thread holds it and waits for them.
             with _disable_current_modes(), no_python_dispatcher():
-                mesh.speeds = measure(mesh, like)
-        mesh.chunk_choices[key] = choose(plans, sizes, like.element_size(), mesh.speeds)
+                step.speeds = measure(mesh, torch.empty(1, dtype=dtype, device=device))
+        step.chunk_choices[key] = choose(plans, sizes, dtype.itemsize, step.speeds)
         if mesh.rank == 0:
-            logger.info("%s: chunks: %d, %s", ", ".join(plan.name for plan in plans), *mesh.chunk_choices[key])
+            logger.info("%s: chunks: %d, %s", ", ".join(plan.name for plan in plans), *step.chunk_choices[key])
     for plan in plans:
-        plan.choices[sizes[0]["m"]] = mesh.chunk_choices[key]
-    return mesh.chunk_choices[key][0]
+        step.chunks_chosen.setdefault(plan, {})[sizes[0]["m"]] = step.chunk_choices[key]
+    return step.chunk_choices[key][0]
 
 
 def choose(

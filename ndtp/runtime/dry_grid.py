@@ -17,10 +17,13 @@ from ndtp.runtime.step_state import StepState
 class _Silent:
     """Collectives that prepare what they would send, make room for what they would receive, and send nothing."""
 
-    def _send(self, *_: Any, **__: Any) -> None:
+    def _send(self, *_: Any) -> None:
         return None
 
-    _gather = _exchange = _send
+    def describe(self, axes: Sequence[str]) -> str:
+        return "in a dry run"
+
+    _gather = _exchange = _scatter = _sum_everywhere = _send
 
 
 class _SilentNccl(_Silent, Collectives):
@@ -50,7 +53,7 @@ class DryGrid:
 
     def __init__(self, grid: Grid, rank: int = 0, backend: str = "gloo") -> None:
         self.grid, self.rank, self.gemm, self.ring = grid, rank, TorchGemm(), BufferRing(0)
-        self.check, self.recorder, self.device_mesh = False, None, None
+        self.check, self.device_mesh = False, None
         self.step = StepState(LateGradients())
         self.collectives = SILENT[backend](self)  # type: ignore[arg-type]
 

@@ -50,9 +50,9 @@ class LateGradient:
 
     def finish(self) -> None:
         """Wait for all collectives, or for those before an all-reduce that is left out."""
-        self.move.finish()
+        self.move.wait()
         if self._take_up():
-            self.move.finish()
+            self.move.wait()
 
     def _take_up(self) -> bool:
         """Go on with the all-reduce, of all that was kept of earlier gradients too."""

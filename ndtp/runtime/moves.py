@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ndtp.algebra.steps import Step
 
 if TYPE_CHECKING:
     from ndtp.algebra.matmul_plan import MatMulPlan
-    from ndtp.collectives.collectives import Handle
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.collectives.collectives import Collectives
+    from ndtp.collectives.handles import Handle, Route, Shape
 
 
-class Move:
-    """`start` sends a tensor off as far as it goes without waiting; `finish` brings it home.
+class Cut(NamedTuple):
+    """A step that takes this rank's part of a dim."""
+
+    dim: int
+    start: int
+    size: int
+
+
+class Way:
+    """The steps of a tensor, bound to its shape.
 
     The operands and results of a product of matrices go by columns without a copy: an operand that is gathered along
     its last dim arrives as blocks of columns [p, rows, columns / p], and a result that is scattered along it leaves so.
@@ -25,60 +33,89 @@ class Move:
     Args:
         op: what errors and profiles call it, such as ("mlp.up", "A").
         phase: "forward", "dgrad" or "wgrad".
+        shape: of the tensor before the first step, whole: not as blocks.
         part: which chunk of how many, such as "2/4", for profiles.
-        out: where the last step puts its result, if it is a collective.
         blocks: "arrive" or "leave" if the tensor does, where its last step or first step is such.
-        hold: stop before an all-reduce, until `release_hold`.
-        ahead: it is started for a product yet to come.
+
+    Attributes:
+        legs: cuts, and collectives; a step may take two of these.
+        shape: of the tensor after the last leg.
     """
 
     def __init__(
         self,
-        tensor: Tensor,
+        collectives: Collectives,
         steps: Sequence[Step],
-        mesh: ProcessGrid,
         op: tuple[str, ...],
         phase: str,
+        shape: Shape,
+        dtype: torch.dtype,
+        *,
         part: str = "",
-        out: Tensor | None = None,
         blocks: str = "",
-        hold: bool = False,
-        ahead: bool = False,
+    ) -> None:
+        self.collectives, self.steps, self.blocks = collectives, tuple(steps), blocks
+        grid, rank = collectives.grid.grid, collectives.grid.rank
+        legs: list[Cut | Route] = []
+        for i, step in enumerate(steps):
+            dim, ranks = step.dim or 0, grid.size(step.axes)
+            if step.kind == "slice":
+                cut = Cut(dim, grid.index(rank, step.axes) * (shape[dim] // ranks), shape[dim] // ranks)
+                shape = (*shape[:dim], cut.size, *shape[dim + 1 :])
+                legs.append(cut)
+                continue
+            leaves = blocks == "leave" and i == 0 and scatters_columns(step)
+            arrives = blocks == "arrive" and i + 1 == len(steps) and gathers_columns(step)
+            given = (ranks, shape[0], shape[1] // ranks) if leaves else shape
+            legs += collectives.routes(step, op, phase, given, dtype, part=part, blocks=leaves or arrives)
+            shape = legs[-1].shape  # type: ignore[union-attr]
+        self.legs, self.shape = tuple(legs), shape
+        self.ends_by_collective = bool(legs) and not isinstance(legs[-1], Cut)
+
+    def is_like(self, other: Way) -> bool:
+        """Whether a tensor that goes the one way arrives as if it had gone the other."""
+        return self.steps == other.steps and self.blocks == other.blocks
+
+    def start(self, tensor: Tensor, *, ahead: bool = False) -> Move:
+        return Move(self, tensor, ahead=ahead).start()
+
+
+class Move:
+    """`start` sends a tensor off as far as it goes without waiting; `wait` brings it home.
+
+    Args:
+        out: where the last leg puts its result, if it is a collective.
+        hold: stop before an all-reduce, until `release_hold`.
+        ahead: it is started for a product yet to come.
+    """
+
+    __slots__ = ("_ahead", "_taken", "handle", "hold", "out", "tensor", "way")
+
+    def __init__(
+        self, way: Way, tensor: Tensor, out: Tensor | None = None, hold: bool = False, ahead: bool = False
     ) -> None:
         self.tensor: Tensor | None = tensor
-        self.steps, self.mesh, self.op, self.phase = steps, mesh, op, phase
-        self.part, self.out, self.blocks, self.hold, self.ahead = part, out, blocks, hold, ahead
-        self.taken = 0
+        self.way, self.out, self.hold, self._ahead = way, out, hold, ahead
+        self._taken = 0
         self.handle: Handle | None = None
 
     def start(self) -> Move:
         """Take the local steps and start the first collective."""
-        while self.handle is None and self.taken < len(self.steps):
-            if self.is_held:
-                break
-            step, tensor = self.steps[self.taken], self.tensor
+        legs = self.way.legs
+        while self.handle is None and self._taken < len(legs) and not self.is_held:
+            leg, tensor = legs[self._taken], self.tensor
             assert tensor is not None
-            self.taken += 1
-            if step.kind == "slice":
-                self.tensor = _slice(tensor, step, self.mesh)
+            self._taken += 1
+            if isinstance(leg, Cut):
+                self.tensor = tensor.narrow(*leg)
             else:
                 self.tensor = None  # the collective holds what it needs of it
-                last = self.taken == len(self.steps)
-                self.handle = self.mesh.collectives.start(
-                    step,
-                    tensor,
-                    self.op,
-                    self.phase,
-                    part=self.part,
-                    out=self.out if last else None,
-                    blocks=(self.blocks == "arrive" and last and self.out is None and gathers_columns(step))
-                    or (self.blocks == "leave" and self.taken == 1 and scatters_columns(step)),
-                    ahead=self.ahead,
-                )
-                self.ahead = False  # further steps follow where it is waited for
+                out = self.out if self._taken == len(legs) else None
+                self.handle = self.way.collectives.launch(leg, tensor, out, self._ahead)
+                self._ahead = False  # further ones follow where it is waited for
         return self
 
-    def finish(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Run all steps that are left, up to one that is held back, and return the tensor."""
         while self.start().handle is not None:
             handle, self.handle = self.handle, None
@@ -88,7 +125,7 @@ class Move:
 
     def start_next(self) -> None:
         """Wait for the collective under way and start the next one, if there is one and it is not held back."""
-        if self.handle is not None and self.taken < len(self.steps):
+        if self.handle is not None and self._taken < len(self.way.legs):
             handle, self.handle = self.handle, None
             self.tensor = handle.wait()
             self.start()
@@ -96,15 +133,18 @@ class Move:
     @property
     def is_held(self) -> bool:
         """Whether an all-reduce comes next, and is held back."""
-        return self.hold and self.taken < len(self.steps) and self.steps[self.taken].kind == "all_reduce"
+        if not self.hold or self._taken == len(self.way.legs):
+            return False
+        leg = self.way.legs[self._taken]
+        return not isinstance(leg, Cut) and leg.kind == "all_reduce" and not leg.follows
 
     def add(self, other: Tensor) -> None:
         """Add to what is held back."""
-        self.tensor = self.finish() + other
+        self.tensor = self.wait() + other
 
     def take(self) -> Tensor:
-        """`finish`, and keep no reference to the result: who gets it may be the only one to have it."""
-        tensor, self.tensor = self.finish(), None
+        """`wait`, and keep no reference to the result: who gets it may be the only one to have it."""
+        tensor, self.tensor = self.wait(), None
         return tensor
 
     def resume(self, tensor: Tensor) -> Move:
@@ -115,25 +155,6 @@ class Move:
     def release_hold(self) -> Move:
         self.hold = False
         return self
-
-
-def move_of(
-    plan: MatMulPlan,
-    name: str,
-    tensor: Tensor,
-    mesh: ProcessGrid,
-    phase: str,
-    part: str = "",
-    out: Tensor | None = None,
-    hold: bool = False,
-    ahead: bool = False,
-) -> Move:
-    """The move of one of a plan's tensors, by its name in `plan.relayouts`."""
-    blocks = ""
-    if is_matrix(plan):
-        is_operand = name in ("A", "B", "dC")
-        blocks = "leave" if not is_operand else "arrive" if mesh.gemm.takes_blocks(tensor.dtype) else ""
-    return Move(tensor, plan.relayouts[name], mesh, (plan.name, name), phase, part, out, blocks, hold, ahead)
 
 
 def is_matrix(plan: MatMulPlan) -> bool:
@@ -151,14 +172,7 @@ def scatters_columns(step: Step) -> bool:
     return step.kind == "reduce_scatter" and step.dim == 1
 
 
-@lru_cache(maxsize=4096)
 def blocks_of_result(plan: MatMulPlan, name: str) -> int:
     """Into how many blocks of columns a product falls, for the scatter that follows."""
     steps = plan.relayouts[name]
     return plan.grid.size(steps[0].axes) if is_matrix(plan) and steps and scatters_columns(steps[0]) else 1
-
-
-def _slice(tensor: Tensor, step: Step, mesh: ProcessGrid) -> Tensor:
-    dim = step.dim or 0
-    size = tensor.shape[dim] // mesh.grid.size(step.axes)
-    return tensor.narrow(dim, mesh.grid.index(mesh.rank, step.axes) * size, size)

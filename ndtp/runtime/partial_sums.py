@@ -72,7 +72,7 @@ class PartialSums:
         for i, each in enumerate(waiting):
             for following in waiting[i : i + 2]:  # the second flies while the first is waited for
                 following.move.release_hold().start()
-            _accumulate(each.leaf, each.move.finish().to(each.leaf.dtype))
+            _accumulate(each.leaf, each.move.wait().to(each.leaf.dtype))
 
     def discard(self) -> None:
         self._sums.clear()

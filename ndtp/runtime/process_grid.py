@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ndtp.collectives.recorder import Recorder
-    from ndtp.runtime.chunk_count import Speeds
+    from ndtp.algebra.matmul_plan import MatMulPlan
 
 DIRECTIONS = ("gather", "scatter")
 Groups = dict[tuple[tuple[str, ...], str], "ProcessGroup"]  # by axes and direction
@@ -149,10 +148,7 @@ class ProcessGrid:
             ring_bytes, nccl.registered_memory(ring_groups) if register_buffers and ring_groups else None
         )
         self.collectives = Collectives.of(self)
-        self.speeds: Speeds | None = None  # measured where a number of chunks is first chosen
-        self.chunk_choices: dict[tuple[object, ...], tuple[int, str]] = {}
         self.step = StepState(late_gradients_of(None if global_ranks is None else dist.group.WORLD))
-        self.recorder: Recorder | None = None  # held here: backward may run in threads of autograd's own
         self.name = f"{grid} #{next(_COUNT)}"
         _NAMED[self.name] = self
         if gemm == "kernels":
@@ -282,6 +278,10 @@ class ProcessGrid:
     def discard_gradients(self) -> None:
         """Drop the gradients that `accumulate` held back, as `zero_grad` drops those in `.grad`."""
         self.step.partial_sums.discard()
+
+    def chunks_chosen(self, plan: MatMulPlan) -> dict[int, tuple[int, str]]:
+        """What `chunks="auto"` of a plan has come to here so far: rows -> the number of chunks, and why."""
+        return dict(self.step.chunks_chosen.get(plan, {}))
 
     def describe(self, axes: Sequence[str] = ()) -> str:
         """This rank and its coordinate, and the peers along `axes`: for errors."""

@@ -11,18 +11,14 @@ its gather with zeros, for the peers where it is not, and no product takes it.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.runtime.arrival import is_plain, version_of
-from ndtp.runtime.moves import Move, move_of
-
-if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+from ndtp.runtime.moves import Move, Way
 
 
 class _Weight:
@@ -38,8 +34,8 @@ class _Weight:
         self.following: _Weight | None = None
         self.is_followed = True
 
-    def note(self, weight: Tensor, plan: MatMulPlan) -> None:
-        self.plan, self._form = plan, _form(weight)
+    def note(self, weight: Tensor, way: Way) -> None:
+        self.way, self._form = way, _form(weight)
 
     def tensor(self) -> Tensor | None:
         """The weight, if it lives and is what it was when it was used last."""
@@ -63,24 +59,28 @@ class _Ahead(NamedTuple):
 
 
 class WeightPrefetch:
-    """What a `ProcessGrid` knows of the order of its weights in one phase, "forward" or "dgrad"."""
+    """What a `ProcessGrid` knows of the order of its weights in one phase.
 
-    def __init__(self, phase: str = "forward") -> None:
-        self.phase = phase
+    Args:
+        is_forward: whether it is forward, which may run again while backward does.
+    """
+
+    def __init__(self, is_forward: bool) -> None:
+        self._is_forward = is_forward
         self._known: Any = WeakIdKeyDictionary()  # owner of a weight -> _Weight
         self._chain: set[_Weight] = set()  # since the chain began
         self._last: _Weight | None = None
         self._ahead: _Ahead | None = None
 
-    def take(self, weight: Tensor, owner: Any, plan: MatMulPlan) -> Move | None:
+    def take(self, weight: Tensor, owner: Any, way: Way) -> Move | None:
         """The gather of `weight` if it is under way; called once a product that gathers B, in order of execution."""
-        if self.phase == "forward" and torch._C._current_autograd_node() is not None:
+        if self._is_forward and torch._C._current_autograd_node() is not None:
             # A checkpointed forward again, in another order.
             return None
         known = self._known.get(owner)
         if known is None:
             known = self._known[owner] = _Weight(owner)
-        known.note(weight, plan)
+        known.note(weight, way)
         ahead, self._ahead = self._ahead, None
         if known in self._chain:
             self._chain.clear()
@@ -90,13 +90,13 @@ class WeightPrefetch:
         self._last = known
         if ahead is None:
             return None
-        if ahead.weight is weight and ahead.version == version_of(weight):
+        if ahead.weight is weight and ahead.version == version_of(weight) and ahead.move.way.is_like(way):
             return ahead.move
-        ahead.move.finish()
+        ahead.move.wait()
         ahead.after.is_followed = False
         return None
 
-    def start(self, owner: Any, mesh: ProcessGrid) -> None:
+    def start(self, owner: Any) -> None:
         """Start the gather of the weight that follows the one of `owner`."""
         known = self._known.get(owner)
         if known is None or not known.is_followed or self._ahead is not None:
@@ -109,7 +109,7 @@ class WeightPrefetch:
         version = () if weight is None else version_of(weight)
         # What is gathered under inference mode may be used outside of it, where backward could not keep it.
         with torch.inference_mode(False):
-            move = move_of(following.plan, "B", shard, mesh, self.phase, ahead=True).start()
+            move = following.way.start(shard, ahead=True)
         self._ahead = _Ahead(following, known, weight, version, move)
 
 

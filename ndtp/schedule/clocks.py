@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ndtp.schedule.tasks import WINDOW, Task, Wanted, backward_tasks, forward_tasks
+from ndtp.schedule.tasks import WINDOW, Action, Task, Wanted, backward_tasks, forward_tasks
 
 # (collective, axis, bytes received per rank), one after another.
 Messages = list[tuple[str, str, Any]]
@@ -101,7 +101,7 @@ class Timeline:
         self._keep("compute", key, "contention", begin + seconds, self.now)
 
     def start(self, key: Key, messages: Messages, cut: int = 1) -> None:
-        """Put the first collective of a move on its link; the others go further, or follow when it is waited for.
+        """Put the first collective of a move on its link; the next starts by `start_next`, or when it is waited for.
 
         Where a grid needs no first one, its second is the first.
         """
@@ -122,7 +122,7 @@ class Timeline:
         for message in rest:
             self.now = np.maximum(self.now, self._send(key, *message)[1])
 
-    def go_further(self, key: Key) -> None:
+    def start_next(self, key: Key) -> None:
         """Put the second collective of a move on its link, when its first is done."""
         begin, end, rest = self.pending[key]
         if rest:
@@ -165,24 +165,24 @@ def step_seconds(
     for phase, i, task in _tasks(products, chunks, regather):
         product, cut = products[i], 1 if task.chunk is None else chunks
         key = (phase, i, task.tensor, task.chunk)
-        if task.action == "start":
+        if task.action is Action.START:
             line.start(key, product.messages[_moved_in(phase, task.tensor), task.tensor], cut)
-        elif task.action == "wait":
+        elif task.action is Action.WAIT:
             line.wait(key)
             if task.tensor == "B":
                 line.compute(key, "order", product.copy)
-        elif task.action == "go further":
-            line.go_further(key)
-        elif task.action == "own":
+        elif task.action is Action.START_NEXT:
+            line.start_next(key)
+        elif task.action is Action.OWN:
             begun[key] = product.own[phase == "backward"]
             line.compute(key, "own", begun[key] * product.chunk)
-        elif task.action == "multiply":
+        elif task.action is Action.MULTIPLY:
             whole = product.gemm if task.tensor == "dB" else product.chunk
             line.compute(key, "multiply", (1 - begun.pop(key, 0.0)) * whole)
-        elif task.action == "activate":
+        elif task.action is Action.ACTIVATE:
             source = products[i - 1] if task.tensor == "A" else product
             line.compute(key, "activate", (3 if task.tensor == "dC" else 1) * source.after / cut)
-        elif task.action == "prefetch" and phase == "forward" and i + 1 < len(products):
+        elif task.action is Action.PREFETCH and phase == "forward" and i + 1 < len(products):
             line.start((phase, i + 1, "B", None), products[i + 1].messages[phase, "B"])
     for key in list(line.pending):
         line.wait(key)
@@ -197,16 +197,16 @@ def _tasks(products: Sequence[Product], chunks: int, regather: bool) -> Iterator
     for chain in chains:
         for task in forward_tasks(chunks, (False,) * len(chain)):
             yield "forward", chain[task.product], task
-        yield "forward", chain[-1], Task("activate", "C")
+        yield "forward", chain[-1], Task(Action.ACTIVATE, "C")
     want = Wanted(regather=("a", "b") if regather else ())
     for k, chain in reversed(list(enumerate(chains))):
-        yield "backward", chain[-1], Task("activate", "dC")
+        yield "backward", chain[-1], Task(Action.ACTIVATE, "dC")
         for task in backward_tasks(chunks, (want,) * len(chain)):
             yield "backward", chain[task.product], task
         for i in chains[k + 1] if k + 1 < len(chains) else ():
-            yield "backward", i, Task("go further", "dB")
+            yield "backward", i, Task(Action.START_NEXT, "dB")
         for i in chains[k + WINDOW] if k + WINDOW < len(chains) else ():
-            yield "backward", i, Task("wait", "dB")
+            yield "backward", i, Task(Action.WAIT, "dB")
 
 
 def _moved_in(phase: str, tensor: str) -> str:

@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ndtp.algebra.steps import Step, apply
 
@@ -31,27 +32,33 @@ WINDOW = 2  # chains of products whose weight gradients are on their way at a ti
 SKEW = 2  # chunks by which a product is behind the one before it in a chain
 
 
-@dataclass(frozen=True)
-class Task:
-    """Something that a rank does with a tensor of a product of the chain.
+class Action(str, Enum):
+    """What a rank does with a tensor."""
 
-        start, wait   for the moves of the tensor
-        own           multiply this rank's own part of an operand that is still being gathered, towards this tensor
-        multiply      the rest of it, or all
-        activate      make "A" of the C before it, or "dC" of the dA behind it
-        prefetch      start the gather of the weight that follows the chain, if it is known
-        release       let go of an operand, unless backward wants it
+    START = "start"  # its moves
+    START_NEXT = "start next"  # the second of its moves, when the first has had the time of a chain of products
+    WAIT = "wait"  # for its moves
+    OWN = "own"  # multiply this rank's own part of an operand that is still being gathered, towards this tensor
+    MULTIPLY = "multiply"  # the rest of it, or all
+    ACTIVATE = "activate"  # make "A" of the C before it, or "dC" of the dA behind it
+    PREFETCH = "prefetch"  # start the gather of the weight that follows the chain, if it is known
+    RELEASE = "release"  # let go of an operand, unless backward wants it
+
+
+class Task(NamedTuple):
+    """Something that a rank does with a tensor of a product of the chain.
 
     `chunk` is None where the whole tensor moves at once.
     """
 
-    action: str
+    action: Action
     tensor: str
     chunk: int | None = None
     product: int = 0
 
     def __str__(self) -> str:
-        return f"{self.action} {self.tensor}" + "'" * self.product + ("" if self.chunk is None else f"[{self.chunk}]")
+        where = "" if self.chunk is None else f"[{self.chunk}]"
+        return f"{self.action.value} {self.tensor}" + "'" * self.product + where
 
 
 @dataclass(frozen=True)
@@ -84,31 +91,31 @@ def forward_tasks(chunks: int, biases: tuple[bool, ...] = (False,)) -> tuple[Tas
 
 def _forward(chunks: int, biases: Sequence[bool]) -> Iterator[Task]:
     last = len(biases) - 1
-    yield Task("start", "B")
-    yield from (Task("start", "A", i) for i in range(min(LOOKAHEAD, chunks)))
+    yield Task(Action.START, "B")
+    yield from (Task(Action.START, "A", i) for i in range(min(LOOKAHEAD, chunks)))
     for p, i in _wavefront(chunks, range(last + 1)):
         if i == chunks:
-            yield Task("release", "B", None, p)
+            yield Task(Action.RELEASE, "B", None, p)
         else:
             if i == 0:
                 if biases[p]:
-                    yield Task("start", "bias", None, p)
-                yield Task("wait", "B", None, p)
+                    yield Task(Action.START, "bias", None, p)
+                yield Task(Action.WAIT, "B", None, p)
                 if p == 0 or chunks == 1:
-                    yield Task("own", "C", 0, p)
-            yield Task("wait", "A", i, p)
+                    yield Task(Action.OWN, "C", 0, p)
+            yield Task(Action.WAIT, "A", i, p)
             if p == 0 and i + LOOKAHEAD < chunks:
-                yield Task("start", "A", i + LOOKAHEAD)
+                yield Task(Action.START, "A", i + LOOKAHEAD)
             if p < last and i == 0:
-                yield Task("start", "B", None, p + 1)
+                yield Task(Action.START, "B", None, p + 1)
             elif p == last and i == _behind(chunks):
-                yield Task("prefetch", "B", None, p)
-            yield Task("multiply", "C", i, p)
-            yield Task("release", "A", i, p)
-            yield Task("start", "C", i, p)
+                yield Task(Action.PREFETCH, "B", None, p)
+            yield Task(Action.MULTIPLY, "C", i, p)
+            yield Task(Action.RELEASE, "A", i, p)
+            yield Task(Action.START, "C", i, p)
         if p < last and i > 0:
             yield from _enter("C", "A", i - 1, p, p + 1)
-    yield from (Task("wait", "C", i, last) for i in range(chunks))
+    yield from (Task(Action.WAIT, "C", i, last) for i in range(chunks))
 
 
 @cache
@@ -125,8 +132,8 @@ def _backward(chunks: int, wanted: Sequence[Wanted]) -> Iterator[Task]:
     last = len(wanted) - 1
     first = next((p for p in range(last, 0, -1) if not wanted[p].dgrad), 0)  # before it nothing is wanted
     if wanted[last].again("b"):
-        yield Task("start", "B", None, last)
-    yield from (Task("start", "dC", i, last) for i in range(min(LOOKAHEAD, chunks)))
+        yield Task(Action.START, "B", None, last)
+    yield from (Task(Action.START, "dC", i, last) for i in range(min(LOOKAHEAD, chunks)))
     for p, i in _wavefront(chunks, range(last, first - 1, -1)):
         enter = _enter("dA", "dC", i - 1, p, p - 1) if p > first and i > 0 else ()
         if i == chunks:
@@ -136,7 +143,7 @@ def _backward(chunks: int, wanted: Sequence[Wanted]) -> Iterator[Task]:
         else:
             yield from _dgrad(chunks, wanted, p, i, first)
             yield from enter
-    yield from (Task("wait", "dA", i, first) for i in range(chunks) if wanted[first].dgrad)
+    yield from (Task(Action.WAIT, "dA", i, first) for i in range(chunks) if wanted[first].dgrad)
 
 
 def _dgrad(chunks: int, wanted: Sequence[Wanted], p: int, i: int, first: int) -> Iterator[Task]:
@@ -144,39 +151,41 @@ def _dgrad(chunks: int, wanted: Sequence[Wanted], p: int, i: int, first: int) ->
     want, last = wanted[p], len(wanted) - 1
     if i == 0:
         if want.again("b"):
-            yield Task("wait", "B", None, p)
+            yield Task(Action.WAIT, "B", None, p)
         if want.dgrad and (p == last or chunks == 1):
-            yield Task("own", "dA", 0, p)
-    yield Task("wait", "dC", i, p)
+            yield Task(Action.OWN, "dA", 0, p)
+    yield Task(Action.WAIT, "dC", i, p)
     if p == last and i + LOOKAHEAD < chunks:
-        yield Task("start", "dC", i + LOOKAHEAD, p)
+        yield Task(Action.START, "dC", i + LOOKAHEAD, p)
     if i == 0 and p > first and wanted[p - 1].again("b"):
-        yield Task("start", "B", None, p - 1)
+        yield Task(Action.START, "B", None, p - 1)
     behind = _behind(chunks)
     if want.again("a") and p > 0 and i < behind:
-        yield Task("activate", "A", i, p)  # before chunk i of dA goes on its way into dC, and takes what it is made of
+        yield Task(
+            Action.ACTIVATE, "A", i, p
+        )  # before chunk i of dA goes on its way into dC, and takes what it is made of
     if i == behind:
         for j in range(chunks if want.again("a") else 0):
             if p > 0 and j >= behind:
-                yield Task("activate", "A", j, p)  # again, rather than kept
-            yield Task("start", "A", j, p)
+                yield Task(Action.ACTIVATE, "A", j, p)  # again, rather than kept
+            yield Task(Action.START, "A", j, p)
         if p == first:
-            yield Task("prefetch", "B", None, p)
+            yield Task(Action.PREFETCH, "B", None, p)
     if want.dgrad:
-        yield Task("multiply", "dA", i, p)
-        yield Task("start", "dA", i, p)
+        yield Task(Action.MULTIPLY, "dA", i, p)
+        yield Task(Action.START, "dA", i, p)
 
 
 def _weight_gradients(chunks: int, want: Wanted, p: int) -> Iterator[Task]:
     if want.wgrad:
         if want.again("a"):
-            yield from (Task("wait", "A", j, p) for j in range(chunks))
-        yield Task("multiply", "dB", None, p)
-        yield Task("start", "dB", None, p)
+            yield from (Task(Action.WAIT, "A", j, p) for j in range(chunks))
+        yield Task(Action.MULTIPLY, "dB", None, p)
+        yield Task(Action.START, "dB", None, p)
     if want.bias:
-        yield Task("multiply", "dbias", None, p)
-        yield Task("start", "dbias", None, p)
-    yield from (Task("release", operand, None, p) for operand in ("B", "A", "dC"))
+        yield Task(Action.MULTIPLY, "dbias", None, p)
+        yield Task(Action.START, "dbias", None, p)
+    yield from (Task(Action.RELEASE, operand, None, p) for operand in ("B", "A", "dC"))
 
 
 def _wavefront(chunks: int, products: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -192,9 +201,9 @@ def _wavefront(chunks: int, products: Sequence[int]) -> Iterator[tuple[int, int]
 
 def _enter(result: str, operand: str, chunk: int, product: int, following: int) -> Iterator[Task]:
     """A chunk of a product's result becomes one of the next product's operand, and sets off."""
-    yield Task("wait", result, chunk, product)
-    yield Task("activate", operand, chunk, following)
-    yield Task("start", operand, chunk, following)
+    yield Task(Action.WAIT, result, chunk, product)
+    yield Task(Action.ACTIVATE, operand, chunk, following)
+    yield Task(Action.START, operand, chunk, following)
 
 
 def _behind(chunks: int) -> int:

@@ -125,9 +125,9 @@ def wire_bytes():
     sent = []
     exchange = collectives.exchange
 
-    def spy(group, blocks, landing):
+    def spy(group, blocks, landing, purpose):
         sent.extend(block.numel() for j, block in enumerate(blocks) if j != group.rank())
-        return exchange(group, blocks, landing)
+        return exchange(group, blocks, landing, purpose)
 
     with mock.patch.object(collectives, "exchange", spy), CommMeter() as meter:
         mesh.collectives.start(Step("reduce_scatter", ("x",), 0), torch.ones(8, 3), ("test",), "forward").wait()

@@ -9,7 +9,7 @@ import ndtp
 from ndtp import CommunicationError, Grid, Layout, MatMulPlan, ProcessGrid
 from ndtp.algebra.steps import Step
 from ndtp.collectives import direct_exchange
-from ndtp.collectives.labels import LABEL, Label
+from ndtp.collectives.labels import Label
 
 GATHER, SCATTER, SUM = Step("all_gather", ("x",), 0), Step("reduce_scatter", ("x",), 0), Step("all_reduce", ("x",))
 
@@ -99,24 +99,22 @@ class Group:
 def test_tags_are_those_of_the_peer_and_fit_gloo():
     groups = [Group(rank) for rank in range(2)]
     for i in range(60):
-        token = LABEL.set(Label((f"op{i % 3}",), "forward", "all_gather", ("x",)))
+        purpose = direct_exchange.purpose_of(Label((f"op{i % 3}",), "forward", "all_gather", ("x",)), torch.float32)
         for group in groups:  # what goes to the peer is longer on rank 1
             own = ones(4 + group.me)
-            direct_exchange.exchange(group, [own, own], [ones(4), ones(5)])
-        LABEL.reset(token)
+            direct_exchange.exchange(group, [own, own], [ones(4), ones(5)], purpose)
     assert groups[0].sent == groups[1].received and groups[1].sent == groups[0].received
     tags = groups[0].sent + groups[1].sent
     assert len(set(tags)) == len(tags) and all(2**30 <= tag < 2**31 for tag in tags)
 
 
-def test_what_a_message_is_for_costs_a_look_up():
-    label = Label(("up", "A"), "forward", "all_gather", ("x",), "1/2")
-    first = direct_exchange._purpose(label, torch.float32)
+def multiply_twice():
+    mesh = ProcessGrid(Grid(x=2))
+    plan = MatMulPlan(Layout(mesh.grid, None, "x"), Layout(mesh.grid, "x", None))
+    first = ndtp.matmul(ones(4, 2), ones(2, 4), plan, mesh)
     with mock.patch.object(direct_exchange.hashlib, "blake2b", side_effect=AssertionError("hashed again")):
-        assert (
-            direct_exchange._purpose(Label(("up", "A"), "forward", "all_gather", ("x",), "1/2"), torch.float32) == first
-        )
-    for i in range(2 * direct_exchange._MOST_PURPOSES):
-        direct_exchange._purpose(Label((f"op{i}",), "forward", "all_gather", ("x",)), torch.float32)
-    assert len(direct_exchange._PURPOSES) <= direct_exchange._MOST_PURPOSES, "names that are made up do not pile up"
-    assert direct_exchange._purpose(label, torch.float32) == first
+        assert torch.equal(ndtp.matmul(ones(4, 2), ones(2, 4), plan, mesh), first)
+
+
+def test_what_messages_are_for_is_settled_when_a_product_is_bound(ranks):
+    ranks(2).run(multiply_twice)

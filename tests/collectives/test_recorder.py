@@ -58,7 +58,7 @@ def recorded():
         every_kind(mesh)
         with span(mesh, "gemm", "C", "2/4"):
             time.sleep(0.01)
-    assert mesh.recorder is None, "left"
+    assert mesh.step.recorder is None, "left"
     every_kind(mesh)
     spans = recorder.spans()
     flights = [each for each in spans if each.kind == "collective"]
@@ -74,8 +74,23 @@ def recorded():
     assert all(one.end <= other.start for one, other in pairwise(alone)), alone
 
 
+def recorded_in_two():
+    """An all-reduce that is two collectives flies twice, is waited for twice, and computes only beside its flights."""
+    mesh = mesh_of(GRID)
+    with Recorder(mesh) as recorder:
+        x = torch.ones(6, dtype=torch.bfloat16)
+        assert mesh.collectives.start(KINDS[2][0], x, ("up", "dB"), "wgrad").wait().eq(4).all()
+    spans = {
+        kind: [each for each in recorder.spans() if each.kind == kind] for kind in ("collective", "wait", "compute")
+    }
+    assert [len(spans[kind]) for kind in ("collective", "wait")] == [2, 2], spans
+    for flight in spans["collective"]:
+        assert not any(each.start <= flight.start and flight.end <= each.end for each in spans["compute"]), spans
+
+
 def test_the_recorder_sees_every_flight(ranks):
     ranks(4).run(recorded)
+    ranks(4).run(recorded_in_two)
 
 
 def late_peer():
@@ -151,7 +166,7 @@ def test_one_recorder_at_a_time():
     mesh = mesh_of(Grid(x=1))
     with Recorder(mesh), pytest.raises(RuntimeError, match="has a recorder already"), Recorder(mesh):
         pass
-    assert mesh.recorder is None
+    assert mesh.step.recorder is None
 
 
 def profiled_block():

@@ -75,9 +75,9 @@ def test_a_process_grid_multiplies_by_the_gemm_it_was_given():
     calls = []
 
     class Counting(KernelGemm):
-        def product(self, *arguments):
+        def product(self, *arguments, **how):
             calls.append(arguments)
-            return super().product(*arguments)
+            return super().product(*arguments, **how)
 
     mesh = ndtp.ProcessGrid(ONE, gemm="kernels")
     assert type(mesh.gemm) is KernelGemm

@@ -69,13 +69,14 @@ def run_program(program: Program, progress: str = "") -> int:
 @contextlib.contextmanager
 def started_collectives() -> Iterator[list[str]]:
     """What the collectives are for that this rank starts inside, in order."""
-    start, order = Collectives.start, []
+    launch, order = Collectives.launch, []
 
-    def noted(self: Any, step: Any, tensor: Tensor, *arguments: Any, **how: Any) -> Any:
-        order.append(f"{self.grid.grid}: {step.kind} over {step.axes} of {tuple(tensor.shape)} {arguments}")
-        return start(self, step, tensor, *arguments, **how)
+    def noted(self: Any, route: Any, tensor: Tensor, *arguments: Any) -> Any:
+        what = f"{route.kind} over {route.axes} of {tuple(tensor.shape)} for {route.op} {route.phase} {route.part}"
+        order.append(f"{self.grid.grid}: {what}")
+        return launch(self, route, tensor, *arguments)
 
-    with mock.patch.object(Collectives, "start", noted):
+    with mock.patch.object(Collectives, "launch", noted):
         yield order
 
 

@@ -26,17 +26,17 @@ def second_collectives(accumulated):
         for i in range(DEPTH)
     ]
     x = small_integers((TOKENS, WIDTH), 9, torch.float64)
-    start, started = mesh.collectives.start, []
+    start, started = mesh.collectives.launch, []
 
-    def noted(step, tensor, op, phase, **how):
-        if op[1] == "dB":
-            started.append((op[0], step.kind))
-        return start(step, tensor, op, phase, **how)
+    def noted(route, *tensors):
+        if route.op[1] == "dB":
+            started.append((route.op[0], route.kind))
+        return start(route, *tensors)
 
     for times in range(1 + accumulated):
         with mesh.accumulate() if times < accumulated else contextlib.nullcontext():
             started.clear()
-            with mock.patch.object(mesh.collectives, "start", noted):
+            with mock.patch.object(mesh.collectives, "launch", noted):
                 y = blocks[0].in_layout.shard(x, mesh.rank)
                 for block in blocks:
                     y = block(y)

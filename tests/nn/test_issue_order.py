@@ -59,13 +59,13 @@ def apply(block, x):
 @contextlib.contextmanager
 def issued():
     """What the collectives are for that this rank starts, in order."""
-    start, order = Collectives.start, []
+    launch, order = Collectives.launch, []
 
-    def noted(self, step, tensor, op, phase, **how):
-        order.append((self.grid.grid, op, phase, step.kind, step.axes, how.get("part", "")))
-        return start(self, step, tensor, op, phase, **how)
+    def noted(self, route, *tensors):
+        order.append((self.grid.grid, route.op, route.phase, route.kind, route.axes, route.part))
+        return launch(self, route, *tensors)
 
-    with mock.patch.object(Collectives, "start", noted):
+    with mock.patch.object(Collectives, "launch", noted):
         yield order
 
 

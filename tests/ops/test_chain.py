@@ -56,20 +56,20 @@ def check_block(grid, scheme, dtype, delays=False, **options):
     plans = block_layouts(grid, scheme).plans("block", **options)
     layouts, (x, up, down, up_bias, down_bias, grad) = shards_on(mesh, plans, dtype)
     leaves = [t.requires_grad_() for t in (x, up, down, up_bias, down_bias)]
-    start = mesh.collectives.start
+    start = mesh.collectives.launch
     draws = random.Random(mesh.rank)
 
     def late(*arguments, **how):
         time.sleep(draws.choice((0.0, 0.0, 0.003)))
         return start(*arguments, **how)
 
-    mesh.collectives.start = late if delays else start
+    mesh.collectives.launch = late if delays else start
     try:
         with CommMeter() as meter:
             y = mlp(x, (up, down), plans, mesh, "relu", (up_bias, down_bias))
             gradients = torch.autograd.grad(y, leaves, grad)
     finally:
-        mesh.collectives.start = start
+        mesh.collectives.launch = start
     names = ("C", "dA", "dB", "dB'", "dbias", "dbias'")
     for name, layout, mine, dense in zip(
         names, (layouts[-1], *layouts[:-1]), (y, *gradients), dense_block(dtype), strict=True
@@ -156,13 +156,13 @@ def module_is_one_schedule():
     events = []
     block = ndtp.nn.MLP(HIDDEN, INNER, mesh=mesh, chunks=3, dropout=0.5)
     x = torch.randn(block.in_layout.shard_shape((ROWS, HIDDEN)))
-    start = mesh.collectives.start
+    start = mesh.collectives.launch
 
-    def noted(step, tensor, op, phase, **how):
-        events.append((op, how.get("part")))
-        return start(step, tensor, op, phase, **how)
+    def noted(route, *tensors):
+        events.append((route.op, route.part))
+        return start(route, *tensors)
 
-    mesh.collectives.start = noted
+    mesh.collectives.launch = noted
     try:
         for training in (False, True):
             events.clear()
@@ -172,7 +172,7 @@ def module_is_one_schedule():
             left = events.index((("mlp.up", "C"), "3/3"))
             assert (entered < left) != training, events
     finally:
-        mesh.collectives.start = start
+        mesh.collectives.launch = start
 
 
 def test_a_module_runs_as_one_schedule(ranks):

@@ -213,7 +213,7 @@ def measured_while_compiling():
 
     with mock.patch.object(chunk_count, "measure", noting):
         traced(x)
-    assert mesh.speeds is not None and seen == [False], seen
+    assert mesh.step.speeds is not None and seen == [False], seen
     assert_same_step(block, traced, x, list(block.parameters()), "auto")
 
 

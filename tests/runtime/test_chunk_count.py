@@ -85,11 +85,11 @@ def chosen_on_ranks():
     for result in results:
         assert_equal(result, results[0], "auto")
     assert volumes[0] == volumes[1], "measuring is not a part of what is counted"
-    count, why = plans[0].choices[64]
-    assert f"{count} chunk" in str(plans[0]) and why in str(plans[0])
+    count, why = mesh.chunks_chosen(plans[0])[64]
+    assert mesh.chunks_chosen(plans[1]) == {64: (count, why)} and why
     assert len(lines) == (mesh.rank == 0), lines
     assert not mesh.collectives.in_flight
-    return count, mesh.speeds
+    return count, mesh.step.speeds
 
 
 def test_every_rank_chooses_alike_from_what_all_measured(ranks):
@@ -100,4 +100,5 @@ def test_every_rank_chooses_alike_from_what_all_measured(ranks):
 def test_a_grid_of_one_rank_has_nothing_to_hide():
     block = ndtp.nn.MLP(8, 16, mesh=mesh_of(Grid(x=1, y=1, z=1)), chunks="auto")
     block(torch.randn(4, 8)).sum().backward()
-    assert block.up.plan.choices[4] == (1, "nothing is communicated")
+    assert block.mesh.chunks_chosen(block.up.plan) == {4: (1, "nothing is communicated")}
+    assert "; 1 chunk of 4 rows: nothing is communicated" in str(block.up)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ndtp
 from ndtp import CommMeter, Grid, Layout, MatMulPlan
+from ndtp.collectives.recorder import Recorder
 from ndtp.testing import assert_equal, small_integers
 
 GRIDS = [Grid(z=2, x=2, y=2), Grid(z=1, x=2, y=4), Grid(z=1, x=4, y=2), Grid(z=2, x=1, y=4), Grid(z=4, x=2, y=1)]
@@ -33,7 +34,7 @@ def chunked_product(grid, chunks, regather, dtype, delays):
     mesh = mesh_of(grid)
     plan = MatMulPlan(*layouts(grid), chunks=chunks, regather=regather)
     a, b, g = operands(plan, mesh.rank, dtype)
-    start = mesh.collectives.start
+    start = mesh.collectives.launch
     if delays:  # ranks reach their collectives at different times, in the same order
         draws = random.Random(mesh.rank)
 
@@ -41,13 +42,13 @@ def chunked_product(grid, chunks, regather, dtype, delays):
             time.sleep(draws.choice((0.0, 0.0, 0.004)))
             return start(*arguments, **how)
 
-        mesh.collectives.start = late
+        mesh.collectives.launch = late
     try:
         with CommMeter() as meter:
             c = ndtp.matmul(a, b, plan, mesh)
             c.backward(g)
     finally:
-        mesh.collectives.start = start
+        mesh.collectives.launch = start
     expected = plan.volume((ROWS, HIDDEN, INNER)).in_bytes(dtype.itemsize)
     assert meter.volume == expected, f"{meter.volume} is not {expected}"
     assert not mesh.collectives.in_flight
@@ -78,14 +79,11 @@ def own_parts():
         a, b, _ = operands(plan, mesh.rank)
         gathered = (ROWS // plan.grid.size(plan.orders["m"])) * HIDDEN * INNER // 8
         results, products = [], []
-        forward = mesh.gemm.forward
         for smallest in (0, gathered, 10 * gathered):
-            calls = []
-            mesh.gemm.forward = lambda *x, calls=calls, real=forward, **how: calls.append(how) or real(*x, **how)
-            with mock.patch.object(mesh.gemm, "own_part_from", smallest):
+            mesh.step.programs.clear()  # decided where the product is bound
+            with mock.patch.object(mesh.gemm, "own_part_from", smallest), Recorder(mesh) as recorder:
                 results.append(ndtp.matmul(a, b, plan, mesh).detach())
-            products.append(len(calls))
-        del mesh.gemm.forward
+            products.append(sum(each.name.startswith("gemm") for each in recorder.spans()))
         assert products[0] > products[2] == 1, products
         assert_equal(results[0], results[1], "own parts")
         assert_equal(results[0], results[2], "own parts")
@@ -239,20 +237,20 @@ def order_of_waits():
     mesh = mesh_of(GRIDS[0])
     forward, weights, x = stack(mesh, depth=3)
     events = []
-    start = mesh.collectives.start
+    start = mesh.collectives.launch
 
-    def noted(step, tensor, op, phase, **how):
-        events.append(("start", phase, op))
-        return start(step, tensor, op, phase, **how)
+    def noted(route, *tensors):
+        events.append(("start", route.phase, route.op))
+        return start(route, *tensors)
 
     hooks = [w.register_hook(lambda g, i=i: events.append(("arrive", i))) for i, w in enumerate(weights)]
-    mesh.collectives.start = noted
+    mesh.collectives.launch = noted
     try:
         y = forward(x).sum()
         events.clear()
         y.backward()
     finally:
-        mesh.collectives.start = start
+        mesh.collectives.launch = start
         for hook in hooks:
             hook.remove()
     products = [i for i, event in enumerate(events) if event[0] == "start" and event[2][-1] == "dB"]
@@ -272,8 +270,8 @@ def names_of_gathers(mesh, run):
     taken = []
     take = mesh.step.prefetch.take
 
-    def noted(weight, owner, plan):
-        ahead = take(weight, owner, plan)
+    def noted(weight, owner, way):
+        ahead = take(weight, owner, way)
         taken.append(ahead is not None)
         return ahead
 

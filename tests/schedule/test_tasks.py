@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ndtp import Grid, Layout, MatMulPlan
-from ndtp.schedule.tasks import LOOKAHEAD, RowChunks, Task, Wanted, backward_tasks, forward_tasks
+from ndtp.schedule.tasks import LOOKAHEAD, Action, RowChunks, Task, Wanted, backward_tasks, forward_tasks
 
 CHUNKS = [1, 2, 3, 5]
 MANY = range(1, 10)
@@ -33,38 +33,38 @@ def check_causality(tasks: Sequence[Task], chunks: int, open_at_the_end: set[tup
     """Nothing is used before it is there, started twice, forgotten, or used when it was let go."""
     flying, there, done = set(), set(), set()
     backward = any(task.tensor == "dC" for task in tasks)
-    started = {(task.tensor, task.product) for task in tasks if task.action == "start"}
+    started = {(task.tensor, task.product) for task in tasks if task.action is Action.START}
     taken = set()  # what activations are made of, by the backward of the one that comes last
     for task in tasks:
         key = task.tensor, task.product, task.chunk
         every = [(task.tensor, task.product, i) for i in range(chunks)]
-        if task.action == "start":
+        if task.action is Action.START:
             assert key not in flying and key not in there, f"{task}: started twice"
             flying.add(key)
-        elif task.action == "wait":
+        elif task.action is Action.WAIT:
             assert key in flying, f"{task}: was not started"
             flying.remove(key)
             there.add(key)
-        elif task.action in ("own", "multiply"):
+        elif task.action in (Action.OWN, Action.MULTIPLY):
             operand = {"C": "A", "dA": "dC", "dB": "dC", "dbias": "dC"}[task.tensor]
             if task.tensor == "dB" and ("A", task.product) in started:
                 again = {("A", task.product, i) for i in range(chunks)}
                 assert again <= there, f"{task}: not all of A is there again"
             wanted = [(operand, task.product, i) for i in ([task.chunk] if task.chunk is not None else range(chunks))]
-            if task.action == "own":
+            if task.action is Action.OWN:
                 assert set(wanted) <= flying, f"{task}: there is nothing to hide"
             else:
                 assert set(wanted) <= there, f"{task}: not all of {operand} is there"
                 assert key not in done, f"{task}: multiplied twice"
                 done.add(key)
-        elif task.action == "activate" and (task.tensor == "dC" or not backward):
+        elif task.action is Action.ACTIVATE and (task.tensor == "dC" or not backward):
             source = ("C", task.product - 1) if task.tensor == "A" else ("dA", task.product + 1)
             assert (*source, task.chunk) in there, f"{task}: {source} is not there"
             if task.tensor == "dC":
                 taken.add((task.product, task.chunk))
-        elif task.action == "activate":
+        elif task.action is Action.ACTIVATE:
             assert (task.product - 1, task.chunk) not in taken, f"{task}: what it is made of is gone"
-        elif task.action == "release":
+        elif task.action is Action.RELEASE:
             there -= {key, *(every if task.chunk is None else ())}
     assert {(tensor, p) for tensor, p, _ in flying} == open_at_the_end
 
@@ -74,12 +74,12 @@ def check_causality(tasks: Sequence[Task], chunks: int, open_at_the_end: set[tup
 def test_forward_is_causal_and_multiplies_every_chunk_once(chunks, products):
     tasks = forward_tasks(chunks, (True,) * products)
     check_causality(tasks, chunks, {("bias", p) for p in range(products)})
-    multiplied = [(task.product, task.chunk) for task in tasks if task.action == "multiply"]
+    multiplied = [(task.product, task.chunk) for task in tasks if task.action is Action.MULTIPLY]
     assert sorted(multiplied) == [(p, i) for p in range(products) for i in range(chunks)]
     for p in range(1, products):  # a product is two chunks behind the one that feeds it
         for i in range(chunks):
             assert multiplied.index((p - 1, min(i + 1, chunks - 1))) < multiplied.index((p, i))
-    assert tasks[0] == Task("start", "B"), "the weight goes first"
+    assert tasks[0] == Task(Action.START, "B"), "the weight goes first"
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
@@ -91,7 +91,7 @@ def test_backward_is_causal_and_leaves_the_weights_gradients_in_flight(products)
             ("dbias", p) for p in range(products) if wanted.bias
         }
         check_causality(tasks, chunks, left)
-        starts = Counter((task.tensor, task.product) for task in tasks if task.action == "start")
+        starts = Counter((task.tensor, task.product) for task in tasks if task.action is Action.START)
         for p in range(products):
             assert starts["dC", p] == chunks, "one gather of dC serves dgrad and wgrad"
 
@@ -106,63 +106,65 @@ def test_backward_stops_where_nothing_more_is_wanted():
 def test_gathers_in_flight_are_bounded_and_overlap_products(chunks):
     flying, most, hidden = 0, 0, 0
     for task in forward_tasks(chunks):
-        if task.tensor == "A" and task.action in ("start", "wait"):
-            flying += {"start": 1, "wait": -1}[task.action]
+        if task.tensor == "A" and task.action in (Action.START, Action.WAIT):
+            flying += {Action.START: 1, Action.WAIT: -1}[task.action]
             most = max(most, flying)
-        hidden += task.action == "multiply" and flying > 0
+        hidden += task.action is Action.MULTIPLY and flying > 0
     assert most == min(LOOKAHEAD, chunks)
     assert hidden == chunks - 1, "every product but the last has a gather beside it"
 
 
 def test_the_ranks_own_part_is_multiplied_while_the_first_chunk_is_in_flight():
     for tasks, result, operand in ((forward_tasks(4), "C", "A"), (backward_tasks(4), "dA", "dC")):
-        own, wait = tasks.index(Task("own", result, 0)), tasks.index(Task("wait", operand, 0))
-        assert tasks.index(Task("start", operand, 0)) < own < wait < tasks.index(Task("multiply", result, 0))
+        own, wait = tasks.index(Task(Action.OWN, result, 0)), tasks.index(Task(Action.WAIT, operand, 0))
+        assert tasks.index(Task(Action.START, operand, 0)) < own < wait < tasks.index(Task(Action.MULTIPLY, result, 0))
 
 
 def test_a_chunk_enters_the_second_product_before_the_first_is_done():
     tasks = forward_tasks(4, (True, True))
     for i in range(3):
-        entered = tasks.index(Task("start", "A", i, 1))
-        assert tasks.index(Task("activate", "A", i, 1)) < entered
-        assert entered < tasks.index(Task("multiply", "C", max(0, i - 1), 1)), "a product lies between"
-    assert tasks.index(Task("start", "A", 0, 1)) < tasks.index(Task("multiply", "C", 2))
+        entered = tasks.index(Task(Action.START, "A", i, 1))
+        assert tasks.index(Task(Action.ACTIVATE, "A", i, 1)) < entered
+        assert entered < tasks.index(Task(Action.MULTIPLY, "C", max(0, i - 1), 1)), "a product lies between"
+    assert tasks.index(Task(Action.START, "A", 0, 1)) < tasks.index(Task(Action.MULTIPLY, "C", 2))
     backward = backward_tasks(4, (Wanted(), Wanted()))
-    assert backward.index(Task("start", "dC", 0, 0)) < backward.index(Task("multiply", "dA", 2, 1))
+    assert backward.index(Task(Action.START, "dC", 0, 0)) < backward.index(Task(Action.MULTIPLY, "dA", 2, 1))
 
 
 def test_the_second_weight_is_gathered_while_the_first_product_computes():
     for chunks in CHUNKS:
         tasks = forward_tasks(chunks, (False, False))
-        assert tasks.index(Task("start", "B", None, 1)) < tasks.index(Task("multiply", "C", chunks - 1))
+        assert tasks.index(Task(Action.START, "B", None, 1)) < tasks.index(Task(Action.MULTIPLY, "C", chunks - 1))
         again = backward_tasks(chunks, (Wanted(regather=("b",)),) * 2)
-        assert again.index(Task("start", "B", None, 0)) < again.index(Task("multiply", "dA", chunks - 1, 1))
+        assert again.index(Task(Action.START, "B", None, 0)) < again.index(Task(Action.MULTIPLY, "dA", chunks - 1, 1))
 
 
 def test_the_scatter_of_a_chunk_leaves_while_later_chunks_are_multiplied():
     """The second product begins before the first one ends, forward and backward, so that no link idles."""
     forward = forward_tasks(4, (False, False))
-    assert forward.index(Task("start", "C", 0, 1)) < forward.index(Task("multiply", "C", 3))
+    assert forward.index(Task(Action.START, "C", 0, 1)) < forward.index(Task(Action.MULTIPLY, "C", 3))
     backward = backward_tasks(4, (Wanted(), Wanted()))
-    assert backward.index(Task("start", "dA", 0)) < backward.index(Task("multiply", "dA", 3, 1))
+    assert backward.index(Task(Action.START, "dA", 0)) < backward.index(Task(Action.MULTIPLY, "dA", 3, 1))
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_weight_gradients_are_multiplied_while_something_flies(chunks):
     tasks = backward_tasks(chunks, (Wanted(), Wanted()))
     for p in (0, 1):
-        at = tasks.index(Task("multiply", "dB", None, p))
+        at = tasks.index(Task(Action.MULTIPLY, "dB", None, p))
         flying = Counter()
         for task in tasks[:at]:
-            flying[task.tensor, task.product] += {"start": 1, "wait": -1}.get(task.action, 0)
+            flying[task.tensor, task.product] += {Action.START: 1, Action.WAIT: -1}.get(task.action, 0)
         assert flying["dA", 0] + flying["dC", 0] + flying["dA", 1] > 0, f"nothing hides behind dB of product {p}"
 
 
 def test_the_next_weight_is_gathered_behind_the_gathers_and_before_the_last_product():
     for tasks, operand, result in ((forward_tasks(3), "A", "C"), (backward_tasks(3), "dC", "dA")):
-        prefetch = tasks.index(Task("prefetch", "B"))
-        assert max(i for i, task in enumerate(tasks) if task.action == "start" and task.tensor == operand) < prefetch
-        assert prefetch < tasks.index(Task("multiply", result, 2))
+        prefetch = tasks.index(Task(Action.PREFETCH, "B"))
+        assert (
+            max(i for i, task in enumerate(tasks) if task.action is Action.START and task.tensor == operand) < prefetch
+        )
+        assert prefetch < tasks.index(Task(Action.MULTIPLY, result, 2))
 
 
 def test_tasks_print():
@@ -174,7 +176,7 @@ def test_tasks_print():
         "own C[0]",
         "wait A[0]",
     ]
-    assert str(Task("multiply", "C", 1, 1)) == "multiply C'[1]"
+    assert str(Task(Action.MULTIPLY, "C", 1, 1)) == "multiply C'[1]"
 
 
 @pytest.mark.parametrize("x,y", [(1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 2), (4, 6)])

@@ -1,0 +1,169 @@
+"""A chain of products is checked and bound, once for all that it depends on; eager and compiled code stand on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dispatch.python import no_python_dispatcher
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ndtp.algebra.binding import bind
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.compute.epilogues import ACTIVATIONS
+from ndtp.errors import LayoutError
+from ndtp.runtime.program import Program
+from ndtp.runtime.slots import Setting, Stage
+from ndtp.schedule.tasks import RowChunks, Wanted
+
+if TYPE_CHECKING:
+    from ndtp.collectives.handles import Shape
+    from ndtp.runtime.process_grid import ProcessGrid
+
+Form = tuple["Shape", torch.dtype, torch.device]
+Forms = tuple["Form | None", ...]
+
+
+def program_of(
+    forms: Forms,
+    plans: tuple[MatMulPlan, ...],
+    activations: tuple[str | None, ...],
+    mesh: ProcessGrid,
+    needs: tuple[bool, ...],
+    chunks: int | None = None,
+) -> Program:
+    """The bound chain for shards of these forms: found, or bound where they are met first.
+
+    Ranks that run the same chains bind the same ones, at the same points: a number of chunks may be measured then, and
+    process groups made.
+
+    Args:
+        forms: shape, dtype and device of A, the weights, and the biases or None.
+        needs: of which of them gradients are wanted.
+        chunks: at most so many; default: what the plans ask for.
+
+    Raises:
+        LayoutError: shards that do not fit each other or the plans.
+    """
+    # What is named here is held here: no other plan can come to have the identity of one of these.
+    key = (plans, activations, forms, needs, chunks, mesh.gemm, mesh.collectives)
+    programs = mesh.step.programs
+    program = programs.find(key)
+    if program is None:
+        with _disable_current_modes(), no_python_dispatcher():  # while a compiler traces, too
+            program = programs.add(key, _bind(forms, plans, activations, mesh, needs, chunks))
+    return program
+
+
+def _bind(
+    forms: Forms,
+    plans: Sequence[MatMulPlan],
+    activations: Sequence[str | None],
+    mesh: ProcessGrid,
+    needs: Sequence[bool],
+    chunks: int | None,
+) -> Program:
+    a, count = forms[0], len(plans)
+    assert a is not None
+    stages = _stages(forms, plans, activations, mesh)
+    if chunks is None and any(plan.chunks == "auto" for plan in plans):
+        from ndtp.runtime.chunk_count import resolve
+
+        chunks = resolve(plans, [stage.sizes for stage in stages], mesh, *a[1:])
+    elif chunks is None:
+        chunks = min(int(plan.chunks) for plan in plans)
+    rows = RowChunks.of([stage.plan for stage in stages], [stage.sizes for stage in stages], chunks)
+    wanted = [
+        Wanted(any(needs[: p + 1]) or any(needs[count + 1 : count + 1 + p]), needs[p + 1], needs[count + 1 + p], again)
+        for p, again in enumerate(plan.regather for plan in plans)
+    ]
+    setting = Setting(tuple(stages), rows, mesh.collectives, mesh.gemm, a[1])
+    return Program(setting, [None if form is None else tuple(form[0]) for form in forms], needs, wanted)
+
+
+def _stages(
+    forms: Forms, plans: Sequence[MatMulPlan], activations: Sequence[str | None], mesh: ProcessGrid
+) -> list[Stage]:
+    """The products of a chain, bound to the shapes of the shards.
+
+    Raises:
+        LayoutError: shards that do not fit each other or the plans.
+    """
+    stages: list[Stage] = []
+    a, *others = forms
+    weights, biases = others[: len(plans)], others[len(plans) :]
+    assert a is not None
+    shape = a[0]
+    for plan, b, bias, activation in zip(plans, weights, biases, activations, strict=True):
+        assert b is not None
+        if plan.grid != mesh.grid:
+            raise LayoutError(
+                f"MatMul '{plan.name}': the plan is for grid {plan.grid}, the process grid is {mesh.grid}"
+            )
+        fitted, sizes = bind(plan, tuple(shape), tuple(b[0]))
+        _check_operands(fitted, a, b, bias, sizes)
+        if activation is not None:
+            shape = activated_shape(fitted.shard_shape("C", sizes), activation, fitted)
+        stages.append(Stage(fitted, sizes, activation))
+    return stages
+
+
+def compare_chain(
+    mesh: ProcessGrid,
+    tensors: Sequence[Any],
+    plans: Sequence[MatMulPlan],
+    activations: Sequence[str | None],
+    needs: Sequence[bool] | None = None,
+) -> None:
+    """Compare what this rank is about to run across all ranks.
+
+    Args:
+        tensors: A, the weights, and the biases or None.
+        needs: whose gradients are wanted, where the tensors themselves do not say.
+
+    Raises:
+        MismatchError: ranks run other chains, or give shards of other forms.
+    """
+    from ndtp.collectives.cross_check import chain_signature, cross_check
+
+    weights, biases = tensors[1 : len(plans) + 1], tensors[len(plans) + 1 :]
+    cross_check(mesh, chain_signature(tensors[0], weights, biases, plans, activations, mesh, needs))
+
+
+def activated_shape(shape: Sequence[int], activation: str, plan: MatMulPlan) -> tuple[int, ...]:
+    """The shape of the shard that an activation leaves of a product's.
+
+    Raises:
+        LayoutError: a gated activation of an odd number of columns.
+    """
+    width = ACTIVATIONS[activation].width
+    if shape[-1] % width:
+        raise LayoutError(
+            f"mlp: '{plan.name}' leaves shards of {shape[-1]} columns, {activation} takes {width} for each that it "
+            f"gives\n  fix: a multiple of {width * plan.out.num_splits(-1)} features"
+        )
+    return (*shape[:-1], shape[-1] // width)
+
+
+def _check_operands(plan: MatMulPlan, a: Form, b: Form, bias: Form | None, sizes: Mapping[str, int]) -> None:
+    (_, dtype, device), others = a, [b] if bias is None else [b, bias]
+    if any(each[2] != device for each in others):
+        devices = ", ".join(
+            f"{name} is on {each[2]}" for name, each in zip(("A", "B", "bias"), (a, *others), strict=False)
+        )
+        raise LayoutError(
+            f"MatMul '{plan.name}': {devices}\n"
+            "  fix: bring the operands to one device; one on meta has no values yet: to_empty, then load or draw them"
+        )
+    if any(each[1] != dtype for each in others):
+        raise LayoutError(
+            f"MatMul '{plan.name}': A is {dtype}, B is {b[1]}"
+            + (f", bias is {bias[1]}" if bias is not None else "")
+            + "; fix: cast them to one dtype, or use torch.autocast"
+        )
+    if bias is not None and tuple(bias[0]) != plan.bias.shard_shape((sizes["n"],)):
+        raise LayoutError(
+            f"MatMul '{plan.name}': the bias shard has shape {tuple(bias[0])}; bias[{plan.bias.label('N')}] of "
+            f"{sizes['n']} elements has shards of {plan.bias.shard_shape((sizes['n'],))}"
+        )

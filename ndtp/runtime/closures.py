@@ -1,0 +1,277 @@
+"""What a bound chain consists of: functions of a list of slots, each of which does one thing of one task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ndtp.runtime.moves import Cut, Move, Way
+from ndtp.schedule.tasks import RowChunks
+
+if TYPE_CHECKING:
+    from ndtp.compute.gemm import Product
+
+Slots = list[Any]
+Run = Callable[[Slots], None]
+Get = Callable[[Slots], Tensor]
+
+# The first slots of every phase: what a call brings beside its tensors.
+STEP, WEIGHT, OWNER, HELD, FIRST = range(5)
+
+
+class Place(NamedTuple):
+    """Rows of the tensor in a slot."""
+
+    slot: int
+    start: int
+    stop: int
+
+    def of(self, slots: Slots) -> Tensor:
+        rows: Tensor = slots[self.slot][self.start : self.stop]
+        return rows
+
+
+def clear(slot: int) -> Run:
+    def run(slots: Slots) -> None:
+        slots[slot] = None
+
+    return run
+
+
+# ----------------------------------------------------------------------------------------------------------- moves
+
+
+def start(slot: int, source: int, way: Way, place: Place | None, is_last_use: bool) -> Run:
+    """Send a tensor off; one that is used no more is the collective's to hold."""
+    collectives, leg = way.collectives, way.legs[0]
+    if len(way.legs) > 1 or isinstance(leg, Cut):
+
+        def start_move(slots: Slots) -> None:
+            out, x = None if place is None else place.of(slots), slots[source]
+            if is_last_use:
+                slots[source] = None
+            slots[slot] = Move(way, x, out).start()
+
+        return start_move
+    if place is not None:
+
+        def start_into(slots: Slots) -> None:
+            out, x = place.of(slots), slots[source]
+            if is_last_use:
+                slots[source] = None
+            slots[slot] = collectives.launch(leg, x, out)
+
+        return start_into
+    if is_last_use:
+
+        def hand_over(slots: Slots) -> None:
+            x, slots[source] = slots[source], None
+            slots[slot] = collectives.launch(leg, x)
+
+        return hand_over
+
+    def launch(slots: Slots) -> None:
+        slots[slot] = collectives.launch(leg, slots[source])
+
+    return launch
+
+
+def wait(slot: int, place: Place | None) -> Run:
+    """Bring a tensor home, and to its place if it was not put there."""
+    if place is not None:
+
+        def wait_and_put(slots: Slots) -> None:
+            slots[slot] = place.of(slots).copy_(slots[slot].wait())
+
+        return wait_and_put
+
+    def run(slots: Slots) -> None:
+        slots[slot] = slots[slot].wait()
+
+    return run
+
+
+def put(slot: int, source: int, place: Place) -> Run:
+    def run(slots: Slots) -> None:
+        slots[slot] = place.of(slots).copy_(slots[source])
+
+    return run
+
+
+def start_gradient(slot: int, source: int, way: Way, name: tuple[int, str]) -> Run:
+    """Send a gradient of a weight or bias off, which stops before an all-reduce if the call says so."""
+
+    def run(slots: Slots) -> None:
+        x, slots[source] = slots[source], None
+        slots[slot] = Move(way, x, hold=name in slots[HELD]).start()
+
+    return run
+
+
+def take_or_start(slot: int, source: int, way: Way, is_forward: bool) -> Run:
+    """Take the gather of a weight over if it was started ahead."""
+
+    def run(slots: Slots) -> None:
+        ahead = None
+        if slots[OWNER] is not None:
+            step = slots[STEP]
+            order = step.prefetch if is_forward else step.prefetch_backward
+            ahead = order.take(slots[WEIGHT], slots[OWNER], way)
+        slots[slot] = way.start(slots[source]) if ahead is None else ahead
+
+    return run
+
+
+def start_following(is_forward: bool) -> Run:
+    """Start the gather of the weight that follows the chain."""
+
+    def run(slots: Slots) -> None:
+        if slots[OWNER] is not None:
+            step = slots[STEP]
+            (step.prefetch if is_forward else step.prefetch_backward).start(slots[OWNER])
+
+    return run
+
+
+# -------------------------------------------------------------------------------------------------------- products
+
+
+def multiply(slot: int, product: Product, one: int, other: int) -> Run:
+    def run(slots: Slots) -> None:
+        slots[slot] = product(slots[one], slots[other])
+
+    return run
+
+
+def multiply_own_rows(slot: int, shape: tuple[int, ...], product: Product, own: int, other: int, at: int) -> Run:
+    """Into a new tensor for all rows."""
+
+    def run(slots: Slots) -> None:
+        x = slots[own]
+        slots[slot] = result = x.new_empty(shape)
+        product(x, slots[other], out=result[at : at + x.shape[0]])
+
+    return run
+
+
+def multiply_rows(slot: int, product: Product, one: int, other: int, start: int, stop: int) -> Run:
+    def run(slots: Slots) -> None:
+        product(slots[one][start:stop], slots[other], out=slots[slot][start:stop])
+
+    return run
+
+
+def multiply_own_part(slot: int, product: Product, own: int, other: int, ranks: int) -> Run:
+    """Of a sum over the contracted dim, as if it were one of as many blocks."""
+
+    def run(slots: Slots) -> None:
+        slots[slot] = product(slots[own].expand(ranks, -1, -1), slots[other])
+
+    return run
+
+
+def multiply_others(slot: int, product: Product, one: int, other: int) -> Run:
+    def run(slots: Slots) -> None:
+        product(slots[one], slots[other], out=slots[slot])
+
+    return run
+
+
+def multiply_chunks(slot: int, products: Sequence[Product], ones: Sequence[Get], others: Sequence[Get]) -> Run:
+    """The sum of products of chunks."""
+
+    def run(slots: Slots) -> None:
+        out = products[0](ones[0](slots), others[0](slots))
+        for product, one, other in zip(products[1:], ones[1:], others[1:], strict=True):
+            product(one(slots), other(slots), out=out)
+        slots[slot] = out
+
+    return run
+
+
+def multiply_joined(slot: int, product: Product, one: Get, other: Get) -> Run:
+    def run(slots: Slots) -> None:
+        slots[slot] = product(one(slots), other(slots))
+
+    return run
+
+
+def sum_rows(slot: int, chunks: Sequence[tuple[Get, bool]]) -> Run:
+    """The gradient of a bias; chunks lie whole or as blocks of columns."""
+
+    def run(slots: Slots) -> None:
+        sums = []
+        for get, is_blocks in chunks:
+            x = get(slots)
+            sums.append(x.sum(1).flatten() if is_blocks else x.sum(tuple(range(x.dim() - 1))))
+        slots[slot] = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------ activations and biases
+
+
+def activate(slot: int, function: Callable[[Tensor, str], Tensor], pre: int, name: str) -> Run:
+    def run(slots: Slots) -> None:
+        slots[slot] = function(slots[pre], name)
+
+    return run
+
+
+def activate_backward(
+    slot: int, function: Callable[[Tensor, Tensor, str], Tensor], grad: int, pre: int, name: str
+) -> Run:
+    def run(slots: Slots) -> None:
+        slots[slot] = function(slots[grad], slots[pre], name)
+
+    return run
+
+
+def add(slot: int, other: int) -> Run:
+    def run(slots: Slots) -> None:
+        slots[slot].add_(slots[other])
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------ rows of chunks
+
+
+def new(slot: int, shape: tuple[int, ...], like: int) -> Run:
+    def run(slots: Slots) -> None:
+        slots[slot] = slots[like].new_empty(shape)
+
+    return run
+
+
+def cut(slot: int, rows: RowChunks, stored: int, name: str, i: int) -> Run:
+    def run(slots: Slots) -> None:
+        slots[slot] = rows.cut(slots[stored], name, i)
+
+    return run
+
+
+def paste(slot: int, rows: RowChunks, name: str, i: int, chunk: int) -> Run:
+    def run(slots: Slots) -> None:
+        rows.paste(slots[slot], name, i, slots[chunk])
+
+    return run
+
+
+def join(slot: int, chunks: Sequence[int], dim: int) -> Run:
+    def run(slots: Slots) -> None:
+        slots[slot] = torch.cat([slots[chunk] for chunk in chunks], dim)
+
+    return run
+
+
+def get(slot: int) -> Get:
+    return lambda slots: slots[slot]
+
+
+def get_part(slot: int, dim: int, start: int, size: int) -> Get:
+    return lambda slots: slots[slot].narrow(dim, start, size)

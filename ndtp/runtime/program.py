@@ -1,0 +1,182 @@
+"""A chain of products that is bound: flat lists of functions over numbered slots, which is all that runs in a call."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Hashable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.autograd import _profiler_enabled
+
+from ndtp.collectives.recorder import spans_of
+from ndtp.runtime.closures import FIRST, HELD, OWNER, STEP, WEIGHT, Run
+from ndtp.runtime.moves import Move
+from ndtp.runtime.phase import Phase
+from ndtp.runtime.slots import BACKWARD, FORWARD, Key, Setting
+from ndtp.schedule.tasks import Wanted, backward_tasks, forward_tasks
+
+if TYPE_CHECKING:
+    from ndtp.collectives.handles import Shape
+    from ndtp.runtime.step_state import StepState
+
+MOST_PROGRAMS = 1024
+
+
+class Program:
+    """A chain on one rank of one grid, for tensors of given shapes and one dtype: forward, and backward of it.
+
+    Args:
+        shapes: of A, the weights, and the biases or None, as they are stored.
+        needs: of which of them gradients are wanted.
+        wanted: what every product does in backward.
+
+    Attributes:
+        kept: what forward keeps for backward, by product, tensor and chunk.
+        ends: the products whose weights forward and backward need first, where these may have been gathered ahead.
+        operands: those of A and the weights that backward multiplies by, by their places among the tensors.
+        late: the weights and biases whose gradients take steps, by their places.
+    """
+
+    def __init__(
+        self, setting: Setting, shapes: Sequence[Shape | None], needs: Sequence[bool], wanted: Sequence[Wanted]
+    ) -> None:
+        count = len(setting.stages)
+        self.setting, self.wanted = setting, tuple(wanted)
+        self.is_wanted = any(needs)
+        self.shapes, self.needs = tuple(shapes), tuple(needs)
+        keys = [(0, "A"), *((p, "B") for p in range(count)), *((p, "bias") for p in range(count))]
+        stored = {key: shape for key, shape in zip(keys, shapes, strict=True) if shape is not None}
+        plans = self.plans = [stage.plan for stage in setting.stages]
+        first = 0 if plans[0].gathers_b else None
+        last = count - 1 if plans[-1].gathers_b and wanted[-1].again("b") else None
+        self.ends = first, last
+        self.operands = [0] * wanted[0].wgrad + [p + 1 for p in range(count) if wanted[p].dgrad]
+        self.late = [1 + p for p in range(count) if wanted[p].wgrad and plans[p].relayouts["dB"]]
+        self.late += [1 + count + p for p in range(count) if wanted[p].bias and plans[p].relayouts["dbias"]]
+        self.kept, kept_shapes = self._bind_forward(stored, first)
+        self._bind_backward(dict(zip(self.kept, kept_shapes, strict=True)), stored, last)
+
+    def _bind_forward(self, stored: dict[tuple[int, str], Shape], first: int | None) -> Any:
+        phase = Phase(self.setting, self.wanted, FORWARD, stored)
+        if first is not None:
+            phase.take_weight(first)
+        phase.add(forward_tasks(phase.chunks, tuple((p, "bias") in stored for p in range(phase.last + 1))))
+        c = phase.result(phase.last, "C")
+        phase.add_bias(phase.last, c)
+        kept = phase.kept()
+        phase.end_of_task()
+        self._inputs = [i for i, shape in enumerate(self.shapes) if shape is not None]
+        self._c, self._kept = c, tuple(kept.values())
+        self._forward = _Runner(phase)
+        return tuple(kept), [phase.shapes[slot] for slot in kept.values()]
+
+    def _bind_backward(self, kept: dict[Key, Shape], stored: dict[tuple[int, str], Shape], last: int | None) -> None:
+        if not self.is_wanted:
+            return
+        again = {(p, name): shape for (p, name, _), shape in kept.items() if name.lower() in self.wanted[p].regather}
+        stage, grad = self.setting.stages[-1], (len(self.setting.stages) - 1, "dC")
+        # In the order of `kept`, behind the gradient.
+        phase = Phase(self.setting, self.wanted, BACKWARD, {grad: stage.plan.shard_shape("C", stage.sizes)})
+        for key, shape in kept.items():
+            phase.bring(key, shape, key[:2] in again)
+        if last is not None:
+            phase.take_weight(last)
+        phase.add(backward_tasks(phase.chunks, self.wanted))
+        products = range(phase.last + 1)
+        self._gradients = [phase.result(0, "dA") if self.wanted[0].dgrad else None]
+        self._gradients += [phase.outcome(p, name) for name in ("dB", "dbias") for p in products]
+        phase.end_of_task()
+        self._backward = _Runner(phase)
+
+    def forward(
+        self, step: StepState, tensors: Sequence[Tensor | None], weight: Tensor | None = None, owner: Any = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """C of the last product as it is stored, and what backward needs, in the order of `kept`.
+
+        Args:
+            tensors: A, the weights, and the biases or None, as they are stored.
+            weight: the one that is needed first, as it was passed, if its gather may be started ahead.
+            owner: by what the order of weights is known, see `ndtp.runtime.weight_prefetch.owner_of`.
+        """
+        slots: list[Any] = [None] * self._forward.size
+        slots[STEP], slots[WEIGHT], slots[OWNER] = step, weight, owner
+        slot = FIRST
+        for x in tensors:
+            if x is not None:
+                slots[slot] = x
+                slot += 1
+        self._forward.run(slots, step)
+        return slots[self._c], [slots[i] for i in self._kept]
+
+    def backward(
+        self,
+        step: StepState,
+        grad: Tensor,
+        kept: list[Tensor],
+        held: Container[tuple[int, str]] = (),
+        weight: Tensor | None = None,
+        owner: Any = None,
+    ) -> list[Tensor | Move | None]:
+        """dA of the first product as it is stored; dB and dbias of every product, or their moves, not waited for.
+
+        Args:
+            kept: what forward kept; emptied, since what is used up must not live until the end of the chain.
+            held: gradients (product, "dB" or "dbias") whose moves stop before an all-reduce.
+            weight, owner: as for forward, of the weight that backward needs first.
+        """
+        slots: list[Any] = [None] * self._backward.size
+        slots[STEP], slots[WEIGHT], slots[OWNER], slots[HELD] = step, weight, owner, held
+        slots[FIRST] = grad
+        slots[FIRST + 1 : FIRST + 1 + len(self._kept)] = kept
+        kept.clear()
+        self._backward.run(slots, step)
+        return [None if slot is None else slots[slot] for slot in self._gradients]
+
+
+class _Runner:
+    """The functions of a phase, one after the other."""
+
+    def __init__(self, phase: Phase) -> None:
+        self.size = len(phase.shapes)
+        self._tasks = phase.tasks
+        self._runs: tuple[Run, ...] = tuple(chain.from_iterable(runs for _, runs in phase.tasks))
+
+    def run(self, slots: list[Any], step: StepState) -> None:
+        if step.recorder is not None or _profiler_enabled():
+            for title, runs in self._tasks:
+                with spans_of(step.recorder, title):
+                    for run in runs:
+                        run(slots)
+            return
+        for run in self._runs:
+            run(slots)
+
+
+class Programs:
+    """The programs of a process grid, by all that they were bound to; the least recently used ones go first.
+
+    A key holds the objects themselves that it names, plans among them: no other one can come to have their identity.
+    """
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Hashable, Program] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def find(self, key: Hashable) -> Program | None:
+        program = self._found.get(key)
+        if program is not None:
+            self._found.move_to_end(key)
+        return program
+
+    def add(self, key: Hashable, program: Program) -> Program:
+        self._found[key] = program
+        while len(self._found) > MOST_PROGRAMS:
+            self._found.popitem(last=False)
+        return program
+
+    def clear(self) -> None:
+        self._found.clear()

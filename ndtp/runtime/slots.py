@@ -1,0 +1,288 @@
+"""The slots of one phase of a chain while it is bound, and how tensors move between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ndtp.algebra.matmul_plan import Letters, MatMulPlan
+from ndtp.runtime import closures
+from ndtp.runtime.closures import FIRST, Get, Place, Run
+from ndtp.runtime.moves import Way, is_matrix
+from ndtp.schedule.tasks import RowChunks, Wanted
+
+if TYPE_CHECKING:
+    from ndtp.collectives.collectives import Collectives
+    from ndtp.collectives.handles import Shape
+    from ndtp.compute.gemm import TorchGemm
+
+Key = tuple[int, str, int | None]  # product, tensor, chunk
+Title = tuple[str, str, str, str]  # kind, tensor, part, product
+
+FORWARD = {"A": "forward", "B": "forward", "C": "forward", "bias": "forward"}
+BACKWARD = {"dC": "dgrad", "dA": "dgrad", "B": "dgrad", "A": "wgrad", "dB": "wgrad", "dbias": "wgrad"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One product of a chain.
+
+    Attributes:
+        plan: bound to the shapes of its operands.
+        sizes: letter -> global size.
+        activation: of the C of this product, by name; None for the last product.
+    """
+
+    plan: MatMulPlan
+    sizes: Mapping[str, int]
+    activation: str | None = None
+
+    def held(self, letters: Letters, chunks: int = 1) -> Shape:
+        """The shape of a tensor with these letters while it is multiplied, or of a chunk of its rows."""
+        plan, sizes = self.plan, self.sizes
+        local = {x: sizes[x] // plan.grid.size(plan.orders[x]) // (chunks if x == "m" else 1) for x in plan.letters}
+        return tuple(local[letter] if letter else 1 for letter in letters)
+
+
+class Setting(NamedTuple):
+    """Where a chain runs, and how: what both of its phases are bound to."""
+
+    stages: tuple[Stage, ...]
+    rows: tuple[RowChunks, ...]
+    collectives: Collectives
+    gemm: TorchGemm
+    dtype: torch.dtype
+
+
+class _Moving(NamedTuple):
+    slot: int
+    way: Way
+    place: Place | None
+
+
+class Slots:
+    """What is in which slot at the point up to which a phase is bound, and what has been written down by then.
+
+    Args:
+        phases: tensor -> phase of its move: `FORWARD` or `BACKWARD`.
+        stored: what comes in as it is stored: (product, tensor) -> shape.
+
+    Attributes:
+        tasks: what a profiler calls it, or None, and its closures.
+        shapes: of every slot; None for what is no tensor.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        wanted: Sequence[Wanted],
+        phases: Mapping[str, str],
+        stored: Mapping[tuple[int, str], Shape],
+    ) -> None:
+        self.stages, self.rows, self.collectives, self.gemm, self.dtype = setting
+        self.last, self.chunks = len(self.stages) - 1, self.rows[0].count
+        self.wanted, self.phases, self.is_forward = wanted, phases, phases is FORWARD
+        self.tasks: list[tuple[Title | None, tuple[Run, ...]]] = []
+        self.runs: list[Run] = []
+        self.shapes: list[Shape] = [()] * FIRST
+        self.stored = {key: self.slot(shape) for key, shape in stored.items()}
+        self.tensors: dict[Key, int] = {}
+        self.moving: dict[Key, _Moving] = {}
+        self.side_by_side: dict[tuple[int, str], int] = {}  # the gathered chunks of an operand
+        self.begun: dict[Key, int] = {}  # results of which this rank's own part is multiplied
+
+    def end_of_task(self, title: Title | None = None) -> None:
+        if self.runs:
+            self.tasks.append((title, tuple(self.runs)))
+            self.runs = []
+
+    # ------------------------------------------------------------------------------------------------------- slots
+
+    def slot(self, shape: Shape) -> int:
+        self.shapes.append(tuple(shape))
+        return len(self.shapes) - 1
+
+    def let_go(self, *slots: int | None) -> tuple[int, ...]:
+        """Those of these slots that nothing stands for any more; what was passed in is the caller's."""
+        needed = {*self.stored.values(), *self.tensors.values(), *self.side_by_side.values(), *self.begun.values()}
+        return tuple({slot for slot in slots if slot is not None and slot not in needed})
+
+    def clear(self, slots: Sequence[int]) -> None:
+        self.runs += [closures.clear(slot) for slot in slots]
+
+    def part(self, chunk: int | None) -> str:
+        return "" if chunk is None or self.chunks == 1 else f"{chunk + 1}/{self.chunks}"
+
+    # ------------------------------------------------------------------------------------------------------- moves
+
+    def start(self, p: int, name: str, i: int | None) -> None:
+        key = p, name, i
+        if key in self.moving:
+            return
+        # A product on its way out, or an activated operand on its way in, of which this rank's own part is still used.
+        stays = name in ("A", "dC")
+        source = self.tensors.get(key) if stays else self.tensors.pop(key, None)
+        if source is None:
+            source = self.stored[p, name] if i is None else self._cut(p, name, i)
+            if stays:
+                self.tensors[key] = source  # this rank's own part, until all are there
+        plan = self.stages[p].plan
+        place = None if i is None or self.chunks == 1 else self._place(p, name, i, source)
+        if not plan.relayouts[name] and place is None:
+            self.tensors[key] = source  # it is where it is needed
+            return
+        # dC is gathered once, for the first phase that needs it.
+        phase = "wgrad" if name == "dC" and not self.wanted[p].dgrad else self.phases[name]
+        way = self._way(p, name, i, phase, source, place is not None)
+        slot = self.slot(way.shape)
+        self.moving[key] = _Moving(slot, way, place)
+        is_last_use = not stays and bool(self.let_go(source))
+        if name in ("dB", "dbias"):
+            self.runs.append(closures.start_gradient(slot, source, way, (p, name)))
+        elif way.legs:
+            self.runs.append(closures.start(slot, source, way, place, is_last_use))
+        elif place is not None:
+            self.runs.append(closures.put(slot, source, place))
+            self.clear((source,) if is_last_use else ())
+
+    def _way(self, p: int, name: str, i: int | None, phase: str, source: int, has_place: bool) -> Way:
+        plan, shape, blocks = self.stages[p].plan, self.shapes[source], ""
+        if is_matrix(plan):
+            arrives = self.gemm.takes_blocks(self.dtype) and not has_place
+            blocks = "leave" if name not in ("A", "B", "dC") else "arrive" if arrives else ""
+            if len(shape) == 3:
+                shape = (shape[1], shape[0] * shape[2])
+        op, steps = (plan.name, name), plan.relayouts[name]
+        return Way(self.collectives, steps, op, phase, shape, self.dtype, part=self.part(i), blocks=blocks)
+
+    def wait(self, p: int, name: str, i: int | None) -> None:
+        moving = self.moving.pop((p, name, i), None)
+        if moving is None:  # it did not have to go anywhere
+            return
+        slot, way, place = moving
+        if way.legs:
+            self.runs.append(closures.wait(slot, None if way.ends_by_collective else place))
+        own = self.tensors.pop((p, name, i), None)
+        self.tensors[p, name, i] = slot
+        self.clear(self.let_go(own))
+
+    def prefetch(self, p: int, name: str, i: int | None) -> None:
+        # A chain is known by the weight that it needs first.
+        if self.stages[0 if self.is_forward else self.last].plan.gathers_b:
+            self.runs.append(closures.start_following(self.is_forward))
+
+    def take_weight(self, p: int) -> None:
+        """Start the gather of the first weight that the chain needs, or take it over if it was started ahead."""
+        source = self.stored[p, "B"]
+        way = self._way(p, "B", None, self.phases["B"], source, False)
+        slot = self.slot(way.shape)
+        self.runs.append(closures.take_or_start(slot, source, way, self.is_forward))
+        self.moving[p, "B", None] = _Moving(slot, way, None)
+        self.end_of_task()
+
+    def release(self, p: int, name: str, i: int | None) -> None:
+        """Let go of an operand, unless backward wants it."""
+        want = self.wanted[p]
+        kept = {"A": want.wgrad, "B": want.dgrad}.get(name, False) and not want.again(name.lower())
+        if self.is_forward and kept:
+            return
+        chunks = (i,) if i is not None else (None, *range(self.chunks))
+        gone = [self.tensors.pop((p, name, chunk), None) for chunk in chunks]
+        if i is None:
+            gone.append(self.side_by_side.pop((p, name), None))
+        self.clear(self.let_go(*gone))
+
+    # ----------------------------------------------------------------------------------------------- rows of chunks
+
+    def _cut(self, p: int, name: str, i: int) -> int:
+        """Chunk i of what is stored."""
+        stored, rows = self.stored[p, name], self.rows[p]
+        if rows.count == 1:
+            return stored
+        dim, shape = rows.place(name)[0], self.shapes[stored]
+        chunk = self.slot((*shape[:dim], shape[dim] // rows.count, *shape[dim + 1 :]))
+        self.runs.append(closures.cut(chunk, rows, stored, name, i))
+        return chunk
+
+    def _place(self, p: int, name: str, i: int, source: int) -> Place | None:
+        """Where chunk i is wanted, contiguous: beside the other gathered ones, or in the shard that goes out."""
+        plan, rows, shape = self.stages[p].plan, self.rows[p], self.shapes[source]
+        if not is_matrix(plan) or rows.place(name)[0] != 0:
+            return None
+        if name in ("A", "dC"):
+            steps = plan.relayouts[name]
+            if any(step.kind != "all_gather" or step.dim != 0 for step in steps) or not self.wanted[p].wgrad:
+                return None
+            if name == "A" and self.is_forward and self.wanted[p].again("a"):
+                return None  # each chunk goes when it is multiplied
+            if not steps and rows.place(name)[1] == 1 and (p, name) in self.stored:
+                return None  # the shard as it is
+            height = shape[0] * prod(plan.grid.size(step.axes) for step in steps)
+            if (p, name) not in self.side_by_side:
+                self.side_by_side[p, name] = self._made((self.chunks * height, shape[1]), source)
+            return Place(self.side_by_side[p, name], i * height, (i + 1) * height)
+        if (p, name) not in ((self.last, "C"), (0, "dA")) or rows.place(name)[1] != 1:
+            return None
+        shard = self._shard(p, name, source)
+        height = self.shapes[shard][0] // self.chunks
+        return Place(shard, i * height, (i + 1) * height)
+
+    def _made(self, shape: Shape, like: int) -> int:
+        slot = self.slot(shape)
+        self.runs.append(closures.new(slot, shape, like))
+        return slot
+
+    def _shard(self, p: int, name: str, like: int) -> int:
+        """The shard that goes out, filled chunk by chunk."""
+        if (p, name) not in self.stored:
+            stage = self.stages[p]
+            self.stored[p, name] = self._made(stage.plan.shard_shape("C" if name == "C" else "A", stage.sizes), like)
+        return self.stored[p, name]
+
+    def result(self, p: int, name: str) -> int:
+        """The shard of "C" or "dA", its rows in the order in which it is stored."""
+        if self.chunks == 1:
+            return self.tensors[p, name, 0]
+        chunks = [self.tensors[p, name, i] for i in range(self.chunks)]
+        shard = self._shard(p, name, chunks[0])
+        for i, chunk in enumerate(chunks):
+            if self._place(p, name, i, chunk) is None:
+                self.runs.append(closures.paste(shard, self.rows[p], name, i, chunk))
+        return shard
+
+    def whole(self, p: int, name: str) -> int | None:
+        """All rows of a gathered operand, chunk by chunk: any one order serves a sum over rows.
+
+        None where they lie as blocks of columns, in several chunks.
+        """
+        for key in ((p, name, None), *([(p, name, 0)] if self.chunks == 1 else [])):
+            if key in self.tensors:
+                return self.tensors[key]
+        plan, rows = self.stages[p].plan, self.rows[p]
+        shape, dim = self.shapes[self.tensors[p, name, 0]], rows.place(name)[0]
+        if is_matrix(plan) and len(shape) == 3:
+            return None
+        if not plan.relayouts[name] and rows.place(name)[1] == 1 and (p, name) in self.stored:
+            whole = self.stored[p, name]
+        elif (p, name) in self.side_by_side:
+            whole = self.side_by_side[p, name]
+        else:
+            chunks = [self.tensors[p, name, i] for i in range(self.chunks)]
+            whole = self.slot((*shape[:dim], self.chunks * shape[dim], *shape[dim + 1 :]))
+            self.runs.append(closures.join(whole, chunks, dim))
+        self.tensors[p, name, None] = whole
+        return whole
+
+    def chunks_of(self, p: int, name: str) -> list[tuple[Shape, Get]]:
+        """Shape and getter of every chunk of an operand."""
+        whole, count, dim = self.tensors.get((p, name, None)), self.chunks, self.rows[p].place(name)[0]
+        if whole is not None:
+            shape = self.shapes[whole]
+            chunk = (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
+            return [(chunk, closures.get_part(whole, dim, i * chunk[dim], chunk[dim])) for i in range(count)]
+        slots = [self.tensors[p, name, i] for i in range(count)]
+        return [(self.shapes[slot], closures.get(slot)) for slot in slots]
