@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from triton.language.extra.cuda import globaltimer
 
 import ndtp
 from ndtp.algebra.steps import received
-from ndtp.collectives import collectives
+from ndtp.collectives.collectives import Collectives
 from ndtp.planner.hardware import Hardware, Link
 
 RANKS = 8
@@ -110,22 +110,21 @@ class Fabric:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """In place of torch's collectives, as `ndtp.collectives.collectives` calls them."""
+        """In place of torch's collectives, where `Collectives` hands over to them."""
 
-        def two_sided(kind: str) -> Callable[..., Any]:
-            return lambda output, source, group, async_op: self.transfer(kind, output, source, group)
+        def handed_over(kind: str) -> Callable[..., Any]:
+            return lambda owner, output, source, to: self.transfer(kind, output, source, to.group)
 
-        def all_reduce(tensor: Tensor, group: Any, async_op: bool) -> Any:
-            return self.transfer("all_reduce", tensor, tensor, group)
+        def all_reduce(owner: Collectives, x: Tensor, to: Any) -> Any:
+            return self.transfer("all_reduce", x, x, to.group)
 
-        with ExitStack() as stack:
-            for module, name, function in (
-                (collectives, "_all_gather_single", two_sided("all_gather")),
-                (collectives, "_reduce_scatter_single", two_sided("reduce_scatter")),
-                (dist, "all_to_all_single", two_sided("all_to_all")),
-                (dist, "all_reduce", all_reduce),
-            ):
-                stack.enter_context(patch.object(module, name, function))
+        in_place = {
+            "_gather": handed_over("all_gather"),
+            "_scatter": handed_over("reduce_scatter"),
+            "_exchange": handed_over("all_to_all"),
+            "_sum_everywhere": all_reduce,
+        }
+        with patch.multiple(Collectives, **in_place):
             yield
 
 

@@ -186,7 +186,7 @@ def busy_seconds(step: Step, repetitions: int) -> float | None:
 def alone(step: Step, mlp: ndtp.nn.MLP, repetitions: int) -> dict[str, float]:
     """Medians of the step with collectives that move nothing, and with products that compute nothing."""
     mesh = mlp.mesh
-    collectives, mesh.collectives = mesh.collectives, NoCommunication(mesh)
+    collectives, mesh.collectives = mesh.collectives, NoCommunication(mesh.groups, mesh.ring, mesh.step.recording)
     try:
         compute = statistics.median(timed(step) for _ in range(repetitions))
     finally:

@@ -136,7 +136,7 @@ def _replaced(mesh: ndtp.ProcessGrid, chain: Chain) -> Iterator[None]:
 
 @cache
 def _torchs_own(mesh: ndtp.ProcessGrid) -> Collectives:
-    return Collectives(mesh)
+    return Collectives(mesh.groups, mesh.ring, mesh.step.recording)
 
 
 def problems(chain: Chain, seed: int) -> list[str] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -17,12 +16,13 @@ from ndtp.collectives.direct_exchange import Exchange, Past, announce, exchange,
 from ndtp.collectives.handles import Begin, Channel, Handle, Relay, Route, Shape, Started, Watch, failure
 from ndtp.collectives.in_line import LOW_PRECISION, check_out, copied_from, landing_of, real, summed_up, with_size
 from ndtp.collectives.labels import Label
-from ndtp.collectives.recorder import observed
+from ndtp.collectives.recorder import Recording, observed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.collectives.axis_groups import AxisGroups
+    from ndtp.collectives.buffer_ring import BufferRing
 
 _GATHER, _EXCHANGE = AllgatherOptions(), AllToAllOptions()
 _SCATTER, _REDUCE = ReduceScatterOptions(), AllreduceOptions()
@@ -34,32 +34,30 @@ _modes_on = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]  # 
 class Collectives:
     """The collectives of one `ProcessGrid`, by torch's own implementations (NCCL).
 
-    `in_flight` counts the handles that were started and are neither waited for nor dropped.
+    Args:
+        ring: lends buffers.
+        recording: who looks on.
+
+    Attributes:
+        in_flight: the number of handles that were started and are neither waited for nor dropped.
     """
 
     orders_by_stream = True  # waiting blocks a stream, not the host
 
-    def __init__(self, grid: ProcessGrid) -> None:
-        self._grid = ref(grid)  # which holds these: a grid goes when nobody needs it, not when garbage is collected
-        self.ring = grid.ring
+    def __init__(self, groups: AxisGroups, ring: BufferRing, recording: Recording) -> None:
+        # None of these holds the process grid: a grid goes when nobody needs it, not when garbage is collected.
+        self.groups, self.ring, self.recording = groups, ring, recording
         self.in_flight = 0
 
-    @property
-    def grid(self) -> ProcessGrid:
-        grid = self._grid()
-        assert grid is not None, "collectives outlive their grid"
-        return grid
-
     def describe(self, axes: Sequence[str]) -> str:
-        """See `ProcessGrid.describe`."""
-        return self.grid.describe(axes)
+        """See `AxisGroups.describe`."""
+        return self.groups.describe(axes)
 
     @staticmethod
-    def of(grid: ProcessGrid) -> Collectives:
-        """The class that fits the backend of the grid's process groups."""
-        if grid.backend == "gloo":
-            return GlooCollectives(grid)
-        return Collectives(grid)
+    def of(groups: AxisGroups, ring: BufferRing, recording: Recording) -> Collectives:
+        """By the class that fits the backend of the process groups."""
+        kind = GlooCollectives if groups.backend == "gloo" else Collectives
+        return kind(groups, ring, recording)
 
     # ------------------------------------------------------------------------------------------------------ starting
 
@@ -103,7 +101,7 @@ class Collectives:
         """
         if out is not None:
             check_out(out, route.shape, tensor)
-        if ahead or _profiler_enabled() or _modes_on() or self._grid().step.recorder is not None:  # type: ignore[union-attr]
+        if ahead or _profiler_enabled() or _modes_on() or self.recording.recorder is not None:
             return self._launch_watched(route, tensor, out, ahead)
         try:
             past = route.channel.past
@@ -115,7 +113,7 @@ class Collectives:
 
     def _launch_watched(self, route: Route, tensor: Tensor, out: Tensor | None, ahead: bool) -> Handle:
         """`launch` where a meter counts, or a profiler or recorder looks on."""
-        label, begin, recorder = route.label(), route.begin, self.grid.step.recorder
+        label, begin, recorder = route.label(), route.begin, self.recording.recorder
         if ahead:
             label.ahead = route.received * tensor.element_size()
         if recorder is not None or _profiler_enabled():
@@ -157,16 +155,16 @@ class Collectives:
     ) -> Route:
         if blocks and step.kind not in ("reduce_scatter", "all_gather"):
             raise ValueError(f"{step}: blocks of columns come of a gather, or go into a reduce-scatter")
-        grid = self.grid
-        group = grid.group(step.axes, "gather" if step.kind == "all_gather" else "scatter")
+        grid = self.groups.grid
+        group = self.groups.group(step.axes, "gather" if step.kind == "all_gather" else "scatter")
         if blocks and step.kind == "reduce_scatter":  # they lie beside one another
             whole: Shape = (shape[1], shape[0] * shape[2])
         else:
             whole = shape
-        ((_, after, received),) = apply(grid.grid, (step,), whole)
+        ((_, after, received),) = apply(grid, (step,), whole)
         route = Route(step, op, phase, part, self._channel(group, Label(op, phase, step.kind, step.axes, part), dtype))
         route.received = received
-        ranks, dim = grid.grid.size(step.axes), step.dim or 0
+        ranks, dim = grid.size(step.axes), step.dim or 0
         route.shape = (ranks, *shape) if blocks and step.kind == "all_gather" else after
         if step.kind == "all_gather":
             route.begin = self._all_gather(route.channel, ranks, shape, dim, blocks)
@@ -301,7 +299,7 @@ class GlooCollectives(Collectives):
         route, count = self._route(step, op, phase, shape, dtype, part, blocks), math.prod(shape)
         if step.kind != "all_reduce":
             return (route,)
-        ranks = self.grid.grid.size(step.axes)
+        ranks = self.groups.grid.size(step.axes)
         if ranks == 2 and count % 2 == 0:  # of an odd number, parts are counted as rounded up
             route.begin = self._swap(route.channel, shape, count)
             return (route,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from ndtp.errors import CommunicationError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ndtp.collectives.collectives import Collectives
+    from ndtp.collectives.buffer_ring import BufferRing
     from ndtp.collectives.direct_exchange import Past
 
 Shape = tuple[int, ...]
@@ -28,7 +28,7 @@ class Watch:
     """Names the collectives that are started inside, and says of one that fails what it was for.
 
     Args:
-        describe: `ProcessGrid.describe`, or what it has said.
+        describe: `AxisGroups.describe`, or what it has said.
     """
 
     __slots__ = ("_token", "describe", "label")
@@ -91,6 +91,18 @@ class Route:
         return Label(self.op, self.phase, self.kind, self.axes, self.part, follows=self.follows)
 
 
+class Owner(Protocol):
+    """What a handle asks of the `Collectives` that made it."""
+
+    ring: BufferRing
+    in_flight: int
+    orders_by_stream: bool
+
+    def describe(self, axes: Sequence[str]) -> str: ...
+
+    def launch(self, route: Route, tensor: Tensor, out: Tensor | None = None) -> Handle: ...
+
+
 class Handle:
     """A started collective.  `wait` gives its result, once; the buffers live until then.
 
@@ -100,7 +112,7 @@ class Handle:
 
     __slots__ = ("_borrowed", "_finish", "_held", "_label", "_owner", "_route", "_work")
 
-    def __init__(self, owner: Collectives, route: Route, started: Started, label: Label | None = None) -> None:
+    def __init__(self, owner: Owner, route: Route, started: Started, label: Label | None = None) -> None:
         self._owner, self._route, self._label = owner, route, label
         self._work, self._finish, self._held, self._borrowed = started
         owner.in_flight += 1
@@ -156,7 +168,7 @@ class Handle:
 class Relay(NamedTuple):
     """A collective in two: the second starts where the first is waited for."""
 
-    owner: Collectives
+    owner: Owner
     first: Handle
     second: Route
     out: Tensor | None

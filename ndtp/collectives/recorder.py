@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd import _profiler_enabled
@@ -22,9 +22,9 @@ from torch.autograd.profiler import record_function
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ndtp.collectives.axis_groups import AxisGroups
     from ndtp.collectives.handles import Begin, Started
     from ndtp.collectives.labels import Label
-    from ndtp.runtime.process_grid import ProcessGrid
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 PREFIX = "ndtp::"
@@ -51,28 +51,43 @@ class Span:
     end: float
 
 
-def is_observed(grid: ProcessGrid) -> bool:
-    """Whether a recorder or a profiler of torch is on."""
-    return grid.step.recorder is not None or _profiler_enabled()
+class Recording:
+    """Who looks on at a process grid, if anybody does.
+
+    Of the grid and not of a thread: backward may run in threads of autograd's own.
+    """
+
+    __slots__ = ("recorder",)
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
 
 
-def span(grid: ProcessGrid, kind: str, tensor: str = "", part: str = "", op: str = "") -> AbstractContextManager[None]:
+class Recorded(Protocol):
+    """What a recorder asks of `Collectives`."""
+
+    groups: AxisGroups
+    recording: Recording
+    orders_by_stream: bool
+
+
+class HasCollectives(Protocol):
+    """A `ProcessGrid`."""
+
+    @property
+    def collectives(self) -> Recorded: ...
+
+
+def span(recorder: Recorder | None, *title: str) -> AbstractContextManager[None]:
     """A range around local work: `ndtp::gemm C 2/4 mlp.up`.
 
     Args:
-        kind: what is done, such as "gemm" or "gelu".
-        tensor: what comes out.
-        part: which of how many chunks, such as "2/4".
-        op: the product or block that it is a part of.
+        title: what is done, such as "gemm" or "gelu"; what comes out; which of how many chunks, such as "2/4"; the
+            product or block that it is a part of.
     """
-    if not is_observed(grid):
+    if recorder is None and not _profiler_enabled():
         return NOTHING
-    return _range(grid.step.recorder, "compute", " ".join(filter(None, (kind, tensor, part, op))))
-
-
-def spans_of(recorder: Recorder | None, title: tuple[str, ...] | None) -> AbstractContextManager[None]:
-    """`span` of a task that is bound, where somebody looks."""
-    return NOTHING if title is None else _range(recorder, "compute", " ".join(filter(None, title)))
+    return _range(recorder, "compute", " ".join(filter(None, title)))
 
 
 def observed(begin: Begin, recorder: Recorder | None, label: Label) -> Begin:
@@ -169,14 +184,14 @@ class Recorder:
         RuntimeError: the grid has a recorder already.
     """
 
-    def __init__(self, grid: ProcessGrid) -> None:
-        self.grid = grid
+    def __init__(self, grid: HasCollectives) -> None:
+        self.grid, self._recording = grid, grid.collectives.recording
         self.entries: list[_Entry] = []
-        self._on_device = grid.device_type == "cuda"
+        self._on_device = grid.collectives.groups.device_type == "cuda"
         self._streams: dict[Any, torch.cuda.Stream] = {}
 
     def __enter__(self) -> Recorder:
-        if self.grid.step.recorder is not None:
+        if self._recording.recorder is not None:
             raise RuntimeError(f"Recorder: {self.grid} has a recorder already; leave that one first")
         if self._on_device:
             self._origin = torch.cuda.Event(enable_timing=True)
@@ -184,11 +199,11 @@ class Recorder:
             self._origin.record()
             torch.cuda.synchronize()
         self._host_origin = time.perf_counter()
-        self.grid.step.recorder = self
+        self._recording.recorder = self
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.grid.step.recorder = None
+        self._recording.recorder = None
 
     def mark(self) -> Any:
         """Now, on the current stream or on the host's clock."""

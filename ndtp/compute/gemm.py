@@ -1,4 +1,4 @@
-"""The local products of a plan: forward, dgrad and wgrad of one rank, with fp32 accumulation.
+"""The local products of one rank, forward, dgrad and wgrad alike, with fp32 accumulation.
 
 One small interface, two implementations: torch's GEMM, and the kernels of `ndtp_kernels`.
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ndtp import dtypes
-from ndtp.algebra.matmul_plan import Letters, MatMulPlan
 from ndtp.compute.epilogues import KernelEpilogues, TorchEpilogues
 
 LOW_PRECISION = tuple(getattr(torch, name) for name in dtypes.LOW_PRECISION)
+Letters = tuple[str | None, ...]
 Shape = tuple[int, ...]
 Product = Callable[..., Tensor]
 
@@ -28,7 +28,7 @@ Product = Callable[..., Tensor]
 class TorchGemm(TorchEpilogues):
     """Products by torch; what follows them by `ndtp.compute.epilogues`.
 
-    `bound`, `forward`, `dgrad` and `wgrad` take further arguments, for products without batch dims:
+    `bound` takes further arguments, for products without batch dims:
         out: where to put the result.
         blocks: return it as so many blocks of columns.
         parts: of the blocks of the contracted dim, those to sum; default: all.
@@ -41,19 +41,20 @@ class TorchGemm(TorchEpilogues):
 
     own_part_from = 2**20
 
-    def bound(self, plan: MatMulPlan, result: str, one: Shape, other: Shape, **how: Any) -> Product:
-        """A product of a plan, for operands of these shapes, held as their roles ask: a function of the two.
+    def bound(self, letters: tuple[Letters, Letters, Letters], one: Shape, other: Shape, **how: Any) -> Product:
+        """A product, for operands of these shapes: a function of the two.
 
-            "C"   C[.., M, N] = A . B       of A and B
-            "dA"  dA = dC . B^T             of dC and B; stored as A is, summed over batch dims that A lacks
-            "dB"  dB = A^T . dC             of dC and A; stored as B is, summed over batch dims that B lacks
+        It is summed over the letter that its result lacks, and over batch dims that the result lacks or has with
+        size 1.  The order in which letters are stored is free.
 
         The function takes `out` if `how` says anything.
+
+        Args:
+            letters: of the dims of both operands and of the result; None is a dim of size 1.
         """
-        a, b, c = plan.a_letters, plan.b_letters, plan.c_letters
-        x, y, z = {"C": (a, b, c), "dA": (c, b, a), "dB": (c, a, b)}[result]
-        if result == "dB" and plan.b.ndim == 2 < plan.a.ndim and not plan.transpose_a and one[:-1] == other[:-1]:
-            flat = self._bound((2, x[-2:]), (2, y[-2:]), z, how)  # one GEMM, not a batch of them
+        x, y, z = letters
+        if len(z) == 2 < len(x) == len(y) and x[-2] == y[-2] and one[:-1] == other[:-1]:
+            flat = self._bound((2, x[-2:]), (2, y[-2:]), z, how)  # of the same rows: one GEMM, not a batch of them
             return lambda grad, a, **out: flat(grad.flatten(0, -2), a.flatten(0, -2), **out)
         same_batch = one[:-2] == other[:-2]
         return self._bound((len(one), x), (len(other), y), z, how, same_batch)
@@ -83,18 +84,6 @@ class TorchGemm(TorchEpilogues):
         if not is_swapped:
             return product
         return (lambda one, other, **out: product(other, one, **out)) if how else lambda one, other: product(other, one)
-
-    def forward(self, plan: MatMulPlan, a: Tensor, b: Tensor, **how: Any) -> Tensor:
-        """C[.., M, N] = A . B, for operands held as their roles ask."""
-        return self.bound(plan, "C", tuple(a.shape), tuple(b.shape), **how)(a, b)
-
-    def dgrad(self, plan: MatMulPlan, grad: Tensor, b: Tensor, **how: Any) -> Tensor:
-        """dA = dC . B^T, stored as A is, summed over batch dims that A lacks."""
-        return self.bound(plan, "dA", tuple(grad.shape), tuple(b.shape), **how)(grad, b)
-
-    def wgrad(self, plan: MatMulPlan, grad: Tensor, a: Tensor, **how: Any) -> Tensor:
-        """dB = A^T . dC, stored as B is, summed over batch dims that B lacks."""
-        return self.bound(plan, "dB", tuple(grad.shape), tuple(a.shape), **how)(grad, a)
 
     def takes_blocks(self, dtype: torch.dtype) -> bool:
         """Whether operands that lie as blocks of columns are multiplied as they lie; else they are joined once."""

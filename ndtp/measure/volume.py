@@ -109,19 +109,11 @@ def fake_group(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _LonelyGrid(ProcessGrid):
-    """Of a fake group only this rank exists: it need not make the groups of the thousands of others."""
-
-    def _make_group(self, axes: tuple[str, ...], direction: str, timeout: float | None) -> Any:
-        members = sorted(self.grid.group(self.rank, axes))
-        return dist.new_group(members, use_local_synchronization=True, group_desc=f"ndtp_{'_'.join(axes)}")
-
-
 def meter(case: Case, shape: Shape, dtype: torch.dtype, device: str = "meta") -> Volume:
     """What this rank receives in a forward and backward of `ndtp.nn.MLP`, in the process group that there is."""
     from ndtp.nn import MLP
 
-    mesh = (_LonelyGrid if dist.get_backend() == "fake" else ProcessGrid)(case.grid, device_type="cpu")
+    mesh = ProcessGrid(case.grid, device_type="cpu")
     mlp = MLP(shape.hidden, shape.ffn, bias=False, mesh=mesh, scheme=case.scheme, device=device, dtype=dtype, seed=0)
     x = torch.ones(mlp.in_layout.shard_shape((shape.tokens, shape.hidden)), device=device, dtype=dtype)
     return meter_step(mlp, x.requires_grad_())

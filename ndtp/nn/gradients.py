@@ -14,11 +14,11 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ndtp.compute.gemm import LOW_PRECISION
 from ndtp.errors import GridError
+from ndtp.ops.gradients import all_reduce, joined_norms
 from ndtp.runtime.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _whole_norms(grads: Sequence[Tensor], norms: list[Tensor], norm_type: float)
         for dim in range(mesh.ndim):
             split: list[int] = [i for i in places if _is_split(grads[i], dim)]
             if split and mesh.size(dim) > 1:
-                whole = _joined(torch.stack([norms[i] for i in split]), norm_type, mesh.get_group(dim))
+                whole = joined_norms(torch.stack([norms[i] for i in split]), norm_type, mesh.get_group(dim))
                 for i, norm in zip(split, whole.unbind(), strict=True):
                     norms[i] = norm
     return norms
@@ -141,24 +141,6 @@ def _whole_norms(grads: Sequence[Tensor], norms: list[Tensor], norm_type: float)
 def _is_split(grad: Any, dim: int) -> bool:
     placement = grad.placements[dim]
     return not (placement.is_replicate() or placement.is_partial())
-
-
-def _joined(norms: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
-    """Norms of vectors whose parts are on the ranks of `group`."""
-    if math.isinf(norm_type):
-        # A maximum may lose a NaN, and on some ranks alone.
-        sign = math.copysign(1.0, norm_type)
-        is_nan = norms.isnan()
-        found = torch.cat([torch.where(is_nan, -math.inf, norms * sign), is_nan.double()])
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-        largest, is_nan = found.chunk(2)
-        return torch.where(is_nan > 0, math.nan, largest * sign)
-    if norm_type == 0:
-        dist.all_reduce(norms, group=group)
-        return norms
-    powers = norms**norm_type
-    dist.all_reduce(powers, group=group)
-    return powers ** (1 / norm_type)
 
 
 def _scale(tensors: Sequence[Tensor], by: Tensor, foreach: bool | None) -> None:
@@ -189,8 +171,9 @@ def sum_plain_gradients(model: nn.Module, mesh: ProcessGrid, axes: Sequence[str]
     """
     from torch.distributed.tensor import DTensor
 
-    if not mesh.grid.nontrivial(axes):
-        return
-    for parameter in model.parameters():
-        if parameter.grad is not None and not isinstance(parameter, DTensor):
-            dist.all_reduce(parameter.grad, group=mesh.group(mesh.grid.nontrivial(axes)))
+    plain = (
+        (name, parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not isinstance(parameter, DTensor)
+    )
+    all_reduce(plain, mesh, axes)

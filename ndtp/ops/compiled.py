@@ -24,12 +24,11 @@ from torch import Tensor
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
-from ndtp.algebra.steps import relayout as relayout_steps
 from ndtp.collectives.meter import IMPLEMENTATIONS
-from ndtp.ops.products import relayout_checked
+from ndtp.ops.relayouts import moved_to, relayout_checked
 from ndtp.runtime.chain import Forms, compare_chain, program_of
 from ndtp.runtime.dry_grid import DryGrid
-from ndtp.runtime.moves import Move, Way
+from ndtp.runtime.moves import Move
 from ndtp.runtime.process_grid import ProcessGrid, grid_named
 from ndtp.runtime.program import Program
 from ndtp.runtime.slots import Key
@@ -294,8 +293,7 @@ def _run_relayout(x: Tensor, grid: str, source: str, target: str, name: str, pha
     mesh = grid_named(grid)
     one, other = Layout.parse(mesh.grid, source), Layout.parse(mesh.grid, target)
     relayout_checked(x, one, other, mesh, name)
-    steps = relayout_steps(mesh.grid, one.dims, other.dims)
-    moved = Way(mesh.collectives, steps, (name,), phase, tuple(x.shape), x.dtype).start(x).wait()
+    moved = moved_to(x, one, other, mesh, name, phase)
     is_own = moved.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
     return moved.contiguous() if is_own else moved.clone(memory_format=torch.contiguous_format)
 

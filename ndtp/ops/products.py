@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
-from ndtp.algebra.steps import is_legal
-from ndtp.algebra.steps import relayout as relayout_steps
 from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.errors import LayoutError
 from ndtp.ops.chain_autograd import run_chain
+from ndtp.ops.relayouts import laid_out_anew
 from ndtp.runtime.arrival import is_plain, local_shard
 from ndtp.runtime.chain import compare_chain, program_of
-from ndtp.runtime.moves import Way
 
 if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
@@ -176,26 +174,7 @@ def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name:
 
         return compiled.relayout(x, source, target, mesh, name)
     mesh.step.late.enter()
-    relayout_checked(x, source, target, mesh, name)
-    return _Relayout.apply(x, source, target, mesh, name, "forward")
-
-
-def relayout_checked(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid | None, name: str) -> tuple[int, ...]:
-    """The global shape of what is to be laid out anew; compared across ranks where `mesh` asks for it."""
-    if mesh is not None and mesh.check:
-        from ndtp.collectives.cross_check import cross_check, signature_of
-
-        cross_check(mesh, f"relayout from {source} to {target}; {signature_of(x)}")
-    if x.dim() != source.ndim or target.ndim != source.ndim:
-        raise LayoutError(f"relayout '{name}': the shard has {x.dim()} dims, the layouts {source} and {target}")
-    shape = tuple(int(size) * source.num_splits(dim) for dim, size in enumerate(x.shape))
-    target.shard_shape(shape)
-    if not is_legal(source.grid, source.dims, target.dims):
-        raise LayoutError(
-            f"relayout '{name}': from {source} to {target}, an axis that leaves or enters a dim is not its minor one\n"
-            f"  fix: go through {source.with_dims(*((),) * source.ndim)}, the replicated layout"
-        )
-    return shape
+    return laid_out_anew(x, source, target, mesh, name)
 
 
 def _check_placements(x: Any, i: int, plans: Sequence[MatMulPlan], mesh: ProcessGrid) -> None:
@@ -220,21 +199,3 @@ def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
 @lru_cache(maxsize=4096)
 def _placements(layout: Layout, mesh_axes: tuple[str, ...]) -> tuple[Any, ...]:
     return layout.placements_on(mesh_axes)
-
-
-class _Relayout(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name: str, phase: str
-    ) -> Tensor:
-        ctx.arguments = (source, target, mesh, name)
-        steps = relayout_steps(mesh.grid, source.dims, target.dims)
-        moved = Way(mesh.collectives, steps, (name,), phase, tuple(x.shape), x.dtype).start(x).wait()
-        return moved.view_as(moved) if moved is x else moved
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        source, target, mesh, name = ctx.arguments
-        mesh.step.late.enter()
-        # By itself, since it is linear: a relayout can be differentiated as often as wanted.
-        return _Relayout.apply(grad, target, source, mesh, name, "dgrad"), None, None, None, None, None

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ndtp.algebra.binding import bind
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.compute.epilogues import ACTIVATIONS
+from ndtp.compute.gemm import TorchGemm
 from ndtp.errors import LayoutError
 from ndtp.runtime.program import Program
 from ndtp.runtime.slots import Setting, Stage
@@ -48,11 +50,10 @@ def program_of(
     """
     # What is named here is held here: no other plan can come to have the identity of one of these.
     key = (plans, activations, forms, needs, chunks, mesh.gemm, mesh.collectives)
-    programs = mesh.step.programs
-    program = programs.find(key)
+    program = mesh.programs.find(key)
     if program is None:
         with _disable_current_modes(), no_python_dispatcher():  # while a compiler traces, too
-            program = programs.add(key, _bind(forms, plans, activations, mesh, needs, chunks))
+            program = mesh.programs.add(key, _bind(forms, plans, activations, mesh, needs, chunks))
     return program
 
 
@@ -70,7 +71,7 @@ def _bind(
     if chunks is None and any(plan.chunks == "auto" for plan in plans):
         from ndtp.runtime.chunk_count import resolve
 
-        chunks = resolve(plans, [stage.sizes for stage in stages], mesh, *a[1:])
+        chunks = resolve(plans, [stage.sizes for stage in stages], mesh.collectives, mesh.step, *a[1:])
     elif chunks is None:
         chunks = min(int(plan.chunks) for plan in plans)
     rows = RowChunks.of([stage.plan for stage in stages], [stage.sizes for stage in stages], chunks)
@@ -125,10 +126,41 @@ def compare_chain(
     Raises:
         MismatchError: ranks run other chains, or give shards of other forms.
     """
-    from ndtp.collectives.cross_check import chain_signature, cross_check
+    from ndtp.collectives.cross_check import cross_check
 
-    weights, biases = tensors[1 : len(plans) + 1], tensors[len(plans) + 1 :]
-    cross_check(mesh, chain_signature(tensors[0], weights, biases, plans, activations, mesh, needs))
+    a, count = tensors[0], len(plans)
+    products = zip(plans, tensors[1 : count + 1], tensors[count + 1 :], activations, strict=True)
+    signature = "; then ".join(_description(a, *product) for product in products) + _state(mesh, plans, needs)
+    cross_check(mesh.groups, signature)
+
+
+def _description(a: Tensor, plan: MatMulPlan, b: Tensor, bias: Tensor | None, activation: str | None) -> str:
+    """All that decides what a product sends, and what it makes of it."""
+    return (
+        f"{plan.equation} on grid {plan.grid}, roles {sorted(plan.roles.items())}, "
+        f"regather {sorted(plan.regather)}, chunks {plan.chunks}; "
+        f"A {signature_of(a)}, B {signature_of(b)}, bias {signature_of(bias)}{'' if activation is None else '; '}"
+        f"{activation or ''}"
+    )
+
+
+def _state(mesh: ProcessGrid, plans: Sequence[MatMulPlan], needs: Sequence[bool] | None) -> str:
+    """What a grid has come to that decides collectives or bits too."""
+    measures = mesh.step.speeds is None and any(plan.chunks == "auto" for plan in plans)
+    return (
+        f"; by {type(mesh.gemm).__name__}" * (type(mesh.gemm) is not TorchGemm)
+        + "; speeds are measured first" * measures
+        + "; accumulating" * mesh.step.partial_sums.is_accumulating
+        + (f"; gradients wanted {list(needs)}" if needs is not None else "")
+    )
+
+
+def signature_of(x: Tensor | None) -> str:
+    """A tensor's shape and dtype, and whether its gradient is wanted."""
+    if x is None:
+        return "None"
+    # Whether a gradient is wanted decides which collectives backward runs.
+    return f"{tuple(x.shape)} {x.dtype}{' requires_grad' * (x.requires_grad and torch.is_grad_enabled())}"
 
 
 def activated_shape(shape: Sequence[int], activation: str, plan: MatMulPlan) -> tuple[int, ...]:

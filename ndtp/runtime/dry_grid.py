@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ndtp.algebra.grid import Grid
+from ndtp.collectives.axis_groups import AxisGroups
 from ndtp.collectives.buffer_ring import BufferRing
 from ndtp.collectives.collectives import Collectives, GlooCollectives
 from ndtp.compute.gemm import TorchGemm
 from ndtp.runtime.late_gradients import LateGradients
+from ndtp.runtime.program import Programs
 from ndtp.runtime.step_state import StepState
 
 
@@ -19,9 +21,6 @@ class _Silent:
 
     def _send(self, *_: Any) -> None:
         return None
-
-    def describe(self, axes: Sequence[str]) -> str:
-        return "in a dry run"
 
     _gather = _exchange = _scatter = _sum_everywhere = _send
 
@@ -35,6 +34,20 @@ class _SilentGloo(_Silent, GlooCollectives):
 
 
 SILENT: dict[str, type[Collectives]] = {"gloo": _SilentGloo, "nccl": _SilentNccl}
+
+
+class _DryGroups(AxisGroups):
+    """Those of any rank of a grid of any size, of which nobody is there."""
+
+    def __init__(self, grid: Grid, rank: int, backend: str) -> None:
+        super().__init__(grid, None, "meta", backend)
+        self.rank, self.coordinate = rank, grid.coordinate(rank)
+
+    def group(self, axes: Sequence[str], direction: str = "gather") -> Any:
+        return _DryGroup(self.grid.size(tuple(axes)))
+
+    def describe(self, axes: Sequence[str] = ()) -> str:
+        return "in a dry run"
 
 
 @dataclass(frozen=True)
@@ -52,10 +65,7 @@ class DryGrid:
     """What the executor asks of a `ProcessGrid`, without process groups: for tensors that have no memory."""
 
     def __init__(self, grid: Grid, rank: int = 0, backend: str = "gloo") -> None:
-        self.grid, self.rank, self.gemm, self.ring = grid, rank, TorchGemm(), BufferRing(0)
+        self.grid, self.rank, self.gemm = grid, rank, TorchGemm()
         self.check, self.device_mesh = False, None
-        self.step = StepState(LateGradients())
-        self.collectives = SILENT[backend](self)  # type: ignore[arg-type]
-
-    def group(self, axes: Sequence[str], direction: str) -> _DryGroup:
-        return _DryGroup(self.grid.size(tuple(axes)))
+        self.step, self.programs = StepState(LateGradients()), Programs()
+        self.collectives = SILENT[backend](_DryGroups(grid, rank, backend), BufferRing(0), self.step.recording)

@@ -55,7 +55,7 @@ class Way:
         blocks: str = "",
     ) -> None:
         self.collectives, self.steps, self.blocks = collectives, tuple(steps), blocks
-        grid, rank = collectives.grid.grid, collectives.grid.rank
+        grid, rank = collectives.groups.grid, collectives.groups.rank
         legs: list[Cut | Route] = []
         for i, step in enumerate(steps):
             dim, ranks = step.dim or 0, grid.size(step.axes)

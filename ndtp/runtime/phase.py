@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.algebra.matmul_plan import Letters, MatMulPlan
 from ndtp.compute.gemm import Product, joined
 from ndtp.runtime import closures
 from ndtp.runtime.closures import Get
@@ -51,13 +51,14 @@ class Phase(Slots):
     # --------------------------------------------------------------------------------------------------- products
 
     def _product(self, p: int, name: str, operand: Shape, **how: Any) -> Product:
-        return self.gemm.bound(self.stages[p].plan, name, operand, self.shapes[self.tensors[p, "B", None]], **how)
+        return self.gemm.bound(
+            letters_of(self.stages[p].plan, name), operand, self.shapes[self.tensors[p, "B", None]], **how
+        )
 
     def _result_of(self, p: int, name: str, chunks: int) -> int:
         """A slot for a product, which falls into blocks of columns where it leaves so."""
         stage = self.stages[p]
-        letters = {"C": stage.plan.c_letters, "dA": stage.plan.a_letters, "dB": stage.plan.b_letters}[name]
-        shape, blocks = stage.held(letters, chunks), blocks_of_result(stage.plan, name)
+        shape, blocks = stage.held(letters_of(stage.plan, name)[2], chunks), blocks_of_result(stage.plan, name)
         return self.slot((blocks, shape[0], shape[1] // blocks) if blocks > 1 else shape)
 
     def _own(self, p: int, name: str, i: int | None) -> None:
@@ -71,7 +72,7 @@ class Phase(Slots):
         contracted = shape[-1] * (ranks if dim else 1)
         if prod(shape) * prod(self.shapes[weight]) < self.gemm.own_part_from * contracted:
             return
-        me, blocks = plan.grid.index(self.collectives.grid.rank, axes), blocks_of_result(plan, name)
+        me, blocks = plan.grid.index(self.collectives.groups.rank, axes), blocks_of_result(plan, name)
         if dim == 0 and blocks == 1:
             begun, product = self._result_of(p, name, self.chunks), self._product(p, name, shape, blocks=1)
             whole, at = self.shapes[begun], me * shape[0]
@@ -103,7 +104,7 @@ class Phase(Slots):
         """The parts of the others, beside or on top of this rank's own."""
         plan, weight, shape = self.stages[p].plan, self.tensors[p, "B", None], self.shapes[operand]
         dim, axes = own_axis(plan, name) or (0, ())
-        ranks, me = plan.grid.size(axes), plan.grid.index(self.collectives.grid.rank, axes)
+        ranks, me = plan.grid.size(axes), plan.grid.index(self.collectives.groups.rank, axes)
         if dim == 1:
             others = tuple(j for j in range(ranks) if j != me)
             blocks = blocks_of_result(plan, name)
@@ -118,23 +119,23 @@ class Phase(Slots):
 
     def _wgrad(self, p: int) -> int:
         gemm, plan = self.gemm, self.stages[p].plan
-        blocks = blocks_of_result(plan, "dB")
+        blocks, letters = blocks_of_result(plan, "dB"), letters_of(plan, "dB")
         how: dict[str, Any] = {"blocks": blocks} if blocks > 1 else {}
         result = self._result_of(p, "dB", 1)
         a, grad = self.whole(p, "A"), self.whole(p, "dC")
         if a is not None and grad is not None:
-            product = gemm.bound(plan, "dB", self.shapes[grad], self.shapes[a], **how)
+            product = gemm.bound(letters, self.shapes[grad], self.shapes[a], **how)
             self.runs.append(closures.multiply(result, product, grad, a))
             return result
         grads, operands = (self.chunks_of(p, name) for name in ("dC", "A"))
         if not gemm.sums_parts(self.dtype):
             joint = [self._joint(chunks, self.rows[p].place(x)[0]) for chunks, x in ((grads, "dC"), (operands, "A"))]
             (grad_shape, joint_grad), (a_shape, joint_a) = joint
-            product = gemm.bound(plan, "dB", grad_shape, a_shape, **how)
+            product = gemm.bound(letters, grad_shape, a_shape, **how)
             self.runs.append(closures.multiply_joined(result, product, joint_grad, joint_a))
             return result
         products = [
-            gemm.bound(plan, "dB", one, other, **(how if j == 0 else {"accumulate": True, "blocks": blocks}))
+            gemm.bound(letters, one, other, **(how if j == 0 else {"accumulate": True, "blocks": blocks}))
             for j, ((one, _), (other, _)) in enumerate(zip(grads, operands, strict=True))
         ]
         ones, others = ([get for _, get in chunks] for chunks in (grads, operands))
@@ -219,10 +220,21 @@ class Phase(Slots):
         return self.tensors.get((p, name, None)) if moving is None else moving.slot
 
 
+def letters_of(plan: MatMulPlan, name: str) -> tuple[Letters, Letters, Letters]:
+    """Those of both operands of a product, and of its result.
+
+    "C"   C[.., M, N] = A . B       of A and B
+    "dA"  dA = dC . B^T             of dC and B; stored as A is, summed over batch dims that A lacks
+    "dB"  dB = A^T . dC             of dC and A; stored as B is, summed over batch dims that B lacks
+    """
+    a, b, c = plan.a_letters, plan.b_letters, plan.c_letters
+    return {"C": (a, b, c), "dA": (c, b, a), "dB": (c, a, b)}[name]
+
+
 def own_axis(plan: MatMulPlan, name: str) -> tuple[int, tuple[str, ...]] | None:
     """The dim and the axes over which the operand of a result is gathered; None where a rank has no part of its own."""
     steps = plan.relayouts[OPERAND[name]]
-    letters, result = (plan.a_letters, plan.c_letters) if name == "C" else (plan.c_letters, plan.a_letters)
+    letters, _, result = letters_of(plan, name)
     if not is_matrix(plan) or len(steps) != 1 or steps[0].kind != "all_gather":
         return None
     dim = steps[0].dim or 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary, finalize
@@ -16,15 +15,17 @@ import torch.distributed.nn.functional  # later its default arguments would keep
 
 from ndtp.algebra.grid import Grid
 from ndtp.collectives import nccl
+from ndtp.collectives.axis_groups import DIRECTIONS, AxisGroups, Made
 from ndtp.collectives.buffer_ring import DEFAULT_BYTES, BufferRing
 from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.direct_exchange import past_of
-from ndtp.collectives.groups import end, never_destroy, shared_group
+from ndtp.collectives.groups import end, never_destroy
 from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.errors import GridError
 from ndtp.runtime.grid_options import check_device_type, check_options, checked_timeout
 from ndtp.runtime.late_gradients import late_gradients_of
 from ndtp.runtime.list_operations import count_list_operations
+from ndtp.runtime.program import Programs
 from ndtp.runtime.step_state import StepState
 
 if TYPE_CHECKING:
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ndtp.algebra.matmul_plan import MatMulPlan
-
-DIRECTIONS = ("gather", "scatter")
-Groups = dict[tuple[tuple[str, ...], str], "ProcessGroup"]  # by axes and direction
 
 
 class ProcessGrid:
@@ -68,6 +66,9 @@ class ProcessGrid:
         name: what compiled code knows it by, see `grid_named`.
         rank: this process's rank on the grid.
         coordinate: axis -> position.
+        groups: the process groups, and where this rank is among them.
+        step: what the training step that runs here has learnt.
+        programs: the chains of products that were bound here.
         backend: that of the process groups for `device_type`; None for a grid of one rank.
         mesh_axes: the dims of `device_mesh`: rank order with `z` moved last, so that weights `K_xz` are plain `Shard`
             placements.  Without axes of one rank, which say nothing: DTensor weighs every placement on every dim, and
@@ -93,7 +94,7 @@ class ProcessGrid:
         max_ctas: int | None = None,
         ring_bytes: int = DEFAULT_BYTES,
         register_buffers: bool = False,
-        _bound: tuple[list[int], Groups] | None = None,
+        _bound: tuple[list[int], Made] | None = None,
     ) -> None:
         self.timeout = checked_timeout(timeout)
         check_options(
@@ -112,18 +113,26 @@ class ProcessGrid:
         self.check = check
         self.high_priority, self.max_ctas = high_priority, max_ctas
         self.global_ranks = global_ranks
-        self.rank = 0 if global_ranks is None else global_ranks.index(dist.get_rank())
-        self.coordinate = grid.coordinate(self.rank)
         backends = {} if global_ranks is None else backends_by_device()
         self.device_type = ("cuda" if "nccl" in backends.values() else "cpu") if device_type is None else device_type
         check_device_type(self.device_type, None if global_ranks is None else backends)
         self.backend = backends.get(self.device_type)
         self._check_backend(register_buffers)
-        self.groups_per_axis = groups_per_axis or (2 if self.backend == "nccl" and not self._is_part() else 1)
-        # DTensor takes equal DeviceMeshes for one another, whatever their groups are, and keeps them for good: those of
-        # parameters are shared, never of one grid alone.
-        self._groups = groups = given if self.timeout is None else {}
-        finalize(self, _let_go, groups, self.timeout if self.backend == "gloo" else None)
+        self.groups = AxisGroups(
+            grid,
+            global_ranks,
+            self.device_type,
+            self.backend,
+            timeout=self.timeout,
+            groups_per_axis=groups_per_axis,
+            high_priority=high_priority,
+            max_ctas=max_ctas,
+            given=given,
+        )
+        self.groups_per_axis = self.groups.groups_per_axis
+        self.rank, self.coordinate = self.groups.rank, self.groups.coordinate
+        ends = self.timeout if self.backend == "gloo" else None
+        finalize(self, _let_go, self.groups.made, self.groups.given, ends)
         in_order = tuple(axis for axis in grid if axis != "z") + tuple(axis for axis in grid if axis == "z")
         self.mesh_axes = grid.nontrivial(in_order) or in_order[:1]
         self.device_mesh: DeviceMesh | None = None
@@ -135,26 +144,27 @@ class ProcessGrid:
             ranks = torch.tensor(global_ranks, dtype=torch.int).reshape(grid.shape)
             ranks = ranks.permute([grid.names.index(axis) for axis in in_order])
             self.device_mesh = DeviceMesh.from_group(
-                [self._shared_group((axis,), given) for axis in self.mesh_axes],
+                [self.groups.parameters_group(axis) for axis in self.mesh_axes],
                 self.device_type,
                 mesh=ranks.reshape([grid[axis] for axis in self.mesh_axes]),
                 mesh_dim_names=self.mesh_axes,
             )
             finalize(self, _let_go_of_mesh, self.device_mesh)
             # All of them now, in one order on every rank, and not in the middle of a schedule.
-            every = [self.group((axis,), way) for way in DIRECTIONS for axis in self.mesh_axes]
+            every = [self.groups.group((axis,), way) for way in DIRECTIONS for axis in self.mesh_axes]
             ring_groups = list(dict.fromkeys(every))
         self.ring = BufferRing(
             ring_bytes, nccl.registered_memory(ring_groups) if register_buffers and ring_groups else None
         )
-        self.collectives = Collectives.of(self)
         self.step = StepState(late_gradients_of(None if global_ranks is None else dist.group.WORLD))
+        self.collectives = Collectives.of(self.groups, self.ring, self.step.recording)
+        self.programs = Programs()
         self.name = f"{grid} #{next(_COUNT)}"
         _NAMED[self.name] = self
         if gemm == "kernels":
             from ndtp.collectives.cross_check import cross_check_kernel_table
 
-            cross_check_kernel_table(self)
+            cross_check_kernel_table(self.groups)
 
     @classmethod
     def from_mesh(
@@ -194,7 +204,7 @@ class ProcessGrid:
         order = [names.index(name) for name in axes.values()]
         grid = Grid({axis: device_mesh.size(dim) for axis, dim in zip(axes, order, strict=True)})
         ranks = device_mesh.mesh.permute(order).flatten().tolist()
-        groups: Groups = {((axis,), "gather"): device_mesh.get_group(name) for axis, name in axes.items()}
+        groups: Made = {((axis,), "gather"): device_mesh.get_group(name) for axis, name in axes.items()}
         return cls(grid, timeout=timeout, device_type=device_mesh.device_type, _bound=(ranks, groups), **options)
 
     def group(self, axes: Sequence[str], direction: str = "gather") -> ProcessGroup:
@@ -205,45 +215,7 @@ class ProcessGrid:
         Args:
             direction: "gather" or "scatter"; both have the same group where there is one group an axis.
         """
-        key = (tuple(axes), direction if self.groups_per_axis == 2 else "gather")
-        if key not in self._groups:
-            self._groups[key] = self._make_group(*key, self.timeout)
-        return self._groups[key]
-
-    def _shared_group(self, axes: tuple[str, ...], given: Groups) -> ProcessGroup:
-        """That of the parameters: one that `from_mesh` was given, or torch's timeout has."""
-        key = (axes, "gather")
-        if key not in given:
-            given[key] = self._make_group(*key, None)
-        return given[key]
-
-    def _make_group(self, axes: tuple[str, ...], direction: str, timeout: float | None) -> ProcessGroup:
-        if self.global_ranks is None:
-            raise GridError(f"grid {self.grid} has one rank and no process groups")
-        if self.backend == "nccl" and self._is_part() and not nccl.can_group_alone():
-            raise GridError(
-                f"ProcessGrid: no process group over {' '.join(axes)} ({direction}): after "
-                "init_process_group(device_id=...) NCCL makes groups by all ranks together, and grid "
-                f"{self.grid} is a part of them\n  fix: init_process_group without device_id"
-            )
-        # torch names a group that its members alone make by how many groups they have: ranks that are in different
-        # numbers of groups of the user's own would wait for each other under different names.  So where the grid is the
-        # whole world, all of it makes all groups along the axes; a part of it cannot.
-        alone = self._is_part()
-        parallel = [self.rank] if alone else range(self.grid.num_ranks)
-        groups = {tuple(sorted(self.global_ranks[r] for r in self.grid.group(rank, axes))): None for rank in parallel}
-
-        def arguments() -> dict[str, Any]:
-            if self.backend == "nccl":
-                return nccl.group_arguments(timeout, self.high_priority, self.max_ctas)
-            return {"timeout": None if timeout is None else timedelta(seconds=timeout)}
-
-        own = None if timeout is None else object()
-        options = (self.backend, own, self.high_priority, self.max_ctas, direction)
-        return shared_group(tuple(groups), options, alone, arguments, keep=own is None)
-
-    def _is_part(self) -> bool:
-        return self.global_ranks is not None and len(self.global_ranks) < dist.get_world_size()
+        return self.groups.group(axes, direction)
 
     def _check_backend(self, register_buffers: bool) -> None:
         for name, value in (("max_ctas", self.max_ctas), ("register_buffers", register_buffers)):
@@ -285,11 +257,7 @@ class ProcessGrid:
 
     def describe(self, axes: Sequence[str] = ()) -> str:
         """This rank and its coordinate, and the peers along `axes`: for errors."""
-        where = ", ".join(f"{axis}={position}" for axis, position in self.coordinate.items())
-        peers = [str(rank) for rank in self.grid.group(self.rank, tuple(axes)) if rank != self.rank]
-        return f"rank {self.rank} ({where})" + (
-            f" waited for rank{'s' * (len(peers) > 1)} {', '.join(peers)}" * bool(axes)
-        )
+        return self.groups.describe(axes)
 
     def __deepcopy__(self, memo: object) -> ProcessGrid:
         return self  # a copied module lives on the same ranks; process groups cannot be copied
@@ -298,7 +266,7 @@ class ProcessGrid:
         return f"ProcessGrid({self.grid}; rank {self.rank})"
 
 
-def _let_go(groups: Groups, timeout: float | None) -> None:
+def _let_go(groups: Made, of_parameters: Made, timeout: float | None) -> None:
     """Drop the groups of a grid that is gone, or whose program ends; end those with a timeout, which no grid shares.
 
     gloo's threads return tensors to Python a little after a collective is done, and abort a program whose interpreter
@@ -310,6 +278,7 @@ def _let_go(groups: Groups, timeout: float | None) -> None:
         for group in groups.values():
             end(group, timeout if past_of(group).given_up else 0.0)
     groups.clear()
+    of_parameters.clear()
 
 
 def _let_go_of_mesh(device_mesh: DeviceMesh) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.autograd import _profiler_enabled
 
-from ndtp.collectives.recorder import spans_of
+from ndtp.collectives.recorder import NOTHING, span
 from ndtp.runtime.closures import FIRST, HELD, OWNER, STEP, WEIGHT, Run
 from ndtp.runtime.moves import Move
 from ndtp.runtime.phase import Phase
@@ -144,9 +144,10 @@ class _Runner:
         self._runs: tuple[Run, ...] = tuple(chain.from_iterable(runs for _, runs in phase.tasks))
 
     def run(self, slots: list[Any], step: StepState) -> None:
-        if step.recorder is not None or _profiler_enabled():
+        recorder = step.recording.recorder
+        if recorder is not None or _profiler_enabled():
             for title, runs in self._tasks:
-                with spans_of(step.recorder, title):
+                with NOTHING if title is None else span(recorder, *title):
                     for run in runs:
                         run(slots)
             return

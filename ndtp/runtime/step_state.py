@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from ndtp.collectives.recorder import Recording
 from ndtp.runtime.late_gradients import LateGradients
 from ndtp.runtime.partial_sums import PartialSums
-from ndtp.runtime.program import Programs
 from ndtp.runtime.weight_prefetch import WeightPrefetch
 
 if TYPE_CHECKING:
     from ndtp.algebra.matmul_plan import MatMulPlan
-    from ndtp.collectives.recorder import Recorder
-    from ndtp.runtime.chunk_count import Speeds
+    from ndtp.schedule.chunk_choice import Speeds
 
 
 class StepState:
@@ -28,22 +27,20 @@ class StepState:
         late: gradients on their way; grids that share process groups share them.
 
     Attributes:
-        programs: chains that were bound.
         speeds: measured where a number of chunks is first chosen.
         chunk_choices: the numbers of chunks that were chosen, and why, by all that a choice depends on.
         chunks_chosen: the same, by plan and number of rows.
-        recorder: what looks on, if anything does; held here, since backward may run in threads of autograd's own.
+        recording: who looks on, if anybody does.
     """
 
     def __init__(self, late: LateGradients) -> None:
         self.prefetch, self.prefetch_backward = WeightPrefetch(is_forward=True), WeightPrefetch(is_forward=False)
         self.partial_sums = PartialSums()
         self.late = late
-        self.programs = Programs()
         self.speeds: Speeds | None = None
         self.chunk_choices: dict[tuple[object, ...], tuple[int, str]] = {}
         self.chunks_chosen: WeakKeyDictionary[MatMulPlan, dict[int, tuple[int, str]]] = WeakKeyDictionary()
-        self.recorder: Recorder | None = None
+        self.recording = Recording()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -116,7 +116,7 @@ def test_no_order_of_calls_lends_memory_twice(calls):
 def every_kind(own_kernels):
     """No result lies in the ring, and a second round of the same collectives allocates no buffer."""
     mesh = ProcessGrid(Grid(x=4))
-    collectives = (GlooCollectives if own_kernels else Collectives)(mesh)
+    collectives = (GlooCollectives if own_kernels else Collectives)(mesh.groups, mesh.ring, mesh.step.recording)
     for dtype in (torch.float32, torch.bfloat16):
         whole = small_integers((4, 8, 64, 128), 0, dtype, low=-1, high=1)  # [rank, ...]
         mine = whole[mesh.rank]

@@ -19,7 +19,7 @@ GRID = Grid(x=4)
 def every_kind(own_kernels):
     """`own_kernels` False: torch's own collectives, as NCCL would run them."""
     mesh = mesh_of(GRID)
-    collectives = (GlooCollectives if own_kernels else Collectives)(mesh)
+    collectives = (GlooCollectives if own_kernels else Collectives)(mesh.groups, mesh.ring, mesh.step.recording)
     rank, axes = mesh.rank, ("x",)
 
     def run(step, tensor):

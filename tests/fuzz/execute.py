@@ -19,7 +19,8 @@ from torch import Tensor
 
 import ndtp
 from ndtp.collectives.collectives import Collectives
-from ndtp.runtime.chunk_count import KINDS, Speeds
+from ndtp.runtime.chunk_count import KINDS
+from ndtp.schedule.chunk_choice import Speeds
 
 FACTOR = 8.0  # times the error of the same-dtype dense program against fp64
 FLOOR = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.05}  # of the largest magnitude
@@ -73,7 +74,7 @@ def started_collectives() -> Iterator[list[str]]:
 
     def noted(self: Any, route: Any, tensor: Tensor, *arguments: Any) -> Any:
         what = f"{route.kind} over {route.axes} of {tuple(tensor.shape)} for {route.op} {route.phase} {route.part}"
-        order.append(f"{self.grid.grid}: {what}")
+        order.append(f"{self.groups.grid}: {what}")
         return launch(self, route, tensor, *arguments)
 
     with mock.patch.object(Collectives, "launch", noted):
@@ -103,7 +104,7 @@ def _parallel(program: Program) -> Parallel:
     meshes = [ndtp.ProcessGrid(grid, **dict(program.options)) for grid in program.all_grids]
     for mesh in meshes:  # not measured, which takes a second: "auto" cuts into many chunks
         links = {(kind, axis): 1e-9 for kind in KINDS for axis in mesh.grid}
-        mesh.speeds = Speeds(dict.fromkeys(links, 0.0), links, 1e-9, 0.0, 0.0)
+        mesh.step.speeds = Speeds(dict.fromkeys(links, 0.0), links, 1e-9, 0.0, 0.0)
     side = Parallel(program, meshes)
     register_module_hooks(side)
     for index, step in enumerate(program.steps):

@@ -12,7 +12,8 @@ import ndtp
 from ndtp import CommMeter, Grid, LayoutError
 from ndtp.algebra.schemes import block_layouts
 from ndtp.ops.products import mlp
-from ndtp.runtime.chunk_count import KINDS, Speeds, choose
+from ndtp.runtime.chunk_count import KINDS
+from ndtp.schedule.chunk_choice import Speeds, choose
 from ndtp.testing import assert_equal, small_integers
 
 ROWS, HIDDEN, INNER = 4096, 512, 2048

@@ -80,7 +80,7 @@ def own_parts():
         gathered = (ROWS // plan.grid.size(plan.orders["m"])) * HIDDEN * INNER // 8
         results, products = [], []
         for smallest in (0, gathered, 10 * gathered):
-            mesh.step.programs.clear()  # decided where the product is bound
+            mesh.programs.clear()  # decided where the product is bound
             with mock.patch.object(mesh.gemm, "own_part_from", smallest), Recorder(mesh) as recorder:
                 results.append(ndtp.matmul(a, b, plan, mesh).detach())
             products.append(sum(each.name.startswith("gemm") for each in recorder.spans()))

@@ -22,7 +22,7 @@ class NotedMove:
     def start_next(self) -> None:
         pass
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         if not self.is_done:
             self.is_done = True
             self.noted.append(self.name)

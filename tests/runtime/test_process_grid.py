@@ -187,33 +187,33 @@ def test_groups_are_shared(ranks):
 def check_directions():
     """With two groups an axis gathers take one and everything else the other; both are there before the first use."""
     mesh = ProcessGrid(Grid(z=2, x=2, y=2), groups_per_axis=2)
-    made = dict(mesh._groups)
+    made = dict(mesh.groups.made)
     assert len(made) == 6 and len(set(made.values())) == 6, "two for every axis"
     for axis in mesh.grid:
         gather, scatter = mesh.group((axis,)), mesh.group((axis,), "scatter")
         assert gather is not scatter and dist.get_process_group_ranks(gather) == dist.get_process_group_ranks(scatter)
         assert mesh.device_mesh.get_group(axis) is gather
     used = set()
-    group = mesh.group
+    group = mesh.groups.group
 
     def noted(axes, direction):
         used.add((axes, direction))
         return group(axes, direction)
 
-    mesh.group = noted
+    mesh.groups.group = noted
     product_on(mesh)
     unused = (("y",), "scatter")  # would reduce the gradient of A, which nobody wants
     assert used == set(made) - {unused}, f"gathers and scatters along every axis: {used}"
-    assert mesh._groups == made
+    assert mesh.groups.made == made
     user = init_device_mesh("cpu", (2, 4), mesh_dim_names=("y", "x"))
     mesh = ProcessGrid.from_mesh(user["x"], groups_per_axis=2)
     assert mesh.group(("x",)) is user.get_group("x") and mesh.group(("x",), "scatter") is not user.get_group("x")
-    assert len(mesh._groups) == 2
+    assert len(mesh.groups.made) == 2
     total = torch.ones(1)
     dist.all_reduce(total, group=mesh.group(("x",), "scatter"))
     assert total.item() == 4
     one = ProcessGrid(Grid(x=8))
-    assert one.group(("x",), "scatter") is one.group(("x",)) and len(one._groups) == 1, "gloo needs no second one"
+    assert one.group(("x",), "scatter") is one.group(("x",)) and len(one.groups.made) == 1, "gloo needs no second one"
     return [name.group_name for name in made.values()], [
         message_of(lambda: ProcessGrid(Grid(x=8), max_ctas=4)),
         message_of(lambda: ProcessGrid(Grid(x=8), register_buffers=True)),

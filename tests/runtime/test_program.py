@@ -39,7 +39,7 @@ def test_what_is_alike_is_bound_once():
             y = ndtp.matmul(i * x, w, plan, mesh)
             y.sum().backward()
         assert_equal(y, i * X @ W, "C")
-    assert len(mesh.step.programs) == 1
+    assert len(mesh.programs) == 1
     assert_equal(x.grad, 3 * torch.ones(4, 4) @ W.mT, "dA")
     assert_equal(w.grad, 3 * X.mT @ torch.ones(4, 4), "dB")
 
@@ -57,7 +57,7 @@ def test_equal_shapes_of_other_plans_activations_dtypes_and_grids():
             for activation, function in (("relu", torch.relu), ("identity", lambda x: x), ("tanh", torch.tanh)):
                 y = mlp(X, (W, W), (plans[0], plans[1]), mesh, activation)
                 assert_equal(y, function(X @ W) @ W.mT, activation)
-    assert all(len(mesh.step.programs) == 4 * 3 + 3 for mesh in meshes)
+    assert all(len(mesh.programs) == 4 * 3 + 3 for mesh in meshes)
 
 
 def test_plans_that_are_gone_leave_nothing_to_those_that_come():
@@ -68,7 +68,7 @@ def test_plans_that_are_gone_leave_nothing_to_those_that_come():
             plan = plan_of(transpose_b=i % 2 == 1)
             identities.add(id(plan))
             assert_equal(ndtp.matmul(X, W, plan, mesh), X @ (W.mT if i % 2 else W), f"{i}")
-            assert len(mesh.step.programs) == 1
+            assert len(mesh.programs) == 1
     assert len(identities) < 60, "no identity came again: this shows nothing"
 
 

@@ -1,0 +1,118 @@
+"""`AxisGroups`: a `Grid` as seen from one of its ranks, and torch's process groups along its axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ndtp.algebra.grid import Grid
+from ndtp.collectives import nccl
+from ndtp.collectives.groups import shared_group
+from ndtp.errors import GridError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+DIRECTIONS = ("gather", "scatter")
+Made = dict[tuple[tuple[str, ...], str], "ProcessGroup"]  # by axes and direction
+
+
+class AxisGroups:
+    """Where a rank is on a grid, and whom it reaches along which axes: what collectives ask of a `ProcessGrid`.
+
+    Args:
+        global_ranks: of torch's world, in the order of the grid's; None for a grid of one rank, which has no groups.
+        device_type, backend: of the tensors that move, and what moves them.
+        timeout, groups_per_axis, high_priority, max_ctas: as for `ProcessGrid`.
+        given: groups that are there already; those of torch's timeout that are made for parameters join them.
+
+    Attributes:
+        rank: this process's rank on the grid.
+        coordinate: axis -> position.
+        made: the groups that there are so far.
+        given: the same of torch's timeout, for parameters.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        global_ranks: list[int] | None,
+        device_type: str,
+        backend: str | None,
+        *,
+        timeout: float | None = None,
+        groups_per_axis: int | None = None,
+        high_priority: bool = True,
+        max_ctas: int | None = None,
+        given: Made | None = None,
+    ) -> None:
+        self.grid, self.global_ranks = grid, global_ranks
+        self.device_type, self.backend = device_type, backend
+        self.timeout, self.high_priority, self.max_ctas = timeout, high_priority, max_ctas
+        self.rank = 0 if global_ranks is None else global_ranks.index(dist.get_rank())
+        self.coordinate = grid.coordinate(self.rank)
+        self.is_part = global_ranks is not None and len(global_ranks) < dist.get_world_size()
+        self.groups_per_axis = groups_per_axis or (2 if backend == "nccl" and not self.is_part else 1)
+        self.given: Made = {} if given is None else given
+        self.made: Made = self.given if timeout is None else {}
+
+    def group(self, axes: Sequence[str], direction: str = "gather") -> ProcessGroup:
+        """The process group of the ranks that differ from this one on `axes` only.
+
+        A group over several axes is made on first use, by its members together.
+
+        Args:
+            direction: "gather" or "scatter"; both have the same group where there is one group an axis.
+        """
+        key = (tuple(axes), direction if self.groups_per_axis == 2 else "gather")
+        if key not in self.made:
+            self.made[key] = self._make(*key, self.timeout)
+        return self.made[key]
+
+    def parameters_group(self, axis: str) -> ProcessGroup:
+        """That of the parameters, which has torch's timeout.
+
+        DTensor takes equal DeviceMeshes for one another, whatever their groups are, and keeps them for good: those of
+        parameters are shared, never of one grid alone.
+        """
+        key = ((axis,), "gather")
+        if key not in self.given:
+            self.given[key] = self._make(*key, None)
+        return self.given[key]
+
+    def _make(self, axes: tuple[str, ...], direction: str, timeout: float | None) -> ProcessGroup:
+        if self.global_ranks is None:
+            raise GridError(f"grid {self.grid} has one rank and no process groups")
+        if self.backend == "nccl" and self.is_part and not nccl.can_group_alone():
+            raise GridError(
+                f"ProcessGrid: no process group over {' '.join(axes)} ({direction}): after "
+                "init_process_group(device_id=...) NCCL makes groups by all ranks together, and grid "
+                f"{self.grid} is a part of them\n  fix: init_process_group without device_id"
+            )
+        # torch names a group that its members alone make by how many groups they have: ranks that are in different
+        # numbers of groups of the user's own would wait for each other under different names.  So where the grid is the
+        # whole world, all of it makes all groups along the axes; a part of it cannot.  Of a fake world there is but
+        # this rank, which need not make the groups of the thousands of others.
+        alone = self.is_part or self.backend == "fake"
+        parallel = [self.rank] if alone else range(self.grid.num_ranks)
+        groups = {tuple(sorted(self.global_ranks[r] for r in self.grid.group(rank, axes))): None for rank in parallel}
+
+        def arguments() -> dict[str, Any]:
+            if self.backend == "nccl":
+                return nccl.group_arguments(timeout, self.high_priority, self.max_ctas)
+            return {"timeout": None if timeout is None else timedelta(seconds=timeout)}
+
+        own = None if timeout is None else object()
+        options = (self.backend, own, self.high_priority, self.max_ctas, direction)
+        return shared_group(tuple(groups), options, alone, arguments, keep=own is None)
+
+    def describe(self, axes: Sequence[str] = ()) -> str:
+        """This rank and its coordinate, and the peers along `axes`: for errors."""
+        where = ", ".join(f"{axis}={position}" for axis, position in self.coordinate.items())
+        peers = [str(rank) for rank in self.grid.group(self.rank, tuple(axes)) if rank != self.rank]
+        return f"rank {self.rank} ({where})" + (
+            f" waited for rank{'s' * (len(peers) > 1)} {', '.join(peers)}" * bool(axes)
+        )
