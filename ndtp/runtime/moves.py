@@ -76,6 +76,11 @@ class Way:
         """Whether a tensor that goes the one way arrives as if it had gone the other."""
         return self.steps == other.steps and self.blocks == other.blocks
 
+    def __str__(self) -> str:
+        return ", ".join(
+            ["a copy" if isinstance(leg, Cut) else f"{leg.kind}[{' '.join(leg.axes)}]" for leg in self.legs]
+        )
+
     def start(self, tensor: Tensor, *, ahead: bool = False) -> Move:
         return Move(self, tensor, ahead=ahead).start()
 

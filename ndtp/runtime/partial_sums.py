@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ndtp.schedule.tasks import LOOKAHEAD
+
 if TYPE_CHECKING:
     from ndtp.runtime.moves import Move
 
@@ -70,7 +72,7 @@ class PartialSums:
         for each in waiting:
             each.move.resume(each.tensor)
         for i, each in enumerate(waiting):
-            for following in waiting[i : i + 2]:  # the second flies while the first is waited for
+            for following in waiting[i : i + LOOKAHEAD]:  # the second flies while the first is waited for
                 following.move.release_hold().start()
             _accumulate(each.leaf, each.move.wait().to(each.leaf.dtype))
 

@@ -41,12 +41,15 @@ class Phase(Slots):
             Action.PREFETCH: self.prefetch,
             Action.RELEASE: self.release,
         }
-        for action, tensor, chunk, p in tasks:
+        for task in tasks:
+            action, tensor, chunk, p = task
             bind[action](p, tensor, chunk)
-            title = None
+            title, line = None, str(task)
+            if action is Action.START and (p, tensor, chunk) in self.moving:
+                line += f": {self.moving[p, tensor, chunk].way}"
             if action in COMPUTE:
                 title = (COMPUTE[action], tensor, self.part(chunk), self.stages[p].plan.name)
-            self.end_of_task(title)
+            self.end_of_task(line, title)
 
     # --------------------------------------------------------------------------------------------------- products
 

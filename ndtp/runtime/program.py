@@ -66,7 +66,7 @@ class Program:
         c = phase.result(phase.last, "C")
         phase.add_bias(phase.last, c)
         kept = phase.kept()
-        phase.end_of_task()
+        phase.end_of_task("finish")
         self._inputs = [i for i, shape in enumerate(self.shapes) if shape is not None]
         self._c, self._kept = c, tuple(kept.values())
         self._forward = _Runner(phase)
@@ -87,8 +87,13 @@ class Program:
         products = range(phase.last + 1)
         self._gradients = [phase.result(0, "dA") if self.wanted[0].dgrad else None]
         self._gradients += [phase.outcome(p, name) for name in ("dB", "dbias") for p in products]
-        phase.end_of_task()
+        phase.end_of_task("finish")
         self._backward = _Runner(phase)
+
+    def __str__(self) -> str:
+        """What runs, task by task, with the collectives that are started."""
+        phases = {"forward": self._forward.lines, "backward": self._backward.lines if self.is_wanted else ()}
+        return "\n".join("\n  ".join([name, *lines]) for name, lines in phases.items() if lines)
 
     def forward(
         self, step: StepState, tensors: Sequence[Tensor | None], weight: Tensor | None = None, owner: Any = None
@@ -140,7 +145,7 @@ class _Runner:
 
     def __init__(self, phase: Phase) -> None:
         self.size = len(phase.shapes)
-        self._tasks = phase.tasks
+        self.lines, self._tasks = phase.lines, phase.tasks
         self._runs: tuple[Run, ...] = tuple(chain.from_iterable(runs for _, runs in phase.tasks))
 
     def run(self, slots: list[Any], step: StepState) -> None:

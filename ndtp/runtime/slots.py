@@ -13,7 +13,7 @@ from ndtp.algebra.matmul_plan import Letters, MatMulPlan
 from ndtp.runtime import closures
 from ndtp.runtime.closures import FIRST, Get, Place, Run
 from ndtp.runtime.moves import Way, is_matrix
-from ndtp.schedule.tasks import RowChunks, Wanted
+from ndtp.schedule.tasks import Action, RowChunks, Task, Wanted
 
 if TYPE_CHECKING:
     from ndtp.collectives.collectives import Collectives
@@ -73,6 +73,7 @@ class Slots:
 
     Attributes:
         tasks: what a profiler calls it, or None, and its closures.
+        lines: the same to be read, see `Program.__str__`.
         shapes: of every slot; None for what is no tensor.
     """
 
@@ -87,6 +88,7 @@ class Slots:
         self.last, self.chunks = len(self.stages) - 1, self.rows[0].count
         self.wanted, self.phases, self.is_forward = wanted, phases, phases is FORWARD
         self.tasks: list[tuple[Title | None, tuple[Run, ...]]] = []
+        self.lines: list[str] = []
         self.runs: list[Run] = []
         self.shapes: list[Shape] = [()] * FIRST
         self.stored = {key: self.slot(shape) for key, shape in stored.items()}
@@ -95,8 +97,9 @@ class Slots:
         self.side_by_side: dict[tuple[int, str], int] = {}  # the gathered chunks of an operand
         self.begun: dict[Key, int] = {}  # results of which this rank's own part is multiplied
 
-    def end_of_task(self, title: Title | None = None) -> None:
+    def end_of_task(self, line: str, title: Title | None = None) -> None:
         if self.runs:
+            self.lines.append(line)
             self.tasks.append((title, tuple(self.runs)))
             self.runs = []
 
@@ -182,7 +185,7 @@ class Slots:
         slot = self.slot(way.shape)
         self.runs.append(closures.take_or_start(slot, source, way, self.is_forward))
         self.moving[p, "B", None] = _Moving(slot, way, None)
-        self.end_of_task()
+        self.end_of_task(f"{Task(Action.START, 'B', None, p)}: {way}")
 
     def release(self, p: int, name: str, i: int | None) -> None:
         """Let go of an operand, unless backward wants it."""

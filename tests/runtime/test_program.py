@@ -16,6 +16,7 @@ from ndtp import CommMeter, Grid, Layout, MatMulPlan, ProcessGrid
 from ndtp.compute.gemm import TorchGemm
 from ndtp.ops.products import mlp
 from ndtp.runtime import chain, program
+from ndtp.runtime.dry_grid import DryGrid
 from ndtp.testing import assert_equal, small_integers
 
 ONE = Grid(x=1)
@@ -149,3 +150,28 @@ def checked_every_time():
 
 def test_ranks_are_compared_in_every_call(ranks):
     ranks(2).run(checked_every_time)
+
+
+def test_a_program_says_what_it_runs():
+    """The same tasks that run, with the collectives that they start; of a grid that nobody has."""
+    grid = Grid(z=2, x=2, y=2)
+    plan = MatMulPlan(*(Layout.parse(grid, text) for text in ("(z y) x", "(x z) y")))
+    forms = tuple((shape, torch.float32, torch.device("meta")) for shape in ((4, 8), (4, 8)))
+    with mock.patch.object(TorchGemm, "own_part_from", 0):
+        bound = chain.program_of((*forms, None), (plan,), (None,), DryGrid(grid), (True, True, False), chunks=2)
+    forward = ["start B: all_gather[z]", *(f"start A[{i}]: all_gather[y]" for i in range(2)), "wait B"]
+    forward += [
+        "own C[0]",
+        "wait A[0]",
+        "prefetch B",
+        "multiply C[0]",
+        "start C[0]: reduce_scatter[x]",
+        "wait A[1]",
+        "multiply C[1]",
+    ]
+    forward += ["start C[1]: reduce_scatter[x]", "wait C[0]", "wait C[1]"]
+    text = str(bound)
+    assert text.startswith("\n  ".join(["forward", *forward]) + "\nbackward\n  "), text
+    assert text.splitlines().count("  start dB: reduce_scatter[z]") == 1
+    frozen = chain.program_of((*forms, None), (plan,), (None,), DryGrid(grid), (False,) * 3, chunks=2)
+    assert "backward" not in str(frozen)
