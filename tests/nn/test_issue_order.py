@@ -62,7 +62,7 @@ def issued():
     launch, order = Collectives.launch, []
 
     def noted(self, route, *tensors):
-        order.append((self.grid.grid, route.op, route.phase, route.kind, route.axes, route.part))
+        order.append((self.groups.grid, route.op, route.phase, route.kind, route.axes, route.part))
         return launch(self, route, *tensors)
 
     with mock.patch.object(Collectives, "launch", noted):
