@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ndtp import CommMeter, Grid, Layout, MatMulPlan, ProcessGrid, matmul
+from ndtp import CommMeter, Grid, GridError, Layout, MatMulPlan, ProcessGrid, matmul, nn
 from ndtp.algebra.binding import bind
 from ndtp.compute.gemm import TorchGemm
 from ndtp.testing import assert_equal, small_integers
@@ -135,3 +135,28 @@ def shards_of(product, seed=0):
     whole = [small_integers(s, seed + i, **BOUNDS) for i, s in enumerate((product.a_shape, product.b_shape))]
     a, b = (layout.shard(t, mesh.rank).contiguous() for layout, t in zip((plan.a, plan.b), whole, strict=True))
     return plan, mesh, whole, a, b
+
+
+def product_on(mesh: ProcessGrid) -> Tensor | None:
+    """A 3D product on whatever the axes are called."""
+    z, x, y = mesh.grid.names
+    plan = MatMulPlan(Layout(mesh.grid, (z, y), x), Layout(mesh.grid, (x, z), y))
+    a, b = small_integers((8, 8), 0), small_integers((8, 8), 1)
+    b_shard = plan.b.shard(b, mesh.rank).clone().requires_grad_()
+    c = matmul(plan.a.shard(a, mesh.rank), b_shard, plan, mesh)
+    assert_equal(c, plan.out.shard(a @ b, mesh.rank), f"{mesh}: C")
+    c.sum().backward()
+    assert_equal(b_shard.grad, plan.b.shard(a.mT @ torch.ones(8, 8), mesh.rank), f"{mesh}: dB")
+    if z != "z":
+        return None  # DTensor has no order for K_xz of axes by other names
+    layer = nn.Linear(8, 8, mesh=mesh, in_layout=plan.a, weight_layout=Layout(mesh.grid, y, (x, z)), seed=1)
+    return layer.to_dense().weight
+
+
+def message_of(call: Callable[[], object]) -> str:
+    """What a GridError says."""
+    try:
+        call()
+    except GridError as error:
+        return str(error)
+    raise AssertionError("no error")

@@ -72,7 +72,7 @@ TIES: set[str] = {
     "ndtp_kernels.choice.table -> ndtp_kernels.tools.tuning",
     "ndtp_kernels.torch_path -> ndtp_kernels.products",
 }
-TOO_LONG: set[str] = {"tests/runtime/test_process_grid.py"}
+TOO_LONG: set[str] = set()
 
 
 class Import(NamedTuple):

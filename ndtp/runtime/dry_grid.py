@@ -1,4 +1,4 @@
-"""A process grid that sends nothing: the executor runs on it with meta tensors, to tell shapes and bytes."""
+"""A process grid that sends nothing: programs are bound to it and run with meta tensors, to tell shapes and bytes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _DryGroup:
 
 
 class DryGrid:
-    """What the executor asks of a `ProcessGrid`, without process groups: for tensors that have no memory."""
+    """What chains ask of a `ProcessGrid`, without process groups: for tensors that have no memory."""
 
     def __init__(self, grid: Grid, rank: int = 0, backend: str = "gloo") -> None:
         self.grid, self.rank, self.gemm = grid, rank, TorchGemm()

@@ -1,6 +1,6 @@
 """A training step on two clocks, one that computes and one a link: the tasks of `ndtp.schedule.tasks`, timed.  Pure.
 
-What the executor does in order is replayed here in order, for many grids at once: a start puts a collective behind
+What a program does in order is replayed here in order, for many grids at once: a start puts a collective behind
 those already on its link, a wait holds the computation until it is done, the next weight is gathered ahead, and the
 reduction of a weight's gradient is waited for two chains later, or at the end.  Of one grid the clocks can be kept,
 span by span: what `ndtp show schedule` draws.
@@ -190,7 +190,7 @@ def step_seconds(
 
 
 def _tasks(products: Sequence[Product], chunks: int, regather: bool) -> Iterator[tuple[str, int, Task]]:
-    """(phase, product, task) of a step, as the executor goes through them, chain by chain."""
+    """(phase, product, task) of a step, as programs go through them, chain by chain."""
     # The last one ends a chain whatever it was cut out of: the first product of a block can be looked at alone.
     ends = [i for i, product in enumerate(products) if not product.chained or i + 1 == len(products)]
     chains = [range(begin, end + 1) for begin, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)]
