@@ -129,18 +129,10 @@ class Linear(nn.Module):
             fill_uniform(self.bias, self.plan.bias, self.mesh, bound, real[:1], seed, f"{self.name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, lead = as_rows(x, self.name), x.shape[:-1]
+        rows = as_rows(x, self.name)
         weight, bias = self.operands(rows)
         y = chain(rows, (weight,), (bias,), (self.plan,), (None,), self.mesh, (self,))
-        y = self.without_padding(y)
-        if len(lead) == 1:
-            return y
-        if y.shape[0] % max(math.prod(lead[1:]), 1):
-            raise LayoutError(
-                f"Linear '{self.name}': {y.shape[0]} rows of the result do not make whole blocks of {tuple(lead[1:])}, "
-                f"the leading dims of the shard {tuple(x.shape)}\n  fix: flatten the leading dims first"
-            )
-        return y.unflatten(0, (y.shape[0] // max(math.prod(lead[1:]), 1), *lead[1:]))
+        return with_leading_dims(self.without_padding(y), x, self.name)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight and bias, to be used with `x`.
@@ -277,6 +269,26 @@ def as_rows(x: Tensor, name: str) -> Tensor:
             "\n  fix: x.unsqueeze(0), if one row divides"
         )
     return x.flatten(0, -2)
+
+
+def with_leading_dims(y: Tensor, x: Tensor, name: str) -> Tensor:
+    """[rows, features] -> [.., features], in the leading dims of `x`; the first is what a shard of the result has.
+
+    Raises:
+        LayoutError: the rows of the result do not make whole blocks of the other leading dims.
+    """
+    lead = x.shape[:-1]
+    if len(lead) == 1:
+        return y
+    block = math.prod(lead[1:])
+    if block == 0:  # there are no rows, which say nothing of the first dim
+        return y.unflatten(0, lead)
+    if y.shape[0] % block:
+        raise LayoutError(
+            f"Linear '{name}': {y.shape[0]} rows of the result do not make whole blocks of {tuple(lead[1:])}, "
+            f"the leading dims of the shard {tuple(x.shape)}\n  fix: flatten the leading dims first"
+        )
+    return y.unflatten(0, (y.shape[0] // block, *lead[1:]))
 
 
 def zero_padding(x: Tensor, layout: Layout, mesh: ProcessGrid, features: int) -> Tensor:

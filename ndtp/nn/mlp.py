@@ -18,7 +18,15 @@ from ndtp.compute.activations import Activation, activation_named, width_of
 from ndtp.errors import LayoutError
 from ndtp.nn.dropout import Dropout, RowBlocks
 from ndtp.nn.hooks import runs_alone
-from ndtp.nn.linear import Linear, as_rows, memory_options, padded_size, zero_padding, zero_padding_rows
+from ndtp.nn.linear import (
+    Linear,
+    as_rows,
+    memory_options,
+    padded_size,
+    with_leading_dims,
+    zero_padding,
+    zero_padding_rows,
+)
 from ndtp.nn.random import draw_seed
 from ndtp.ops.memory import Memory, memory
 from ndtp.ops.products import mlp
@@ -150,8 +158,7 @@ class MLP(nn.Module):
                 # An activation need not be zero at zero; its padding must be, or the weight's padding gets a gradient.
                 h = zero_padding(h, self.layouts.hidden, self.mesh, self.inner)
             y = self.down(h)
-        y = y[:count] if padding else y
-        return y if x.dim() == 2 else y.unflatten(0, (-1, *x.shape[1:-1]) if x.numel() else x.shape[:-1])
+        return with_leading_dims(y[:count] if padding else y, x, self.down.name)
 
     def _is_one_schedule(self) -> bool:
         """Whether nothing but the activation lies between the products, and calling the parts would do no more."""

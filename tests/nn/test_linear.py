@@ -152,6 +152,7 @@ def check_leading_dims(grid):
     shard = Layout(grid, layout.dims[0], None, None, layout.dims[1]).shard(x, mesh.rank)
     out = Layout(grid, layer.out_layout.dims[0], None, None, layer.out_layout.dims[1])
     assert_equal(layer(shard), out.shard(reference(x), mesh.rank), "extra leading dims")
+    assert layer(shard[:, :0]).shape == (*shard[:, :0].shape[:-1], OUT // grid.size(out.dims[-1])), "no rows"
     layer.weight.requires_grad_(False)
     assert layer(shard).requires_grad, "the bias still wants one"
     frozen = ndtp.nn.Linear.from_dense(reference.requires_grad_(False), mesh=mesh)
@@ -159,7 +160,16 @@ def check_leading_dims(grid):
     assert not any(p.requires_grad for p in frozen.to_dense().parameters()), "to_dense keeps frozen"
 
 
+def check_blocks_of_rows():
+    """Rows over z come back over (z x): half as many, which are half a block."""
+    mesh = mesh_of(Grid(z=4, x=2, y=1))
+    layer = ndtp.nn.Linear(IN, OUT, mesh=mesh)
+    with pytest.raises(LayoutError, match=r"3 rows of the result do not make whole blocks of \(3, 2\)"):
+        layer(torch.ones(1, 3, 2, IN // 2))
+
+
 def test_leading_dims_and_frozen(ranks):
+    ranks(8).run(check_blocks_of_rows)
     ranks(8).run(check_leading_dims, Grid(z=2, x=2, y=2))
     ranks(8).run(check_leading_dims, Grid(z=4, x=1, y=2))
 

@@ -177,6 +177,7 @@ def check_use():
     y = block(layout.shard(x, mesh.rank))
     assert_equal(y, layout.shard(down(F.relu(up(x))), mesh.rank), "extra leading dims")
     assert block(layout.shard(x[:0], mesh.rank)).shape == (0, 3, 2, HIDDEN // 2), "no rows"
+    assert block(layout.shard(x[:, :0], mesh.rank)).shape == (2, 0, 2, HIDDEN // 2), "no rows"
     twin = copy.deepcopy(block)
     with torch.no_grad():
         local_shard(twin.up.weight).zero_()
