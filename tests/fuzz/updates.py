@@ -49,7 +49,7 @@ def _both(side: Dense, step: Step) -> tuple[nn.Module, nn.Module]:
 def ema(side: Dense, step: Step, label: str) -> None:
     theirs, ours = _both(side, step)
     pairs = list(zip(theirs.parameters(), ours.parameters(), strict=True))
-    if "foreach" in step.how and is_all_sharded(side):
+    if pairs and "foreach" in step.how and is_all_sharded(side):
         torch._foreach_lerp_([old for old, _ in pairs], [new for _, new in pairs], 0.5)
         return
     for old, new in pairs:
