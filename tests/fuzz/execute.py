@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,7 +33,12 @@ class Finding(Exception):
 
 def run_programs(programs: Sequence[Program], progress: str = "") -> list[int]:
     """Run programs one after another; a finding ends the call.  Returns how many tensors of each were compared."""
-    return [run_program(program, progress) for program in programs]
+    gc.collect()
+    gc.freeze()  # programs collect garbage again and again: their own alone, not torch's modules
+    try:
+        return [run_program(program, progress) for program in programs]
+    finally:
+        gc.unfreeze()
 
 
 def run_program(program: Program, progress: str = "") -> int:
