@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,9 @@ class Dense:
         return loss
 
     def keep(self, *things: Any) -> None:
+        pass
+
+    def forget(self) -> None:
         pass
 
     def accumulate(self) -> Any:
@@ -197,6 +201,10 @@ class Parallel(Dense):
 
     def keep(self, *things: Any) -> None:
         self.noise.keep(*things)
+
+    def forget(self) -> None:
+        self.noise.garbage.clear()
+        gc.collect()
 
     @contextlib.contextmanager
     def _quiet(self, is_quiet: bool) -> Iterator[None]:

@@ -36,8 +36,8 @@ def between(side: Dense, step: Step, label: str) -> None:
     model.zero_grad()
     graphs = forward(side, model, set(step.how), step.seed, label)
     weights = [p for name, p in model.named_parameters() if p.dim() > 1]
-    if not weights or any(unit.checkpoint or unit.computed for unit in side.program.units):
-        return  # a checkpoint computes with the new weight, in both
+    if not weights or any(unit.checkpoint or unit.computed or unit.compiled for unit in side.program.units):
+        return  # a checkpoint computes with the new weight, in both; compiled code does not see the change of a DTensor
     weight = weights[step.seed % len(weights)]
     with torch.no_grad():
         if "foreach" in step.how and is_all_sharded(side):

@@ -121,6 +121,7 @@ def deepcopy(side: Dense, step: Step, label: str) -> None:
 
 
 def to(side: Dense, step: Step, label: str) -> None:
+    side.forget()  # torch does not move a frozen DTensor that is in a graph
     side.move(torch.float32 if "float32" in step.how else torch.float64)
     for model in side.models.values():
         for parameter in model.parameters():
