@@ -104,13 +104,23 @@ def exchange(step: Any, tensors: Shards) -> tuple[Shards, list[int]]:
 
 @dataclass
 class Run:
-    """What a simulated plan left on the ranks, and what every rank received, by (phase, collective, axes)."""
+    """What a simulated plan left on the ranks, and what every rank received, by (phase, collective, axes).
+
+    `starts` has the phase of every tensor's move, and the shape of every rank's part before it.
+    """
 
     grid: Any
     received: Counter = field(default_factory=Counter)
+    starts: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     c: Shards = field(default_factory=list)
     da: Shards = field(default_factory=list)
     db: Shards = field(default_factory=list)
+
+    def move(self, phase: str, name: str, plan: Any, tensors: Shards) -> Shards:
+        """A tensor of a plan, by its name."""
+        (shape,) = {tensor.shape for tensor in tensors}
+        self.starts[name] = phase, shape
+        return self.follow(phase, plan.relayouts[name], tensors)
 
     def follow(self, phase: str, steps: Any, tensors: Shards) -> Shards:
         for step in steps:
@@ -152,16 +162,15 @@ def simulate(plan: Any, a: np.ndarray, b: np.ndarray, dc: np.ndarray) -> Run:
     """Run a plan, forward and backward, on dense operands and a dense gradient of C."""
     run = Run(plan.grid)
     ranks = range(int(np.prod(plan.grid.shape)))
-    steps = plan.relayouts
     ta, tb = plan.transpose_a, plan.transpose_b
-    a_held = run.follow("forward", steps["A"], [shard(a, plan.grid, plan.a.dims, rank) for rank in ranks])
-    b_held = run.follow("forward", steps["B"], [shard(b, plan.grid, plan.b.dims, rank) for rank in ranks])
+    a_held = run.move("forward", "A", plan, [shard(a, plan.grid, plan.a.dims, rank) for rank in ranks])
+    b_held = run.move("forward", "B", plan, [shard(b, plan.grid, plan.b.dims, rank) for rank in ranks])
     partial = [swapped(a_held[rank], ta) @ swapped(b_held[rank], tb) for rank in ranks]
-    run.c = run.follow("forward", steps["C"], partial)
-    dc_held = run.follow("dgrad", steps["dC"], [shard(dc, plan.grid, plan.out.dims, rank) for rank in ranks])
+    run.c = run.move("forward", "C", plan, partial)
+    dc_held = run.move("dgrad", "dC", plan, [shard(dc, plan.grid, plan.out.dims, rank) for rank in ranks])
     grads = [products(a_held[rank], b_held[rank], dc_held[rank], ta, tb) for rank in ranks]
-    run.da = run.follow("dgrad", steps["dA"], [da for da, _ in grads])
-    run.db = run.follow("wgrad", steps["dB"], [db for _, db in grads])
+    run.da = run.move("dgrad", "dA", plan, [da for da, _ in grads])
+    run.db = run.move("wgrad", "dB", plan, [db for _, db in grads])
     return run
 
 
@@ -179,6 +188,8 @@ def assert_exact(plan: Any, a_shape: tuple[int, ...], b_shape: tuple[int, ...], 
             wanted = shard(dense, plan.grid, layout.dims, rank)
             assert found.shape == wanted.shape and (found == wanted).all(), (name, rank, plan)
     k = a_shape[-2] if plan.transpose_a else a_shape[-1]
-    predicted = plan.volume((*c.shape[:-1], k, c.shape[-1]))
-    assert {entry.key: entry.amount for entry in predicted} == dict(run.received), plan
+    shape = (*c.shape[:-1], k, c.shape[-1])
+    assert {entry.key: entry.amount for entry in plan.volume(shape)} == dict(run.received), plan
+    sizes = plan.sizes(shape)
+    assert {move.tensor: (move.phase, plan.start_shape(move.tensor, sizes)) for move in plan.moves()} == run.starts
     return run

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.refusals import shown
+from ndtp.algebra.roles import letters_of
 from ndtp.errors import LayoutError
 
 
@@ -25,17 +26,18 @@ def bind(plan: MatMulPlan, a_shard: tuple[int, ...], b_shard: tuple[int, ...]) -
         tuple(size * layout.num_splits(dim) for dim, size in enumerate(shard))
         for layout, shard in ((plan.a, a_shard), (plan.b, b_shard))
     )
-    out, overrides = plan.requested
-    plain = replace(plan, out=out, roles=overrides, a_units=(), b_units=())  # type: ignore[arg-type]
+    batch = plan.batch_letters  # a bound plan may meet operands that broadcast otherwise: no dim counts as one yet
+    operands = plan.stored["A"], plan.stored["B"]
+    a_letters, b_letters = (letters_of(batch, each.layout.ndim, (), each.letters[-2:]) for each in operands)
     sizes: dict[str, int] = {}
-    for letter in plain.letters:
+    for letter in plan.letters:
         found = {
             tensor: shape[letters.index(letter)]
-            for tensor, shape, letters in (("A", a_shape, plain.a_letters), ("B", b_shape, plain.b_letters))
+            for tensor, shape, letters in (("A", a_shape, a_letters), ("B", b_shape, b_letters))
             if letter in letters
         }
         sizes[letter] = max(found.values()) if 0 not in found.values() else 0
-        may_differ = letter in plain.batch_letters
+        may_differ = letter in batch
         if any(size != sizes[letter] and not (may_differ and size == 1) for size in found.values()):
             raise LayoutError(
                 f"{where}: {shown(letter)} is {found['A']} in A {a_shape} and {found['B']} in B {b_shape}\n"
@@ -46,11 +48,11 @@ def bind(plan: MatMulPlan, a_shard: tuple[int, ...], b_shard: tuple[int, ...]) -
         tuple(
             dim
             for dim, (letter, size) in enumerate(zip(letters, shape, strict=True))
-            if letter in plain.batch_letters and size == 1 and sizes[letter] != 1
+            if letter in batch and size == 1 and sizes[letter] != 1
         )
-        for shape, letters in ((a_shape, plain.a_letters), (b_shape, plain.b_letters))
+        for shape, letters in ((a_shape, a_letters), (b_shape, b_letters))
     )
-    # A bound plan may meet operands that broadcast otherwise; `out` and the roles stay as announced.
+    # `out` and the roles stay as announced.
     same = (a_units, b_units) == (plan.a_units, plan.b_units)
     bound = plan if same else replace(plan, a_units=a_units, b_units=b_units)
     bound.check_divides(sizes)

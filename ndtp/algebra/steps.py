@@ -41,6 +41,31 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Passage:
+    """How a tensor of a plan lies before its steps, and after them.
+
+    Attributes:
+        letters: of its dims; None for a dim of size 1 that is broadcast.
+        begin, end: for each dim the axes that split it.
+        partial: axes over which it begins as an unreduced sum.
+    """
+
+    letters: tuple[str | None, ...]
+    begin: Dims
+    end: Dims
+    partial: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlanMove:
+    """A tensor of a plan, the phase that moves it, and by which steps, if any."""
+
+    phase: str
+    tensor: str
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
 class PlanStep:
     """A step of a plan, with the phase that runs it and the tensor that it moves."""
 
@@ -50,6 +75,19 @@ class PlanStep:
 
     def __str__(self) -> str:
         return str(self.step).format(self.tensor)
+
+
+def phase_of(tensor: str, backward: bool = False, dgrad: bool = True) -> str:
+    """The phase that moves a tensor: "forward", "dgrad" or "wgrad".
+
+    dC serves both products of backward and moves once, in the first of them, which is dgrad if that is wanted.  An
+    operand that backward gathers again moves where it is multiplied: B in dgrad, A in wgrad.
+    """
+    if not backward:
+        return "forward"
+    if tensor == "dC":
+        return "dgrad" if dgrad else "wgrad"
+    return "dgrad" if tensor in ("B", "dA") else "wgrad"
 
 
 def is_legal(grid: Grid, one: Dims, other: Dims) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.picture import ranges
+from ndtp.algebra.refusals import shown
 from ndtp.algebra.steps import Step
 
 Span = tuple[int, int]
@@ -88,22 +89,17 @@ def plan_panels(plan: MatMulPlan, shape: Sequence[int], phase: str = "forward") 
         LayoutError: sizes that the layouts do not divide.
     """
     sizes = plan.sizes(shape)
-    tensors = {"A": (plan.a, plan.a_letters), "B": (plan.b, plan.b_letters), "C": (plan.out, plan.c_letters)}
+    moving = {move.tensor for move in plan.moves() if move.phase == phase}
     rows = []
     for name in {"forward": ("A", "B", "C"), "dgrad": ("dC", "B", "dA"), "wgrad": ("dC", "A", "dB")}[phase]:
-        stored, letters = tensors[name.removeprefix("d")]
-        held = stored.with_dims(*plan.need(letters))
-        result = name == {"forward": "C", "dgrad": "dA", "wgrad": "dB"}[phase]
-        contracted = [axis for axis, letter in plan.roles.items() if letter not in letters]
-        partial = plan.grid.nontrivial(contracted) if result else ()
         # Backward finds operands as forward left them, and wgrad finds dC as dgrad did, unless they are gathered again.
-        kept = phase != "forward" and (name.lower() not in plan.regather if name in tensors else phase == "wgrad")
-        steps = () if kept and not result else plan.relayouts[name]
-        begin = "as multiplied" if result else "as kept" if kept else "as stored"
-        start = held if result or kept else stored
-        global_shape = tuple(sizes[letter] if letter else 1 for letter in letters)
-        shown = [("1" if letter is None else letter.upper().replace("BATCH", "B")) for letter in letters]
-        rows.append(_stages(name, begin, start, steps, partial, global_shape, shown))
+        kept, passage, tensor = name not in moving, plan.passages[name], plan.stored[name.removeprefix("d")]
+        is_result = name in ("C", "dA", "dB")
+        begin = "as multiplied" if is_result else "as kept" if kept else "as stored"
+        start = tensor.layout.with_dims(*(passage.end if kept else passage.begin))
+        letters = [shown(letter) for letter in tensor.letters]
+        steps, partial = () if kept else plan.relayouts[name], plan.grid.nontrivial(passage.partial)
+        rows.append(_stages(name, begin, start, steps, partial, tensor.shape(sizes), letters))
     return rows
 
 

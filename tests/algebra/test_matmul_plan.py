@@ -333,3 +333,28 @@ def test_regathering_repeats_the_forward_gathers(regather: tuple[str, ...]) -> N
     assert again.volume(shape).forward == kept.volume(shape).forward
     only_dgrad = again.volume(shape, wgrad=False).by("phase")
     assert only_dgrad["dgrad"] == 12 * 36 // 6 // 2 + a_gathered * 2 // 3 + expected["b"] * ("b" in regather)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "backward"),
+    [
+        ({}, "dgrad dC, dgrad B, dgrad dA, wgrad A, wgrad dB"),
+        ({"wgrad": False}, "dgrad dC, dgrad B, dgrad dA"),
+        ({"dgrad": False}, "wgrad dC, wgrad A, wgrad dB"),
+        ({"dgrad": False, "wgrad": False}, ""),
+        ({"dgrad": False, "bias": True}, "wgrad dC, wgrad A, wgrad dB, wgrad dbias"),
+        ({"wgrad": False, "bias": True}, "dgrad dC, dgrad B, dgrad dA, wgrad dbias"),
+        ({"dgrad": False, "wgrad": False, "bias": True}, "wgrad dC, wgrad dbias"),
+        ({"dgrad": False, "wgrad": False, "bias": True, "bias_grad": False}, ""),
+    ],
+)
+def test_what_moves_in_which_phase(wanted: dict[str, bool], backward: str) -> None:
+    """dC moves once, in the first product of backward that is wanted, and operands where they are multiplied again."""
+    grid = Grid(z=2, x=2, y=2)
+    plan = MatMulPlan(Layout(grid, ("z", "y"), "x"), Layout(grid, ("x", "z"), "y"), regather=("a", "b"))
+    moves = plan.moves(**wanted)
+    first = "forward A, forward B, forward C" + ", forward bias" * wanted.get("bias", False)
+    assert ", ".join(f"{move.phase} {move.tensor}" for move in moves) == first + f", {backward}" * bool(backward)
+    assert all(move.steps == plan.relayouts[move.tensor] for move in moves)
+    if wanted.get("bias"):  # N = 12 over y=2, as it is stored, before the rows' sum over z and x leaves or joins it
+        assert {plan.start_shape(name, {"m": 8, "n": 12, "k": 16}) for name in ("bias", "dbias")} == {(6,)}

@@ -27,11 +27,10 @@ def planned(grid: Grid, scheme: str) -> set[tuple[str, str, str]]:
     """(title without chunk, phase, axes) of every collective of a block with biases."""
     plans = block_layouts(grid, scheme).plans("mlp")
     return {
-        (f"{step.kind}[{' '.join(step.axes)}] mlp.{layer} {tensor}", phase, " ".join(step.axes))
+        (f"{step.kind}[{' '.join(step.axes)}] mlp.{layer} {move.tensor}", move.phase, " ".join(step.axes))
         for layer, plan in zip(("up", "down"), plans, strict=True)
-        for phase, tensors in plan.phases(bias=True).items()
-        for tensor in tensors
-        for step in plan.relayouts[tensor]
+        for move in plan.moves(bias=True)
+        for step in move.steps
         if step.kind != "slice"
     }
 

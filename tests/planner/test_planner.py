@@ -12,9 +12,10 @@ import pytest
 import ndtp
 from ndtp import Grid, MatMulPlan
 from ndtp.algebra.schemes import block_layouts
+from ndtp.algebra.steps import apply
 from ndtp.algebra.volume import Volume, lower_bound
 from ndtp.errors import GridError
-from ndtp.planner.block_cost import Block, Grids, memory
+from ndtp.planner.block_cost import Block, Grids, divides, memory, messages, volume
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.request import MIB
 from ndtp.planner.search import plan, predict
@@ -59,22 +60,34 @@ def test_volume_is_the_minimum_over_all_grids(ranks):
         assert all(other.memory_bytes >= best.memory_bytes for other in ties), (shape, best)
 
 
+def moved(name, plan, shape):
+    """(phase, product and tensor, collective, axis) -> elements of every collective of a plan that moves something."""
+    sizes = plan.sizes(shape)
+    return {
+        (move.phase, f"{name} {move.tensor}", step.kind, *step.axes): elements
+        for move in plan.moves()
+        for step, _, elements in apply(plan.grid, move.steps, plan.start_shape(move.tensor, sizes))
+        if step.kind != "slice"
+    }
+
+
 @pytest.mark.parametrize("ranks", [8, 12, 32])
 @pytest.mark.parametrize("regather", [(), ("a",), ("a", "b")], ids=str)
 def test_closed_form_equals_the_algebra(ranks, regather):
+    """Collective by collective: the same phase, tensor and axis, and as many elements; and so their sum."""
     tokens, hidden, ffn = 96 * ranks, 4 * ranks, 12 * ranks
-    g = Grids.all(ranks)
-    from ndtp.planner.block_cost import divides, volume
-
-    block = Block.mlp(tokens, hidden, ffn)
+    block, g = Block.mlp(tokens, hidden, ffn), Grids.all(ranks)
     assert divides(block, g, pad=False).sum() > 10
     g = g.take(divides(block, g, pad=False))
-    closed = volume(block, g, int("a" in regather), int("b" in regather))
-    for i, expected in enumerate(closed):
+    again = int("a" in regather), int("b" in regather)
+    closed = list(messages(block, g, *again))
+    for i, total in enumerate(volume(block, g, *again)):
         grid = Grid(**{axis: int(getattr(g, axis)[i]) for axis in ("dp", "z", "x", "y")})
         up, down = block_layouts(grid, "3d").plans(regather=regather)
-        exact = up.volume((tokens, hidden, ffn)) + down.volume((tokens, ffn, hidden))
-        assert exact.total == expected, grid
+        exact = moved("up", up, (tokens, hidden, ffn)) | moved("down", down, (tokens, ffn, hidden))
+        found = {(m.phase, m.tensor, m.collective, m.axis): int(m.elements[i]) for m in closed if m.elements[i]}
+        assert found == exact, grid
+        assert sum(exact.values()) == total, grid
 
 
 @pytest.mark.parametrize("scheme", ["1d", "1d-sp", "2d", "2d-features"])
