@@ -20,7 +20,7 @@ from ndtp.algebra import roles as rule
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.roles import Letters, Stored
-from ndtp.algebra.steps import Dims, Passage, PlanMove, PlanStep, Step, is_legal, phase_of, relayout
+from ndtp.algebra.steps import Dims, Journey, PlanMove, PlanStep, Step, is_legal, phase_of, relayout
 from ndtp.algebra.volume import Volume, traffic
 from ndtp.errors import LayoutError
 
@@ -159,7 +159,7 @@ class MatMulPlan:
     # ----------------------------------------------------------------------------------------------------- moves
 
     @cached_property
-    def passages(self) -> Mapping[str, Passage]:
+    def journeys(self) -> Mapping[str, Journey]:
         """How every tensor lies before and after its steps, by name: A, B, C, dC, dA, dB, bias, dbias.
 
         Operands go from stored to held, results back, and gradients the other way; what a result lacks a letter of is
@@ -173,18 +173,18 @@ class MatMulPlan:
             letters, lies, need = tensor.letters, tensor.layout.dims, self.need(tensor.letters)
             partial = tuple(axis for axis, letter in self.roles.items() if letter not in letters)
             to, back = (name, f"d{name}") if name != "C" else ("dC", "C")
-            found[to] = Passage(letters, lies, need)
-            found[back] = Passage(letters, need, lies, partial)
+            found[to] = Journey(letters, lies, need)
+            found[back] = Journey(letters, need, lies, partial)
         n = (self.orders["n"],)
         rows = tuple(axis for axes in self.need(self.c_letters)[:-1] for axis in axes)
-        return found | {"bias": Passage(("n",), n, self.out.dims[-1:]), "dbias": Passage(("n",), n, n, rows)}
+        return found | {"bias": Journey(("n",), n, self.out.dims[-1:]), "dbias": Journey(("n",), n, n, rows)}
 
     @cached_property
     def relayouts(self) -> Mapping[str, tuple[Step, ...]]:
-        """The steps of every tensor, by the names of `passages`."""
+        """The steps of every tensor, by the names of `journeys`."""
         return {
-            name: relayout(self.grid, passage.begin, passage.end, passage.partial)
-            for name, passage in self.passages.items()
+            name: relayout(self.grid, journey.begin, journey.end, journey.partial)
+            for name, journey in self.journeys.items()
         }
 
     @cached_property
@@ -243,13 +243,13 @@ class MatMulPlan:
     # --------------------------------------------------------------------------------------------------- shapes
 
     def start_shape(self, tensor: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Every rank's part of a tensor, by its name in `passages`, before its first step.
+        """Every rank's part of a tensor, by its name in `journeys`, before its first step.
 
         Args:
             sizes: letter -> global size.
         """
-        passage = self.passages[tensor]
-        return self._local(passage.letters, passage.begin, sizes)
+        journey = self.journeys[tensor]
+        return self._local(journey.letters, journey.begin, sizes)
 
     def held_shape(self, letters: Letters, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Every rank's part of a tensor with these letters while it is multiplied."""

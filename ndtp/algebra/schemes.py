@@ -1,6 +1,6 @@
 """Named schemes: the layouts of a MatMul -> activation -> MatMul block in 1D, 2D and 3D.  Pure.
 
-A scheme is nothing but five layouts; the rule of `contraction` does the rest.
+A scheme is nothing but five layouts; the rule of `ndtp.algebra.roles` does the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.algebra.steps import Dims
 from ndtp.errors import LayoutError
 
 TENSOR_AXES = ("x", "y", "z")
@@ -85,8 +86,16 @@ def block_layouts(grid: Grid, scheme: str, axes: Sequence[str] | None = None) ->
     )
 
 
+def scheme_of(grid: Grid) -> str:
+    """The scheme that uses all of a grid's axes x, y and z, by the plainest of its names.
+
+    All of these are the 3D scheme with axes of one rank; 1D is the one in which y alone splits.
+    """
+    x, z = (grid[axis] if axis in grid else 1 for axis in "xz")
+    return "3d" if z > 1 else "1d-sp" if x == 1 else "2d"
+
+
 Axes = tuple[str, ...]
-Dims = tuple[Axes, Axes]
 
 
 def _one(t: Axes) -> tuple[Dims, ...]:

@@ -41,7 +41,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Passage:
+class Journey:
     """How a tensor of a plan lies before its steps, and after them.
 
     Attributes:

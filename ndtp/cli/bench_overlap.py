@@ -138,7 +138,8 @@ def choose(text: str | None, scheme: str | None, ranks: int | None, shape: Shape
         GridError: a grid of another number of ranks than the launcher's or --ranks, one rank, or text that names none.
         LayoutError: a scheme that is not there or does not fit the grid, or sizes that do not divide.
     """
-    from ndtp.measure.volume import Case, cases, natural_scheme
+    from ndtp.algebra.schemes import scheme_of
+    from ndtp.measure.volume import Case, cases
 
     named = None if text is None else grid_of(text)
     count = num_ranks(ranks, named.num_ranks if named else 4, least=2)
@@ -151,7 +152,7 @@ def choose(text: str | None, scheme: str | None, ranks: int | None, shape: Shape
         return found[0]
     if named.num_ranks != count:
         raise GridError(f"bench overlap: --grid {text!r} has {named.num_ranks} ranks, the run has {count}")
-    case = Case(named, scheme or natural_scheme(named))
+    case = Case(named, scheme or scheme_of(named))
     case.predicted(shape, 1)  # raises where the sizes do not divide
     return case
 

@@ -111,7 +111,8 @@ def choose(texts: list[str], ranks: int, shape: Shape, top: int) -> list[Case]:
         GridError: a grid of another number of ranks; no grid that divides the sizes.
         typer.BadParameter: text that names none.
     """
-    from ndtp.measure.volume import Case, cases, natural_scheme
+    from ndtp.algebra.schemes import scheme_of
+    from ndtp.measure.volume import Case, cases
 
     if not texts:
         found = [case for case in cases(ranks, shape, top) if case.scheme != "1d"][:top]
@@ -126,7 +127,7 @@ def choose(texts: list[str], ranks: int, shape: Shape, top: int) -> list[Case]:
         grid = grid_of(text)
         if grid.num_ranks != ranks:
             raise GridError(f"bench step: --grid {text!r} has {grid.num_ranks} ranks, the run has {ranks}")
-        case = Case(grid, natural_scheme(grid))
+        case = Case(grid, scheme_of(grid))
         case.predicted(shape, 1)  # raises where the sizes do not divide
         chosen.append(case)
     return chosen

@@ -93,12 +93,12 @@ def plan_panels(plan: MatMulPlan, shape: Sequence[int], phase: str = "forward") 
     rows = []
     for name in {"forward": ("A", "B", "C"), "dgrad": ("dC", "B", "dA"), "wgrad": ("dC", "A", "dB")}[phase]:
         # Backward finds operands as forward left them, and wgrad finds dC as dgrad did, unless they are gathered again.
-        kept, passage, tensor = name not in moving, plan.passages[name], plan.stored[name.removeprefix("d")]
+        kept, journey, tensor = name not in moving, plan.journeys[name], plan.stored[name.removeprefix("d")]
         is_result = name in ("C", "dA", "dB")
         begin = "as multiplied" if is_result else "as kept" if kept else "as stored"
-        start = tensor.layout.with_dims(*(passage.end if kept else passage.begin))
+        start = tensor.layout.with_dims(*(journey.end if kept else journey.begin))
         letters = [shown(letter) for letter in tensor.letters]
-        steps, partial = () if kept else plan.relayouts[name], plan.grid.nontrivial(passage.partial)
+        steps, partial = () if kept else plan.relayouts[name], plan.grid.nontrivial(journey.partial)
         rows.append(_stages(name, begin, start, steps, partial, tensor.shape(sizes), letters))
     return rows
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ndtp.algebra.grid import Grid
-from ndtp.algebra.schemes import block_layouts
+from ndtp.algebra.schemes import block_layouts, scheme_of
 from ndtp.algebra.volume import Volume
 from ndtp.collectives.meter import CommMeter
 from ndtp.dtypes import SIZES
@@ -59,11 +59,6 @@ class Case:
         return (up.volume(first) + down.volume(second)).in_bytes(itemsize)
 
 
-def natural_scheme(grid: Grid) -> str:
-    """The scheme that uses all axes of a grid of z, x and y."""
-    return "3d" if grid["z"] > 1 else "1d-sp" if grid["x"] == 1 else "2d"
-
-
 def cases(ranks: int, shape: Shape, top: int) -> list[Case]:
     """The grids of `ranks` ranks that divide the shape: the `top` ones by volume, and the best of each scheme.
 
@@ -72,7 +67,7 @@ def cases(ranks: int, shape: Shape, top: int) -> list[Case]:
     """
     found: list[tuple[int, int, Case]] = []
     for grid in Grid.all(ranks, AXES):
-        schemes = [natural_scheme(grid)]
+        schemes = [scheme_of(grid)]
         schemes += ["1d"] * (schemes == ["1d-sp"])
         for scheme in schemes:
             case = Case(grid, scheme)

@@ -4,13 +4,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ndtp.planner.block_cost import Block
     from ndtp.planner.grid_plan import GridPlan
+    from ndtp.planner.hardware import Hardware
     from ndtp.planner.request import Request
     from ndtp.planner.search import plan
+    from ndtp.planner.sequence import GridSequence, plan_sequence
 
-_HOME = {"GridPlan": "grid_plan", "Request": "request", "plan": "search"}
+_HOME = {
+    "Block": "block_cost",
+    "GridPlan": "grid_plan",
+    "GridSequence": "sequence",
+    "Hardware": "hardware",
+    "Request": "request",
+    "plan": "search",
+    "plan_sequence": "sequence",
+}
 
-__all__ = ["GridPlan", "Request", "plan"]
+__all__ = ["Block", "GridPlan", "GridSequence", "Hardware", "Request", "plan", "plan_sequence"]
 
 
 def __getattr__(name: str) -> Any:

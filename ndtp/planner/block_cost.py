@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ndtp.algebra.grid import divisors
 from ndtp.algebra.volume import lower_bound
 
 AXES = ("dp", "z", "x", "y")
@@ -84,12 +85,6 @@ class Grids:
     @classmethod
     def all(cls, ranks: int) -> Grids:
         """Every factorization of a number of ranks."""
-
-        def divisors(n: int) -> list[int]:
-            return [d for d in range(1, int(n**0.5) + 1) if n % d == 0] + [
-                n // d for d in range(int(n**0.5), 0, -1) if n % d == 0 and d * d != n
-            ]
-
         below = {n: divisors(n) for n in divisors(ranks)}
         sizes = [
             (dp, z, x, ranks // (dp * z * x))

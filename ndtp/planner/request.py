@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from ndtp.dtypes import SIZES
@@ -41,11 +41,16 @@ class Request:
     Attributes:
         blocks: the blocks of a layer, which all run on one grid.
         layers: how often the sequence of blocks is repeated.
+        dtype, objective, ...: as for `ndtp.plan`.
+
+    Raises:
+        GridError: a size that is none, or a word that is not one of those known.
     """
 
     blocks: tuple[Block, ...]
     ranks: int
     hardware: Hardware
+    _: KW_ONLY
     layers: int = 1
     dtype: str = "bfloat16"
     objective: str = "time"

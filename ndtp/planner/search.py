@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ndtp.algebra.grid import Grid
+from ndtp.algebra.schemes import scheme_of
 from ndtp.errors import GridError
 from ndtp.planner import block_cost
 from ndtp.planner.block_cost import AXES, Block, Grids
@@ -81,9 +82,19 @@ def plan(
     if heads:
         blocks.insert(0, Block.attention(tokens, hidden, heads, kv_heads, head_size))
     request = Request(
-        tuple(blocks), ranks, Hardware.load(hardware), layers, dtype, objective, optimizer, memory_limit_gib,
-        dict(fixed or {}), tp_within_node, pad, chunks,
-    )  # fmt: skip
+        tuple(blocks),
+        ranks,
+        Hardware.load(hardware),
+        layers=layers,
+        dtype=dtype,
+        objective=objective,
+        optimizer=optimizer,
+        memory_limit_gib=memory_limit_gib,
+        fixed=dict(fixed or {}),
+        tp_within_node=tp_within_node,
+        pad=pad,
+        chunks=chunks,
+    )
     return search(request, limit)
 
 
@@ -216,13 +227,12 @@ def _take_time(time: Time, index: Any) -> Time:
 
 
 def _grid_plan(request: Request, found: Candidates, i: int, pad: bool, bound: float) -> GridPlan:
-    sizes = {axis: int(getattr(found.g, axis)[i]) for axis in AXES}
-    order = ORDERS[int(found.order[i])]
+    grid = Grid({axis: int(getattr(found.g, axis)[i]) for axis in ORDERS[int(found.order[i])]})
     volume = int(found.volume[i])
     return GridPlan(
-        grid=Grid({axis: sizes[axis] for axis in order}),
-        scheme=scheme_of(sizes),
-        kind=kind_of(sizes),
+        grid=grid,
+        scheme=scheme_of(grid),
+        kind=kind_of(grid),
         regather=REGATHERS[int(found.regather[i])],
         pad=bool(pad),
         volume_bytes=volume,
@@ -256,18 +266,12 @@ def _on(request: Request, grid: Grid) -> tuple[Work, Network]:
     return work, Network.of(g, order, request.hardware)
 
 
-def scheme_of(sizes: Mapping[str, int]) -> str:
-    """The named scheme under which `block_layouts` gives the layouts that were weighed."""
-    if sizes["z"] > 1:
-        return "3d"
-    return "1d-sp" if sizes["x"] == 1 and sizes["y"] > 1 else "2d"
-
-
-def kind_of(sizes: Mapping[str, int]) -> str:
-    split = [axis for axis in ("x", "y") if sizes[axis] > 1]
+def kind_of(grid: Grid) -> str:
+    """What the field calls a grid of dp, x, y and z."""
+    split = [axis for axis in ("x", "y") if grid[axis] > 1]
     parts = ["1D" if len(split) == 1 else "2D"] if split else []
-    if sizes["z"] > 1:
+    if grid["z"] > 1:
         parts = ["3D"] if len(split) == 2 else [*parts, "FSDP"]
-    if sizes["dp"] > 1:
+    if grid["dp"] > 1:
         parts.append("data parallel")
     return " + ".join(parts) or "one rank"

@@ -41,7 +41,9 @@ def plan_sequence(blocks: Sequence[Block], request: Request, candidates: int = 1
     """The cheapest sequence of grids for blocks that follow one another, by dynamic programming.
 
     Args:
-        request: everything but the blocks; its objective is "time" or "volume".
+        blocks: each a `ndtp.planner.Block`.
+        request: a `ndtp.planner.Request` with everything but the blocks, of which it may have none; its objective is
+            "time" or "volume".
         candidates: how many grids of each block, best first, are considered, for all blocks.
 
     Raises:

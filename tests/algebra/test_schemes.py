@@ -3,7 +3,7 @@
 import pytest
 
 from ndtp import Grid, LayoutError
-from ndtp.algebra.schemes import SCHEMES, block_layouts
+from ndtp.algebra.schemes import SCHEMES, block_layouts, scheme_of
 
 
 def texts(grid, scheme, axes=None):
@@ -43,6 +43,18 @@ def test_every_scheme_makes_a_block_that_ends_as_it_began(scheme, num_ranks):
         layouts = block_layouts(grid, scheme)
         up, down = layouts.plans()
         assert up.out == layouts.hidden == down.a and down.out == layouts.output == layouts.input
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_the_plainest_name_of_the_3d_scheme(num_ranks):
+    """What the planner weighs are 3D's layouts; the name under which it answers must give them."""
+    for grid in Grid.all(num_ranks, ("dp", "z", "x", "y")):
+        named, split = vars(block_layouts(grid, scheme_of(grid))), vars(block_layouts(grid, "3d"))
+        for name, layout in named.items():
+            assert [*map(grid.nontrivial, layout.dims)] == [*map(grid.nontrivial, split[name].dims)], (grid, name)
+    assert [scheme_of(Grid(**sizes)) for sizes in ({"dp": 4}, {"y": 4}, {"x": 4}, {"x": 2, "y": 2}, {"z": 4})] == [
+        "1d-sp", "1d-sp", "2d", "2d", "3d"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
