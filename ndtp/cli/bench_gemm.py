@@ -6,8 +6,6 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
-import ndtp_kernels
-import torch
 import typer
 from rich.table import Table
 
@@ -29,6 +27,9 @@ def gemm(
 
     Example: ndtp bench gemm --shape 8192,14336,4096 --tune
     """
+    import ndtp_kernels
+    import torch
+
     shapes = [sizes_of(text, "--shape") for text in shape or DEFAULT_SHAPES]
     on_gpu = torch.cuda.is_available()
     if tune and not on_gpu:
@@ -62,6 +63,8 @@ def gemm(
 
 def choice_table(sizes: tuple[int, int, int], dtype: str) -> tuple[Table, dict[str, Any]]:
     """Every candidate for a product with its estimate, and the choice."""
+    import ndtp_kernels
+
     report = ndtp_kernels.explain(*sizes, dtype)
     title = f"{report['shape_class']} on {report['chip']}: {report['choice']} ({report['source']})"
     table = Table(title=title, box=None)

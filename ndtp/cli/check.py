@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,7 +17,6 @@ from rich.text import Text
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.schemes import SCHEMES
-from ndtp.cli.cases import Case, Result, cases, check_grid, exact_up_to
 from ndtp.cli.common import (
     JsonOption,
     RanksOption,
@@ -29,7 +28,9 @@ from ndtp.cli.common import (
     write_json,
 )
 from ndtp.cli.progress import Runner
-from ndtp.testing import RankError
+
+if TYPE_CHECKING:
+    from ndtp.cli.cases import Case, Result
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -103,6 +104,9 @@ def check(
 
     Example: ndtp check --ranks 8 --scheme 3d --scheme 2d --dtype bfloat16
     """
+    from ndtp.cli.cases import cases, check_grid, exact_up_to
+    from ndtp.testing import RankError
+
     schemes, dtypes = (tuple(dict.fromkeys(words)) for words in (scheme or SCHEMES, dtype or ["float32"]))
     out = console(json_file)
     ranks = num_ranks(ranks)

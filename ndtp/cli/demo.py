@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -27,10 +27,11 @@ from ndtp.cli.common import (
     write_json,
     writing,
 )
-from ndtp.cli.demo_training import LOSS_TOLERANCE, GridRun, Run, Task, train
 from ndtp.cli.progress import Runner
 from ndtp.planner.fields import Number, reason, unwritable
-from ndtp.testing import RankError
+
+if TYPE_CHECKING:
+    from ndtp.cli.demo_training import GridRun, Run, Task
 
 
 def demo(
@@ -54,6 +55,9 @@ def demo(
 
     Example: ndtp demo --output demo_output --steps 100
     """
+    from ndtp.cli.demo_training import LOSS_TOLERANCE, GridRun, Task, train
+    from ndtp.testing import RankError
+
     out = console(json_file)
     ranks = num_ranks(ranks)
     start = time.monotonic()
@@ -134,6 +138,8 @@ def _introduce(out: Console, task: Task, ranks: int) -> None:
 
 
 def _print_table(out: Console, dense: Run, runs: Sequence[GridRun]) -> None:
+    from ndtp.cli.demo_training import LOSS_TOLERANCE
+
     table = Table(title="A training step, and how far its losses are from dense", title_justify="left")
     table.add_column("MLPs on", no_wrap=True)
     for column in ("bytes predicted", "measured", "ms a step", "last loss", "largest deviation"):

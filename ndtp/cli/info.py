@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
 import sys
 from typing import Annotated, Any
 
-import torch
-import torch.distributed as dist
 import typer
 from rich.table import Table
 
@@ -50,6 +47,9 @@ def info(
 
 def environment() -> dict[str, dict[str, Any]]:
     """By topic.  Asks devices for their names, and starts nothing on them."""
+    import torch
+    import torch.distributed as dist
+
     return {
         "versions": {
             "ndtp": ndtp.__version__,
@@ -74,13 +74,17 @@ def environment() -> dict[str, dict[str, Any]]:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata
+
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
 
 
 def _devices() -> dict[str, Any]:
+    import torch
+
     if not torch.cuda.is_available():
         return {"cpu": platform.processor() or platform.machine(), "gpus": []}
     names = []
@@ -99,6 +103,9 @@ def _devices() -> dict[str, Any]:
 
 
 def _nccl() -> str | bool:
+    import torch
+    import torch.distributed as dist
+
     if not (dist.is_available() and dist.is_nccl_available()):
         return False
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -21,12 +21,9 @@ from ndtp.cli.common import (
 )
 from ndtp.dtypes import SHORT
 from ndtp.errors import GridError
-from ndtp.planner.block_cost import AXES
-from ndtp.planner.grid_plan import GridPlan
-from ndtp.planner.hardware import Hardware
-from ndtp.planner.model_config import read_config
-from ndtp.planner.request import GIB, MIB
-from ndtp.planner.search import plan as search
+
+if TYPE_CHECKING:
+    from ndtp.planner.grid_plan import GridPlan
 
 
 def plan(
@@ -63,6 +60,10 @@ def plan(
 
     Example: ndtp plan --tokens 8192 --hidden 4096 --ffn 16384 --ranks 64 --hardware h100-ib
     """
+    from ndtp.planner.block_cost import AXES
+    from ndtp.planner.hardware import Hardware
+    from ndtp.planner.search import plan as search
+
     arguments = _sizes(model, hidden, ffn, gated, layers)
     plans = search(
         tokens, ranks=ranks, hardware=Hardware.load(hardware), objective=objective,
@@ -80,6 +81,8 @@ def plan(
 
 
 def _sizes(model: str | None, hidden: int | None, ffn: int | None, gated: bool, layers: int | None) -> dict[str, Any]:
+    from ndtp.planner.model_config import read_config
+
     if model is not None:
         if hidden is not None or ffn is not None or gated:
             raise GridError("plan: --model gives --hidden, --ffn and --gated; leave them out")
@@ -91,6 +94,8 @@ def _sizes(model: str | None, hidden: int | None, ffn: int | None, gated: bool, 
 
 
 def _table(plans: list[GridPlan], count: int) -> Table:
+    from ndtp.planner.request import GIB, MIB
+
     request = plans[0].request
     of = f" of {count}" if count > len(plans) else ""
     title = f"{len(plans)}{of} grids of {request.ranks} ranks by {request.objective}, on {request.hardware.name}"
@@ -127,6 +132,8 @@ def grid_text(plan: GridPlan) -> str:
 
 
 def _say_best(out: Any, best: GridPlan) -> None:
+    from ndtp.planner.request import GIB
+
     out.print(best.why, highlight=False)
     room = best.request.hardware.memory_gib
     if best.memory_bytes > room * GIB:

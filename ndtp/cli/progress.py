@@ -15,11 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from ndtp.testing import run
 
 POLL_S = 0.2
 LINE_S = 5.0  # between lines, where there is no terminal
@@ -34,18 +30,20 @@ class Bar:
     """
 
     def __init__(self, console: Console, what: str, total: int) -> None:
+        from rich import progress as bars
+
         self.what, self.total, self.done = what, total, 0
         self._begin = self._said = time.monotonic()
         self._says = not console.quiet and not console.is_terminal
         columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(bar_width=30),
+            bars.MofNCompleteColumn(),
+            bars.TimeElapsedColumn(),
+            bars.TextColumn("left"),
+            bars.TimeRemainingColumn(),
         )
-        self._progress = Progress(*columns, console=console, transient=True, disable=self._says)
+        self._progress = bars.Progress(*columns, console=console, transient=True, disable=self._says)
         self._task = self._progress.add_task(what, total=total)
 
     def __enter__(self) -> Bar:
@@ -101,6 +99,8 @@ class Counter:
     path: str
 
     def advance(self, steps: int = 1) -> None:
+        import torch.distributed as dist
+
         if not dist.is_initialized() or dist.get_rank() == 0:
             with open(self.path, "ab") as file:
                 file.write(b"." * steps)
@@ -126,6 +126,8 @@ class Runner:
 
     def run(self, what: str, fn: Callable[..., Any], *args: Any, axes: Mapping[str, int] | None = None) -> list[Any]:
         """`fn(counter, *args)` on every rank; the results by rank."""
+        from ndtp.testing import run
+
         start = self.bar.done
         self.bar.update(start, what)
         handle, path = tempfile.mkstemp(prefix="ndtp-progress-")

@@ -118,7 +118,7 @@ def test_help_has_an_example():
 
 
 def test_a_rank_that_fails_is_an_error_that_names_the_case(monkeypatch):
-    monkeypatch.setattr("ndtp.cli.check.check_grid", dies)
+    monkeypatch.setattr("ndtp.cli.cases.check_grid", dies)
     result = check("--ranks", 2, "--scheme", "1d", "--json", "-")
     assert result.exit_code == 1
     assert "rank 1 (z=0 x=0 y=1): RuntimeError: case '1d z=1 x=1 y=2 float32 up' stopped: boom" in result.stderr

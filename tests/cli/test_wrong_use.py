@@ -73,7 +73,6 @@ def hostile(tmp_path, monkeypatch):
     markup = "ranks_per_node = 1\n[tflops]\nbfloat16 = 1\n[inter]\nbandwidth_gbs = 1\n"
     (tmp_path / "[" / "x].toml").write_text(markup)
     monkeypatch.setattr("ndtp.testing.run", starts)
-    monkeypatch.setattr("ndtp.cli.progress.run", starts)
     return run
 
 

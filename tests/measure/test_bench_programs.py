@@ -36,6 +36,13 @@ def test_host_overhead(tmp_path):
     assert len(cases) == 3 and all({"plain", "ndtp", "dtensor"} <= set(case) for case in cases.values())
 
 
+def test_import_time(tmp_path):
+    out = tmp_path / "import_time.json"
+    start(BENCH / "import_time.py", "--repetitions", 1, "--out", out)
+    calls = json.loads(out.read_text())["calls"]
+    assert len(calls) == 6 and all(took > 0 for took in calls.values())
+
+
 def test_overlap_checks_every_rival_and_tells_the_parts(tmp_path):
     out = tmp_path / "overlap.json"
     sizes = ("--tokens", 64, "--hidden", 16, "--inner", 32, "--repetitions", 1, "--out", out)
