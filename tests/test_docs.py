@@ -220,6 +220,23 @@ def test_names_exist(page):
         assert resolves(name), f"{page.name} names {name}, which does not exist"
 
 
+def test_names_in_the_code_exist():
+    """In docstrings and comments: what has moved since is said to be where it was."""
+    wrong = []
+    for path in [*(ROOT / "ndtp").rglob("*.py"), *(ROOT / "kernels").rglob("*.py"), *(ROOT / "bench").glob("*.py")]:
+        for name in sorted(set(re.findall(r"`(ndtp(?:_kernels)?(?:\.[A-Za-z_]\w*)+)", path.read_text()))):
+            if not resolves(name):
+                wrong.append(f"{path.relative_to(ROOT)} names {name}")
+    assert not wrong, "which does not exist:\n" + "\n".join(wrong)
+
+
+def test_the_code_is_read_in_ten_files():
+    text = (ROOT / "README.md").read_text().split("## Read the code in this order")[1].split("\n## ")[0]
+    rows = [re.findall(r"\]\(([^)]+)\)", line) for line in text.splitlines() if line.startswith("| [")]
+    files = [file for row in rows for file in row]
+    assert len(files) <= 10 and all((ROOT / file).is_file() for file in files)
+
+
 def resolves(name: str) -> bool:
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
