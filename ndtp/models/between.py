@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
-from ndtp.nn.dropout import RowBlocks, drop
+from ndtp.nn.dropout import drop
+from ndtp.nn.padding import RowBlocks
 from ndtp.runtime.process_grid import ProcessGrid
 
 # By name: as functions of torch and of torch.nn.functional, as methods, in place (`relu_`) and as operators.

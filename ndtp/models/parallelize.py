@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
@@ -20,8 +19,16 @@ from ndtp.errors import LayoutError
 from ndtp.models.auto import best_grid, best_layouts, request_for
 from ndtp.models.between import Between, Passage, enter, leave
 from ndtp.models.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unfit
-from ndtp.nn.dropout import RowBlocks
-from ndtp.nn.linear import Linear, padded_size, zero_padding, zero_padding_rows
+from ndtp.nn.linear import Linear
+from ndtp.nn.padding import (
+    RowBlocks,
+    pad_rows,
+    pair_multiples,
+    row_multiple,
+    with_leading_dims,
+    zero_padding,
+    zero_padding_rows,
+)
 from ndtp.ops.products import relayout
 from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
@@ -46,28 +53,43 @@ class Report:
         return "\n".join(lines + [f"kept     {name}: {reason}" for name, reason in self.kept.items()])
 
 
+@dataclass(frozen=True)
+class Boundary:
+    """Where a layer stands between the rest of a model and what `parallelize` made of a pair, or of one layer.
+
+    Attributes:
+        outside: how activations lie in the rest of the model: whole, but for the rows that other axes (`dp`) split.
+        row_multiple: what the rows of a rank are padded to a multiple of inside.
+        enters, leaves: whether the layer takes what lies outside, and whether it returns it.
+    """
+
+    outside: Layout
+    row_multiple: int
+    enters: bool = True
+    leaves: bool = True
+
+
 class BoundaryLinear(Linear):
     """A `Linear` whose input or output is converted from or to what its neighbours in the model expect.
 
-    Outside, activations are whole but for the rows that other axes (`dp`) split.  Inside they lie as the plan says, as
-    [rows, features], padded where a size does not divide.
+    Inside of its `boundary` activations lie as the plan says, as [rows, features], padded where a size does not divide.
     """
 
-    enters: bool
-    leaves: bool
-    outside: Layout
-    row_multiple: int
+    def __init__(self, *sizes: Any, boundary: Boundary, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.boundary = boundary
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.enters:
+        if self.boundary.enters:
             x, passage = self._enter(x)
         else:
             x, passage = self._inside(x)
         y = super().forward(x)
-        if not self.leaves:
+        if not self.boundary.leaves:
             return enter(zero_padding_rows(y, self.out_layout, self.mesh, passage.rows), passage)
-        y = relayout(y, self.out_layout, self.outside, self.mesh, f"{self.name} output")
-        return y[: math.prod(passage.lead), : self.out_features].reshape(*passage.lead, self.out_features)
+        y = relayout(y, self.out_layout, self.boundary.outside, self.mesh, f"{self.name} output")
+        y = y[: math.prod(passage.lead), : self.out_features]
+        return with_leading_dims(y, passage.lead, f"parallelize: '{self.name}'")
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Passage]:
         """Rows of the whole features, as the plan has them, and what becomes of them."""
@@ -77,13 +99,13 @@ class BoundaryLinear(Linear):
             raise LayoutError(
                 f"parallelize: '{self.name}' takes {self.in_features} features, its input is of {tuple(x.shape)}"
             )
-        lead = tuple(x.shape[:-1])
+        lead, outside = tuple(x.shape[:-1]), self.boundary.outside
         count = math.prod(lead)
-        padding = -count % self.row_multiple
-        x = F.pad(x.reshape(count, self.in_features), (0, self.padded_in - self.in_features, 0, padding))
-        x = relayout(x, self.outside, self.in_layout, self.mesh, f"{self.name} input")
-        rows = RowBlocks(count or 1, count + padding or 1)
-        return x, Passage(self.name, self.out_layout, self.outside, self.mesh, self.out_features, lead, rows)
+        x = x.reshape(count, self.in_features)
+        x = pad_rows(x, self.boundary.row_multiple, self.padded_in - self.in_features)
+        rows = RowBlocks.of(count, x)
+        x = relayout(x, outside, self.in_layout, self.mesh, f"{self.name} input")
+        return x, Passage(self.name, self.out_layout, outside, self.mesh, self.out_features, lead, rows)
 
     def _inside(self, x: Tensor) -> tuple[Tensor, Passage]:
         """What the other layer of the pair gave, and what became of it."""
@@ -94,7 +116,11 @@ class BoundaryLinear(Linear):
                 "pair out of the plan"
             )
         passage = x.passage
-        if (passage.layout, passage.outside, passage.features) != (self.in_layout, self.outside, self.in_features):
+        if (passage.layout, passage.outside, passage.features) != (
+            self.in_layout,
+            self.boundary.outside,
+            self.in_features,
+        ):
             passage.refuse(f"'{self.name}', which belongs to another pair,")
         shard = zero_padding_rows(leave(x), self.in_layout, self.mesh, passage.rows)
         if self.padded_in != self.in_features:
@@ -104,14 +130,14 @@ class BoundaryLinear(Linear):
 
     def volume(self, tokens: int, dgrad: bool = True) -> Volume:
         """As `Linear.volume`, with the conversions at the boundary."""
-        shards = self.outside.num_splits(0)
-        tokens = -(-tokens // (self.row_multiple * shards)) * self.row_multiple * shards
+        outside = self.boundary.outside
+        tokens += -tokens % (self.boundary.row_multiple * outside.num_splits(0))
         total = super().volume(tokens, dgrad)
         moves = []
-        if self.enters and dgrad:
-            moves.append(("dgrad", self.in_layout, self.outside, self.padded_in))
-        if self.leaves:
-            moves.append(("forward", self.out_layout, self.outside, self.padded_out))
+        if self.boundary.enters and dgrad:
+            moves.append(("dgrad", self.in_layout, outside, self.padded_in))
+        if self.boundary.leaves:
+            moves.append(("forward", self.out_layout, outside, self.padded_out))
         for phase, source, target, features in moves:
             steps = relayout_steps(self.mesh.grid, source.dims, target.dims)
             total += Volume.of(traffic(self.mesh.grid, steps, source.shard_shape((tokens, features)), phase))
@@ -215,14 +241,12 @@ def _replace_pair(
     used = {axis for plan in plans for axis in plan.b.axes}
     rows = [axis for axis in up.a.dims[0] if axis not in used]
     outside = _outside((up.a, down.out), rows)
-    inside = math.lcm(padded_size(1, "n", (up,), pad), padded_size(1, "k", (down,), pad))
-    ends = (padded_size(1, "k", (up,), pad), padded_size(1, "n", (down,), pad))
-    multiple = _row_multiple(plans, outside) if pad else 1
-    layers = [(name, up, (ends[0], inside)) for name in pair.ups] + [(pair.down, down, (inside, ends[1]))]
-    for name, plan, padding in layers:
-        layer = _boundary_linear(model.get_submodule(name), name, plan, mesh, padding, options)
-        layer.enters, layer.leaves = name != pair.down, name == pair.down
-        layer.outside, layer.row_multiple = outside, multiple
+    enters, inside, leaves = pair_multiples(up, down, pad)
+    multiple = row_multiple(plans, outside) if pad else 1
+    first, second = (Boundary(outside, multiple, enters=first, leaves=not first) for first in (True, False))
+    layers = [(name, up, (enters, inside), first) for name in pair.ups] + [(pair.down, down, (inside, leaves), second)]
+    for name, plan, padding, boundary in layers:
+        layer = _boundary_linear(model.get_submodule(name), name, plan, mesh, padding, boundary, options)
         _put(model, name, layer, report)
 
 
@@ -243,28 +267,27 @@ def _replace_one(
     if a is None or b is None:
         raise LayoutError(f"parallelize: give {name!r} an input and a weight layout")
     plan = MatMulPlan(a, b, out, transpose_b=True, name=name)
-    layer = _boundary_linear(dense, name, plan, mesh, pad, options)
-    layer.enters = layer.leaves = True
     rows = [axis for axis in plan.a.dims[0] if axis not in plan.b.axes]
-    layer.outside = _outside((plan.a, plan.out), rows)
-    layer.row_multiple = _row_multiple((plan,), layer.outside) if pad else 1
-    _put(model, name, layer, report)
+    outside = _outside((plan.a, plan.out), rows)
+    boundary = Boundary(outside, row_multiple((plan,), outside) if pad else 1)
+    _put(model, name, _boundary_linear(dense, name, plan, mesh, pad, boundary, options), report)
 
 
 def _boundary_linear(
-    dense: Any, name: str, plan: MatMulPlan, mesh: ProcessGrid, pad: bool | tuple[int, int], options: Mapping[str, Any]
+    dense: Any,
+    name: str,
+    plan: MatMulPlan,
+    mesh: ProcessGrid,
+    pad: bool | tuple[int, int],
+    boundary: Boundary,
+    options: Mapping[str, Any],
 ) -> BoundaryLinear:
     layer = BoundaryLinear.from_dense(
         dense, mesh=mesh, in_layout=plan.a, weight_layout=plan.b, out_layout=plan.out,
-        pad=pad, name=name, **options,
+        pad=pad, name=name, boundary=boundary, **options,
     )  # fmt: skip
     assert isinstance(layer, BoundaryLinear)
     return layer.train(dense.training)
-
-
-def _row_multiple(plans: Sequence[MatMulPlan], outside: Layout) -> int:
-    splits = [layout.num_splits(0) for plan in plans for layout in (plan.a, plan.out)]
-    return math.lcm(*splits, *(plan.grid.size(plan.orders["m"]) for plan in plans)) // outside.num_splits(0)
 
 
 def _put(model: nn.Module, name: str, layer: BoundaryLinear, report: Report) -> None:

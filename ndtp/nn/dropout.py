@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
+from ndtp.nn.padding import RowBlocks
 from ndtp.nn.random import draw_seed, key_of, uniform_at
 from ndtp.runtime.process_grid import ProcessGrid
 
-
-@dataclass(frozen=True)
-class RowBlocks:
-    """The rows of the whole tensor come in blocks of `padded`, of which the first `real` are no padding."""
-
-    real: int = 1
-    padded: int = 1
+UNPADDED = RowBlocks()
 
 
 def drop(x: Tensor, p: float, layout: Layout, mesh: ProcessGrid, features: int | None, blocks: RowBlocks) -> Tensor:
@@ -49,12 +42,15 @@ class Dropout(nn.Module):
         if not 0.0 <= p < 1.0:
             raise ValueError(f"Dropout: p={p} is not in [0, 1)")
         self.p, self.layout, self.mesh, self.features = p, layout, mesh, features
-        self.row_blocks = RowBlocks()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, blocks: RowBlocks = UNPADDED) -> Tensor:
+        """
+        Args:
+            blocks: which rows of the whole tensor are padding, which has no part in the mask.
+        """
         if not self.training or self.p == 0.0:
             return x
-        return drop(x, self.p, self.layout, self.mesh, self.features, self.row_blocks)
+        return drop(x, self.p, self.layout, self.mesh, self.features, blocks)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, {self.layout.label('MN')}"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
@@ -15,7 +14,7 @@ from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import block_layouts
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
-from ndtp.nn.dropout import RowBlocks
+from ndtp.nn.padding import as_rows, feature_multiple, with_leading_dims, zero_padding
 from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, fill_uniform, full, taken
 from ndtp.nn.random import draw_seed
 from ndtp.ops.memory import Memory, memory
@@ -88,8 +87,11 @@ class Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.plan, self.mesh, self.name, self.seed = plan, mesh, name, seed
         pad_in, pad_out = pad if isinstance(pad, tuple) else (pad, pad)
-        self.padded_in = padded_size(in_features, "k", (plan,), pad_in)
-        self.padded_out = padded_size(out_features, "n", (plan,), pad_out)
+        multiples = feature_multiple("k", plan, pad_in), feature_multiple("n", plan, pad_out)
+        self.padded_in, self.padded_out = (
+            -(-size // multiple) * multiple
+            for size, multiple in zip((in_features, out_features), multiples, strict=True)
+        )
         self._create_parameters(bias, device, dtype)
 
     def _create_parameters(self, bias: bool, device: Any, dtype: torch.dtype | None) -> None:
@@ -132,7 +134,7 @@ class Linear(nn.Module):
         rows = as_rows(x, self.name)
         weight, bias = self.operands(rows)
         y = chain(rows, (weight,), (bias,), (self.plan,), (None,), self.mesh, (self,))
-        return with_leading_dims(self.without_padding(y), x, self.name)
+        return with_leading_dims(self.without_padding(y), x.shape[:-1], f"Linear '{self.name}'")
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight and bias, to be used with `x`.
@@ -253,62 +255,3 @@ def memory_options(*linears: Linear, backend: str | None) -> dict[str, Any]:
         "backend": backend or linears[0].mesh.backend or "gloo",
         "mesh": linears[0].mesh,
     }
-
-
-def padded_size(size: int, letter: str, plans: Sequence[MatMulPlan], pad: bool | int) -> int:
-    """The next multiple of an integer `pad`; with `pad=True` the next size that every split of the letter divides."""
-    multiple = math.lcm(*(plan.granularity(letter) for plan in plans)) if pad is True else int(pad) or 1
-    return -(-size // multiple) * multiple
-
-
-def as_rows(x: Tensor, name: str) -> Tensor:
-    """[.., features] -> [rows, features]"""
-    if x.dim() < 2:
-        raise LayoutError(
-            f"Linear '{name}': x has shape {tuple(x.shape)}; it takes [tokens, features], whose rows a grid splits"
-            "\n  fix: x.unsqueeze(0), if one row divides"
-        )
-    return x.flatten(0, -2)
-
-
-def with_leading_dims(y: Tensor, x: Tensor, name: str) -> Tensor:
-    """[rows, features] -> [.., features], in the leading dims of `x`; the first is what a shard of the result has.
-
-    Raises:
-        LayoutError: the rows of the result do not make whole blocks of the other leading dims.
-    """
-    lead = x.shape[:-1]
-    if len(lead) == 1:
-        return y
-    block = math.prod(lead[1:])
-    if block == 0:  # there are no rows, which say nothing of the first dim
-        return y.unflatten(0, lead)
-    if y.shape[0] % block:
-        raise LayoutError(
-            f"Linear '{name}': {y.shape[0]} rows of the result do not make whole blocks of {tuple(lead[1:])}, "
-            f"the leading dims of the shard {tuple(x.shape)}\n  fix: flatten the leading dims first"
-        )
-    return y.unflatten(0, (y.shape[0] // block, *lead[1:]))
-
-
-def zero_padding(x: Tensor, layout: Layout, mesh: ProcessGrid, features: int) -> Tensor:
-    """Set the columns of this rank's shard [.., features] that lie beyond the real features to zero."""
-    width = x.shape[-1]
-    start = mesh.grid.index(mesh.rank, layout.dims[-1]) * width
-    real = min(max(features - start, 0), width)
-    if torch.compiler.is_compiling():
-        # One graph on every rank: a compiler may put collectives in another order for another graph.
-        return torch.where(torch.arange(width, device=x.device) < real, x, 0)
-    return x if real == width else F.pad(x[..., :real], (0, width - real))
-
-
-def zero_padding_rows(x: Tensor, layout: Layout, mesh: ProcessGrid, blocks: RowBlocks) -> Tensor:
-    """Set the rows of this rank's shard [rows, features] that are padding to zero, and those of its gradient.
-
-    An operation may give anything there, NaN too, which the zeros of the other factor do not remove from a product.
-    """
-    if blocks.real == blocks.padded:
-        return x
-    start = mesh.grid.index(mesh.rank, layout.dims[0]) * x.shape[0]
-    row = torch.arange(x.shape[0], device=x.device) + start
-    return x.masked_fill((row % blocks.padded >= blocks.real)[:, None], 0)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
@@ -16,13 +15,15 @@ from ndtp.algebra.schemes import BlockLayouts, block_layouts
 from ndtp.algebra.volume import Volume
 from ndtp.compute.activations import Activation, activation_named, width_of
 from ndtp.errors import LayoutError
-from ndtp.nn.dropout import Dropout, RowBlocks
+from ndtp.nn.dropout import Dropout
 from ndtp.nn.hooks import runs_alone
-from ndtp.nn.linear import (
-    Linear,
+from ndtp.nn.linear import Linear, memory_options
+from ndtp.nn.padding import (
+    RowBlocks,
     as_rows,
-    memory_options,
-    padded_size,
+    pad_rows,
+    pair_multiples,
+    row_multiple,
     with_leading_dims,
     zero_padding,
     zero_padding_rows,
@@ -87,8 +88,8 @@ class MLP(nn.Module):
         layouts = layouts or block_layouts(mesh.grid, scheme, axes)
         plans = layouts.plans(name)
         # Both products must agree on the padded inner size, and the block on the hidden one at both ends.
-        at_ends = math.lcm(padded_size(1, "k", plans[:1], pad), padded_size(1, "n", plans[1:], pad))
-        inside = math.lcm(padded_size(1, "n", plans[:1], pad), padded_size(1, "k", plans[1:], pad))
+        enters, inside, leaves = pair_multiples(*plans, pad)
+        at_ends = math.lcm(enters, leaves)
         shared: dict[str, Any] = {
             "mesh": mesh,
             "regather": regather,
@@ -111,16 +112,9 @@ class MLP(nn.Module):
             out_layout=layouts.output, pad=(inside, at_ends), seed=seed, name=f"{name}.down", **shared,
         )  # fmt: skip
         self.padded_inner = self.down.padded_in
-        self.row_multiple = self._row_multiple() if pad else 1
-
-    def _row_multiple(self) -> int:
-        """Rows of a shard must come in multiples of this, for every split of the rows inside the block to divide."""
-        ends = self.layouts.input.num_splits(0)
-        if self.layouts.input.dims[0] != self.layouts.output.dims[0]:
-            return 1  # padding rows of a shard would end up among the rows of other shards
-        inside = [axes for plan in (self.up.plan, self.down.plan) for axes in (plan.out.dims[0], plan.orders["m"])]
-        total = math.lcm(ends, *(self.mesh.grid.size(axes) for axes in inside))
-        return total // ends
+        # Else padding rows of a shard would end up among the rows of other shards.
+        ends_alike = layouts.input.dims[0] == layouts.output.dims[0]
+        self.row_multiple = row_multiple(plans, layouts.input) if pad and ends_alike else 1
 
     @property
     def in_layout(self) -> Layout:
@@ -141,9 +135,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(x, f"{self.name}.up")
-        count = rows.shape[0]
-        padding = -count % self.row_multiple
-        rows = F.pad(rows, (0, 0, 0, padding)) if padding else rows
+        count, rows = rows.shape[0], pad_rows(rows, self.row_multiple)
         if self._is_one_schedule():
             up, down = self.up, self.down
             (up_weight, up_bias), (down_weight, down_bias) = up.operands(rows), down.operands(rows)
@@ -151,14 +143,17 @@ class MLP(nn.Module):
             y = mlp(rows, weights, plans, self.mesh, str(self.activation_name), biases, (up, down))
             y = down.without_padding(y)
         else:
-            blocks = self.dropout.row_blocks = RowBlocks(count or 1, count + padding or 1)
-            h = zero_padding_rows(self.up(rows), self.layouts.hidden, self.mesh, blocks)
-            h = zero_padding_rows(self.dropout(self.activation(h)), self.layouts.hidden, self.mesh, blocks)
+            blocks = RowBlocks.of(count, rows)
+            h = self.activation(zero_padding_rows(self.up(rows), self.layouts.hidden, self.mesh, blocks))
+            # In its place there may be a dropout that knows nothing of rows.
+            h = self.dropout(h, blocks=blocks) if isinstance(self.dropout, Dropout) else self.dropout(h)
+            h = zero_padding_rows(h, self.layouts.hidden, self.mesh, blocks)
             if self.padded_inner != self.inner:
                 # An activation need not be zero at zero; its padding must be, or the weight's padding gets a gradient.
                 h = zero_padding(h, self.layouts.hidden, self.mesh, self.inner)
             y = self.down(h)
-        return with_leading_dims(y[:count] if padding else y, x, self.down.name)
+        y = y[:count] if count != rows.shape[0] else y
+        return with_leading_dims(y, x.shape[:-1], f"Linear '{self.down.name}'")
 
     def _is_one_schedule(self) -> bool:
         """Whether nothing but the activation lies between the products, and calling the parts would do no more."""

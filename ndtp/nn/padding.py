@@ -1,0 +1,120 @@
+"""Sizes that do not divide, and leading dims: what a module does to its input before its products, and undoes after.
+
+Features are padded in the parameters, rows in the activations.  Padding is zero wherever a product reads it, so that
+results and gradients are those of the unpadded problem.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.errors import LayoutError
+from ndtp.runtime.process_grid import ProcessGrid
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """The rows of the whole tensor come in blocks of `padded`, of which the first `real` are no padding."""
+
+    real: int = 1
+    padded: int = 1
+
+    @classmethod
+    def of(cls, rows: int, padded_rows: Tensor) -> RowBlocks:
+        """Of a rank that brings in `rows`, padded by `pad_rows`; no rows are a block of one."""
+        return cls(rows or 1, padded_rows.shape[0] or 1)
+
+
+# --------------------------------------------------------------------------------------------------------------- sizes
+
+
+def feature_multiple(letter: str, plan: MatMulPlan, pad: bool | int) -> int:
+    """What features are padded to a multiple of: an integer `pad`, or with `pad=True` what every split divides."""
+    return plan.granularity(letter) if pad is True else int(pad) or 1
+
+
+def pair_multiples(up: MatMulPlan, down: MatMulPlan, pad: bool | int) -> tuple[int, int, int]:
+    """The multiples of the features that enter a pair of products, of those between, and of those that leave it."""
+    inside = math.lcm(feature_multiple("n", up, pad), feature_multiple("k", down, pad))
+    return feature_multiple("k", up, pad), inside, feature_multiple("n", down, pad)
+
+
+def row_multiple(plans: Sequence[MatMulPlan], outside: Layout) -> int:
+    """What a rank's rows outside must be a multiple of, for every split of the rows inside to divide."""
+    splits = [layout.num_splits(0) for plan in plans for layout in (plan.a, plan.out)]
+    held = [plan.grid.size(plan.orders["m"]) for plan in plans]
+    return math.lcm(outside.num_splits(0), *splits, *held) // outside.num_splits(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def as_rows(x: Tensor, name: str) -> Tensor:
+    """[.., features] -> [rows, features]"""
+    if x.dim() < 2:
+        raise LayoutError(
+            f"Linear '{name}': x has shape {tuple(x.shape)}; it takes [tokens, features], whose rows a grid splits"
+            "\n  fix: x.unsqueeze(0), if one row divides"
+        )
+    return x.flatten(0, -2)
+
+
+def pad_rows(rows: Tensor, multiple: int, features: int = 0) -> Tensor:
+    """[rows, ..] -> [the next multiple, .. and `features` more], zero where it was nothing."""
+    padding = -rows.shape[0] % multiple
+    return F.pad(rows, (0, features, 0, padding)) if padding or features else rows
+
+
+def with_leading_dims(y: Tensor, lead: Sequence[int], name: str) -> Tensor:
+    """[rows, features] -> [.., features], with the leading dims of the input that it came from.
+
+    Where the rows are not split as those of the input were, the first of these dims has another part of its whole.
+
+    Raises:
+        LayoutError: rows that do not make whole blocks of the other leading dims.
+    """
+    if len(lead) == 1:
+        return y
+    if y.shape[0] == math.prod(lead):
+        return y.reshape(*lead, y.shape[1])
+    block = max(math.prod(lead[1:]), 1)
+    if y.shape[0] % block:
+        raise LayoutError(
+            f"{name}: {y.shape[0]} rows of the result do not make whole blocks of {tuple(lead[1:])}, the leading dims "
+            f"of a shard of {tuple(lead)} rows\n  fix: flatten the leading dims first"
+        )
+    return y.unflatten(0, (y.shape[0] // block, *lead[1:]))
+
+
+# ------------------------------------------------------------------------------------------------------------- zeroing
+
+
+def zero_padding(x: Tensor, layout: Layout, mesh: ProcessGrid, features: int) -> Tensor:
+    """Set the columns of this rank's shard [.., features] that lie beyond the real features to zero."""
+    width = x.shape[-1]
+    start = mesh.grid.index(mesh.rank, layout.dims[-1]) * width
+    real = min(max(features - start, 0), width)
+    if torch.compiler.is_compiling():
+        # One graph on every rank: a compiler may put collectives in another order for another graph.
+        return torch.where(torch.arange(width, device=x.device) < real, x, 0)
+    return x if real == width else F.pad(x[..., :real], (0, width - real))
+
+
+def zero_padding_rows(x: Tensor, layout: Layout, mesh: ProcessGrid, blocks: RowBlocks) -> Tensor:
+    """Set the rows of this rank's shard [rows, features] that are padding to zero, and those of its gradient.
+
+    An operation may give anything there, NaN too, which the zeros of the other factor do not remove from a product.
+    """
+    if blocks.real == blocks.padded:
+        return x
+    start = mesh.grid.index(mesh.rank, layout.dims[0]) * x.shape[0]
+    row = torch.arange(x.shape[0], device=x.device) + start
+    return x.masked_fill((row % blocks.padded >= blocks.real)[:, None], 0)
