@@ -184,7 +184,7 @@ class Layout:
         block = (*self.slices(rank, dense.shape), ...)  # the ellipsis keeps a NumPy array of no dims an array
         return dense[block]
 
-    def from_slices(self, shards: Sequence[Any]) -> Any:
+    def from_shards(self, shards: Sequence[Any]) -> Any:
         """The dense array (NumPy or torch) of which `shards[rank]` is the shard of every rank.
 
         Raises:
@@ -205,6 +205,8 @@ class Layout:
             elif not bool(((shard == shards[source]) | ((shard != shard) & (shards[source] != shards[source]))).all()):
                 raise LayoutError(f"Layout {self}: ranks {source} and {rank} hold replicas that differ")
         return dense
+
+    from_slices = from_shards  # its name before it was said what it takes
 
     # -------------------------------------------------------------------------------------------------- DTensor
 
@@ -295,16 +297,21 @@ def _text(dims: Sequence[Sequence[str]]) -> str:
     return "'" + " ".join(words) + "'"
 
 
+def default_mesh_axes(grid: Grid) -> tuple[str, ...]:
+    """The order of mesh dims where no layout asks for another: rank order with `z` moved last, (dp, x, y, z)."""
+    return tuple(sorted(grid, key=lambda axis: axis == "z"))
+
+
 def common_mesh_axes(layouts: Sequence[Layout]) -> tuple[str, ...]:
     """One order of mesh dims that expresses every layout, for tensors that share a DeviceMesh.
 
-    The order is that of the grid with `z` moved last, (dp, x, y, z), as far as the layouts leave it free.
+    The order is `default_mesh_axes` as far as the layouts leave it free.
 
     Raises:
         LayoutError: two layouts that ask for opposite orders.
     """
     grid = layouts[0].grid
-    preferred = [axis for axis in grid if axis != "z"] + [axis for axis in grid if axis == "z"]
+    preferred = default_mesh_axes(grid)
     minors_after = TopologicalSorter({axis: set[str]() for axis in preferred})
     for layout in layouts:
         for axes in layout.dims:

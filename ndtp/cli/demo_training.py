@@ -113,7 +113,9 @@ class GridRun:
         }
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
+    """Attention and an MLP, as GPT-2 has them."""
+
     def __init__(self, task: Task) -> None:
         super().__init__()
         self.heads = task.heads
@@ -139,7 +141,7 @@ class ByteModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, task.width)
         self.position = nn.Parameter(0.02 * torch.randn(task.context, task.width))
-        self.blocks = nn.ModuleList(Block(task) for _ in range(task.layers))
+        self.blocks = nn.ModuleList(Layer(task) for _ in range(task.layers))
         self.norm = nn.LayerNorm(task.width)
         self.head = nn.Linear(task.width, VOCABULARY)
 

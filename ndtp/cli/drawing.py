@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.text import Text
 
-from ndtp.cli.panels import Panel, Span, colour_of, label_of
+from ndtp.algebra.picture import Edge
+from ndtp.cli.panels import Panel, colour_of, label_of
 
 MAX_LEADS, MAX_ROWS = 8, 32
 INK = "#303030"
@@ -32,8 +33,8 @@ def as_text(panel: Panel, width: int) -> Text:
     return text
 
 
-def _append_table(text: Text, panel: Panel, lead: tuple[Span, ...], width: int) -> None:
-    rows: list[Span | None] = list(panel.edges[-2]) if panel.layout.ndim > 1 else [None]
+def _append_table(text: Text, panel: Panel, lead: tuple[Edge, ...], width: int) -> None:
+    rows: list[Edge | None] = list(panel.edges[-2]) if panel.layout.ndim > 1 else [None]
     columns = panel.edges[-1]
     labels = {(row, column): label_of(panel.held(lead, row, column)) for row in rows for column in columns}
     widths = [max(len(_span(column)), *(len(labels[row, column]) for row in rows)) for column in columns]
@@ -71,7 +72,7 @@ def _elide(indices: Sequence[int], fitting: int) -> list[int | None]:
     return [*indices[:half], None, *indices[len(indices) - half :]]
 
 
-def _span(edge: Span | None) -> str:
+def _span(edge: Edge | None) -> str:
     return f"{edge[0]}:{edge[1]}" if edge else ""
 
 

@@ -11,11 +11,10 @@ from typing import Any
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
-from ndtp.algebra.picture import ranges
+from ndtp.algebra.picture import Edge, ranges
 from ndtp.algebra.refusals import shown
 from ndtp.algebra.steps import Step
 
-Span = tuple[int, int]
 PHASES = ("forward", "dgrad", "wgrad")
 
 
@@ -30,25 +29,25 @@ class Panel:
     step: str | None = None
 
     @cached_property
-    def owners(self) -> dict[tuple[Span, ...], list[int]]:
+    def owners(self) -> dict[tuple[Edge, ...], list[int]]:
         """Block -> the ranks that hold it."""
-        owners: dict[tuple[Span, ...], list[int]] = {}
+        owners: dict[tuple[Edge, ...], list[int]] = {}
         for rank in range(self.layout.grid.num_ranks):
             block = tuple((part.start, part.stop) for part in self.layout.slices(rank, self.shape))
             owners.setdefault(block, []).append(rank)
         return owners
 
     @cached_property
-    def edges(self) -> list[list[Span]]:
+    def edges(self) -> list[list[Edge]]:
         """The blocks of each dim, in order."""
         return [sorted({block[dim] for block in self.owners}) for dim in range(self.layout.ndim)]
 
     @property
-    def leads(self) -> list[tuple[Span, ...]]:
+    def leads(self) -> list[tuple[Edge, ...]]:
         """Blocks of the dims in front of the last two."""
         return list(product(*self.edges[:-2]))
 
-    def held(self, lead: tuple[Span, ...], row: Span | None, column: Span) -> list[int]:
+    def held(self, lead: tuple[Edge, ...], row: Edge | None, column: Edge) -> list[int]:
         return self.owners[(*lead, row, column) if row else (*lead, column)]
 
     @property

@@ -203,7 +203,7 @@ OPTIMIZERS = {"none": (0, 0), "sgd": (0, 4), "momentum": (4, 8), "adamw": (8, 12
 
 
 @dataclass(frozen=True)
-class Memory:
+class BlockMemory:
     """Bytes per rank of a training step."""
 
     weights: Any
@@ -219,7 +219,7 @@ class Memory:
 
 def memory(
     block: Block, g: Grids, itemsize: int, optimizer: str = "adamw", regather_a: Any = 0, regather_b: Any = 0
-) -> Memory:
+) -> BlockMemory:
     """What one block keeps from forward to backward, and the largest operands that it works on for a moment.
 
     Optimizers keep fp32 state, and an fp32 copy of parameters of two bytes.  Kept activations: both products' A and B
@@ -237,4 +237,4 @@ def memory(
     partial = s.tokens * s.up * g.x // g.ranks
     working = partial + (gathered_a - stored_a) * regather_a + gathered_b * regather_b + shard * g.z * (g.z > 1)
     state = OPTIMIZERS[optimizer][0 if itemsize >= 4 else 1]
-    return Memory(shard * itemsize, shard * itemsize, shard * state, kept * itemsize, working * itemsize)
+    return BlockMemory(shard * itemsize, shard * itemsize, shard * state, kept * itemsize, working * itemsize)

@@ -11,6 +11,7 @@ from typing import Any
 from ndtp.errors import GridError
 from ndtp.planner.block_cost import LARGEST_SIZE
 from ndtp.planner.fields import Number, read_parsed, shown
+from ndtp.planner.request import SIZE
 
 # What families of models call the same thing, in the order in which they are looked for.
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -43,9 +44,6 @@ class ModelSizes:
 
     def as_arguments(self) -> dict[str, Any]:
         return asdict(self)
-
-
-SIZE = Number(1, LARGEST_SIZE, integer=True)
 
 
 def read_config(path: str | Path) -> ModelSizes:

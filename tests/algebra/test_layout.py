@@ -135,8 +135,8 @@ def test_interleaved_parallel_is_chunks_and_no_axis() -> None:
             lambda: Layout(CUBE, ("z", "y"), "x").shard_shape((6, 4)),
             "dim 0 of (6, 4) has size 6, which its axes z=2 y=2 do not divide\n  fix: pad dim 0 to 8",
         ),
-        (lambda: Layout(CUBE, "x").from_slices([np.zeros(2)] * 7), "give 8 shards of one shape"),
-        (lambda: Layout(CUBE, "x").from_slices([np.zeros(2)] * 7 + [np.zeros(3)]), "give 8 shards of one shape"),
+        (lambda: Layout(CUBE, "x").from_shards([np.zeros(2)] * 7), "give 8 shards of one shape"),
+        (lambda: Layout(CUBE, "x").from_shards([np.zeros(2)] * 7 + [np.zeros(3)]), "give 8 shards of one shape"),
     ],
 )
 def test_errors(build: object, message: str) -> None:
@@ -159,7 +159,7 @@ def test_shards_are_the_blocks_and_make_the_dense_tensor_again(layout: Layout, f
     for rank, shard in enumerate(shards):
         assert tuple(shard.shape) == layout.shard_shape(shape)
         assert (np.asarray(shard) == simulate.shard(dense, grid, layout.dims, rank)).all()
-    again = layout.from_slices(shards)
+    again = layout.from_shards(shards)
     assert type(again) is type(tensor) and again.dtype == tensor.dtype
     assert tuple(again.shape) == shape and bool((again == tensor).all())
 
@@ -173,10 +173,10 @@ def test_shards_are_views() -> None:
 def test_replicas_that_differ_are_named_but_nan_equals_nan() -> None:
     layout = Layout(Grid(x=2, y=2), "x")
     shards = [torch.tensor([1.0, float("nan")]) for _ in range(4)]
-    assert layout.from_slices(shards).shape == (4,)
+    assert layout.from_shards(shards).shape == (4,)
     shards[3][0] = 2
     with pytest.raises(LayoutError, match="ranks 2 and 3 hold replicas that differ"):
-        layout.from_slices(shards)
+        layout.from_shards(shards)
 
 
 @quick

@@ -38,4 +38,4 @@ def test_shards_are_slices_of_the_whole_mask(ranks):
     whole = shards_of_a_mask(Grid(z=1, x=1, y=1))
     grid = Grid(z=2, x=2, y=2)
     layout = Layout(grid, ("z", "y"), "x")
-    assert_equal(layout.from_slices(ranks(8).run(shards_of_a_mask, grid)), whole)
+    assert_equal(layout.from_shards(ranks(8).run(shards_of_a_mask, grid)), whole)
