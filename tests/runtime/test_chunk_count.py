@@ -1,4 +1,4 @@
-"""How many chunks pay, and that everybody is told why."""
+"""The number of chunks is measured for by all ranks together, and everybody is told why."""
 
 from __future__ import annotations
 
@@ -12,54 +12,19 @@ import ndtp
 from ndtp import CommMeter, Grid, LayoutError
 from ndtp.algebra.schemes import block_layouts
 from ndtp.ops.products import mlp
-from ndtp.runtime.chunk_count import KINDS
-from ndtp.schedule.chunk_choice import Speeds, choose
 from ndtp.testing import assert_equal, small_integers
 
-ROWS, HIDDEN, INNER = 4096, 512, 2048
 CUBE = Grid(z=2, x=2, y=2)
 
 
-def chain(grid=CUBE, rows=ROWS, chunks="auto"):
-    plans = block_layouts(grid, "3d").plans("block", chunks=chunks)
-    return plans, [{"m": rows, "k": HIDDEN, "n": INNER}, {"m": rows, "k": INNER, "n": HIDDEN}]
-
-
-def speeds(gigabytes=0.1, latency=1e-4, gigaflops=20.0, launch=1e-5, contention=0.0):
-    keys = [(kind, axis) for kind in KINDS for axis in "zxy"]
-    return Speeds(
-        dict.fromkeys(keys, latency), dict.fromkeys(keys, 1e-9 / gigabytes), 1e-9 / gigaflops, launch, contention
-    )
-
-
-def test_chunks_where_there_is_something_to_hide_and_something_to_hide_it_behind():
-    count, why = choose(*chain(), 4, speeds())
-    assert count > 1 and "in one chunk" in why
-
-
-@pytest.mark.parametrize(
-    "change", [{"contention": 1.0}, {"latency": 0.1}, {"launch": 0.1}, {"gigabytes": 1e5}], ids=str
-)
-def test_one_chunk_where_overlap_cannot_pay(change):
-    count, why = choose(*chain(), 4, speeds(**change))
-    assert count == 1 and "does not pay" in why
-
-
-def test_more_chunks_where_calls_are_cheaper():
-    counts = [choose(*chain(), 4, speeds(latency=latency))[0] for latency in (1e-2, 1e-3, 1e-5)]
-    assert counts == sorted(counts) and counts[0] < counts[-1]
-
-
-def test_what_cannot_be_cut_or_is_not_sent():
-    assert choose(*chain(rows=4), 4, speeds()) == (1, "its rows cannot be cut for all ranks alike")
-    assert choose(*chain(Grid(z=1, x=1, y=1)), 4, speeds()) == (1, "nothing is communicated")
+def plans_in(chunks):
+    return block_layouts(CUBE, "3d").plans("block", chunks=chunks)
 
 
 def test_a_number_or_auto():
     with pytest.raises(LayoutError, match="chunks='many' is neither a number"):
-        chain(chunks="many")
-    plans, _ = chain()
-    assert str(plans[0]).endswith("chunks: auto, chosen where it first runs")
+        plans_in("many")
+    assert str(plans_in("auto")[0]).endswith("chunks: auto, chosen where it first runs")
 
 
 def chosen_on_ranks():
@@ -73,7 +38,7 @@ def chosen_on_ranks():
     try:
         results, volumes = [], []
         for chunks in (1, "auto"):
-            plans, _ = chain(chunks=chunks)
+            plans = plans_in(chunks)
             shapes = ((64, 16), (32, 16), (16, 32))
             layouts = (plans[0].a, plans[0].b, plans[1].b)
             whole = [small_integers(shape, i, low=-1, high=1) for i, shape in enumerate(shapes)]

@@ -1,0 +1,48 @@
+"""How many chunks pay, by constants that are given."""
+
+from __future__ import annotations
+
+import pytest
+
+from ndtp import Grid
+from ndtp.algebra.schemes import block_layouts
+from ndtp.schedule.chunk_choice import Speeds, choose
+
+KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+ROWS, HIDDEN, INNER = 4096, 512, 2048
+CUBE = Grid(z=2, x=2, y=2)
+
+
+def chain(grid=CUBE, rows=ROWS):
+    plans = block_layouts(grid, "3d").plans("block", chunks="auto")
+    return plans, [{"m": rows, "k": HIDDEN, "n": INNER}, {"m": rows, "k": INNER, "n": HIDDEN}]
+
+
+def speeds(gigabytes=0.1, latency=1e-4, gigaflops=20.0, launch=1e-5, contention=0.0):
+    keys = [(kind, axis) for kind in KINDS for axis in "zxy"]
+    return Speeds(
+        dict.fromkeys(keys, latency), dict.fromkeys(keys, 1e-9 / gigabytes), 1e-9 / gigaflops, launch, contention
+    )
+
+
+def test_chunks_where_there_is_something_to_hide_and_something_to_hide_it_behind():
+    count, why = choose(*chain(), 4, speeds())
+    assert count > 1 and "in one chunk" in why
+
+
+@pytest.mark.parametrize(
+    "change", [{"contention": 1.0}, {"latency": 0.1}, {"launch": 0.1}, {"gigabytes": 1e5}], ids=str
+)
+def test_one_chunk_where_overlap_cannot_pay(change):
+    count, why = choose(*chain(), 4, speeds(**change))
+    assert count == 1 and "does not pay" in why
+
+
+def test_more_chunks_where_calls_are_cheaper():
+    counts = [choose(*chain(), 4, speeds(latency=latency))[0] for latency in (1e-2, 1e-3, 1e-5)]
+    assert counts == sorted(counts) and counts[0] < counts[-1]
+
+
+def test_what_cannot_be_cut_or_is_not_sent():
+    assert choose(*chain(rows=4), 4, speeds()) == (1, "its rows cannot be cut for all ranks alike")
+    assert choose(*chain(Grid(z=1, x=1, y=1)), 4, speeds()) == (1, "nothing is communicated")
