@@ -282,5 +282,5 @@ def parallel_model(
     ndtp.parallelize(model, mesh, scheme=unit.scheme, axes=unit.axes, chunks=unit.chunks, regather=unit.regather)
     model.between = between
     layers = model.ndtp_report.layers
-    place = Place(mesh, layers[0].outside if layers else Layout(mesh.grid, None, None))
+    place = Place(mesh, layers[0].boundary.outside if layers else Layout(mesh.grid, None, None))
     return model, place, place
