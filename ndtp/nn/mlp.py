@@ -153,7 +153,7 @@ class MLP(nn.Module):
                 h = zero_padding(h, self.layouts.hidden, self.mesh, self.inner)
             y = self.down(h)
         y = y[:count] if count != rows.shape[0] else y
-        return with_leading_dims(y, x.shape[:-1], f"Linear '{self.down.name}'")
+        return with_leading_dims(y, x.shape[:-1], f"MLP '{self.name}'")
 
     def _is_one_schedule(self) -> bool:
         """Whether nothing but the activation lies between the products, and calling the parts would do no more."""
