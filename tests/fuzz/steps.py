@@ -66,8 +66,8 @@ def create_graph(side: Dense, step: Step, label: str) -> None:
     units = [side.program.units[use] for use in side.program.uses]
     if not any(unit.kind in ("mlp", "gated", "pair", "linear", "matmul", "sequential", "residual") for unit in units):
         return
-    if any(unit.checkpoint for unit in units):
-        return  # torch itself refuses some
+    if any(unit.checkpoint or unit.compiled for unit in units):
+        return  # torch itself refuses some, and what is compiled when it is differentiated again
     x = side.cut(side.values(side.shape(), step.seed), side.start).requires_grad_()
     loss = side.loss(model(x).sum())
     try:
