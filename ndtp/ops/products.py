@@ -15,6 +15,7 @@ from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.errors import LayoutError
 from ndtp.ops.chain_autograd import run_chain
+from ndtp.ops.reductions import reduce, relayout_plan
 from ndtp.ops.relayouts import laid_out_anew
 from ndtp.runtime.arrival import is_plain, local_shard
 from ndtp.runtime.chain import compare_chain, program_of
@@ -154,14 +155,30 @@ def batch_matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid) -> T
     return matmul(a, b, plan, mesh)
 
 
-def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name: str = "relayout") -> Tensor:
+def relayout(
+    x: Tensor,
+    source: Layout,
+    target: Layout,
+    mesh: ProcessGrid,
+    name: str = "relayout",
+    partial: Sequence[str] = (),
+    grad_partial: Sequence[str] = (),
+) -> Tensor:
     """This rank's shard of a tensor in the layout `target`, from its shard in `source`.
 
     Differentiable: the gradient goes the other way, from `target` to `source`.
 
+    Args:
+        partial: axes over which the shards are unreduced parts of a sum, which is reduced on the way.
+        grad_partial: axes over which every rank uses the result for something of its own; the gradients that come back
+            are unreduced parts of a sum, which is reduced on their way.
+
     Raises:
-        LayoutError: an axis that is gathered is not the minor one of its dim; shapes that do not divide.
+        LayoutError: an axis that is gathered is not the minor one of its dim; shapes that do not divide; an axis that
+            splits what is to be summed over it.
     """
+    if partial or grad_partial:
+        return reduce(x, relayout_plan(source, target, tuple(partial), tuple(grad_partial), name), mesh)
     for layout in (source, target):
         if layout.grid is not mesh.grid and layout.grid != mesh.grid:
             raise LayoutError(

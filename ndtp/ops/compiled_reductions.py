@@ -1,0 +1,63 @@
+"""`ndtp.ops.reductions` under `torch.compile`: a custom op, whole to the compiler; see `ndtp.ops.compiled`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.relayouts import RelayoutPlan
+from ndtp.collectives.meter import IMPLEMENTATIONS
+from ndtp.ops.moving import enter, moved
+from ndtp.runtime.process_grid import ProcessGrid, grid_named
+
+
+def compiled_reduce(x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
+    """See `ndtp.ops.reductions.reduce`."""
+    return _reduce(x, mesh.name, _text(plan), "forward")
+
+
+def _text(plan: RelayoutPlan) -> str:
+    """A line for each of the plan's fields, which `_read` reads."""
+    layouts = [" ".join(["(" + " ".join(axes) + ")" for axes in lay.dims]) for lay in (plan.source, plan.target)]
+    return "\n".join([*layouts, " ".join(plan.partial), " ".join(plan.grad_partial), plan.name.replace("\n", " ")])
+
+
+def _read(grid: str, text: str) -> tuple[ProcessGrid, RelayoutPlan]:
+    mesh = grid_named(grid)
+    source, target, partial, grad_partial, name = text.split("\n")
+    one, other = Layout.parse(mesh.grid, source), Layout.parse(mesh.grid, target)
+    return mesh, RelayoutPlan(one, other, tuple(partial.split()), tuple(grad_partial.split()), name)
+
+
+def _run_reduce(x: Tensor, grid: str, text: str, phase: str) -> Tensor:
+    """`x` along the relayout; always a tensor of its own."""
+    mesh, plan = _read(grid, text)
+    enter(mesh, plan, x)
+    result = moved(x, plan.steps, mesh, plan.name, phase)
+    is_own = result.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    return result.contiguous() if is_own else result.clone(memory_format=torch.contiguous_format)
+
+
+_reduce = torch.library.custom_op("ndtp::reduce", _run_reduce, mutates_args=())
+
+
+@_reduce.register_fake
+def _(x: Tensor, grid: str, text: str, phase: str) -> Tensor:
+    _, plan = _read(grid, text)
+    return x.new_empty(plan.target.shard_shape(plan.global_shape(x.shape)))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.grid, ctx.text, _ = inputs
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    source, target, partial, grad_partial, name = ctx.text.split("\n")
+    return _reduce(grad, ctx.grid, "\n".join([target, source, grad_partial, partial, name]), "dgrad"), None, None, None
+
+
+_reduce.register_autograd(_differentiate, setup_context=_save)
+IMPLEMENTATIONS["ndtp::reduce"] = _run_reduce

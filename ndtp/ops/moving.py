@@ -1,0 +1,98 @@
+"""Where ops other than products hand tensors to collectives, and gradients of parameters to their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ndtp.algebra.relayouts import RelayoutPlan
+from ndtp.algebra.steps import Step
+from ndtp.runtime.arrival import Deferred, local_shard, taken_in
+from ndtp.runtime.chain import signature_of
+from ndtp.runtime.moves import Move, Way
+
+if TYPE_CHECKING:
+    from ndtp.runtime.process_grid import ProcessGrid
+
+
+def moved(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str) -> Tensor:
+    """The tensor at the end of its steps."""
+    return sent(x, steps, mesh, name, phase)()
+
+
+def sent(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str) -> Callable[[], Tensor]:
+    """Send a tensor off; what is returned waits for the end of its steps."""
+    return _way(x, steps, mesh, name, phase).start(x).wait
+
+
+def _way(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str) -> Way:
+    return Way(mesh.collectives, steps, (name,), phase, tuple(x.shape), x.dtype)
+
+
+def enter(mesh: ProcessGrid, op: object, x: Tensor) -> None:
+    """At the beginning of an operation: end what a backward that was broken off has left; compare ranks if asked."""
+    mesh.step.late.enter()
+    if mesh.check:
+        from ndtp.collectives.cross_check import cross_check
+
+        cross_check(mesh.groups, f"{op}; {signature_of(x)}")
+
+
+def taken(parameter: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
+    """This rank's shard of a parameter on its way to where it is used, with a gradient that is reduced late.
+
+    As that of a product's weight: its first collective starts where backward comes by, the next ones behind the
+    products that follow, and it is waited for as late as possible; what an all-reduce would finish is held back under
+    `ProcessGrid.accumulate`.
+    """
+    deferred = None
+    if plan.back.steps and parameter.requires_grad and torch.is_grad_enabled():
+        shard, deferred = taken_in(parameter, mesh.step.late.window_start, parameter)
+    else:
+        shard = local_shard(parameter)
+    if plan.is_identity:
+        return shard
+    used: Tensor = _Used.apply(shard, plan, mesh, deferred)  # type: ignore[no-untyped-call]
+    if deferred is not None and used.grad_fn is not None:
+        mesh.step.late.note_chain(used.grad_fn._sequence_nr())
+    return used
+
+
+class _Used(torch.autograd.Function):
+    """From a parameter's shard to what is used of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid, deferred: Deferred | None) -> Tensor:
+        ctx.plan, ctx.mesh, ctx.deferred, ctx.shape = plan, mesh, deferred, x.shape
+        result = moved(x, plan.steps, mesh, plan.name, "forward")
+        return result.view_as(result) if result is x else result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        plan, mesh, deferred = ctx.plan, ctx.mesh, ctx.deferred
+        late, sums = mesh.step.late, mesh.step.partial_sums
+        late.enter()
+        refuse_second(plan.name)
+        held = sums.holds_back and deferred is not None and deferred.accumulates(ctx.next_functions[0][0])
+        move = Move(_way(grad, plan.back.steps, mesh, plan.name, "wgrad"), grad, hold=held).start()
+        if deferred is None or not (move.handle is not None or move.is_held):
+            return move.wait(), None, None, None
+        deferred.late = late.expect(move, deferred.leaf if held else None, sums)
+        late.came_through([deferred.late], sums if held else None)
+        return grad.new_zeros(()).expand(ctx.shape), None, None, None  # a placeholder that the arrival drops
+
+
+def refuse_second(name: str) -> None:
+    """At the first backward that autograd is to differentiate: what it would see is not all that is computed.
+
+    Raises:
+        RuntimeError: the same on every rank, before any collective.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"'{name}': its gradient cannot be differentiated again, and create_graph=True asks for that\n"
+            "  fix: create_graph=False, or the dense layer (to_dense) where a gradient of gradients is wanted"
+        )

@@ -1,0 +1,116 @@
+"""Reductions over axes: parts of sums, and what ranks use on their own, by relayouts that are differentiable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.relayouts import MergePlan, RelayoutPlan
+from ndtp.errors import LayoutError
+from ndtp.ops.moving import enter, moved
+
+if TYPE_CHECKING:
+    from ndtp.runtime.process_grid import ProcessGrid
+
+
+def reduce(x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
+    """`x` along a relayout, sums over axes included; see `ndtp.relayout`, which makes the plan.
+
+        x        a shard of X as `plan.source`, and a part of a sum over the axes `plan.partial`
+        returns  the shard of the sum as `plan.target`
+
+        forward  AR, RS, AG ... as `plan.steps` say         dgrad  `plan.back.steps`
+
+    The gradient of a tensor is whole: every rank that uses the result in the same way has the same gradient of it.
+    Where ranks along an axis use it each for something of its own, theirs are parts of a sum, and the axis belongs in
+    `plan.grad_partial`.  It is linear, so it can be differentiated as often as wanted.
+
+    Raises:
+        LayoutError: shards that do not fit the plan, or a plan for another grid.
+    """
+    if torch.compiler.is_compiling():
+        from ndtp.ops.compiled_reductions import compiled_reduce
+
+        return compiled_reduce(x, plan, mesh)
+    if plan.grid is not mesh.grid and plan.grid != mesh.grid:
+        raise LayoutError(
+            f"relayout '{plan.name}': {plan.source} lies on grid {plan.grid}, the process grid is {mesh.grid}"
+        )
+    plan.global_shape(x.shape)
+    if plan.is_identity:
+        return x
+    enter(mesh, plan, x)
+    result: Tensor = _Reduce.apply(x, plan, mesh, "forward")  # type: ignore[no-untyped-call]
+    return result
+
+
+def sum_over(x: Tensor, layout: Layout, axes: Sequence[str], mesh: ProcessGrid, name: str = "sum") -> Tensor:
+    """The sum of `x` over the ranks along `axes`, on each of them; `layout` is that of x and of the sum.
+
+    Raises:
+        LayoutError: an axis that splits x.
+    """
+    return reduce(x, relayout_plan(layout, layout, tuple(axes), (), name), mesh)
+
+
+def used_over(x: Tensor, layout: Layout, axes: Sequence[str], mesh: ProcessGrid, name: str = "used") -> Tensor:
+    """`x` as it is, to be used by the ranks along `axes` each for something of its own: its gradient is summed.
+
+    Raises:
+        LayoutError: an axis that splits x.
+    """
+    return reduce(x, relayout_plan(layout, layout, (), tuple(axes), name), mesh)
+
+
+_cached_plan = lru_cache(maxsize=4096)(RelayoutPlan)
+
+
+def relayout_plan(
+    source: Layout, target: Layout, partial: tuple[str, ...], grad_partial: tuple[str, ...], name: str
+) -> RelayoutPlan:
+    """The plan, made once; a compiler warns of a cache."""
+    made = RelayoutPlan if torch.compiler.is_compiling() else _cached_plan
+    return made(source, target, partial, grad_partial, name)
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid, phase: str) -> Tensor:
+        ctx.plan, ctx.mesh = plan, mesh
+        result = moved(x, plan.steps, mesh, plan.name, phase)
+        return result.view_as(result) if result is x else result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        ctx.mesh.step.late.enter()
+        # By itself, the other way: so a gradient of gradients is right, too.
+        return _Reduce.apply(grad, ctx.plan.back, ctx.mesh, "dgrad"), None, None, None  # type: ignore[no-untyped-call]
+
+
+def merged(
+    x: Tensor, plan: MergePlan, merge: Callable[[Tensor], Tensor], mesh: ProcessGrid, name: str, phase: str = "forward"
+) -> Tensor:
+    """What all ranks along `plan.axes` know together of each row; not differentiable.
+
+    Args:
+        x: [given, rows], of this rank.
+        merge: [ranks, given, rows] -> [merged, rows], the ranks in the order of `plan.axes`, the first the major one.
+
+    Returns:
+        [merged, rows], the same on every rank along the axes.
+    """
+    if plan.ranks == 1:
+        return merge(x.unsqueeze(0))
+    rows = x.shape[1]
+    x = F.pad(x, (0, plan.padded(rows) - rows)) if plan.padded(rows) != rows else x
+    both = moved(x, (plan.exchange,), mesh, name, phase)
+    result = merge(both.unflatten(0, (plan.ranks, plan.given)))
+    if plan.spread is not None:
+        result = moved(result, (plan.spread,), mesh, name, phase)
+    return result[:, :rows]
