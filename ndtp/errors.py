@@ -20,3 +20,7 @@ class MismatchError(ValueError):
 
 class CommunicationError(RuntimeError):
     """A collective failed: a peer died, stalled past the timeout, or the connection broke."""
+
+
+class RangeError(ValueError, IndexError):
+    """Ids or targets that are none of the rows of a table, or of the classes."""

@@ -106,6 +106,32 @@ class RelayoutPlan:
 
 
 @dataclass(frozen=True)
+class ExchangePlan(RelayoutPlan):
+    """A relayout by one all-to-all, where several axes leave a dim and enter another in the order of the grid.
+
+    One by one, every axis would move the whole shard: the sum of their (p-1)/p, where together they take that of the
+    product of their sizes.
+    """
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Those that split another dim afterwards."""
+        source, target = self.source, self.target
+        moving = [axis for axis in source.axes if source.dim_of(axis) != target.dim_of(axis)]
+        return tuple(axis for axis in self.grid.nontrivial(self.grid.names) if axis in moving)
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:  # type: ignore[override]
+        if not self.axes:
+            return ()
+        return (Step("all_to_all", self.axes, self.target.dim_of(self.axes[0]), self.source.dim_of(self.axes[0])),)
+
+    @cached_property
+    def back(self) -> RelayoutPlan:
+        return ExchangePlan(self.target, self.source, self.grad_partial, self.partial, self.name)
+
+
+@dataclass(frozen=True)
 class MergePlan:
     """Statistics of rows whose features are split: what each rank knows of its part becomes what all know of the whole.
 

@@ -1,9 +1,21 @@
 """Modules: `nn.Linear` and MatMul -> activation -> MatMul on a grid of processes."""
 
 from ndtp.nn.dropout import Dropout
+from ndtp.nn.embedding import Embedding
 from ndtp.nn.gated import GatedMLP
 from ndtp.nn.gradients import clip_grad_norm_, sum_plain_gradients
 from ndtp.nn.linear import Linear
 from ndtp.nn.mlp import MLP
+from ndtp.nn.norms import LayerNorm, RMSNorm
 
-__all__ = ["MLP", "Dropout", "GatedMLP", "Linear", "clip_grad_norm_", "sum_plain_gradients"]
+__all__ = [
+    "MLP",
+    "Dropout",
+    "Embedding",
+    "GatedMLP",
+    "LayerNorm",
+    "Linear",
+    "RMSNorm",
+    "clip_grad_norm_",
+    "sum_plain_gradients",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,22 @@ def fill_uniform(
     local.zero_()
     drawn = uniform(real, parts, key_of(seed, name), local.device)
     local[tuple(slice(0, part.stop - part.start) for part in parts)] = ((2 * drawn - 1) * bound).to(local.dtype)
+
+
+@torch.no_grad()
+def fill_normal(
+    parameter: Tensor, layout: Layout, mesh: ProcessGrid, real: Sequence[int], seed: int, name: str
+) -> None:
+    """Fill with N(0, 1), keyed as `fill_uniform` is.
+
+    Source: Box and Muller 1958, "A note on the generation of random normal deviates".
+    """
+    local = local_shard(parameter)
+    parts = _real_part(layout, mesh, parameter.shape, real)
+    local.zero_()
+    radius, angle = (uniform(real, parts, key_of(seed, f"{name}.{part}"), local.device) for part in ("radius", "angle"))
+    drawn = (-2 * torch.log1p(-radius)).sqrt() * torch.cos(2 * math.pi * angle)
+    local[tuple(slice(0, part.stop - part.start) for part in parts)] = drawn.to(local.dtype)
 
 
 @torch.no_grad()

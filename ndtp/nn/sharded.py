@@ -1,0 +1,133 @@
+"""`Sharded`: what the modules with parameters on a grid share, and what a forward and backward of them keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ndtp.algebra.layout import Layout
+from ndtp.errors import LayoutError
+from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, full, taken
+from ndtp.nn.random import draw_seed
+from ndtp.ops.memory import Memory, measured
+from ndtp.runtime.arrival import local_shard
+from ndtp.runtime.dry_grid import DryGrid
+from ndtp.runtime.process_grid import ProcessGrid
+
+
+class Lies(NamedTuple):
+    """How a parameter lies: its layout, its global shape as it is stored, and without padding."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+    real: tuple[int, ...]
+
+
+class Sharded(nn.Module):
+    """A module whose own parameters are DTensors on a grid, with the keys and shapes of its dense twin.
+
+    Args:
+        mesh: the process grid.
+        seed: default: drawn from torch's generator, which must be seeded alike on every rank.
+        name: what errors, profiles and the initialisation call this module.
+    """
+
+    def __init__(self, mesh: ProcessGrid, seed: int | None, name: str) -> None:
+        super().__init__()
+        self.mesh, self.seed, self.name = mesh, seed, name
+        self.lies: dict[str, Lies] = {}
+
+    def add(
+        self,
+        name: str,
+        real: Sequence[int],
+        layout: Layout,
+        device: Any,
+        dtype: Any,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        """A parameter of the global shape `real`, stored as `shape` where that is padded."""
+        shape = tuple(shape or real)
+        self.lies[name] = Lies(layout, shape, tuple(real))
+        self.register_parameter(name, empty_parameter(shape, layout, self.mesh, device, dtype))
+
+    def own(self, name: str, x: Tensor) -> Tensor | None:
+        """A parameter that is to be used with `x`.
+
+        Raises:
+            LayoutError: it was put in the place of what this module made and is no shard of it, or is still on meta.
+        """
+        parameter = self._parameters.get(name)
+        if parameter is not None:
+            lies = self.lies[name]
+            where = f"{type(self).__name__} '{self.name}': {name}"
+            check_own(parameter, lies.shape, lies.layout.shard_shape(lies.shape), x, where)
+        return parameter
+
+    def seed_of(self, seed: int | None) -> int:
+        """That of a reset: the one given, else that of the module, else one drawn."""
+        seed = next((s for s in (seed, self.seed) if s is not None), None)
+        return draw_seed() if seed is None else seed
+
+    def take_over(self, name: str, dense: Tensor) -> None:
+        """Copy this rank's shard out of the dense parameter, and whether it trains.
+
+        Raises:
+            LayoutError: another shape.
+        """
+        own, lies = self._parameters[name], self.lies[name]
+        assert own is not None
+        if tuple(dense.shape) != lies.real:
+            raise LayoutError(
+                f"{type(self).__name__} '{self.name}': {name} is {lies.real}, of the dense layer {tuple(dense.shape)}"
+            )
+        fill_from_dense(own, lies.layout, self.mesh, dense)
+        own.requires_grad_(dense.requires_grad)
+
+    def dense(self, name: str) -> nn.Parameter:
+        """The dense parameter, on every rank; a collective."""
+        own, lies = self._parameters[name], self.lies[name]
+        assert own is not None
+        return nn.Parameter(full(own, lies.layout, self.mesh, lies.real), own.requires_grad)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """As torch does, which copies or assigns what has the shape of the parameter: here that is a dense tensor."""
+        errors: list[str] = rest[-1]
+        for name, lies in self.lies.items():
+            own, value = self._parameters.get(name), state_dict.get(prefix + name)
+            if own is None or not isinstance(value, Tensor):
+                continue
+            try:
+                mine = taken(value, own, lies.layout, self.mesh, lies.real)
+            except LayoutError as error:
+                errors.append(f"{prefix}{name}: {error}")
+                mine = own  # stays as it is
+            state_dict = {**state_dict, prefix + name: mine}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def memory_of(
+    module: nn.Module, mesh: ProcessGrid, inputs: Sequence[Tensor], out: Sequence[int], backend: str | None
+) -> Memory:
+    """Bytes that a forward and backward of a module need beside input and parameters; see `ndtp.ops.memory`.
+
+    It runs a copy whose parameters are shards without memory, on a grid that sends nothing.
+
+    Args:
+        inputs: this rank's shards, on the meta device.
+        out: the shape of this rank's shard of the result.
+        backend: "gloo" or "nccl"; default: that of the mesh.
+    """
+    dry = DryGrid(mesh.grid, mesh.rank, backend or mesh.backend or "gloo")
+    memo: dict[int, Any] = {id(mesh): dry}
+    for parameter in module.parameters():
+        local = torch.empty_like(local_shard(parameter.detach()), device="meta")
+        memo[id(parameter)] = nn.Parameter(local, parameter.requires_grad)
+    shadow = copy.deepcopy(module, memo)
+    dtype = next((x.dtype for x in inputs if x.is_floating_point()), next(iter(shadow.parameters())).dtype)
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *shadow.parameters()))
+    return measured(lambda: shadow(*inputs), torch.empty(out, dtype=dtype, device="meta") if wanted else None)

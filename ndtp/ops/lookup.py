@@ -1,0 +1,161 @@
+"""`look_up`: the rows of a table that is split over a grid, as the hidden states of the layers behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.relayouts import ExchangePlan, RelayoutPlan, reduction_volume
+from ndtp.algebra.steps import Step
+from ndtp.algebra.volume import Volume
+from ndtp.compute.lookup import rows_of
+from ndtp.errors import LayoutError, RangeError
+from ndtp.ops.moving import enter, moved, signature, taken
+from ndtp.ops.reductions import reduce
+
+if TYPE_CHECKING:
+    from ndtp.runtime.process_grid import ProcessGrid
+
+ID_BYTES = 8
+
+
+@dataclass(frozen=True)
+class LookupPlan:
+    """The plan of `H[M, K] = table[ids[M]]`.
+
+    Args:
+        ids: the layout of the ids, [M].
+        table: of the table, [V, K].
+        out: of the rows, [M, K].
+        name: what errors and profiles call it.
+
+    Ids are gathered over the axes that split the table: each of their ranks looks up its part of all rows.  Where that
+    is features, the rows then go where they are wanted; where it is rows of the table, they are sums of which a rank
+    has one part, too.
+
+    Raises:
+        LayoutError: ids that are gathered over an axis which is not the minor one, or rows that cannot go there.
+    """
+
+    ids: Layout
+    table: Layout
+    out: Layout
+    name: str = "embedding"
+
+    def __post_init__(self) -> None:
+        self.gather, self.rows  # noqa: B018  # they check
+
+    @cached_property
+    def held(self) -> Layout:
+        """How the rows are found."""
+        kept = tuple(axis for axis in self.ids.dims[0] if axis not in self.table.axes)
+        return Layout(self.ids.grid, kept, self.table.dims[1])
+
+    @cached_property
+    def gather(self) -> RelayoutPlan:
+        """Of the ids."""
+        return RelayoutPlan(self.ids, Layout(self.ids.grid, self.held.dims[0]), name=self.name)
+
+    @cached_property
+    def exchange(self) -> tuple[tuple[str, ...], ...]:
+        """Axes of features that go to rows all together, in the order of the table and in that of the grid; or none."""
+        grid, found = self.ids.grid, self.held
+        before, after = (grid.nontrivial(layout.dims[0]) for layout in (found, self.out))
+        stay, split = (grid.nontrivial(layout.dims[1]) for layout in (self.out, found))
+        leaving, arriving = split[len(stay) :], after[len(before) :]
+        in_order = tuple(axis for axis in grid if axis in leaving)
+        if (
+            len(leaving) > 1
+            and not grid.nontrivial(self.table.dims[0])
+            and (split[: len(stay)], after[: len(before)]) == (stay, before)
+            and arriving == in_order
+        ):
+            return leaving, in_order
+        return ()
+
+    @cached_property
+    def rows(self) -> RelayoutPlan:
+        """Of the rows that were found, columns in the order of the grid where they go all together."""
+        if self.exchange:
+            stay = self.out.dims[1]
+            source = self.held.with_dims(self.held.dims[0], (*stay, *self.exchange[1]))
+            return ExchangePlan(source, self.out, name=self.name)
+        return RelayoutPlan(self.held, self.out, self.table.dims[0], name=self.name)
+
+    @cached_property
+    def parameter(self) -> RelayoutPlan:
+        """Of the table: used by each rank for rows of its own."""
+        used = self.ids.grid.nontrivial(self.held.dims[0])
+        return RelayoutPlan(self.table, self.table, (), used, self.name)
+
+    @cached_property
+    def check(self) -> tuple[Step, ...]:
+        """Of the number of ids that are out of range."""
+        axes = [axis for axis in self.ids.grid.nontrivial(self.ids.grid.names) if axis in self.held.dims[0]]
+        return (Step("all_reduce", tuple(axes)),) if axes else ()
+
+    def volume(self, tokens: int, shape: tuple[int, int], itemsize: int, checks: bool, wgrad: bool) -> Volume:
+        """The exact traffic for so many ids and a table of `shape`, in elements of the table received per rank."""
+        ids = self.gather.volume((tokens,), dgrad=False)
+        if checks:
+            ids += reduction_volume(self.ids.grid, self.held.dims[0], (1,), "forward")
+        volume = ids.in_bytes(ID_BYTES // itemsize) + self.rows.volume((tokens, shape[1]), wgrad)
+        return volume + self.parameter.volume(shape, backward="wgrad") if wgrad else volume
+
+
+def look_up(
+    ids: Tensor,
+    table: Tensor,
+    plan: LookupPlan,
+    mesh: ProcessGrid,
+    size: int,
+    padding_idx: int | None = None,
+    checks: bool = True,
+) -> Tensor:
+    """Rows of a table, one an id.
+
+        ids      [M / dp]               this rank's shard of ids[M_dp]
+        table    [V, K / (x y z)]       of table[V, K_xyz]
+        returns  [M / (dp z y), K / x]  of H[M_(dp z y), K_x]
+
+        forward  H = A2A_zy( table[ids] )        wgrad  dtable = AR_dp( rows of A2A_zy(dH), by ids ), late
+
+    Shapes are those of a table whose features are split over everything.  In the layout of a head, table[V_y, K_xz],
+    each rank finds the rows that it has, and these are summed over y: H = RS_y( A2A_z( .. ) ).
+
+    Args:
+        size: the number of the table's rows that are no padding.
+        padding_idx: a row that gets no gradient.
+        checks: whether ids are looked at before they are used.
+
+    Raises:
+        LayoutError: ids that do not divide.
+        RangeError: ids that are no row of the table; the same on every rank, wherever they are.
+    """
+    enter(mesh, f"{plan}; {signature(table)}" if mesh.check else "")
+    if ids.is_floating_point() or ids.dim() != 1:
+        raise LayoutError(f"'{plan.name}': ids are {ids.dtype}, {tuple(ids.shape)}; they are whole numbers, one a row")
+    shape = plan.gather.global_shape(ids.shape)
+    plan.out.shard_shape((*shape, plan.out.num_splits(1)))
+    ids = moved(ids.long(), plan.gather.steps, mesh, plan.name, "forward")
+    if checks and not ids.is_meta:
+        wrong = moved(((ids < 0) | (ids >= size)).sum().view(1), plan.check, mesh, plan.name, "forward")
+        if int(wrong):
+            raise RangeError(
+                f"Embedding '{plan.name}': {int(wrong)} of {shape[0]} ids are not among the {size} rows of the table\n"
+                f"  fix: ids from 0 to {size - 1}"
+            )
+    table = taken(table, plan.parameter, mesh)
+    start = mesh.grid.index(mesh.rank, plan.table.dims[0]) * table.shape[0]
+    rows = reduce(rows_of(table, ids, start, padding_idx), plan.rows, mesh)
+    if not plan.exchange or plan.exchange[0] == plan.exchange[1]:
+        return rows
+    # Columns came in the order of the ranks that sent them.
+    stored, sent = plan.exchange
+    blocks = rows.unflatten(1, (*(mesh.grid[axis] for axis in sent), -1))
+    order = [1 + sent.index(axis) for axis in stored]
+    return blocks.permute(0, *order, blocks.dim() - 1).flatten(1)

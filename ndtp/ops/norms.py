@@ -1,0 +1,187 @@
+"""`norm`: layer norm and RMS norm of rows whose features are split; the moments of a token are merged over axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.relayouts import MergePlan, RelayoutPlan, reduction_volume
+from ndtp.algebra.steps import Step
+from ndtp.algebra.volume import Volume
+from ndtp.compute import norms as one_rank
+from ndtp.errors import LayoutError
+from ndtp.ops.moving import enter, moved, sent, signature, taken
+from ndtp.ops.reductions import merged
+
+if TYPE_CHECKING:
+    from ndtp.runtime.process_grid import ProcessGrid
+
+
+@dataclass(frozen=True)
+class NormPlan:
+    """The plan of a norm of rows `[M_zy, K_x]` over their features.
+
+    Args:
+        layout: of the rows, [M, K].
+        features: how many of the features are no padding, which stands behind them; padding stays zero.
+        width: the features, padding included.
+        centred: layer norm, which subtracts the mean; else RMS norm.
+        eps: what is added to the variance, or to the mean of squares.
+        name: what errors and profiles call it.
+    """
+
+    layout: Layout
+    features: int
+    width: int
+    centred: bool
+    eps: float
+    name: str = "norm"
+
+    @cached_property
+    def merge(self) -> MergePlan:
+        numbers = 2 if self.centred else 1
+        return MergePlan(self.layout.grid, self.layout.dims[-1], numbers, numbers)
+
+    @cached_property
+    def parameter(self) -> RelayoutPlan:
+        """Of a gain or bias [K]: used by each rank for rows of its own."""
+        layout = Layout(self.layout.grid, self.layout.dims[-1])
+        rows = self.layout.grid.nontrivial(self.layout.dims[0])
+        return RelayoutPlan(layout, layout, (), rows, self.name)
+
+    @cached_property
+    def reduction(self) -> tuple[Step, ...]:
+        """Of sums over features."""
+        return (Step("all_reduce", self.merge.axes),) if self.merge.axes else ()
+
+    def real(self, rank: int) -> int:
+        """How many of the features that a rank has are no padding."""
+        local = self.width // self.layout.num_splits(-1)
+        start = self.layout.grid.index(rank, self.layout.dims[-1]) * local
+        return min(max(self.features - start, 0), local)
+
+    def counts(self, rank: int) -> list[int]:
+        """Of the ranks along the axes that split the features, in the order of `merge`."""
+        return [self.real(peer) for peer in self.layout.grid.group(rank, self.merge.axes)]
+
+    def volume(self, tokens: int, dgrad: bool = True, trained: int = 1, dtype: torch.dtype = torch.float32) -> Volume:
+        """The exact traffic for a global number of rows, in elements of `dtype` received per rank.
+
+        Args:
+            dgrad: whether the rows need a gradient.
+            trained: how many of gain and bias need one.
+            dtype: of the rows and parameters; statistics of 4 bytes count as two elements of a dtype of 2.
+        """
+        rows = self.layout.shard_shape((tokens, self.width))[0]
+        grid, numbers = self.layout.grid, self.merge.given
+        if self.centred:
+            volume = self.merge.volume(rows)
+        else:
+            volume = reduction_volume(grid, self.merge.axes, (1, rows), "forward")
+        if dgrad:
+            volume += reduction_volume(grid, self.merge.axes, (numbers, rows), "dgrad")
+        volume = volume.in_bytes(one_rank.wide(dtype).itemsize // dtype.itemsize)
+        for _ in range(trained):
+            volume += self.parameter.volume((self.width,), backward="wgrad")
+        return volume
+
+
+def norm(
+    x: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    plan: NormPlan,
+    mesh: ProcessGrid,
+    offset: float = 0.0,
+) -> Tensor:
+    """Normalize each row over all of its features.
+
+        x        [M / (z y), K / x]     this rank's shard of X[M_zy, K_x]
+        gain     [K / x]                of gain[K_x]; bias likewise
+        returns  as x
+
+        forward  y = (x - mean) rstd (offset + gain) + bias, with the moments of a row merged over x
+        dgrad    two sums a row (one for RMS norm), AR over x
+        wgrad    dgain = AR_zy( sum over rows of dy (x - mean) rstd ), late; dbias likewise
+
+    Shapes are those of the 3D scheme.  Moments are centred and merged, in fp32 at least; the result has x's dtype.  A
+    gain may be a DTensor parameter that lies as `plan.parameter.source`.
+
+    Raises:
+        LayoutError: shards that do not fit the plan.
+    """
+    enter(mesh, f"{plan}; {signature(x)}" if mesh.check else "")
+    local = plan.width // plan.layout.num_splits(-1)
+    if x.dim() != 2 or x.shape[1] != local:
+        raise LayoutError(
+            f"'{plan.name}': x is a shard {tuple(x.shape)}; of [{plan.layout.label('MK')}] with {plan.width} features "
+            f"a rank has [rows, {local}]"
+        )
+    used = [None if p is None else taken(p, plan.parameter, mesh) for p in (gain, bias)]
+    if offset and used[0] is not None:
+        used[0] = used[0] + offset
+    result: Tensor = _Norm.apply(x, *used, plan, mesh)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor | None, bias: Tensor | None, plan: NormPlan, mesh: Any) -> Tensor:
+        real = plan.real(mesh.rank)
+        mean, scale = _statistics(x[:, :real], plan, mesh)
+        normal = one_rank.normalized(x, mean, scale)
+        ctx.save_for_backward(x, gain, mean, scale)
+        ctx.plan, ctx.mesh, ctx.bias_dtype = plan, mesh, None if bias is None else bias.dtype
+        return _cut(one_rank.scaled(normal, gain, bias, x.dtype), real)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        plan, mesh = ctx.plan, ctx.mesh
+        mesh.step.late.enter()
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"'{plan.name}': its gradient cannot be differentiated again, and create_graph=True asks for that\n"
+                "  fix: create_graph=False, or the dense layer (to_dense) where a gradient of gradients is wanted"
+            )
+        x, gain, mean, scale = ctx.saved_tensors
+        real = plan.real(mesh.rank)
+        normal = _cut(one_rank.normalized(x, mean, scale), real)
+        dy = _cut(grad.to(normal.dtype), real)
+        dnormal = dy if gain is None else dy * gain
+        finish = None
+        if ctx.needs_input_grad[0]:
+            sums = one_rank.gradient_sums(dnormal, normal, plan.centred)
+            finish = sent(sums, plan.reduction, mesh, plan.name, "dgrad")
+        # Gradients of parameters while the sums are on their way.
+        dgain = (dy * normal).sum(0).to(gain.dtype) if ctx.needs_input_grad[1] else None
+        dbias = dy.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        dx = None
+        if finish is not None:
+            dx = one_rank.input_gradient(dnormal, normal, finish(), scale, plan.features)
+            dx = _cut(dx, real).to(x.dtype)
+        return dx, dgain, dbias, None, None
+
+
+def _statistics(x: Tensor, plan: NormPlan, mesh: ProcessGrid) -> tuple[Tensor | None, Tensor]:
+    """The mean of each row, and by what its distances from it are multiplied."""
+    if plan.centred:
+        counts = plan.counts(mesh.rank)
+        both = merged(
+            one_rank.moments(x), plan.merge, lambda parts: one_rank.merge_moments(parts, counts), mesh, plan.name
+        )
+        mean, squares = both.unbind()
+    else:
+        mean, squares = None, moved(one_rank.sum_of_squares(x), plan.reduction, mesh, plan.name, "forward")[0]
+    return mean, squares.div_(plan.features).add_(plan.eps).rsqrt_()  # nobody else has it
+
+
+def _cut(x: Tensor, real: int) -> Tensor:
+    """Padding is zero, whatever was computed of it."""
+    if real == x.shape[1]:
+        return x
+    return torch.nn.functional.pad(x[:, :real], (0, x.shape[1] - real))
