@@ -5,17 +5,22 @@ from ndtp.nn.embedding import Embedding
 from ndtp.nn.gated import GatedMLP
 from ndtp.nn.gradients import clip_grad_norm_, sum_plain_gradients
 from ndtp.nn.linear import Linear
+from ndtp.nn.losses import CrossEntropy, LinearCrossEntropy, cross_entropy, linear_cross_entropy
 from ndtp.nn.mlp import MLP
 from ndtp.nn.norms import LayerNorm, RMSNorm
 
 __all__ = [
     "MLP",
+    "CrossEntropy",
     "Dropout",
     "Embedding",
     "GatedMLP",
     "LayerNorm",
     "Linear",
+    "LinearCrossEntropy",
     "RMSNorm",
     "clip_grad_norm_",
+    "cross_entropy",
+    "linear_cross_entropy",
     "sum_plain_gradients",
 ]

@@ -1,0 +1,230 @@
+"""`cross_entropy` and `linear_cross_entropy` of logits that are split over a grid, and a module of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.volume import Volume
+from ndtp.compute.cross_entropy import LossForm
+from ndtp.errors import LayoutError
+from ndtp.nn.linear import Linear
+from ndtp.nn.sharded import memory_of
+from ndtp.ops.linear_losses import LinearLossPlan
+from ndtp.ops.linear_losses import linear_cross_entropy as fused
+from ndtp.ops.losses import LossPlan
+from ndtp.ops.losses import cross_entropy as split
+from ndtp.ops.memory import Memory
+from ndtp.runtime.process_grid import ProcessGrid
+
+REDUCTIONS = ("mean", "sum", "none")
+CHUNK_ROWS = 1024
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    layout: Layout,
+    mesh: ProcessGrid,
+    classes: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    name: str = "loss",
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` of logits that are split over rows and classes, and are not gathered.
+
+        logits   [M / (z x), V / y]     this rank's shard of L[M_zx, V_y]
+        targets  [M], or [M / (z x)]    all of them, or this rank's rows
+        returns  the dense loss, on every rank; with "none" those of this rank's rows
+
+    Of a row the maximum, the sum of exponentials and the target's logit are merged over y: three numbers one way and
+    two the other, and none in backward.  The gradient of a loss that every rank has alike is the dense one: call
+    `backward` on it, on every rank, and divide it by nothing.
+
+    Args:
+        layout: of the logits, [M, V].
+        classes: how many of the logits' columns are no padding, which stands behind them; default: all.
+        ignore_index, label_smoothing, reduction: as torch's.
+        z_loss: times the square of the log of the sum of exponentials of a row is added to its loss.
+
+    Returns:
+        In fp32 at least.
+
+    Raises:
+        LayoutError: targets that fit no rows.
+        RangeError: a target that is no class; the same on every rank (on a GPU: a loss of NaN).
+        ValueError: an unknown reduction, or a smoothing outside of [0, 1].
+    """
+    width = logits.shape[-1] * layout.num_splits(-1)
+    plan = _plan(layout, width if classes is None else classes, ignore_index, label_smoothing, z_loss, reduction, name)
+    return split(logits, targets, plan, mesh, reduction)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    head: Linear,
+    targets: Tensor,
+    *,
+    chunk_rows: int = CHUNK_ROWS,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    name: str = "loss",
+) -> Tensor:
+    """`cross_entropy(head(x), targets)` in chunks of rows, of which one has logits at a time.
+
+        x        [M / (z y), K / x]     this rank's shard, as `head.in_layout`
+        targets  [M], or [M / (z y)]    all of them, or those of this rank's rows of x
+        returns  the dense loss, on every rank
+
+    Gradients of x and of the head are computed with the logits, in forward, so that no logits are kept and none are
+    computed twice; where no gradient is wanted none are.  The weight is gathered once for all chunks.
+
+    Args:
+        head: its padding counts for nothing: classes are its `out_features`.
+        chunk_rows: the most rows of logits that a rank holds at a time.
+        others: as of `cross_entropy`; reduction is "mean" or "sum".
+
+    Raises:
+        LayoutError, RangeError, ValueError: as `cross_entropy` and `ndtp.nn.Linear`.
+    """
+    plan = linear_loss_plan(head, chunk_rows, ignore_index, label_smoothing, z_loss, reduction, name)
+    rows = x.flatten(0, -2)
+    weight, bias = head.operands(rows)
+    return fused(rows, weight, bias, targets, plan, head.mesh, reduction)
+
+
+def linear_loss_plan(
+    head: Linear, chunk_rows: int, ignore_index: int, label_smoothing: float, z_loss: float, reduction: str, name: str
+) -> LinearLossPlan:
+    if reduction == "none":
+        raise ValueError("linear_cross_entropy: reduction='none' keeps nothing to scale\n  fix: 'mean' or 'sum'")
+    if chunk_rows < 1:
+        raise ValueError(f"linear_cross_entropy: chunk_rows={chunk_rows} is not at least 1")
+    layout = head.out_layout
+    loss = _plan(layout, head.out_features, ignore_index, label_smoothing, z_loss, reduction, name)
+    return LinearLossPlan(head.plan, loss, chunk_rows)
+
+
+def _plan(
+    layout: Layout, classes: int, ignore_index: int, smoothing: float, z: float, reduction: str, name: str
+) -> LossPlan:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"cross_entropy: reduction={reduction!r} is not one of {', '.join(REDUCTIONS)}")
+    if not 0.0 <= smoothing <= 1.0:
+        raise ValueError(f"cross_entropy: label_smoothing={smoothing} is not in [0, 1]")
+    return LossPlan(layout, LossForm(classes, smoothing, z), ignore_index, name)
+
+
+class CrossEntropy(nn.Module):
+    """`nn.CrossEntropyLoss` of logits that are split over a grid; arguments are those of `cross_entropy`."""
+
+    def __init__(self, *, layout: Layout, mesh: ProcessGrid, classes: int, **options: Any) -> None:
+        super().__init__()
+        self.mesh, self.classes, self.options = mesh, classes, options
+        self.in_layout, self.out_layout = layout, Layout(mesh.grid)
+        forms = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean", "name": "loss"}
+        if unknown := set(options) - set(forms):
+            raise ValueError(f"CrossEntropy: unknown {', '.join(sorted(unknown))}; it takes {', '.join(forms)}")
+        self.plan = _plan(layout, classes, *{**forms, **options}.values())  # type: ignore[arg-type]
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        layout, options = self.in_layout, self.options
+        return cross_entropy(logits, targets, layout=layout, mesh=self.mesh, classes=self.classes, **options)
+
+    def volume(self, tokens: int, dtype: torch.dtype = torch.float32) -> Volume:
+        """The exact traffic of `tokens` rows of logits of a dtype, in elements of it received per rank."""
+        return self.plan.volume(tokens, dtype)
+
+    def memory(self, tokens: int, dtype: torch.dtype = torch.float32, backend: str | None = None) -> Memory:
+        """Bytes that a forward and backward of `tokens` rows need beside the logits; see `ndtp.ops.memory`."""
+        width = -(-self.classes // self.in_layout.num_splits(1)) * self.in_layout.num_splits(1)
+        logits = torch.empty(
+            self.in_layout.shard_shape((tokens, width)), dtype=dtype, device="meta", requires_grad=True
+        )
+        return memory_of(self, self.mesh, (logits, logits.new_empty(tokens, dtype=torch.long)), (), backend)
+
+    @classmethod
+    def from_dense(
+        cls, dense: nn.CrossEntropyLoss, *, layout: Layout, mesh: ProcessGrid, classes: int, **options: Any
+    ) -> CrossEntropy:
+        """The same loss as an `nn.CrossEntropyLoss`.
+
+        Raises:
+            LayoutError: one with a weight a class.
+        """
+        if dense.weight is not None:
+            raise LayoutError("CrossEntropy.from_dense: a weight for every class is not there on a grid")
+        same = {name: getattr(dense, name) for name in ("ignore_index", "label_smoothing", "reduction")}
+        return cls(layout=layout, mesh=mesh, classes=classes, **{**same, **options})
+
+    def to_dense(self) -> nn.CrossEntropyLoss:
+        """torch's, which has no z_loss."""
+        if self.plan.form.z:
+            raise LayoutError("CrossEntropy.to_dense: torch's has no z_loss")
+        return nn.CrossEntropyLoss(
+            ignore_index=self.plan.ignore_index,
+            label_smoothing=self.plan.form.smoothing,
+            reduction=self.options.get("reduction", "mean"),
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.classes}, [{self.in_layout.label('MV')}]"
+
+
+class LinearCrossEntropy(nn.Module):
+    """A head and its loss as one module; arguments are those of `linear_cross_entropy`."""
+
+    def __init__(self, head: Linear, **options: Any) -> None:
+        super().__init__()
+        self.head, self.options = head, options
+        forms = {
+            "chunk_rows": CHUNK_ROWS, "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0,
+            "reduction": "mean", "name": "loss",
+        }  # fmt: skip
+        if unknown := set(options) - set(forms):
+            raise ValueError(f"LinearCrossEntropy: unknown {', '.join(sorted(unknown))}; it takes {', '.join(forms)}")
+        self.plan = linear_loss_plan(head, *{**forms, **options}.values())  # type: ignore[arg-type]
+        self.in_layout, self.out_layout = head.in_layout, Layout(head.mesh.grid)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(x, self.head, targets, **self.options)
+
+    def volume(self, tokens: int, dgrad: bool = True, gathers_targets: bool = False) -> Volume:
+        """The exact traffic of a forward and backward of `tokens` rows, in elements received per rank.
+
+        Args:
+            dgrad: whether x needs a gradient.
+            gathers_targets: whether each rank gives those of its rows.
+        """
+        head = self.head
+        bias = head.bias is not None
+        bias_grad = head.bias is not None and head.bias.requires_grad
+        return self.plan.volume(
+            tokens, (head.padded_in, head.padded_out), head.weight.dtype, dgrad, head.weight.requires_grad,
+            bias, bias_grad, gathers_targets,
+        )  # fmt: skip
+
+    def memory(self, tokens: int, dgrad: bool = True, backend: str | None = None) -> Memory:
+        """Bytes that a forward and backward of `tokens` rows need, as of `ndtp.nn.Linear`; see `ndtp.ops.memory`."""
+        shape = self.in_layout.shard_shape((tokens, self.head.padded_in))
+        x = torch.empty(shape, dtype=self.head.weight.dtype, device="meta", requires_grad=dgrad)
+        return memory_of(self, self.head.mesh, (x, x.new_empty(tokens, dtype=torch.long)), (), backend)
+
+    @classmethod
+    def from_dense(
+        cls, head: nn.Linear, *, mesh: ProcessGrid, scheme: str = "3d", **options: Any
+    ) -> LinearCrossEntropy:
+        """Of a dense head, on a grid, its classes padded where they do not divide."""
+        return cls(Linear.from_dense(head, mesh=mesh, scheme=scheme, pad=True, name="head"), **options)
+
+    def to_dense(self) -> nn.Linear:
+        """The head; a collective."""
+        return self.head.to_dense()

@@ -1,0 +1,180 @@
+"""A head and its cross entropy in chunks of rows: one chunk of logits exists at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.algebra.relayouts import RelayoutPlan
+from ndtp.algebra.volume import Volume
+from ndtp.compute.norms import wide
+from ndtp.errors import LayoutError
+from ndtp.ops.losses import LossPlan, reduced, row_losses, target_plan, totals, whole_targets
+from ndtp.ops.moving import enter, signature, taken
+from ndtp.ops.products import matmul
+
+if TYPE_CHECKING:
+    from ndtp.runtime.process_grid import ProcessGrid
+
+
+@dataclass(frozen=True, eq=False)
+class LinearLossPlan:
+    """The plan of `cross_entropy(x W^T + b)` in chunks of rows.
+
+    Args:
+        head: of the product, which gives the logits.
+        loss: of their cross entropy.
+        chunk_rows: the most rows of logits that a rank holds at a time.
+
+    The weight is gathered once, for all chunks.  Axes that split the same rows of x and of the logits, such as z and
+    dp, have no part in a chunk: its product leaves them out, and the weight's gradient is summed over them in the end.
+    """
+
+    head: MatMulPlan
+    loss: LossPlan
+    chunk_rows: int
+
+    @cached_property
+    def apart(self) -> tuple[str, ...]:
+        """The axes whose ranks work on rows of their own throughout."""
+        return tuple(axis for axis, role in self.head.roles.items() if role == "m")
+
+    def _without(self, dims: tuple[tuple[str, ...], ...]) -> Layout:
+        return Layout(self.head.grid, *(tuple(axis for axis in axes if axis not in self.apart) for axes in dims))
+
+    @cached_property
+    def product(self) -> MatMulPlan:
+        """Of a chunk."""
+        head, weight = self.head, self.head.need(self.head.b_letters)
+        a, b, out = (self._without(dims) for dims in (head.a.dims, weight, head.out.dims))
+        return MatMulPlan(a, b, out, transpose_b=head.transpose_b, name=head.name, chunks=1)
+
+    @cached_property
+    def weight(self) -> RelayoutPlan:
+        """From how it is stored to how chunks use it."""
+        head = self.head
+        used = head.need(head.b_letters)
+        parts = head.grid.nontrivial(self.apart)
+        return RelayoutPlan(head.b, head.b.with_dims(*used), (), parts, head.name)
+
+    @cached_property
+    def bias(self) -> RelayoutPlan:
+        layout = self.head.bias
+        return RelayoutPlan(layout, layout, (), self.head.grid.nontrivial(self.apart), self.head.name)
+
+    def chunks(self, rows: int) -> list[int]:
+        """How this rank's rows of x are cut: sizes, which add up to `rows`."""
+        held, given = (layout.num_splits(0) for layout in (self.product.a, self.product.out))
+        step = given // math.gcd(held, given)  # so many rows of x at least, for whole rows of logits
+        size = max(self.chunk_rows * given // held // step, 1) * step
+        return [min(size, rows - start) for start in range(0, rows, size)]
+
+    def volume(
+        self, tokens: int, features: tuple[int, int], dtype: torch.dtype, dgrad: bool, wgrad: bool,
+        bias: bool, bias_grad: bool, gathers_targets: bool,
+    ) -> Volume:  # fmt: skip
+        """The exact traffic for a global number of rows and `(K, V)`, in elements of `dtype` received per rank."""
+        splits = self.head.a.num_splits(0)
+        (rows,) = Layout(self.head.grid, self.head.a.dims[0]).shard_shape((tokens,))
+        total = self.weight.volume(features[::-1], wgrad, "wgrad")
+        if bias_grad:
+            total += self.bias.volume(features[1:], backward="wgrad")
+        scale = wide(dtype).itemsize // dtype.itemsize
+        for chunk in self.chunks(rows):
+            m = chunk * self.product.a.num_splits(0)
+            total += self.product.volume((m, *features), dgrad, wgrad, bias, bias_grad)
+            logits = m // self.product.out.num_splits(0)
+            total += self.loss.merge.volume(logits).in_bytes(scale)
+        if gathers_targets:
+            ids = target_plan(self.head.a, self.loss.name).volume((rows * splits,), dgrad=False)
+            total += ids.in_bytes(8 // dtype.itemsize)
+        return total + self.loss.totals_volume(dtype)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    plan: LinearLossPlan,
+    mesh: ProcessGrid,
+    reduction: str,
+) -> Tensor:
+    """The cross entropy of `x W^T + b`, with gradients computed chunk by chunk as the logits come.
+
+        x        [M / (z y), K / x]     this rank's shard of A[M_zy, K_x]
+        weight   [V / y, K / (x z)]     of W[V_y, K_xz]; bias [V / y]
+        targets  [M], or [M / (z y)]    all of them, or this rank's rows
+        returns  the mean or the sum over all rows, the same on every rank
+
+    Raises:
+        LayoutError: shards that do not fit.
+        RangeError: targets that are no class.
+    """
+    enter(mesh, f"{plan.head.equation} {plan.loss} {plan.chunk_rows} {reduction}; {signature(x)}" if mesh.check else "")
+    if x.dim() != 2:
+        raise LayoutError(f"linear_cross_entropy '{plan.loss.name}': x is {tuple(x.shape)}; it takes [rows, features]")
+    targets = whole_targets(targets, plan.head.a, x.shape[0], mesh, plan.loss.name)
+    weight = taken(weight, plan.weight, mesh)
+    bias = None if bias is None else taken(bias, plan.bias, mesh)
+    local: Tensor = _Chunks.apply(x, weight, bias, targets, plan, mesh)  # type: ignore[no-untyped-call]
+    mine = Layout(mesh.grid, plan.head.out.dims[0]).shard(targets, mesh.rank)
+    return reduced(totals(local, mine, plan.loss, mesh), reduction, wide(x.dtype))
+
+
+class _Chunks(torch.autograd.Function):
+    """The sum of the losses of this rank's rows; gradients are computed in forward and scaled in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: LinearLossPlan, mesh: Any
+    ) -> Tensor:
+        needs = ctx.needs_input_grad[:3]
+        head = weight.detach().requires_grad_(needs[1])
+        added = None if bias is None else bias.detach().requires_grad_(needs[2])
+        operands = (head, added)
+        sums = [
+            torch.zeros_like(p, dtype=wide(p.dtype)) if p is not None and p.requires_grad else None for p in operands
+        ]
+        dx = torch.empty_like(x) if needs[0] else None
+        total = x.new_zeros((), dtype=torch.float64)
+        by_rows = targets.view(plan.head.a.num_splits(0), x.shape[0])
+        rows, start = Layout(mesh.grid, plan.head.out.dims[0]), 0
+        for size in plan.chunks(x.shape[0]):
+            part = x[start : start + size].detach().requires_grad_(needs[0])
+            mine = rows.shard(by_rows[:, start : start + size].flatten(), mesh.rank)
+            with torch.enable_grad():
+                logits = matmul(part, head, plan.product, mesh, added)
+                loss = row_losses(logits, mine, plan.loss, mesh).sum(dtype=torch.float64)
+            del logits
+            total += loss.detach()
+            wanted = [p for p in (part, *operands) if p is not None and p.requires_grad]
+            if wanted:
+                found = iter(torch.autograd.grad(loss, wanted))
+                if dx is not None:
+                    dx[start : start + size] = next(found)
+                for each in sums:
+                    if each is not None:
+                        each += next(found)
+            start += size
+        ctx.save_for_backward(dx, *sums)
+        ctx.dtypes = [None if p is None else p.dtype for p in operands]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_cross_entropy: its gradient cannot be differentiated again, and create_graph=True asks for "
+                "that\n  fix: create_graph=False"
+            )
+        dx, *sums = ctx.saved_tensors
+        found = [None if s is None else (s * grad.to(s.dtype)).to(d) for s, d in zip(sums, ctx.dtypes, strict=True)]
+        return None if dx is None else dx * grad.to(dx.dtype), *found, None, None, None

@@ -1,0 +1,173 @@
+"""Cross entropy of logits whose classes are split: nothing is gathered but a few numbers a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.relayouts import MergePlan, RelayoutPlan
+from ndtp.algebra.volume import Volume
+from ndtp.compute import cross_entropy as one_rank
+from ndtp.compute.cross_entropy import LossForm
+from ndtp.compute.norms import wide
+from ndtp.errors import LayoutError, RangeError
+from ndtp.ops.moving import enter, moved, signature
+from ndtp.ops.reductions import merged, reduce
+
+if TYPE_CHECKING:
+    from ndtp.runtime.process_grid import ProcessGrid
+
+TOTAL_BYTES = 8  # of a number of the totals
+
+
+@dataclass(frozen=True)
+class LossPlan:
+    """The plan of a cross entropy.
+
+    Args:
+        layout: of the logits, [M, V].
+        form: what is computed of a row; its classes are those without padding, which stands behind them.
+        ignore_index: the target of rows that do not count.
+        name: what errors and profiles call it.
+    """
+
+    layout: Layout
+    form: LossForm
+    ignore_index: int = -100
+    name: str = "loss"
+
+    @cached_property
+    def merge(self) -> MergePlan:
+        return MergePlan(self.layout.grid, self.layout.dims[1], self.form.numbers, 2)
+
+    @cached_property
+    def rows(self) -> Layout:
+        """Of one number a row."""
+        return Layout(self.layout.grid, self.layout.dims[0])
+
+    @cached_property
+    def totals(self) -> RelayoutPlan:
+        """Of sums over rows: [the losses, how many rows count, how many targets are wrong]."""
+        whole = Layout(self.layout.grid, None)
+        return RelayoutPlan(whole, whole, self.layout.grid.nontrivial(self.layout.dims[0]), name=self.name)
+
+    def volume(self, tokens: int, dtype: torch.dtype) -> Volume:
+        """The exact traffic for a global number of rows, in elements of `dtype` received per rank; none backward."""
+        (rows,) = self.rows.shard_shape((tokens,))
+        merges = self.merge.volume(rows).in_bytes(wide(dtype).itemsize // dtype.itemsize)
+        return merges + self.totals_volume(dtype)
+
+    def totals_volume(self, dtype: torch.dtype) -> Volume:
+        return self.totals.volume((3,), dgrad=False).in_bytes(TOTAL_BYTES // dtype.itemsize)
+
+
+def checked_targets(targets: Tensor, rows: int, splits: int, name: str) -> tuple[Tensor, bool]:
+    """Targets of this rank's rows, or of all: as one dim, and whether they are all.
+
+    Raises:
+        LayoutError: another number of targets.
+    """
+    targets, whole = targets.flatten(), rows * splits
+    if targets.is_floating_point() or targets.numel() not in (rows, whole):
+        raise LayoutError(
+            f"cross_entropy '{name}': {targets.numel()} targets of {targets.dtype} for {rows} rows on this rank, "
+            f"{whole} in all; give whole numbers, for the one or the other"
+        )
+    return targets, targets.numel() == whole
+
+
+def row_losses(logits: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid) -> Tensor:
+    """The loss of each of this rank's rows, on every rank that has a part of its classes; zero where it is ignored.
+
+        logits   [M / (z x), V / y]     this rank's shard of L[M_zx, V_y]
+        targets  [M / (z x)]            classes of the whole; those that are none count as ignored
+        returns  [M / (z x)]            fp32 at least
+
+        forward  the maximum, the sum of exponentials and the target's logit of a row, merged over y
+
+    Backward needs nothing of the others: a rank has all it takes for the gradient of its logits.
+    """
+    loss: Tensor = _RowLosses.apply(logits, targets, plan, mesh)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _RowLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, plan: LossPlan, mesh: Any) -> Tensor:
+        form, width = plan.form, logits.shape[1]
+        start = mesh.grid.index(mesh.rank, plan.layout.dims[1]) * width
+        real = min(max(form.classes - start, 0), width)
+        local = targets - start
+        local = torch.where((local >= 0) & (local < real), local, -1)
+        counts = (targets != plan.ignore_index) & (targets >= 0) & (targets < form.classes)
+        found = one_rank.statistics(logits[:, :real], local, form)
+        loss, lse = merged(found, plan.merge, lambda parts: one_rank.losses(parts, form), mesh, plan.name).unbind()
+        ctx.save_for_backward(logits, local, lse, counts)
+        ctx.form, ctx.real = form, real
+        return torch.where(counts, loss, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "cross_entropy: its gradient cannot be differentiated again, and create_graph=True asks for that\n"
+                "  fix: create_graph=False, or torch's cross_entropy of whole logits"
+            )
+        logits, local, lse, counts = ctx.saved_tensors
+        upstream = torch.where(counts, grad, 0).to(lse.dtype)
+        found = one_rank.gradient(logits[:, : ctx.real], local, lse, upstream, ctx.form)
+        return F.pad(found, (0, logits.shape[1] - ctx.real)), None, None, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid, reduction: str) -> Tensor:
+    """The cross entropy of logits that are split over rows and classes; see `ndtp.nn.cross_entropy`."""
+    if logits.dim() != 2:
+        raise LayoutError(f"cross_entropy '{plan.name}': logits are {tuple(logits.shape)}; they are [rows, classes]")
+    enter(mesh, f"{plan} {reduction}; {signature(logits)}" if mesh.check else "")
+    rows, are_all = checked_targets(targets, logits.shape[0], plan.rows.num_splits(0), plan.name)
+    rows = plan.rows.shard(rows, mesh.rank) if are_all else rows
+    losses = row_losses(logits, rows, plan, mesh)
+    total = totals(losses.double().sum(), rows, plan, mesh)
+    return losses if reduction == "none" else reduced(total, reduction, losses.dtype)
+
+
+def totals(loss: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid) -> Tensor:
+    """[3]: sums over all rows of the losses, of the rows that count, of targets that are no class.
+
+    Raises:
+        RangeError: there are such; the same on every rank.  On a GPU, where looking at them would have the host wait,
+            the loss is NaN instead.
+    """
+    ignored = targets == plan.ignore_index
+    wrong = ((targets < 0) | (targets >= plan.form.classes)) & ~ignored
+    numbers = torch.stack((loss, (~ignored).sum().to(loss), wrong.sum().to(loss)))
+    total = reduce(numbers, plan.totals, mesh)
+    if total.device.type == "cpu" and not total.is_meta and int(total.detach()[2]):
+        raise RangeError(
+            f"cross_entropy '{plan.name}': {int(total[2])} targets are neither one of {plan.form.classes} classes nor "
+            f"ignore_index={plan.ignore_index}"
+        )
+    return total
+
+
+def reduced(total: Tensor, reduction: str, dtype: torch.dtype) -> Tensor:
+    """The mean or the sum of the losses, from `totals`."""
+    loss = total[0] / total[1].detach() if reduction == "mean" else total[0]
+    return torch.where(total[2].detach() > 0, torch.nan, loss).to(dtype)
+
+
+def whole_targets(targets: Tensor, layout: Layout, rows: int, mesh: ProcessGrid, name: str) -> Tensor:
+    """All targets, on every rank, from all or from this rank's rows of them; those are gathered."""
+    targets, are_all = checked_targets(targets, rows, layout.num_splits(0), name)
+    return targets if are_all else moved(targets.long(), target_plan(layout, name).steps, mesh, name, "forward")
+
+
+def target_plan(layout: Layout, name: str) -> RelayoutPlan:
+    """Of targets that are gathered: one number a row of hidden states that lie as `layout`."""
+    return RelayoutPlan(Layout(layout.grid, layout.dims[0]), Layout(layout.grid, None), name=name)
