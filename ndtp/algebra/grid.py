@@ -111,6 +111,37 @@ class Grid:
             ranks.append(self.rank(**coordinate))
         return tuple(ranks)
 
+    def refine(self, **axes: Sequence[int]) -> Grid:
+        """The same ranks, with axes taken apart: `Grid(x=2, y=4).refine(y=(2, 2))` is `Grid(x=2, y1=2, y2=2)`.
+
+        Rank order stays, the first part of an axis being the major one.  What is split over y is split over (y1 y2).
+
+        Raises:
+            GridError: sizes whose product is not that of the axis, or a name that is taken.
+        """
+        for axis, sizes in axes.items():
+            if math.prod(sizes) != self[axis] or min(sizes, default=0) < 1:
+                raise GridError(
+                    f"grid {self}: axis {axis} has {self[axis]} ranks, and cannot be taken apart into {tuple(sizes)}"
+                )
+        named = [
+            pair
+            for axis, size in zip(self.names, self.shape, strict=True)
+            for pair in (
+                zip(self.parts(axis, len(axes[axis])), axes[axis], strict=True) if axis in axes else [(axis, size)]
+            )
+        ]
+        if twice := [name for name, _ in named if [other for other, _ in named].count(name) > 1]:
+            raise GridError(
+                f"grid {self}: {', '.join(axes)} taken apart gives an axis {twice[0]}, which is there already"
+            )
+        return Grid(dict(named))
+
+    @staticmethod
+    def parts(axis: str, count: int) -> tuple[str, ...]:
+        """The names of the parts of an axis that is taken apart."""
+        return tuple(f"{axis}{i + 1}" for i in range(count))
+
     @classmethod
     def all(cls, num_ranks: int, names: Sequence[str] = ("z", "x", "y")) -> list[Grid]:
         """Every grid of `num_ranks` ranks over the named axes, sizes of 1 included."""

@@ -133,6 +133,12 @@ class Layout:
         """Another layout over the same grid."""
         return Layout(self.grid, *dims)
 
+    def refine(self, **axes: Sequence[int]) -> Layout:
+        """The same shards, as a layout over `grid.refine(**axes)`."""
+        parts = {axis: Grid.parts(axis, len(sizes)) for axis, sizes in axes.items()}
+        dims = (tuple(part for axis in dim for part in parts.get(axis, (axis,))) for dim in self.dims)
+        return Layout(self.grid.refine(**axes), *dims)
+
     # --------------------------------------------------------------------------------------------------- shards
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,5 +1,8 @@
 """Modules: `nn.Linear` and MatMul -> activation -> MatMul on a grid of processes."""
 
+from ndtp.compute.rotary import Rotary
+from ndtp.nn.attention import Attention
+from ndtp.nn.attention_dense import DenseAttention, KVCache
 from ndtp.nn.dropout import Dropout
 from ndtp.nn.embedding import Embedding
 from ndtp.nn.gated import GatedMLP
@@ -11,14 +14,18 @@ from ndtp.nn.norms import LayerNorm, RMSNorm
 
 __all__ = [
     "MLP",
+    "Attention",
     "CrossEntropy",
+    "DenseAttention",
     "Dropout",
     "Embedding",
     "GatedMLP",
+    "KVCache",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropy",
     "RMSNorm",
+    "Rotary",
     "clip_grad_norm_",
     "cross_entropy",
     "linear_cross_entropy",

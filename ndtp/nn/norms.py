@@ -12,7 +12,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import block_layouts
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
-from ndtp.nn.parameters import fill_from_dense
+from ndtp.nn.parameters import expressible, fill_from_dense
 from ndtp.nn.sharded import Sharded, memory_of
 from ndtp.ops.memory import Memory
 from ndtp.ops.norms import NormPlan, norm
@@ -53,7 +53,8 @@ class _Norm(Sharded):
         dtype = dtype or torch.get_default_dtype()
         eps = torch.finfo(dtype).eps if eps is None else eps
         self.features, self.eps, self.offset = features, eps, offset
-        self.plan = NormPlan(layout, features, width, self.centred, eps, name)
+        stored = expressible(layout.dims[-1], mesh)
+        self.plan = NormPlan(layout, features, width, self.centred, eps, name, stored)
         kept = self.plan.parameter.source
         for parameter, exists in (("weight", affine), ("bias", bias)):
             if exists:

@@ -31,6 +31,18 @@ def sharded(local: Tensor, layout: Layout, mesh: ProcessGrid) -> Tensor:
     return DTensor.from_local(local, mesh.device_mesh, placements, run_check=False)
 
 
+def expressible(axes: Sequence[str], mesh: ProcessGrid) -> tuple[str, ...]:
+    """The first of the axes that split a dim, as many as DTensor has in that order on the grid's mesh."""
+    order = {axis: i for i, axis in enumerate(mesh.mesh_axes)}
+    kept: list[str] = []
+    for axis in axes:
+        before = [order[other] for other in kept if other in order]
+        if axis in order and before and order[axis] < before[-1]:
+            break
+        kept.append(axis)
+    return tuple(kept)
+
+
 def empty_parameter(
     shape: Sequence[int], layout: Layout, mesh: ProcessGrid, device: Any = None, dtype: torch.dtype | None = None
 ) -> nn.Parameter:

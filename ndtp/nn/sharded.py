@@ -122,8 +122,11 @@ def memory_of(
         out: the shape of this rank's shard of the result.
         backend: "gloo" or "nccl"; default: that of the mesh.
     """
-    dry = DryGrid(mesh.grid, mesh.rank, backend or mesh.backend or "gloo")
-    memo: dict[int, Any] = {id(mesh): dry}
+    meshes = {id(mesh): mesh}
+    for part in module.modules():
+        meshes.update({id(value): value for value in vars(part).values() if isinstance(value, ProcessGrid)})
+    backend = backend or mesh.backend or "gloo"
+    memo: dict[int, Any] = {key: DryGrid(value.grid, value.rank, backend) for key, value in meshes.items()}
     for parameter in module.parameters():
         local = torch.empty_like(local_shard(parameter.detach()), device="meta")
         memo[id(parameter)] = nn.Parameter(local, parameter.requires_grad)

@@ -17,7 +17,7 @@ from ndtp.algebra.volume import Volume
 from ndtp.compute.norms import wide
 from ndtp.errors import LayoutError
 from ndtp.ops.losses import LossPlan, reduced, row_losses, target_plan, totals, whole_targets
-from ndtp.ops.moving import enter, signature, taken
+from ndtp.ops.moving import enter, refuse_second, taken
 from ndtp.ops.products import matmul
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def linear_cross_entropy(
         LayoutError: shards that do not fit.
         RangeError: targets that are no class.
     """
-    enter(mesh, f"{plan.head.equation} {plan.loss} {plan.chunk_rows} {reduction}; {signature(x)}" if mesh.check else "")
+    enter(mesh, (plan, reduction), x)
     if x.dim() != 2:
         raise LayoutError(f"linear_cross_entropy '{plan.loss.name}': x is {tuple(x.shape)}; it takes [rows, features]")
     targets = whole_targets(targets, plan.head.a, x.shape[0], mesh, plan.loss.name)
@@ -170,11 +170,7 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "linear_cross_entropy: its gradient cannot be differentiated again, and create_graph=True asks for "
-                "that\n  fix: create_graph=False"
-            )
+        refuse_second("linear_cross_entropy")
         dx, *sums = ctx.saved_tensors
         found = [None if s is None else (s * grad.to(s.dtype)).to(d) for s, d in zip(sums, ctx.dtypes, strict=True)]
         return None if dx is None else dx * grad.to(dx.dtype), *found, None, None, None

@@ -14,7 +14,7 @@ from ndtp.algebra.steps import Step
 from ndtp.algebra.volume import Volume
 from ndtp.compute.lookup import rows_of
 from ndtp.errors import LayoutError, RangeError
-from ndtp.ops.moving import enter, moved, signature, taken
+from ndtp.ops.moving import enter, moved, taken
 from ndtp.ops.reductions import reduce
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def look_up(
         LayoutError: ids that do not divide.
         RangeError: ids that are no row of the table; the same on every rank, wherever they are.
     """
-    enter(mesh, f"{plan}; {signature(table)}" if mesh.check else "")
+    enter(mesh, plan, table)
     if ids.is_floating_point() or ids.dim() != 1:
         raise LayoutError(f"'{plan.name}': ids are {ids.dtype}, {tuple(ids.shape)}; they are whole numbers, one a row")
     shape = plan.gather.global_shape(ids.shape)

@@ -17,7 +17,7 @@ from ndtp.compute import cross_entropy as one_rank
 from ndtp.compute.cross_entropy import LossForm
 from ndtp.compute.norms import wide
 from ndtp.errors import LayoutError, RangeError
-from ndtp.ops.moving import enter, moved, signature
+from ndtp.ops.moving import enter, moved, refuse_second
 from ndtp.ops.reductions import merged, reduce
 
 if TYPE_CHECKING:
@@ -114,11 +114,7 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "cross_entropy: its gradient cannot be differentiated again, and create_graph=True asks for that\n"
-                "  fix: create_graph=False, or torch's cross_entropy of whole logits"
-            )
+        refuse_second("cross_entropy")
         logits, local, lse, counts = ctx.saved_tensors
         upstream = torch.where(counts, grad, 0).to(lse.dtype)
         found = one_rank.gradient(logits[:, : ctx.real], local, lse, upstream, ctx.form)
@@ -129,7 +125,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, plan: LossPlan, mesh: Process
     """The cross entropy of logits that are split over rows and classes; see `ndtp.nn.cross_entropy`."""
     if logits.dim() != 2:
         raise LayoutError(f"cross_entropy '{plan.name}': logits are {tuple(logits.shape)}; they are [rows, classes]")
-    enter(mesh, f"{plan} {reduction}; {signature(logits)}" if mesh.check else "")
+    enter(mesh, (plan, reduction), logits)
     rows, are_all = checked_targets(targets, logits.shape[0], plan.rows.num_splits(0), plan.name)
     rows = plan.rows.shard(rows, mesh.rank) if are_all else rows
     losses = row_losses(logits, rows, plan, mesh)

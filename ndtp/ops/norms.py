@@ -15,7 +15,7 @@ from ndtp.algebra.steps import Step
 from ndtp.algebra.volume import Volume
 from ndtp.compute import norms as one_rank
 from ndtp.errors import LayoutError
-from ndtp.ops.moving import enter, moved, sent, signature, taken
+from ndtp.ops.moving import enter, moved, refuse_second, sent, taken
 from ndtp.ops.reductions import merged
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class NormPlan:
         centred: layer norm, which subtracts the mean; else RMS norm.
         eps: what is added to the variance, or to the mean of squares.
         name: what errors and profiles call it.
+        stored: the axes over which gain and bias are stored, the first ones of those that split the features; each rank
+            takes its part.  Default: all.
     """
 
     layout: Layout
@@ -41,6 +43,7 @@ class NormPlan:
     centred: bool
     eps: float
     name: str = "norm"
+    stored: tuple[str, ...] | None = None
 
     @cached_property
     def merge(self) -> MergePlan:
@@ -50,9 +53,9 @@ class NormPlan:
     @cached_property
     def parameter(self) -> RelayoutPlan:
         """Of a gain or bias [K]: used by each rank for rows of its own."""
-        layout = Layout(self.layout.grid, self.layout.dims[-1])
-        rows = self.layout.grid.nontrivial(self.layout.dims[0])
-        return RelayoutPlan(layout, layout, (), rows, self.name)
+        used = Layout(self.layout.grid, self.layout.dims[-1])
+        stored = used if self.stored is None else Layout(self.layout.grid, self.stored)
+        return RelayoutPlan(stored, used, (), self.layout.grid.nontrivial(self.layout.dims[0]), self.name)
 
     @cached_property
     def reduction(self) -> tuple[Step, ...]:
@@ -115,7 +118,7 @@ def norm(
     Raises:
         LayoutError: shards that do not fit the plan.
     """
-    enter(mesh, f"{plan}; {signature(x)}" if mesh.check else "")
+    enter(mesh, plan, x)
     local = plan.width // plan.layout.num_splits(-1)
     if x.dim() != 2 or x.shape[1] != local:
         raise LayoutError(
@@ -143,11 +146,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, mesh = ctx.plan, ctx.mesh
         mesh.step.late.enter()
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"'{plan.name}': its gradient cannot be differentiated again, and create_graph=True asks for that\n"
-                "  fix: create_graph=False, or the dense layer (to_dense) where a gradient of gradients is wanted"
-            )
+        refuse_second(plan.name)
         x, gain, mean, scale = ctx.saved_tensors
         real = plan.real(mesh.rank)
         normal = _cut(one_rank.normalized(x, mean, scale), real)

@@ -68,4 +68,9 @@ class DryGrid:
         self.grid, self.rank, self.gemm = grid, rank, TorchGemm()
         self.check, self.device_mesh = False, None
         self.step, self.programs = StepState(LateGradients()), Programs()
+        self.backend = backend
         self.collectives = SILENT[backend](_DryGroups(grid, rank, backend), BufferRing(0), self.step.recording)
+
+    def refine(self, **axes: Sequence[int]) -> DryGrid:
+        """See `ProcessGrid.refine`."""
+        return DryGrid(self.grid.refine(**axes), self.rank, self.backend) if axes else self

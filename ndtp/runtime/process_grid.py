@@ -153,6 +153,7 @@ class ProcessGrid:
             # All of them now, in one order on every rank, and not in the middle of a schedule.
             every = [self.groups.group((axis,), way) for way in DIRECTIONS for axis in self.mesh_axes]
             ring_groups = list(dict.fromkeys(every))
+        self._refined: dict[tuple[object, ...], ProcessGrid] = {}
         self.ring = BufferRing(
             ring_bytes, nccl.registered_memory(ring_groups) if register_buffers and ring_groups else None
         )
@@ -216,6 +217,36 @@ class ProcessGrid:
             direction: "gather" or "scatter"; both have the same group where there is one group an axis.
         """
         return self.groups.group(axes, direction)
+
+    def refine(self, **axes: Sequence[int]) -> ProcessGrid:
+        """The same ranks with axes taken apart, see `ndtp.Grid.refine`; one grid for every refinement, made together.
+
+        It shares buffers and what a step learns with this one, and the process groups of the other axes.
+
+        Raises:
+            GridError: as `ndtp.Grid.refine`.
+        """
+        if not axes:
+            return self
+        key = tuple((axis, tuple(sizes)) for axis, sizes in axes.items())
+        if key not in self._refined:
+            grid, ranks = self.grid.refine(**axes), self.global_ranks
+            given = {of: group for of, group in self.groups.given.items() if not set(of[0]) & set(axes)}
+            refined = ProcessGrid(
+                grid,
+                timeout=self.timeout,
+                check=self.check,
+                device_type=self.device_type,
+                groups_per_axis=self.groups_per_axis,
+                high_priority=self.high_priority,
+                max_ctas=self.max_ctas,
+                ring_bytes=0,
+                _bound=None if ranks is None else (ranks, given),
+            )
+            refined.gemm, refined.step, refined.ring = self.gemm, self.step, self.ring
+            refined.collectives = Collectives.of(refined.groups, self.ring, self.step.recording)
+            self._refined[key] = refined
+        return self._refined[key]
 
     def _check_backend(self, register_buffers: bool) -> None:
         for name, value in (("max_ctas", self.max_ctas), ("register_buffers", register_buffers)):
