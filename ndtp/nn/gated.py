@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from ndtp.compute.epilogues import ACTIVATIONS, GATES
 from ndtp.errors import LayoutError
+from ndtp.nn.in_turns import InTurns
 from ndtp.nn.mlp import MLP
 from ndtp.runtime.process_grid import ProcessGrid
 
+TURNS = InTurns("up", ("gate", "up"), "down")
 GATED = {gate: name for name, gate in GATES.items()}
 
 
@@ -23,7 +25,7 @@ class GatedMLP(MLP):
 
     Gate and up are one product, so that x is gathered once.  The rows of `up.weight` (and of `up.bias`) take turns: row
     2j is that of the gate's feature j, row 2j + 1 that of up's.  So every split of the features, over any axes, keeps
-    the two of a feature together.  `from_dense` and `to_dense` convert.
+    the two of a feature together.  `from_dense` and `to_dense` convert, and `state_dict` has the dense `gate` and `up`.
 
     Args:
         hidden, inner: features outside and inside of the block.
@@ -53,6 +55,16 @@ class GatedMLP(MLP):
         if activation not in GATED:
             raise ValueError(f"GatedMLP: activation {activation!r} of the gate is not one of {', '.join(GATED)}")
         super().__init__(hidden, inner, GATED[activation], bias, dropout, device, dtype, mesh=mesh, **options)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """That of the dense block: `gate`, `up` and `down`; shards are views of this one's."""
+        state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        TURNS.split(state, args[1] if len(args) > 1 else prefix)
+        return state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        TURNS.join(self, state_dict, prefix, rest[2], rest[4])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @classmethod
     def from_dense(  # type: ignore[override]

@@ -169,6 +169,56 @@ def test_dropout_and_training(ranks):
     ranks(4).run(check_dropout_and_training)
 
 
+def check_state(folder):
+    """The dense pair goes out and comes in, whole, as shards, and by a checkpoint to another grid."""
+    import torch.distributed.checkpoint as dcp
+
+    layers = dense_layers(inner=30, bias=True)
+    whole = {
+        f"{part}.{name}": p for part, layer in zip(PARTS, layers, strict=True) for name, p in layer.named_parameters()
+    }
+    for grid, scheme in ((Grid(z=2, x=2, y=1), "3d"), (Grid(x=4), "1d-sp"), (Grid(x=2, y=2), "2d-features")):
+        mesh = mesh_of(grid)
+        block, fresh = (ndtp.nn.GatedMLP(HIDDEN, 30, mesh=mesh, scheme=scheme, bias=True, pad=True) for _ in range(2))
+        assert not any(block.load_state_dict(whole)), "the dense pair"
+        for part, layer in zip(PARTS, layers, strict=True):
+            assert_equal(block.to_dense().get_submodule(part).weight, layer.weight, f"{grid}: {part}")
+        state = block.state_dict()
+        assert list(state) == list(whole), "keys, in the order of the dense model"
+        for name, value in state.items():
+            real = tuple(slice(0, size) for size in whole[name].shape)
+            assert_equal(value.full_tensor()[real], whole[name], f"{grid}: {name}")
+        fresh.load_state_dict(state)
+        assert_equal(fresh.up.weight.full_tensor(), block.up.weight.full_tensor(), "shards")
+        with torch.no_grad():
+            state["gate.weight"].zero_()
+        assert not block.to_dense().gate.weight.any(), "a view of the same memory"
+        fused = {**whole, "up.weight": fresh.up.weight.full_tensor(), "up.bias": fresh.up.bias.full_tensor()}
+        del fused["gate.weight"], fused["gate.bias"]
+        assert not any(block.load_state_dict(fused)), "what was saved as one"
+        assert_equal(block.to_dense().gate.weight, layers[0].weight, "what was saved as one")
+        partial = {name: value for name, value in whole.items() if name != "gate.weight"}
+        assert "gate.weight" in block.load_state_dict(partial, strict=False).missing_keys
+    saved, loaded = (
+        ndtp.nn.GatedMLP(HIDDEN, INNER, mesh=mesh_of(grid), scheme=scheme, seed=i)
+        for i, (grid, scheme) in enumerate(((Grid(z=2, x=2, y=1), "3d"), (Grid(x=2, y=2), "2d")))
+    )
+    dcp.save(saved.state_dict(), checkpoint_id=folder)
+    state = loaded.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    assert_equal(loaded.to_dense().gate.weight, saved.to_dense().gate.weight, "in place, through the views")
+    loaded.load_state_dict(state)
+    for part in PARTS:
+        one, other = (block.to_dense().get_submodule(part).weight for block in (saved, loaded))
+        assert_equal(one, other, f"checkpoint: {part}")
+
+
+def test_the_state_dict_is_that_of_the_dense_pair(ranks, tmp_path):
+    ranks(4).run(check_state, str(tmp_path / "checkpoint"))
+    block = ndtp.nn.GatedMLP(4, 8, mesh=ndtp.ProcessGrid(Grid(x=1)))
+    assert list(block.state_dict()) == [f"{part}.weight" for part in PARTS]
+
+
 def test_what_it_refuses():
     mesh = ndtp.ProcessGrid(Grid(x=1))
     gate, up, down = dense_layers()
