@@ -25,8 +25,9 @@ from ndtp.nn.attention_dense import (
     whole_mask,
 )
 from ndtp.nn.hooks import runs_alone
-from ndtp.nn.linear import Linear, as_rows, with_leading_dims
+from ndtp.nn.linear import Linear
 from ndtp.nn.norms import LayerNorm, RMSNorm
+from ndtp.nn.padding import as_rows, with_leading_dims
 from ndtp.nn.random import draw_seed
 from ndtp.nn.sharded import memory_of
 from ndtp.ops.memory import Memory
@@ -204,7 +205,7 @@ class Attention(nn.Module):
         q, k, v = self._queries_keys_values(rows)
         y = self._core(q, k, v, batch, length, position_ids, mask, cache)
         y = self.o_proj(y)
-        return with_leading_dims(y, x, self.name)
+        return with_leading_dims(y, x.shape[:-1], self.name)
 
     def _queries_keys_values(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[rows, features] each, as `layouts.hidden`: of one product, unless calling the parts would do more."""

@@ -102,6 +102,48 @@ class DenseAttention(nn.Module):
             self.q_norm = kind(q if over_all else self.head_dim, eps=eps, **like)
             self.k_norm = kind(kv if over_all else self.head_dim, eps=eps, **like)
 
+    @classmethod
+    def of(
+        cls, q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear, heads: int, kv_heads: int, **options: Any
+    ) -> DenseAttention:
+        """An attention of these layers, which it shares; options as for the constructor.
+
+        Raises:
+            LayoutError: layers that do not fit the heads.
+        """
+        dim, bias = q.out_features // heads, q.bias is not None
+        sizes = [(layer.in_features, layer.out_features) for layer in (q, k, v, out)]
+        wide, narrow, hidden = heads * dim, kv_heads * dim, q.in_features
+        if sizes != [(hidden, wide), (hidden, narrow), (hidden, narrow), (wide, out.out_features)]:
+            raise LayoutError(
+                f"DenseAttention.of: layers {', '.join(f'{i} -> {o}' for i, o in sizes)} are not those of {heads} "
+                f"heads and {kv_heads} of keys and values"
+            )
+        like: dict[str, Any] = {"device": "meta", **options}
+        attention = cls(hidden, heads, kv_heads, dim, bias, out.bias is not None, **like)
+        for name, layer in zip(PROJECTIONS, (q, k, v, out), strict=True):
+            setattr(attention, name, layer)
+        return attention
+
+    @classmethod
+    def of_multihead(cls, dense: nn.MultiheadAttention, causal: bool = False, **options: Any) -> DenseAttention:
+        """The self-attention of an `nn.MultiheadAttention`; a copy of its values.
+
+        Raises:
+            LayoutError: one with dropout, other sizes of keys and values, or biases of these.
+        """
+        if dense.in_proj_weight is None or dense.bias_k is not None or dense.add_zero_attn or dense.dropout:
+            raise LayoutError(
+                "DenseAttention.of_multihead: kdim, vdim, add_bias_kv, add_zero_attn and dropout are not there "
+                "on a grid"
+            )
+        fused = nn.Linear(dense.embed_dim, 3 * dense.embed_dim, dense.in_proj_bias is not None, device="meta")
+        fused.weight = dense.in_proj_weight
+        if dense.in_proj_bias is not None:
+            fused.bias = dense.in_proj_bias
+        parts = split_projections(fused, dense.num_heads, dense.num_heads)
+        return cls.of(*parts, dense.out_proj, dense.num_heads, dense.num_heads, causal=causal, **options)
+
     def forward(
         self,
         x: Tensor,
@@ -162,3 +204,37 @@ def whole_mask(mask: Tensor | None, batch: int, heads: int, length: int, keys: i
             f"keys give ({batch}, {keys}), or four dims of these sizes or 1"
         )
     return mask.expand(-1, -1, -1, keys)
+
+
+def split_projections(
+    fused: nn.Linear, heads: int, kv_heads: int, order: str = "parts"
+) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+    """Queries, keys and values as three layers, of one that gives them all.
+
+    Args:
+        order: of the fused rows: "parts" has all queries, then all keys, then all values (GPT-2, Phi-3,
+            `nn.MultiheadAttention`); "groups" has, for every key head, its heads of queries, the key and the value
+            (GPT-NeoX, Falcon).
+
+    Raises:
+        LayoutError: features that make no such heads, or another order.
+    """
+    shared, rows = heads // kv_heads, fused.out_features
+    if order not in ("parts", "groups") or heads % kv_heads or rows % (heads + 2 * kv_heads):
+        raise LayoutError(
+            f"split_projections: {rows} features in the order {order!r} are not those of {heads} heads and twice "
+            f"{kv_heads} more\n  fix: order 'parts' or 'groups', and heads that divide"
+        )
+    dim = rows // (heads + 2 * kv_heads)
+    layers = []
+    for part, (first, count) in enumerate(((0, shared), (shared, 1), (shared + 1, 1))):
+        layer = nn.Linear(fused.in_features, kv_heads * count * dim, fused.bias is not None, device="meta")
+        for name, parameter in fused.named_parameters():
+            if order == "groups":
+                grouped = parameter.detach().unflatten(0, (kv_heads, shared + 2, dim))
+                own = grouped[:, first : first + count].flatten(0, 2)
+            else:
+                own = parameter.detach().split([heads * dim, kv_heads * dim, kv_heads * dim])[part]
+            setattr(layer, name, nn.Parameter(own.clone(), parameter.requires_grad))
+        layers.append(layer)
+    return layers[0], layers[1], layers[2]

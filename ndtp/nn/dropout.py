@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
+from ndtp.algebra.volume import Volume
 from ndtp.nn.padding import RowBlocks
 from ndtp.nn.random import draw_seed, key_of, uniform_at
+from ndtp.nn.sharded import memory_of
+from ndtp.ops.memory import Memory
 from ndtp.runtime.process_grid import ProcessGrid
 
 UNPADDED = RowBlocks()
@@ -15,12 +20,12 @@ UNPADDED = RowBlocks()
 
 def drop(x: Tensor, p: float, layout: Layout, mesh: ProcessGrid, features: int | None, blocks: RowBlocks) -> Tensor:
     """This rank's shard of the dropout of the whole tensor, with a mask drawn anew; see `Dropout`."""
-    rows = x.flatten(0, -2)
+    rows = x.flatten(0, x.dim() - layout.ndim) if x.dim() > layout.ndim else x
     shape = [size * layout.num_splits(dim) for dim, size in enumerate(rows.shape)]
     key = key_of(draw_seed(), "dropout")
-    row, column = (torch.arange(part.start, part.stop, device=x.device) for part in layout.slices(mesh.rank, shape))
+    row, *others = (torch.arange(part.start, part.stop, device=x.device) for part in layout.slices(mesh.rank, shape))
     row = row // blocks.padded * blocks.real + row % blocks.padded
-    kept = uniform_at((shape[0], features or shape[1]), (row, column), key) >= p
+    kept = uniform_at((*shape[:-1], features or shape[-1]), (row, *others), key) >= p
     return x * (kept.view(x.shape).to(x.dtype) / (1.0 - p or 1.0))
 
 
@@ -33,7 +38,7 @@ class Dropout(nn.Module):
 
     Args:
         p: the probability of an element to become zero.
-        layout: how the tensor [rows, features] lies; further leading dims of the shard count as rows.
+        layout: how the tensor lies, [rows, features] or of more dims; further leading dims of the shard count as rows.
         features: how many of the features are no padding, which has no part in the mask; default: all.
     """
 
@@ -52,5 +57,34 @@ class Dropout(nn.Module):
             return x
         return drop(x, self.p, self.layout, self.mesh, self.features, blocks)
 
+    @property
+    def in_layout(self) -> Layout:
+        return self.layout
+
+    out_layout = in_layout
+
+    def volume(self, tokens: int) -> Volume:
+        """Nothing moves: every rank draws its part of one mask."""
+        return Volume()
+
+    def memory(
+        self, shape: Sequence[int], dgrad: bool = True, dtype: torch.dtype = torch.float32, backend: str | None = None
+    ) -> Memory:
+        """Bytes that a forward and backward of a tensor of the global `shape` need beside it; see `ndtp.ops.memory`."""
+        local = self.layout.shard_shape(shape)
+        x = torch.empty(local, dtype=dtype, device="meta", requires_grad=dgrad)
+        return memory_of(self, self.mesh, (x,), local, backend)
+
+    @classmethod
+    def from_dense(
+        cls, dense: nn.Dropout, *, layout: Layout, mesh: ProcessGrid, features: int | None = None
+    ) -> Dropout:
+        """The same as an `nn.Dropout`, on a grid."""
+        return cls(dense.p, layout, mesh, features).train(dense.training)
+
+    def to_dense(self) -> nn.Dropout:
+        return nn.Dropout(self.p).train(self.training)
+
     def extra_repr(self) -> str:
-        return f"p={self.p}, {self.layout.label('MN')}"
+        letters = "MN" if self.layout.ndim == 2 else "ABCDEFGH"[: self.layout.ndim]
+        return f"p={self.p}, {self.layout.label(letters)}"

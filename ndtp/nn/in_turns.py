@@ -82,11 +82,27 @@ def _in_turns(parts: Sequence[Any]) -> Any:
     if len(kinds) > 1 or len(shapes) > 1:
         raise ValueError(f"rows of one product, and they are {' and '.join(sorted(kinds))} of {sorted(shapes)}")
     if is_plain(parts[0]):
-        return torch.stack([part.detach() for part in parts], 1).flatten(0, 1)
-    local: Tensor = torch.stack([part._local_tensor.detach() for part in parts], 1).flatten(0, 1)
+        return _interleaved([part.detach() for part in parts])
+    local = _interleaved([part._local_tensor.detach() for part in parts])
     mesh, placements, shape, _ = spec_of(parts[0])
     shape = torch.Size((shape[0] * len(parts), *shape[1:]))
     return wrapped(local, (mesh, placements, shape, _contiguous(shape)))
+
+
+def _interleaved(parts: Sequence[Tensor]) -> Tensor:
+    """Rows in turns: the tensor of which these are views, where they are, so that `assign=True` shares its memory."""
+    first, count = parts[0], len(parts)
+    row = first.shape[1:].numel()
+    are_views = all(
+        part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and part.storage_offset() == first.storage_offset() + i * row
+        and part.stride() == (count * row, *_contiguous(part.shape)[1:])
+        for i, part in enumerate(parts)
+    )
+    if are_views and not first.is_meta:
+        whole = torch.Size((count * first.shape[0], *first.shape[1:]))
+        return first.as_strided(whole, _contiguous(whole))
+    return torch.stack(list(parts), 1).flatten(0, 1)
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -131,6 +131,6 @@ def memory_of(
         local = torch.empty_like(local_shard(parameter.detach()), device="meta")
         memo[id(parameter)] = nn.Parameter(local, parameter.requires_grad)
     shadow = copy.deepcopy(module, memo)
-    dtype = next((x.dtype for x in inputs if x.is_floating_point()), next(iter(shadow.parameters())).dtype)
+    dtype = next(x.dtype for x in (*inputs, *shadow.parameters()) if x.is_floating_point())
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *shadow.parameters()))
     return measured(lambda: shadow(*inputs), torch.empty(out, dtype=dtype, device="meta") if wanted else None)

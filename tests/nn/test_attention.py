@@ -7,6 +7,7 @@ from test_linear import message_of
 
 import ndtp
 from ndtp import CommMeter, Grid
+from ndtp.nn.attention_dense import split_projections
 from ndtp.testing import assert_equal
 
 HIDDEN = 16
@@ -110,6 +111,8 @@ def test_the_dense_twin_is_torchs():
             projection.weight.copy_(weight), projection.bias.copy_(bias)
         mine.o_proj.load_state_dict(theirs.out_proj.state_dict())
     x = randn(2, 5, HIDDEN)
+    copied = ndtp.nn.DenseAttention.of_multihead(theirs)
+    close(copied(x), theirs(x, x, x, need_weights=False)[0], "of_multihead")
     close(mine(x), theirs(x, x, x, need_weights=False)[0], "MultiheadAttention")
 
 
@@ -132,6 +135,21 @@ def test_grouped_heads_windows_and_rotation_by_hand():
     scores = scores.masked_fill((distance < 0) | (distance >= 3), -torch.inf)
     y = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
     close(dense(x)[0], dense.o_proj(y), "by hand")
+
+
+def test_fused_projections_come_apart():
+    heads, kv_heads, dim = 4, 2, 3
+    fused = torch.nn.Linear(5, (heads + 2 * kv_heads) * dim)
+    x = torch.randn(7, 5)
+    y = fused(x)
+    q, k, v = (layer(x) for layer in split_projections(fused, heads, kv_heads))
+    close(torch.cat((q, k, v), 1), y, "all queries, all keys, all values")
+    q, k, v = (layer(x).unflatten(1, (kv_heads, -1)) for layer in split_projections(fused, heads, kv_heads, "groups"))
+    close(torch.cat((q, k, v), 2).flatten(1), y, "by groups")
+    message = message_of(lambda: split_projections(fused, 5, 1))
+    assert "not those of 5 heads" in message
+    attention = ndtp.nn.DenseAttention.of(*split_projections(fused, 4, 2), torch.nn.Linear(12, 5), 4, 2)
+    assert attention(torch.randn(1, 3, 5)).shape == (1, 3, 5)
 
 
 # ---- caches, use, errors ----

@@ -33,6 +33,23 @@ def shards_of_a_mask(grid):
     return y
 
 
+def shards_of_three_dims(grid, *spec):
+    mesh = mesh_of(grid)
+    dropout = Dropout.from_dense(torch.nn.Dropout(0.5), layout=Layout(grid, *spec), mesh=mesh)
+    assert dropout.in_layout == dropout.out_layout and not dropout.volume(4).total and dropout.to_dense().p == 0.5
+    assert dropout.memory((4, 6, 8)).kept == torch.ones(dropout.layout.shard_shape((4, 6, 8))).nbytes
+    return dropout(torch.ones(dropout.layout.shard_shape((4, 6, 8))))
+
+
+def test_any_layout(ranks):
+    torch.manual_seed(0)
+    whole = shards_of_three_dims(Grid(x=1), None, None, "x")
+    grid = Grid(x=2, y=2)
+    for spec in (("x", None, "y"), (None, "y", "x"), (("x", "y"), None, None)):
+        parts = ranks(4).run(shards_of_three_dims, grid, *spec)
+        assert_equal(Layout(grid, *spec).from_shards(parts), whole, str(spec))
+
+
 def test_shards_are_slices_of_the_whole_mask(ranks):
     torch.manual_seed(0)  # as the pool does
     whole = shards_of_a_mask(Grid(z=1, x=1, y=1))
