@@ -9,9 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ndtp_kernels.choice.problem import Config
     from ndtp_kernels.choice.selection import Options
-    from ndtp_kernels.choice.table import Config, Table, choose, explain, tune
+    from ndtp_kernels.choice.table import Table, choose, explain
     from ndtp_kernels.errors import KernelError, KernelFallback
+    from ndtp_kernels.form import Form
     from ndtp_kernels.interface import (
         backward_gemm,
         gated_gemm,
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
         reduce_blocks,
         reduce_blocks_backward,
     )
-    from ndtp_kernels.products import Form
 
 _HOME = {
     "gemm": "interface",
@@ -27,13 +28,13 @@ _HOME = {
     "backward_gemm": "interface",
     "reduce_blocks": "interface",
     "reduce_blocks_backward": "interface",
-    "Form": "products",
+    "Form": "form",
     "Options": "choice.selection",
-    "Config": "choice.table",
+    "Config": "choice.problem",
     "Table": "choice.table",
     "choose": "choice.table",
     "explain": "choice.table",
-    "tune": "choice.table",
+    "tune": "tools.tuning",  # found by name alone: it stands above this door
     "KernelError": "errors",
     "KernelFallback": "errors",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ndtp_kernels.errors import KernelError
-from ndtp_kernels.launch import FP8
+from ndtp_kernels.form import FP8
 from ndtp_kernels.operands import Matrix
 
 

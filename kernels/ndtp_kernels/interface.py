@@ -14,7 +14,8 @@ from torch import Tensor
 from ndtp_kernels import products
 from ndtp_kernels.choice.selection import Options
 from ndtp_kernels.errors import KernelError
-from ndtp_kernels.products import NO_OPTIONS, Form, Product
+from ndtp_kernels.form import Form, Product
+from ndtp_kernels.products import NO_OPTIONS
 
 
 def _through_op(*tensors: Tensor | None) -> bool:

@@ -5,76 +5,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ndtp_kernels import launch, torch_path, tracing
+from ndtp_kernels.call import Call
 from ndtp_kernels.checks import check_fp8, check_like, check_scale, check_vector, scale_size
-from ndtp_kernels.choice.selection import Options, configuration, triton_chip
-from ndtp_kernels.choice.table import Config
+from ndtp_kernels.choice.problem import Config
+from ndtp_kernels.choice.selection import Options, configuration
 from ndtp_kernels.errors import KernelError, warn_once
-from ndtp_kernels.launch import FP8, Call
-from ndtp_kernels.operands import Matrix, batch_shape, matrix, shape_of
-from ndtp_kernels.reference import ACTIVATIONS
+from ndtp_kernels.form import Form, Product, Request, check_activation, default_dtype, read
+from ndtp_kernels.launch import triton_chip
+from ndtp_kernels.operands import Matrix, matrix, merge_batch
 
 NO_OPTIONS = Options()
-
-
-class Form(NamedTuple):
-    """Where the letters of a product lie: transposes, and blocks ("m", "k"; "k", "n"; "m", "n") of A, B and C."""
-
-    transpose_a: bool = False
-    transpose_b: bool = False
-    a_blocks: str | None = None
-    b_blocks: str | None = None
-    c_blocks: str | None = None
-    num_c_blocks: int = 1
-
-
-class Product(NamedTuple):
-    c: Tensor
-    pre: Tensor | None = None  # pre-activation(s), or the recomputed activation in a backward epilogue
-    column_sums: Tensor | None = None  # of C over m: [n], or [2, n] for a gated pair
-    row_sums: Tensor | None = None  # of A over k: [m]
-
-
-class Read(NamedTuple):
-    a: Matrix
-    b: Matrix
-    batch: tuple[int, ...]
-    c_shape: list[int]
-
-
-def read(op: str, a: Tensor, b: Tensor, form: Form, activation: str) -> Read:
-    """Shapes of a product, checked; works on meta tensors.
-
-    Raises:
-        KernelError: the operands do not fit together, naming both.
-    """
-    if activation not in ACTIVATIONS:
-        raise KernelError(op, f"activation {activation!r} is not known", f"one of {ACTIVATIONS}")
-    if a.dtype != b.dtype:
-        raise KernelError(op, f"A is {a.dtype} and B is {b.dtype}", "cast one of them")
-    view_a = matrix(a, "mk", form.transpose_a, form.a_blocks, op=op, name="a")
-    view_b = matrix(b, "kn", form.transpose_b, form.b_blocks, op=op, name="b")
-    if view_a.cols != view_b.rows:
-        raise KernelError(
-            op,
-            f"dim k of A is {view_a.cols} and dim k of B is {view_b.rows}: "
-            f"A {tuple(a.shape)} (transpose_a={form.transpose_a}, a_blocks={form.a_blocks}), "
-            f"B {tuple(b.shape)} (transpose_b={form.transpose_b}, b_blocks={form.b_blocks})",
-            "operands that agree on k, or the other transpose",
-        )
-    batch = batch_shape(op, A=view_a, B=view_b)
-    return Read(
-        view_a, view_b, batch, shape_of(batch, view_a.rows, view_b.cols, form.c_blocks, form.num_c_blocks, op=op)
-    )
-
-
-def default_dtype(a: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    return out_dtype or (torch.bfloat16 if a.dtype == FP8 else a.dtype)
 
 
 def gemm(
@@ -128,41 +74,40 @@ def gemm(
     if accumulate and out is None:
         raise KernelError(op, "accumulate=True has nothing to accumulate into", "pass out")
     out_dtype = out.dtype if out is not None else default_dtype(a, out_dtype)
+    request = Request(
+        a=a, b=b, form=form, out_dtype=out_dtype, activation=activation, b2=b2, bias=bias, bias2=bias2,
+        residual=residual, scale_a=scale_a, scale_b=scale_b, scale_b2=scale_b2, gated=b2 is not None,
+        keep_pre=keep_pre, row_sums=row_sums, out=out, accumulate=accumulate,
+    )  # fmt: skip
     chip = triton_chip(op, a, options.backend) if all(shape) else None  # nothing to launch for an empty C
-
-    def by_torch() -> Product:
-        return torch_path.gemm(
-            a, b, b2, bias, bias2, residual, scale_a, scale_b, scale_b2, form, activation, keep_pre, row_sums, out,
-            accumulate, out_dtype,
-        )  # fmt: skip
-
     if chip is None:
-        with tracing.record("gemm", m, n, va.cols, batch, a, out_dtype, 1 + (b2 is not None)):
-            return by_torch()
+        with tracing.record("gemm", m, n, va.cols, batch, a, out_dtype, 1 + request.gated):
+            return torch_path.gemm(request)
     if b2 is not None and b2.stride() != b.stride():
         b, b2 = b.contiguous(), b2.contiguous()
-        vb = matrix(b, "kn", form.transpose_b, form.b_blocks, op=op, name="b")
-    a, va, b, b2, vb, residual = _within_two_batch_dims(op, a, va, b, b2, vb, residual, batch, form)
+    a, b, b2, residual = _within_two_batch_dims(op, replace(request, b=b, b2=b2), batch)
     if residual is not None and form.c_blocks is not None:
         residual = residual.contiguous()
     c = torch.empty(shape, dtype=out_dtype, device=a.device) if out is None else out
-    pre = c.new_empty((2, *shape) if b2 is not None else shape) if keep_pre else None
-    pre_parts = (None, None) if pre is None else (pre[0], pre[1]) if b2 is not None else (pre, None)
+    pre = c.new_empty((2, *shape) if request.gated else shape) if keep_pre else None
+    first, second = _halves(pre, request.gated)
+    view = matrix(c, "mn", False, form.c_blocks, op=op, name="c")
     call = Call(
-        a=a, b=b, c=c, view_a=va, view_b=vb, view_c=matrix(c, "mn", False, form.c_blocks, op=op, name="c"),
-        view_aux=None if residual is None else _like_c(op, "residual", residual, c, form),
-        b2=b2, aux=residual, pre=pre_parts[0], pre2=pre_parts[1], bias=bias, bias2=bias2, scale_a=scale_a,
-        scale_b=scale_b, scale_b2=scale_b2, activation=activation, gated=b2 is not None, accumulate=accumulate,
+        a=a, b=b, c=c, view_a=matrix(a, "mk", form.transpose_a, form.a_blocks, op=op, name="a"),
+        view_b=matrix(b, "kn", form.transpose_b, form.b_blocks, op=op, name="b"), view_c=view,
+        view_aux=None if residual is None else _like_c(op, "residual", residual, view, form),
+        b2=b2, aux=residual, pre=first, pre2=second, bias=bias, bias2=bias2, scale_a=scale_a,
+        scale_b=scale_b, scale_b2=scale_b2, activation=activation, gated=request.gated, accumulate=accumulate,
         row_sums=row_sums, precision=options.precision, fast_accumulation=options.fast_accumulation,
         sms_to_leave=options.sms_to_leave,
     )  # fmt: skip
     config = configuration(op, call.problem(), chip, options)
     with tracing.record("gemm", m, n, va.cols, batch, a, out_dtype, call.products):
         if config.kernel == "torch":
-            return by_torch()
+            return torch_path.gemm(request)
         launches, (_, _, rows) = launch.gemm_launches(call, config, chip)
         if not _ran(op, launches, a.device, config):
-            return by_torch()
+            return torch_path.gemm(request)
     if rows is not None:  # [batch, split, rows], where the batch may have become rows
         rows = rows.sum((0, 1)).reshape(-1, m).sum(0)
     return Product(c, pre, None, rows)
@@ -180,41 +125,46 @@ def _ran(op: str, launches: list[launch.Launch], device: torch.device, config: C
     return True
 
 
-def _like_c(op: str, name: str, tensor: Tensor, c: Tensor, form: Form) -> Matrix:
+def _halves(both: Tensor | None, gated: bool) -> tuple[Tensor | None, Tensor | None]:
+    """What belongs to gate and to up; of a product that is not gated, the first is all."""
+    if both is None:
+        return None, None
+    return (both[0], both[1]) if gated else (both, None)
+
+
+def _like_c(op: str, name: str, tensor: Tensor, view_c: Matrix, form: Form) -> Matrix:
     """The layout of a tensor of C's shape, in the same blocks."""
     view = matrix(tensor, "mn", False, form.c_blocks, op=op, name=name)
-    if view.blocked != matrix(c, "mn", False, form.c_blocks, op=op, name="c").blocked:
+    if view.blocked != view_c.blocked:
         raise KernelError(op, f"blocks of {name} and of out lie differently", "contiguous ones")
     return view
 
 
 def _within_two_batch_dims(
-    op: str, a: Tensor, va: Matrix, b: Tensor, b2: Tensor | None, vb: Matrix, residual: Tensor | None,
-    batch: tuple[int, ...], form: Form,
-) -> tuple[Tensor, Matrix, Tensor, Tensor | None, Matrix, Tensor | None]:  # fmt: skip
-    """The kernels know two batch dims.  Beyond that (after merging) operands are copied to their full batch."""
-    from ndtp_kernels.operands import merge_batch
-
-    if len(merge_batch([va.broadcast(batch), vb.broadcast(batch)])[0].batch) <= 2 and residual is None:
-        return a, va, b, b2, vb, residual
+    op: str, request: Request, batch: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """A, B, B2 and residual.  The kernels know two batch dims: beyond that (after merging) they are copied in full."""
+    a, b, b2, residual, form = request.a, request.b, request.b2, request.residual, request.form
+    views = [
+        matrix(a, "mk", form.transpose_a, form.a_blocks, op=op, name="a"),
+        matrix(b, "kn", form.transpose_b, form.b_blocks, op=op, name="b"),
+    ]
+    if residual is not None:
+        views.append(matrix(residual, "mn", False, form.c_blocks, op=op, name="residual"))
+    if len(merge_batch([view.broadcast(batch) for view in views])[0].batch) <= 2:
+        return a, b, b2, residual
 
     def full(x: Tensor, blocks: str | None) -> Tensor:
         lead = tuple(x.shape[:1]) if blocks else ()
         x = x.reshape(*lead, *(1,) * (len(batch) + 2 + len(lead) - x.dim()), *x.shape[len(lead) :])
         return x.expand(*lead, *batch, *x.shape[-2:]).contiguous()
 
-    views = [va.broadcast(batch), vb.broadcast(batch)]
-    if residual is not None:
-        views.append(matrix(residual, "mn", False, form.c_blocks, op=op, name="residual").broadcast(batch))
-        if len(merge_batch(views)[0].batch) <= 2:
-            return a, va, b, b2, vb, residual
-        residual = residual.contiguous()
-    a, b = full(a, form.a_blocks), full(b, form.b_blocks)
-    b2 = None if b2 is None else full(b2, form.b_blocks)
     return (
-        a, matrix(a, "mk", form.transpose_a, form.a_blocks, op=op, name="a"),
-        b, b2, matrix(b, "kn", form.transpose_b, form.b_blocks, op=op, name="b"), residual,
-    )  # fmt: skip
+        full(a, form.a_blocks),
+        full(b, form.b_blocks),
+        None if b2 is None else full(b2, form.b_blocks),
+        None if residual is None else residual.contiguous(),
+    )
 
 
 def backward_gemm(
@@ -247,36 +197,36 @@ def backward_gemm(
     scale_b = check_scale(op, "scale_b", scale_b, batch, n, True)
     check_like(op, "pre", pre, [2, *shape] if gated else shape)
     out_dtype = default_dtype(a, out_dtype)
-    chip = triton_chip(op, a, options.backend)
     check_fp8(op, a, b, va, vb)
-
-    def by_torch() -> Product:
-        return torch_path.backward_gemm(
-            a, b, pre, scale_a, scale_b, form, activation, gated, column_sums, recompute, out_dtype
-        )
-
+    request = Request(
+        a=a, b=b, form=form, out_dtype=out_dtype, activation=activation, scale_a=scale_a, scale_b=scale_b, pre=pre,
+        gated=gated, column_sums=column_sums, recompute=recompute,
+    )  # fmt: skip
+    chip = triton_chip(op, a, options.backend)
     if chip is None:
         with tracing.record("gemm", va.rows, n, va.cols, batch, a, out_dtype, 1):
-            return by_torch()
-    a, va, b, _, vb, _ = _within_two_batch_dims(op, a, va, b, None, vb, None, batch, form)
+            return torch_path.backward_gemm(request)
+    a, b, _, _ = _within_two_batch_dims(op, request, batch)
     pre = pre.contiguous()
     c = torch.empty(pre.shape, dtype=out_dtype, device=a.device)
     hidden = c.new_empty(shape) if recompute else None
-    first = c[0] if gated else c
+    (first, second), (aux, aux2) = _halves(c, gated), _halves(pre, gated)
+    assert first is not None
     view = matrix(first, "mn", False, form.c_blocks, op=op, name="c")
     call = Call(
-        a=a, b=b, c=first, c2=c[1] if gated else None, view_a=va, view_b=vb, view_c=view, view_aux=view,
-        aux=pre[0] if gated else pre, aux2=pre[1] if gated else None, pre=hidden, activation=activation, gated=gated,
+        a=a, b=b, c=first, c2=second, view_a=matrix(a, "mk", form.transpose_a, form.a_blocks, op=op, name="a"),
+        view_b=matrix(b, "kn", form.transpose_b, form.b_blocks, op=op, name="b"), view_c=view, view_aux=view,
+        aux=aux, aux2=aux2, pre=hidden, activation=activation, gated=gated,
         scale_a=scale_a, scale_b=scale_b, backward=True, column_sums=column_sums, precision=options.precision,
         fast_accumulation=options.fast_accumulation, sms_to_leave=options.sms_to_leave,
     )  # fmt: skip
     config = configuration(op, call.problem(), chip, options)
     with tracing.record("gemm", va.rows, n, va.cols, batch, a, out_dtype, 1):
         if config.kernel == "torch":
-            return by_torch()
+            return torch_path.backward_gemm(request)
         launches, (sums, sums2, _) = launch.gemm_launches(call, config, chip)
         if not _ran(op, launches, a.device, config):
-            return by_torch()
+            return torch_path.backward_gemm(request)
     return Product(c, hidden, _add_up(sums, sums2))
 
 
@@ -305,21 +255,24 @@ def reduce(
     x        [p, .., M, N]; gated [2, p, .., M, N]: gate and up.  p = 1 after a reduce-scatter that has added already.
     returns  C [.., M, N], pre (gated [2, .., M, N])
     """
-    blocks, shape, m, n = _read_blocks(op, x, gated, activation)
+    blocks, shape, m, n = read_blocks(op, x, gated, activation)
     bias, bias2 = check_vector(op, "bias", bias, n), check_vector(op, "bias2", bias2, n)
     check_like(op, "residual", residual, shape)
     out_dtype = out_dtype or x.dtype
     with tracing.record_pass("reduce", m, n, x, out_dtype):
         if triton_chip(op, x, backend) is None:
-            return torch_path.reduce(x, gated, bias, bias2, residual, activation, keep_pre, out_dtype)
+            return torch_path.reduce(
+                x, gated=gated, bias=bias, bias2=bias2, residual=residual, activation=activation, keep_pre=keep_pre,
+                out_dtype=out_dtype,
+            )  # fmt: skip
         x = x.contiguous()
         c = torch.empty(shape, dtype=out_dtype, device=x.device)
         pre = c.new_empty((2, *shape) if gated else shape) if keep_pre else None
-        pre_parts = (None, None) if pre is None else (pre[0], pre[1]) if gated else (pre, None)
+        first, second = _halves(pre, gated)
         view = Matrix(m, n, n, 1)
         call = Call(
             a=c, b=c, c=c, view_a=view, view_b=view, view_c=view, view_aux=view, bias=bias, bias2=bias2,
-            aux=None if residual is None else residual.contiguous(), pre=pre_parts[0], pre2=pre_parts[1],
+            aux=None if residual is None else residual.contiguous(), pre=first, pre2=second,
             activation=activation, gated=gated,
         )  # fmt: skip
         parts = x if gated else x.unsqueeze(0)
@@ -346,31 +299,33 @@ def reduce_backward(
     pre      [.., M, N]; gated [2, .., M, N]
     returns  C of pre's shape; column sums [N] or [2, N]; pre = act(pre) [* up] if `recompute`
     """
-    blocks, shape, m, n = _read_blocks(op, x, False, activation)
+    blocks, shape, m, n = read_blocks(op, x, False, activation)
     check_like(op, "pre", pre, [2, *shape] if gated else shape)
     out_dtype = out_dtype or pre.dtype
     with tracing.record_pass("reduce_backward", m, n, x, out_dtype):
         if triton_chip(op, x, backend) is None:
-            return torch_path.reduce_backward(x, pre, activation, gated, column_sums, recompute, out_dtype)
+            return torch_path.reduce_backward(
+                x, pre, activation=activation, gated=gated, column_sums=column_sums, recompute=recompute,
+                out_dtype=out_dtype,
+            )  # fmt: skip
         x, pre = x.contiguous(), pre.contiguous()
         c = torch.empty(pre.shape, dtype=out_dtype, device=x.device)
         hidden = c.new_empty(shape) if recompute else None
         view = Matrix(m, n, n, 1)
-        first = c[0] if gated else c
+        (first, second), (aux, aux2) = _halves(c, gated), _halves(pre, gated)
+        assert first is not None
         call = Call(
-            a=c, b=c, c=first, c2=c[1] if gated else None, view_a=view, view_b=view, view_c=view, view_aux=view,
-            aux=pre[0] if gated else pre, aux2=pre[1] if gated else None, pre=hidden, activation=activation,
-            gated=gated, backward=True, column_sums=column_sums,
+            a=c, b=c, c=first, c2=second, view_a=view, view_b=view, view_c=view, view_aux=view, aux=aux, aux2=aux2,
+            pre=hidden, activation=activation, gated=gated, backward=True, column_sums=column_sums,
         )  # fmt: skip
         reduction, (sums, sums2) = launch.reduce_launch(call, x, None, view, blocks, m * n)
         launch.run([reduction], x.device, False)
     return Product(c, hidden, _add_up(sums, sums2))
 
 
-def _read_blocks(op: str, x: Tensor, gated: bool, activation: str) -> tuple[int, list[int], int, int]:
+def read_blocks(op: str, x: Tensor, gated: bool, activation: str) -> tuple[int, list[int], int, int]:
     """Number of blocks, shape of one, and that shape as a matrix: all dims before the last are rows."""
-    if activation not in ACTIVATIONS:
-        raise KernelError(op, f"activation {activation!r} is not known", f"one of {ACTIVATIONS}")
+    check_activation(op, activation)
     lead = 2 if gated else 1
     if x.dim() < lead + 1 or (gated and x.shape[0] != 2):
         raise KernelError(op, f"x has shape {tuple(x.shape)}", "[2, blocks, .., N]" if gated else "[blocks, .., N]")

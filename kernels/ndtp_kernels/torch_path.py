@@ -5,15 +5,11 @@ Products run in the operands' dtype and accumulate as the library does; everythi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ndtp_kernels import reference
-
-if TYPE_CHECKING:
-    from ndtp_kernels.products import Form, Product
+from ndtp_kernels.form import Product, Request
 
 
 def _product(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -25,14 +21,9 @@ def _product(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
     return torch.matmul(left.float(), right.float())
 
 
-def gemm(
-    a: Tensor, b: Tensor, b2: Tensor | None, bias: Tensor | None, bias2: Tensor | None, residual: Tensor | None,
-    scale_a: Tensor | None, scale_b: Tensor | None, scale_b2: Tensor | None, form: Form, activation: str,
-    keep_pre: bool, row_sums: bool, out: Tensor | None, accumulate: bool, out_dtype: torch.dtype,
-) -> Product:  # fmt: skip
-    from ndtp_kernels.products import Product
-
-    left = reference.operand(a, "mk", form.transpose_a, form.a_blocks)
+def gemm(request: Request) -> Product:
+    form, b, b2, out_dtype, keep_pre = request.form, request.b, request.b2, request.out_dtype, request.keep_pre
+    left = reference.operand(request.a, "mk", form.transpose_a, form.a_blocks)
 
     def turned(weight: Tensor) -> Tensor:
         return reference.operand(weight, "kn", form.transpose_b, form.b_blocks)
@@ -40,59 +31,60 @@ def gemm(
     def cut(x: Tensor) -> Tensor:
         return reference.cut(x, form.c_blocks, form.num_c_blocks)
 
-    steps = (bias, bias2, residual, scale_a, scale_b, b2)
     sums = None
-    if row_sums:
+    if request.row_sums:
         batch = torch.broadcast_shapes(left.shape[:-2], turned(b).shape[:-2])
         each = left.sum(-1, dtype=torch.float32).expand(*batch, left.shape[-2])
         sums = each.reshape(-1, left.shape[-2]).sum(0)
-    if activation == "none" and not keep_pre and all(x is None for x in steps):
-        c = cut(_product(left, turned(b), out_dtype))
-        return Product(_into(c, out, accumulate, out_dtype), None, None, sums)
+    steps = (request.bias, request.bias2, request.residual, request.scale_a, request.scale_b, b2)
+    if request.activation == "none" and not keep_pre and all(x is None for x in steps):
+        return Product(_into(cut(_product(left, turned(b), out_dtype)), request), None, None, sums)
 
     def before(weight: Tensor, vector: Tensor | None, scale: Tensor | None) -> Tensor:
-        pre = cut(reference.product(left, turned(weight), scale_a, scale, None))
+        pre = cut(reference.product(left, turned(weight), request.scale_a, scale, None))
         if vector is None:
             return pre
         return pre + reference.column_vector(vector.to(pre.dtype), form.c_blocks, form.num_c_blocks, pre.dim())
 
-    pre = before(b, bias, scale_b)
-    c = reference.activation(pre, activation)
+    pre = before(b, request.bias, request.scale_b)
+    c = reference.activation(pre, request.activation)
     if b2 is not None:
-        up = before(b2, bias2, scale_b2)
+        up = before(b2, request.bias2, request.scale_b2)
         c = c * up
         pre = torch.stack((pre, up)) if keep_pre else pre
-    if residual is not None:
-        c = c + residual.to(c.dtype)
+    if request.residual is not None:
+        c = c + request.residual.to(c.dtype)
     # Its own copy: without an activation C may be the very tensor.
     kept = pre.to(out_dtype, copy=True) if keep_pre else None
-    return Product(_into(c, out, accumulate, out_dtype), kept, None, sums)
+    return Product(_into(c, request), kept, None, sums)
 
 
-def _into(c: Tensor, out: Tensor | None, accumulate: bool, out_dtype: torch.dtype) -> Tensor:
+def _into(c: Tensor, request: Request) -> Tensor:
+    out = request.out
     if out is None:
-        return c.to(out_dtype)
-    if accumulate:
+        return c.to(request.out_dtype)
+    if request.accumulate:
         return out.copy_(out.to(c.dtype) + c) if out.dtype != torch.float32 else out.add_(c)
     return out.copy_(c)
 
 
-def backward_gemm(
-    a: Tensor, b: Tensor, pre: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, form: Form, activation: str,
-    gated: bool, column_sums: bool, recompute: bool, out_dtype: torch.dtype,
-) -> Product:  # fmt: skip
-    left = reference.operand(a, "mk", form.transpose_a, form.a_blocks)
-    right = reference.operand(b, "kn", form.transpose_b, form.b_blocks)
-    d = reference.cut(reference.product(left, right, scale_a, scale_b, None), form.c_blocks, form.num_c_blocks)
-    return _backward(d, pre, activation, gated, column_sums, recompute, out_dtype, form.c_blocks)
+def backward_gemm(request: Request) -> Product:
+    form = request.form
+    assert request.pre is not None
+    left = reference.operand(request.a, "mk", form.transpose_a, form.a_blocks)
+    right = reference.operand(request.b, "kn", form.transpose_b, form.b_blocks)
+    product = reference.product(left, right, request.scale_a, request.scale_b, None)
+    return _backward(
+        reference.cut(product, form.c_blocks, form.num_c_blocks), request.pre, activation=request.activation,
+        gated=request.gated, column_sums=request.column_sums, recompute=request.recompute, out_dtype=request.out_dtype,
+        blocks=form.c_blocks,
+    )  # fmt: skip
 
 
 def _backward(
-    d: Tensor, pre: Tensor, activation: str, gated: bool, column_sums: bool, recompute: bool, out_dtype: torch.dtype,
-    blocks: str | None,
+    d: Tensor, pre: Tensor, *, activation: str, gated: bool, column_sums: bool, recompute: bool,
+    out_dtype: torch.dtype, blocks: str | None,
 ) -> Product:  # fmt: skip
-    from ndtp_kernels.products import Product
-
     gate, up = (pre[0], pre[1]) if gated else (pre, None)
     dx, dup, hidden = reference.backward_epilogue(d, gate, up, activation_name=activation)
     sums = reference.column_sum(dx, blocks) if column_sums else None
@@ -108,11 +100,9 @@ def _accumulated(x: Tensor, dim: int) -> Tensor:
 
 
 def reduce(
-    x: Tensor, gated: bool, bias: Tensor | None, bias2: Tensor | None, residual: Tensor | None, activation: str,
+    x: Tensor, *, gated: bool, bias: Tensor | None, bias2: Tensor | None, residual: Tensor | None, activation: str,
     keep_pre: bool, out_dtype: torch.dtype,
 ) -> Product:  # fmt: skip
-    from ndtp_kernels.products import Product
-
     total = _accumulated(x, 1 if gated else 0)
     pre, up = (total[0], total[1]) if gated else (total, None)
     pre = pre if bias is None else pre + bias.to(pre.dtype)
@@ -126,6 +116,10 @@ def reduce(
 
 
 def reduce_backward(
-    x: Tensor, pre: Tensor, activation: str, gated: bool, column_sums: bool, recompute: bool, out_dtype: torch.dtype
-) -> Product:
-    return _backward(_accumulated(x, 0), pre, activation, gated, column_sums, recompute, out_dtype, None)
+    x: Tensor, pre: Tensor, *, activation: str, gated: bool, column_sums: bool, recompute: bool,
+    out_dtype: torch.dtype,
+) -> Product:  # fmt: skip
+    return _backward(
+        _accumulated(x, 0), pre, activation=activation, gated=gated, column_sums=column_sums, recompute=recompute,
+        out_dtype=out_dtype, blocks=None,
+    )  # fmt: skip

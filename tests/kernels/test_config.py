@@ -8,8 +8,9 @@ from ndtp_kernels import products
 from ndtp_kernels.choice import roof
 from ndtp_kernels.choice import table as config
 from ndtp_kernels.choice.chips import CHIPS, chip_named
+from ndtp_kernels.choice.problem import TORCH, Config, Problem, bucket
 from ndtp_kernels.choice.selection import Options
-from ndtp_kernels.choice.table import TORCH, Config, Problem, Table, bucket, choose, explain
+from ndtp_kernels.choice.table import Table, choose, explain
 from ndtp_kernels.tools import tuning
 from ndtp_kernels.tools.workloads import KINDS, TRANSPOSES, workload
 

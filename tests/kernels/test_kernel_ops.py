@@ -13,7 +13,7 @@ from ndtp_kernels import reference
 from ndtp_kernels.autograd import ops, ops_reduce
 from ndtp_kernels.choice.selection import Options
 from ndtp_kernels.errors import KernelError, KernelFallback
-from ndtp_kernels.products import Form
+from ndtp_kernels.form import Form
 
 NT = ops.encode_form(Form(False, True))
 DEFAULT = ops.encode(Options())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndtp_kernels.products import Form
+from ndtp_kernels.form import Form
 
 Gemm = Callable[..., tuple[Tensor, Tensor, Tensor]]
 

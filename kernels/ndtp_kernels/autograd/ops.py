@@ -15,11 +15,18 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ndtp_kernels import products
 from ndtp_kernels.autograd import gradients
-from ndtp_kernels.autograd.ops_reduce import empty, fake_backward, reduce_blocks_backward, triple
+from ndtp_kernels.autograd.ops_reduce import (
+    argument_names,
+    empty,
+    fake_backward,
+    in_order,
+    reduce_blocks_backward,
+    triple,
+)
+from ndtp_kernels.choice.problem import Config
 from ndtp_kernels.choice.selection import Options
-from ndtp_kernels.choice.table import Config
 from ndtp_kernels.errors import KernelError
-from ndtp_kernels.products import Form
+from ndtp_kernels.form import Form, default_dtype, read
 
 
 def encode(options: Options) -> str:
@@ -86,26 +93,29 @@ def gemm(
 
 @gemm.register_fake
 def _(a, b, bias, residual, scale_a, scale_b, form, num_c_blocks, activation, keep_pre, row_sums, out_dtype, options):  # type: ignore[no-untyped-def]
-    read = products.read("gemm", a, b, decode_form(form, num_c_blocks), activation)
-    c = a.new_empty(read.c_shape, dtype=products.default_dtype(a, out_dtype))
-    pre = c.new_empty(read.c_shape if keep_pre else (0,))
-    return c, pre, a.new_empty((read.a.rows if row_sums else 0,), dtype=torch.float32)
+    found = read("gemm", a, b, decode_form(form, num_c_blocks), activation)
+    c = a.new_empty(found.c_shape, dtype=default_dtype(a, out_dtype))
+    pre = c.new_empty(found.c_shape if keep_pre else (0,))
+    return c, pre, a.new_empty((found.a.rows if row_sums else 0,), dtype=torch.float32)
 
 
 def _save_gemm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a, b, bias, residual, _, _, form, num_c_blocks, activation, keep_pre, _, _, options = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(output[2:] if keep_pre else output[1:]))
-    ctx.form, ctx.activation, ctx.options, ctx.kept = decode_form(form, num_c_blocks), activation, options, keep_pre
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.residual_dtype = None if residual is None else residual.dtype
-    _refuse_fp8("gemm", a)
-    ctx.save_for_backward(a, b, output[1])
+    given = _keep("gemm", gemm, ctx, inputs)
+    ctx.mark_non_differentiable(*(output[2:] if ctx.kept else output[1:]))
+    ctx.bias_dtype = None if given["bias"] is None else given["bias"].dtype
+    ctx.save_for_backward(given["a"], given["b"], output[1])
 
 
-def _refuse_fp8(op: str, a: Tensor) -> None:
-    if a.dtype.itemsize == 1:
+def _keep(op: str, called: Any, ctx: Any, inputs: tuple[Any, ...]) -> dict[str, Any]:
+    """What every backward of a product needs; returns the arguments by name."""
+    given = dict(zip(argument_names(called), inputs, strict=True))
+    if given["a"].dtype.itemsize == 1:
         raise KernelError(op, "fp8 operands have no gradient here", "differentiate in bf16, or detach the operands")
+    ctx.set_materialize_grads(False)
+    ctx.form, ctx.kept = decode_form(given["form"], given["num_c_blocks"]), given["keep_pre"]
+    ctx.activation, ctx.options = given["activation"], given["options"]
+    ctx.residual_dtype = None if given["residual"] is None else given["residual"].dtype
+    return given
 
 
 def _runner(options: str) -> gradients.Gemm:
@@ -113,8 +123,9 @@ def _runner(options: str) -> gradients.Gemm:
         left: Tensor, right: Tensor, residual: Tensor | None, form: Form, row_sums: bool, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         return gemm(
-            left, right, None, residual, None, None, encode_form(form), form.num_c_blocks, "none", False, row_sums,
-            dtype, options,
+            left, right, bias=None, residual=residual, scale_a=None, scale_b=None, form=encode_form(form),
+            num_c_blocks=form.num_c_blocks, activation="none", keep_pre=False, row_sums=row_sums, out_dtype=dtype,
+            options=options,
         )  # fmt: skip
 
     return run
@@ -130,20 +141,14 @@ def _backward_gemm_op(ctx: Any, dc: Tensor | None, dpre: Tensor | None, _: Tenso
             raise KernelError("gemm", "backward needs the pre-activation, which was not kept", "keep_pre=True")
         joined = form.c_blocks != "n"
         dc, sums, _ = reduce_blocks_backward(
-            dc.unsqueeze(0),
-            pre,
-            ctx.activation,
-            False,
-            bool(needs[2] and joined),
-            False,
-            a.dtype,
-            decode(ctx.options).backend,
-        )
+            dc.unsqueeze(0), pre, activation=ctx.activation, gated=False, column_sums=bool(needs[2] and joined),
+            recompute=False, out_dtype=a.dtype, backend=decode(ctx.options).backend,
+        )  # fmt: skip
         dbias = sums if needs[2] and joined else None
     if dpre is not None:  # the pre-activation was itself used
         dc, dbias = (dpre if dc is None else dc + dpre), None
     if dc is None:
-        return (None,) * 13
+        return in_order(gemm)
     dc = dc.to(a.dtype)
     run = _runner(ctx.options)
     da = gradients.gradient_a(run, dc, a, b, form) if needs[0] else None
@@ -153,7 +158,7 @@ def _backward_gemm_op(ctx: Any, dc: Tensor | None, dpre: Tensor | None, _: Tenso
         dbias = sums if dbias is None and sums is not None and sums.numel() else dbias
     if needs[2]:
         dbias = (gradients.bias_gradient(dc, form.c_blocks) if dbias is None else dbias).to(ctx.bias_dtype)
-    return da, db, dbias, dresidual, *(None,) * 9
+    return in_order(gemm, a=da, b=db, bias=dbias, residual=dresidual)
 
 
 gemm.register_autograd(_backward_gemm_op, setup_context=_save_gemm)
@@ -173,8 +178,8 @@ def gemm_out(
 
 @gemm_out.register_fake
 def _(a, b, out, accumulate, form, num_c_blocks, row_sums, options):  # type: ignore[no-untyped-def]
-    read = products.read("gemm_out", a, b, decode_form(form, num_c_blocks), "none")
-    return a.new_empty((read.a.rows if row_sums else 0,), dtype=torch.float32)
+    found = read("gemm_out", a, b, decode_form(form, num_c_blocks), "none")
+    return a.new_empty((found.a.rows if row_sums else 0,), dtype=torch.float32)
 
 
 # --------------------------------------------------------------------------------------------------- gated pairs
@@ -222,23 +227,18 @@ def gated_gemm(
 @gated_gemm.register_fake
 def _(a, b_gate, b_up, bias_gate, bias_up, residual, scale_a, scale_b_gate, scale_b_up, form, *rest):  # type: ignore[no-untyped-def]
     num_c_blocks, activation, keep_pre, out_dtype, _ = rest
-    read = products.read("gated_gemm", a, b_gate, decode_form(form, num_c_blocks), activation)
-    c = a.new_empty(read.c_shape, dtype=products.default_dtype(a, out_dtype))
-    return c, c.new_empty((2, *read.c_shape) if keep_pre else (0,))
+    found = read("gated_gemm", a, b_gate, decode_form(form, num_c_blocks), activation)
+    c = a.new_empty(found.c_shape, dtype=default_dtype(a, out_dtype))
+    return c, c.new_empty((2, *found.c_shape) if keep_pre else (0,))
 
 
 def _save_gated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a, b_gate, b_up, bias_gate, bias_up, residual, _, _, _, form, num_c_blocks, activation, keep_pre, _, options = (
-        inputs
-    )
-    _refuse_fp8("gated_gemm", a)
-    ctx.set_materialize_grads(False)
-    if not keep_pre:
+    given = _keep("gated_gemm", gated_gemm, ctx, inputs)
+    if not ctx.kept:
         ctx.mark_non_differentiable(output[1])
-    ctx.form, ctx.activation, ctx.options, ctx.kept = decode_form(form, num_c_blocks), activation, options, keep_pre
-    ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (bias_gate, bias_up)]
-    ctx.residual_dtype = None if residual is None else residual.dtype
-    ctx.save_for_backward(a, b_gate, b_up, output[1])
+    biases = (given["bias_gate"], given["bias_up"])
+    ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
+    ctx.save_for_backward(given["a"], given["b_gate"], given["b_up"], output[1])
 
 
 def _backward_gated(ctx: Any, dc: Tensor | None, dpre: Tensor | None) -> tuple[Any, ...]:
@@ -250,19 +250,13 @@ def _backward_gated(ctx: Any, dc: Tensor | None, dpre: Tensor | None) -> tuple[A
             raise KernelError("gated_gemm", "backward needs gate and up, which were not kept", "keep_pre=True")
         dresidual = dc.to(ctx.residual_dtype) if needs[5] else None
         from_c, sums, _ = reduce_blocks_backward(
-            dc.unsqueeze(0),
-            pre,
-            ctx.activation,
-            True,
-            form.c_blocks != "n",
-            False,
-            a.dtype,
-            decode(ctx.options).backend,
-        )
+            dc.unsqueeze(0), pre, activation=ctx.activation, gated=True, column_sums=form.c_blocks != "n",
+            recompute=False, out_dtype=a.dtype, backend=decode(ctx.options).backend,
+        )  # fmt: skip
         both = from_c if dpre is None else from_c + dpre
         sums = sums if dpre is None and form.c_blocks != "n" else None
     if both is None:
-        return (None,) * 15
+        return in_order(gated_gemm)
     run, both = _runner(ctx.options), both.to(a.dtype)
     plain = form.a_blocks is None and form.b_blocks is None and form.c_blocks is None
     da = None
@@ -285,7 +279,9 @@ def _backward_gated(ctx: Any, dc: Tensor | None, dpre: Tensor | None) -> tuple[A
             continue
         own = sums[index] if sums is not None else gradients.bias_gradient(both[index], form.c_blocks)
         biases.append(own.to(dtype))
-    return da, db_gate, db_up, *biases, dresidual, *(None,) * 9
+    return in_order(
+        gated_gemm, a=da, b_gate=db_gate, b_up=db_up, bias_gate=biases[0], bias_up=biases[1], residual=dresidual
+    )
 
 
 gated_gemm.register_autograd(_backward_gated, setup_context=_save_gated)
@@ -310,8 +306,8 @@ def backward_gemm(
 
 @backward_gemm.register_fake
 def _(a, b, pre, scale_a, scale_b, form, num_c_blocks, activation, gated, column_sums, recompute, out_dtype, options):  # type: ignore[no-untyped-def]
-    read = products.read("backward_gemm", a, b, decode_form(form, num_c_blocks), activation)
-    return fake_backward(pre, read.b.cols, gated, column_sums, recompute, products.default_dtype(a, out_dtype))
+    found = read("backward_gemm", a, b, decode_form(form, num_c_blocks), activation)
+    return fake_backward(pre, found.b.cols, gated, column_sums, recompute, default_dtype(a, out_dtype))
 
 
 # ------------------------------------------------------------------------------------------------------ flop counts

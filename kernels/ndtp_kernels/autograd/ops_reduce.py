@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,13 +11,26 @@ from torch import Tensor
 from ndtp_kernels import products
 from ndtp_kernels.autograd import gradients
 from ndtp_kernels.errors import KernelError
+from ndtp_kernels.form import Product
+
+
+def in_order(op: torch.library.CustomOpDef, **named: Any) -> tuple[Any, ...]:
+    """One value for each argument of `op`, None where none is named: what a backward returns."""
+    names = argument_names(op)
+    assert named.keys() <= set(names), f"{op} has no argument {sorted(named.keys() - set(names))}"
+    return tuple(named.get(name) for name in names)
+
+
+@functools.cache
+def argument_names(op: torch.library.CustomOpDef) -> tuple[str, ...]:
+    return tuple(argument.name for argument in op._opoverload._schema.arguments)
 
 
 def empty(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return like.new_empty((0,), dtype=dtype)
 
 
-def triple(done: products.Product) -> tuple[Tensor, Tensor, Tensor]:
+def triple(done: Product) -> tuple[Tensor, Tensor, Tensor]:
     sums = empty(done.c) if done.column_sums is None else done.column_sums
     return done.c, sums, empty(done.c, done.c.dtype) if done.pre is None else done.pre
 
@@ -44,19 +58,21 @@ def reduce_blocks(
 
 @reduce_blocks.register_fake
 def _(x, bias, bias2, residual, activation, gated, keep_pre, out_dtype, backend):  # type: ignore[no-untyped-def]
-    shape = products._read_blocks("reduce_blocks", x, gated, activation)[1]
+    shape = products.read_blocks("reduce_blocks", x, gated, activation)[1]
     c = x.new_empty(shape, dtype=out_dtype or x.dtype)
     return c, c.new_empty(((2, *shape) if gated else shape) if keep_pre else (0,))
 
 
 def _save_reduce(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, bias, bias2, residual, activation, gated, keep_pre, _, backend = inputs
+    given = dict(zip(argument_names(reduce_blocks), inputs, strict=True))
     ctx.set_materialize_grads(False)
-    if not keep_pre:
+    if not given["keep_pre"]:
         ctx.mark_non_differentiable(output[1])
-    ctx.activation, ctx.gated, ctx.kept, ctx.backend = activation, gated, keep_pre, backend
-    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (bias, bias2, residual)]
-    ctx.shape, ctx.dtype = x.shape, x.dtype
+    ctx.activation, ctx.gated, ctx.backend = given["activation"], given["gated"], given["backend"]
+    ctx.kept = given["keep_pre"]
+    beside = (given[name] for name in ("bias", "bias2", "residual"))
+    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in beside]
+    ctx.shape, ctx.dtype = given["x"].shape, given["x"].dtype
     ctx.save_for_backward(output[1])
 
 
@@ -69,20 +85,20 @@ def _backward_reduce(ctx: Any, dc: Tensor | None, dpre: Tensor | None) -> tuple[
         if not ctx.kept:
             raise KernelError("reduce_blocks", "backward needs the pre-activation, which was not kept", "keep_pre=True")
         inner = reduce_blocks_backward(
-            dc.unsqueeze(0), pre, ctx.activation, gated, False, False, torch.promote_types(ctx.dtype, dc.dtype),
-            ctx.backend,
+            dc.unsqueeze(0), pre, activation=ctx.activation, gated=gated, column_sums=False, recompute=False,
+            out_dtype=torch.promote_types(ctx.dtype, dc.dtype), backend=ctx.backend,
         )[0]  # fmt: skip
     if dpre is not None:
         inner = dpre if inner is None else inner + dpre
     if inner is None:
-        return (None,) * 9
+        return in_order(reduce_blocks)
     biases: list[Tensor | None] = [None, None]
     for index, part in enumerate(inner if gated else (inner,)):
         if needs[1 + index] and ctx.dtypes[index] is not None:
             biases[index] = gradients.bias_gradient(part, None).to(ctx.dtypes[index])
     # Every block received the same gradient: a view, not p copies.
     dx = inner.to(ctx.dtype).unsqueeze(1 if gated else 0).expand(ctx.shape)
-    return dx, *biases, dresidual, *(None,) * 5
+    return in_order(reduce_blocks, x=dx, bias=biases[0], bias2=biases[1], residual=dresidual)
 
 
 reduce_blocks.register_autograd(_backward_reduce, setup_context=_save_reduce)

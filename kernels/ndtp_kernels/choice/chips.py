@@ -47,6 +47,9 @@ CHIPS = {
     )
 }
 
+# Triton's interpreter on a CPU: three processors, so that tiles are shared out among programs there, too.
+INTERPRETER = Chip("interpreter", "interpreter", 3, 1 << 30, 1e9, dict.fromkeys(("bfloat16", "float32"), 1e9))
+
 
 def chip_named(name: str) -> Chip:
     if name not in CHIPS:

@@ -8,12 +8,9 @@ writes and reads its partial sums, and that a product done by torch pays one pas
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ndtp_kernels.choice.chips import Chip
-
-if TYPE_CHECKING:
-    from ndtp_kernels.choice.table import Config, Problem
+from ndtp_kernels.choice.problem import Config, Problem
 
 LAUNCH_SECONDS = 4e-6
 TILE_SECONDS = (

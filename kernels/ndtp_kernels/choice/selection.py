@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from ndtp_kernels.choice.chips import Chip, detect
-from ndtp_kernels.choice.table import TORCH, Config, Problem, Table, choose_for, fits
+from ndtp_kernels.choice import roof
+from ndtp_kernels.choice.chips import INTERPRETER, Chip
+from ndtp_kernels.choice.problem import TORCH, Config, Problem
+from ndtp_kernels.choice.table import Table, candidates, choose_for, default_table, fits
 from ndtp_kernels.errors import KernelError, warn_once
 
 BACKENDS = ("auto", "triton", "torch")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
-INTERPRETER = Chip("interpreter", "interpreter", 3, 1 << 30, 1e9, dict.fromkeys(("bfloat16", "float32"), 1e9))
 INTERPRETER_CONFIG = Config("pointer", 16, 16, 16, 1, 1, group_m=2)
 
 
@@ -38,31 +34,6 @@ class Options:
             raise KernelError(op, f"sms_to_leave is {self.sms_to_leave}", "a number >= 0")
 
 
-def triton_chip(op: str, tensor: Tensor, backend: str) -> Chip | None:
-    """The chip whose kernels can take `tensor`; None where torch has to do it."""
-    if backend == "torch":
-        return None
-    reason = ""
-    chip: Chip | None = None
-    if importlib.util.find_spec("triton") is None:
-        reason = "triton is not installed"
-    elif tensor.dtype not in DTYPES:
-        reason = f"no kernel takes {tensor.dtype}"
-    elif tensor.device.type == "cuda":
-        chip = detect(tensor.device)
-        if tensor.dtype == torch.float8_e4m3fn and chip is not None and not chip.has_fp8:
-            reason, chip = f"{chip.name} ({chip.target}) has no e4m3 products", None
-    elif tensor.device.type == "cpu" and backend == "triton":
-        from ndtp_kernels.launch import interpreted
-
-        if interpreted():
-            return INTERPRETER
-        reason = "the tensors are on a CPU and Triton's interpreter is off"
-    if backend == "triton" and reason:
-        warn_once(f"{op}: the Triton kernel was asked for and torch runs instead: {reason}")
-    return chip
-
-
 def configuration(op: str, problem: Problem, chip: Chip, options: Options) -> Config:
     """The configuration that runs `problem`."""
     wanted = options.config
@@ -80,11 +51,7 @@ def configuration(op: str, problem: Problem, chip: Chip, options: Options) -> Co
 
 def _best_kernel(op: str, problem: Problem, chip: Chip, table: Table | None) -> Config:
     """The best configuration that is not torch: what backend="triton" asks for."""
-    from ndtp_kernels.choice import roof
-    from ndtp_kernels.choice import table as config
-
-    table = table or config.default_table()
-    kernels = [c for c in config.candidates(problem, chip, table) if c != TORCH]
+    kernels = [c for c in candidates(problem, chip, table or default_table()) if c != TORCH]
     if not kernels:
         warn_once(f"{op}: the Triton kernel was asked for and torch runs instead: {chip.name} has none that fits")
         return TORCH

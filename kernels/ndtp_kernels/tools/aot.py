@@ -31,11 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp_kernels.call import Call
 from ndtp_kernels.choice.chips import CHIPS, Chip
-from ndtp_kernels.choice.table import Config, shipped_table
-from ndtp_kernels.launch import Call, Launch, gemm_launches
+from ndtp_kernels.choice.problem import Config
+from ndtp_kernels.choice.table import shipped_table
+from ndtp_kernels.form import Form
+from ndtp_kernels.launch import Launch, gemm_launches
 from ndtp_kernels.operands import matrix
-from ndtp_kernels.products import Form
 
 TARGETS = {"sm_80": "a100", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200", "gfx942": "mi300x"}
 SIZE = 4096

@@ -16,8 +16,9 @@ import torch
 
 from ndtp_kernels.choice import roof
 from ndtp_kernels.choice.chips import Chip, detect
+from ndtp_kernels.choice.problem import Config, Problem
 from ndtp_kernels.choice.selection import Options
-from ndtp_kernels.choice.table import Config, Problem, Table, candidates, default_table, shipped_table, user_cache
+from ndtp_kernels.choice.table import Table, candidates, default_table, shipped_table, user_cache
 from ndtp_kernels.errors import KernelError, fallbacks_raise
 from ndtp_kernels.tools.workloads import Workload, workload
 

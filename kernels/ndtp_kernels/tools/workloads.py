@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ndtp_kernels import interface, reference
+from ndtp_kernels.choice.problem import Problem
 from ndtp_kernels.choice.selection import Options
-from ndtp_kernels.choice.table import Problem
 
 TRANSPOSES = {"nn": (False, False), "nt": (False, True), "tn": (True, False), "tt": (True, True)}
 KINDS = ("plain", "epilogue", "gated", "backward", "wgrad", "scatter", "scatter_backward", "fp8")

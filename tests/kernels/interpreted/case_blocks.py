@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from ndtp_kernels import products, reference
-from ndtp_kernels.choice.selection import INTERPRETER
+from ndtp_kernels.call import Call
+from ndtp_kernels.choice.chips import INTERPRETER
 from ndtp_kernels.choice.table import fits
-from ndtp_kernels.launch import Call
+from ndtp_kernels.form import Form
 from ndtp_kernels.operands import matrix
-from ndtp_kernels.products import Form
 from poisoned import POINTER, TMA, TMA_HALVES, integers, surrounded, triton_options
 
 FORMS = [
@@ -45,15 +45,21 @@ def compare(m, n, k, form, counts, options, batch=(), transposes=(False, True)):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_pointer_kernel_with_uneven_tiles(form):
-    """Blocks that no tile divides, of a different number for each operand, batched."""
-    compare(12, 18, 24, form, (3, 2, 6), triton_options(), batch=(2,))
+    """Blocks that no tile divides, of a different number for each operand, batched; more columns than a tile has."""
+    compare(12, 18, 12, form, (3, 2, 6), triton_options(), batch=(2,))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("config", [TMA, TMA_HALVES], ids=str)
-def test_descriptor_kernel(form, config):
+def test_descriptor_kernel(form):
     """Blocks of whole tiles keep the descriptors."""
-    compare(32, 4 * config.block_n, 96, form, (2, 3, 4) if form[1] != "n" else (2, 4, 4), triton_options(config))
+    k = 96 if form[:2] == ("k", "k") else 48 if form[1] == "k" else 32
+    compare(32, 32, k, form, (2, 3 if form[1] == "k" else 2, 2), triton_options(TMA))
+
+
+@pytest.mark.parametrize("form", [(None, None, "m"), (None, "n", "n"), ("k", "k", "n")], ids=str)
+def test_descriptor_kernel_that_stores_halves(form):
+    """A tile of C leaves in two stores: both must find their block."""
+    compare(32, 64, 96, form, (2, 3 if form[1] == "k" else 2, 2), triton_options(TMA_HALVES))
 
 
 @pytest.mark.parametrize("transposes", list(itertools.product((False, True), repeat=2)), ids=str)

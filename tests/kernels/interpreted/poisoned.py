@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from ndtp_kernels.choice.problem import Config
 from ndtp_kernels.choice.selection import Options
-from ndtp_kernels.choice.table import Config
 
 POINTER = Config("pointer", 16, 16, 16, 1, 1, group_m=2)
 TMA = Config("tma", 16, 16, 16, 1, 1, group_m=2)

@@ -1,0 +1,136 @@
+"""The tensors of one product as the kernels address them, and the problem that they pose to the choice."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ndtp_kernels.choice.problem import Problem
+from ndtp_kernels.operands import Matrix, fold_batch_into_rows, merge_batch
+
+
+@dataclass
+class Call:
+    """The tensors of one product.  `aux` is the residual forward and the pre-activation backward."""
+
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    view_a: Matrix
+    view_b: Matrix
+    view_c: Matrix
+    view_aux: Matrix | None = None
+    b2: Tensor | None = None
+    c2: Tensor | None = None
+    aux: Tensor | None = None
+    aux2: Tensor | None = None
+    pre: Tensor | None = None
+    pre2: Tensor | None = None
+    bias: Tensor | None = None
+    bias2: Tensor | None = None
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
+    scale_b2: Tensor | None = None
+    activation: str = "none"
+    gated: bool = False
+    backward: bool = False
+    accumulate: bool = False
+    column_sums: bool = False  # of what is stored at C (and C2)
+    row_sums: bool = False  # of A
+    precision: str = "ieee"
+    fast_accumulation: bool = False
+    sms_to_leave: int = 0
+
+    def __post_init__(self) -> None:
+        views = [self.view_a, self.view_b, self.view_c] + ([self.view_aux] if self.view_aux is not None else [])
+        batch = self.view_c.batch
+        a, b, c, *aux = merge_batch([v.broadcast(batch) for v in views])
+        self.view_a, self.view_b, self.view_c, self.view_aux = a, b, c, aux[0] if aux else None
+        # Scales by row are stored [batch, M]: they fold as the rows do.
+        self.view_a, self.view_b, self.view_c, self.view_aux = fold_batch_into_rows(
+            self.view_a, self.view_b, self.view_c, self.view_aux
+        )
+
+    @property
+    def batch_levels(self) -> int:
+        return len(self.view_c.batch)
+
+    @property
+    def batch(self) -> int:
+        return math.prod(self.view_c.batch)
+
+    @property
+    def products(self) -> int:
+        return 2 if self.b2 is not None else 1
+
+    @property
+    def fused_passes(self) -> int:
+        """Passes over C that torch needs after its product; bias and activation are one each, a gate another."""
+        residual = None if self.backward else self.aux  # backward reads the pre-activation there, in the pass it has
+        steps = (self.bias, residual, self.scale_a)
+        return sum(x is not None for x in steps) + (self.activation != "none") + self.gated + self.column_sums
+
+    def problem(self) -> Problem:
+        """What the choice of a configuration may depend on."""
+        a, b, c = self.view_a, self.view_b, self.view_c
+        kind = "plain"
+        if self.backward:
+            kind = "backward"
+        elif self.gated:
+            kind = "gated"
+        elif self.bias is not None or self.aux is not None or self.activation != "none" or self.pre is not None:
+            kind = "epilogue"
+        elif self.accumulate or self.row_sums:
+            kind = "wgrad"
+        elif self.scale_a is not None:
+            kind = "epilogue"
+        elif a.blocked or b.blocked or c.blocked:
+            kind = "blocks"
+        touched = (self.aux, self.aux2, self.pre, self.pre2, self.c2, self.c if self.accumulate else None)
+        dtype = str(self.a.dtype).removeprefix("torch.")
+        copied = (a.blocked != 0) * a.rows * a.cols + (b.blocked != 0) * b.rows * b.cols
+        return Problem(
+            m=a.rows,
+            n=b.cols,
+            k=a.cols,
+            dtype="tf32" if dtype == "float32" and self.precision == "tf32" else dtype,
+            batch=self.batch,
+            products=self.products,
+            out_bytes=self.c.element_size(),
+            kind=kind,
+            layout=("n" if a.row_major else "t") + ("n" if b.row_major else "t"),
+            tma=self.batch_levels <= 1 and describable(a, self.a) and describable(b, self.b, self.b2),
+            blocks=(
+                math.gcd(*(v.block for v in (a, c) if v.blocked == 1)),
+                math.gcd(b.block * (b.blocked == 2), c.block * (c.blocked == 2)),
+                math.gcd(a.block * (a.blocked == 2), b.block * (b.blocked == 1)),
+            ),
+            torch_passes=self.fused_passes + self.accumulate + self.row_sums,
+            epilogue_bytes=sum(t.element_size() for t in touched if t is not None),
+            copied_elements=self.batch * (copied + (c.blocked != 0) * c.rows * c.cols),
+            sms_to_leave=self.sms_to_leave,
+        )
+
+
+def describable(view: Matrix, *tensors: Tensor | None) -> bool:
+    """Whether a tensor descriptor can take the operand: one unit stride, everything else in multiples of 16 bytes."""
+    strides = (*view.batch_strides, *((view.block_stride,) if view.blocked else ()))
+    if view.row_major:
+        strides += (view.stride_row,)
+    elif view.stride_row == 1:
+        strides += (view.stride_col,)
+    else:
+        return False
+    if view.rows * view.cols == 0:
+        return False
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if any(stride * tensor.element_size() % 16 for stride in strides):
+            return False
+        if tensor.device.type != "meta" and tensor.data_ptr() % 16:
+            return False
+    # Of a single row the stride means nothing to us, but TMA wants a valid one.
+    return all(stride > 0 for stride in strides[len(view.batch_strides) :])
