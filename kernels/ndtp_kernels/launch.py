@@ -7,7 +7,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from ndtp_kernels.operands import Matrix
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, FP8)
 REDUCE_TILE = (16, 256)
+VISITED = 2  # tiles an SM that programs which come and go shall take, beyond what the left SMs do
+PROMOTED_EVERY = 512  # elements of K: a truncation of 2^-13 for each 32 of them stays under a rounding to bf16
 
 
 @dataclass
@@ -113,6 +115,37 @@ def _contiguous_batch(batch: Sequence[int], size: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+class Shares(NamedTuple):
+    """Who computes which tiles: `residents` programs stay, for tiles 0 .. kept; the others take one each and go."""
+
+    grid: int
+    residents: int
+    kept: int
+
+
+def share_out(tiles: int, config: Config, chip: Chip, sms_to_leave: int) -> Shares:
+    """Programs of a kernel, and their tiles.
+
+    Programs of a pointer kernel take a tile each.  Those of a TMA kernel stay on their SM and load the next tile while
+    they store the last one; but then nothing else gets onto that SM until they are all done.  Where `sms_to_leave` SMs
+    are to be had by collectives, so many programs less stay, and some tiles at the end are left to programs that take
+    one tile and go: the hardware gives them to whichever SM is free, and an SM to a collective of higher priority at
+    the end of a tile.  So the tiles are balanced however long the collective holds its SMs, or if there is none.
+    """
+    if config.kernel != "tma":
+        return Shares(tiles, 0, 0)
+    if not sms_to_leave:
+        grid = min(tiles, chip.num_sms * config.ctas_per_sm)
+        return Shares(grid, grid, tiles)
+    residents = chip.num_sms - sms_to_leave
+    each = tiles // chip.num_sms - VISITED
+    # Several programs an SM would be spread over all of them: no SM would be left.
+    if residents <= 0 or each <= 1 or config.ctas_per_sm > 1:
+        return Shares(tiles, 0, 0)
+    kept = residents * each
+    return Shares(residents + tiles - kept, residents, kept)
+
+
 def _gemm(call: Call, config: Config, chip: Chip) -> tuple[Launch, list[Tensor | None], Tensor | None]:
     from ndtp_kernels.triton_code.gemm import gemm_kernel
 
@@ -123,6 +156,7 @@ def _gemm(call: Call, config: Config, chip: Chip) -> tuple[Launch, list[Tensor |
     k_run = math.gcd(a.block * (a.blocked == 2), b.block * (b.blocked == 1)) or max(k, 1)
     tiles_m = -(-m // config.block_m)
     tiles = batch * tiles_m * -(-n // config.block_n) * config.split_k
+    shared = share_out(tiles, config, chip, call.sms_to_leave)
     plain = batch == 1 and not call.view_c.batch
     tma_c = (
         tma and c.stride_col == 1 and describable(c, call.c, call.c2 if call.backward else None) and config.split_k == 1
@@ -148,6 +182,7 @@ def _gemm(call: Call, config: Config, chip: Chip) -> tuple[Launch, list[Tensor |
         sc_block=c.block_stride, c_block=c.block,
         sx_outer=x.outer_inner[0], sx_inner=x.outer_inner[1], sx_m=x.stride_row, sx_n=x.stride_col,
         sx_block=x.block_stride, sc_split=batch * m * n if config.split_k > 1 else 0,
+        residents=shared.residents, kept=shared.kept,
     )  # fmt: skip
     constants: dict[str, Any] = dict(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
@@ -161,22 +196,32 @@ def _gemm(call: Call, config: Config, chip: Chip) -> tuple[Launch, list[Tensor |
         SCALE_A_ROWS=call.scale_a is not None and call.scale_a.numel() > 1,
         SCALE_B_COLS=call.scale_b is not None and call.scale_b.numel() > 1,
         PRECISION=call.precision,
-        # Hopper adds fp8 products in less than fp32; the sums move to full fp32 registers once per tile of K.
-        IMPRECISE_ACC=config.block_k if call.a.dtype == FP8 and not call.fast_accumulation else None,
+        PROMOTE=promotion(call, config, chip),
         UPCAST=emulate and call.a.dtype in (torch.bfloat16, FP8),
-        SUBTILE=config.subtile, FLATTEN=tma and not config.warp_specialize and flatten_helps(chip),
+        SUBTILE=config.subtile, FLATTEN=tma and not config.warp_specialize and flatten_helps(call, config, chip),
         SPECIALIZE=config.warp_specialize,
     )  # fmt: skip
-    grid = tiles
-    if tma or call.sms_to_leave:
-        grid = min(tiles, max(1, chip.num_sms - call.sms_to_leave) * config.ctas_per_sm)
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return Launch(gemm_kernel, arguments, constants, grid, {} if emulate else options), sums, row_sums
+    return Launch(gemm_kernel, arguments, constants, shared.grid, {} if emulate else options), sums, row_sums
 
 
-def flatten_helps(chip: Chip) -> bool:
-    """Whether the tile loop and the K loop are joined, so that the next tile's loads start in this one's epilogue."""
-    return chip.target.startswith("sm_9")
+def promotion(call: Call, config: Config, chip: Chip) -> int:
+    """Steps of K after which fp8 sums are added up in fp32; 0 where the tensor cores' own sums are taken to the end.
+
+    The tensor cores of Ada and Hopper keep 13 bits behind the point of fp8 sums; Blackwell keeps all of fp32.
+    """
+    if call.a.dtype != FP8 or call.fast_accumulation or chip.target in ("sm_100", "sm_103"):
+        return 0
+    return max(2, PROMOTED_EVERY // config.block_k)
+
+
+def flatten_helps(call: Call, config: Config, chip: Chip) -> bool:
+    """Whether the tile loop and the K loop are joined, so that the next tile's loads start in this one's epilogue.
+
+    Of single products only, whose sums nothing but the product touches: else ptxas (C7514, C7515) lets every wgmma wait
+    for the one before.
+    """
+    return chip.target.startswith("sm_9") and call.products == 1 and not promotion(call, config, chip)
 
 
 def reduce_launch(

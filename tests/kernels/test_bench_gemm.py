@@ -249,4 +249,4 @@ def test_the_persistent_rival_takes_the_fast_path():
     launch = Launch(rival.persistent_kernel, arguments, rival.CONSTANTS, 132, rival.OPTIONS)
     compiled = aot.compile_launch(launch, "sm_90")
     assert all(word in compiled.asm["ptx"] for word in ("wgmma.mma_async", "cp.async.bulk.tensor"))
-    assert aot.usage(compiled, "sm_90")[1] == 0 and compiled.metadata.shared <= H200.shared_bytes
+    assert aot.numbers(compiled, "sm_90")[0]["spills"] == 0 and compiled.metadata.shared <= H200.shared_bytes

@@ -91,6 +91,13 @@ def test_exact_fp32_never_takes_a_descriptor_kernel():
     assert choose(4096, 4096, 4096, "float32").kernel in ("torch", "pointer")
 
 
+def test_tf32_is_not_laid_anew():
+    """Matrix units turn 16-bit operands on the way in, not tf32: a kernel only where k is contiguous in both."""
+    for layout in ("nt", "nn", "tn", "tt"):
+        found = config.candidates(Problem(4096, 4096, 4096, "tf32", layout=layout), H200, config.shipped_table())
+        assert [c.kernel for c in found if c != TORCH] == (["tma", "pointer"] if layout == "nt" else [])
+
+
 def test_fp8_goes_to_a_kernel_wherever_there_is_one():
     """torch would multiply in fp32."""
     for kind in ("plain", "epilogue"):

@@ -128,7 +128,7 @@ def candidates(problem: Problem, chip: Chip, table: Table) -> list[Config]:
     by_dtype = table.candidates.get(chip.target) or table.candidates.get(_family(chip.target), {})
     found = [TORCH]
     for config, kinds in by_dtype.get(_dtype_class(problem.dtype), ()):
-        if problem.kind not in kinds or not fits(problem, config, chip):
+        if problem.kind not in kinds or not fits(problem, config, chip) or not as_they_lie(problem):
             continue
         found.append(config)
         if config.warp_specialize:
@@ -138,8 +138,25 @@ def candidates(problem: Problem, chip: Chip, table: Table) -> list[Config]:
         for split in (2, 4, 8, 16):
             if tiles * split <= 2 * chip.num_sms and steps // split >= 4:
                 found.append(replace(config, split_k=split))
-    # torch's fp8 product takes neither every shape nor every scale, and ours in its place multiplies in fp32.
-    return found[1:] if len(found) > 1 and _dtype_class(problem.dtype) == "fp8" else found
+    return found[1:] if len(found) > 1 and not torch_will_do(problem) else found
+
+
+def as_they_lie(problem: Problem) -> bool:
+    """Whether matrix units take the operands as they lie in memory.
+
+    They turn 16-bit operands on the way in, but not tf32: with k not contiguous each step of K would be written anew
+    through registers.
+    """
+    return problem.dtype != "tf32" or problem.layout == "nt"
+
+
+def torch_will_do(problem: Problem) -> bool:
+    """Whether torch is as good as a kernel, if it is fast enough.
+
+    Its fp8 product takes neither every shape nor every scale, and ours in its place multiplies in fp32.  Its GEMMs take
+    every SM and keep it: they leave none to a collective.
+    """
+    return _dtype_class(problem.dtype) != "fp8" and not problem.sms_to_leave
 
 
 def _family(target: str) -> str:
@@ -156,7 +173,7 @@ def _dtype_class(dtype: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def _choose(problem: Problem, chip: Chip, table: Table) -> Config:
     entry = table.tuned.get(chip.name, {}).get(problem.dtype, {}).get(problem.shape_class)
-    if entry is not None and fits(problem, entry, chip):
+    if entry is not None and fits(problem, entry, chip) and (entry != TORCH or torch_will_do(problem)):
         return entry
     return min(candidates(problem, chip, table), key=lambda config: roof.estimate(problem, config, chip).seconds)
 

@@ -1,13 +1,16 @@
 """Compile every shipped configuration for every target, without a device, and look at what came out.
 
     python -m ndtp_kernels.tools.aot [--json FILE] [--target sm_90]     FILE - is stdout; exit status 1 when one fails
+    python -m ndtp_kernels.tools.aot --page docs/kernels.md             writes the table of all of them into the page
 
-The JSON is {"configurations": [{"kernel", "target", "config", "registers", "shared_bytes", "spills", "instructions"}]};
-of a configuration that does not compile the three numbers are null.  Occupancy is in the printed table.
+The JSON is {"configurations": [{"kernel", "target", "config", "registers", "shared_bytes", "spills", "scratch_bytes",
+"epilogue", "instructions", "warnings"}]}; of a configuration that does not compile the numbers are null.  `epilogue` is
+the instructions that each warp issues between two tiles; occupancy is in the printed table.
 
 A configuration fails when it does not compile, spills registers, needs more shared memory than a block may have, or
 lacks the instruction that makes it worth having: wgmma and TMA on sm_90, tcgen05 on sm_100, mma on sm_80, mfma on
-gfx942, setmaxnreg where it claims warp specialization.
+gfx942, setmaxnreg where it claims warp specialization.  It also fails when ptxas expects it to be slow (C7510 to C7519:
+wgmma that wait for each other), when its loop over K waits until every wgmma is done, or loads without pipelining.
 """
 
 # ruff: noqa: C408 (argument lists read better as calls)
@@ -15,6 +18,8 @@ gfx942, setmaxnreg where it claims warp specialization.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -36,12 +41,15 @@ from ndtp_kernels.choice.chips import CHIPS, Chip
 from ndtp_kernels.choice.problem import Config
 from ndtp_kernels.choice.table import shipped_table
 from ndtp_kernels.form import Form
-from ndtp_kernels.launch import Launch, gemm_launches
+from ndtp_kernels.launch import Launch, gemm_launches, reduce_launch
 from ndtp_kernels.operands import matrix
+from ndtp_kernels.tools import page
+from ndtp_kernels.tools.sass import Code
 
 TARGETS = {"sm_80": "a100", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200", "gfx942": "mi300x"}
 SIZE = 4096
-REPORTED = ("kernel", "target", "config", "registers", "shared_bytes", "spills", "instructions")
+NUMBERS = ("registers", "shared_bytes", "spills", "scratch_bytes", "epilogue")
+REPORTED = ("kernel", "target", "config", *NUMBERS, "instructions", "warnings")
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
     "tcgen05": r"\btcgen05\.mma",
@@ -67,6 +75,11 @@ class Case:
     def chip(self) -> Chip:
         return CHIPS[TARGETS[self.target]]
 
+    @property
+    def run(self) -> Config:
+        """What is compiled: of a split product, its configuration with K split."""
+        return replace(self.config, split_k=4) if self.kind == "split" else self.config
+
 
 def cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Case]:
     """Every shipped configuration in each of its kinds, and the reduction."""
@@ -80,6 +93,19 @@ def cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Case]:
         best = table.candidates[target]["half"][0].config
         yield Case(target, "bfloat16", "split", best)
         yield Case(target, "bfloat16", "reduce", Config(block_m=16, block_n=256))
+
+
+def quick_cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Case]:
+    """A quick look: the first kernel of each kind and dtype on sm_90, of each kind on sm_100, two on the others."""
+    seen = set()
+    for case in cases(targets):
+        key = {
+            "sm_90": (case.target, case.dtype, case.kind, case.kind == "blocks" and case.config.kernel),
+            "sm_100": (case.target, case.kind, case.config.warp_specialize),
+        }.get(case.target, (case.target, case.kind in ("gated", "reduce"), case.kind == "reduce"))
+        if key not in seen:
+            seen.add(key)
+            yield case
 
 
 def call_of(case: Case) -> Call:
@@ -153,6 +179,8 @@ def compile_launch(launch: Launch, target: str) -> Any:
         value = launch.arguments.get(name)
         if name in launch.constants:
             signature[name] = "constexpr"
+        elif launch.kernel.params[position].do_not_specialize:
+            signature[name] = "i32"
         elif value is None or (isinstance(value, int) and value == 1):
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, Tensor):
@@ -168,26 +196,69 @@ def compile_launch(launch: Launch, target: str) -> Any:
     return triton.compile(source, target=gpu, options=launch.options)
 
 
-def usage(compiled: Any, target: str) -> tuple[int, int]:
-    """Registers a thread, and bytes (or registers) spilled."""
-    if target.startswith("gfx"):
-        text = compiled.asm["amdgcn"]
-        registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[-1])
-        # Scalar registers spill into lanes of vector registers, not into memory.
-        return registers, sum(int(x) for x in re.findall(r"\.vgpr_spill_count:\s+(\d+)", text))
+def compile_and_log(launch: Launch, target: str) -> tuple[Any, str]:
+    """The compiled kernel, and what ptxas said of it."""
+    from triton import knobs
+
+    printed = io.StringIO()
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(printed):
+        knobs.nvidia.dump_ptxas_log = True
+        compiled = compile_launch(launch, target)
+    log = printed.getvalue()
+    if target.startswith("sm_") and "ptxas info" not in log:  # it came from Triton's cache
+        ptxas = knobs.nvidia.ptxas_blackwell if int(target[3:]) >= 100 else knobs.nvidia.ptxas
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(compiled.asm["ptx"])
+            file.flush()
+            architecture = re.findall(r"^\.target (\w+)", compiled.asm["ptx"], re.MULTILINE)[0]
+            command = [ptxas.path, "-v", "--regAllocOptLevel=2", f"--gpu-name={architecture}", file.name]
+            log = subprocess.run([*command, "-o", os.devnull], capture_output=True, text=True, check=True).stderr
+    return compiled, log
+
+
+def warnings_of(log: str) -> list[str]:
+    """What ptxas warns of wgmma: C7510 to C7519."""
+    return sorted(set(re.findall(r"\((C751\d)\)", log)))
+
+
+def disassembled(compiled: Any) -> str:
     from triton.backends import nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        text = subprocess.run(
-            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+        command = [str(tool), "-sass", "-res-usage", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def numbers(compiled: Any, target: str) -> tuple[dict[str, int], Code | None]:
+    """Registers a thread, bytes (on gfx: registers) spilled, shared and scratch memory, length of the epilogue."""
+    common = {"shared_bytes": compiled.metadata.shared}
+    if target.startswith("gfx"):
+        text = compiled.asm["amdgcn"]
+        body = [line for line in text.splitlines() if re.match(r"\s+[a-z]+_\w+", line)]
+        last = max((at for at, line in enumerate(body) if "v_mfma" in line), default=-1)
+        return {
+            **common,
+            "registers": int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[-1]),
+            # Scalar registers spill into lanes of vector registers, not into memory.
+            "spills": sum(int(x) for x in re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)),
+            "scratch_bytes": 0,
+            "epilogue": len(body) - 1 - last,
+        }, None
+    listing = disassembled(compiled)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     if found is None:
-        raise RuntimeError(f"cuobjdump printed no resource usage: {text[:500]}")
-    return int(found[1]), int(found[2])
+        raise RuntimeError(f"cuobjdump printed no resource usage: {listing[:500]}")
+    code = Code(listing)
+    return {
+        **common,
+        "registers": int(found[1]),
+        "spills": int(found[2]),
+        "scratch_bytes": compiled.metadata.global_scratch_size,  # a program's tensor descriptors
+        "epilogue": code.epilogue,
+    }, code
 
 
 def expected(case: Case) -> tuple[str, ...]:
@@ -206,49 +277,61 @@ def expected(case: Case) -> tuple[str, ...]:
     return (matrix_unit, *loads, *(("setmaxnreg",) if case.config.warp_specialize else ()))
 
 
-def examine(case: Case) -> dict[str, Any]:
-    """Compile one case and report it; "failures" is empty when all is well."""
+def launch_of(case: Case) -> Launch:
+    """The kernel of a case with its arguments."""
     call = call_of(case)
-    config = case.config
     if case.kind == "reduce":
-        call = call_of(Case(case.target, case.dtype, "gated", config))
-        from ndtp_kernels.launch import reduce_launch
-
         part = torch.empty(4, SIZE, SIZE, device="meta", dtype=torch.bfloat16)
-        launch = reduce_launch(call, part, part, call.view_c)[0]
-    else:
-        if case.kind == "split":
-            config = replace(config, split_k=4)
-        launch = gemm_launches(call, config, case.chip)[0][0]
+        return reduce_launch(call, part, part, call.view_c)[0]
+    return gemm_launches(call, case.run, case.chip)[0][0]
+
+
+def name_of(case: Case) -> str:
+    return f"{'reduce' if case.kind == 'reduce' else 'gemm'} {case.kind} {case.dtype}"
+
+
+def shown(case: Case) -> str:
+    """The configuration as reports name it."""
+    return "16x256" if case.kind == "reduce" else str(case.run)
+
+
+def examine(case: Case, **constants: Any) -> dict[str, Any]:
+    """Compile one case and report it; "failures" is empty when all is well.
+
+    Args:
+        constants: instead of the kernel's own.
+    """
+    launch = launch_of(case)
+    launch.constants.update(constants)
     row: dict[str, Any] = {
-        "kernel": f"{'reduce' if case.kind == 'reduce' else 'gemm'} {case.kind} {case.dtype}",
+        "kernel": name_of(case),
         "target": case.target,
-        "config": str(config) if case.kind != "reduce" else "16x256",
+        "config": shown(case),
     }
     try:
-        compiled = compile_launch(launch, case.target)
+        compiled, log = compile_and_log(launch, case.target)
     except Exception as error:
-        none = dict.fromkeys(("registers", "shared_bytes", "spills", "occupancy"))
-        return {**row, **none, "instructions": [], "failures": [f"does not compile: {str(error)[:300]}"]}
+        none = dict.fromkeys((*NUMBERS, "occupancy"))
+        failures = [f"does not compile: {str(error)[:300]}"]
+        return {**row, **none, "instructions": [], "warnings": [], "failures": failures}
     text = compiled.asm["amdgcn" if case.target == "gfx942" else "ptx"]
-    instructions = [name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, text)]
-    registers, spills = usage(compiled, case.target)
-    shared = compiled.metadata.shared
-    failures = [f"lacks {name}" for name in expected(case) if name not in instructions]
-    if spills:
-        failures.append(f"spills {spills}")
-    if shared > case.chip.shared_bytes:
-        failures.append(f"shared memory {shared} > {case.chip.shared_bytes}")
-    threads = config.num_warps * (64 if case.target == "gfx942" else 32)
-    return {
-        **row,
-        "registers": registers,
-        "shared_bytes": shared,
-        "spills": spills,
-        "occupancy": occupancy(registers, threads, shared, case.target),
-        "instructions": instructions,
-        "failures": failures,
-    }
+    row["instructions"] = [name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, text)]
+    row["warnings"] = warnings_of(log)
+    found, code = numbers(compiled, case.target)
+    row |= found
+    failures = [f"lacks {name}" for name in expected(case) if name not in row["instructions"]]
+    failures += [f"ptxas expects it to be slow: {warning}" for warning in row["warnings"]]
+    if code is not None and code.waits_in_main_loop:
+        failures.append(f"waits for all wgmma {code.waits_in_main_loop} times in a step of K")
+    if code is not None and case.kind != "reduce" and code.plain_loads_in_main_loop:
+        failures.append(f"{code.plain_loads_in_main_loop} loads in a step of K are not pipelined")
+    if row["spills"]:
+        failures.append(f"spills {row['spills']}")
+    if row["shared_bytes"] > case.chip.shared_bytes:
+        failures.append(f"shared memory {row['shared_bytes']} > {case.chip.shared_bytes}")
+    threads = case.config.num_warps * (64 if case.target == "gfx942" else 32)
+    fit = occupancy(row["registers"], threads, row["shared_bytes"], case.target)
+    return {**row, "occupancy": fit, "failures": failures}
 
 
 def occupancy(registers: int, threads: int, shared: int, target: str) -> int:
@@ -259,15 +342,15 @@ def occupancy(registers: int, threads: int, shared: int, target: str) -> int:
     return min(65536 // (max(registers, 1) * threads), per_sm // (shared + 1024), 2048 // threads)
 
 
-def report(targets: Sequence[str] = tuple(TARGETS), workers: int | None = None) -> list[dict[str, Any]]:
-    """Examine all cases, in processes side by side; by default one for each core."""
+def report(of: Sequence[Case], workers: int | None = None) -> list[dict[str, Any]]:
+    """Examine cases in processes side by side; by default one for each core."""
     # A server that has imported everything once, and has no threads: the parent may hold torch's.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["ndtp_kernels.tools.aot", "ndtp_kernels.triton_code.gemm", "ndtp_kernels.triton_code.reduce"]
     )
     with ProcessPoolExecutor(workers or len(os.sched_getaffinity(0)), mp_context=context) as pool:
-        return list(pool.map(examine, cases(targets)))
+        return list(pool.map(examine, of))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -276,9 +359,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", metavar="FILE", help="write a JSON report; - for stdout")
     parser.add_argument("--target", action="append", choices=tuple(TARGETS), help="only this one; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="only some of them: see quick_cases")
+    parser.add_argument("--page", metavar="FILE", help="write the table into this page, between its marks")
     parser.add_argument("--workers", type=int, help="processes; default: one for each core")
     chosen = parser.parse_args(arguments)
-    rows = report(tuple(chosen.target or TARGETS), chosen.workers)
+    choose = quick_cases if chosen.quick else cases
+    rows = report(list(choose(tuple(chosen.target or TARGETS))), chosen.workers)
     failed = [row for row in rows if row["failures"]]
     text = json.dumps({"configurations": [{key: row[key] for key in REPORTED} for row in rows]}, indent=1)
     if chosen.json == "-":
@@ -290,9 +376,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mark = "; ".join(row["failures"]) or "ok"
             print(
                 f"{row['target']:7} {row['kernel']:28} {row['config']:48} "
-                f"regs {row['registers']!s:>4} shared {row['shared_bytes']!s:>7} per SM {row['occupancy']!s:>2}  "
+                f"regs {row['registers']!s:>4} shared {row['shared_bytes']!s:>7} per SM {row['occupancy']!s:>2} "
+                f"epilogue {row['epilogue']!s:>5}  "
                 f"{' '.join(row['instructions']):30} {mark}"
             )
+    if chosen.page:
+        page.write(Path(chosen.page), rows)
     for row in failed:
         print(f"FAILED {row['target']} {row['kernel']} {row['config']}: {row['failures']}", file=sys.stderr)
     return 1 if failed else 0

@@ -75,6 +75,16 @@ def along(index, stride, block, block_stride, BLOCKED: tl.constexpr):
 
 
 @triton.jit
+def start_along(index, stride, block, block_stride, BLOCKED: tl.constexpr, ALIGNED: tl.constexpr):
+    """`along` of one index, which lies a multiple of ALIGNED into its block."""
+    if BLOCKED:
+        inside = tl.multiple_of(index % block, ALIGNED)
+        return tl.cast(index // block, tl.int64) * block_stride + tl.cast(inside, tl.int64) * stride
+    else:
+        return tl.cast(index, tl.int64) * stride
+
+
+@triton.jit
 def epilogue(
     acc,
     acc2,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ndtp_kernels.triton_code.epilogue import along, epilogue
+from ndtp_kernels.triton_code.epilogue import along, epilogue, start_along
 from ndtp_kernels.triton_code.tiles import columns, describe, grouped, load_tile, store_tile
 
 
@@ -31,7 +31,8 @@ def launch_metadata(grid, kernel, args):
     }
 
 
-@triton.jit(launch_metadata=launch_metadata)
+# How tiles are shared out changes with every shape: not a reason to compile anew.
+@triton.jit(launch_metadata=launch_metadata, do_not_specialize=["residents", "kept"])
 def gemm_kernel(
     A,
     B,
@@ -80,6 +81,8 @@ def gemm_kernel(
     sx_n,
     sx_block,
     sc_split,
+    residents,  # programs that share out the first `kept` tiles; each of the others takes one tile and goes
+    kept,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -107,7 +110,7 @@ def gemm_kernel(
     SCALE_A_ROWS: tl.constexpr,
     SCALE_B_COLS: tl.constexpr,
     PRECISION: tl.constexpr,
-    IMPRECISE_ACC: tl.constexpr,  # fp8 products between two additions in full fp32; None: the target's default
+    PROMOTE: tl.constexpr,  # steps of K after which fp8 sums move on to fp32 registers; 0: at the end
     UPCAST: tl.constexpr,  # the interpreter multiplies the bit patterns of bf16 and fp8
     SUBTILE: tl.constexpr,
     FLATTEN: tl.constexpr,
@@ -149,13 +152,12 @@ def gemm_kernel(
                 BLOCK_M, BLOCK_N // SUBTILE,
             )  # fmt: skip
 
-    for tile in tl.range(
-        tl.program_id(0),
-        per_batch * SPLIT * batch,
-        tl.num_programs(0),
-        flatten=FLATTEN,
-        warp_specialize=SPECIALIZE,
-    ):
+    start = tl.program_id(0)
+    stop = kept
+    if start >= residents:
+        start += kept - residents
+        stop = start + 1
+    for tile in tl.range(start, stop, tl.maximum(residents, 1), flatten=FLATTEN, warp_specialize=SPECIALIZE):
         tile_m, tile_n = grouped(tile % per_batch, tiles_m, tiles_n, GROUP_M)
         part = tile // per_batch
         split = part % SPLIT
@@ -183,6 +185,9 @@ def gemm_kernel(
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         acc2 = acc
+        if PROMOTE:
+            total = acc
+            total2 = acc
         if row_sums is not None:
             a_sum = tl.zeros((BLOCK_M,), tl.float32)
 
@@ -202,8 +207,10 @@ def gemm_kernel(
                 k_in_run = step % run_steps * BLOCK_K
                 k0 = step // run_steps * k_run + k_in_run
                 k = tl.arange(0, BLOCK_K)
-                a_start = along(k0, sa_k, a_block, sa_block, A_BLOCKED == 2)
-                b_start = along(k0, sb_k, b_block, sb_block, B_BLOCKED == 1)
+                # Where runs are whole tiles a tile starts as far into its block as one does: known to be aligned, its
+                # loads are wide and asynchronous; the compiler cannot see that through a remainder.
+                a_start = start_along(k0, sa_k, a_block, sa_block, A_BLOCKED == 2, BLOCK_K if EVEN_K else 1)
+                b_start = start_along(k0, sb_k, b_block, sb_block, B_BLOCKED == 1, BLOCK_K if EVEN_K else 1)
                 a_at = a_rows[:, None] + (a_start + tl.cast(k, tl.int64) * sa_k)[None, :]
                 b_at = (b_start + tl.cast(k, tl.int64) * sb_k)[:, None] + b_column[None, :]
                 if EVEN_M and EVEN_K:
@@ -228,20 +235,35 @@ def gemm_kernel(
             if UPCAST:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE_ACC)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
             if TWO_PRODUCTS:
                 if UPCAST:
                     b2 = b2.to(tl.float32)
-                acc2 = tl.dot(a, b2, acc2, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE_ACC)
+                acc2 = tl.dot(a, b2, acc2, input_precision=PRECISION)
+            if PROMOTE:
+                # Not after every step: the tensor cores stand still while their sums are read.
+                if (step - first) % PROMOTE == PROMOTE - 1:
+                    total += acc
+                    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                if TWO_PRODUCTS:  # noqa: SIM102 (known when compiling)
+                    # Half a turn later: both at once, and ptxas lets every product wait for the one before.
+                    if (step - first + PROMOTE // 2) % PROMOTE == PROMOTE - 1:
+                        total2 += acc2
+                        acc2 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             if row_sums is not None:  # noqa: SIM102 (one is known when compiling, the other when running)
                 if tile_n == 0:
                     a_sum += tl.sum(a.to(tl.float32), 1)
+
+        if PROMOTE:
+            acc += total
+            if TWO_PRODUCTS:
+                acc2 += total2
 
         if row_sums is not None:
             row_sums_at = row_sums + tl.cast(which * SPLIT + split, tl.int64) * M + m
             tl.store(row_sums_at, a_sum, mask=m_mask & (tile_n == 0))
 
-        c_base = split * sc_split + outer * sc_outer + inner * sc_inner
+        c_base = tl.cast(split, tl.int64) * sc_split + outer * sc_outer + inner * sc_inner
         c_rows = c_base + along(m, sc_m, c_block, sc_block, C_BLOCKED == 1)
         aux_rows = outer * sx_outer + inner * sx_inner + along(m, sx_m, c_block, sx_block, C_BLOCKED == 1)
         if scale_a is not None:

@@ -1,12 +1,17 @@
 """The GEMM kernel in the interpreter: operand forms, sizes, dtypes."""
 
 import itertools
+import mmap
 from dataclasses import replace
 
 import pytest
 import torch
 from ndtp_kernels import products, reference
+from ndtp_kernels.call import Call
+from ndtp_kernels.choice.chips import INTERPRETER
 from ndtp_kernels.form import Form
+from ndtp_kernels.launch import gemm_launches
+from ndtp_kernels.operands import Matrix, matrix
 from poisoned import POINTER, TMA, TMA_HALVES, assert_close, integers, surrounded, triton_options
 
 TRANSPOSES = list(itertools.product((False, True), repeat=2))
@@ -126,12 +131,41 @@ def test_row_sums_count_every_product_of_a_batch(batches):
 
 
 def test_leaving_processors_free_changes_nothing():
-    """Fewer programs than tiles: each takes several."""
-    a, b = operands(50, 70, 20, False, False)
-    for config in (POINTER, TMA):
-        padded = (a, b) if config is POINTER else operands(52, 72, 20, False, False)
-        got = products.gemm("gemm", *padded, options=triton_options(config, sms_to_leave=2)).c
-        assert torch.equal(got, padded[0] @ padded[1])
+    """Of 20 tiles on 3 processors: one program takes 4 of them, or two 8 together, and others a tile each."""
+    a, b = operands(52, 72, 20, False, False)
+    for config, leave in ((POINTER, 2), (TMA, 2), (TMA, 1)):
+        got = products.gemm("gemm", a, b, options=triton_options(config, sms_to_leave=leave)).c
+        assert torch.equal(got, a @ b)
+
+
+@pytest.mark.parametrize("config", [POINTER, TMA], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_fp8_sums_are_moved_in_a_long_product(gated, config):
+    """Two moves of 512 elements of K, and what is left; those of gate and up at different steps."""
+    a, gate, up = (integers(*size).to(torch.float8_e4m3fn) for size in ((16, 1200), (16, 1200), (16, 1200)))
+    got = products.gemm(
+        "gemm", a, gate, form=Form(False, True), b2=up if gated else None, activation="relu", out_dtype=torch.float32,
+        options=triton_options(config),
+    ).c  # fmt: skip
+    left, right = a.double() @ gate.double().mT, a.double() @ up.double().mT
+    assert torch.equal(got.double(), torch.relu(left) * (right if gated else 1))
+
+
+def test_split_sums_lie_beyond_four_gigabytes():
+    """The third of four lies 2^31 elements behind the first: memory that is reserved and hardly used."""
+    a, b = operands(16, 16, 64, False, True)
+    reserved = mmap.mmap(-1, 13 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE)
+    space = torch.frombuffer(reserved, dtype=torch.float32)
+    call = Call(
+        a, b, space, matrix(a, "mk", False, None, op="t", name="a"), matrix(b, "kn", True, None, op="t", name="b"),
+        Matrix(16, 16, 16, 1),
+    )  # fmt: skip
+    (launched, _), _ = gemm_launches(call, replace(POINTER, split_k=4), INTERPRETER)
+    launched.arguments |= {"C": space, "sc_split": 2**30}
+    launched.run()
+    parts = torch.stack([space[split * 2**30 :][:256].view(16, 16) for split in range(4)])
+    want = torch.stack([a[:, part] @ b[:, part].mT for part in (slice(16 * at, 16 * at + 16) for at in range(4))])
+    assert torch.equal(parts, want)
 
 
 @pytest.mark.parametrize("rowwise", [False, True])
