@@ -139,8 +139,8 @@ def test_grouped_heads_windows_and_rotation_by_hand():
 
 def test_fused_projections_come_apart():
     heads, kv_heads, dim = 4, 2, 3
-    fused = torch.nn.Linear(5, (heads + 2 * kv_heads) * dim)
-    x = torch.randn(7, 5)
+    fused = torch.nn.Linear(5, (heads + 2 * kv_heads) * dim, dtype=torch.float64)
+    x = randn(7, 5)
     y = fused(x)
     q, k, v = (layer(x) for layer in split_projections(fused, heads, kv_heads))
     close(torch.cat((q, k, v), 1), y, "all queries, all keys, all values")
@@ -148,8 +148,8 @@ def test_fused_projections_come_apart():
     close(torch.cat((q, k, v), 2).flatten(1), y, "by groups")
     message = message_of(lambda: split_projections(fused, 5, 1))
     assert "not those of 5 heads" in message
-    attention = ndtp.nn.DenseAttention.of(*split_projections(fused, 4, 2), torch.nn.Linear(12, 5), 4, 2)
-    assert attention(torch.randn(1, 3, 5)).shape == (1, 3, 5)
+    attention = ndtp.nn.DenseAttention.of(*split_projections(fused, 4, 2), torch.nn.Linear(12, 5).double(), 4, 2)
+    assert attention(randn(1, 3, 5)).shape == (1, 3, 5)
 
 
 # ---- caches, use, errors ----
