@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ndtp.runtime.arrival import version_of
 from ndtp.schedule.tasks import LOOKAHEAD
 
 if TYPE_CHECKING:
@@ -95,22 +96,23 @@ def _accumulate(leaf: Any, total: Tensor) -> None:
 
 
 def _spare_hooks(leaf: Tensor) -> None:
-    """A gradient that is held back reaches autograd as None, which it would show to the hooks of the weight."""
+    """A gradient that is held back reaches autograd as None, which it would show to the hooks of the weight.
+
+    Nothing is registered for that: torch gives a DTensor that has hooks when it is moved no further ones.
+    """
     hooks: dict[int, Any] = leaf._backward_hooks or {}
     for key, hook in hooks.items():
-        if not isinstance(hook, _SkipsNone | _Gate):
+        if not isinstance(hook, _SkipsNone):
             hooks[key] = _SkipsNone(hook)
     after: dict[int, Any] = leaf._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
-    if not all(isinstance(hook, _BehindGate) for hook in after.values()):
-        gate = next((hook for hook in hooks.values() if isinstance(hook, _Gate)), None)
-        if gate is None:
-            gate = _Gate()
-            if not hooks:
-                leaf._backward_hooks = None  # torch takes no further hook where `.to()` has swapped an empty dictionary
-            leaf.register_hook(gate)
-        for key, hook in after.items():
-            if not isinstance(hook, _BehindGate):
-                after[key] = _BehindGate(hook, gate)
+    for key, hook in after.items():
+        if not isinstance(hook, _SkipsNoChange):
+            hook = after[key] = _SkipsNoChange(hook)
+        hook.before = _state_of(leaf.grad)
+
+
+def _state_of(grad: Tensor | None) -> tuple[int, ...]:
+    return () if grad is None else (id(grad), *version_of(grad))
 
 
 @dataclass(frozen=True)
@@ -121,20 +123,18 @@ class _SkipsNone:
         return None if gradient is None else self.hook(gradient)
 
 
-class _Gate:
-    """Notes whether a gradient came by."""
+@dataclass
+class _SkipsNoChange:
+    """Called when autograd is done with a parameter; calls the hook if something was added to its gradient.
 
-    is_open = False
+    Attributes:
+        before: the gradient when one was held back in this backward.
+    """
 
-    def __call__(self, gradient: Tensor | None) -> None:
-        self.is_open = gradient is not None
-
-
-@dataclass(frozen=True)
-class _BehindGate:
     hook: Callable[[Tensor], None]
-    gate: _Gate
+    before: tuple[int, ...] | None = None
 
     def __call__(self, parameter: Tensor) -> None:
-        if self.gate.is_open:
+        before, self.before = self.before, None
+        if before is None or before != _state_of(parameter.grad):
             self.hook(parameter)

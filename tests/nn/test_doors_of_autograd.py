@@ -117,7 +117,7 @@ def hooks():
     check(parts[:1], "the end of a backward")
     for handle in handles:
         handle.remove()
-    assert not weight._backward_hooks
+    assert not weight._backward_hooks and not bias._backward_hooks, "a moved DTensor that has hooks takes no others"
     case.block.float().double()  # moves the parameters, and their empty dictionaries of hooks
     handle = case.block.down.weight.register_post_accumulate_grad_hook(lambda p: seen.append("moved"))
     with mesh.accumulate():
