@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.runtime.arrival import Deferred, is_plain, spec_of, taken_in, version_of, wrapped
+from ndtp.runtime.arrival import Deferred, is_plain, spec_of, taken_in, wrapped
 from ndtp.runtime.moves import Move
+from ndtp.runtime.versions import version_of
 from ndtp.runtime.weight_prefetch import owner_of
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ndtp.runtime.arrival import version_of
+from ndtp.runtime.versions import version_of
 from ndtp.schedule.tasks import LOOKAHEAD
 
 if TYPE_CHECKING:

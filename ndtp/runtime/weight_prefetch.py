@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ndtp.runtime.arrival import is_plain, version_of
+from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.moves import Move, Way
+from ndtp.runtime.versions import version_of
 
 
 class _Weight:
