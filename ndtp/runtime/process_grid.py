@@ -132,7 +132,8 @@ class ProcessGrid:
         self.groups_per_axis = self.groups.groups_per_axis
         self.rank, self.coordinate = self.groups.rank, self.groups.coordinate
         ends = self.timeout if self.backend == "gloo" else None
-        finalize(self, _let_go, self.groups.made, self.groups.given, ends)
+        self.programs = Programs()
+        finalize(self, _let_go, self.programs, self.groups.made, self.groups.given, ends)
         in_order = tuple(axis for axis in grid if axis != "z") + tuple(axis for axis in grid if axis == "z")
         self.mesh_axes = grid.nontrivial(in_order) or in_order[:1]
         self.device_mesh: DeviceMesh | None = None
@@ -159,7 +160,6 @@ class ProcessGrid:
         )
         self.step = StepState(late_gradients_of(None if global_ranks is None else dist.group.WORLD))
         self.collectives = Collectives.of(self.groups, self.ring, self.step.recording)
-        self.programs = Programs()
         self.name = f"{grid} #{next(_COUNT)}"
         _NAMED[self.name] = self
         if gemm == "kernels":
@@ -297,8 +297,10 @@ class ProcessGrid:
         return f"ProcessGrid({self.grid}; rank {self.rank})"
 
 
-def _let_go(groups: Made, of_parameters: Made, timeout: float | None) -> None:
+def _let_go(programs: Programs, groups: Made, of_parameters: Made, timeout: float | None) -> None:
     """Drop the groups of a grid that is gone, or whose program ends; end those with a timeout, which no grid shares.
+
+    What was bound holds on to them, too.
 
     gloo's threads return tensors to Python a little after a collective is done, and abort a program whose interpreter
     is gone by then.  `destroy_process_group` ends the threads of groups that nobody holds.
@@ -308,6 +310,7 @@ def _let_go(groups: Made, of_parameters: Made, timeout: float | None) -> None:
     elif timeout is not None:
         for group in groups.values():
             end(group, timeout if past_of(group).given_up else 0.0)
+    programs.clear()
     groups.clear()
     of_parameters.clear()
 

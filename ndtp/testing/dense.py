@@ -206,7 +206,7 @@ class _Ends:
                     self.widths[what] = getattr(end, attribute)
         else:
             layers = getattr(getattr(parallel, "ndtp_report", None), "layers", [])
-            self.rows = mesh.grid.nontrivial(layers[0].outside.dims[0]) if layers else ()
+            self.rows = mesh.grid.nontrivial(layers[0].boundary.outside.dims[0]) if layers else ()
 
     def layout(self, what: str, ndim: int) -> Layout | None:
         """Of an input, its gradient, or the output; None for what is whole."""
