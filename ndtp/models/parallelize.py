@@ -2,146 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import BlockLayouts, block_layouts
-from ndtp.algebra.steps import relayout as relayout_steps
-from ndtp.algebra.volume import Volume, traffic
 from ndtp.errors import LayoutError
 from ndtp.models.auto import best_grid, best_layouts, request_for
-from ndtp.models.between import Between, Passage, enter, leave
+from ndtp.models.boundary import Boundary, BoundaryLinear
 from ndtp.models.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unfit
-from ndtp.nn.linear import Linear
+from ndtp.models.report import Report
+from ndtp.models.roles import is_linear
+from ndtp.models.transformer import Split, is_transformer
 from ndtp.nn.padding import (
-    RowBlocks,
-    pad_rows,
     pair_multiples,
     row_multiple,
-    with_leading_dims,
-    zero_padding,
-    zero_padding_rows,
 )
-from ndtp.ops.products import relayout
 from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
 from ndtp.runtime.process_grid import ProcessGrid
-
-
-@dataclass
-class Report:
-    """What `parallelize` did: `replaced` names each layer with its product, `kept` each Linear left alone and why."""
-
-    replaced: dict[str, str] = field(default_factory=dict)
-    kept: dict[str, str] = field(default_factory=dict)
-    layers: list[BoundaryLinear] = field(default_factory=list, repr=False)
-    mesh: ProcessGrid | None = field(default=None, repr=False)
-
-    def volume(self, tokens: int) -> Volume:
-        """The exact traffic of a training step over `tokens` rows, boundaries included, in elements per rank."""
-        return sum((layer.volume(tokens) for layer in self.layers), Volume())
-
-    def __str__(self) -> str:
-        lines = [f"replaced {name}: {product}" for name, product in self.replaced.items()]
-        return "\n".join(lines + [f"kept     {name}: {reason}" for name, reason in self.kept.items()])
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """Where a layer stands between the rest of a model and what `parallelize` made of a pair, or of one layer.
-
-    Attributes:
-        outside: how activations lie in the rest of the model: whole, but for the rows that other axes (`dp`) split.
-        row_multiple: what the rows of a rank are padded to a multiple of inside.
-        enters, leaves: whether the layer takes what lies outside, and whether it returns it.
-    """
-
-    outside: Layout
-    row_multiple: int
-    enters: bool = True
-    leaves: bool = True
-
-
-class BoundaryLinear(Linear):
-    """A `Linear` whose input or output is converted from or to what its neighbours in the model expect.
-
-    Inside of its `boundary` activations lie as the plan says, as [rows, features], padded where a size does not divide.
-    """
-
-    def __init__(self, *sizes: Any, boundary: Boundary, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        self.boundary = boundary
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.boundary.enters:
-            x, passage = self._enter(x)
-        else:
-            x, passage = self._inside(x)
-        y = super().forward(x)
-        if not self.boundary.leaves:
-            return enter(zero_padding_rows(y, self.out_layout, self.mesh, passage.rows), passage)
-        y = relayout(y, self.out_layout, self.boundary.outside, self.mesh, f"{self.name} output")
-        y = y[: math.prod(passage.lead), : self.out_features]
-        return with_leading_dims(y, passage.lead, f"parallelize: '{self.name}'")
-
-    def _enter(self, x: Tensor) -> tuple[Tensor, Passage]:
-        """Rows of the whole features, as the plan has them, and what becomes of them."""
-        if isinstance(x, Between):
-            x.passage.refuse(f"'{self.name}', which is the first layer of a pair or alone,")
-        if tuple(x.shape[-1:]) != (self.in_features,):
-            raise LayoutError(
-                f"parallelize: '{self.name}' takes {self.in_features} features, its input is of {tuple(x.shape)}"
-            )
-        lead, outside = tuple(x.shape[:-1]), self.boundary.outside
-        count = math.prod(lead)
-        x = x.reshape(count, self.in_features)
-        x = pad_rows(x, self.boundary.row_multiple, self.padded_in - self.in_features)
-        rows = RowBlocks.of(count, x)
-        x = relayout(x, outside, self.in_layout, self.mesh, f"{self.name} input")
-        return x, Passage(self.name, self.out_layout, outside, self.mesh, self.out_features, lead, rows)
-
-    def _inside(self, x: Tensor) -> tuple[Tensor, Passage]:
-        """What the other layer of the pair gave, and what became of it."""
-        if not isinstance(x, Between):
-            raise LayoutError(
-                f"parallelize: '{self.name}' is the second layer of a pair and got a tensor of the shape "
-                f"{tuple(x.shape)} that does not come from the first through element-wise operations\n  fix: leave its "
-                "pair out of the plan"
-            )
-        passage = x.passage
-        if (passage.layout, passage.outside, passage.features) != (
-            self.in_layout,
-            self.boundary.outside,
-            self.in_features,
-        ):
-            passage.refuse(f"'{self.name}', which belongs to another pair,")
-        shard = zero_padding_rows(leave(x), self.in_layout, self.mesh, passage.rows)
-        if self.padded_in != self.in_features:
-            # An activation need not be zero at zero; its padding must be, or the weight's padding gets a gradient.
-            shard = zero_padding(shard, self.in_layout, self.mesh, self.in_features)
-        return shard, passage
-
-    def volume(self, tokens: int, dgrad: bool = True) -> Volume:
-        """As `Linear.volume`, with the conversions at the boundary."""
-        outside = self.boundary.outside
-        tokens += -tokens % (self.boundary.row_multiple * outside.num_splits(0))
-        total = super().volume(tokens, dgrad)
-        moves = []
-        if self.boundary.enters and dgrad:
-            moves.append(("dgrad", self.in_layout, outside, self.padded_in))
-        if self.boundary.leaves:
-            moves.append(("forward", self.out_layout, outside, self.padded_out))
-        for phase, source, target, features in moves:
-            steps = relayout_steps(self.mesh.grid, source.dims, target.dims)
-            total += Volume.of(traffic(self.mesh.grid, steps, source.shard_shape((tokens, features)), phase))
-        return total
 
 
 def parallelize(
@@ -156,10 +39,14 @@ def parallelize(
     chunks: int | str = 0,
     tokens: int | None = None,
     hardware: str | Hardware = "h100-ib",
+    keep: Sequence[str] = (),
+    strict: bool = True,
 ) -> nn.Module:
-    """Replace `Linear -> activation -> Linear` pairs of a model by tensor-parallel ones, in place, keeping the weights.
+    """Split a model over a grid, in place, keeping its weights, names and code.
 
-    So are gated ones, `down(act(gate(x)) * up(x))`.
+    A model of transformers is split as a whole: see `ndtp.models.transformer`.  Of any other,
+    `Linear -> activation -> Linear` pairs are replaced by tensor-parallel ones.  So are gated ones,
+    `down(act(gate(x)) * up(x))`.
     Pairs are found by tracing the `forward` of the modules that hold them; state-dict keys stay.  The rest of the model
     keeps working: activations are whole outside of a pair, but for rows that other axes of the grid (`dp`) split.  What
     was and was not replaced, and why, is in `model.ndtp_report`.
@@ -175,13 +62,21 @@ def parallelize(
         tokens, hardware: what "auto" plans for: rows of a step, and a preset or profile of `ndtp.planner.hardware`.
         pad: pad sizes that do not divide; without it they are an error.
         regather, chunks: as for `ndtp.nn.Linear`.
+        keep: names of layers of a transformer that stay whole, with wildcards; what they belong to stays whole too.
+        strict: nothing to replace is an error.
 
     Raises:
-        LayoutError: names that match nothing or do not pair up, or sizes that do not divide.
+        LayoutError: names that match nothing or do not pair up, sizes that do not divide, or nothing was replaced.
     """
     report = Report()
+    count = sum(isinstance(module, nn.Linear) or is_linear(module) for module in model.modules())
     if isinstance(plan, GridPlan):
         scheme, regather, plan = plan.scheme, plan.regather, None
+    if plan is None and is_transformer(model) and mesh is not None and scheme != "auto":
+        split = Split(model, mesh, block_layouts(mesh.grid, scheme, axes), keep)
+        split.run()
+        report.replaced, report.kept, report.split = split.replaced, split.kept, split
+        return _reported(model, mesh, report, count, split.linears, strict)
     if plan is None:
         pairs, report.kept = find_pairs(model)
     else:
@@ -192,7 +87,6 @@ def parallelize(
         raise LayoutError("parallelize: give a mesh; only scheme='auto' makes one")
     else:
         layouts = block_layouts(mesh.grid, scheme, axes)
-    report.mesh = mesh
     options = {"regather": regather, "chunks": chunks}
     for pair in pairs:
         _replace_pair(model, pair, mesh, report, pad, layouts.plans(pair.up), options)
@@ -202,6 +96,16 @@ def parallelize(
     linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
     for name in linears:
         report.kept.setdefault(name, "not named in the plan")
+    return _reported(model, mesh, report, count, len(report.replaced), strict)
+
+
+def _reported(
+    model: nn.Module, mesh: ProcessGrid, report: Report, linears: int, replaced: int, strict: bool
+) -> nn.Module:
+    if strict:
+        report.refuse_nothing()
+    report.mesh = mesh
+    report.count(model, linears, replaced)
     model.ndtp_report = report  # type: ignore[assignment]
     return model
 

@@ -57,7 +57,7 @@ _ENVIRON = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-_PRELOAD_IF_USED = ("pytest", "hypothesis")
+_PRELOAD_IF_USED = ("pytest", "hypothesis", "transformers.modeling_utils", "transformers.modeling_layers")
 
 
 class Zygote:

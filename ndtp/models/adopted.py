@@ -1,0 +1,246 @@
+"""Modules of a stock model that take part in a split one: the same objects, of a class that knows of the grid.
+
+A module keeps its identity, its attributes, its hooks and its place in the model; its class becomes one that derives
+from its own, and its parameters DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.algebra.relayouts import RelayoutPlan
+from ndtp.errors import LayoutError
+from ndtp.models.frame import Frame, Passage
+from ndtp.models.hidden import Hidden, enter, leave, split, whole
+from ndtp.nn.padding import zero_padding
+from ndtp.nn.parameters import empty_parameter, fill_from_dense
+from ndtp.nn.parameters import taken as taken_from
+from ndtp.nn.sharded import Lies, Sharded
+from ndtp.ops.lookup import LookupPlan, look_up
+from ndtp.ops.moving import taken
+from ndtp.ops.norms import NormPlan, norm
+
+
+class Placed:
+    """Parameters that several modules of a model share: each is put on the grid once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        seen: set[int] = set()
+        self._shared: dict[int, nn.Parameter] = {}  # kept, so that nothing else gets their ids
+        for _, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) in seen:
+                self._shared[id(parameter)] = parameter
+            seen.add(id(parameter))
+        self._made: dict[int, nn.Parameter] = {}
+
+    def get(self, dense: nn.Parameter) -> nn.Parameter | None:
+        return self._made.get(id(dense))
+
+    def put(self, dense: nn.Parameter, own: nn.Parameter, layout: Layout) -> nn.Parameter:
+        own.ndtp_layout = layout  # type: ignore[attr-defined]
+        if id(dense) in self._shared:
+            self._made[id(dense)] = own
+        return own
+
+    def let_go(self) -> None:
+        """Of the dense parameters."""
+        self._shared.clear()
+        self._made.clear()
+
+
+def is_placed(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ndtp_layout")
+
+
+_made: Callable[..., type] = cache(lambda name, bases, module: type(name, bases, {"__module__": module}))
+
+
+def class_of(mine: Any, theirs: Any, behind: bool = False) -> type:
+    """A class that derives from both, made once.
+
+    Args:
+        behind: what `theirs` does comes first, and calls `mine` by `super()`.
+    """
+    bases: tuple[Any, ...] = (theirs, mine) if behind and theirs is not nn.Embedding else (mine, theirs)
+    bases = (mine,) if issubclass(mine, theirs) else bases
+    return _made(theirs.__name__, bases, theirs.__module__)
+
+
+class Adopted(Sharded):
+    """A module of a stock model; never constructed, see `adopt`."""
+
+    frame: Frame
+    lies: dict[str, Lies]
+
+    def placed(
+        self,
+        name: str,
+        layout: Layout,
+        known: Placed,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        """Put the parameter `name` on the grid, as `shape` where that is padded; once, wherever it is shared.
+
+        Raises:
+            LayoutError: it is shared with a module that wants it to lie otherwise.
+        """
+        dense = self._parameters[name]
+        if dense is None:
+            return
+        real = tuple(dense.shape)
+        shape = tuple(shape or real)
+        own = known.get(dense)
+        if own is None:
+            own = known.put(dense, _put(dense, layout, shape, self.mesh), layout)
+        theirs: Any = own.ndtp_layout  # type: ignore[attr-defined]
+        if theirs != layout or tuple(own.shape) != shape:
+            raise LayoutError(
+                f"'{self.name}': {name} is shared with another module, which wants it as {theirs}, not {layout}"
+            )
+        self._parameters[name] = own
+        self.lies[name] = Lies(layout, shape, real)
+
+
+@torch.no_grad()
+def _put(dense: nn.Parameter, layout: Layout, shape: Sequence[int], mesh: Any) -> nn.Parameter:
+    own = empty_parameter(shape, layout, mesh, dense.device, dense.dtype)
+    if not dense.is_meta:
+        fill_from_dense(own, layout, mesh, dense)
+    own.requires_grad_(dense.requires_grad)
+    for key, value in vars(dense).items():
+        setattr(own, key, value)
+    return own
+
+
+def adopt(module: nn.Module, kind: type[Adopted], frame: Frame, name: str, behind: bool = False) -> Any:
+    """`module`, of a class that derives from its own and from `kind`.
+
+    Args:
+        behind: what its own class does comes first, and calls `kind` by `super()`.
+    """
+    module.__class__ = class_of(kind, type(module), behind)
+    module.frame, module.mesh, module.name, module.lies, module.seed = frame, frame.mesh, name, {}, None  # type: ignore[assignment]
+    return module
+
+
+class SplitNorm(Adopted):
+    """A layer norm or RMS norm over the features of hidden states."""
+
+    norm_plan: NormPlan
+    offset: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        plan = self.norm_plan
+        if not isinstance(x, Hidden):
+            x = split(x, self.frame, plan.layout, plan.width, self.name)
+        passage = x.passage
+        if passage.layout != plan.layout or passage.features != plan.features:
+            raise LayoutError(f"'{self.name}' takes [{plan.layout.label('MK')}], its input is {passage}")
+        rows = leave(x)
+        gain, bias = (self.own(p, rows) if p in self._parameters else None for p in ("weight", "bias"))
+        y = norm(rows, gain, bias, plan, self.mesh, self.offset)
+        return enter(y.view_as(y), Passage(**{**vars(passage), "came_from": self.name}))
+
+
+class SplitEmbedding(Adopted, nn.Embedding):
+    """The table of a vocabulary; a class of the model's own may scale what it gives."""
+
+    lookup: LookupPlan
+    padded_dim: int
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        frame = self.frame
+        lead = tuple(ids.shape)
+        rows = frame.padded(lead[0]) * ids[0].numel()
+        flat = torch.nn.functional.pad(ids.flatten(), (0, rows - ids.numel()))
+        weight = self.own("weight", self.weight)
+        y = look_up(flat, weight, self.lookup, self.mesh, self.num_embeddings, self.padding_idx)  # type: ignore[arg-type]
+        passage = Passage(frame, self.lookup.out, lead, rows, self.embedding_dim, self.padded_dim, came_from=self.name)
+        return enter(y.view_as(y), passage)
+
+
+class Replicated(nn.Module):
+    """A module left as it is, whose own parameters are DTensors that every rank has whole.
+
+    While its forward runs, reading a parameter gives the plain tensor, whose gradient is summed over `ndtp_sums`.
+    """
+
+    ndtp_frame: Frame
+    ndtp_name: str
+    ndtp_sums: tuple[str, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        value: Any = super().__getattr__(name)
+        if name in self.__dict__["_parameters"] and self.__dict__.get("ndtp_is_running") and value is not None:
+            mesh = self.ndtp_frame.mesh
+            layout = Layout(mesh.grid, *[None] * value.dim())
+            return taken(value, RelayoutPlan(layout, layout, (), self.ndtp_sums, f"{self.ndtp_name}.{name}"), mesh)
+        return value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        before, self.ndtp_is_running = self.__dict__.get("ndtp_is_running", False), True
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.ndtp_is_running = before
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        mesh = self.ndtp_frame.mesh
+        for name, own in self._parameters.items():
+            value = state_dict.get(prefix + name)
+            if own is not None and isinstance(value, Tensor):
+                layout = Layout(mesh.grid, *[None] * own.dim())
+                state_dict = {**state_dict, prefix + name: taken_from(value, own, layout, mesh, own.shape)}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def replicate(module: nn.Module, frame: Frame, name: str, known: Placed, sums: Sequence[str]) -> None:
+    """The own parameters of a module as DTensors that every rank has whole."""
+    kind = HeadColumns if isinstance(module, HeadColumns) else Replicated
+    if not isinstance(module, Replicated):
+        module.__class__ = class_of(kind, type(module), False)
+    module.ndtp_frame, module.ndtp_name, module.ndtp_sums = frame, name, tuple(sums)  # type: ignore[assignment]
+    for key, dense in list(module._parameters.items()):
+        if dense is not None and not is_placed(dense):
+            layout = Layout(frame.mesh.grid, *[None] * dense.dim())
+            own = known.get(dense)
+            if own is None:
+                own = known.put(dense, _put(dense, layout, tuple(dense.shape), frame.mesh), layout)
+            module._parameters[key] = own
+
+
+class HeadColumns(Replicated):
+    """An embedding of one number a head, of which a rank wants those of its heads: T5's relative positions."""
+
+    ndtp_columns: slice
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs)[..., self.ndtp_columns]
+
+
+def heads_alone(module: nn.Module, columns: slice) -> None:
+    module.__class__ = class_of(HeadColumns, type(module), False)
+    module.ndtp_columns = columns  # type: ignore[assignment]
+
+
+def as_projection_input(x: Tensor, frame: Frame, plan: MatMulPlan, width: int, name: str) -> Hidden:
+    """What a product takes: hidden states as its plan says, whose padding is zero.
+
+    Those that lie otherwise are gathered and split anew.
+    """
+    if isinstance(x, Hidden) and (x.passage.layout != plan.a or x.passage.width != width or x.passage.sections > 1):
+        frame.note(f"'{name}', which takes [{plan.a.label('MK')}],", x.passage)
+        x = whole(x)
+    if not isinstance(x, Hidden):
+        return split(x, frame, plan.a, width, name)
+    passage = x.passage
+    if passage.width == passage.features:
+        return x
+    return enter(zero_padding(leave(x), passage.layout, frame.mesh, passage.features), passage)

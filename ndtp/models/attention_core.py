@@ -1,0 +1,263 @@
+"""A stock model's own attention code on local heads and whole local sequences.
+
+Its projections hand out what has been multiplied before, and take what it made of it; so rotary embeddings, masks,
+caches and attention kernels are the model's own, and know of no grid.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ndtp.algebra.layout import Layout
+from ndtp.errors import LayoutError
+from ndtp.models.adopted import class_of
+from ndtp.models.between import FACTS, SIZES
+from ndtp.models.frame import Frame, Passage
+from ndtp.models.hidden import Hidden, enter, hidden_in, split
+from ndtp.models.projections import Group, Projection, products
+from ndtp.ops.products import relayout
+from ndtp.ops.reductions import used_over
+
+HIDDEN = ("hidden_states", "key_value_states", "encoder_hidden_states")
+# Numbers of an attention module that become those of one rank.
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+FEATURES = ("all_head_size", "embed_dim", "hidden_size", "inner_dim", "split_size")
+
+
+class Placeholder(Tensor):
+    """Hidden states as an attention module sees them: of the sequences of this rank, to be projected, nothing else."""
+
+    source: Hidden
+    seen: tuple[int, ...]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in SIZES:
+            return func(torch.empty(args[0].seen, device="meta"), *args[1:], **(kwargs or {}))
+        name = str(getattr(func, "__name__", func)).strip("_")
+        raise LayoutError(
+            f"parallelize: an attention module computes {name} of its hidden states before it projects them, which are "
+            f"split: {args[0].source.passage}\n  fix: leave its projections whole, by keep="
+        )
+
+
+@dataclass(eq=False)
+class Core:
+    """One attention module on a grid.
+
+    Attributes:
+        inner: the layout of what lies between the projections: rows of whole sequences, features of whole heads.
+        inputs: projections of hidden states by their role, "q", "k", "v" or "qkv".
+        output: leads back to hidden states, if it is a part of the module; else `beside` does.
+    """
+
+    frame: Frame
+    name: str
+    inner: Layout
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inputs: Mapping[str, Projection]
+    output: Projection | None
+    beside: Projection
+    lead: tuple[int, ...] = ()
+    rows: int = 0
+    groups: dict[int, Group] = field(default_factory=dict)
+
+    @property
+    def local_heads(self) -> int:
+        return self.heads // self.inner.num_splits(1)
+
+    @property
+    def kv_per_rank(self) -> list[int]:
+        """Which of the key and value heads the query heads of this rank use, as the model's code repeats them."""
+        splits, group = self.inner.num_splits(1), self.heads // self.kv_heads
+        part = self.frame.mesh.grid.index(self.frame.mesh.rank, self.inner.dims[1])
+        if self.kv_heads % splits == 0:
+            count = self.kv_heads // splits
+            return list(range(part * count, (part + 1) * count))
+        used = [head // group for head in range(part * self.local_heads, (part + 1) * self.local_heads)]
+        return used[:1] if group % self.local_heads == 0 else used
+
+    def run(self, forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The model's own forward, on what of its arguments belongs to this rank."""
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+        named = {name: self._entered(name, value) for name, value in bound.arguments.items()}
+        sources = {id(x): x for x in hidden_in(named)}
+        if not sources:
+            raise LayoutError(f"parallelize: '{self.name}' got no hidden states")
+        first = next(iter(sources.values())).passage
+        self.lead, self.rows = first.lead, first.rows
+        q = self.inputs.get("q")
+        ties = [[q], [self.inputs["k"], self.inputs["v"]]] if q and len(sources) > 1 else [list(self.inputs.values())]
+        groups = [Group(list(tie)) for tie in ties]  # type: ignore[arg-type]
+        self.groups = {id(member): group for group in groups for member in group.members}
+        bound.arguments.update({name: self._local(name, value) for name, value in named.items()})
+        if self.frame.splits(self.inner) > 1:
+            _refuse_whole_batches(bound.arguments.get("past_key_values"))
+        try:
+            return self._outside(forward(*bound.args, **bound.kwargs))
+        finally:
+            self.groups = {}
+
+    def _entered(self, name: str, value: Any) -> Any:
+        """Hidden states that are whole, split."""
+        if name in HIDDEN and isinstance(value, Tensor) and not isinstance(value, Hidden):
+            plan = next(iter(self.inputs.values())).plan
+            return split(value, self.frame, plan.a, next(iter(self.inputs.values())).width, self.name)
+        return value
+
+    def _seen(self, passage: Passage) -> tuple[int, int]:
+        """How many sequences of a rank, and how long."""
+        if len(passage.lead) != 2:
+            raise LayoutError(f"parallelize: '{self.name}' takes [batch, sequence, features], its input is {passage}")
+        length = passage.lead[1]
+        return len(replace(passage, layout=self.inner).rows_here) // max(length, 1), length
+
+    def _local(self, name: str, value: Any) -> Any:
+        if isinstance(value, Hidden):
+            x = torch.empty((), dtype=value.dtype, device=value.device)
+            x.__class__ = Placeholder
+            x.source, x.seen = value, (*self._seen(value.passage), value.passage.features)  # type: ignore[attr-defined]
+            return x
+        if isinstance(value, Tensor):
+            return self._cut(name, value)
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            return tuple(self._local(name, each) for each in value)
+        if type(value) is list:
+            return [self._local(name, each) for each in value]
+        if type(value) is dict:  # what a forward takes as **kwargs
+            return {key: self._local(key, each) for key, each in value.items()}
+        return value
+
+    def _cut(self, name: str, x: Tensor) -> Tensor:
+        """Of a mask, of positions or the like: the sequences of this rank, and its heads."""
+        batch, frame = self.lead[0], self.frame
+        is_batched = x.dim() >= 2 and x.shape[0] == batch and (x.shape[0] > 1 or frame.padded(batch) == 1)
+        if name == "position_embeddings" and x.dim() == 2:
+            is_batched = False  # [sequence, head_dim]
+        padded = frame.padded(batch)
+        splits = frame.splits(self.inner)
+        if is_batched and padded > 1 and splits * padded > 1:
+            passage = Passage(frame, self.inner, (batch,), padded, 1, 1)
+            here = passage.rows_here
+            if x.requires_grad:
+                x = used_over(
+                    x, Layout(frame.mesh.grid, *[None] * x.dim()), self.sums, frame.mesh, f"{self.name} {name}"
+                )
+            if padded > batch:
+                x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, padded - batch), value=True if x.dtype == torch.bool else 0)
+            x = x[here.start : here.stop]
+        if x.dim() == 4 and x.shape[1] == self.heads and self.heads > self.local_heads:
+            part = frame.mesh.grid.index(frame.mesh.rank, self.inner.dims[1])
+            x = x[:, part * self.local_heads : (part + 1) * self.local_heads]
+        return x
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Axes over which ranks use whole tensors each for heads and sequences of its own."""
+        rows = self.inner.dims[0][len(self.frame.outside.dims[0]) :]
+        return self.frame.mesh.grid.nontrivial((*rows, *self.inner.dims[1]))
+
+    def projected(self, member: Projection, x: Tensor) -> Tensor:
+        """What a projection of this module gives when the model's code calls it."""
+        if member is self.output:
+            rows = x.reshape(-1, x.shape[-1])
+            width = self.heads * self.head_dim
+            given = Passage(self.frame, self.inner, self.lead, self.rows, width, width, came_from=self.name)
+            (y,) = products([member], enter(rows.view_as(rows), given))
+            return enter(y.view_as(y), member.passage(given))
+        if not isinstance(x, Placeholder):
+            raise LayoutError(
+                f"parallelize: '{member.name}' of '{self.name}' takes hidden states, and got {tuple(x.shape)}"
+            )
+        y = self.groups[id(member)].result(member, x.source)
+        if member in (self.inputs.get("k"), self.inputs.get("v")):
+            y = self._shared_heads(y)
+        return y.unflatten(0, self._seen(x.source.passage))
+
+    def _shared_heads(self, y: Tensor) -> Tensor:
+        """Key or value heads of this rank's query heads, where there are too few to split."""
+        if self.kv_heads % self.inner.num_splits(1) == 0:
+            return y
+        mesh, axes = self.frame.mesh, self.inner.dims[1]
+        bare = self.inner.with_dims(self.inner.dims[0], None)
+        y = relayout(y, self.inner, bare, mesh, f"{self.name} key heads", grad_partial=mesh.grid.nontrivial(axes))
+        heads = y.unflatten(1, (self.kv_heads, self.head_dim))
+        return heads[:, self.kv_per_rank].flatten(1)
+
+    def _outside(self, result: Any) -> Any:
+        """What the module gives: where its output projection is elsewhere, the context as split hidden states."""
+        if self.output is not None or isinstance(result, Hidden):
+            return result
+        if isinstance(result, Tensor):
+            width = self.heads * self.head_dim
+            if result.dim() != 3 or result.shape[2] * self.inner.num_splits(1) != width:
+                return result
+            rows = result.flatten(0, 1)
+            return enter(
+                rows.view_as(rows),
+                Passage(self.frame, self.inner, self.lead, self.rows, width, width, came_from=self.name),
+            )
+        if isinstance(result, tuple) and result:
+            return (self._outside(result[0]), *result[1:])
+        return result
+
+
+def _refuse_whole_batches(cache: Any) -> None:
+    """A cache has the sequences of this rank: what picks sequences of the whole batch would pick others."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise LayoutError(
+            "parallelize: a cache has the sequences of its rank, beams would be picked from those of the whole batch\n"
+            "  fix: num_beams=1, or a grid that splits no rows (scheme='1d')"
+        )
+
+    for name in ("reorder_cache", "batch_repeat_interleave", "batch_select_indices"):
+        if hasattr(cache, name):
+            setattr(cache, name, refuse)
+
+
+class AttentionModule(nn.Module):
+    """The class of an attention module on a grid; see `Core`."""
+
+    ndtp_core: Core
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.ndtp_core.run(super().forward, args, kwargs)  # type: ignore[misc]
+
+
+def place_core(module: nn.Module, core: Core) -> None:
+    """Let an attention module run on this rank's heads and sequences."""
+    module.__class__ = class_of(AttentionModule, type(module))
+    module.ndtp_core = core  # type: ignore[assignment]
+    for member in (*core.inputs.values(), *([core.output] if core.output is not None else [])):
+        member.core = core
+    heads, kv_heads = core.local_heads, len(core.kv_per_rank)
+    features = core.heads * core.head_dim
+    config = getattr(module, "config", None)
+    if config is not None:
+        # Its own: some compute sizes of heads from it.
+        config = module.config = copy.copy(config)  # type: ignore[assignment]
+    for owner in (module, config):
+        for names, before, now in ((HEADS, core.heads, heads), (KV_HEADS, core.kv_heads, kv_heads)):
+            for name in names:
+                if owner is not None and getattr(owner, name, None) == before:
+                    setattr(owner, name, now)
+    for name in FEATURES:
+        if getattr(module, name, None) == features:
+            setattr(module, name, heads * core.head_dim)
+    if hasattr(module, "num_key_value_groups"):
+        module.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]

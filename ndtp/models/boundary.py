@@ -1,0 +1,109 @@
+"""`BoundaryLinear`: a Linear of a pair that `parallelize` made, between the rest of the model and what is split."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.steps import relayout as relayout_steps
+from ndtp.algebra.volume import Volume, traffic
+from ndtp.errors import LayoutError
+from ndtp.models.between import Between, Passage, enter, leave
+from ndtp.nn.linear import Linear
+from ndtp.nn.padding import RowBlocks, pad_rows, with_leading_dims, zero_padding, zero_padding_rows
+from ndtp.ops.products import relayout
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Where a layer stands between the rest of a model and what `parallelize` made of a pair, or of one layer.
+
+    Attributes:
+        outside: how activations lie in the rest of the model: whole, but for the rows that other axes (`dp`) split.
+        row_multiple: what the rows of a rank are padded to a multiple of inside.
+        enters, leaves: whether the layer takes what lies outside, and whether it returns it.
+    """
+
+    outside: Layout
+    row_multiple: int
+    enters: bool = True
+    leaves: bool = True
+
+
+class BoundaryLinear(Linear):
+    """A `Linear` whose input or output is converted from or to what its neighbours in the model expect.
+
+    Inside of its `boundary` activations lie as the plan says, as [rows, features], padded where a size does not divide.
+    """
+
+    def __init__(self, *sizes: Any, boundary: Boundary, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.boundary = boundary
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.boundary.enters:
+            x, passage = self._enter(x)
+        else:
+            x, passage = self._inside(x)
+        y = super().forward(x)
+        if not self.boundary.leaves:
+            return enter(zero_padding_rows(y, self.out_layout, self.mesh, passage.rows), passage)
+        y = relayout(y, self.out_layout, self.boundary.outside, self.mesh, f"{self.name} output")
+        y = y[: math.prod(passage.lead), : self.out_features]
+        return with_leading_dims(y, passage.lead, f"parallelize: '{self.name}'")
+
+    def _enter(self, x: Tensor) -> tuple[Tensor, Passage]:
+        """Rows of the whole features, as the plan has them, and what becomes of them."""
+        if isinstance(x, Between):
+            x.passage.refuse(f"'{self.name}', which is the first layer of a pair or alone,")
+        if tuple(x.shape[-1:]) != (self.in_features,):
+            raise LayoutError(
+                f"parallelize: '{self.name}' takes {self.in_features} features, its input is of {tuple(x.shape)}"
+            )
+        lead, outside = tuple(x.shape[:-1]), self.boundary.outside
+        count = math.prod(lead)
+        x = x.reshape(count, self.in_features)
+        x = pad_rows(x, self.boundary.row_multiple, self.padded_in - self.in_features)
+        rows = RowBlocks.of(count, x)
+        x = relayout(x, outside, self.in_layout, self.mesh, f"{self.name} input")
+        return x, Passage(self.name, self.out_layout, outside, self.mesh, self.out_features, lead, rows)
+
+    def _inside(self, x: Tensor) -> tuple[Tensor, Passage]:
+        """What the other layer of the pair gave, and what became of it."""
+        if not isinstance(x, Between):
+            raise LayoutError(
+                f"parallelize: '{self.name}' is the second layer of a pair and got a tensor of the shape "
+                f"{tuple(x.shape)} that does not come from the first through element-wise operations\n  fix: leave its "
+                "pair out of the plan"
+            )
+        passage = x.passage
+        if (passage.layout, passage.outside, passage.features) != (
+            self.in_layout,
+            self.boundary.outside,
+            self.in_features,
+        ):
+            passage.refuse(f"'{self.name}', which belongs to another pair,")
+        shard = zero_padding_rows(leave(x), self.in_layout, self.mesh, passage.rows)
+        if self.padded_in != self.in_features:
+            # An activation need not be zero at zero; its padding must be, or the weight's padding gets a gradient.
+            shard = zero_padding(shard, self.in_layout, self.mesh, self.in_features)
+        return shard, passage
+
+    def volume(self, tokens: int, dgrad: bool = True) -> Volume:
+        """As `Linear.volume`, with the conversions at the boundary."""
+        outside = self.boundary.outside
+        tokens += -tokens % (self.boundary.row_multiple * outside.num_splits(0))
+        total = super().volume(tokens, dgrad)
+        moves = []
+        if self.boundary.enters and dgrad:
+            moves.append(("dgrad", self.in_layout, outside, self.padded_in))
+        if self.boundary.leaves:
+            moves.append(("forward", self.out_layout, outside, self.padded_out))
+        for phase, source, target, features in moves:
+            steps = relayout_steps(self.mesh.grid, source.dims, target.dims)
+            total += Volume.of(traffic(self.mesh.grid, steps, source.shard_shape((tokens, features)), phase))
+        return total

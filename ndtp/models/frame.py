@@ -1,0 +1,83 @@
+"""How the activations of one model lie: what all of them share, and what each is."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+from ndtp.algebra.layout import Layout
+from ndtp.runtime.process_grid import ProcessGrid
+
+
+@dataclass(eq=False)
+class Frame:
+    """What all split activations of one model share.
+
+    Attributes:
+        outside: the layout of whole activations, [rows, features]: rows split over `dp` alone.
+        sequences: the number of sequences (of one dp rank) is padded to a multiple of this.
+        gathered: operations that took the whole of a split activation, and how often.
+    """
+
+    mesh: ProcessGrid
+    outside: Layout
+    sequences: int
+    gathered: dict[str, int] = field(default_factory=dict)
+
+    def note(self, who: str, passage: Passage) -> None:
+        """That somebody takes the whole of what is split; a word where it is the first time."""
+        key = f"{who} of what '{passage.came_from}' gave"
+        if key not in self.gathered and passage.loud:
+            warnings.warn(
+                f"ndtp: {who} takes the whole {passage}, from '{passage.came_from}', which is gathered for it",
+                stacklevel=5,
+            )
+        self.gathered[key] = self.gathered.get(key, 0) + 1
+
+    def padded(self, count: int) -> int:
+        return -(-count // self.sequences) * self.sequences
+
+    def splits(self, layout: Layout) -> int:
+        """Into how many parts the rows of one dp rank are split."""
+        return layout.num_splits(0) // self.outside.num_splits(0)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """How one activation lies.
+
+    Attributes:
+        layout: of [rows, features].
+        lead: the leading dims of the whole.
+        rows: their product, with the rows of padding behind them.
+        features, width: without padding, and with it.
+        sections: the features are so many parts one after the other, each of which is split by itself.
+        came_from: what gave it.
+        loud: whether it is worth a word when it is gathered.
+    """
+
+    frame: Frame
+    layout: Layout
+    lead: tuple[int, ...]
+    rows: int
+    features: int
+    width: int
+    sections: int = 1
+    came_from: str = field(default="", compare=False)
+    loud: bool = field(default=True, compare=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.lead, self.features)
+
+    @property
+    def rows_here(self) -> range:
+        """Which rows of its dp rank this rank has."""
+        frame = self.frame
+        inner = self.layout.dims[0][len(frame.outside.dims[0]) :]
+        count = self.rows // frame.splits(self.layout)
+        start = frame.mesh.grid.index(frame.mesh.rank, inner) * count
+        return range(start, start + count)
+
+    def __str__(self) -> str:
+        return f"{self.shape} as [{self.layout.label('MK')}]"

@@ -1,0 +1,327 @@
+"""`Hidden`: a split activation that a model's own code takes for the whole one.
+
+Its sizes are those of the whole, [.., features]; what a rank has of it is a shard [rows, features] in some layout.
+Code of a stock model adds residuals, drops out, scales, picks rows, takes the loss: what acts element by element, or
+on rows alone, is done on shards.  Anything else gets the whole tensor, gathered, which is right wherever it is used,
+and is noted, since it moves what nobody wanted moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ndtp.algebra.layout import Layout
+from ndtp.errors import LayoutError
+from ndtp.models.between import DROPOUTS, FACTS, KNOWN, SIZES
+from ndtp.models.frame import Frame, Passage
+from ndtp.nn.dropout import drop
+from ndtp.nn.losses import cross_entropy
+from ndtp.nn.padding import RowBlocks
+from ndtp.ops.products import relayout
+from ndtp.ops.reductions import used_over
+
+OWN = FACTS | {
+    Tensor.is_contiguous,
+    Tensor.requires_grad_,
+    Tensor.retain_grad,
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+}
+RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten}
+PARTS = {Tensor.chunk, torch.chunk, Tensor.split, torch.split}
+IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+
+
+class Hidden(Tensor):
+    """A shard of an activation; its sizes are those of the whole."""
+
+    passage: Passage
+
+    def gathered(self) -> Tensor:
+        """The whole of it, on every rank (of its own dp rows); a collective."""
+        return whole(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in OWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in SIZES:
+            return func(torch.empty(args[0].passage.shape, device="meta"), *args[1:], **kwargs)
+        if func in FORMS:
+            result = FORMS[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func in DROPOUTS and isinstance(args[0], Hidden):
+            return _dropout(func, *args, **kwargs)
+        if func in KNOWN:
+            result = _elementwise(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return _on_whole(func, args, kwargs)
+
+
+def enter(shard: Tensor, passage: Passage) -> Hidden:
+    """`shard` [rows, features], which nobody else has, as an activation of the model."""
+    if type(shard) is not Hidden:
+        shard.__class__ = Hidden
+    shard.passage = passage  # type: ignore[attr-defined]
+    return shard  # type: ignore[return-value]
+
+
+def leave(x: Tensor) -> Tensor:
+    """The shard, as a plain tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.view_as(x)
+
+
+def whole(x: Tensor) -> Tensor:
+    """The whole activation [.., features] (of its dp rows), on every rank; a collective.  Another tensor as it is."""
+    if not isinstance(x, Hidden):
+        return x
+    passage = x.passage
+    if passage.sections > 1:
+        raise LayoutError(
+            f"'{passage.came_from}' gave {passage.sections} parts of features in one, {passage}: only `chunk` and "
+            "`split` into these take them apart"
+        )
+    y = relayout(leave(x), passage.layout, passage.frame.outside, passage.frame.mesh, f"{passage.came_from} whole")
+    return y[: math.prod(passage.lead), : passage.features].reshape(passage.shape)
+
+
+def split(x: Tensor, frame: Frame, layout: Layout, width: int, came_from: str = "") -> Hidden:
+    """A whole activation [.., features], which every rank has, as a split one."""
+    if x.dim() < 2:
+        raise LayoutError(f"'{came_from}': an activation {tuple(x.shape)} has no rows to split")
+    lead, features = tuple(x.shape[:-1]), x.shape[-1]
+    rows = frame.padded(lead[0]) * math.prod(lead[1:])
+    passage = Passage(frame, layout, lead, rows, features, width, came_from=came_from)
+    return enter(_cut(x, passage), passage)
+
+
+def _cut(x: Tensor, passage: Passage) -> Tensor:
+    frame = passage.frame
+    x = F.pad(x.reshape(-1, x.shape[-1]), (0, passage.width - x.shape[-1], 0, passage.rows - math.prod(passage.lead)))
+    y = relayout(x, frame.outside, passage.layout, frame.mesh, passage.came_from or "split")
+    return y.view_as(y)
+
+
+def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """On shards, where the other operands are split alike, or can be brought to lie so."""
+    operands = (*args, *kwargs.values())
+    if _writes(func) and not isinstance(args[0], Hidden):
+        return NotImplemented
+    mine = [x for x in operands if isinstance(x, Hidden)]
+    target = max(mine, key=lambda x: x.passage.rows).passage
+    if any(not _broadcasts(x.shape, target.shape) for x in operands if isinstance(x, Tensor)):
+        return NotImplemented
+    if any(x.passage.layout != target.layout or x.passage != target for x in mine):
+        return NotImplemented
+    bring = lambda x: _brought(x, target) if isinstance(x, Tensor) else x  # noqa: E731
+    shards, named = [bring(x) for x in args], {name: bring(x) for name, x in kwargs.items()}
+    if any(isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x) for x in operands):
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*shards, **named)
+        for shard, operand in zip(shards, args, strict=True):
+            if result is shard:  # in place, or nothing to do
+                if isinstance(operand, Hidden):
+                    return operand
+                return NotImplemented
+    if not isinstance(result, Tensor) or result.shape != leave(mine[0]).shape:
+        return NotImplemented
+    return enter(result, target)
+
+
+def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
+
+
+def _brought(x: Tensor, passage: Passage) -> Tensor:
+    """What of an operand, whole on every rank and smaller in some dims, belongs to the shard."""
+    if isinstance(x, Hidden):
+        return leave(x)
+    if x.dim() == 0 and not x.requires_grad:
+        return x
+    frame, layout, shape = passage.frame, passage.layout, passage.shape
+    mesh, inner = frame.mesh, layout.dims[0][len(frame.outside.dims[0]) :]
+    x = x.reshape((1,) * (len(shape) - x.dim()) + tuple(x.shape))
+    if tuple(x.shape[:-1]) == passage.lead and x.shape[-1] == passage.features:
+        return _cut(x, passage)
+    lead, features = tuple(x.shape[:-1]), x.shape[-1]
+    rows = x.reshape(-1, features)
+    bare, by_feature = Layout(mesh.grid, None, None), Layout(mesh.grid, None, layout.dims[1])
+    if features == passage.features and features != 1:
+        rows = F.pad(rows, (0, passage.width - features))
+        rows = relayout(rows, bare, by_feature, mesh, "operand")
+        rows = used_over(rows, by_feature, inner, mesh, "operand")
+    else:
+        rows = used_over(rows, bare, (*inner, *layout.dims[1]), mesh, "operand")
+    if lead == (1,) * len(lead):
+        return rows
+    here = torch.arange(passage.rows_here.start, passage.rows_here.stop, device=x.device)
+    here = here.clamp(max=math.prod(passage.lead) - 1)
+    index = torch.zeros_like(here)
+    stride = math.prod(passage.lead)
+    for size, wanted in zip(lead, passage.lead, strict=True):
+        stride //= wanted
+        position = here // stride % wanted
+        index = index * size + (position if size > 1 else 0)
+    return rows[index]
+
+
+def _dropout(func: Any, x: Hidden, p: float = 0.5, *args: Any, **kwargs: Any) -> Hidden:
+    """This rank's part of one mask for the whole."""
+    is_on, inplace = (*args, *kwargs.values(), False)[:2] if args or kwargs else (True, False)
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout: p={p} is not in [0, 1]")
+    if not is_on or p == 0.0:
+        return x
+    passage = x.passage
+    blocks = RowBlocks(math.prod(passage.lead) or 1, passage.rows or 1)
+    dropped = drop(leave(x), p, passage.layout, passage.frame.mesh, passage.features, blocks)
+    if inplace or func is torch.dropout_:
+        with torch._C.DisableTorchFunctionSubclass():
+            x.copy_(dropped)
+        return x
+    return enter(dropped, passage)
+
+
+def _reshape(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Of leading dims: rows stay where they are."""
+    if not isinstance(x, Hidden):
+        return NotImplemented
+    shape = tuple(func(torch.empty(x.passage.shape, device="meta"), *args, **kwargs).shape)
+    if not shape or shape[-1] != x.passage.features or len(shape) < 2:
+        return NotImplemented
+    return enter(leave(x), replace(x.passage, lead=shape[:-1]))
+
+
+def _parts(func: Any, x: Tensor, size: Any, dim: int = 0) -> Any:
+    """Of features, where these are parts that are split each by itself."""
+    if not isinstance(x, Hidden) or dim not in (-1, x.dim() - 1) or x.passage.sections == 1:
+        return NotImplemented
+    passage = x.passage
+    count, each = passage.sections, passage.features // passage.sections
+    whole = func(torch.empty(passage.shape, device="meta"), size, dim)
+    if [tuple(part.shape) for part in whole] != [(*passage.lead, each)] * count:
+        return NotImplemented
+    part = replace(passage, features=each, width=passage.width // count, sections=1)
+    return tuple(enter(shard.contiguous(), part) for shard in leave(x).chunk(count, dim=1))
+
+
+def _picked(x: Tensor, key: Any) -> Any:
+    """Rows of the leading dims, `x[:, 0]`, `x[:, -1:, :]`: each rank gives those that it has."""
+    if not isinstance(x, Hidden) or x.passage.sections > 1:
+        return NotImplemented
+    passage, frame = x.passage, x.passage.frame
+    keys = list(key) if isinstance(key, tuple) else [key]
+    named = sum(k is not None and k is not Ellipsis for k in keys)
+    if named > x.dim() or any(isinstance(k, Tensor) and (k.dtype == torch.bool or isinstance(k, Hidden)) for k in keys):
+        return NotImplemented
+    if (Ellipsis in [k for k in keys if not isinstance(k, Tensor)] and keys[-1] is not Ellipsis) or named == x.dim():
+        last = keys.pop()
+        if not isinstance(last, slice) or last.indices(passage.features) != (0, passage.features, 1):
+            return NotImplemented
+    ids = torch.arange(math.prod(passage.lead)).view(passage.lead)[tuple(keys)]
+    if ids.dim() == 0:
+        return NotImplemented
+    if ids.shape == passage.lead and torch.equal(ids.flatten(), torch.arange(ids.numel())):
+        return enter(leave(x), passage)
+    lead = tuple(ids.shape)
+    rows = frame.padded(lead[0]) * math.prod(lead[1:])
+    here = passage.rows_here
+    local = F.pad(ids.flatten(), (0, rows - ids.numel()), value=-1).to(leave(x).device) - here.start
+    mine = (local >= 0) & (local < len(here))
+    if len(here):
+        found = leave(x)[local.clamp(0, len(here) - 1)]
+    else:
+        found = leave(x).new_zeros(rows, leave(x).shape[1])
+    found = torch.where(mine[:, None], found, 0)
+    held = Layout(frame.mesh.grid, frame.outside.dims[0], passage.layout.dims[1])
+    inner = passage.layout.dims[0][len(frame.outside.dims[0]) :]
+    shard = relayout(found, held, passage.layout, frame.mesh, f"{passage.came_from} rows", partial=inner)
+    return enter(shard.view_as(shard), replace(passage, lead=lead, rows=rows))
+
+
+def _cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Of logits that stay split."""
+    if not isinstance(logits, Hidden) or weight is not None or size_average is not None or reduce is not None:
+        return NotImplemented
+    passage = logits.passage
+    frame = passage.frame
+    if logits.dim() != 2 or target.is_floating_point() or reduction == "none" or target.numel() != passage.lead[0]:
+        return NotImplemented
+    padded = F.pad(target, (0, passage.rows - target.numel()), value=ignore_index)
+    here = passage.rows_here
+    return cross_entropy(
+        leave(logits), padded[here.start : here.stop], layout=passage.layout, mesh=frame.mesh,
+        classes=passage.features, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction,
+        name=passage.came_from or "loss",
+    )  # fmt: skip
+
+
+FORMS: dict[Any, Callable[..., Any]] = {
+    **{func: lambda *a, _f=func, **k: _reshape(_f, *a, **k) for func in RESHAPES},
+    **{func: lambda *a, _f=func, **k: _parts(_f, *a, **k) for func in PARTS},
+    Tensor.__getitem__: _picked,
+    F.cross_entropy: _cross_entropy,
+    Tensor.__repr__: lambda x, **_: f"Hidden(from '{x.passage.came_from}', {x.passage})",
+    Tensor.__format__: lambda x, *_: f"Hidden(from '{x.passage.came_from}', {x.passage})",
+}
+
+
+def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """As the dense model does it, on the whole of what is split."""
+    name = str(getattr(func, "__name__", func)).strip("_")
+    for x in hidden_in((*args, *kwargs.values())):
+        x.passage.frame.note(name, x.passage)
+    into = args[0] if args and isinstance(args[0], Hidden) and _writes(func) else None
+    given = _mapped(args)
+    result = func(*given, **_mapped(kwargs))
+    if into is None:
+        return result
+    with torch._C.DisableTorchFunctionSubclass():
+        into.copy_(_cut(given[0], into.passage))
+    return into if result is given[0] else result
+
+
+def _writes(func: Any) -> bool:
+    """Whether a function of torch changes its first operand, by its name."""
+    name = str(getattr(func, "__name__", ""))
+    return name == "__setitem__" or name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def hidden_in(x: Any) -> list[Hidden]:
+    if isinstance(x, Hidden):
+        return [x]
+    if isinstance(x, Mapping):
+        x = list(x.values())
+    return [found for each in x for found in hidden_in(each)] if isinstance(x, (list, tuple)) else []
+
+
+def _mapped(x: Any) -> Any:
+    if isinstance(x, Hidden):
+        return whole(x)
+    if isinstance(x, dict):
+        return {name: _mapped(value) for name, value in x.items()}
+    if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
+        return type(x)(_mapped(value) for value in x)
+    return x

@@ -1,0 +1,194 @@
+"""Products of a stock model on a grid: the Linears of its attention and MLPs, and those of a group as one product.
+
+Layers that take the same input (q, k and v; gate and up) are one product, whose input is gathered once: this rank's
+shards of their weights, one after the other, are its shard of a weight whose features are in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.algebra.schemes import BlockLayouts
+from ndtp.models.adopted import Adopted, Placed, adopt, as_projection_input
+from ndtp.models.frame import Frame, Passage
+from ndtp.models.hidden import Hidden, enter, leave
+from ndtp.ops.products import chain, relayout
+from ndtp.runtime.arrival import local_shard
+
+
+@dataclass(eq=False)
+class Group:
+    """Projections of one input, as one product; results wait here for the projection that asks for its own."""
+
+    members: list[Projection]
+    source: Any = None
+    results: dict[int, Tensor] = field(default_factory=dict)
+
+    def result(self, member: Projection, x: Tensor) -> Tensor:
+        if self.source is not x or id(member) not in self.results:
+            self.source = x
+            made = products(self.members, member.taken(x))
+            self.results = {id(m): y for m, y in zip(self.members, made, strict=True)}
+        found = self.results.pop(id(member))
+        if not self.results:
+            self.source = None
+        return found
+
+
+class Projection(Adopted):
+    """An `nn.Linear`, or a Conv1D whose weight is [in, out], on a grid.
+
+    Attributes:
+        plan: of the product.
+        width, out_width: its features with padding, in and out.
+        sections: sizes of parts of its features, each of which is split by itself; none where they are one part.
+        leads_in: whether it takes hidden states and gives what is inside of a block, or the other way.
+    """
+
+    plan: MatMulPlan
+    stored: Layout
+    weight: nn.Parameter
+    width: int
+    out_width: int
+    sections: tuple[int, ...]
+    leads_in: bool
+    is_conv: bool
+    group: Group | None
+    core: Any
+    loud: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.core is not None:
+            return self.core.projected(self, x)
+        if not isinstance(x, Hidden):
+            x = self.taken(x)
+        if self.group is not None:
+            y = self.group.result(self, x)
+        else:
+            (y,) = products([self], self.taken(x))
+        return enter(y.view_as(y), self.passage(x.passage))
+
+    def taken(self, x: Tensor) -> Hidden:
+        """Its input, as its plan has it."""
+        return as_projection_input(x, self.frame, self.plan, self.width, self.name)
+
+    def passage(self, given: Passage) -> Passage:
+        count = len(self.sections) or 1
+        return replace(
+            given, layout=self.plan.out, features=self.real_out, width=self.out_width, sections=count,
+            came_from=self.name, loud=self.loud,
+        )  # fmt: skip
+
+    @property
+    def real_out(self) -> int:
+        return self.lies["weight"].real[1 if self.is_conv else 0]
+
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """As the product takes them: DTensors, or, of several sections, shards that were brought in order."""
+        weight, bias = self._parameters["weight"], self._parameters.get("bias")
+        assert weight is not None
+        if not self.sections:
+            return weight, bias
+        mesh, dim = self.mesh, 1 if self.is_conv else 0
+        order = torch.tensor(self._order(), device=weight.device)
+        shard = local_shard(weight).index_select(dim, order)
+        shard = relayout(shard, self.stored, self.plan.b, mesh, f"{self.name}.weight")
+        if bias is None:
+            return shard, None
+        one = Layout(mesh.grid, None)
+        return shard, relayout(local_shard(bias)[order], one, self.plan.bias, mesh, f"{self.name}.bias")
+
+    def _order(self) -> list[int]:
+        """Rows of the weight, so that each rank along the axes that split them has its part of every section."""
+        splits = self.plan.out.num_splits(1)
+        order: list[int] = []
+        for part in range(splits):
+            start = 0
+            for size in self.sections:
+                order += range(start + part * size // splits, start + (part + 1) * size // splits)
+                start += size
+        return order
+
+
+def products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
+    """[rows, features / y] of each, by one product."""
+    rows, first = leave(x), members[0]
+    for member in members:
+        member.own("weight", rows)
+    if len(members) == 1:
+        weight, bias = first.weight_and_bias()
+        return [chain(rows, (weight,), (bias,), (first.plan,), (None,), first.mesh)]
+    dim = 1 if first.is_conv else 0
+    both = [member.weight_and_bias() for member in members]
+    weights = [local_shard(weight) for weight, _ in both]
+    weight = torch.cat(weights, dim)
+    bias = None
+    if any(b is not None for _, b in both):
+        parts = [
+            rows.new_zeros(w.shape[dim]) if b is None else local_shard(b)
+            for w, (_, b) in zip(weights, both, strict=True)
+        ]
+        bias = torch.cat(parts)
+    y = chain(rows, (weight,), (bias,), (first.plan,), (None,), first.mesh)
+    return [part.contiguous() for part in y.split([w.shape[dim] for w in weights], dim=1)]
+
+
+def place_projection(
+    module: nn.Module,
+    name: str,
+    frame: Frame,
+    layouts: BlockLayouts,
+    known: Placed,
+    *,
+    leads_in: bool,
+    width: int,
+    sections: Sequence[int] = (),
+    pad_to: int = 1,
+) -> Projection:
+    """Put a Linear or Conv1D on the grid.
+
+    Args:
+        width: of hidden states, with padding.
+        sections: sizes of parts of its features, each of which is split by itself.
+        pad_to: what is inside of a block is padded to a multiple of this.
+    """
+    is_conv = not isinstance(module, nn.Linear)
+    theirs: Any = module.weight
+    inside = theirs.shape[1] if is_conv == leads_in else theirs.shape[0]
+    inner = -(-inside // pad_to) * pad_to
+    a, b, out = (layouts.input, layouts.up_weight, layouts.hidden) if leads_in else (
+        layouts.hidden, layouts.down_weight, layouts.output
+    )  # fmt: skip
+    stored = b
+    if sections:
+        in_order = [axis for axis in frame.mesh.mesh_axes if axis in b.axes and axis not in a.dims[1]]
+        stored = Layout(b.grid, None, (*a.dims[1], *in_order))
+        b = Layout(b.grid, b.dims[0], a.dims[1])
+    if is_conv:
+        b, stored = Layout(b.grid, *reversed(b.dims)), Layout(b.grid, *reversed(stored.dims))
+    plan = MatMulPlan(a, b, out, transpose_b=not is_conv, name=name)
+    shape = (inner, width) if leads_in != is_conv else (width, inner)
+    layer: Projection = adopt(module, Projection, frame, name)
+    layer.plan, layer.stored, layer.leads_in, layer.is_conv = plan, stored, leads_in, is_conv
+    layer.width, layer.out_width = (width, inner) if leads_in else (inner, width)
+    layer.sections, layer.group, layer.core, layer.loud = tuple(sections), None, None, True
+    plan.check_divides({"m": 0, "k": layer.width, "n": layer.out_width})
+    layer.placed("weight", stored, known, shape)
+    if layer._parameters.get("bias") is not None:
+        bias = Layout(b.grid, None) if sections else plan.bias
+        layer.placed("bias", bias, known, (layer.out_width,))
+    return layer
+
+
+def in_group(members: Sequence[Projection]) -> None:
+    """Let projections of one input be one product."""
+    group = Group(list(members))
+    for member in members:
+        member.group = group

@@ -1,0 +1,123 @@
+"""What `parallelize` did to a model, and what that means for memory and traffic."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ndtp.algebra.volume import Volume
+from ndtp.errors import LayoutError
+from ndtp.models.step_volume import step_volume
+from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.process_grid import ProcessGrid
+
+if TYPE_CHECKING:
+    from ndtp.models.boundary import BoundaryLinear
+    from ndtp.models.transformer import Split
+
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass
+class Report:
+    """`replaced` names each layer with its product, `kept` each that was left alone with the reason.
+
+    Attributes:
+        linears: how many Linears the model had, and how many of them were replaced.
+        parameters: the number of elements of all parameters; of those that are split; of what this rank holds.
+        split: of a whole model, its modules on the grid.
+    """
+
+    replaced: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+    layers: list[BoundaryLinear] = field(default_factory=list, repr=False)
+    mesh: ProcessGrid | None = field(default=None, repr=False)
+    linears: tuple[int, int] = (0, 0)
+    parameters: tuple[int, int, int] = (0, 0, 0)
+    split: Split | None = field(default=None, repr=False)
+
+    @property
+    def gathered(self) -> dict[str, int]:
+        """In a whole model, operations that took the whole of a split activation so far, and how often."""
+        return {} if self.split is None else self.split.frame.gathered
+
+    def volume(self, tokens: int, sequence: int | None = None) -> Volume:
+        """The exact traffic of a training step.
+
+        Of pairs of Linears, over `tokens` rows, boundaries included, in elements received per rank.  Of a whole model,
+        over `tokens` sequences (of one dp rank) of the length `sequence`, loss included, in bytes; that of operations
+        in `gathered` is not in it.
+
+        Raises:
+            LayoutError: a whole model without `sequence`.
+        """
+        if self.split is not None:
+            if sequence is None:
+                raise LayoutError("report.volume: a whole model takes volume(batch, sequence)")
+            return step_volume(self.split, tokens, sequence)
+        return sum((layer.volume(tokens) for layer in self.layers), Volume())
+
+    def count(self, model: nn.Module, linears: int, replaced: int) -> None:
+        """Take stock of the model as it is now."""
+        total = split = held = 0
+        for parameter in model.parameters():
+            local: Any = parameter if is_plain(parameter) else parameter._local_tensor  # type: ignore[attr-defined]
+            total += parameter.numel()
+            held += local.numel()
+            split += parameter.numel() if local.numel() < parameter.numel() else 0
+        self.linears, self.parameters = (linears, replaced), (total, split, held)
+
+    def refuse_nothing(self) -> None:
+        """
+        Raises:
+            LayoutError: nothing was replaced; the same on every rank.
+        """
+        if self.replaced:
+            return
+        reasons = "\n".join(f"  {line}" for line in _grouped(self.kept)[:8]) or "  it has no nn.Linear"
+        raise LayoutError(
+            f"parallelize: nothing was replaced\n{reasons}\n  fix: name layers in plan=, or strict=False to go on"
+        )
+
+    def __str__(self) -> str:
+        linears, replaced = self.linears
+        total, split, held = (max(each, 0) for each in self.parameters)
+        lines = [
+            f"replaced {replaced} of {linears} Linears; of {total:,} parameters {100 * split / (total or 1):.1f} % are "
+            f"split, {100 * held / (total or 1):.1f} % held per rank"
+        ]
+        lines += [f"replaced {line}" for line in _grouped(self.replaced)]
+        lines += [f"kept     {line}" for line in _grouped(self.kept)]
+        return "\n".join(lines + [f"gathered {name}: {times} times" for name, times in self.gathered.items()])
+
+
+def _grouped(named: Mapping[str, str]) -> list[str]:
+    """`layers.{0-31}.mlp.up_proj: ...` where layers differ in one number of their names alone."""
+    groups: dict[tuple[str, str], list[tuple[str, ...]]] = {}
+    for name, text in named.items():
+        key = (NUMBER.sub("#", name), text)
+        groups.setdefault(key, []).append(tuple(NUMBER.findall(name)))
+    lines = []
+    for (pattern, text), numbers in groups.items():
+        for values in zip(*numbers, strict=True):
+            pattern = pattern.replace("#", _ranges([int(value) for value in values]), 1)
+        lines.append(f"{pattern}: {text}")
+    return lines
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 4] -> {0-2,4}"""
+    numbers = sorted(set(numbers))
+    if len(numbers) == 1:
+        return str(numbers[0])
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] + 1 == number:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return "{" + ",".join("-".join(map(str, part)) for part in parts) + "}"

@@ -1,0 +1,205 @@
+"""What the modules of a transformer are: attention with its projections, MLPs, norms; by names, sizes and a try.
+
+A new architecture that names its layers as others do needs nothing here; one that does not, a word in a table.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# Names of projections by their role in an attention module.
+Q = ("q_proj", "query", "q", "q_lin", "to_q", "wq", "query_proj", "q_attn")
+K = ("k_proj", "key", "k", "k_lin", "to_k", "wk", "key_proj")
+V = ("v_proj", "value", "v", "v_lin", "to_v", "wv", "value_proj")
+OUT = ("o_proj", "out_proj", "dense", "c_proj", "o", "out_lin", "to_out", "wo", "proj")
+BY_HEAD = ("query_key_value",)  # q, k and v of one head, then those of the next
+BY_SECTION = ("qkv_proj", "c_attn", "qkv", "Wqkv")  # q of all heads, then k, then v
+# Where the projection that leads back is in a module of its own, beside.
+OUT_BESIDE = ("output.dense", "out_proj", "output.out_proj")
+# In an MLP.
+GATE = ("gate_proj", "wi_0", "w1", "gate")
+UP = ("up_proj", "wi_1", "w3", "fc1", "c_fc", "dense_h_to_4h", "wi", "lin1", "fc_in", "linear1", "intermediate.dense")
+BOTH = ("gate_up_proj",)
+DOWN = ("down_proj", "wo", "w2", "fc2", "c_proj", "dense_4h_to_h", "lin2", "fc_out", "linear2", "output.dense")
+HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_kv", "dim_head")
+NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+
+
+@dataclass(frozen=True)
+class AttentionRole:
+    """Names, from the model down, and sizes of one attention module."""
+
+    name: str
+    inputs: dict[str, str]
+    output: str
+    inside: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    sections: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class MLPRole:
+    """Names of the layers of one MLP; the gate, if there is one, comes first in `ups`."""
+
+    name: str
+    ups: tuple[str, ...]
+    down: str
+    sections: tuple[int, ...] = ()
+
+
+def is_linear(module: Any) -> bool:
+    """An `nn.Linear` as it is, or transformers' Conv1D, which keeps its weight as [in, out]."""
+    return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+
+
+def features(module: Any) -> tuple[int, int]:
+    """(in, out)"""
+    first, second = module.weight.shape
+    return (first, second) if not isinstance(module, nn.Linear) else (second, first)
+
+
+def join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def find_attention(model: nn.Module, hidden: int) -> tuple[list[AttentionRole], dict[str, str]]:
+    """The attention modules of a model, and for those that are left as they are the reason."""
+    found, reasons = [], {}
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        role = _attention(modules, name, module, hidden)
+        if isinstance(role, AttentionRole):
+            found.append(role)
+        elif role:
+            reasons[name] = role
+    return found, reasons
+
+
+def _attention(modules: dict[str, nn.Module], name: str, module: nn.Module, hidden: int) -> AttentionRole | str | None:
+    children = dict(module.named_children())
+    one_of = lambda names: next((n for n in names if is_linear(children.get(n))), None)  # noqa: E731
+    separate = {role: one_of(names) for role, names in (("q", Q), ("k", K), ("v", V))}
+    by_head, by_section = one_of(BY_HEAD), one_of(BY_SECTION)
+    if all(separate.values()):
+        inputs = {role: str(child) for role, child in separate.items()}
+    elif by_head or by_section:
+        inputs = {"qkv": str(by_head or by_section)}
+    else:
+        return None
+    out = one_of(OUT)
+    inside = out is not None
+    output = join(name, str(out))
+    if not inside:
+        parent = name.rpartition(".")[0]
+        output = next((join(parent, n) for n in OUT_BESIDE if is_linear(modules.get(join(parent, n)))), "")
+        if not output:
+            return "no projection that leads back to hidden states was found beside it"
+    sizes = {role: features(children[child]) for role, child in inputs.items()}
+    if any(size[0] != hidden for size in sizes.values()) or features(modules[output])[1] != hidden:
+        return f"its projections do not lead from {hidden} features and back"
+    inner = features(modules[output])[0]
+    config = getattr(module, "config", None)
+    head_dim = next((v for n in HEAD_DIMS if isinstance(v := getattr(module, n, None), int)), None)
+    heads = next((v for o in (module, config) for n in NUM_HEADS if isinstance(v := getattr(o, n, None), int)), None)
+    head_dim = head_dim or (inner // heads if heads and inner % heads == 0 else None)
+    if not head_dim or inner % head_dim:
+        return "the size of its heads was not found"
+    heads = inner // head_dim
+    full = {role: join(name, child) for role, child in inputs.items()}
+    if "qkv" in inputs:
+        total = sizes["qkv"][1]
+        kv = (total - inner) // 2
+        if by_head and kv != inner:
+            return f"{by_head} has {total} features, which are not q, k and v of {heads} heads"
+        if total != inner + 2 * kv or kv % head_dim or not kv:
+            return f"{inputs['qkv']} has {total} features, which are not q, k and v of {heads} heads"
+        sections = () if by_head else (inner, kv, kv)
+        return AttentionRole(name, full, output, inside, heads, kv // head_dim, head_dim, sections)
+    if sizes["q"][1] != inner or sizes["k"] != sizes["v"] or sizes["k"][1] % head_dim:
+        return "q, k and v have sizes that are not those of heads"
+    kv_heads = sizes["k"][1] // head_dim
+    if heads % kv_heads:
+        return f"{kv_heads} heads of k and v do not divide {heads} heads"
+    return AttentionRole(name, full, output, inside, heads, kv_heads, head_dim)
+
+
+def find_mlps(model: nn.Module, hidden: int, taken: set[str]) -> list[MLPRole]:
+    """The MLPs of a model: layers whose names or, where there are two, whose sizes lead there and back."""
+    modules = dict(model.named_modules())
+    found: list[MLPRole] = []
+    for name in modules:
+        role = _mlp(modules, name, hidden, taken)
+        if role is not None:
+            found.append(role)
+            taken |= {*role.ups, role.down}
+    return found
+
+
+def _mlp(modules: dict[str, nn.Module], name: str, hidden: int, taken: set[str]) -> MLPRole | None:
+    def one_of(names: Sequence[str]) -> str:
+        full = (join(name, each) for each in names)
+        return next((each for each in full if each not in taken and is_linear(modules.get(each))), "")
+
+    gate, up, both, down = (one_of(names) for names in (GATE, UP, BOTH, DOWN))
+    if down and (both or up):
+        inner, outer = features(modules[down])
+        ups = (both,) if both else (gate, up) if gate else (up,)
+        wide = inner * (2 if both else 1)
+        if outer == hidden and all(features(modules[each]) == (hidden, wide) for each in ups):
+            return MLPRole(name, ups, down, (inner, inner) if both else ())
+    own = [join(name, child) for child, module in modules[name].named_children() if is_linear(module)]
+    own = [each for each in own if each not in taken]
+    there = [each for each in own if features(modules[each])[0] == hidden != features(modules[each])[1]]
+    back = [each for each in own if features(modules[each])[1] == hidden != features(modules[each])[0]]
+    if len(there) == len(back) == 1 and features(modules[there[0]])[1] == features(modules[back[0]])[0]:
+        return MLPRole(name, (there[0],), back[0])
+    return None
+
+
+@dataclass(frozen=True)
+class NormRole:
+    centred: bool
+    eps: float
+    offset: float
+
+
+def norm_role(module: nn.Module, hidden: int) -> NormRole | str | None:
+    """Which norm over hidden states a module is, found by trying it; or why it is none, for one that is named so."""
+    if "norm" not in type(module).__name__.lower() or list(module.children()):
+        return None
+    weight: Any = getattr(module, "weight", None)
+    shape: Any = getattr(module, "normalized_shape", None) or (None if weight is None else tuple(weight.shape))
+    if shape is None or tuple(shape) != (hidden,):
+        return None
+    if set(module._parameters) - {"weight", "bias"}:
+        return "it has parameters beside weight and bias"
+    eps = next((v for n in ("eps", "variance_epsilon") if isinstance(v := getattr(module, n, None), float)), 1e-6)
+    with torch.no_grad():
+        trial = copy.deepcopy(module).to_empty(device="cpu").double()
+        generator = torch.Generator().manual_seed(0)
+        for parameter in trial.parameters():
+            parameter.copy_(torch.randn(hidden, generator=generator))
+        x = torch.randn(3, hidden, generator=generator).double() * 1e-2 + 1e-2
+        try:
+            y = trial(x)
+        except Exception as error:
+            return f"it could not be tried ({type(error).__name__})"
+        w, b = (trial._parameters.get(name) for name in ("weight", "bias"))
+        for role in (NormRole(True, eps, 0.0), NormRole(False, eps, 0.0), NormRole(False, eps, 1.0)):
+            if role.centred:
+                expected = F.layer_norm(x, (hidden,), w, b, eps)
+            else:
+                expected = F.rms_norm(x, (hidden,), None if w is None else w + role.offset, eps)
+                expected = expected if b is None else expected + b
+            if y.shape == expected.shape and torch.allclose(y.double(), expected, rtol=1e-4, atol=1e-5):
+                return role
+    return "it is neither a layer norm nor an RMS norm of its features"

@@ -1,0 +1,83 @@
+"""The traffic of a training step of a whole model, from the plans of its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.relayouts import RelayoutPlan, reduction_volume
+from ndtp.algebra.volume import Volume
+from ndtp.compute.cross_entropy import LossForm
+from ndtp.models.projections import Projection
+from ndtp.ops.losses import LossPlan
+
+if TYPE_CHECKING:
+    from ndtp.models.attention_core import Core
+    from ndtp.models.transformer import Split
+
+
+def step_volume(split: Split, batch: int, sequence: int) -> Volume:
+    """Bytes that a rank receives in forward and backward of `batch` sequences of one dp rank, labels included."""
+    frame = split.frame
+    rows = frame.padded(batch) * sequence * frame.outside.num_splits(0)
+    total = Volume()
+    for table in split.tables[:1]:
+        weight, shape = table.weight, table.lies["weight"].shape
+        volume = table.lookup.volume(rows, (shape[0], shape[1]), weight.element_size(), True, weight.requires_grad)
+        total += volume.in_bytes(weight.element_size())
+    for core in split.cores:
+        total += _attention(core, rows)
+    for layers in split.mlps:
+        total += _product(layers[:-1], rows) + _product(layers[-1:], rows)
+    for norm in split.norms:
+        first = next(norm.parameters(), None)
+        dtype = torch.get_default_dtype() if first is None else first.dtype
+        trained = sum(p.requires_grad for p in norm.parameters())
+        total += norm.norm_plan.volume(rows, True, trained, dtype).in_bytes(dtype.itemsize)
+    if split.head is not None:
+        total += _product([split.head], rows)
+        # As transformers computes it, in fp32.
+        loss = LossPlan(split.head.plan.out, LossForm(split.head.real_out, 0.0, 0.0))
+        total += loss.volume(rows, torch.float32).in_bytes(4)
+    for module, sums in split.whole:
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                volume = reduction_volume(frame.mesh.grid, sums, parameter.shape, "wgrad")
+                total += volume.in_bytes(parameter.element_size())
+    return total
+
+
+def _attention(core: Core, rows: int) -> Volume:
+    members = list(core.inputs.values())
+    size = members[0].weight.element_size()
+    total = _product(members, rows)
+    if core.kv_heads % core.inner.num_splits(1):
+        bare = core.inner.with_dims(core.inner.dims[0], None)
+        axes = core.frame.mesh.grid.nontrivial(core.inner.dims[1])
+        shared = RelayoutPlan(core.inner, bare, (), axes)
+        for _ in range(2):
+            total += shared.volume((rows, core.kv_heads * core.head_dim)).in_bytes(size)
+    return total + _product([core.output or core.beside], rows)
+
+
+def _product(members: Sequence[Projection], rows: int) -> Volume:
+    """Of layers that are one product."""
+    first = members[0]
+    biases = [bias for m in members if (bias := m._parameters.get("bias")) is not None]
+    total = first.plan.volume(
+        (rows, first.width, sum(m.out_width for m in members)),
+        wgrad=any(m.weight.requires_grad for m in members),
+        bias=bool(biases),
+        bias_grad=any(bias.requires_grad for bias in biases),
+    )
+    if first.sections:
+        (member,) = members
+        stored = RelayoutPlan(member.stored, member.plan.b)
+        total += stored.volume(member.lies["weight"].shape, member.weight.requires_grad)
+        for bias in biases:
+            one = RelayoutPlan(Layout(member.plan.grid, None), member.plan.bias)
+            total += one.volume(bias.shape, bias.requires_grad)
+    return total.in_bytes(first.weight.element_size())

@@ -1,0 +1,245 @@
+"""A stock transformer with every layer on the grid: hidden states stay split from the embedding to the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.schemes import BlockLayouts
+from ndtp.errors import LayoutError
+from ndtp.models.adopted import Placed, SplitEmbedding, SplitNorm, adopt, heads_alone, is_placed, replicate
+from ndtp.models.attention_core import Core, place_core
+from ndtp.models.frame import Frame
+from ndtp.models.projections import Projection, in_group, place_projection
+from ndtp.models.roles import AttentionRole, MLPRole, features, find_attention, find_mlps, is_linear, norm_role
+from ndtp.nn.padding import row_multiple
+from ndtp.ops.lookup import LookupPlan
+from ndtp.ops.norms import NormPlan
+from ndtp.runtime.process_grid import ProcessGrid
+
+
+def is_transformer(model: nn.Module) -> bool:
+    """Whether a model is one of transformers: nothing is imported to find out."""
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
+
+
+class Split:
+    """One model on its way to the grid.
+
+    Attributes:
+        replaced: what became of each layer, by name.
+        kept: why others were left as they are.
+    """
+
+    def __init__(self, model: nn.Module, mesh: ProcessGrid, layouts: BlockLayouts, keep: Sequence[str] = ()) -> None:
+        self.linears = 0
+        self.cores: list[Core] = []
+        self.mlps: list[list[Projection]] = []
+        self.norms: list[SplitNorm] = []
+        self.tables: list[SplitEmbedding] = []
+        self.head: Projection | None = None
+        self.whole: list[tuple[nn.Module, tuple[str, ...]]] = []
+        self.keep = tuple(keep)
+        self.model, self.mesh, self.layouts = model, mesh, layouts
+        self.known = Placed(model)
+        self.replaced: dict[str, str] = {}
+        self.kept: dict[str, str] = {}
+        grid = mesh.grid
+        weights = {axis for layout in (layouts.up_weight, layouts.down_weight) for axis in layout.axes}
+        data = tuple(axis for axis in layouts.input.dims[0] if axis not in weights)
+        outside = Layout(grid, data, None)
+        self.frame = Frame(mesh, outside, row_multiple(layouts.plans("model"), outside))
+        self.tensor_axes = tuple(axis for axis in grid.nontrivial(grid.names) if axis in weights)
+        self.hidden = _hidden_size(model)
+        multiple = grid.size(self.tensor_axes)
+        self.width = -(-self.hidden // multiple) * multiple
+
+    def run(self) -> None:
+        model, modules = self.model, dict(self.model.named_modules())
+        attention, self.kept = find_attention(model, self.hidden)
+        taken = {name for role in attention for name in (*role.inputs.values(), role.output)}
+        taken |= {join for name in self.kept for join, _ in _linears_in(model, name)}
+        mlps = find_mlps(model, self.hidden, set(taken))
+        cores = {role.name for role in attention}
+        for role in attention:
+            self._attention(role, modules)
+        for mlp in mlps:
+            self._mlp(mlp, modules)
+        self._vocabulary(modules)
+        for name, module in modules.items():
+            if not any(name.startswith(core + ".") for core in cores):
+                self._norm(name, module)
+        self._others(modules)
+        self.known.let_go()
+
+    def _attention(self, role: AttentionRole, modules: dict[str, nn.Module]) -> None:
+        reason = self._attention_reason(role, modules)
+        if reason:
+            self.kept[role.name] = reason
+            return
+        layouts = self.layouts
+        place: dict[str, Any] = {"frame": self.frame, "layouts": layouts, "known": self.known, "width": self.width}
+        inputs = {
+            kind: place_projection(modules[name], name, leads_in=True, sections=role.sections, **place)
+            for kind, name in role.inputs.items()
+        }
+        output = place_projection(modules[role.output], role.output, leads_in=False, **place)
+        core = Core(
+            self.frame, role.name, layouts.hidden, role.heads, role.kv_heads, role.head_dim, inputs,
+            output if role.inside else None, output,
+        )  # fmt: skip
+        module = modules[role.name]
+        for child in module.modules():
+            if isinstance(child, nn.Embedding) and child.embedding_dim == role.heads:
+                part = self.mesh.grid.index(self.mesh.rank, layouts.hidden.dims[1])
+                heads_alone(child, slice(part * core.local_heads, (part + 1) * core.local_heads))
+        mine = {id(each) for each in (*inputs.values(), output)}
+        for name, child in module.named_modules(prefix=role.name):
+            if id(child) not in mine and child._parameters:
+                self._replicate(child, name, (*self.frame.outside.dims[0], *core.sums))
+        place_core(module, core)
+        self.cores.append(core)
+        for layer in (*inputs.values(), output):
+            self._report(layer)
+
+    def _report(self, layer: Projection) -> None:
+        self.replaced[layer.name] = str(layer.plan)
+        self.linears += 1
+
+    def _is_kept(self, *names: str) -> bool:
+        """Whether one of these layers is to stay whole."""
+        return any(fnmatchcase(name, pattern) for name in names for pattern in self.keep)
+
+    def _attention_reason(self, role: AttentionRole, modules: dict[str, nn.Module]) -> str | None:
+        """Why an attention module cannot be split on this grid, if so."""
+        grid, layouts = self.mesh.grid, self.layouts
+        if self._is_kept(role.name, *role.inputs.values(), role.output):
+            return "as asked"
+        axes = layouts.hidden.dims[1]
+        splits = grid.size(axes)
+        if role.heads % splits:
+            return f"{role.heads} heads, which {_sizes(grid, axes)} do not divide"
+        inner, down = role.heads * role.head_dim, layouts.down_weight
+        if inner % down.num_splits(1):
+            return f"{inner} features of its heads, which {_sizes(grid, down.dims[1])} do not divide"
+        kv = role.kv_heads * role.head_dim
+        if kv % splits or (role.sections and role.kv_heads % splits):
+            return f"{role.kv_heads} heads of k and v, which {_sizes(grid, axes)} do not divide"
+        projections = {*role.inputs.values(), role.output}
+        for name, child in modules[role.name].named_modules(prefix=role.name):
+            for key, parameter in child._parameters.items():
+                if name in projections or parameter is None:
+                    continue
+                if parameter.shape not in ((role.head_dim,), ()) and not (
+                    isinstance(child, nn.Embedding) and child.embedding_dim == role.heads
+                ):
+                    return f"{name}.{key}, {tuple(parameter.shape)}, is a parameter over all of its heads"
+        return None
+
+    def _mlp(self, role: MLPRole, modules: dict[str, nn.Module]) -> None:
+        if self._is_kept(role.name, *role.ups, role.down):
+            self.kept[role.name] = "as asked"
+            return
+        up, down = self.layouts.up_weight, self.layouts.down_weight
+        pad_to = math.lcm(up.num_splits(0), down.num_splits(1))
+        if role.sections and role.sections[0] % pad_to:
+            self.kept[role.name] = f"{role.sections[0]} features of gate and up in one, which {pad_to} does not divide"
+            return
+        place: dict[str, Any] = {"frame": self.frame, "layouts": self.layouts, "known": self.known, "width": self.width}
+        ups = [
+            place_projection(modules[name], name, leads_in=True, sections=role.sections, pad_to=pad_to, **place)
+            for name in role.ups
+        ]
+        in_group(ups)
+        layers = [*ups, place_projection(modules[role.down], role.down, leads_in=False, pad_to=pad_to, **place)]
+        self.mlps.append(layers)
+        for layer in layers:
+            self._report(layer)
+
+    def _norm(self, name: str, module: nn.Module) -> None:
+        role = "as asked" if self._is_kept(name) else norm_role(module, self.hidden)
+        if role is None or isinstance(role, str):
+            if role:
+                self.kept[name] = role
+            return
+        plan = NormPlan(self.layouts.input, self.hidden, self.width, role.centred, role.eps, name)
+        layer: SplitNorm = adopt(module, SplitNorm, self.frame, name)
+        layer.norm_plan, layer.offset = plan, role.offset
+        for key in ("weight", "bias"):
+            if layer._parameters.get(key) is not None:
+                layer.placed(key, plan.parameter.source, self.known, (self.width,))
+        self.norms.append(layer)
+        self.replaced[name] = f"[{plan.layout.label('MK')}]"
+
+    def _vocabulary(self, modules: dict[str, nn.Module]) -> None:
+        """The embedding and the head, which may share a weight."""
+        model: Any = self.model
+        names = {id(module): name for name, module in modules.items()}
+        tables = [m for m in modules.values() if isinstance(m, nn.Embedding) and m.embedding_dim == self.hidden]
+        first = model.get_input_embeddings()
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        shared = [m for m in tables if first is not None and (m is first or m.weight is getattr(first, "weight", None))]
+        vocabulary = max([m.num_embeddings for m in shared], default=0)
+        if not is_linear(head) or features(head)[0] != self.hidden:
+            head = None
+        is_tied = head is not None and any(table.weight is head.weight for table in shared)
+        up = self.layouts.up_weight
+        if head is not None:
+            layer: Projection = place_projection(
+                head, names[id(head)], self.frame, self.layouts, self.known,
+                leads_in=True, width=self.width, pad_to=up.num_splits(0),
+            )  # fmt: skip
+            layer.loud, self.head = False, layer
+            self._report(layer)
+        for module in shared:
+            name = names[id(module)]
+            out = self.layouts.input
+            rest = [a for a in self.mesh.mesh_axes if a in self.tensor_axes and a not in out.dims[1]]
+            table = up if is_tied else Layout(self.mesh.grid, None, (*out.dims[1], *rest))
+            rows = -(-vocabulary // table.num_splits(0)) * table.num_splits(0)
+            lookup = LookupPlan(Layout(self.mesh.grid, self.frame.outside.dims[0]), table, out, name)
+            embedding: SplitEmbedding = adopt(module, SplitEmbedding, self.frame, name, behind=True)
+            embedding.lookup, embedding.padded_dim = lookup, self.width
+            embedding.placed("weight", table, self.known, (rows, self.width))
+            self.tables.append(embedding)
+            self.replaced[name] = f"[{table.label('VK')}]"
+
+    def _replicate(self, module: nn.Module, name: str, sums: tuple[str, ...]) -> None:
+        replicate(module, self.frame, name, self.known, sums)
+        self.whole.append((module, sums))
+
+    def _others(self, modules: dict[str, nn.Module]) -> None:
+        """All other parameters: DTensors, whole on every rank."""
+        for name, module in modules.items():
+            own = {key: p for key, p in module._parameters.items() if p is not None}
+            for key, parameter in own.items():
+                shared = self.known.get(parameter)
+                module._parameters[key] = parameter if shared is None else shared
+            if any(not is_placed(p) for p in module._parameters.values() if p is not None):
+                self._replicate(module, name, self.frame.outside.dims[0])
+                if not any(name == other or name.startswith(other + ".") for other in self.kept):
+                    self.kept[name] = "it is no part of attention, an MLP, a norm or a vocabulary"
+
+
+def _hidden_size(model: Any) -> int:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for owner in (text, config):
+        for name in ("hidden_size", "d_model", "n_embd", "dim"):
+            size = getattr(owner, name, None)
+            if isinstance(size, int):
+                return size
+    raise LayoutError("parallelize: the model's config tells no size of its hidden states")
+
+
+def _linears_in(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    return [(n, m) for n, m in model.get_submodule(name).named_modules(prefix=name) if is_linear(m)]
+
+
+def _sizes(grid: Any, axes: Any) -> str:
+    return " ".join(f"{axis}={grid[axis]}" for axis in axes) or "no axes"

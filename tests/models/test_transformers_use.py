@@ -1,0 +1,175 @@
+"""What users do with a stock model that is split: generate, train, load, read the report; and what is refused."""
+
+import pytest
+import torch
+from products import mesh_of
+from torch import nn
+
+import ndtp
+from ndtp import CommMeter, Grid, LayoutError
+
+pytest.importorskip("transformers")
+
+import transformers.modeling_layers
+import transformers.modeling_utils  # noqa: F401  # so that ranks are forked with it
+from architectures import build, inputs
+from test_transformers_whole import check_gradients, gradient
+
+
+def check_generation():
+    """Token by token, with a cache of local heads and sequences; a padded prompt, and a batch that does not divide."""
+    mesh = mesh_of(Grid(x=2, y=2))
+    for name in ("LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"):
+        dense = build(name)
+        model = ndtp.parallelize(build(name), mesh, scheme="2d")
+        ids = inputs(name, batch=3)["input_ids"]
+        mask = torch.ones_like(ids)
+        if "Llama" in name:
+            ids[1, :2], mask[1, :2] = 0, 0
+        options = {"attention_mask": mask, "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+        expected, found = (each.generate(ids, **options) for each in (dense, model))
+        assert torch.equal(found, expected), f"{name}: {found} instead of {expected}"
+
+
+def check_training():
+    """Clipping, an optimizer's step, dense state dicts in and out; frozen parameters and tied weights."""
+    mesh = mesh_of(Grid(x=2, y=2))
+    dense, model = build("Qwen2ForCausalLM"), build("Qwen2ForCausalLM")
+    for each in (dense, model):
+        each.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    ndtp.parallelize(model, mesh, scheme="2d")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tensors = {(type(p).__name__, p.device_mesh) for p in (each.data for each in model.parameters())}
+    assert tensors == {("DTensor", mesh.device_mesh)}, tensors
+    norms = []
+    for each in (dense, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        each(**inputs("Qwen2ForCausalLM")).loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(each.parameters(), 0.5))
+        optimizer.step()
+    assert model.model.layers[0].mlp.up_proj.weight.grad is None
+    torch.testing.assert_close(norms[1].full_tensor(), norms[0], rtol=1e-6, atol=0.0)
+    for (name, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+        found = mine.full_tensor()[tuple(slice(0, size) for size in theirs.shape)]
+        torch.testing.assert_close(found, theirs, rtol=0.0, atol=1e-4, msg=name)
+    other = build("Qwen2ForCausalLM")
+    model.load_state_dict(other.state_dict())
+    given = inputs("Qwen2ForCausalLM")
+    torch.testing.assert_close(model(**given).loss, other(**given).loss, rtol=1e-6, atol=0.0)
+
+
+def check_data_parallel():
+    """Each dp rank has sequences of its own; the loss is the mean over the tokens of all."""
+    mesh = mesh_of(Grid(dp=2, x=2))
+    for name in ("LlamaForCausalLM", "GPT2LMHeadModel"):
+        dense, model = build(name), build(name)
+        ndtp.parallelize(model, mesh, scheme="1d-sp")
+        given = inputs(name)
+        expected = dense(**given).loss
+        mine = {key: value.chunk(2)[mesh.coordinate["dp"]] for key, value in given.items()}
+        loss = model(**mine).loss
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0.0)
+        expected.backward()
+        loss.backward()
+        check_gradients(model, dense, f"{name}, dp")
+
+
+VOLUMES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM", "GPTNeoXForCausalLM")
+
+
+def check_volume():
+    mesh = mesh_of(Grid(x=2, y=2))
+    for name in VOLUMES:
+        model = ndtp.parallelize(build(name), mesh, scheme="2d")
+        with CommMeter() as meter:
+            model(**inputs(name)).loss.backward()
+        predicted = model.ndtp_report.volume(4, 6)
+        assert meter.volume == predicted, f"{name}: measured {meter.volume}, predicted {predicted}"
+        assert not model.ndtp_report.gathered, name
+
+
+def test_generation(ranks):
+    ranks(4).run(check_generation)
+
+
+def test_training(ranks):
+    ranks(4).run(check_training)
+
+
+def test_data_parallel(ranks):
+    ranks(4).run(check_data_parallel)
+
+
+def test_volume_is_exact(ranks):
+    ranks(4).run(check_volume)
+
+
+class Unknown(nn.Module):
+    """No architecture of any list: its own names, two layers an MLP is made of, and one that fits nowhere."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.first, self.second = nn.Linear(hidden, 48), nn.Linear(48, hidden)
+        self.odd = nn.Linear(hidden, hidden)
+
+    def forward(self, x):
+        return self.odd(x) + self.second(torch.relu(self.first(x)))
+
+
+def check_left_alone():
+    """Heads that do not divide, layers that fit no pattern, what is to be kept: whole, right, and with the reason."""
+    mesh = mesh_of(Grid(x=2, y=2))
+    changes = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 33}  # features are padded, too
+    dense, model = (build("LlamaForCausalLM", **changes) for _ in range(2))
+    for each in (dense, model):
+        torch.manual_seed(1)
+        each.model.layers[0].mlp = Unknown(33).double()
+    ndtp.parallelize(model, mesh, scheme="2d", keep=["model.layers.1.mlp.*"])
+    report = model.ndtp_report
+    given = inputs("LlamaForCausalLM")
+    with pytest.warns(UserWarning, match="takes the whole"):
+        loss = model(**given).loss
+    torch.testing.assert_close(loss, dense(**given).loss, rtol=1e-6, atol=0.0)
+    loss.backward()
+    dense(**given).loss.backward()
+    check_gradients(model, dense, "left alone")
+    assert report.kept["model.layers.0.self_attn"] == "3 heads, which y=2 do not divide"
+    assert report.kept["model.layers.1.mlp"] == "as asked"
+    assert "no part of" in report.kept["model.layers.0.mlp.odd"] and "model.layers.0.mlp.first" in report.replaced
+    assert gradient(model.model.layers[0].mlp.odd.weight) is not None
+    text = str(report)
+    assert text.startswith("replaced 3 of 15 Linears; of "), text
+    assert "model.layers.{0-1}.self_attn: 3 heads" in text and "gathered linear of what" in text, text
+    with pytest.raises(LayoutError, match=r"nothing was replaced\n  0: Softmax \(1\) follows"):
+        ndtp.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), mesh, scheme="2d")
+    alone = ndtp.parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, scheme="2d", strict=False)
+    assert not alone.ndtp_report.replaced
+    return text
+
+
+def check_few_key_heads():
+    """Fewer heads of k and v than ranks that split heads: gathered, and each rank takes those that it needs."""
+    mesh = mesh_of(Grid(x=1, y=4))
+    for kv_heads in (1, 2):
+        dense, model = (
+            build("Qwen3ForCausalLM", num_attention_heads=8, num_key_value_heads=kv_heads) for _ in range(2)
+        )
+        ndtp.parallelize(model, mesh, scheme="2d")
+        given = inputs("Qwen3ForCausalLM")
+        expected = dense(**given).loss
+        with CommMeter() as meter:
+            loss = model(**given).loss
+            loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0.0)
+        expected.backward()
+        check_gradients(model, dense, f"{kv_heads} heads of k and v")
+        assert meter.volume == model.ndtp_report.volume(4, 6), kv_heads
+
+
+def test_what_does_not_fit_is_left_whole(ranks):
+    texts = ranks(4).run(check_left_alone)
+    assert all(text == texts[0] for text in texts)
+
+
+def test_few_key_heads(ranks):
+    ranks(4).run(check_few_key_heads)
