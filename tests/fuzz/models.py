@@ -279,7 +279,8 @@ def parallel_model(
     model = DenseModel(program).to(dtype)
     model.load_state_dict(dense.state_dict())
     unit, mesh = program.units[0], meshes[0]
-    ndtp.parallelize(model, mesh, scheme=unit.scheme, axes=unit.axes, chunks=unit.chunks, regather=unit.regather)
+    options = {"axes": unit.axes, "chunks": unit.chunks, "regather": unit.regather}
+    ndtp.parallelize(model, mesh, scheme=unit.scheme, strict=False, **options)
     model.between = between
     layers = model.ndtp_report.layers
     place = Place(mesh, layers[0].boundary.outside if layers else Layout(mesh.grid, None, None))
