@@ -96,7 +96,8 @@ def _interleaved(parts: Sequence[Tensor]) -> Tensor:
     are_views = all(
         part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         and part.storage_offset() == first.storage_offset() + i * row
-        and part.stride() == (count * row, *_contiguous(part.shape)[1:])
+        and part.stride()[1:] == _contiguous(part.shape)[1:]
+        and (len(part) == 1 or part.stride(0) == count * row)  # the stride of a single row says nothing
         for i, part in enumerate(parts)
     )
     if are_views and not first.is_meta:

@@ -203,6 +203,10 @@ def check_state(folder):
         assert_equal(block.to_dense().gate.weight, layers[0].weight, "what was saved as one")
         partial = {name: value for name, value in whole.items() if name != "gate.weight"}
         assert "gate.weight" in block.load_state_dict(partial, strict=False).missing_keys
+    rows_of_one = [ndtp.nn.GatedMLP(HIDDEN, 4, mesh=mesh_of(Grid(x=4)), scheme="1d", seed=seed) for seed in range(2)]
+    rows_of_one[1].load_state_dict(rows_of_one[0].state_dict(), assign=True)
+    stored = {block.up.weight.to_local().data_ptr() for block in rows_of_one}
+    assert len(stored) == 1, "assign shares memory where a rank has one row of each, whose stride says nothing"
     saved, loaded = (
         ndtp.nn.GatedMLP(HIDDEN, INNER, mesh=mesh_of(grid), scheme=scheme, seed=i)
         for i, (grid, scheme) in enumerate(((Grid(z=2, x=2, y=1), "3d"), (Grid(x=2, y=2), "2d")))
