@@ -20,7 +20,7 @@ from ndtp.algebra import roles as rule
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.roles import Letters, Stored
-from ndtp.algebra.steps import Dims, Journey, PlanMove, PlanStep, Step, is_legal, phase_of, relayout
+from ndtp.algebra.steps import Dims, Journey, PlanMove, PlanStep, Step, is_legal, phase_of, relayout_steps
 from ndtp.algebra.volume import Volume, traffic
 from ndtp.errors import LayoutError
 
@@ -183,7 +183,7 @@ class MatMulPlan:
     def relayouts(self) -> Mapping[str, tuple[Step, ...]]:
         """The steps of every tensor, by the names of `journeys`."""
         return {
-            name: relayout(self.grid, journey.begin, journey.end, journey.partial)
+            name: relayout_steps(self.grid, journey.begin, journey.end, journey.partial)
             for name, journey in self.journeys.items()
         }
 

@@ -9,7 +9,7 @@ from math import prod
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.steps import Step, is_legal, relayout
+from ndtp.algebra.steps import Step, is_legal, relayout_steps
 from ndtp.algebra.volume import Volume, traffic
 from ndtp.errors import LayoutError
 
@@ -61,13 +61,18 @@ class RelayoutPlan:
                 f"  fix: go through {source.with_dims(*((),) * source.ndim)}, the replicated layout"
             )
 
+    def __str__(self) -> str:
+        sums = ("partial", self.partial), ("grad_partial", self.grad_partial)
+        over = "".join(f", {option} over {' '.join(axes)}" for option, axes in sums if axes)
+        return f"relayout '{self.name}' from {self.source} to {self.target}{over}"
+
     @property
     def grid(self) -> Grid:
         return self.source.grid
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        return relayout(self.grid, self.source.dims, self.target.dims, self.partial)
+        return relayout_steps(self.grid, self.source.dims, self.target.dims, self.partial)
 
     @cached_property
     def back(self) -> RelayoutPlan:

@@ -100,7 +100,7 @@ def _shared_lead(s: tuple[str, ...], t: tuple[str, ...]) -> bool:
     return list(s[: len(shared)]) == shared == list(t[: len(shared)])
 
 
-def relayout(grid: Grid, held: Dims, stored: Dims, partial: Iterable[str] = ()) -> tuple[Step, ...]:
+def relayout_steps(grid: Grid, held: Dims, stored: Dims, partial: Iterable[str] = ()) -> tuple[Step, ...]:
     """The steps from `held`, an unreduced sum over the axes `partial`, to `stored`.
 
     What makes the tensor smaller comes first (slices, reduce-scatters major axis first), what makes it larger last

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.steps import relayout as relayout_steps
+from ndtp.algebra.steps import relayout_steps
 from ndtp.algebra.volume import Volume, traffic
 from ndtp.errors import LayoutError
 from ndtp.models.between import Between, Passage, enter, leave

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.algebra.layout import Layout
+from ndtp.algebra.layout import Layout, default_mesh_axes
 from ndtp.algebra.schemes import block_layouts
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
@@ -182,6 +182,5 @@ def _data_axes(rows: Sequence[tuple[str, ...]], weight: Sequence[tuple[str, ...]
 def _over_everything(out: Layout, data: Sequence[str], mesh: ProcessGrid) -> Layout:
     """Features over the axes that split them behind the table, and over all others but those of data parallelism."""
     features = out.dims[1]
-    others = [axis for axis in mesh.grid if axis not in features and axis not in data]
-    in_order = sorted(others, key=lambda axis: (axis == "z", list(mesh.grid).index(axis)))
-    return Layout(mesh.grid, None, (*features, *in_order))
+    others = (axis for axis in default_mesh_axes(mesh.grid) if axis not in features and axis not in data)
+    return Layout(mesh.grid, None, (*features, *others))

@@ -25,7 +25,6 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.collectives.meter import IMPLEMENTATIONS
-from ndtp.ops.relayouts import moved_to, relayout_checked
 from ndtp.runtime.chain import Forms, compare_chain, program_of
 from ndtp.runtime.dry_grid import DryGrid
 from ndtp.runtime.moves import Move
@@ -75,11 +74,6 @@ def chain_text(
 def layout_text(layout: Layout) -> str:
     """`(z y) (x)`, which `Layout.parse` reads."""
     return " ".join(["(" + " ".join(axes) + ")" for axes in layout.dims])
-
-
-def relayout(x: Tensor, source: Layout, target: Layout, mesh: ProcessGrid, name: str) -> Tensor:
-    """See `ndtp.ops.products.relayout`."""
-    return _relayout(x, mesh.name, layout_text(source), layout_text(target), name, "forward")
 
 
 # ------------------------------------------------------------------------------------------------------- the chain
@@ -285,40 +279,5 @@ def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, None,
 
 _mlp.register_autograd(_differentiate, setup_context=_save)
 
-# --------------------------------------------------------------------------------------------------------- relayout
-
-
-def _run_relayout(x: Tensor, grid: str, source: str, target: str, name: str, phase: str) -> Tensor:
-    """`x` in another layout; always a tensor of its own."""
-    mesh = grid_named(grid)
-    one, other = Layout.parse(mesh.grid, source), Layout.parse(mesh.grid, target)
-    relayout_checked(x, one, other, mesh, name)
-    moved = moved_to(x, one, other, mesh, name, phase)
-    is_own = moved.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-    return moved.contiguous() if is_own else moved.clone(memory_format=torch.contiguous_format)
-
-
-_relayout = torch.library.custom_op("ndtp::relayout", _run_relayout, mutates_args=())
-
-
-@_relayout.register_fake
-def _(x: Tensor, grid: str, source: str, target: str, name: str, phase: str) -> Tensor:
-    mesh = grid_named(grid)
-    one, other = Layout.parse(mesh.grid, source), Layout.parse(mesh.grid, target)
-    return x.new_empty(other.shard_shape(relayout_checked(x, one, other, None, name)))
-
-
-def _save_layouts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.grid, ctx.source, ctx.target, ctx.name, _ = inputs
-
-
-def _differentiate_relayout(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _relayout(grad, ctx.grid, ctx.target, ctx.source, ctx.name, "dgrad"), *(None,) * 5
-
-
-_relayout.register_autograd(_differentiate_relayout, setup_context=_save_layouts)
-
 # By the names of the ops: what they do, for those who look inside (`ndtp.CommMeter`).
-IMPLEMENTATIONS.update(
-    {"ndtp::mlp": _run_mlp, "ndtp::mlp_backward": _run_mlp_backward, "ndtp::relayout": _run_relayout}
-)
+IMPLEMENTATIONS.update({"ndtp::mlp": _run_mlp, "ndtp::mlp_backward": _run_mlp_backward})

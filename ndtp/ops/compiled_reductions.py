@@ -1,4 +1,4 @@
-"""`ndtp.ops.reductions` under `torch.compile`: a custom op, whole to the compiler; see `ndtp.ops.compiled`."""
+"""`ndtp.relayout` and what rests on it under `torch.compile`: one custom op; see `ndtp.ops.compiled`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from torch import Tensor
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.collectives.meter import IMPLEMENTATIONS
+from ndtp.ops.compiled import layout_text
 from ndtp.ops.moving import enter, moved
 from ndtp.runtime.process_grid import ProcessGrid, grid_named
 
 
 def compiled_reduce(x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
     """See `ndtp.ops.reductions.reduce`."""
-    return _reduce(x, mesh.name, _text(plan), "forward")
+    if plan.source == plan.target and not (plan.partial or plan.grad_partial):
+        return x
+    return _relayout(x, mesh.name, _text(plan), "forward")
 
 
 def _text(plan: RelayoutPlan) -> str:
     """A line for each of the plan's fields, which `_read` reads."""
-    layouts = [" ".join(["(" + " ".join(axes) + ")" for axes in lay.dims]) for lay in (plan.source, plan.target)]
+    layouts = layout_text(plan.source), layout_text(plan.target)
     return "\n".join([*layouts, " ".join(plan.partial), " ".join(plan.grad_partial), plan.name.replace("\n", " ")])
 
 
@@ -32,7 +35,7 @@ def _read(grid: str, text: str) -> tuple[ProcessGrid, RelayoutPlan]:
     return mesh, RelayoutPlan(one, other, tuple(partial.split()), tuple(grad_partial.split()), name)
 
 
-def _run_reduce(x: Tensor, grid: str, text: str, phase: str) -> Tensor:
+def _run_relayout(x: Tensor, grid: str, text: str, phase: str) -> Tensor:
     """`x` along the relayout; always a tensor of its own."""
     mesh, plan = _read(grid, text)
     enter(mesh, plan, x)
@@ -41,10 +44,10 @@ def _run_reduce(x: Tensor, grid: str, text: str, phase: str) -> Tensor:
     return result.contiguous() if is_own else result.clone(memory_format=torch.contiguous_format)
 
 
-_reduce = torch.library.custom_op("ndtp::reduce", _run_reduce, mutates_args=())
+_relayout = torch.library.custom_op("ndtp::relayout", _run_relayout, mutates_args=())
 
 
-@_reduce.register_fake
+@_relayout.register_fake
 def _(x: Tensor, grid: str, text: str, phase: str) -> Tensor:
     _, plan = _read(grid, text)
     return x.new_empty(plan.target.shard_shape(plan.global_shape(x.shape)))
@@ -56,8 +59,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     source, target, partial, grad_partial, name = ctx.text.split("\n")
-    return _reduce(grad, ctx.grid, "\n".join([target, source, grad_partial, partial, name]), "dgrad"), None, None, None
+    back = "\n".join([target, source, grad_partial, partial, name])
+    return _relayout(grad, ctx.grid, back, "dgrad"), None, None, None
 
 
-_reduce.register_autograd(_differentiate, setup_context=_save)
-IMPLEMENTATIONS["ndtp::reduce"] = _run_reduce
+_relayout.register_autograd(_differentiate, setup_context=_save)
+IMPLEMENTATIONS["ndtp::relayout"] = _run_relayout

@@ -1,4 +1,7 @@
-"""`matmul`, `batch_matmul`, `mlp` and `relayout`: differentiable, and the only door from tensors to collectives."""
+"""`matmul`, `batch_matmul`, `mlp` and `relayout`: differentiable, from a rank's shards to its shard of the result.
+
+Norms, losses, embeddings and other reductions have doors of their own beside this one, see `ndtp.ops`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.errors import LayoutError
 from ndtp.ops.chain_autograd import run_chain
 from ndtp.ops.reductions import reduce, relayout_plan
-from ndtp.ops.relayouts import laid_out_anew
 from ndtp.runtime.arrival import is_plain, local_shard
 from ndtp.runtime.chain import compare_chain, program_of
 
@@ -177,21 +179,7 @@ def relayout(
         LayoutError: an axis that is gathered is not the minor one of its dim; shapes that do not divide; an axis that
             splits what is to be summed over it.
     """
-    if partial or grad_partial:
-        return reduce(x, relayout_plan(source, target, tuple(partial), tuple(grad_partial), name), mesh)
-    for layout in (source, target):
-        if layout.grid is not mesh.grid and layout.grid != mesh.grid:
-            raise LayoutError(
-                f"relayout '{name}': {layout} lies on grid {layout.grid}, the process grid is {mesh.grid}"
-            )
-    if source == target:
-        return x
-    if torch.compiler.is_compiling():
-        from ndtp.ops import compiled
-
-        return compiled.relayout(x, source, target, mesh, name)
-    mesh.step.late.enter()
-    return laid_out_anew(x, source, target, mesh, name)
+    return reduce(x, relayout_plan(source, target, tuple(partial), tuple(grad_partial), name), mesh)
 
 
 def _check_placements(x: Any, i: int, plans: Sequence[MatMulPlan], mesh: ProcessGrid) -> None:

@@ -34,18 +34,19 @@ def reduce(x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
     Raises:
         LayoutError: shards that do not fit the plan, or a plan for another grid.
     """
-    if torch.compiler.is_compiling():
-        from ndtp.ops.compiled_reductions import compiled_reduce
-
-        return compiled_reduce(x, plan, mesh)
     if plan.grid is not mesh.grid and plan.grid != mesh.grid:
         raise LayoutError(
             f"relayout '{plan.name}': {plan.source} lies on grid {plan.grid}, the process grid is {mesh.grid}"
         )
+    if torch.compiler.is_compiling():
+        from ndtp.ops.compiled_reductions import compiled_reduce
+
+        return compiled_reduce(x, plan, mesh)
+    if not plan.is_identity:
+        enter(mesh, plan, x)
     plan.global_shape(x.shape)
     if plan.is_identity:
         return x
-    enter(mesh, plan, x)
     result: Tensor = _Reduce.apply(x, plan, mesh, "forward")  # type: ignore[no-untyped-call]
     return result
 

@@ -249,17 +249,29 @@ def new(slot: int, shape: tuple[int, ...], like: int) -> Run:
 
 
 def cut(slot: int, rows: RowChunks, stored: int, name: str, i: int) -> Run:
+    """Chunk i of a shard of "A" or "dC"."""
+    dim = rows.place(name)[0]
+
     def run(slots: Slots) -> None:
-        slots[slot] = rows.cut(slots[stored], name, i)
+        slots[slot] = _rows_of_chunk(slots[stored], rows, name, i).flatten(dim, dim + 1)
 
     return run
 
 
 def paste(slot: int, rows: RowChunks, name: str, i: int, chunk: int) -> Run:
+    """Write chunk i of a shard of "C" or "dA"."""
+
     def run(slots: Slots) -> None:
-        rows.paste(slots[slot], name, i, slots[chunk])
+        place = _rows_of_chunk(slots[slot], rows, name, i)
+        place.copy_(slots[chunk].reshape(place.shape))
 
     return run
+
+
+def _rows_of_chunk(shard: Tensor, rows: RowChunks, name: str, i: int) -> Tensor:
+    """A view, [.., blocks, rows, ..]"""
+    dim, blocks = rows.place(name)
+    return shard.unflatten(dim, (blocks, rows.count, -1)).select(dim + 1, i)
 
 
 def join(slot: int, chunks: Sequence[int], dim: int) -> Run:

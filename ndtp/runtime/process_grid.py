@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # later its default arguments would keep the world's group, see `_let_go`
 
 from ndtp.algebra.grid import Grid
+from ndtp.algebra.layout import default_mesh_axes
 from ndtp.collectives import nccl
 from ndtp.collectives.axis_groups import DIRECTIONS, AxisGroups, Made
 from ndtp.collectives.buffer_ring import DEFAULT_BYTES, BufferRing
@@ -134,7 +135,7 @@ class ProcessGrid:
         ends = self.timeout if self.backend == "gloo" else None
         self.programs = Programs()
         finalize(self, _let_go, self.programs, self.groups.made, self.groups.given, ends)
-        in_order = tuple(axis for axis in grid if axis != "z") + tuple(axis for axis in grid if axis == "z")
+        in_order = default_mesh_axes(grid)
         self.mesh_axes = grid.nontrivial(in_order) or in_order[:1]
         self.device_mesh: DeviceMesh | None = None
         ring_groups: list[ProcessGroup] = []

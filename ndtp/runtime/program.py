@@ -14,7 +14,7 @@ from ndtp.collectives.recorder import NOTHING, span
 from ndtp.runtime.closures import FIRST, HELD, OWNER, STEP, WEIGHT, Run
 from ndtp.runtime.moves import Move
 from ndtp.runtime.phase import Phase
-from ndtp.runtime.slots import BACKWARD, FORWARD, Key, Setting
+from ndtp.runtime.slots import Key, Setting
 from ndtp.schedule.tasks import Wanted, backward_tasks, forward_tasks
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Program:
         self._bind_backward(dict(zip(self.kept, kept_shapes, strict=True)), stored, last)
 
     def _bind_forward(self, stored: dict[tuple[int, str], Shape], first: int | None) -> Any:
-        phase = Phase(self.setting, self.wanted, FORWARD, stored)
+        phase = Phase(self.setting, self.wanted, stored, is_forward=True)
         if first is not None:
             phase.take_weight(first)
         phase.add(forward_tasks(phase.chunks, tuple((p, "bias") in stored for p in range(phase.last + 1))))
@@ -78,7 +78,7 @@ class Program:
         again = {(p, name): shape for (p, name, _), shape in kept.items() if name.lower() in self.wanted[p].regather}
         stage, grad = self.setting.stages[-1], (len(self.setting.stages) - 1, "dC")
         # In the order of `kept`, behind the gradient.
-        phase = Phase(self.setting, self.wanted, BACKWARD, {grad: stage.plan.shard_shape("C", stage.sizes)})
+        phase = Phase(self.setting, self.wanted, {grad: stage.plan.start_shape("dC", stage.sizes)}, is_forward=False)
         for key, shape in kept.items():
             phase.bring(key, shape, key[:2] in again)
         if last is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ndtp.algebra.matmul_plan import Letters, MatMulPlan
+from ndtp.algebra.steps import phase_of
 from ndtp.runtime import closures
 from ndtp.runtime.closures import FIRST, Get, Place, Run
 from ndtp.runtime.moves import Way, is_matrix
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 Key = tuple[int, str, int | None]  # product, tensor, chunk
 Title = tuple[str, str, str, str]  # kind, tensor, part, product
-
-FORWARD = {"A": "forward", "B": "forward", "C": "forward", "bias": "forward"}
-BACKWARD = {"dC": "dgrad", "dA": "dgrad", "B": "dgrad", "A": "wgrad", "dB": "wgrad", "dbias": "wgrad"}
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,7 @@ class Stage:
 
     def held(self, letters: Letters, chunks: int = 1) -> Shape:
         """The shape of a tensor with these letters while it is multiplied, or of a chunk of its rows."""
-        plan, sizes = self.plan, self.sizes
-        local = {x: sizes[x] // plan.grid.size(plan.orders[x]) // (chunks if x == "m" else 1) for x in plan.letters}
-        return tuple(local[letter] if letter else 1 for letter in letters)
+        return self.plan.held_shape(letters, {**self.sizes, "m": self.sizes["m"] // chunks})
 
 
 class Setting(NamedTuple):
@@ -68,8 +64,8 @@ class Slots:
     """What is in which slot at the point up to which a phase is bound, and what has been written down by then.
 
     Args:
-        phases: tensor -> phase of its move: `FORWARD` or `BACKWARD`.
         stored: what comes in as it is stored: (product, tensor) -> shape.
+        is_forward: whether this is forward, or backward.
 
     Attributes:
         tasks: what a profiler calls it, or None, and its closures.
@@ -81,12 +77,13 @@ class Slots:
         self,
         setting: Setting,
         wanted: Sequence[Wanted],
-        phases: Mapping[str, str],
         stored: Mapping[tuple[int, str], Shape],
+        *,
+        is_forward: bool,
     ) -> None:
         self.stages, self.rows, self.collectives, self.gemm, self.dtype = setting
         self.last, self.chunks = len(self.stages) - 1, self.rows[0].count
-        self.wanted, self.phases, self.is_forward = wanted, phases, phases is FORWARD
+        self.wanted, self.is_forward = wanted, is_forward
         self.tasks: list[tuple[Title | None, tuple[Run, ...]]] = []
         self.lines: list[str] = []
         self.runs: list[Run] = []
@@ -138,9 +135,7 @@ class Slots:
         if not plan.relayouts[name] and place is None:
             self.tensors[key] = source  # it is where it is needed
             return
-        # dC is gathered once, for the first phase that needs it.
-        phase = "wgrad" if name == "dC" and not self.wanted[p].dgrad else self.phases[name]
-        way = self._way(p, name, i, phase, source, place is not None)
+        way = self._way(p, name, i, source, place is not None)
         slot = self.slot(way.shape)
         self.moving[key] = _Moving(slot, way, place)
         is_last_use = not stays and bool(self.let_go(source))
@@ -152,7 +147,7 @@ class Slots:
             self.runs.append(closures.put(slot, source, place))
             self.clear((source,) if is_last_use else ())
 
-    def _way(self, p: int, name: str, i: int | None, phase: str, source: int, has_place: bool) -> Way:
+    def _way(self, p: int, name: str, i: int | None, source: int, has_place: bool) -> Way:
         plan, shape, blocks = self.stages[p].plan, self.shapes[source], ""
         if is_matrix(plan):
             arrives = self.gemm.takes_blocks(self.dtype) and not has_place
@@ -160,6 +155,7 @@ class Slots:
             if len(shape) == 3:
                 shape = (shape[1], shape[0] * shape[2])
         op, steps = (plan.name, name), plan.relayouts[name]
+        phase = phase_of(name, not self.is_forward, self.wanted[p].dgrad)
         return Way(self.collectives, steps, op, phase, shape, self.dtype, part=self.part(i), blocks=blocks)
 
     def wait(self, p: int, name: str, i: int | None) -> None:
@@ -181,7 +177,7 @@ class Slots:
     def take_weight(self, p: int) -> None:
         """Start the gather of the first weight that the chain needs, or take it over if it was started ahead."""
         source = self.stored[p, "B"]
-        way = self._way(p, "B", None, self.phases["B"], source, False)
+        way = self._way(p, "B", None, source, False)
         slot = self.slot(way.shape)
         self.runs.append(closures.take_or_start(slot, source, way, self.is_forward))
         self.moving[p, "B", None] = _Moving(slot, way, None)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from ndtp.algebra.matmul_plan import Letters, MatMulPlan
-from ndtp.algebra.steps import apply
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.algebra.volume import traffic
 from ndtp.schedule.clocks import Product, step_seconds
 from ndtp.schedule.tasks import RowChunks
 
@@ -67,14 +68,10 @@ def _seconds(
 ) -> float:
     products = []
     for i, (plan, size) in enumerate(zip(plans, sizes, strict=True)):
-        local = {letter: size[letter] // plan.grid.size(plan.orders[letter]) for letter in plan.letters}
-        flops = 2.0
-        for extent in local.values():
-            flops *= extent
-        gemm = flops * speeds.per_flop
+        gemm = 2.0 * prod(plan.held_shape(plan.letters, size)) * speeds.per_flop
         products.append(
             Product(
-                _messages(plan, size, local, itemsize),
+                _messages(plan, size, itemsize),
                 gemm + speeds.launch,
                 gemm / chunks + speeds.launch,
                 0.0,
@@ -86,33 +83,15 @@ def _seconds(
 
 
 def _messages(
-    plan: MatMulPlan, sizes: Mapping[str, int], local: Mapping[str, int], itemsize: int
+    plan: MatMulPlan, sizes: Mapping[str, int], itemsize: int
 ) -> dict[tuple[str, str], list[tuple[str, Any, int]]]:
     """(phase, tensor) -> (collective, axes, bytes received) of each of its steps."""
-
-    def held(letters: Letters) -> tuple[int, ...]:
-        return tuple(local[letter] if letter else 1 for letter in letters)
-
-    again = {name: name in plan.regather for name in "ab"}
-    begins = {
-        ("forward", "A"): plan.shard_shape("A", sizes),
-        ("forward", "B"): plan.shard_shape("B", sizes),
-        ("forward", "C"): held(plan.c_letters),
-        ("dgrad", "dC"): plan.shard_shape("C", sizes),
-        ("dgrad", "B"): plan.shard_shape("B", sizes) if again["b"] else None,
-        ("dgrad", "dA"): held(plan.a_letters),
-        ("wgrad", "A"): plan.shard_shape("A", sizes) if again["a"] else None,
-        ("wgrad", "dB"): held(plan.b_letters),
-    }
     return {
-        key: [
-            (step.kind, step.axes, elements * itemsize)
-            for step, _, elements in apply(plan.grid, plan.relayouts[key[1]], shape)
-            if step.kind != "slice"
+        (move.phase, move.tensor): [
+            (each.collective, each.axes, each.amount * itemsize)
+            for each in traffic(plan.grid, move.steps, plan.start_shape(move.tensor, sizes), move.phase)
         ]
-        if shape is not None
-        else []
-        for key, shape in begins.items()
+        for move in plan.moves()
     }
 
 

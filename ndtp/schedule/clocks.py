@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ndtp.algebra.steps import phase_of
 from ndtp.schedule.tasks import WINDOW, Action, Task, Wanted, backward_tasks, forward_tasks
 
 # (collective, axis, bytes received per rank), one after another.
@@ -36,7 +37,7 @@ class Product:
     """One product of a step.
 
     Attributes:
-        messages: (phase, tensor) -> what moves it.
+        messages: (phase, tensor) -> what moves it; none of what does not move.
         gemm: seconds of the whole local product; forward, dgrad and wgrad take the same.
         chunk: seconds of one of its chunks of rows.
         after: seconds of element by element work that follow it in forward; three times that precede it in backward.
@@ -166,7 +167,8 @@ def step_seconds(
         product, cut = products[i], 1 if task.chunk is None else chunks
         key = (phase, i, task.tensor, task.chunk)
         if task.action is Action.START:
-            line.start(key, product.messages[_moved_in(phase, task.tensor), task.tensor], cut)
+            move = phase_of(task.tensor, phase == "backward"), task.tensor
+            line.start(key, product.messages.get(move, []), cut)
         elif task.action is Action.WAIT:
             line.wait(key)
             if task.tensor == "B":
@@ -207,8 +209,3 @@ def _tasks(products: Sequence[Product], chunks: int, regather: bool) -> Iterator
             yield "backward", i, Task(Action.START_NEXT, "dB")
         for i in chains[k + WINDOW] if k + WINDOW < len(chains) else ():
             yield "backward", i, Task(Action.WAIT, "dB")
-
-
-def _moved_in(phase: str, tensor: str) -> str:
-    """What `ndtp.planner.block_cost.messages` calls the phase in which a tensor moves."""
-    return phase if phase == "forward" else "wgrad" if tensor in ("A", "dB") else "dgrad"

@@ -20,11 +20,10 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from ndtp.algebra.grid import divisors
 from ndtp.algebra.steps import Step, apply
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ndtp.algebra.matmul_plan import MatMulPlan
 
 LOOKAHEAD = 2  # gathers in flight at a time: one that is waited for, and one behind it
@@ -242,37 +241,21 @@ class RowChunks:
                 return whole
             peers.append((gathered, scattered))
         blocks = math.lcm(*(ranks for pair in peers for ranks in pair))
-        held = {size["m"] // plan.grid.size(plan.orders["m"]) for plan, size in zip(plans, sizes, strict=True)}
+        held = {plan.held_shape(("m",), size) for plan, size in zip(plans, sizes, strict=True)}
         if len(held) > 1:
             return whole
-        (local,) = held
+        ((local,),) = held
         if not local or local % blocks:
             return whole
         reduced = [each for plan, size in zip(plans, sizes, strict=True) for each in _all_reduced(plan, size)]
-        count = next(n for n in _divisors(local // blocks) if n <= wanted and _cut_alike(reduced, n))
+        possible = [n for n in divisors(local // blocks) if n <= wanted and _cut_alike(reduced, n)]
+        count = max(possible)  # one is always
         if count == 1:
             return whole
         return tuple(
             cls(count, a_dim, blocks // gathered, c_dim, blocks // scattered)
             for (a_dim, c_dim), (gathered, scattered) in zip(dims, peers, strict=True)
         )
-
-    def cut(self, shard: Tensor, name: str, i: int) -> Tensor:
-        """Chunk i of a shard of "A" or "dC"."""
-        if self.count == 1:
-            return shard
-        dim, blocks = self.place(name)
-        return self._chunk(shard, dim, blocks, i).flatten(dim, dim + 1)
-
-    def paste(self, shard: Tensor, name: str, i: int, chunk: Tensor) -> None:
-        """Write chunk i of a shard of "C" or "dA"."""
-        dim, blocks = self.place(name)
-        place = self._chunk(shard, dim, blocks, i)
-        place.copy_(chunk.reshape(place.shape))
-
-    def _chunk(self, shard: Tensor, dim: int, blocks: int, i: int) -> Tensor:
-        rows = shard.shape[dim] // (blocks * self.count)
-        return shard.unflatten(dim, (blocks, self.count, rows)).select(dim + 1, i)
 
     def place(self, name: str) -> tuple[int, int]:
         """The dim of a tensor's rows, and into how many blocks its shard's rows fall."""
@@ -282,18 +265,10 @@ class RowChunks:
 WHOLE = RowChunks(1)
 
 
-def _divisors(number: int) -> list[int]:
-    """Highest first."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)}, reverse=True)
-
-
 def _all_reduced(plan: MatMulPlan, sizes: Mapping[str, int]) -> Iterator[tuple[int, int]]:
     """(elements, ranks) of every all-reduce of C and dA."""
-    for tensor, letters in (("C", plan.c_letters), ("dA", plan.a_letters)):
-        steps, need = plan.relayouts[tensor], plan.need(letters)
-        shape = [(sizes[x] if x else 1) // plan.grid.size(axes) for x, axes in zip(letters, need, strict=True)]
-        for step, after, _ in apply(plan.grid, steps, shape):
+    for tensor in ("C", "dA"):
+        for step, after, _ in apply(plan.grid, plan.relayouts[tensor], plan.start_shape(tensor, sizes)):
             if step.kind == "all_reduce":
                 yield math.prod(after), plan.grid.size(step.axes)
 

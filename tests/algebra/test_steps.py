@@ -14,12 +14,12 @@ from simulate import Run, shard
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.steps import Dims, apply, is_legal, received, relayout
+from ndtp.algebra.steps import Dims, apply, is_legal, received, relayout_steps
 
 
 def check(grid: Grid, held: Dims, stored: Dims, partial: tuple[str, ...]) -> None:
     """Give every rank a part of the sum over `partial`, run the steps, expect the stored block of the dense tensor."""
-    steps = relayout(grid, held, stored, partial)
+    steps = relayout_steps(grid, held, stored, partial)
     rng = np.random.default_rng(0)
     parts = [rng.integers(-9, 10, (grid.num_ranks,) * len(held)) for _ in range(grid.size(partial))]
     dense = sum(parts)
@@ -111,7 +111,7 @@ TABLE = {  # held, stored, partial -> steps
 @pytest.mark.parametrize("row", TABLE)
 def test_table(row: str) -> None:
     held, stored, partial, expected = TABLE[row]
-    steps = relayout(GRID, Layout.parse(GRID, held).dims, Layout.parse(GRID, stored).dims, partial.split())
+    steps = relayout_steps(GRID, Layout.parse(GRID, held).dims, Layout.parse(GRID, stored).dims, partial.split())
     if expected is not None:
         assert ", ".join(str(step).format("").replace("  ", " ") for step in steps) == expected
     else:

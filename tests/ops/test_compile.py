@@ -76,6 +76,7 @@ def assert_same_step(eager, traced, x, leaves=(), what=""):
 
 @pytest.mark.parametrize("regather", [(), ("a", "b")], ids=str)
 def test_ops_pass_the_checks_of_torch(regather):
+    import ndtp.ops.compiled_reductions  # noqa: F401 (makes the op)
     from ndtp.ops.compiled import chain_text
 
     mesh = ProcessGrid(Grid(x=1, y=1, z=1))
@@ -86,7 +87,7 @@ def test_ops_pass_the_checks_of_torch(regather):
         # With "identity" the second product's A is the first one's result, which is kept too.
         text = chain_text((tensors[3], None), plans, ("identity", None), mesh)
         torch.library.opcheck(torch.ops.ndtp.mlp.default, (tensors, text, list(needs)))
-    arguments = (tensors[0], mesh.name, "(x) ()", "() (x)", "relayout", "forward")
+    arguments = (tensors[0], mesh.name, "(x) ()\n() (x)\n\ny\nrelayout", "forward")
     torch.library.opcheck(torch.ops.ndtp.relayout.default, arguments)
 
 
