@@ -51,7 +51,7 @@ def choose(
 ) -> tuple[int, str]:
     """The best number of chunks of a forward and backward, and why; pure."""
     possible = [n for n in COUNTS if RowChunks.of(plans, sizes, n)[0].count == n]
-    predicted = {n: _seconds(plans, sizes, itemsize, speeds, n) for n in possible}
+    predicted = {n: seconds_of(plans, sizes, itemsize, speeds, n) for n in possible}
     if not any(plan.steps for plan in plans):
         return 1, "nothing is communicated"
     if len(possible) == 1:
@@ -63,9 +63,10 @@ def choose(
     return 1, f"overlap does not pay: {predicted[1] * 1e3:.3g} ms, in {other} chunks {predicted[other] * 1e3:.3g} ms"
 
 
-def _seconds(
+def seconds_of(
     plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], itemsize: int, speeds: Speeds, chunks: int
 ) -> float:
+    """A forward and backward in so many chunks."""
     products = []
     for i, (plan, size) in enumerate(zip(plans, sizes, strict=True)):
         gemm = 2.0 * prod(plan.held_shape(plan.letters, size)) * speeds.per_flop

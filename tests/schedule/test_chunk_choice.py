@@ -6,7 +6,7 @@ import pytest
 
 from ndtp import Grid
 from ndtp.algebra.schemes import block_layouts
-from ndtp.schedule.chunk_choice import Speeds, choose
+from ndtp.schedule.chunk_choice import Speeds, choose, seconds_of
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 ROWS, HIDDEN, INNER = 4096, 512, 2048
@@ -46,3 +46,15 @@ def test_more_chunks_where_calls_are_cheaper():
 def test_what_cannot_be_cut_or_is_not_sent():
     assert choose(*chain(rows=4), 4, speeds()) == (1, "its rows cannot be cut for all ranks alike")
     assert choose(*chain(Grid(z=1, x=1, y=1)), 4, speeds()) == (1, "nothing is communicated")
+
+
+@pytest.mark.parametrize("regather", [(), ("a", "b")], ids=str)
+def test_a_step_without_products_lasts_as_long_as_its_bytes(regather):
+    """One queue, no latency, a second a byte: what is timed is what the plans predict, and every byte of it."""
+    _, sizes = chain()
+    plans = block_layouts(CUBE, "3d").plans("block", regather=regather)
+    keys = [(kind, axis) for kind in KINDS for axis in "zxy"]
+    a_second_a_byte = Speeds(dict.fromkeys(keys, 0.0), dict.fromkeys(keys, 1.0), 0.0, 0.0, 0.0)
+    volumes = [plan.volume((size["m"], size["k"], size["n"])) for plan, size in zip(plans, sizes, strict=True)]
+    predicted = sum(volume.in_bytes(4).total for volume in volumes)
+    assert seconds_of(plans, sizes, 4, a_second_a_byte, 1) == predicted

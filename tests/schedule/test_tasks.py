@@ -215,6 +215,8 @@ def test_fewer_chunks_where_an_all_reduce_would_send_more_in_chunks():
     """A rank sums a block that is rounded up: 3 of 6 x 2 elements, and 3 x 1 of three chunks, but 6 x 1 of six."""
     plan = plan_of("None x", "x None", x=4)
     assert [count_of([plan], 12, m=m, n=n) for m, n in ((6, 2), (12, 2), (12, 4), (12, 5), (1, 1))] == [3, 6, 12, 3, 1]
+    backward = plan_of("None None", "None x", x=4)  # dA, of 2 columns
+    assert [count_of([backward], 12, m=m, k=2) for m in (6, 12)] == [3, 6]
 
 
 def test_rows_that_the_next_product_contracts_are_not_cut():
