@@ -46,10 +46,11 @@ def demo(
 ) -> None:
     """Train on real text: dense against 1D, 2D and 3D tensor parallelism.
 
-    A byte-level transformer in plain torch learns the help topics of Python's
-    standard library; ndtp.parallelize puts its MLPs on one grid of ranks after
-    another. The loss curves must coincide with the dense one, and the bytes that
-    each step moves must be those predicted. Writes demo.png and report.json.
+    A byte-level transformer learns the help topics of Python's standard library,
+    with all of its layers on one grid of ranks after another: embedding, norms,
+    attention, MLPs, head and loss. The loss curves must coincide with the dense
+    one, and the bytes that each step moves must be those predicted. Writes
+    demo.png and report.json.
 
     Exit status: 0 when all is well, 1 when a loss or a byte is off, 2 on wrong use.
 
@@ -61,7 +62,7 @@ def demo(
     out = console(json_file)
     ranks = num_ranks(ranks)
     start = time.monotonic()
-    task = Task(steps)
+    task = Task.on(ranks, steps)
     if is_first_rank():
         _make(output)
     choices = grids_for(ranks)
@@ -130,9 +131,9 @@ def _make(directory: Path) -> None:
 
 def _introduce(out: Console, task: Task, ranks: int) -> None:
     out.print(
-        f"A byte-level transformer, {task.layers} layers of width {task.width} with MLPs of {task.inner}, "
-        f"{task.tokens} tokens a step, AdamW, fp32:\n{task.steps} steps dense, then with its MLPs on grids of "
-        f"{ranks} local ranks.",
+        f"A byte-level transformer, {task.layers} layers of width {task.sizes.width} with {task.heads} heads, "
+        f"{task.tokens} tokens a step, AdamW, fp32:\n{task.steps} steps dense, then with all of its layers on grids "
+        f"of {ranks} local ranks.",
         highlight=False,
     )
 
@@ -141,7 +142,7 @@ def _print_table(out: Console, dense: Run, runs: Sequence[GridRun]) -> None:
     from ndtp.cli.demo_training import LOSS_TOLERANCE
 
     table = Table(title="A training step, and how far its losses are from dense", title_justify="left")
-    table.add_column("MLPs on", no_wrap=True)
+    table.add_column("layers on", no_wrap=True)
     for column in ("bytes predicted", "measured", "ms a step", "last loss", "largest deviation"):
         table.add_column(column, justify="right")
     table.add_row("one rank, dense", "", "", f"{dense.median_ms:.0f}", f"{dense.losses[-1]:.4f}", "")
@@ -160,8 +161,8 @@ def _print_table(out: Console, dense: Run, runs: Sequence[GridRun]) -> None:
     least = min(runs, key=lambda run: run.measured_bytes)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     out.print(
-        f"Bytes are what each rank receives in the MLPs. All ranks share {cores} cores here, so times tell nothing "
-        "about GPUs.\n"
+        "Bytes are what each rank receives, from the embedding to the loss and back.\n"
+        f"All ranks share {cores} cores here, so times tell nothing about GPUs.\n"
         f"{least.name} moves the fewest bytes for these sizes; `ndtp plan` finds the grid that does for yours.",
         highlight=False,
     )

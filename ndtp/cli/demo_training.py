@@ -1,4 +1,4 @@
-"""What `ndtp demo` trains: a small byte-level transformer in plain torch, on the text of Python's own documentation."""
+"""What `ndtp demo` trains: a small byte-level transformer, on the text of Python's own documentation."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ndtp.algebra.grid import Grid
 from ndtp.collectives.meter import CommMeter
-from ndtp.models.parallelize import parallelize
+from ndtp.models.byte_model import ByteModel, ByteModelSizes
 from ndtp.runtime.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
     from ndtp.cli.progress import Counter
 
-VOCABULARY = 256  # bytes
 LOSS_TOLERANCE = 1e-3  # a hundred steps of AdamW in fp32 were seen to drift by 1e-6
 
 
@@ -30,18 +28,28 @@ class Task:
     """The same on every grid: sizes, seed and number of steps."""
 
     steps: int
-    width: int = 64
-    inner: int = 256
+    heads: int = 8
     layers: int = 2
-    heads: int = 4
     context: int = 32
-    batch: int = 8
     learning_rate: float = 3e-3
     seed: int = 0
+
+    @classmethod
+    def on(cls, ranks: int, steps: int) -> Task:
+        """With as many heads, and sequences, as every grid of so many ranks divides."""
+        return cls(steps, heads=ranks * max(-(-8 // ranks), 1))
+
+    @property
+    def batch(self) -> int:
+        return self.heads
 
     @property
     def tokens(self) -> int:
         return self.batch * self.context
+
+    @property
+    def sizes(self) -> ByteModelSizes:
+        return ByteModelSizes(width=8 * self.heads, inner=32 * self.heads, layers=self.layers, heads=self.heads)
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,6 @@ class Run:
     predicted_bytes: int = 0
     measured_bytes: int = 0
     by_axes: dict[str, int] = field(default_factory=dict)
-    replaced: int = 0
 
     @property
     def median_ms(self) -> float:
@@ -113,45 +120,6 @@ class GridRun:
         }
 
 
-class Layer(nn.Module):
-    """Attention and an MLP, as GPT-2 has them."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        self.heads = task.heads
-        self.attention_norm = nn.LayerNorm(task.width)
-        self.qkv = nn.Linear(task.width, 3 * task.width)
-        self.project = nn.Linear(task.width, task.width)
-        self.mlp_norm = nn.LayerNorm(task.width)
-        self.mlp = nn.Sequential(nn.Linear(task.width, task.inner), nn.GELU(), nn.Linear(task.inner, task.width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.project(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class ByteModel(nn.Module):
-    """Predicts the next byte."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, task.width)
-        self.position = nn.Parameter(0.02 * torch.randn(task.context, task.width))
-        self.blocks = nn.ModuleList(Layer(task) for _ in range(task.layers))
-        self.norm = nn.LayerNorm(task.width)
-        self.head = nn.Linear(task.width, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.position
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 def text() -> Tensor:
     """The help topics of the Python standard library, as bytes."""
     from pydoc_data.topics import topics
@@ -168,17 +136,12 @@ def train(counter: Counter, task: Task, sizes: Mapping[str, int] | None, scheme:
     if mesh is None and torch.distributed.is_initialized() and torch.distributed.get_rank():
         return Run()
     torch.manual_seed(task.seed)
-    model = ByteModel(task)
+    model = ByteModel(task.sizes)
     run = Run()
     if mesh is not None:
-        report: Any = parallelize(model, mesh, scheme=scheme).ndtp_report
-        predicted = report.volume(task.tokens).in_bytes(4)
-        run = Run(predicted_bytes=predicted.total, by_axes=predicted.by("axes"), replaced=len(report.replaced))
-    # Sharded parameters are DTensors, the others plain tensors: a group of each kind, which run fused over lists.
-    kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for parameter in model.parameters():
-        kinds[type(parameter) is nn.Parameter].append(parameter)
-    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds if kind], lr=task.learning_rate)
+        predicted = model.to_grid(mesh, scheme).volume(task.batch, task.context).in_bytes(4)
+        run = Run(predicted_bytes=predicted.total, by_axes=predicted.by("axes"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, foreach=True)
     batches = torch.Generator().manual_seed(task.seed)
     document = text()
     measured = 0
@@ -194,23 +157,23 @@ def train(counter: Counter, task: Task, sizes: Mapping[str, int] | None, scheme:
         else:
             loss = _forward_backward(model, chunk)
         for group in optimizer.param_groups:
-            group["lr"] = task.learning_rate * _schedule(step, task.steps)
+            group["lr"] = task.learning_rate * warm_cosine(step, task.steps)
         optimizer.step()
         optimizer.zero_grad()
         if step:
             run.step_ms.append((time.perf_counter() - start) * 1e3)
         run.losses.append(loss)
         counter.advance()
-    return Run(run.losses, run.step_ms, run.predicted_bytes, measured, run.by_axes, run.replaced)
+    return Run(run.losses, run.step_ms, run.predicted_bytes, measured, run.by_axes)
 
 
-def _forward_backward(model: nn.Module, chunk: Tensor) -> float:
-    loss = F.cross_entropy(model(chunk[:, :-1]).flatten(0, 1), chunk[:, 1:].flatten())
+def _forward_backward(model: ByteModel, chunk: Tensor) -> float:
+    loss = model(chunk[:, :-1], chunk[:, 1:])
     loss.backward()
     return loss.item()
 
 
-def _schedule(step: int, steps: int) -> float:
+def warm_cosine(step: int, steps: int) -> float:
     """Warm up over a tenth, then a cosine."""
     warm = max(steps // 10, 1)
     return min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * max(step - warm, 0) / max(steps - warm, 1)))
