@@ -6,8 +6,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -79,46 +77,21 @@ def test_a_stalled_rank_becomes_an_error_that_names_axis_and_ranks(ranks):
         check_reports(kind, [report[kind] for report in reports])
 
 
-def fork_worlds(folder):
-    """Ranks of a world for every kind, forked from one process that has imported torch.
-
-    One world after another: with 24 processes at once on a busy machine, some could not connect in 20 s.
-    """
-    torch.set_num_threads(1)
-    for kind in KINDS:
-        reports = [report_of(folder, kind, rank) for rank in range(3)]
-        for rank in range(4):
-            if os.fork() == 0:
-                store = torch.distributed.FileStore(os.path.join(folder, f"{kind}.store"), 4)
-                timeout = timedelta(seconds=100)
-                torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
-                mesh = ProcessGrid(GRID, timeout=60.0)
-                seen = attempt(kind, mesh, lambda: os.kill(os.getpid(), signal.SIGKILL))
-                path = report_of(folder, kind, rank)
-                with open(path + ".part", "w") as file:
-                    file.write(seen)
-                os.rename(path + ".part", path)
-                time.sleep(600)
-        while not all(map(os.path.exists, reports)):
-            time.sleep(0.02)
+def die_in(kind):
+    seen = attempt(kind, ProcessGrid(GRID, timeout=60.0), lambda: os.kill(os.getpid(), signal.SIGKILL))
+    if seen != "fine":
+        raise RuntimeError(seen)
 
 
-def report_of(folder, kind, rank):
-    return os.path.join(folder, f"{kind}.{rank}")
-
-
-def test_a_killed_rank_becomes_an_error_that_names_axis_and_ranks(tmp_path):
-    program = f"from test_failures import fork_worlds; fork_worlds({str(tmp_path)!r})"
-    path = os.pathsep.join(filter(None, [os.path.dirname(__file__), *sys.path]))
-    environ = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
-    process = subprocess.Popen([sys.executable, "-c", program], env=environ, start_new_session=True)
-    try:
-        assert process.wait(timeout=200) == 0  # far longer than the ranks need: only a hang exceeds it
-        for kind in KINDS:
-            reports = (report_of(tmp_path, kind, rank) for rank in range(3))
-            check_reports(kind, [Path(report).read_text() for report in reports])
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_rank_becomes_an_error_that_names_axis_and_ranks(ranks, kind):
+    """Long before the timeout; the pool waits for all who live."""
+    with pytest.raises(RankError) as caught:
+        ranks(4).run(die_in, kind, timeout=50, wait_all=True)
+    error = caught.value
+    assert not error.stopped and set(error.errors) == {2, VICTIM}, "ranks 0 and 1 return"
+    assert "killed by SIGKILL" in error.errors[VICTIM]
+    check_reports(kind, ["fine", "fine", str(error.exceptions[2])])
 
 
 def stall_in_forward_of_a_block():
