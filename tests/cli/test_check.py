@@ -1,6 +1,5 @@
 import json
-import subprocess
-import sys
+import os
 
 import pytest
 import torch
@@ -91,14 +90,26 @@ def test_another_number_of_ranks_than_torchrun_has_is_wrong_use(monkeypatch):
     assert "2 ranks, but torchrun started 4" in result.stderr
 
 
-def test_under_torchrun_one_rank_writes_for_all():
-    arguments = ["-m", "ndtp", "check", "--scheme", "2d", "--json", "-"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+def check_as_a_rank_of_torchrun():
+    """With the environment that a launcher gives: exit status, standard output and standard error."""
+    launched = {"RANK": torch.distributed.get_rank(), "WORLD_SIZE": 2, "MASTER_ADDR": "localhost"}
+    os.environ.update({name: str(value) for name, value in launched.items()})
+    try:
+        result = check("--scheme", "2d", "--json", "-")
+    finally:
+        for name in launched:
+            del os.environ[name]
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_under_torchrun_one_rank_writes_for_all(ranks):
+    """`bench overlap` is started by torchrun itself: see test_bench_overlap.py."""
+    (status, out, err), other = ranks(2).run(check_as_a_rank_of_torchrun)
+    assert status == 0, err
+    report = json.loads(out)
     assert report["ok"] and report["ranks"] == 2
-    assert done.stderr.count("cases agree") == 1
+    assert err.count("cases agree") == 1
+    assert other == (0, "", "")
 
 
 def test_every_form_of_every_scheme_is_a_case():

@@ -65,6 +65,14 @@ def interrupted(words, folder, is_running=lambda mark: len(processes_with(mark))
     return process.returncode, out
 
 
+@pytest.mark.parametrize("words", ["demo --steps 1000 --output demo", "bench overlap --rounds 100000"])
+def test_ctrl_c_leaves_no_rank_behind(words, tmp_path, monkeypatch):
+    """A command that calls its ranks many times, under a bar with a thread of its own, and one that calls them once."""
+    monkeypatch.chdir(tmp_path)
+    status, _ = interrupted([*words.split(), "--ranks", "4"], tmp_path)
+    assert status == 130
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -75,10 +83,18 @@ def interrupted(words, folder, is_running=lambda mark: len(processes_with(mark))
         "bench volume --tokens 4096",
     ],
 )
-def test_ctrl_c_leaves_no_rank_behind(words, tmp_path, monkeypatch):
+def test_every_command_that_starts_ranks_ends_at_once(ndtp, words, tmp_path, monkeypatch):
+    """Ctrl-C while ranks run: the call of them has ended them by then, as test_pool.py holds."""
+
+    def run(*_, **__):
+        calls.append(words)
+        raise KeyboardInterrupt
+
+    calls = []
     monkeypatch.chdir(tmp_path)
-    status, _ = interrupted([*words.split(), "--ranks", "4"], tmp_path)
-    assert status == 130
+    monkeypatch.setattr("ndtp.testing.run", run)
+    status, _, err = ndtp(*words.split(), "--ranks", "4")
+    assert (status, calls) == (130, [words]) and "Traceback" not in err
 
 
 def test_an_interrupted_bench_step_keeps_what_was_measured(tmp_path):

@@ -299,6 +299,20 @@ def test_a_timeout_names_ranks_and_places(pool):
     assert "also rank 3: still running" in str(caught.value)
 
 
+def test_an_interrupt_ends_the_ranks(pool, monkeypatch):
+    """Ctrl-C comes while the parent waits: no rank goes on with what nobody waits for any more."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    pids = [pid for _, pid in pool.run(rank_and_pid)]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("ndtp.testing.pool.wait", interrupt)
+        pool.run(sleep_on, range(P))
+    assert pool.pids == []
+    wait_until_gone(pids)
+
+
 def test_a_failure_is_not_mistaken_for_the_timeout_it_causes(pool):
     with pytest.raises(RankError) as caught:
         pool.run(raise_on, 2, "sleep", wait_all=True, timeout=4)
