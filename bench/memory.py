@@ -36,10 +36,12 @@ CHUNKS = (1, 4)
 STEPS = 3
 
 
-def holdings(sizes: tuple[int, int, int]) -> list[dict]:
+def holdings(sizes: tuple[int, int, int], schemes: list[str]) -> list[dict]:
     """On each rank: one row a grid, choice of `regather` and number of chunks."""
     rows = []
     for scheme, axes in GRIDS:
+        if scheme not in schemes:
+            continue
         grid = ndtp.Grid(axes)
         bare, with_ring = (ndtp.ProcessGrid(grid, **options) for options in ({"ring_bytes": 0}, {}))
         for regather in REGATHER:
@@ -93,10 +95,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, size in (("tokens", 768), ("hidden", 128), ("inner", 512)):
         parser.add_argument(f"--{name}", type=int, default=size)
+    every = sorted({scheme for scheme, _ in GRIDS})
+    parser.add_argument("--schemes", nargs="+", choices=every, default=every)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     sizes = (arguments.tokens, arguments.hidden, arguments.inner)
-    of_ranks = ndtp.testing.run(holdings, ranks=8, args=(sizes,))
+    of_ranks = ndtp.testing.run(holdings, ranks=8, args=(sizes, arguments.schemes))
     rows = [
         {**same[0], "measured": {name: max(row["measured"][name] for row in same) for name in same[0]["measured"]}}
         for same in zip(*of_ranks, strict=True)

@@ -124,15 +124,6 @@ def start(*arguments):
     return result.stdout
 
 
-def test_first_example_is_a_program(tmp_path):
-    """The README's first example, saved to a file and started as a user would."""
-    script = scripts_of(ROOT / "README.md")[0]
-    path = tmp_path / "block.py"
-    path.write_text(script.source)
-    printed = start(path)
-    assert doctest.OutputChecker().check_output(script.blocks[0].expected, printed, FLAGS), printed
-
-
 def test_torchrun_example(tmp_path):
     """The README's training script, under the command that it names, on two ranks."""
     script = next(script for script in scripts_of(ROOT / "README.md") if "init_process_group" in script.source)

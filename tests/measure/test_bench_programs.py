@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from ndtp.measure.volume import Case
 from ndtp.planner.block_cost import Block
@@ -29,6 +33,18 @@ def start(*words: object) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.fixture
+def program(monkeypatch):
+    """One of the programs in this process, which has torch already, and ranks that have it, too."""
+
+    def module(name: str, *words: object):
+        monkeypatch.syspath_prepend(str(BENCH))
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, words)])
+        return importlib.import_module(name)
+
+    return module
+
+
 def test_host_overhead(tmp_path):
     out = tmp_path / "host_overhead.json"
     start(BENCH / "host_overhead.py", "--repetitions", 1, "--calls", 2, "--out", out)
@@ -36,9 +52,12 @@ def test_host_overhead(tmp_path):
     assert len(cases) == 3 and all({"plain", "ndtp", "dtensor"} <= set(case) for case in cases.values())
 
 
-def test_import_time(tmp_path):
+def test_import_time(program, monkeypatch, tmp_path):
+    """Each call once: of the first round, which is left out, there is nothing to see."""
     out = tmp_path / "import_time.json"
-    start(BENCH / "import_time.py", "--repetitions", 1, "--out", out)
+    import_time = program("import_time", "--repetitions", 1, "--out", out)
+    monkeypatch.setattr(import_time, "seconds", functools.cache(import_time.seconds))
+    import_time.main()
     calls = json.loads(out.read_text())["calls"]
     assert len(calls) == 6 and all(took > 0 for took in calls.values())
 
@@ -55,21 +74,33 @@ def test_overlap_checks_every_rival_and_tells_the_parts(tmp_path):
     assert all({"compute_ms", "communication_ms", "hidden_fraction", "predicted"} <= set(row) for row in ours)
 
 
-def test_memory_predicts_what_it_counts(tmp_path):
+def test_memory_predicts_what_it_counts(program, tmp_path):
+    """On one of its grids: ops/test_memory.py has the others."""
     out = tmp_path / "memory.json"
-    start(BENCH / "memory.py", "--tokens", 128, "--hidden", 16, "--inner", 32, "--out", out)
+    program("memory", "--tokens", 128, "--hidden", 16, "--inner", 32, "--schemes", "2d", "--out", out).main()
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 32 and all(row["measured"] == row["predicted"] for row in rows)
+    assert len(rows) == 8 and all(row["measured"] == row["predicted"] for row in rows)
 
 
-ACCURACY = (BENCH / "planner_accuracy.py", "--rounds", 1, "--repeats", 1, "--largest", 0.0625, "--sustain", 0.01)
+ACCURACY = ("--rounds", "1", "--repeats", "1", "--largest", "0.0625", "--sustain", "0.01")
 
 
-def test_planner_accuracy_compares_every_grid_and_keeps_other_rates(tmp_path):
+def planner_accuracy(*words: str) -> None:
+    """The program on this rank, in the group that is there."""
+    with (
+        mock.patch.object(sys, "path", [str(BENCH), *sys.path]),
+        mock.patch.object(sys, "argv", ["planner_accuracy.py", *ACCURACY, *words]),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        importlib.import_module("planner_accuracy").main()
+
+
+def test_planner_accuracy_compares_every_grid_and_keeps_other_rates(ranks, program, capsys, tmp_path):
     out = tmp_path / "accuracy.json"
     out.write_text(json.dumps({"runs": {"1mbit": {"blocks": {}}}}))
-    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    start(*ranks, *ACCURACY, "--rate", "none", "--shapes", "64x16x32,32x16x16", "--out", out)
+    ranks(2).run(planner_accuracy, "--rate", "none", "--shapes", "64x16x32,32x16x16", "--out", str(out))
+    capsys.readouterr()
     runs = json.loads(out.read_text())["runs"]
     assert list(runs) == ["1mbit", "none"]
     assert list(runs["none"]["blocks"]) == ["64 x 16 x 32", "32 x 16 x 16"]
@@ -85,7 +116,8 @@ def test_planner_accuracy_compares_every_grid_and_keeps_other_rates(tmp_path):
     profile = tmp_path / "none.toml"
     profile.write_text(runs["none"]["profile"])
     assert Hardware.load(profile).ranks_per_node == 1
-    summary = start(BENCH / "planner_accuracy.py", "--report", out).stdout
+    program("planner_accuracy", "--report", out).main()
+    summary = capsys.readouterr().out
     assert "of 8 steps predicted within 25 %" in summary and max(map(len, summary.splitlines())) <= 100
 
 

@@ -18,6 +18,9 @@ SCRIPT = """
     import os, signal, sys, time
     import torch.distributed as dist
     import ndtp.testing
+    import ndtp.testing.zygote
+
+    ndtp.testing.zygote._PRELOAD = ("torch.distributed", "ndtp.testing.worker")  # all that these ranks need
 
     # A background job of a shell that ignores SIGINT hands that down to what it starts, this test included.
     signal.signal(signal.SIGINT, signal.default_int_handler)
