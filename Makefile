@@ -14,8 +14,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)      ## train on real text: dense against 1D, 2D and 3D on eight local ranks
 	$(BIN)/ndtp demo --output demo_output
 
+# Hundreds of processes import ndtp and the tests: each would compile them again where no bytecode may be kept.
 test: $(READY)      ## the whole test suite, two files of it at a time
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .
