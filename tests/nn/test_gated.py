@@ -3,7 +3,7 @@
 import pytest
 import torch
 from products import mesh_of
-from test_linear import dense_linear, grids, message_of
+from test_linear import dense_linear, first_turn, grids, message_of
 from test_mlp import check_ends, run_block
 from torch.nn import functional as F
 
@@ -64,11 +64,10 @@ def check_blocks(cases):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_equals_dense_on_every_grid(ranks, scheme):
-    cases = [
-        (grid, scheme, {"bias": bias, "regather": regather, "chunks": chunks})
-        for grid in grids(scheme)
-        for bias, regather, chunks in ((True, (), 1), (False, ("a", "b"), 2))
-    ]
+    cases = []
+    for turn, grid in enumerate(grids(scheme), first_turn(scheme)):
+        bias, regather, chunks = [(True, (), 1), (False, ("a", "b"), 2)][turn % 2]
+        cases.append((grid, scheme, {"bias": bias, "regather": regather, "chunks": chunks}))
     ranks(8).run(check_blocks, cases)
 
 

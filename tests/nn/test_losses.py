@@ -73,7 +73,7 @@ def test_equals_dense_on_grids(ranks):
     ranks(8).run(check_split, EIGHT)
 
 
-def check_fused(cases, tokens=48):
+def check_fused(cases, tokens=24):
     for sizes, scheme in cases:
         mesh = mesh_of(Grid(sizes))
         for form, bias, rows, whole in (

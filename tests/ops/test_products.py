@@ -41,7 +41,7 @@ def transposed(product, flags):
 @pytest.mark.parametrize("name", SCHEMES)
 def test_scheme_is_exact_with_both_transposes_and_regather(ranks, name):
     flags = list(itertools.product((False, True), repeat=2))
-    products = [transposed(scheme_product(name, bias=bias), f) for bias in (False, True) for f in flags]
+    products = [transposed(scheme_product(name, bias=f[0] == f[1]), f) for f in flags]
     products += [
         dataclasses.replace(scheme_product(name, bias=True), options={"regather": regather})
         for regather in (("a",), ("b",), ("a", "b"))
@@ -72,7 +72,7 @@ def held_to_stored():
 
 
 def test_every_row_of_the_relayout_table(ranks):
-    cases = [dataclasses.replace(p, bias=bias) for p in held_to_stored() for bias in (False, True)]
+    cases = [dataclasses.replace(product, bias=turn % 2 == 0) for turn, product in enumerate(held_to_stored())]
     legal = []
     for case in cases:
         try:
@@ -80,7 +80,7 @@ def test_every_row_of_the_relayout_table(ranks):
         except LayoutError:
             continue
         legal.append(case)
-    assert len(legal) > 60
+    assert len(legal) > 30 and {case.bias for case in legal} == {False, True}
     kinds = {step.step.kind for case in legal for step in case.plan().steps}
     assert kinds == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice"}
     ranks(8).run(check_products, legal)
@@ -104,7 +104,8 @@ def test_batched(ranks):
         Product(grid, "e None x", "e x y", (4, 8, 8), (4, 8, 4), "x e y"),
     ]
     flags = list(itertools.product((False, True), repeat=2))
-    ranks(8).run(check_products, [transposed(case, f) for case in cases for f in flags])
+    turns = itertools.cycle(flags[1:])  # of operands that are stored transposed
+    ranks(8).run(check_products, [*cases, *(transposed(case, f) for case, f in zip(cases, turns, strict=False))])
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)], ids=str)
@@ -112,9 +113,8 @@ def test_what_needs_no_gradient_costs_nothing(ranks, needs):
     """A frozen weight or input skips its product and its collectives: the meter says so."""
     cases = [
         scheme_product(name, needs=needs, bias=bias, options={"regather": regather})
-        for name in SCHEMES
-        for bias in (False, True)
-        for regather in ((), ("a", "b"))
+        for turn, name in enumerate(SCHEMES)
+        for bias, regather in itertools.product((turn % 2 == 0,), ((), ("a", "b")))
     ]
     ranks(8).run(check_products, cases)
 
