@@ -96,13 +96,20 @@ def cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Case]:
 
 
 def quick_cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Case]:
-    """A quick look: the first kernel of each kind and dtype on sm_90, of each kind on sm_100, two on the others."""
+    """A quick look: on sm_90 the first kernel of each kind, and the plain and the backward one of each dtype; on
+    sm_100 a plain one with either way to share the work among warps; everywhere a gated one and the reduction."""
     seen = set()
     for case in cases(targets):
+        short = (case.target, case.kind in ("gated", "reduce"), case.kind == "reduce")
         key = {
-            "sm_90": (case.target, case.dtype, case.kind, case.kind == "blocks" and case.config.kernel),
-            "sm_100": (case.target, case.kind, case.config.warp_specialize),
-        }.get(case.target, (case.target, case.kind in ("gated", "reduce"), case.kind == "reduce"))
+            "sm_90": (
+                case.target,
+                case.kind,
+                case.kind in ("plain", "backward") and case.dtype,
+                case.kind == "blocks" and case.config.kernel,
+            ),
+            "sm_100": (*short, case.config.warp_specialize),
+        }.get(case.target, short)
         if key not in seen:
             seen.add(key)
             yield case
