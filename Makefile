@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint types kernels wheel ci clean
+.PHONY: demo test lint types kernels first-device wheel ci clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,10 +28,13 @@ types: $(READY)
 kernels: $(READY)   ## compile the Triton kernels ahead of time for every target; no GPU needed
 	$(BIN)/python -m ndtp_kernels.tools.aot
 
+first-device: $(READY)  ## every step of the first hour on a GPU, as far as it goes without one
+	PYTHON=$(BIN)/python bench/first_device.sh --dry-run
+
 wheel: $(READY)     ## build the wheel and import it from outside the repository
 	./.ci/check-wheel $(BIN)/python
 
-ci: lint types test kernels demo wheel
+ci: lint types test kernels first-device demo wheel
 
 clean:
 	rm -rf $(VENV) build dist demo_output *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

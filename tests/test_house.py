@@ -49,6 +49,7 @@ KERNEL_FLOORS: dict[str, tuple[str, ...]] = {
     "checks": ("form",),
     "torch_path": ("form",),
     "products": ("launch", "checks", "torch_path", "tracing"),
+    "parts": ("launch",),
     "autograd": ("products",),
     "interface": ("autograd",),
     "": ("interface",),

@@ -27,6 +27,7 @@ class AxisGroups:
         global_ranks: of torch's world, in the order of the grid's; None for a grid of one rank, which has no groups.
         device_type, backend: of the tensors that move, and what moves them.
         timeout, groups_per_axis, high_priority, max_ctas: as for `ProcessGrid`.
+        mover: its `collectives`.
         given: groups that are there already; those of torch's timeout that are made for parameters join them.
 
     Attributes:
@@ -48,9 +49,10 @@ class AxisGroups:
         high_priority: bool = True,
         max_ctas: int | None = None,
         given: Made | None = None,
+        mover: str = "torch",
     ) -> None:
         self.grid, self.global_ranks = grid, global_ranks
-        self.device_type, self.backend = device_type, backend
+        self.device_type, self.backend, self.mover = device_type, backend, mover
         self.timeout, self.high_priority, self.max_ctas = timeout, high_priority, max_ctas
         self.rank = 0 if global_ranks is None else global_ranks.index(dist.get_rank())
         self.coordinate = grid.coordinate(self.rank)

@@ -43,6 +43,7 @@ class Collectives:
     """
 
     orders_by_stream = True  # waiting blocks a stream, not the host
+    arrives_in_parts = False  # a gather tells which of its parts have come, see `Handle.arriving`
 
     def __init__(self, groups: AxisGroups, ring: BufferRing, recording: Recording) -> None:
         # None of these holds the process grid: a grid goes when nobody needs it, not when garbage is collected.
@@ -52,12 +53,6 @@ class Collectives:
     def describe(self, axes: Sequence[str]) -> str:
         """See `AxisGroups.describe`."""
         return self.groups.describe(axes)
-
-    @staticmethod
-    def of(groups: AxisGroups, ring: BufferRing, recording: Recording) -> Collectives:
-        """By the class that fits the backend of the process groups."""
-        kind = GlooCollectives if groups.backend == "gloo" else Collectives
-        return kind(groups, ring, recording)
 
     # ------------------------------------------------------------------------------------------------------ starting
 
@@ -303,7 +298,7 @@ class GlooCollectives(Collectives):
         if ranks == 2 and count % 2 == 0:  # of an odd number, parts are counted as rounded up
             route.begin = self._swap(route.channel, shape, count)
             return (route,)
-        if dtype not in LOW_PRECISION:
+        if self.sums_everywhere(dtype):
             return (route,)
         # Of the flat tensor, padded: the same volume.
         padded = count + -count % ranks
@@ -329,6 +324,10 @@ class GlooCollectives(Collectives):
 
         route.begin, gather.begin = begin, begin_gather
         return route, gather
+
+    def sums_everywhere(self, dtype: torch.dtype) -> bool:
+        """Whether an all-reduce of more than two ranks is left to `_sum_everywhere`."""
+        return dtype not in LOW_PRECISION
 
     def _swap(self, to: Channel, shape: Shape, count: int) -> Begin:
         """An all-reduce of two ranks: each sends all that it has, as many bytes as by halves, and nobody waits twice.

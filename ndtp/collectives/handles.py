@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -140,6 +140,24 @@ class Handle:
             raise failure(self._route.label(), self._owner.describe, error) from error
         finally:
             self._close()
+
+    def arriving(self) -> Iterator[tuple[int, Tensor]]:
+        """Of a gather along dim 0, whose result needs no finishing: which ranks' rows have come, as they come.
+
+        Each is waited for on the consumer's stream, or in the host; `wait` comes after it as ever.  Where a collective
+        does not tell its parts apart they come all at once.
+        """
+        ranks, work = self._route.channel.group.size(), self._work
+        each = getattr(work, "parts", None)
+        try:
+            if each is None and work is not None:
+                work.wait()
+            result = self._finish()
+            rows = result.shape[0] // ranks
+            for part in range(ranks) if each is None else each():
+                yield part, result[part * rows : (part + 1) * rows]
+        except RuntimeError as error:
+            raise failure(self._route.label(), self._owner.describe, error) from error
 
     def _close(self) -> None:
         if self._borrowed:

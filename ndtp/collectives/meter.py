@@ -86,6 +86,9 @@ class CommMeter(TorchDispatchMode):
         if label is None:
             phase = "forward" if torch._C._current_autograd_node() is None else "backward"
             label = Label((), phase, kind, (_axis_name(group),))
+        self._add(label, amount)
+
+    def _add(self, label: Label, amount: int) -> None:
         first = label not in self._seen and not label.follows
         self._seen.add(label)
         traffic = Traffic(label.phase, label.collective, label.axes, amount, int(first))
@@ -100,6 +103,14 @@ class CommMeter(TorchDispatchMode):
             self._ahead = [entry for entry in self._ahead if entry[0] is not label]
         else:
             self._traffic.append(Traffic(label.phase, label.collective, label.axes, amount, 1))
+
+
+def received_directly(num_bytes: int) -> None:
+    """Count what a collective receives that torch's dispatcher does not see: copies out of the memory of peers."""
+    label = LABEL.get()
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, CommMeter) and label is not None:
+            mode._add(label, num_bytes)
 
 
 def arrived(label: Label) -> None:

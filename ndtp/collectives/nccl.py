@@ -26,8 +26,10 @@ def group_arguments(timeout: float | None, high_priority: bool, max_ctas: int | 
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
-    # torch overwrites the timeout that the options have by the argument, or by its own default.
     limit = None if timeout is None else timedelta(seconds=timeout)
+    if limit is not None:
+        # torch takes the argument, and warns of every group whose options say something else: their default does.
+        options._timeout = limit
     return {"pg_options": options, "device_id": device(), "timeout": limit}
 
 

@@ -35,11 +35,10 @@ class TorchGemm(TorchEpilogues):
         accumulate: add to `out`.
 
     Attributes:
-        own_part_from: multiply-adds below which a rank's own part does not go first while the others' are on their way:
-            another product costs more than the wait it fills.
+        own_part_from: see `ndtp.compute.devices.DeviceKind`, whose it is by default.
     """
 
-    own_part_from = 2**20
+    own_part_from: int | None = None
 
     def bound(self, letters: tuple[Letters, Letters, Letters], one: Shape, other: Shape, **how: Any) -> Product:
         """A product, for operands of these shapes: a function of the two.

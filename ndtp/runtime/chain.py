@@ -71,7 +71,8 @@ def _bind(
     if chunks is None and any(plan.chunks == "auto" for plan in plans):
         from ndtp.runtime.chunk_count import resolve
 
-        chunks = resolve(plans, [stage.sizes for stage in stages], mesh.collectives, mesh.step, *a[1:])
+        sizes = [stage.sizes for stage in stages]
+        chunks = resolve(plans, sizes, mesh.collectives, mesh.gemm, mesh.step, *a[1:])
     elif chunks is None:
         chunks = min(int(plan.chunks) for plan in plans)
     rows = RowChunks.of([stage.plan for stage in stages], [stage.sizes for stage in stages], chunks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.steps import Step
+from ndtp.compute.devices import kind_of
 from ndtp.schedule.chunk_choice import Speeds, choose
 
 if TYPE_CHECKING:
     from ndtp.collectives.collectives import Collectives
+    from ndtp.compute.gemm import TorchGemm
     from ndtp.runtime.step_state import StepState
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
@@ -29,6 +32,7 @@ def resolve(
     plans: Sequence[MatMulPlan],
     sizes: Sequence[Mapping[str, int]],
     collectives: Collectives,
+    gemm: TorchGemm,
     step: StepState,
     dtype: torch.dtype,
     device: torch.device,
@@ -44,7 +48,7 @@ def resolve(
             # Not a part of what a meter counts.  And gloo hands a compiler's Python dispatcher on to its threads, which
             # would wait for the interpreter's lock while this thread holds it and waits for them.
             with _disable_current_modes(), no_python_dispatcher():
-                step.speeds = measure(collectives, torch.empty(1, dtype=dtype, device=device))
+                step.speeds = measure(collectives, gemm, torch.empty(1, dtype=dtype, device=device))
         step.chunk_choices[key] = choose(plans, sizes, dtype.itemsize, step.speeds)
         if collectives.groups.rank == 0:
             logger.info("%s: chunks: %d, %s", ", ".join(plan.name for plan in plans), *step.chunk_choices[key])
@@ -53,13 +57,16 @@ def resolve(
     return step.chunk_choices[key][0]
 
 
-def measure(collectives: Collectives, like: torch.Tensor, elements: int = 2**17, repeats: int = 3) -> Speeds:
+def measure(collectives: Collectives, gemm: TorchGemm, like: torch.Tensor, repeats: int = 3) -> Speeds:
     """Time small and large collectives over every axis, products, and both at once; on all ranks together.
+
+    Of sizes that tell something on this kind of device (`ndtp.compute.devices`), by what multiplies here.
 
     Args:
         like: a tensor of the dtype and device that count.
-        elements: of a rank's share of a large collective.
     """
+    figures = kind_of(like.device.type)
+    elements, side = figures.probe_bytes // like.element_size(), figures.probe_side
     device, groups, grid = like.device, collectives.groups, collectives.groups.grid
     axes = grid.nontrivial(grid.names)
 
@@ -96,9 +103,14 @@ def measure(collectives: Collectives, like: torch.Tensor, elements: int = 2**17,
             )
             received = elements * like.element_size() * (ranks - 1) * (2 if kind == "all_reduce" else 1)
             found += [small, max(large - small, 0.0) / received]
-    side = 384 if device.type == "cpu" else 4096
-    big, tiny = (torch.ones(n, n, dtype=like.dtype, device=device) for n in (side, 16))
-    launch, product = seconds(lambda: tiny @ tiny), seconds(lambda: [big @ big for _ in range(4)]) / 4
+    # Random: a chip that multiplies ones draws less power, and runs faster.  Not out of the user's own random numbers.
+    generator = torch.Generator(device).manual_seed(0)
+    big, tiny = (torch.randn(n, n, generator=generator, device=device).to(like.dtype) for n in (side, 16))
+    multiply_big, multiply_tiny = (
+        partial(gemm.bound((("m", "k"), ("k", "n"), ("m", "n")), tuple(x.shape), tuple(x.shape)), x, x)
+        for x in (big, tiny)
+    )
+    launch, product = seconds(multiply_tiny), seconds(lambda: [multiply_big() for _ in range(4)]) / 4
     found = slowest([*found, product / (2.0 * side**3), launch])
     keys = [(kind, axis) for axis in axes for kind in KINDS]
     links = len(keys)
@@ -112,14 +124,14 @@ def measure(collectives: Collectives, like: torch.Tensor, elements: int = 2**17,
         def run() -> None:
             handles = [start("all_gather", axes[-1], elements) for _ in range(num_gathers)]
             for _ in range(num_products):
-                big @ big
+                multiply_big()
             for handle in handles:
                 handle.wait()
 
         return slowest([seconds(run)])[0]
 
     # Long enough for what schedules processes to be fair: ranks may share processors.
-    num_gathers = max(1, min(16, round(0.1 / together(1, 0))))
+    num_gathers = max(1, min(figures.probe_gathers, round(0.1 / together(1, 0))))
     gathers = together(num_gathers, 0)
     num_products = max(1, round(gathers / (per_flop * 2.0 * side**3)))
     products, both = together(0, num_products), together(num_gathers, num_products)

@@ -164,6 +164,19 @@ def multiply_rows(slot: int, product: Product, one: int, other: int, start: int,
     return run
 
 
+def multiply_arriving(slot: int, shape: tuple[int, ...], product: Product, handle: int, other: int) -> Run:
+    """Rows of all ranks as they come, this rank's own first, into a new tensor for all of them."""
+
+    def run(slots: Slots) -> None:
+        out = None
+        for part, x in slots[handle].arriving():
+            if out is None:
+                slots[slot] = out = x.new_empty(shape)
+            product(x, slots[other], out=out[part * x.shape[0] : (part + 1) * x.shape[0]])
+
+    return run
+
+
 def multiply_own_part(slot: int, product: Product, own: int, other: int, ranks: int) -> Run:
     """Of a sum over the contracted dim, as if it were one of as many blocks."""
 

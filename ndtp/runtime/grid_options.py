@@ -11,6 +11,7 @@ import torch
 from ndtp.errors import GridError
 
 GEMMS = ("torch", "kernels")
+MOVERS = ("torch", "symmetric")
 SHORTEST_TIMEOUT_S = 0.001  # torch counts milliseconds: of less remains 0, with which gloo fails at once, or not
 LONGEST_TIMEOUT_S = 1e9  # added to the clock in nanoseconds, a longer one ends in the past
 
@@ -35,6 +36,7 @@ def checked_timeout(timeout: object) -> float | None:
 def check_options(
     *,
     gemm: object,
+    collectives: object,
     free_sms: object,
     groups_per_axis: object,
     max_ctas: object,
@@ -51,8 +53,9 @@ def check_options(
     for name, flag in (("check", check), ("high_priority", high_priority), ("register_buffers", register_buffers)):
         if not isinstance(flag, bool):
             raise GridError(f"ProcessGrid: {name}={flag!r} is neither True nor False")
-    if gemm not in GEMMS:
-        raise GridError(f"ProcessGrid: gemm={gemm!r} is not one of {', '.join(GEMMS)}")
+    for name, value, known in (("gemm", gemm, GEMMS), ("collectives", collectives, MOVERS)):
+        if value not in known:
+            raise GridError(f"ProcessGrid: {name}={value!r} is not one of {', '.join(known)}")
     if groups_per_axis is not None and (isinstance(groups_per_axis, bool) or groups_per_axis not in (1, 2)):
         raise GridError(f"ProcessGrid: groups_per_axis={groups_per_axis!r} is neither 1 nor 2")
     _check_count("free_sms", free_sms, 0)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ndtp.algebra.matmul_plan import Letters, MatMulPlan
+from ndtp.compute.devices import kind_of
 from ndtp.compute.gemm import Product, joined
 from ndtp.runtime import closures
 from ndtp.runtime.closures import Get
@@ -73,13 +74,21 @@ class Phase(Slots):
         dim, axes = gathered
         weight, ranks, shape = self.tensors[p, "B", None], plan.grid.size(axes), self.shapes[own]
         contracted = shape[-1] * (ranks if dim else 1)
-        if prod(shape) * prod(self.shapes[weight]) < self.gemm.own_part_from * contracted:
+        least = self.gemm.own_part_from
+        if least is None:
+            least = kind_of(self.collectives.groups.device_type).own_part_from
+        if prod(shape) * prod(self.shapes[weight]) < least * contracted:
             return
         me, blocks = plan.grid.index(self.collectives.groups.rank, axes), blocks_of_result(plan, name)
         if dim == 0 and blocks == 1:
             begun, product = self._result_of(p, name, self.chunks), self._product(p, name, shape, blocks=1)
             whole, at = self.shapes[begun], me * shape[0]
-            self.runs.append(closures.multiply_own_rows(begun, whole, product, own, weight, at))
+            if self.collectives.arrives_in_parts:
+                moving = self.moving[p, operand, i].slot
+                self.runs.append(closures.multiply_arriving(begun, whole, product, moving, weight))
+                self.complete.add(begun)
+            else:
+                self.runs.append(closures.multiply_own_rows(begun, whole, product, own, weight, at))
         elif dim == 1 and self.gemm.sums_parts(self.dtype):
             begun = self._result_of(p, name, self.chunks)
             product = self._product(p, name, (ranks, *shape), blocks=blocks, parts=(me,))
@@ -105,6 +114,8 @@ class Phase(Slots):
 
     def _complete(self, p: int, name: str, operand: int, begun: int) -> None:
         """The parts of the others, beside or on top of this rank's own."""
+        if begun in self.complete:
+            return  # they were multiplied as they came
         plan, weight, shape = self.stages[p].plan, self.tensors[p, "B", None], self.shapes[operand]
         dim, axes = own_axis(plan, name) or (0, ())
         ranks, me = plan.grid.size(axes), plan.grid.index(self.collectives.groups.rank, axes)

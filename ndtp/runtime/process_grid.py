@@ -18,9 +18,9 @@ from ndtp.algebra.layout import default_mesh_axes
 from ndtp.collectives import nccl
 from ndtp.collectives.axis_groups import DIRECTIONS, AxisGroups, Made
 from ndtp.collectives.buffer_ring import DEFAULT_BYTES, BufferRing
-from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.direct_exchange import past_of
 from ndtp.collectives.groups import end, never_destroy
+from ndtp.collectives.movers import collectives_of
 from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.errors import GridError
 from ndtp.runtime.grid_options import check_device_type, check_options, checked_timeout
@@ -52,6 +52,9 @@ class ProcessGrid:
             names the ranks that deviate, instead of a hang.  One small all-gather a product: for tests and debugging.
         gemm: what multiplies on each rank: "torch", or "kernels" for those of `ndtp_kernels` (Triton on a GPU).  Their
             table must be the same on all ranks, which is checked here.
+        collectives: who moves tensors: "torch" (gloo or NCCL), or "symmetric": every rank copies out of the memory of
+            its peers, on GPUs by copy engines that take no multiprocessor, on CPUs out of shared memory; all ranks on
+            one machine.  The same bytes.  See docs/gpus.md.
         free_sms: multiprocessors that the GEMMs leave to collectives; needs `gemm="kernels"`.
         device_type: "cpu" or "cuda", which must have a backend; default: that of the backend (NCCL: "cuda").
         groups_per_axis: 2 gives the gathers along an axis one process group and its scatters and reductions another,
@@ -88,6 +91,7 @@ class ProcessGrid:
         timeout: float | None = None,
         check: bool = False,
         gemm: str = "torch",
+        collectives: str = "torch",
         free_sms: int = 0,
         device_type: str | None = None,
         groups_per_axis: int | None = None,
@@ -100,6 +104,7 @@ class ProcessGrid:
         self.timeout = checked_timeout(timeout)
         check_options(
             gemm=gemm,
+            collectives=collectives,
             free_sms=free_sms,
             groups_per_axis=groups_per_axis,
             max_ctas=max_ctas,
@@ -129,6 +134,7 @@ class ProcessGrid:
             high_priority=high_priority,
             max_ctas=max_ctas,
             given=given,
+            mover=collectives,
         )
         self.groups_per_axis = self.groups.groups_per_axis
         self.rank, self.coordinate = self.groups.rank, self.groups.coordinate
@@ -159,8 +165,12 @@ class ProcessGrid:
         self.ring = BufferRing(
             ring_bytes, nccl.registered_memory(ring_groups) if register_buffers and ring_groups else None
         )
+        if collectives == "symmetric":
+            from ndtp.collectives.symmetric.collectives import check_usable
+
+            check_usable(self.groups)
         self.step = StepState(late_gradients_of(None if global_ranks is None else dist.group.WORLD))
-        self.collectives = Collectives.of(self.groups, self.ring, self.step.recording)
+        self.collectives = collectives_of(self.groups, self.ring, self.step.recording)
         self.name = f"{grid} #{next(_COUNT)}"
         _NAMED[self.name] = self
         if gemm == "kernels":
@@ -241,11 +251,12 @@ class ProcessGrid:
                 groups_per_axis=self.groups_per_axis,
                 high_priority=self.high_priority,
                 max_ctas=self.max_ctas,
+                collectives=self.groups.mover,
                 ring_bytes=0,
                 _bound=None if ranks is None else (ranks, given),
             )
             refined.gemm, refined.step, refined.ring = self.gemm, self.step, self.ring
-            refined.collectives = Collectives.of(refined.groups, self.ring, self.step.recording)
+            refined.collectives = collectives_of(refined.groups, self.ring, self.step.recording)
             self._refined[key] = refined
         return self._refined[key]
 

@@ -93,6 +93,7 @@ class Slots:
         self.moving: dict[Key, _Moving] = {}
         self.side_by_side: dict[tuple[int, str], int] = {}  # the gathered chunks of an operand
         self.begun: dict[Key, int] = {}  # results of which this rank's own part is multiplied
+        self.complete: set[int] = set()  # those of them of which all parts are
 
     def end_of_task(self, line: str, title: Title | None = None) -> None:
         if self.runs:

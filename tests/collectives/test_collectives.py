@@ -11,15 +11,16 @@ from ndtp import CommMeter, CommunicationError, Grid, ProcessGrid
 from ndtp.algebra.steps import Step
 from ndtp.collectives import collectives
 from ndtp.collectives.collectives import Collectives, GlooCollectives
+from ndtp.collectives.symmetric.collectives import SymmetricCollectives
 from ndtp.testing import assert_equal, small_integers
 
 GRID = Grid(x=4)
 
 
-def every_kind(own_kernels):
-    """`own_kernels` False: torch's own collectives, as NCCL would run them."""
+def every_kind(kind):
+    """`Collectives` are torch's own, as NCCL would run them."""
     mesh = mesh_of(GRID)
-    collectives = (GlooCollectives if own_kernels else Collectives)(mesh.groups, mesh.ring, mesh.step.recording)
+    collectives = kind(mesh.groups, mesh.ring, mesh.step.recording)
     rank, axes = mesh.rank, ("x",)
 
     def run(step, tensor):
@@ -55,9 +56,9 @@ def every_kind(own_kernels):
         assert empty.shape == (0, 4, 12), "nothing to gather"
 
 
-@pytest.mark.parametrize("own_kernels", [True, False])
-def test_every_kind_on_every_dim(ranks, own_kernels):
-    ranks(4).run(every_kind, own_kernels)
+@pytest.mark.parametrize("kind", [GlooCollectives, Collectives, SymmetricCollectives])
+def test_every_kind_on_every_dim(ranks, kind):
+    ranks(4).run(every_kind, kind)
 
 
 def sums_of_two():
@@ -106,17 +107,18 @@ def test_what_cannot_be_done_is_refused(ranks):
     ranks(4).run(refused)
 
 
-def low_precision_sums():
+def low_precision_sums(mover):
     """256 + 1 + 1 + 1 is 259 in fp32, rounds to 260 in bf16; hop by hop in bf16 every 1 is lost."""
-    mesh = mesh_of(GRID)
+    mesh = ProcessGrid(GRID, collectives=mover)
     value = torch.full((8,), 256.0 if mesh.rank == 0 else 1.0, dtype=torch.bfloat16)
     for step in (Step("all_reduce", ("x",)), Step("reduce_scatter", ("x",), 0)):
         result = mesh.collectives.start(step, value, ("test",), "forward").wait()
         assert_equal(result, torch.full_like(result, 260.0), step.kind)
 
 
-def test_low_precision_is_summed_in_fp32(ranks):
-    ranks(4).run(low_precision_sums)
+@pytest.mark.parametrize("mover", ["torch", "symmetric"])
+def test_low_precision_is_summed_in_fp32(ranks, mover):
+    ranks(4).run(low_precision_sums, mover)
 
 
 def wire_bytes():

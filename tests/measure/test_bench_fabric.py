@@ -1,6 +1,7 @@
 """The emulated fabric moves the predicted bytes; on a GPU it runs, without one it says that it cannot."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,16 +61,24 @@ def test_host_time_of_a_chunk_is_a_slope():
     assert fabric.host_us({2: 1.0}) is None, "one point has no slope"
 
 
-def test_the_copy_compiles_ahead_of_time():
+def test_the_copy_compiles_ahead_of_time_and_has_its_sm_to_itself(tmp_path):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     pointers, sizes = ("target", "source"), ("target_tiles", "source_tiles", "tiles", "duration_ns")
     signature = {**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(sizes, "i32"), "TILE": "constexpr"}
-    source = ASTSource(fn=fabric.paced_copy, signature=signature, constexprs={"TILE": fabric.TILE})
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
-    assert "globaltimer" in ptx and "st.global" in ptx
+    attributes = {(i,): [["tt.divisibility", 16]] for i in range(2)}
+    source = ASTSource(fn=fabric.paced_copy, signature=signature, constexprs={"TILE": fabric.TILE}, attrs=attributes)
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": fabric.WARPS})
+    assert "globaltimer" in kernel.asm["ptx"] and "st.global" in kernel.asm["ptx"]
+    (tmp_path / "copy.cubin").write_bytes(kernel.asm["cubin"])
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [cuobjdump, "--dump-resource-usage", tmp_path / "copy.cubin"]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+    assert registers * 32 * fabric.WARPS == 65536, "another block would fit on the SM as well"
+    assert stack <= 64, "what does not fit is next to nothing"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -96,5 +105,5 @@ def test_on_a_gpu_every_grid_and_chunk_count_is_reported(tmp_path):
 def test_the_copy_copies():
     source = torch.randint(0, 2**30, (3 * fabric.TILE,), device="cuda", dtype=torch.int32)
     target = torch.zeros(7 * fabric.TILE, device="cuda", dtype=torch.int32)
-    fabric.paced_copy[(4,)](target, source, 7, 3, 7, 100_000, TILE=fabric.TILE, num_warps=8)
+    fabric.paced_copy[(4,)](target, source, 7, 3, 7, 100_000, TILE=fabric.TILE, num_warps=fabric.WARPS)
     assert torch.equal(target, source.repeat(3)[: 7 * fabric.TILE])

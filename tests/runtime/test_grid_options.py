@@ -3,14 +3,16 @@
 import math
 from datetime import timedelta
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.constants import default_pg_timeout
 
 from ndtp import Grid, GridError, ProcessGrid
 from ndtp.collectives import nccl
+from ndtp.collectives.axis_groups import AxisGroups
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 1e-9, 0.0009, -1, math.inf, math.nan, True, "60", 1e10, timedelta(1)])
@@ -42,6 +44,8 @@ def test_timeouts_that_are_taken(timeout):
         {"groups_per_axis": "2"},
         {"gemm": "cublas"},
         {"gemm": None},
+        {"collectives": "nccl"},
+        {"collectives": None},
         {"check": "no"},
         {"high_priority": 1},
         {"register_buffers": 0},
@@ -59,20 +63,51 @@ def test_options_that_make_no_sense(options):
     assert f"{name}={value!r}" in str(caught.value)
 
 
-def test_nccl_is_told_the_timeout_where_torch_reads_it():
-    """torch overwrites that of the options by the argument of `new_group`, or by its default."""
-    options = SimpleNamespace(config=SimpleNamespace())
-    made = mock.Mock(return_value=options)
-    with (
-        mock.patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=made), create=True),
-        mock.patch.object(nccl, "device", lambda: torch.device("cuda", 3)),
-    ):
-        arguments = nccl.group_arguments(7.5, high_priority=True, max_ctas=4)
-        default = nccl.group_arguments(None, high_priority=False, max_ctas=None)
-    assert arguments["timeout"] == timedelta(seconds=7.5) and default["timeout"] is None
-    assert arguments["pg_options"] is options and options.config.max_ctas == 4
-    assert arguments["device_id"] == torch.device("cuda", 3)
-    assert [call.kwargs for call in made.call_args_list] == [
-        {"is_high_priority_stream": True},
-        {"is_high_priority_stream": False},
-    ]
+class NcclOptions:
+    """What `ProcessGroupNCCL.Options` has, with torch's defaults."""
+
+    def __init__(self, is_high_priority_stream=False):
+        self.is_high_priority_stream, self._timeout = is_high_priority_stream, default_pg_timeout
+        self.config = SimpleNamespace()
+
+
+@pytest.fixture
+def nccl_world(monkeypatch):
+    """torch's own way to a group of NCCL, up to the communicator: (options, timeout then) of every group."""
+    made = []
+
+    class Kind(type):
+        def __instancecheck__(cls, backend):
+            return isinstance(backend, dist.ProcessGroupGloo)
+
+    class Nccl(metaclass=Kind):
+        Options = NcclOptions
+
+        def __new__(cls, store, rank, size, options):
+            made.append((options, options._timeout))
+            return dist.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
+
+    for module in (dist, c10d):
+        monkeypatch.setattr(module, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(c10d, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(c10d, "default_pg_nccl_timeout", default_pg_timeout)
+    monkeypatch.setattr(nccl, "device", lambda: torch.device("cuda", 3))
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(hours=2))
+    yield made
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("error")  # torch warns where options and argument differ
+@pytest.mark.parametrize(("seconds", "expected"), [(7.5, timedelta(seconds=7.5)), (None, default_pg_timeout)])
+def test_the_timeout_reaches_the_communicator(nccl_world, seconds, expected):
+    """torch overwrites that of the options by the argument of `new_group`, or by its default; not so the others."""
+    groups = AxisGroups(Grid(x=1), [0], "cuda", "nccl", timeout=seconds, high_priority=True, max_ctas=4)
+    held = [groups.group(("x",), way) for way in ("gather", "scatter")]
+    held.append(groups.parameters_group("x"))
+    (_, of_world), *own = nccl_world
+    assert of_world == timedelta(hours=2) and len(own) == (2 if seconds is None else 3)
+    assert [timeout for _, timeout in own[:2]] == [expected, expected]
+    assert own[-1][1] == default_pg_timeout, "DTensor's own traffic has torch's timeout"
+    for options, _ in own:
+        assert options.is_high_priority_stream and options.config.max_ctas == 4
+    assert all(group.bound_device_id == torch.device("cuda", 3) for group in held), "made at once, not at first use"

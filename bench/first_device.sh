@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# Everything that a first hour on a GPU is for, in order of value; what is written when it ends early is there.
+#
+#     bench/first_device.sh [--dry-run] [--list] [OUT]         default OUT: bench/results/first_device
+#
+# Each step has a time limit and goes on alone: one that fails or hangs costs itself.  OUT/STEP.log is what it printed,
+# OUT/*.json its results, OUT/steps.jsonl a line a step as it ends.  Exit status 1 if a step failed.
+#
+# --dry-run runs the same command lines without a GPU: each must parse, import all that it needs, and either do its part
+# on CPUs or say that it needs a device.  --list prints the command lines.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+mode=run
+while [[ ${1-} == --* ]]; do
+    case $1 in
+        --dry-run) mode=dry ;;
+        --list) mode=list ;;
+        *) echo "first_device.sh: unknown option $1" >&2; exit 2 ;;
+    esac
+    shift
+done
+python=${PYTHON:-python3}
+[[ -z ${PYTHON-} && -x .venv/bin/python ]] && python=.venv/bin/python
+export PYTHONPATH=$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}
+[[ $mode == dry ]] && export CUDA_VISIBLE_DEVICES=""
+if [[ $mode == list ]]; then devices=2; out=OUT; else
+    devices=$("$python" -c 'import torch; print(torch.cuda.device_count())') || exit 1
+    if [[ $mode == run && $devices == 0 ]]; then
+        echo "first_device.sh: there is no GPU; nothing was measured (--dry-run checks the steps)" >&2
+        exit 2
+    fi
+    if [[ $mode == dry ]]; then out=${1:-$(mktemp -d)}; else out=${1:-bench/results/first_device}; fi
+    mkdir -p "$out"
+    : >"$out/steps.jsonl"
+fi
+failed=0
+
+# step NAME SECONDS COMMAND...
+step() {
+    local name=$1 limit=$2 verdict=ok status begin=$SECONDS
+    shift 2
+    if [[ $mode == list ]]; then echo "$name $limit $*"; return; fi
+    timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1 </dev/null
+    status=$?
+    if [[ $status == 124 || $status == 137 ]]; then
+        verdict="out of time"
+    elif [[ $status != 0 ]]; then
+        verdict=failed
+        # What needs a device says so, in words; a wrong command line ends with the same status.
+        if [[ $mode == dry && $status == 2 ]] && grep -qE "nothing was measured|no GPU to measure on" "$out/$name.log"; then
+            verdict="needs a device"
+        fi
+    fi
+    [[ $verdict == ok || $verdict == "needs a device" ]] || failed=1
+    printf '{"step": "%s", "verdict": "%s", "status": %d, "seconds": %d, "limit": %d}\n' \
+        "$name" "$verdict" "$status" $((SECONDS - begin)) "$limit" >>"$out/steps.jsonl"
+    printf '%-18s %-16s %4d s\n' "$name" "$verdict" $((SECONDS - begin))
+    if [[ $verdict == failed ]]; then tail -n 15 "$out/$name.log" | sed 's/^/    /'; fi
+}
+
+tests() { # NAME SECONDS FILES AND OPTIONS...
+    local name=$1 limit=$2
+    shift 2
+    step "$name" "$limit" "$python" -m pytest -p no:cacheprovider -m gpu --timeout 200 "$@"
+}
+
+# Sizes of a step against torch; those of a dry run take seconds on CPUs.
+block=(--tokens 8192 --hidden 4096 --ffn 14336 --dtype bf16) shares=(--largest 64 --repeats 5)
+ranks=$devices
+if [[ $mode == dry ]]; then
+    block=(--tokens 64 --hidden 16 --ffn 32 --dtype bf16 --rounds 1 --warmup 1) shares=(--largest 0.01 --repeats 1)
+    ranks=2
+fi
+ours=("$python" -m ndtp)
+all=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$ranks" -m ndtp)
+
+step info 60 "${ours[@]}" info --json "$out/info.json"
+tests tests_kernels 200 tests/kernels/test_parts.py
+step gemm_quick 240 "$python" bench/gemm.py --plain --fused --block --quick --seconds 200 --out "$out/gemm_quick.json"
+tests tests_cuda 400 tests/test_cuda.py
+tests graphs 200 tests/test_cuda.py -k captured
+tests tests_symmetric 200 tests/collectives/test_symmetric.py tests/collectives/test_recorder.py
+step symmetric 120 "$python" bench/symmetric.py --out "$out/symmetric.json"
+if [[ $ranks -ge 2 ]]; then
+    step step 300 "${all[@]}" bench step --compare torch "${block[@]}" --json "$out/step.json"
+    step calibrate 300 "${all[@]}" bench calibrate --dtype bf16 "${shares[@]}" --output "$out/hardware.toml"
+else
+    echo "step, calibrate: left out, one device"
+fi
+step tuning 420 "${ours[@]}" bench gemm --tune --json "$out/tuning.json"
+step gemm 480 "$python" bench/gemm.py --all --seconds 430 --out "$out/gemm.json"
+tests tests_fabric 300 tests/measure/test_bench_fabric.py
+step fabric 400 "$python" bench/fabric.py --hardware h200-ib --out "$out/fabric.json"
+[[ $mode == list ]] || echo "results in $out"
+exit $failed

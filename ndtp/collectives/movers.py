@@ -1,0 +1,22 @@
+"""Who moves the tensors of a process grid."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ndtp.collectives.collectives import Collectives, GlooCollectives
+
+if TYPE_CHECKING:
+    from ndtp.collectives.axis_groups import AxisGroups
+    from ndtp.collectives.buffer_ring import BufferRing
+    from ndtp.collectives.recorder import Recording
+
+
+def collectives_of(groups: AxisGroups, ring: BufferRing, recording: Recording) -> Collectives:
+    """By the class that fits the backend of the process groups, and what the grid was asked for."""
+    if groups.mover == "symmetric" and groups.global_ranks is not None:
+        from ndtp.collectives.symmetric.collectives import SymmetricCollectives
+
+        return SymmetricCollectives(groups, ring, recording)
+    kind = GlooCollectives if groups.backend == "gloo" else Collectives
+    return kind(groups, ring, recording)
