@@ -8,6 +8,7 @@ from numbers import Real
 
 import torch
 
+from ndtp.algebra.grid import Grid
 from ndtp.errors import GridError
 
 GEMMS = ("torch", "kernels")
@@ -58,7 +59,8 @@ def check_options(
             raise GridError(f"ProcessGrid: {name}={value!r} is not one of {', '.join(known)}")
     if groups_per_axis is not None and (isinstance(groups_per_axis, bool) or groups_per_axis not in (1, 2)):
         raise GridError(f"ProcessGrid: groups_per_axis={groups_per_axis!r} is neither 1 nor 2")
-    _check_count("free_sms", free_sms, 0)
+    if free_sms is not None:
+        _check_count("free_sms", free_sms, 0)
     _check_count("ring_bytes", ring_bytes, 0)
     if max_ctas is not None:
         _check_count("max_ctas", max_ctas, 1)
@@ -66,6 +68,21 @@ def check_options(
         raise GridError(
             f"ProcessGrid: free_sms={free_sms}, but torch's GEMMs take every multiprocessor\n  fix: gemm='kernels'"
         )
+
+
+def sms_to_leave(
+    free_sms: int | None, backend: str | None, max_ctas: int | None, groups_per_axis: int, grid: Grid
+) -> int:
+    """Multiprocessors that GEMMs leave to collectives: by default those that all of a grid's communicators can take.
+
+    A thread block of NCCL takes one; `max_ctas` is the most that a communicator has, and each axis of several ranks has
+    `groups_per_axis`.  0 where nothing says how many they are, and where collectives take none, as on gloo.
+    """
+    if free_sms is not None:
+        return free_sms
+    if backend != "nccl" or max_ctas is None:
+        return 0
+    return max_ctas * groups_per_axis * sum(size > 1 for size in grid.shape)
 
 
 def _check_count(name: str, value: object, least: int) -> None:

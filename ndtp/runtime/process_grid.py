@@ -23,7 +23,7 @@ from ndtp.collectives.groups import end, never_destroy
 from ndtp.collectives.movers import collectives_of
 from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.errors import GridError
-from ndtp.runtime.grid_options import check_device_type, check_options, checked_timeout
+from ndtp.runtime.grid_options import check_device_type, check_options, checked_timeout, sms_to_leave
 from ndtp.runtime.late_gradients import late_gradients_of
 from ndtp.runtime.list_operations import count_list_operations
 from ndtp.runtime.program import Programs
@@ -55,7 +55,8 @@ class ProcessGrid:
         collectives: who moves tensors: "torch" (gloo or NCCL), or "symmetric": every rank copies out of the memory of
             its peers, on GPUs by copy engines that take no multiprocessor, on CPUs out of shared memory; all ranks on
             one machine.  The same bytes.  See docs/gpus.md.
-        free_sms: multiprocessors that the GEMMs leave to collectives; needs `gemm="kernels"`.
+        free_sms: multiprocessors that the GEMMs leave to collectives; needs `gemm="kernels"`.  Default: as many as the
+            collectives can take at once, `max_ctas` a communicator (`grid_options.sms_to_leave`).
         device_type: "cpu" or "cuda", which must have a backend; default: that of the backend (NCCL: "cuda").
         groups_per_axis: 2 gives the gathers along an axis one process group and its scatters and reductions another,
             so that neither queues behind the other.  Default: 2 on NCCL, where a group is one stream, else 1; and 1
@@ -92,7 +93,7 @@ class ProcessGrid:
         check: bool = False,
         gemm: str = "torch",
         collectives: str = "torch",
-        free_sms: int = 0,
+        free_sms: int | None = None,
         device_type: str | None = None,
         groups_per_axis: int | None = None,
         high_priority: bool = True,
@@ -115,7 +116,6 @@ class ProcessGrid:
         )
         global_ranks, given = _bound or (_world_ranks(grid), {})
         self.grid = grid
-        self.gemm = KernelGemm(sms_to_leave=free_sms) if gemm == "kernels" else TorchGemm()
         self.check = check
         self.high_priority, self.max_ctas = high_priority, max_ctas
         self.global_ranks = global_ranks
@@ -137,6 +137,9 @@ class ProcessGrid:
             mover=collectives,
         )
         self.groups_per_axis = self.groups.groups_per_axis
+        taking = self.backend if collectives == "torch" else None  # copy engines take no multiprocessor
+        leave = sms_to_leave(free_sms, taking, max_ctas, self.groups_per_axis, grid)
+        self.gemm = KernelGemm(sms_to_leave=leave) if gemm == "kernels" else TorchGemm()
         self.rank, self.coordinate = self.groups.rank, self.groups.coordinate
         ends = self.timeout if self.backend == "gloo" else None
         self.programs = Programs()

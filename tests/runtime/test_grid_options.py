@@ -13,6 +13,8 @@ from torch.distributed.constants import default_pg_timeout
 from ndtp import Grid, GridError, ProcessGrid
 from ndtp.collectives import nccl
 from ndtp.collectives.axis_groups import AxisGroups
+from ndtp.runtime import process_grid
+from ndtp.runtime.grid_options import sms_to_leave
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 1e-9, 0.0009, -1, math.inf, math.nan, True, "60", 1e10, timedelta(1)])
@@ -111,3 +113,28 @@ def test_the_timeout_reaches_the_communicator(nccl_world, seconds, expected):
     for options, _ in own:
         assert options.is_high_priority_stream and options.config.max_ctas == 4
     assert all(group.bound_device_id == torch.device("cuda", 3) for group in held), "made at once, not at first use"
+
+
+@pytest.mark.parametrize(
+    "given,backend,max_ctas,groups,left",
+    [
+        (None, "nccl", 4, 2, 16),  # z and y: two axes of several ranks, two communicators each
+        (None, "nccl", 4, 1, 8),
+        (None, "nccl", None, 2, 0),  # NCCL chooses, and says nothing of it
+        (None, "gloo", None, 1, 0),
+        (None, None, 4, 2, 0),
+        (0, "nccl", 4, 2, 0),
+        (7, "nccl", 4, 2, 7),
+    ],
+)
+def test_gemms_leave_what_the_communicators_can_take(given, backend, max_ctas, groups, left):
+    assert sms_to_leave(given, backend, max_ctas, groups, Grid(z=2, x=1, y=4)) == left
+
+
+def test_the_grid_tells_its_gemms(monkeypatch):
+    """As the grid would be made on NCCL, with a communicator of one rank: no axis is busy."""
+    asked = []
+    monkeypatch.setattr(process_grid, "sms_to_leave", lambda *arguments: asked.append(arguments) or 12)
+    mesh = ProcessGrid(Grid(x=1), gemm="kernels", max_ctas=4)
+    assert mesh.gemm.options.sms_to_leave == 12
+    assert asked == [(None, None, 4, mesh.groups_per_axis, mesh.grid)]
