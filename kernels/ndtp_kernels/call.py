@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ndtp_kernels.choice.problem import Problem
@@ -42,6 +43,12 @@ class Call:
     precision: str = "ieee"
     fast_accumulation: bool = False
     sms_to_leave: int = 0
+    made: list[Tensor] = field(default_factory=list)  # scratch of its launches
+
+    def scratch(self, shape: tuple[int, ...]) -> Tensor:
+        """fp32 memory that a launch fills, for another one or for sums of tiles."""
+        self.made.append(self.c.new_empty(shape, dtype=torch.float32))
+        return self.made[-1]
 
     def __post_init__(self) -> None:
         views = [self.view_a, self.view_b, self.view_c] + ([self.view_aux] if self.view_aux is not None else [])
@@ -71,6 +78,12 @@ class Call:
         residual = None if self.backward else self.aux  # backward reads the pre-activation there, in the pass it has
         steps = (self.bias, residual, self.scale_a)
         return sum(x is not None for x in steps) + (self.activation != "none") + self.gated + self.column_sums
+
+    def _stored_as_one_matrix(self) -> bool:
+        c, aux = self.view_c, self.view_aux
+        if self.batch_levels or c.blocked or c.stride_col != 1 or not describable(c, self.c, self.pre):
+            return False
+        return aux is None or (aux.stride_col == 1 and not aux.blocked)
 
     def problem(self) -> Problem:
         """What the choice of a configuration may depend on."""
@@ -102,6 +115,7 @@ class Call:
             kind=kind,
             layout=("n" if a.row_major else "t") + ("n" if b.row_major else "t"),
             tma=self.batch_levels <= 1 and describable(a, self.a) and describable(b, self.b, self.b2),
+            tma_out=self._stored_as_one_matrix(),
             blocks=(
                 math.gcd(*(v.block for v in (a, c) if v.blocked == 1)),
                 math.gcd(b.block * (b.blocked == 2), c.block * (c.blocked == 2)),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndtp_kernels import products
+from ndtp_kernels import products, reductions
 from ndtp_kernels.choice.selection import Options
 from ndtp_kernels.errors import KernelError
 from ndtp_kernels.form import Form, Product
@@ -217,7 +217,7 @@ def reduce_blocks(
     returns  [.., N]
     """
     if not _through_op(x, bias, bias_up, residual):
-        done = products.reduce(
+        done = reductions.reduce(
             "reduce_blocks", x, gated=gated, bias=bias, bias2=bias_up, residual=residual, activation=activation,
             keep_pre=return_preactivation, out_dtype=out_dtype, backend=backend,
         )  # fmt: skip
@@ -249,7 +249,7 @@ def reduce_blocks_backward(
     """
     if not torch.compiler.is_compiling():
         with torch.no_grad():
-            return products.reduce_backward(
+            return reductions.reduce_backward(
                 "reduce_blocks_backward", x, pre, activation=activation, gated=gated, column_sums=return_column_sums,
                 recompute=return_recomputed, out_dtype=out_dtype, backend=backend,
             )  # fmt: skip

@@ -34,10 +34,21 @@ class Launch:
     constants: dict[str, Any]
     grid: int
     options: dict[str, Any] = field(default_factory=dict)
+    compiled: Any = None  # what Triton made of it; None before it has run, and in the interpreter
 
     def run(self) -> None:
         if self.grid:
-            self.kernel[(self.grid,)](**self.arguments, **self.constants, **self.options)
+            self.compiled = self.kernel[(self.grid,)](**self.arguments, **self.constants, **self.options)
+
+    def again(self) -> Callable[..., Any]:
+        """A function that launches it, once it has run: of all arguments in order, and of `stream`."""
+        if not self.grid:
+            return _nothing
+        return self.kernel[(self.grid,)] if self.compiled is None else self.compiled[(self.grid, 1, 1)]
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """A launch without tiles."""
 
 
 def interpreted() -> bool:
@@ -82,12 +93,13 @@ def gemm_launches(call: Call, config: Config, chip: Chip) -> tuple[list[Launch],
         launch, sums, rows = _gemm(call, config, chip)
         return [launch], [*sums, rows]
     a, b, c = call.view_a, call.view_b, call.view_c
-    space = call.c.new_empty((call.products, split, call.batch, a.rows, b.cols), dtype=torch.float32)
+    size = (split, call.batch, a.rows, b.cols)
+    space, *space2 = (call.scratch(size) for _ in range(call.products))
     view = Matrix(a.rows, b.cols, b.cols, 1, c.batch, _contiguous_batch(c.batch, a.rows * b.cols))
     part = replace_call(
         call,
-        c=space[0],
-        c2=space[1] if call.products == 2 else None,
+        c=space,
+        c2=space2[0] if space2 else None,
         view_c=view,
         view_aux=None,
         **dict.fromkeys(("aux", "aux2", "pre", "pre2", "bias", "bias2")),
@@ -98,7 +110,7 @@ def gemm_launches(call: Call, config: Config, chip: Chip) -> tuple[list[Launch],
         column_sums=False,
     )
     launch, _, rows = _gemm(part, config, chip)
-    reduction, sums = reduce_launch(call, space[0], space[1] if call.products == 2 else None, view)
+    reduction, sums = reduce_launch(call, space, space2[0] if space2 else None, view)
     return [launch, reduction], [*sums, rows]
 
 
@@ -132,7 +144,7 @@ def share_out(tiles: int, config: Config, chip: Chip, sms_to_leave: int) -> Shar
     one tile and go: the hardware gives them to whichever SM is free, and an SM to a collective of higher priority at
     the end of a tile.  So the tiles are balanced however long the collective holds its SMs, or if there is none.
     """
-    if config.kernel != "tma":
+    if config.kernel == "pointer":
         return Shares(tiles, 0, 0)
     if not sms_to_leave:
         grid = min(tiles, chip.num_sms * config.ctas_per_sm)
@@ -146,7 +158,33 @@ def share_out(tiles: int, config: Config, chip: Chip, sms_to_leave: int) -> Shar
     return Shares(residents + tiles - kept, residents, kept)
 
 
+def _gluon(call: Call, config: Config, chip: Chip) -> Launch:
+    a, b, c = call.view_a, call.view_b, call.view_c
+    m, n = a.rows, b.cols
+    options: dict[str, Any] = {"num_warps": config.num_warps}
+    if chip.target == "sm_90":
+        from ndtp_kernels.triton_code.hopper import hopper_kernel as kernel
+    else:
+        from ndtp_kernels.triton_code.blackwell import blackwell_kernel as kernel
+
+        options["maxnreg"] = 128  # of eight warps, two of which have work beside the four that store
+    shared = share_out(-(-m // config.block_m) * -(-n // config.block_n), config, chip, call.sms_to_leave)
+    arguments: dict[str, Any] = dict(
+        A=call.a, B=call.b, C=call.c, aux=call.aux, pre=call.pre, bias=call.bias, M=m, N=n, K=a.cols,
+        sa=a.stride_row if a.row_major else a.stride_col, sb=b.stride_row if b.row_major else b.stride_col,
+        sc=c.stride_row, sx=(call.view_aux or c).stride_row, residents=shared.residents, kept=shared.kept,
+    )  # fmt: skip
+    constants: dict[str, Any] = dict(
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
+        STAGES=config.num_stages, SUBTILE=config.subtile, A_ROW_MAJOR=a.row_major, B_ROW_MAJOR=b.row_major,
+        ACT=call.activation,
+    )  # fmt: skip
+    return Launch(kernel, arguments, constants, shared.grid, options)
+
+
 def _gemm(call: Call, config: Config, chip: Chip) -> tuple[Launch, list[Tensor | None], Tensor | None]:
+    if config.kernel == "gluon":
+        return _gluon(call, config, chip), [None, None], None
     from ndtp_kernels.triton_code.gemm import gemm_kernel
 
     a, b, c = call.view_a, call.view_b, call.view_c
@@ -163,11 +201,10 @@ def _gemm(call: Call, config: Config, chip: Chip) -> tuple[Launch, list[Tensor |
     )
     sums: list[Tensor | None] = [None, None]
     if call.column_sums:
-        sums = list(call.c.new_empty((1 + call.gated, batch * tiles_m, n), dtype=torch.float32).unbind(0))
-        sums = [*sums, None][:2]
+        sums = [call.scratch((batch * tiles_m, n)), call.scratch((batch * tiles_m, n)) if call.gated else None]
     row_sums = None
     if call.row_sums:
-        row_sums = call.c.new_empty((batch, config.split_k, m), dtype=torch.float32)
+        row_sums = call.scratch((batch, config.split_k, m))
     emulate = chip.target == "interpreter"
     arguments: dict[str, Any] = dict(
         A=call.a, B=call.b, B2=call.b2, C=call.c, C2=call.c2, aux=call.aux, aux2=call.aux2, pre=call.pre,
@@ -242,8 +279,7 @@ def reduce_launch(
     tiles_m = -(-m // block_m)
     sums: list[Tensor | None] = [None, None]
     if call.column_sums:
-        sums = list(x.new_empty((1 + call.gated, batch * tiles_m, n), dtype=torch.float32).unbind(0))
-        sums = [*sums, None][:2]
+        sums = [call.scratch((batch * tiles_m, n)), call.scratch((batch * tiles_m, n)) if call.gated else None]
     arguments: dict[str, Any] = dict(
         X=x, X2=x2, C=call.c, C2=call.c2, aux=call.aux, aux2=call.aux2, pre=call.pre, pre2=call.pre2,
         bias=call.bias, bias2=call.bias2, sums=sums[0], sums2=sums[1], M=m, N=n,

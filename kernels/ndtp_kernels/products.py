@@ -1,6 +1,6 @@
 """The products without autograd: read the operands, choose, launch; or the same in torch.
 
-`ops` wraps these in custom ops.  Every function returns what it computed; nothing is kept between calls.
+`ops` wraps these in custom ops.  Every function returns what it computed; what is kept between calls is in `prepared`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ndtp_kernels import launch, torch_path, tracing
+from ndtp_kernels import launch, prepared, torch_path, tracing
 from ndtp_kernels.call import Call
 from ndtp_kernels.checks import check_fp8, check_like, check_scale, check_vector, scale_size
 from ndtp_kernels.choice.problem import Config
 from ndtp_kernels.choice.selection import Options, configuration
 from ndtp_kernels.errors import KernelError, warn_once
-from ndtp_kernels.form import Form, Product, Request, check_activation, default_dtype, read
+from ndtp_kernels.form import Form, Product, Request, default_dtype, read
 from ndtp_kernels.launch import triton_chip
 from ndtp_kernels.operands import Matrix, matrix, merge_batch
+from ndtp_kernels.reductions import add_up, halves, key_of, place, places
 
 NO_OPTIONS = Options()
 
@@ -50,6 +51,12 @@ def gemm(
     b, b2     [.., K, N] likewise
     returns   C [.., M, N], pre (with B2 [2, .., M, N]: gate and up), row sums of A in fp32
     """
+    operands = (a, b, b2, out, None, residual, None, None, None, bias, bias2, scale_a, scale_b, scale_b2)
+    gated = b2 is not None
+    asked = key_of(options, operands, "gemm", form, activation, keep_pre, row_sums, accumulate, out_dtype)
+    known = prepared.recall(asked)
+    if known is not None and known.starts:
+        return _gemm_again(known, operands, keep_pre)
     options.check(op)
     va, vb, batch, shape = read(op, a, b, form, activation)
     m, n = va.rows, vb.cols
@@ -76,12 +83,12 @@ def gemm(
     out_dtype = out.dtype if out is not None else default_dtype(a, out_dtype)
     request = Request(
         a=a, b=b, form=form, out_dtype=out_dtype, activation=activation, b2=b2, bias=bias, bias2=bias2,
-        residual=residual, scale_a=scale_a, scale_b=scale_b, scale_b2=scale_b2, gated=b2 is not None,
+        residual=residual, scale_a=scale_a, scale_b=scale_b, scale_b2=scale_b2, gated=gated,
         keep_pre=keep_pre, row_sums=row_sums, out=out, accumulate=accumulate,
     )  # fmt: skip
     chip = triton_chip(op, a, options.backend) if all(shape) else None  # nothing to launch for an empty C
-    if chip is None:
-        with tracing.record("gemm", m, n, va.cols, batch, a, out_dtype, 1 + request.gated):
+    if chip is None or known is not None:
+        with tracing.record("gemm", m, n, va.cols, batch, a, out_dtype, 1 + gated):
             return torch_path.gemm(request)
     if b2 is not None and b2.stride() != b.stride():
         b, b2 = b.contiguous(), b2.contiguous()
@@ -89,47 +96,65 @@ def gemm(
     if residual is not None and form.c_blocks is not None:
         residual = residual.contiguous()
     c = torch.empty(shape, dtype=out_dtype, device=a.device) if out is None else out
-    pre = c.new_empty((2, *shape) if request.gated else shape) if keep_pre else None
-    first, second = _halves(pre, request.gated)
+    pre = c.new_empty((2, *shape) if gated else shape) if keep_pre else None
+    first, second = halves(pre, gated)
     view = matrix(c, "mn", False, form.c_blocks, op=op, name="c")
     call = Call(
         a=a, b=b, c=c, view_a=matrix(a, "mk", form.transpose_a, form.a_blocks, op=op, name="a"),
         view_b=matrix(b, "kn", form.transpose_b, form.b_blocks, op=op, name="b"), view_c=view,
         view_aux=None if residual is None else _like_c(op, "residual", residual, view, form),
         b2=b2, aux=residual, pre=first, pre2=second, bias=bias, bias2=bias2, scale_a=scale_a,
-        scale_b=scale_b, scale_b2=scale_b2, activation=activation, gated=request.gated, accumulate=accumulate,
+        scale_b=scale_b, scale_b2=scale_b2, activation=activation, gated=gated, accumulate=accumulate,
         row_sums=row_sums, precision=options.precision, fast_accumulation=options.fast_accumulation,
         sms_to_leave=options.sms_to_leave,
     )  # fmt: skip
     config = configuration(op, call.problem(), chip, options)
     with tracing.record("gemm", m, n, va.cols, batch, a, out_dtype, call.products):
-        if config.kernel == "torch":
+        launches, (_, _, rows) = (
+            launch.gemm_launches(call, config, chip) if config.kernel != "torch" else ([], [None] * 3)
+        )
+        if not launches or not _ran(op, launches, a.device, config):
+            prepared.keep(asked, prepared.Known())
             return torch_path.gemm(request)
-        launches, (_, _, rows) = launch.gemm_launches(call, config, chip)
-        if not _ran(op, launches, a.device, config):
-            return torch_path.gemm(request)
-    if rows is not None:  # [batch, split, rows], where the batch may have become rows
-        rows = rows.sum((0, 1)).reshape(-1, m).sum(0)
-    return Product(c, pre, None, rows)
+    tensors = (*operands[:3], c, None, operands[5], None, first, second, *operands[9:], None, None)
+    known = prepared.prepared(
+        launches, tensors, call.made, c_shape=tuple(shape), out_dtype=out_dtype, row_sums=place(rows, call.made),
+        descriptors=config.kernel in ("tma", "gluon"), traced=(m, n, va.cols, batch, call.products),
+    )  # fmt: skip
+    prepared.keep(asked, known)
+    return Product(c, pre, None, _rows_of(rows, m))
+
+
+def _gemm_again(known: prepared.Known, operands: tuple[Tensor | None, ...], keep_pre: bool) -> Product:
+    """A product that was prepared by an earlier call; `operands` in the order of the kernels' names."""
+    a, _, b2, c, *_ = operands
+    assert a is not None
+    gated = b2 is not None
+    if c is None:
+        c = torch.empty(known.c_shape, dtype=known.out_dtype, device=a.device)
+    pre = c.new_empty((2, *known.c_shape) if gated else known.c_shape) if keep_pre else None
+    first, second = halves(pre, gated)
+    m, n, k, batch, count = known.traced
+    with tracing.record("gemm", m, n, k, batch, a, known.out_dtype, count):
+        made = known.run([*operands[:3], c, *operands[4:7], first, second, *operands[9:], None, None], a.device)
+    return Product(c, pre, None, None if known.row_sums is None else _rows_of(made[known.row_sums], m))
+
+
+def _rows_of(rows: Tensor | None, m: int) -> Tensor | None:
+    """[batch, split, rows], where the batch may have become rows -> [rows]."""
+    return None if rows is None else rows.sum((0, 1)).reshape(-1, m).sum(0)
 
 
 def _ran(op: str, launches: list[launch.Launch], device: torch.device, config: Config) -> bool:
     """Launch; False, and a warning, if Triton refuses the configuration on this device."""
     try:
-        launch.run(launches, device, config.kernel == "tma")
+        launch.run(launches, device, config.kernel in ("tma", "gluon"))
     except Exception as error:
         if not launch.refused(error):
             raise
         warn_once(f"{op}: {config} does not run here, torch does instead: {str(error).splitlines()[0]}")
         return False
     return True
-
-
-def _halves(both: Tensor | None, gated: bool) -> tuple[Tensor | None, Tensor | None]:
-    """What belongs to gate and to up; of a product that is not gated, the first is all."""
-    if both is None:
-        return None, None
-    return (both[0], both[1]) if gated else (both, None)
 
 
 def _like_c(op: str, name: str, tensor: Tensor, view_c: Matrix, form: Form) -> Matrix:
@@ -190,6 +215,18 @@ def backward_gemm(
     pre      [.., M, N]      pre-activation; gated [2, .., M, N]: gate and up
     returns  C = (A . B) * act'(pre), of pre's shape; column sums (bias gradients); pre = act(pre) [* up] if `recompute`
     """
+    operands = (a, b, pre, scale_a, scale_b)
+    asked = key_of(
+        options, operands, "backward", form, activation, gated, column_sums, recompute, out_dtype
+    )  # fmt: skip
+    known = prepared.recall(asked)
+    if known is not None and known.starts:
+        c = torch.empty(known.c_shape, dtype=known.out_dtype, device=a.device)
+        hidden = c.new_empty(known.c_shape[gated:]) if recompute else None
+        m, n, k, batch, count = known.traced
+        with tracing.record("gemm", m, n, k, batch, a, known.out_dtype, count):
+            made = known.run(_backward_tensors(operands, c, hidden, gated), a.device)
+        return Product(c, hidden, add_up(*(made[at] for at in known.sums)))
     options.check(op)
     va, vb, batch, shape = read(op, a, b, form, activation)
     n = vb.cols
@@ -203,14 +240,14 @@ def backward_gemm(
         gated=gated, column_sums=column_sums, recompute=recompute,
     )  # fmt: skip
     chip = triton_chip(op, a, options.backend)
-    if chip is None:
+    if chip is None or known is not None:
         with tracing.record("gemm", va.rows, n, va.cols, batch, a, out_dtype, 1):
             return torch_path.backward_gemm(request)
     a, b, _, _ = _within_two_batch_dims(op, request, batch)
     pre = pre.contiguous()
     c = torch.empty(pre.shape, dtype=out_dtype, device=a.device)
     hidden = c.new_empty(shape) if recompute else None
-    (first, second), (aux, aux2) = _halves(c, gated), _halves(pre, gated)
+    (first, second), (aux, aux2) = halves(c, gated), halves(pre, gated)
     assert first is not None
     view = matrix(first, "mn", False, form.c_blocks, op=op, name="c")
     call = Call(
@@ -222,115 +259,26 @@ def backward_gemm(
     )  # fmt: skip
     config = configuration(op, call.problem(), chip, options)
     with tracing.record("gemm", va.rows, n, va.cols, batch, a, out_dtype, 1):
-        if config.kernel == "torch":
+        launches, (*sums, _) = (
+            launch.gemm_launches(call, config, chip) if config.kernel != "torch" else ([], [None] * 3)
+        )
+        if not launches or not _ran(op, launches, a.device, config):
+            prepared.keep(asked, prepared.Known())
             return torch_path.backward_gemm(request)
-        launches, (sums, sums2, _) = launch.gemm_launches(call, config, chip)
-        if not _ran(op, launches, a.device, config):
-            return torch_path.backward_gemm(request)
-    return Product(c, hidden, _add_up(sums, sums2))
+    known = prepared.prepared(
+        launches, _backward_tensors(operands, c, hidden, gated), call.made, c_shape=tuple(c.shape), out_dtype=out_dtype,
+        sums=places(sums, call.made), descriptors=config.kernel in ("tma", "gluon"),
+        traced=(va.rows, n, va.cols, batch, 1),
+    )  # fmt: skip
+    prepared.keep(asked, known)
+    return Product(c, hidden, add_up(*sums))
 
 
-def _add_up(sums: Tensor | None, sums2: Tensor | None) -> Tensor | None:
-    """One row per tile -> column sums; the order is fixed, so the result is the same in every run."""
-    if sums is None:
-        return None
-    return sums.sum(0) if sums2 is None else torch.stack((sums.sum(0), sums2.sum(0)))
-
-
-def reduce(
-    op: str,
-    x: Tensor,
-    *,
-    gated: bool = False,
-    bias: Tensor | None = None,
-    bias2: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-    keep_pre: bool = False,
-    out_dtype: torch.dtype | None = None,
-    backend: str = "auto",
-) -> Product:
-    """After a scatter: add p blocks in fp32, in order, then bias, activation, gate and residual.
-
-    x        [p, .., M, N]; gated [2, p, .., M, N]: gate and up.  p = 1 after a reduce-scatter that has added already.
-    returns  C [.., M, N], pre (gated [2, .., M, N])
-    """
-    blocks, shape, m, n = read_blocks(op, x, gated, activation)
-    bias, bias2 = check_vector(op, "bias", bias, n), check_vector(op, "bias2", bias2, n)
-    check_like(op, "residual", residual, shape)
-    out_dtype = out_dtype or x.dtype
-    with tracing.record_pass("reduce", m, n, x, out_dtype):
-        if triton_chip(op, x, backend) is None:
-            return torch_path.reduce(
-                x, gated=gated, bias=bias, bias2=bias2, residual=residual, activation=activation, keep_pre=keep_pre,
-                out_dtype=out_dtype,
-            )  # fmt: skip
-        x = x.contiguous()
-        c = torch.empty(shape, dtype=out_dtype, device=x.device)
-        pre = c.new_empty((2, *shape) if gated else shape) if keep_pre else None
-        first, second = _halves(pre, gated)
-        view = Matrix(m, n, n, 1)
-        call = Call(
-            a=c, b=c, c=c, view_a=view, view_b=view, view_c=view, view_aux=view, bias=bias, bias2=bias2,
-            aux=None if residual is None else residual.contiguous(), pre=first, pre2=second,
-            activation=activation, gated=gated,
-        )  # fmt: skip
-        parts = x if gated else x.unsqueeze(0)
-        reduction, _ = launch.reduce_launch(call, parts[0], parts[1] if gated else None, view, blocks, m * n)
-        launch.run([reduction], x.device, False)
-    return Product(c, pre)
-
-
-def reduce_backward(
-    op: str,
-    x: Tensor,
-    pre: Tensor,
-    *,
-    activation: str,
-    gated: bool = False,
-    column_sums: bool = True,
-    recompute: bool = False,
-    out_dtype: torch.dtype | None = None,
-    backend: str = "auto",
-) -> Product:
-    """After dgrad's scatter: add p blocks in fp32, then the activation gradient, and the bias gradient beside it.
-
-    x        [p, .., M, N]   blocks of the gradient of act(pre) [* up]
-    pre      [.., M, N]; gated [2, .., M, N]
-    returns  C of pre's shape; column sums [N] or [2, N]; pre = act(pre) [* up] if `recompute`
-    """
-    blocks, shape, m, n = read_blocks(op, x, False, activation)
-    check_like(op, "pre", pre, [2, *shape] if gated else shape)
-    out_dtype = out_dtype or pre.dtype
-    with tracing.record_pass("reduce_backward", m, n, x, out_dtype):
-        if triton_chip(op, x, backend) is None:
-            return torch_path.reduce_backward(
-                x, pre, activation=activation, gated=gated, column_sums=column_sums, recompute=recompute,
-                out_dtype=out_dtype,
-            )  # fmt: skip
-        x, pre = x.contiguous(), pre.contiguous()
-        c = torch.empty(pre.shape, dtype=out_dtype, device=x.device)
-        hidden = c.new_empty(shape) if recompute else None
-        view = Matrix(m, n, n, 1)
-        (first, second), (aux, aux2) = _halves(c, gated), _halves(pre, gated)
-        assert first is not None
-        call = Call(
-            a=c, b=c, c=first, c2=second, view_a=view, view_b=view, view_c=view, view_aux=view, aux=aux, aux2=aux2,
-            pre=hidden, activation=activation, gated=gated, backward=True, column_sums=column_sums,
-        )  # fmt: skip
-        reduction, (sums, sums2) = launch.reduce_launch(call, x, None, view, blocks, m * n)
-        launch.run([reduction], x.device, False)
-    return Product(c, hidden, _add_up(sums, sums2))
-
-
-def read_blocks(op: str, x: Tensor, gated: bool, activation: str) -> tuple[int, list[int], int, int]:
-    """Number of blocks, shape of one, and that shape as a matrix: all dims before the last are rows."""
-    check_activation(op, activation)
-    lead = 2 if gated else 1
-    if x.dim() < lead + 1 or (gated and x.shape[0] != 2):
-        raise KernelError(op, f"x has shape {tuple(x.shape)}", "[2, blocks, .., N]" if gated else "[blocks, .., N]")
-    shape = list(x.shape[lead:])
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return x.shape[lead - 1], shape, rows, shape[-1]
+def _backward_tensors(
+    operands: tuple[Tensor | None, ...], c: Tensor, hidden: Tensor | None, gated: bool
+) -> list[Tensor | None]:
+    """In the order of the kernels' names; the pre-activation is their `aux`, and their `pre` what is recomputed."""
+    a, b, pre, scale_a, scale_b = operands
+    first, second = halves(c, gated)
+    aux, aux2 = halves(pre, gated)
+    return [a, b, None, first, second, aux, aux2, hidden, None, None, None, scale_a, scale_b, None, None, None]

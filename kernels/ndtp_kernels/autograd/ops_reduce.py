@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndtp_kernels import products
+from ndtp_kernels import reductions
 from ndtp_kernels.autograd import gradients
 from ndtp_kernels.errors import KernelError
 from ndtp_kernels.form import Product
@@ -49,7 +49,7 @@ def reduce_blocks(
     keep_pre: bool, out_dtype: torch.dtype | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Blocks added in fp32, then bias, activation, gate, residual; and the pre-activation."""
-    done = products.reduce(
+    done = reductions.reduce(
         "reduce_blocks", x, gated=gated, bias=bias, bias2=bias2, residual=residual, activation=activation,
         keep_pre=keep_pre, out_dtype=out_dtype, backend=backend,
     )  # fmt: skip
@@ -58,7 +58,7 @@ def reduce_blocks(
 
 @reduce_blocks.register_fake
 def _(x, bias, bias2, residual, activation, gated, keep_pre, out_dtype, backend):  # type: ignore[no-untyped-def]
-    shape = products.read_blocks("reduce_blocks", x, gated, activation)[1]
+    shape = reductions.read_blocks("reduce_blocks", x, gated, activation)[1]
     c = x.new_empty(shape, dtype=out_dtype or x.dtype)
     return c, c.new_empty(((2, *shape) if gated else shape) if keep_pre else (0,))
 
@@ -110,7 +110,7 @@ def reduce_blocks_backward(
     out_dtype: torch.dtype | None, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Blocks of a gradient added in fp32, times act'(pre); column sums; the recomputed activation."""
-    done = products.reduce_backward(
+    done = reductions.reduce_backward(
         "reduce_blocks_backward", x, pre, activation=activation, gated=gated, column_sums=column_sums,
         recompute=recompute, out_dtype=out_dtype, backend=backend,
     )  # fmt: skip

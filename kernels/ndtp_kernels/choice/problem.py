@@ -8,7 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run a GEMM.  kernel: "tma", "pointer", or "torch" for the vendor's library through torch."""
+    """One way to run a GEMM.
+
+    kernel: "tma"; "pointer"; "gluon", whose warps have roles (with four warps on sm_90: two groups that take turns);
+    or "torch" for the vendor's library through torch.
+    """
 
     kernel: str = "pointer"
     block_m: int = 128
@@ -67,6 +71,7 @@ class Problem:
     kind: str = "plain"  # plain, blocks (of an operand, nothing else), epilogue, gated, backward, wgrad
     layout: str = "nt"  # A then B: n = contiguous along the second letter (k of A, n of B), t = along the first
     tma: bool = True  # strides and alignment allow tensor descriptors
+    tma_out: bool = True  # of what is stored, too, as one matrix
     blocks: tuple[int, int, int] = (0, 0, 0)  # a tile of a TMA kernel may not cross these multiples of m, n, k
     torch_passes: int = 0  # passes over C that torch needs after its product
     epilogue_bytes: int = 0  # that the fused epilogue reads and writes, per element of C

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, fields
 
 from ndtp_kernels.choice import roof
 from ndtp_kernels.choice.chips import INTERPRETER, Chip
@@ -24,6 +25,16 @@ class Options:
     sms_to_leave: int = 0
     precision: str = "ieee"  # "tf32": fp32 operands may be rounded to tf32
     fast_accumulation: bool = False  # fp8 only, as in torch._scaled_mm
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # asked for in each call
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
+    def __getstate__(self) -> dict[str, object]:  # another process hashes text otherwise
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def check(self, op: str) -> None:
         if self.backend not in BACKENDS:

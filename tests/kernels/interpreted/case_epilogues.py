@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ndtp_kernels import products, reference
+from ndtp_kernels import products, reductions, reference
 from ndtp_kernels.form import Form
 from poisoned import POINTER, TMA, TMA_HALVES, assert_close, integers, triton_options
 
@@ -127,8 +127,8 @@ def test_after_a_scatter(dtype, blocks, gated):
         "residual": residual,
         "activation": "gelu_tanh",
     }
-    got = products.reduce("reduce", x, **arguments, keep_pre=True, backend="triton")
-    want = products.reduce("reduce", x.double(), **arguments, keep_pre=True, backend="torch")
+    got = reductions.reduce("reduce", x, **arguments, keep_pre=True, backend="triton")
+    want = reductions.reduce("reduce", x.double(), **arguments, keep_pre=True, backend="torch")
     assert got.c.dtype == dtype
     assert_close(got.c, want.c, dtype=dtype)
     assert_close(got.pre, want.pre, dtype=dtype)
@@ -139,13 +139,13 @@ def test_after_a_scatter(dtype, blocks, gated):
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_backward_after_a_scatter(dtype, blocks, gated):
     x, pre = real(blocks, 2, 21, 65, dtype=dtype), real(*((2,) if gated else ()), 2, 21, 65, dtype=dtype)
-    got = products.reduce_backward("reduce", x, pre, activation="silu", gated=gated, recompute=True, backend="triton")
+    got = reductions.reduce_backward("reduce", x, pre, activation="silu", gated=gated, recompute=True, backend="triton")
     check_backward(got, x.double().sum(0), pre, "silu", gated, dtype)
 
 
 def test_a_scatter_of_nothing():
     """No rows: empty results and zero bias gradients."""
-    got = products.reduce_backward("r", real(2, 0, 5), real(0, 5), activation="relu", backend="triton")
+    got = reductions.reduce_backward("r", real(2, 0, 5), real(0, 5), activation="relu", backend="triton")
     assert got.c.shape == (0, 5)
     assert torch.equal(got.column_sums, torch.zeros(5))
 

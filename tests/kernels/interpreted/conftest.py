@@ -1,11 +1,18 @@
 """Fixtures of the interpreted cases; what they import is in `poisoned`, as every conftest has the same module name."""
 
+import pytest
 import triton.language as tl
-from ndtp_kernels import launch
+from ndtp_kernels import launch, prepared
 from poisoned import poison
 from triton.runtime import interpreter
 
 __all__ = ["poison"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_known():
+    """Each case prepares its own calls."""
+    prepared.forget()
 
 
 def pytest_configure(config):
