@@ -52,9 +52,16 @@ def shared_bytes(problem: Problem, config: Config, chip: Chip) -> int:
     pipeline = held * config.block_k * tiles * item
     staging = config.block_m * config.block_n // config.subtile * problem.out_bytes
     scratch = 8192 if problem.kind == "wgrad" else 1024
+    if config.kernel == "gluon":  # each group stages its own tile
+        return pipeline + staging * groups(config, chip) + scratch
     if config.kernel == "pointer":
         return max(pipeline + scratch, staging)
     return pipeline + staging * (1 if problem.kind in ("plain", "blocks") else 2) + scratch
+
+
+def groups(config: Config, chip: Chip) -> int:
+    """Groups of warps of a "gluon" kernel that multiply a tile each."""
+    return max(1, 8 // config.num_warps) if chip.target == "sm_90" else 1
 
 
 def tile_efficiency(config: Config, chip: Chip) -> float:

@@ -119,19 +119,42 @@ def fits(problem: Problem, config: Config, chip: Chip) -> bool:
         return True
     if not (chip.has_tma and problem.tma):
         return False
+    if config.kernel == "gluon" and not _fits_gluon(problem, config, chip):
+        return False
     tile = (config.block_m, config.block_n, config.block_k)
     return all(block == 0 or block % size == 0 for block, size in zip(problem.blocks, tile, strict=True))
 
 
-def candidates(problem: Problem, chip: Chip, table: Table) -> list[Config]:
-    """torch, and every shipped configuration that fits, whole and with K split where M x N leaves SMs idle."""
+def _fits_gluon(problem: Problem, config: Config, chip: Chip) -> bool:
+    """One product of 16-bit matrices into one, with an epilogue or without; no interpreter runs these kernels."""
+    return (
+        chip.target in ("sm_90", "sm_100", "sm_103")
+        and _dtype_class(problem.dtype) == "half"
+        and problem.kind in ("plain", "epilogue")
+        and problem.tma_out
+        and problem.out_bytes == 2
+        and problem.batch == config.split_k == 1
+        and problem.k > 0
+        and config.num_stages > 1
+    )
+
+
+def candidates(problem: Problem, chip: Chip, table: Table, unmeasured: bool = False) -> list[Config]:
+    """torch, and every shipped configuration that fits, whole and with K split where M x N leaves SMs idle.
+
+    Args:
+        unmeasured: those as well that only a measurement may choose: the "gluon" kernels, of which the model knows
+            nothing.
+    """
     by_dtype = table.candidates.get(chip.target) or table.candidates.get(_family(chip.target), {})
     found = [TORCH]
     for config, kinds in by_dtype.get(_dtype_class(problem.dtype), ()):
         if problem.kind not in kinds or not fits(problem, config, chip) or not as_they_lie(problem):
             continue
+        if config.kernel == "gluon" and not unmeasured:
+            continue
         found.append(config)
-        if config.warp_specialize:
+        if config.warp_specialize or config.kernel == "gluon":
             continue
         tiles = problem.batch * roof.cdiv(problem.m, config.block_m) * roof.cdiv(problem.n, config.block_n)
         steps = roof.cdiv(problem.k, config.block_k)

@@ -100,15 +100,14 @@ def quick_cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Case]:
     sm_100 a plain one with either way to share the work among warps; everywhere a gated one and the reduction."""
     seen = set()
     for case in cases(targets):
+        roles = case.kind == "plain" and case.config.kernel == "gluon"
         short = (case.target, case.kind in ("gated", "reduce"), case.kind == "reduce")
         key = {
             "sm_90": (
-                case.target,
-                case.kind,
-                case.kind in ("plain", "backward") and case.dtype,
-                case.kind == "blocks" and case.config.kernel,
+                *(case.target, case.kind, case.kind in ("plain", "backward") and case.dtype),
+                *(case.kind == "blocks" and case.config.kernel, roles),
             ),
-            "sm_100": (*short, case.config.warp_specialize),
+            "sm_100": (*short, case.config.warp_specialize, roles),
         }.get(case.target, short)
         if key not in seen:
             seen.add(key)
@@ -199,6 +198,8 @@ def compile_launch(launch: Launch, target: str) -> Any:
                 attributes[(position,)] = [["tt.divisibility", 16]]
     amd = target.startswith("gfx")
     gpu = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target[3:]), 32)
+    if launch.kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=gpu, options=launch.options)
 
@@ -280,8 +281,9 @@ def expected(case: Case) -> tuple[str, ...]:
     # Tiles under 64 rows are too small for wgmma and tcgen05.
     if matrix_unit != "mma" and (case.config.block_m < 64 or case.config.num_warps % 4):
         matrix_unit = "mma"
-    loads = ("tma",) if case.config.kernel == "tma" else ("cp.async",)
-    return (matrix_unit, *loads, *(("setmaxnreg",) if case.config.warp_specialize else ()))
+    loads = ("cp.async",) if case.config.kernel == "pointer" else ("tma",)
+    roles = case.config.warp_specialize or case.config.kernel == "gluon"
+    return (matrix_unit, *loads, *(("setmaxnreg",) if roles else ()))
 
 
 def launch_of(case: Case) -> Launch:

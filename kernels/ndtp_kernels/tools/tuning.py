@@ -136,8 +136,10 @@ def tune(
 def _tune_one(work: Workload, chip: Chip, table: Table, measure: Measure) -> tuple[dict[str, Any], Config | None]:
     """The winner among the candidates that the model ranks highest, torch always among them."""
     problem: Problem = work.problem
-    ranked = sorted(candidates(problem, chip, table), key=lambda c: roof.estimate(problem, c, chip).seconds)
-    shortlist = ranked[:SHORTLIST] + [c for c in ranked[SHORTLIST:] if c.kernel == "torch"]
+    ranked = sorted(
+        candidates(problem, chip, table, unmeasured=True), key=lambda c: roof.estimate(problem, c, chip).seconds
+    )
+    shortlist = ranked[:SHORTLIST] + [c for c in ranked[SHORTLIST:] if c.kernel in ("torch", "gluon")]
     measured = {config: s for config, s in measure(work, shortlist).items() if s is not None}
     row: dict[str, Any] = {"shape_class": problem.shape_class, "heuristic": str(ranked[0])}
     if not measured:

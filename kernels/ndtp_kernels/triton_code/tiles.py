@@ -17,6 +17,15 @@ def grouped(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def stage_of(step, STAGES: tl.constexpr):
+    """Of a step of K, counted over all tiles of a program: its place in a ring of stages, and the parity of its round.
+
+    A barrier of the ring ends a phase in each round; it is asked for the parity of one.
+    """
+    return step % STAGES, step // STAGES % 2
+
+
+@triton.jit
 def describe(
     pointer,
     batch,

@@ -1,0 +1,80 @@
+"""What only a device can show of the kernels: prepared calls on its streams, graphs, and kernels in Gluon."""
+
+from dataclasses import replace
+
+import ndtp_kernels as kernels
+import pytest
+import torch
+from ndtp_kernels import prepared
+from ndtp_kernels.choice.chips import detect
+from ndtp_kernels.choice.problem import Problem
+from ndtp_kernels.choice.table import candidates, fits, shipped_table
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none"),
+]
+OPTIONS = kernels.Options(backend="triton")
+
+
+def integers(*shape):
+    return torch.randint(-3, 4, shape, device="cuda").bfloat16()
+
+
+def test_a_repeated_call_runs_on_the_stream_of_its_caller():
+    side = torch.cuda.Stream()
+    for count in range(4):
+        a, b, bias = integers(256, 512), integers(384, 512), integers(384)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side if count % 2 else torch.cuda.current_stream()):
+            torch.cuda._sleep(10_000_000)
+            a.mul_(2)
+            got = kernels.gemm(a, b, bias, transpose_b=True, activation="relu", options=OPTIONS)
+        torch.cuda.synchronize()
+        assert torch.equal(got.float(), torch.relu(a.float() @ b.float().mT + bias.float()).bfloat16().float())
+    assert any(each.starts for each in prepared._known.values())
+
+
+def test_a_block_is_captured():
+    """Two products with an epilogue: one launch for the host, other numbers in each replay."""
+    x, up, down = integers(256, 128), integers(512, 128), integers(128, 512)
+
+    def block():
+        return kernels.gemm(
+            kernels.gemm(x, up, transpose_b=True, activation="relu", options=OPTIONS), down, transpose_b=True,
+            out_dtype=torch.float32, options=OPTIONS,
+        )  # fmt: skip
+
+    for _ in range(2):
+        block()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = block()
+    x.copy_(integers(256, 128))
+    graph.replay()
+    want = torch.relu(x.float() @ up.float().mT).bfloat16().float() @ down.float().mT
+    assert torch.equal(result, want)
+
+
+@pytest.mark.parametrize("transposes", [(False, True), (False, False), (True, False)], ids=str)
+@pytest.mark.parametrize("size", [(512, 768, 1024), (1000, 328, 200), (128, 128, 64)], ids=str)
+def test_kernels_in_gluon(size, transposes):
+    m, n, k = size
+    chip = detect(torch.device("cuda", torch.cuda.current_device()))
+    problem = Problem(m, n, k)
+    own = [each for each in candidates(problem, chip, shipped_table(), unmeasured=True) if each.kernel == "gluon"]
+    if not own:
+        pytest.skip(f"{chip.name} ({chip.target}) has none")
+    a = integers(k, m) if transposes[0] else integers(m, k)
+    b = integers(n, k) if transposes[1] else integers(k, n)
+    bias, residual = integers(n), integers(m, n)
+    for config in own:
+        assert fits(replace(problem, kind="epilogue"), config, chip)
+        got = kernels.gemm(
+            a, b, bias, transpose_a=transposes[0], transpose_b=transposes[1], activation="relu", residual=residual,
+            return_preactivation=True, options=kernels.Options(backend="triton", config=config),
+        )  # fmt: skip
+        left, right = a.mT if transposes[0] else a, b.mT if transposes[1] else b
+        pre = left.float() @ right.float() + bias.float()
+        assert torch.equal(got.pre, pre.bfloat16())
+        assert torch.equal(got.c, (torch.relu(pre) + residual.float()).bfloat16())
