@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ndtp.errors import CommunicationError, GridError, LayoutError, MismatchError
     from ndtp.models.parallelize import parallelize
     from ndtp.ops.products import batch_matmul, matmul, relayout
+    from ndtp.ops.resharding import reshard
     from ndtp.planner.search import plan
     from ndtp.planner.sequence import plan_sequence
     from ndtp.runtime.process_grid import ProcessGrid
@@ -43,6 +44,7 @@ _HOME = {
     "plan": "planner.search",
     "plan_sequence": "planner.sequence",
     "relayout": "ops.products",
+    "reshard": "ops.resharding",
 }
 # Modules whose paths were documented before there were packages.
 _MOVED = {
@@ -72,6 +74,7 @@ __all__ = [
     "plan",
     "plan_sequence",
     "relayout",
+    "reshard",
 ]
 
 

@@ -157,7 +157,7 @@ class Collectives:
         else:
             whole = shape
         ((_, after, received),) = apply(grid, (step,), whole)
-        route = Route(step, op, phase, part, self._channel(group, Label(op, phase, step.kind, step.axes, part), dtype))
+        route = Route(step, op, phase, part, self.channel(group, Label(op, phase, step.kind, step.axes, part), dtype))
         route.received = received
         ranks, dim = grid.size(step.axes), step.dim or 0
         route.shape = (ranks, *shape) if blocks and step.kind == "all_gather" else after
@@ -171,7 +171,8 @@ class Collectives:
             route.begin = self._all_to_all(route.channel, ranks, shape, dim, step.source or 0)
         return route
 
-    def _channel(self, group: ProcessGroup, label: Label, dtype: torch.dtype) -> Channel:
+    def channel(self, group: ProcessGroup, label: Label, dtype: torch.dtype) -> Channel:
+        """Whom what a label names reaches."""
         return Channel(group)
 
     def _all_gather(self, to: Channel, ranks: int, shape: Shape, dim: int, blocks: bool) -> Begin:
@@ -250,6 +251,10 @@ class Collectives:
         """Start to send block j of dim 0 to rank j, and to receive its block for this rank as block j of `landing`."""
         return to.group.alltoall_base(real(landing), real(blocks), [], [], _EXCHANGE)
 
+    def exchange_parts(self, landings: Sequence[Tensor], parts: Sequence[Tensor], to: Channel) -> Any:
+        """Start to send `parts[j]` to rank j, and to receive `landings[j]` from it: of any sizes, contiguous."""
+        return to.group.alltoall(list(map(real, landings)), list(map(real, parts)))
+
     def _scatter(self, summed: Tensor, sent: Tensor, to: Channel) -> Any:
         """Start to add up block j of all ranks' dim 0 in the `summed` of rank j."""
         return to.group._reduce_scatter_base(real(summed), real(sent), _SCATTER)
@@ -276,7 +281,7 @@ class GlooCollectives(Collectives):
             with watch:
                 work.wait()
 
-    def _channel(self, group: ProcessGroup, label: Label, dtype: torch.dtype) -> Channel:
+    def channel(self, group: ProcessGroup, label: Label, dtype: torch.dtype) -> Channel:
         return Channel(group, past_of(group), purpose_of(label, dtype))
 
     def routes(
@@ -358,6 +363,9 @@ class GlooCollectives(Collectives):
         ranks = to.group.size()
         sent, received = (x.detach().view(ranks, x.numel() // ranks).unbind() for x in (blocks, landing))
         return exchange(to.group, sent, received, to.purpose)
+
+    def exchange_parts(self, landings: Sequence[Tensor], parts: Sequence[Tensor], to: Channel) -> Any:
+        return exchange(to.group, parts, landings, to.purpose, empties=False)
 
     def _sum_everywhere(self, x: Tensor, to: Channel) -> Any:
         return Exchange([*announce(to.group, x, to.purpose), super()._sum_everywhere(x, to)])

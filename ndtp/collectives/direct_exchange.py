@@ -58,19 +58,25 @@ def past_of(group: ProcessGroup) -> Past:
     return past
 
 
-def exchange(group: ProcessGroup, sent: Sequence[Tensor], landing: Sequence[Tensor], purpose: int = 0) -> Exchange:
+def exchange(
+    group: ProcessGroup, sent: Sequence[Tensor], landing: Sequence[Tensor], purpose: int = 0, empties: bool = True
+) -> Exchange:
     """Send `sent[j]` to rank j of the group, and receive `landing[j]` from it; both are contiguous.
 
     The tag of a message says what it is: which exchange of its group, what that is for, of which dtype and how long.
     Ranks that disagree never take one collective for another: they wait until the timeout, whose error names theirs.
     And one that is given up, on all ranks, leaves no message behind that a later one would take for its own.
+
+    Args:
+        empties: send messages without elements, too, which say that both ranks mean the same.
     """
     ranks, me, past = group.size(), group.rank(), past_of(group)
     purpose += past.started
     past.started += 1
     peers = [(me + distance) % ranks for distance in range(1, ranks)]
-    works = [group.recv([landing[j]], j, _tag(purpose, landing[j].nbytes)) for j in reversed(peers)]
-    works += [group.send([sent[j]], j, _tag(purpose, sent[j].nbytes)) for j in peers]
+    sources, targets = ([j for j in peers if empties or x[j].numel()] for x in (landing, sent))
+    works = [group.recv([landing[j]], j, _tag(purpose, landing[j].nbytes)) for j in reversed(sources)]
+    works += [group.send([sent[j]], j, _tag(purpose, sent[j].nbytes)) for j in targets]
     landing[me].copy_(sent[me])
     return Exchange(works)
 

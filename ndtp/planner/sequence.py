@@ -1,6 +1,7 @@
 """Several blocks in sequence, each on the grid that suits it, with the relayout between grids that differ.  Pure.
 
-A plan only: ndtp's modules run a model on one `ProcessGrid`, and no operation moves a tensor between two of them yet.
+A plan only.  What runs it: the modules of each block on a `ProcessGrid` of its own, and between two of them
+`ndtp.reshard`, which receives on each rank what `relayout_elements` counts.
 """
 
 from __future__ import annotations

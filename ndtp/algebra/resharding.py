@@ -1,0 +1,255 @@
+"""`ReshardPlan`: who sends what to whom, so that a tensor lies as another layout says, on any grid.  Pure.
+
+A layout gives every rank a block, a box of the tensor.  What a rank lacks of its new block it receives, each element
+once; what it holds already, as one of several replicas too, it does not.  No way of moving a tensor takes fewer bytes,
+for any rank.  Which of several replicas sends is a choice: the next largest part goes to the one that has sent least so
+far (Graham 1969, "Bounds on multiprocessing timing anomalies": at most 4/3 of the least load of the busiest sender).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.volume import Traffic, Volume
+from ndtp.errors import GridError, LayoutError
+
+Box = tuple[tuple[int, int], ...]  # for each dim where it starts and stops
+
+
+class Message(NamedTuple):
+    """What one rank sends to another; ranks are those of the source's grid, the box lies in the frame of the plan."""
+
+    sender: int
+    receiver: int
+    box: Box
+
+    @property
+    def elements(self) -> int:
+        return volume_of(self.box)
+
+
+def volume_of(box: Box) -> int:
+    return prod(stop - start for start, stop in box)
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """What two boxes share; None if that is nothing."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return shared if all(start < stop for start, stop in shared) else None
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """The moves of a tensor from the layout `source` to the layout `target`, which may lie on different grids.
+
+    Both grids have the same ranks.  Sizes need not divide: blocks are those of `Layout.slices(..., uneven=True)`.
+
+    Args:
+        shape: the global shape of what lies as `source`.
+        target_shape: that of what lies as `target`; default: the same.
+        start, target_start: where the two begin in a frame that they share; default: both at its origin.  A slice is a
+            target that is smaller and starts later; what a larger target has beyond the source is filled with zeros.
+        seats: the rank on the grid of `target` of every rank of the grid of `source`; default: the same.
+        name: what errors and profiles call it.
+
+    Raises:
+        GridError: grids of different numbers of ranks.
+        LayoutError: layouts or shapes of different numbers of dims.
+    """
+
+    source: Layout
+    target: Layout
+    shape: tuple[int, ...]
+    target_shape: tuple[int, ...] | None = None
+    start: tuple[int, ...] = ()
+    target_start: tuple[int, ...] = ()
+    seats: tuple[int, ...] | None = None
+    name: str = "reshard"
+
+    def __post_init__(self) -> None:
+        one, other, where = self.source.grid, self.target.grid, f"reshard '{self.name}'"
+        if one.num_ranks != other.num_ranks or (self.seats and sorted(self.seats) != list(range(one.num_ranks))):
+            raise GridError(
+                f"{where}: grid {one} has {one.num_ranks} ranks and grid {other} {other.num_ranks}; a tensor moves "
+                "between grids of the same ranks\n  fix: a grid of as many, in which axes of their own replicate"
+            )
+        lengths = {len(x) for x in (self.shape, self.target_shape, self.start, self.target_start) if x}
+        if self.source.ndim != self.target.ndim or lengths - {self.source.ndim}:
+            raise LayoutError(
+                f"{where}: from {self.source} to {self.target} for shape {self.shape}"
+                + (f" to {self.target_shape}" if self.target_shape else "")
+                + "; give layouts and shapes of one number of dims"
+            )
+
+    @cached_property
+    def back(self) -> ReshardPlan:
+        """The way of the gradient: every replica gets all of it, as of any tensor."""
+        seats = None if self.seats is None else tuple(map(self.seats.index, range(len(self.seats))))
+        return ReshardPlan(
+            self.target, self.source, self.end_shape, self.shape, self.target_start, self.start, seats, self.name
+        )
+
+    @property
+    def end_shape(self) -> tuple[int, ...]:
+        """The global shape of the result."""
+        return self.shape if self.target_shape is None else self.target_shape
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those that span all ranks of the source's grid: over them the exchange goes."""
+        return self.source.grid.nontrivial(self.source.grid.names)
+
+    # -------------------------------------------------------------------------------------------------------- blocks
+
+    def held(self, rank: int) -> Box:
+        """Where the shard of a rank lies before, in the frame."""
+        return self._boxes[0][rank]
+
+    def wanted(self, rank: int) -> Box:
+        """Where it lies afterwards."""
+        return self._boxes[1][rank]
+
+    def kept(self, rank: int) -> Box | None:
+        """What a rank has of its new block already."""
+        return overlap(self.held(rank), self.wanted(rank))
+
+    @cached_property
+    def _boxes(self) -> tuple[list[Box], list[Box]]:
+        """What every rank holds, and what it wants."""
+        ranks = range(self.source.grid.num_ranks)
+        return (
+            [_box(self.source, rank, self.shape, self.start) for rank in ranks],
+            [_box(self.target, seat, self.end_shape, self.target_start) for seat in self.seats or ranks],
+        )
+
+    @cached_property
+    def _replicas(self) -> dict[Box, tuple[int, ...]]:
+        """Blocks of the source -> the ranks that hold them.  They share no element."""
+        return _ranks_by_block(self._boxes[0])
+
+    @cached_property
+    def _takers(self) -> dict[Box, tuple[int, ...]]:
+        """Blocks of the target -> the ranks that want them."""
+        return _ranks_by_block(self._boxes[1])
+
+    @cached_property
+    def _by_sender(self) -> dict[Box, tuple[Message, ...]]:
+        return {}
+
+    def _messages_from(self, block: Box) -> tuple[Message, ...]:
+        """Everything that the replicas of a block send; a rank holds one block, so blocks are independent."""
+        if block not in self._by_sender:
+            senders = self._replicas[block]
+            load = dict.fromkeys(senders, 0)
+            parts = [
+                (volume_of(part), taker, part)
+                for other in _meeting(block, self._cuts[1])
+                if (part := overlap(block, other)) is not None
+                for taker in self._takers[other]
+                if taker not in load
+            ]
+            found = []
+            for elements, taker, part in sorted(parts, key=lambda entry: (-entry[0], entry[1])):
+                # Of those that have sent least, the nearest: neighbours in rank order share a node.
+                sender = min(senders, key=lambda rank: (load[rank], abs(rank - taker), rank))
+                load[sender] += elements
+                found.append(Message(sender, taker, part))
+            self._by_sender[block] = tuple(found)
+        return self._by_sender[block]
+
+    @cached_property
+    def _cuts(self) -> tuple[list[list[tuple[int, int]]], list[list[tuple[int, int]]]]:
+        """For each dim, where the blocks of source and target start and stop."""
+        source, target = (
+            [sorted({box[dim] for box in boxes}) for dim in range(self.source.ndim)]
+            for boxes in (self._replicas, self._takers)
+        )
+        return source, target
+
+    # ------------------------------------------------------------------------------------------------------ messages
+
+    def sends(self, rank: int) -> tuple[Message, ...]:
+        """What a rank sends, in the order of the receivers: one message to each at most."""
+        block = self.held(rank)
+        found = self._messages_from(block) if volume_of(block) else ()
+        return tuple(sorted((m for m in found if m.sender == rank), key=lambda message: message.receiver))
+
+    def receives(self, rank: int) -> tuple[Message, ...]:
+        """What a rank receives, in the order of the senders: one message from each at most."""
+        block = self.wanted(rank)
+        sources = _meeting(block, self._cuts[0]) if volume_of(block) else ()
+        found = (m for source in sources for m in self._messages_from(source) if m.receiver == rank)
+        return tuple(sorted(found))
+
+    @property
+    def messages(self) -> Iterator[Message]:
+        for block in self._replicas:
+            yield from self._messages_from(block)
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether no rank lacks anything."""
+        return next(self.messages, None) is None
+
+    def received(self, rank: int) -> int:
+        """Elements, exactly: what the rank lacks of its new block."""
+        return sum(message.elements for message in self.receives(rank))
+
+    def sent(self, rank: int) -> int:
+        return sum(message.elements for message in self.sends(rank))
+
+    @cached_property
+    def busiest(self) -> int:
+        """The most elements that any rank receives."""
+        return max(self.received(rank) for rank in range(self.source.grid.num_ranks))
+
+    def volume(self, rank: int, dgrad: bool = True) -> Volume:
+        """The exact traffic, in elements that `rank` received; ranks may differ.
+
+        Args:
+            dgrad: whether the gradient is wanted, which goes back.
+        """
+        ways = [("forward", self), ("dgrad", self.back)][: 1 + dgrad]
+        seat = rank if self.seats is None else self.seats[rank]
+        return Volume.of(
+            Traffic(phase, "all_to_all", way.axes, way.received(rank if way is self else seat)) for phase, way in ways
+        )
+
+    def __str__(self) -> str:
+        return f"from {self.source} on grid {self.source.grid} to {self.target} on grid {self.target.grid}"
+
+
+def _box(layout: Layout, rank: int, shape: Sequence[int], start: Sequence[int]) -> Box:
+    origin = start or (0,) * len(shape)
+    slices = layout.slices(rank, shape, uneven=True)
+    return tuple((at + s.start, at + s.stop) for at, s in zip(origin, slices, strict=True))
+
+
+def _ranks_by_block(boxes: Sequence[Box]) -> dict[Box, tuple[int, ...]]:
+    found: dict[Box, list[int]] = {}
+    for rank, box in enumerate(boxes):
+        if volume_of(box):
+            found.setdefault(box, []).append(rank)
+    return {box: tuple(ranks) for box, ranks in found.items()}
+
+
+def _meeting(box: Box, cuts: Sequence[Sequence[tuple[int, int]]]) -> Iterator[Box]:
+    """The blocks between `cuts` that share something with a box: in every dim the intervals that do."""
+    found = []
+    for (start, stop), intervals in zip(box, cuts, strict=True):
+        first = max(bisect_right(intervals, (start, stop)) - 1, 0)
+        met = []
+        for interval in intervals[first:]:
+            if interval[0] >= stop:
+                break
+            if interval[1] > start:
+                met.append(interval)
+        found.append(met)
+    yield from product(*found)
