@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ndtp.collectives.meter import CommMeter
     from ndtp.errors import CommunicationError, GridError, LayoutError, MismatchError
     from ndtp.models.parallelize import parallelize
+    from ndtp.ops.mapped import Mapped, einsum
     from ndtp.ops.products import batch_matmul, matmul, relayout
     from ndtp.ops.resharding import reshard
     from ndtp.planner.search import plan
@@ -35,10 +36,12 @@ _HOME = {
     "GridError": "errors",
     "Layout": "algebra.layout",
     "LayoutError": "errors",
+    "Mapped": "ops.mapped",
     "MatMulPlan": "algebra.matmul_plan",
     "MismatchError": "errors",
     "ProcessGrid": "runtime.process_grid",
     "batch_matmul": "ops.products",
+    "einsum": "ops.mapped",
     "matmul": "ops.products",
     "parallelize": "models.parallelize",
     "plan": "planner.search",
@@ -65,10 +68,12 @@ __all__ = [
     "GridError",
     "Layout",
     "LayoutError",
+    "Mapped",
     "MatMulPlan",
     "MismatchError",
     "ProcessGrid",
     "batch_matmul",
+    "einsum",
     "matmul",
     "parallelize",
     "plan",

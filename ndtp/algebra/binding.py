@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ndtp.algebra.matmul_plan import MatMulPlan
-from ndtp.algebra.refusals import shown
 from ndtp.algebra.roles import letters_of
+from ndtp.algebra.stored import shown
 from ndtp.errors import LayoutError
 
 

@@ -10,23 +10,23 @@ Sources: Agarwal et al. 1995 for the 3D algorithm; MindSpore's high-dimension te
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import lcm, prod
+from math import prod
 
-from ndtp.algebra import refusals
 from ndtp.algebra import roles as rule
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.roles import Letters, Stored
-from ndtp.algebra.steps import Dims, Journey, PlanMove, PlanStep, Step, is_legal, phase_of, relayout_steps
-from ndtp.algebra.volume import Volume, traffic
+from ndtp.algebra.loop_nest import LoopNest
+from ndtp.algebra.steps import Journey, PlanMove, PlanStep, phase_of
+from ndtp.algebra.stored import Letters, Stored
+from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class MatMulPlan:
+class MatMulPlan(LoopNest):
     """The plan of `C[.., M, N] = A[.., M, K] . B[.., K, N]` for operands that lie as `a` and `b` say.
 
     Args:
@@ -92,10 +92,11 @@ class MatMulPlan:
         _check_options(where, regather, chunks)
         of_a = Stored("A", a, rule.letters_of(batch, a.ndim, a_units, ("k", "m") if transpose_a else ("m", "k")))
         of_b = Stored("B", b, rule.letters_of(batch, b.ndim, b_units, ("n", "k") if transpose_b else ("k", "n")))
-        given = [of_a, of_b] + ([Stored("C", out, c_letters)] if out is not None else [])
-        assigned = rule.assign(of_a, of_b, roles or {})
-        orders = {letter: rule.order(name, letter, assigned, given) for letter in (*c_letters, "k")}
-        out = rule.mirror(of_a, c_letters, assigned, orders) if out is None else out
+        of_c = None if out is None else Stored("C", out, c_letters)
+        classes = dict.fromkeys(batch, "batch") | {"m": "m", "n": "n", "k": "k"}
+        assigned = rule.assign((of_a, of_b), classes, roles or {})
+        orders = {letter: rule.order(where, letter, assigned, (of_a, of_b), of_c) for letter in (*c_letters, "k")}
+        out = rule.mirror(of_a, c_letters, classes, assigned, orders) if out is None else out
         if not chunks:
             chunks = a.chunks[1] if a.chunks and of_a.letters[a.chunks[0]] == "m" else 1
         vars(self).update(
@@ -115,16 +116,9 @@ class MatMulPlan:
             # For compiled code: a number that differs between calls becomes a symbol there, which has no text.
             chunks_text=str(chunks),
         )
-        for tensor in self.stored.values():
-            if not is_legal(a.grid, tensor.layout.dims, self.need(tensor.letters)):
-                need = self.need(tensor.letters)
-                raise refusals.contiguity(name, self.operands, tensor.name, tensor.layout, need)
+        self.check_order()
 
     # ------------------------------------------------------------------------------------------------- structure
-
-    @property
-    def grid(self) -> Grid:
-        return self.a.grid
 
     @cached_property
     def batch_letters(self) -> tuple[str, ...]:
@@ -147,10 +141,6 @@ class MatMulPlan:
     def c_letters(self) -> Letters:
         return self.stored["C"].letters
 
-    def need(self, letters: Letters) -> Dims:
-        """How a tensor with these letters is held while it is multiplied."""
-        return tuple(self.orders[letter] if letter else () for letter in letters)
-
     @property
     def bias(self) -> Layout:
         """The layout in which a bias[N] is stored."""
@@ -158,34 +148,14 @@ class MatMulPlan:
 
     # ----------------------------------------------------------------------------------------------------- moves
 
-    @cached_property
-    def journeys(self) -> Mapping[str, Journey]:
-        """How every tensor lies before and after its steps, by name: A, B, C, dC, dA, dB, bias, dbias.
-
-        Operands go from stored to held, results back, and gradients the other way; what a result lacks a letter of is
-        a partial sum over the axes of that letter.
-
-        The bias of C is the product `ones[M, 1] . b[1, N]` under the same roles: it is stored as the n axes split it,
-        cut to what C stores, and its gradient is a partial sum over the axes that split rows.
+    def _journeys(self) -> dict[str, Journey]:
+        """The bias of C is the product `ones[M, 1] . b[1, N]` under the same roles: it is stored as the n axes split
+        it, cut to what C stores, and its gradient is a partial sum over the axes that split rows.
         """
-        found = {}
-        for name, tensor in self.stored.items():
-            letters, lies, need = tensor.letters, tensor.layout.dims, self.need(tensor.letters)
-            partial = tuple(axis for axis, letter in self.roles.items() if letter not in letters)
-            to, back = (name, f"d{name}") if name != "C" else ("dC", "C")
-            found[to] = Journey(letters, lies, need)
-            found[back] = Journey(letters, need, lies, partial)
         n = (self.orders["n"],)
         rows = tuple(axis for axes in self.need(self.c_letters)[:-1] for axis in axes)
-        return found | {"bias": Journey(("n",), n, self.out.dims[-1:]), "dbias": Journey(("n",), n, n, rows)}
-
-    @cached_property
-    def relayouts(self) -> Mapping[str, tuple[Step, ...]]:
-        """The steps of every tensor, by the names of `journeys`."""
-        return {
-            name: relayout_steps(self.grid, journey.begin, journey.end, journey.partial)
-            for name, journey in self.journeys.items()
-        }
+        bias = {"bias": Journey(("n",), n, self.out.dims[-1:]), "dbias": Journey(("n",), n, n, rows)}
+        return super()._journeys() | bias
 
     @cached_property
     def gathers_b(self) -> bool:
@@ -223,9 +193,6 @@ class MatMulPlan:
     ) -> Volume:
         """The exact traffic of the product, in elements received per rank.
 
-        An all-gather or reduce-scatter whose gathered size is V over p ranks takes V (p-1)/p, an all-to-all of a local
-        V the same, an all-reduce twice that.
-
         Args:
             shape: `(*batch, M, K, N)`, the global sizes.
             dgrad, wgrad, bias, bias_grad: as for `moves`.
@@ -233,36 +200,9 @@ class MatMulPlan:
         Raises:
             LayoutError: sizes that the layouts do not divide.
         """
-        sizes = self.sizes(shape)
-        return Volume.of(
-            entry
-            for move in self.moves(dgrad, wgrad, bias, bias_grad)
-            for entry in traffic(self.grid, move.steps, self.start_shape(move.tensor, sizes), move.phase)
-        )
+        return self.volume_of(self.moves(dgrad, wgrad, bias, bias_grad), self.sizes(shape))
 
     # --------------------------------------------------------------------------------------------------- shapes
-
-    def start_shape(self, tensor: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Every rank's part of a tensor, by its name in `journeys`, before its first step.
-
-        Args:
-            sizes: letter -> global size.
-        """
-        journey = self.journeys[tensor]
-        return self._local(journey.letters, journey.begin, sizes)
-
-    def held_shape(self, letters: Letters, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Every rank's part of a tensor with these letters while it is multiplied."""
-        return self._local(letters, self.need(letters), sizes)
-
-    def _local(self, letters: Letters, dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        split = zip(letters, dims, strict=True)
-        return tuple((sizes[letter] if letter else 1) // self.grid.size(axes) for letter, axes in split)
-
-    def shard_shape(self, tensor: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of every rank's shard of "A", "B" or "C"."""
-        stored = self.stored[tensor]
-        return stored.layout.shard_shape(stored.shape(sizes))
 
     def gemm_shape(self, shape: Sequence[int]) -> tuple[int, int, int, int]:
         """Each rank's local product: (batch, M, K, N)."""
@@ -282,45 +222,12 @@ class MatMulPlan:
         self.check_divides(sizes)
         return sizes
 
-    def check_divides(self, sizes: Mapping[str, int]) -> None:
-        """
-        Raises:
-            LayoutError: a size, of those by letter, that its axes do not divide, with the sizes that would.
-        """
-        for tensor, letter, axes in self._splits():
-            size = sizes[letter] if letter else 1
-            if size % self.grid.size(axes):
-                split = {axis: self.grid[axis] for axis in axes}
-                whole, shape = self.granularity(letter or "1"), tensor.shape(sizes)
-                raise refusals.size(self.name, self.operands, tensor.name, shape, letter or "1", size, split, whole)
-
-    def granularity(self, letter: str) -> int:
-        """What the size of a letter has to be a multiple of."""
-        return lcm(*(self.grid.size(axes) for _, own, axes in self._splits() if own == letter))
-
-    def _splits(self) -> Iterator[tuple[Stored, str | None, tuple[str, ...]]]:
-        """Every way in which a dim of a tensor is split, as it is stored and as it is multiplied."""
-        for name in "BAC":  # weights first
-            tensor = self.stored[name]
-            for letter, *splits in zip(tensor.letters, tensor.layout.dims, self.need(tensor.letters), strict=True):
-                yield from ((tensor, letter, axes) for axes in splits)
-
     # -------------------------------------------------------------------------------------------------- printing
 
     def __str__(self) -> str:
         moves = [str(s) for s in self.steps if s.phase == "forward"]
         waits = "; chunks: auto, chosen where it first runs" if self.chunks == "auto" else ""
         return f"{self.equation}: {', '.join(moves) if moves else 'no communication'}{waits}"
-
-    @property
-    def equation(self) -> str:
-        """`A[M_zy, K_x] . B[K_xz, N_y] -> C[M_zx, N_y]`"""
-        return "{} . {} -> {}".format(*self.stored.values())
-
-    @property
-    def operands(self) -> str:
-        """`A[M_zy, K_x] . B[K_xz, N_y] on grid z=2 x=2 y=2`"""
-        return rule.operands(list(self.stored.values()))
 
 
 def _check_layouts(where: str, a: Layout, b: Layout, out: Layout | None) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.picture import Edge, ranges
-from ndtp.algebra.refusals import shown
 from ndtp.algebra.steps import Step
+from ndtp.algebra.stored import shown
 
 PHASES = ("forward", "dgrad", "wgrad")
 

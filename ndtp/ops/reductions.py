@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
 
 
-def reduce(x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
+def reduce(x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid, backward: str = "dgrad") -> Tensor:
     """`x` along a relayout, sums over axes included; see `ndtp.relayout`, which makes the plan.
 
         x        a shard of X as `plan.source`, and a part of a sum over the axes `plan.partial`
@@ -30,6 +30,9 @@ def reduce(x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
     The gradient of a tensor is whole: every rank that uses the result in the same way has the same gradient of it.
     Where ranks along an axis use it each for something of its own, theirs are parts of a sum, and the axis belongs in
     `plan.grad_partial`.  It is linear, so it can be differentiated as often as wanted.
+
+    Args:
+        backward: the phase of the gradient, in eager code.
 
     Raises:
         LayoutError: shards that do not fit the plan, or a plan for another grid.
@@ -47,7 +50,7 @@ def reduce(x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
     plan.global_shape(x.shape)
     if plan.is_identity:
         return x
-    result: Tensor = _Reduce.apply(x, plan, mesh, "forward")  # type: ignore[no-untyped-call]
+    result: Tensor = _Reduce.apply(x, plan, mesh, "forward", backward)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -82,16 +85,17 @@ def relayout_plan(
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid, phase: str) -> Tensor:
-        ctx.plan, ctx.mesh = plan, mesh
+    def forward(ctx: Any, x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid, phase: str, backward: str) -> Tensor:
+        ctx.plan, ctx.mesh, ctx.backward = plan, mesh, backward
         result = moved(x, plan.steps, mesh, plan.name, phase)
         return result.view_as(result) if result is x else result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         ctx.mesh.step.late.enter()
         # By itself, the other way: so a gradient of gradients is right, too.
-        return _Reduce.apply(grad, ctx.plan.back, ctx.mesh, "dgrad"), None, None, None  # type: ignore[no-untyped-call]
+        back = _Reduce.apply(grad, ctx.plan.back, ctx.mesh, ctx.backward, ctx.backward)  # type: ignore[no-untyped-call]
+        return back, None, None, None, None
 
 
 def merged(

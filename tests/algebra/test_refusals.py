@@ -15,7 +15,7 @@ from ndtp.algebra.binding import bind
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
-from ndtp.algebra.refusals import shown
+from ndtp.algebra.stored import shown
 from ndtp.errors import LayoutError
 
 GRID = Grid(x=2, y=4)
