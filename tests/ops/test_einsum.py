@@ -78,6 +78,17 @@ def check_einsums():
         compare(dense, expression, pairs, predicted, lambda e=expression, s=shards, o=out: ndtp.einsum(e, *s, out=o))
 
 
+def check_overlapped():
+    """What is a product of matrices takes chunks as one does."""
+    mesh = mesh_of(SQUARE)
+    a, ma = mapped((16, 4, 8), "s b e", {"s": "y", "e": "x"}, mesh, 1)
+    w, mw = mapped((8, 2, 4), "e h d", {"e": "x", "h": "y"}, mesh, 2)
+    expression = "s b e, e h d -> s b h d"
+    assert plan_of(expression, ma, mw).out == Layout(SQUARE, "x", None, "y", None)
+    compare(torch.einsum("sbe,ehd->sbhd", a, w), "in chunks", [(a, ma), (w, mw)], plan_of(expression, ma, mw).volume(),
+            lambda: ndtp.einsum(expression, ma, mw, chunks=2))  # fmt: skip
+
+
 def check_random(count=60):
     """Of one and two operands, as `tests/algebra` draws them."""
     mesh, done = mesh_of(SQUARE), 0
@@ -225,6 +236,7 @@ def check_refusals():
 
 def check_all():
     check_einsums()
+    check_overlapped()
     check_random()
     check_elements()
     check_reductions()
