@@ -99,9 +99,9 @@ def _multiplied(plan: EinsumPlan, form: ProductForm, shards: Sequence[Tensor], m
         sizes = iter(ordered.shape)
         given.append(ordered.reshape([prod(next(sizes) for _ in group) for group in groups]))
     c = matmul(given[0], given[1], form.plan, mesh)
-    letters = [letter for group in form.c for letter in group]
+    held = [letter for group in form.c for letter in group]
     local = dict(zip(plan.result, plan.shard_shape("C", plan.sizes), strict=True))
-    return c.reshape([local[letter] for letter in letters]).permute([letters.index(each) for each in plan.result])
+    return c.reshape([local[letter] for letter in held]).permute([held.index(letter) for letter in plan.result])
 
 
 def _local(plan: EinsumPlan, held: Sequence[Tensor]) -> Tensor:

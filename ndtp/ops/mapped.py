@@ -74,7 +74,7 @@ class Mapped(Placed, Arithmetic):
 
     def softmax(self, names: str) -> Mapped:
         """Over dims, split or not: two reductions, of one number for each row."""
-        powers = torch.exp(self - self.detach().amax(names))  # type: ignore[call-overload]
+        powers = Mapped.apply(torch.exp, self - self.detach().amax(names))
         return powers / powers.sum(names)  # type: ignore[no-any-return]
 
     def astype(self, dtype: torch.dtype) -> Mapped:
@@ -178,8 +178,8 @@ def einsum(
             f"{rest} -> {' '.join(result)}", product, *operands[2:], out=out, roles=own, chunks=chunks, name=name
         )
     plan = plan_of(expression, *operands, out=out, roles=roles, name=name)
-    mesh, product = operands[0].mesh, _product(plan, chunks)
-    return Mapped(contracted(plan, [x.local for x in operands], mesh, product), plan.result, plan.out, mesh)
+    mesh, form = operands[0].mesh, _product(plan, chunks)
+    return Mapped(contracted(plan, [x.local for x in operands], mesh, form), plan.result, plan.out, mesh)
 
 
 def plan_of(

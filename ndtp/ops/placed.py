@@ -168,10 +168,9 @@ class Placed:
         """The same elements along further dims, behind the others and whole: `x.expand(n=8)`; nothing moves."""
         if twice := [name for name in sizes if name in self.names]:
             raise LayoutError(f"expand of {self!r}: it has a dim {twice[0]}")
-        local = self.local[(..., *(None for _ in sizes))].expand(*self.local.shape, *sizes.values())
-        return type(self)(
-            local, (*self.names, *sizes), self.layout.with_dims(*self.layout.dims, *(() for _ in sizes)), self.mesh
-        )
+        local = self.local.reshape(*self.local.shape, *[1] * len(sizes)).expand(*self.local.shape, *sizes.values())
+        layout = self.layout.with_dims(*self.layout.dims, *[()] * len(sizes))
+        return type(self)(local, (*self.names, *sizes), layout, self.mesh)
 
     def relayout_plan(self, split: Split) -> RelayoutPlan | ReshardPlan:
         """What `relayout` does: collectives along axes, or where their order forbids these one exchange."""

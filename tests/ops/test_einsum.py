@@ -135,6 +135,8 @@ def check_elements():
     assert not meter.volume.total
     wide = mbias.expand(t=3)
     assert wide.split == {"h": ("x",)} and wide.shape == (8, 3)
+    (grad,) = torch.autograd.grad(wide.sum().local, mbias.local)
+    assert_equal(grad, torch.full_like(mbias.local, 3.0), "what was repeated")
     outer = mbias + Mapped.shard(torch.arange(4.0, dtype=torch.float64), "t", {"t": "y"}, mesh)
     assert outer.names == ("h", "t") and outer.split == {"h": ("x",), "t": ("y",)}
     assert_equal(outer.to_dense(), bias.detach()[:, None] + torch.arange(4.0, dtype=torch.float64), "outer sum")
