@@ -60,7 +60,7 @@ def applied(plan: EinsumPlan, function: Callable[..., Tensor], shards: Sequence[
         there = [letter for letter in plan.result if letter in letters]
         order = [letters.index(letter) for letter in there]
         units = [dim for dim, letter in enumerate(letters) if letter is None]
-        tensor = tensor.permute(*order, *units)
+        tensor = tensor.permute((*order, *units))
         sizes = iter(tensor.shape)
         aligned.append(tensor.reshape([next(sizes) if letter in there else 1 for letter in plan.result]))
     result = function(*aligned)

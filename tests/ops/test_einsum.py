@@ -162,6 +162,8 @@ def check_reductions():
     (mx.softmax("h") * mx.mean("b")).sum().backward()
     (x.softmax(-1) * x.mean(0)).sum().backward()
     torch.testing.assert_close(mx.grad.local, mx.layout.shard(x.grad, mesh.rank))
+    everything = mx.detach().softmax("b s h")
+    torch.testing.assert_close(everything.to_dense(), x.detach().flatten().softmax(0).view_as(x))
     scattered = mx.sum("h", split={"s": ("x", "y")})
     assert scattered.split == {"s": ("x", "y")}
 
