@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ndtp.collectives.collectives import GlooCollectives
+from ndtp.collectives.collectives import Collectives, GlooCollectives
 from ndtp.collectives.cross_check import cross_check
 from ndtp.collectives.direct_exchange import Past, purpose_of
 from ndtp.collectives.handles import Channel
@@ -21,6 +21,8 @@ from ndtp.collectives.symmetric.windows import machine, shared_window, unusable_
 from ndtp.errors import GridError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed import ProcessGroup
 
     from ndtp.algebra.steps import Step
@@ -51,7 +53,8 @@ class SymmetricCollectives(GlooCollectives):
     def sums_everywhere(self, dtype: torch.dtype) -> bool:
         return False  # a reduce-scatter and a gather, of any dtype
 
-    def _channel(self, group: ProcessGroup, label: Label, dtype: torch.dtype) -> Channel:
+    def channel(self, group: ProcessGroup, label: Label, dtype: torch.dtype) -> Channel:
+        """See `Collectives.channel`."""
         return Channel(group, Past(), purpose_of(label, dtype))
 
     def _route(
@@ -86,6 +89,11 @@ class SymmetricCollectives(GlooCollectives):
         ranks = to.group.size()
         sent, received = (_bytes(x).view(ranks, x.nbytes // ranks) for x in (blocks, landing))
         return self._pull(sent.unbind(), received, True, to)
+
+    def exchange_parts(self, landings: Sequence[Tensor], parts: Sequence[Tensor], to: Channel) -> Any:
+        """Of any sizes, which windows are not made for: by messages."""
+        kind = Collectives if self.orders_by_stream else GlooCollectives
+        return kind.exchange_parts(self, landings, parts, to)
 
     def _pull(self, sent: Any, landing: Tensor, parted: bool, to: Channel) -> Any:
         ranks, length = landing.shape
