@@ -27,6 +27,7 @@ from ndtp.testing.dense import DenseResult
 
 if TYPE_CHECKING:
     from ndtp.cli.progress import Counter
+    from ndtp.collectives.collectives import Collectives
     from ndtp.collectives.handles import Route
 
 TENSORS = ("C", "dA", "dB", "dbias")
@@ -78,7 +79,7 @@ def check_grid(
     mesh = ProcessGrid(Grid(sizes))
     mesh.gemm.own_part_from = 0  # these products are tiny, and stand for large ones
     if broken:
-        break_collective(mesh, broken)
+        mesh.collectives = out_of_order(mesh.collectives, broken)
     results = []
     for scheme, dtype in product(schemes, dtypes):
         for case in cases(scheme, dtype):
@@ -249,15 +250,16 @@ class _DenseBlock(nn.Module):
 # -------------------------------------------------------------------------------------------------- broken collectives
 
 
-def break_collective(mesh: ProcessGrid, kind: str) -> None:
-    """Make one kind of collective deliver its result out of order on the last rank: for the test of the check."""
-    launch = mesh.collectives.launch
+def out_of_order(whole: Collectives, kind: str) -> Collectives:
+    """Collectives of which one kind delivers its result out of order on the last rank: for the test of the check."""
 
-    def broken(route: Route, *arguments: Any) -> Any:
-        handle = launch(route, *arguments)
-        return _OutOfOrder(handle) if route.kind == kind and mesh.rank == mesh.grid.num_ranks - 1 else handle
+    class OutOfOrder(type(whole)):  # type: ignore[misc]
+        def launch(self, route: Route, *arguments: Any) -> Any:
+            handle = super().launch(route, *arguments)
+            is_last = self.groups.rank == self.groups.grid.num_ranks - 1
+            return _OutOfOrder(handle) if route.kind == kind and is_last else handle
 
-    mesh.collectives.launch = broken  # type: ignore[assignment,method-assign]
+    return OutOfOrder(whole.groups, whole.ring, whole.recording)
 
 
 class _OutOfOrder:
