@@ -28,30 +28,36 @@ Product = Callable[..., Tensor]
 class TorchGemm(TorchEpilogues):
     """Products by torch; what follows them by `ndtp.compute.epilogues`.
 
-    `bound` takes further arguments, for products without batch dims:
-        out: where to put the result.
-        blocks: return it as so many blocks of columns.
-        parts: of the blocks of the contracted dim, those to sum; default: all.
-        accumulate: add to `out`.
-
     Attributes:
         own_part_from: see `ndtp.compute.devices.DeviceKind`, whose it is by default.
     """
 
     own_part_from: int | None = None
 
-    def bound(self, letters: tuple[Letters, Letters, Letters], one: Shape, other: Shape, **how: Any) -> Product:
+    def bound(
+        self,
+        letters: tuple[Letters, Letters, Letters],
+        one: Shape,
+        other: Shape,
+        *,
+        blocks: int | None = None,
+        parts: Sequence[int] | None = None,
+        accumulate: bool = False,
+    ) -> Product:
         """A product, for operands of these shapes: a function of the two.
 
         It is summed over the letter that its result lacks, and over batch dims that the result lacks or has with
         size 1.  The order in which letters are stored is free.
 
-        The function takes `out` if `how` says anything.
-
         Args:
             letters: of the dims of both operands and of the result; None is a dim of size 1.
+            blocks: of columns, as which the result lies; the function takes `out` then, where to put it.  For products
+                without batch dims, as are the others.
+            parts: of the blocks of the contracted dim, those to sum; default: all.
+            accumulate: add to `out`.
         """
         x, y, z = letters
+        how = {} if blocks is None else {"blocks": blocks, "parts": parts, "accumulate": accumulate}
         if len(z) == 2 < len(x) == len(y) and x[-2] == y[-2] and one[:-1] == other[:-1]:
             flat = self._bound((2, x[-2:]), (2, y[-2:]), z, how)  # of the same rows: one GEMM, not a batch of them
             return lambda grad, a, **out: flat(grad.flatten(0, -2), a.flatten(0, -2), **out)
@@ -165,10 +171,22 @@ class KernelGemm(KernelEpilogues, TorchGemm):
         return self.gemm(a, b, transpose_a=transpose_a, transpose_b=transpose_b, options=self.options)
 
     def product_of_blocks(
-        self, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool, *, blocks: int = 1, **how: Any
+        self,
+        a: Tensor,
+        b: Tensor,
+        transpose_a: bool,
+        transpose_b: bool,
+        *,
+        out: Tensor | None = None,
+        blocks: int = 1,
+        parts: Sequence[int] | None = None,
+        accumulate: bool = False,
     ) -> Tensor:
         if a.dtype is torch.float64:
-            return super().product_of_blocks(a, b, transpose_a, transpose_b, blocks=blocks, **how)
+            return super().product_of_blocks(
+                a, b, transpose_a, transpose_b, out=out, blocks=blocks, parts=parts, accumulate=accumulate
+            )
+        assert parts is None, "the kernels sum all parts in one pass, see `sums_parts`"
         return self.gemm(
             a,
             b,
@@ -178,8 +196,9 @@ class KernelGemm(KernelEpilogues, TorchGemm):
             b_blocks=("k" if transpose_b else "n") if b.dim() == 3 else None,
             c_blocks="n" if blocks > 1 else None,
             num_c_blocks=blocks,
+            out=out,
+            accumulate=accumulate,
             options=self.options,
-            **how,
         )
 
 

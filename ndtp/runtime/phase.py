@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -54,10 +54,18 @@ class Phase(Slots):
 
     # --------------------------------------------------------------------------------------------------- products
 
-    def _product(self, p: int, name: str, operand: Shape, **how: Any) -> Product:
-        return self.gemm.bound(
-            letters_of(self.stages[p].plan, name), operand, self.shapes[self.tensors[p, "B", None]], **how
-        )
+    def _product(
+        self,
+        p: int,
+        name: str,
+        operand: Shape,
+        blocks: int | None,
+        parts: Sequence[int] | None = None,
+        accumulate: bool = False,
+    ) -> Product:
+        """See `TorchGemm.bound`."""
+        letters, weight = letters_of(self.stages[p].plan, name), self.shapes[self.tensors[p, "B", None]]
+        return self.gemm.bound(letters, operand, weight, blocks=blocks, parts=parts, accumulate=accumulate)
 
     def _result_of(self, p: int, name: str, chunks: int) -> int:
         """A slot for a product, which falls into blocks of columns where it leaves so."""
@@ -108,7 +116,7 @@ class Phase(Slots):
         else:
             blocks = blocks_of_result(self.stages[p].plan, name)
             operand, weight = self.tensors[p, OPERAND[name], i], self.tensors[p, "B", None]
-            product = self._product(p, name, self.shapes[operand], **({"blocks": blocks} if blocks > 1 else {}))
+            product = self._product(p, name, self.shapes[operand], blocks=blocks if blocks > 1 else None)
             self.tensors[p, name, i] = result = self._result_of(p, name, self.chunks)
             self.runs.append(closures.multiply(result, product, operand, weight))
 
@@ -134,22 +142,22 @@ class Phase(Slots):
     def _wgrad(self, p: int) -> int:
         gemm, plan = self.gemm, self.stages[p].plan
         blocks, letters = blocks_of_result(plan, "dB"), letters_of(plan, "dB")
-        how: dict[str, Any] = {"blocks": blocks} if blocks > 1 else {}
+        first = blocks if blocks > 1 else None
         result = self._result_of(p, "dB", 1)
         a, grad = self.whole(p, "A"), self.whole(p, "dC")
         if a is not None and grad is not None:
-            product = gemm.bound(letters, self.shapes[grad], self.shapes[a], **how)
+            product = gemm.bound(letters, self.shapes[grad], self.shapes[a], blocks=first)
             self.runs.append(closures.multiply(result, product, grad, a))
             return result
         grads, operands = (self.chunks_of(p, name) for name in ("dC", "A"))
         if not gemm.sums_parts(self.dtype):
             joint = [self._joint(chunks, self.rows[p].place(x)[0]) for chunks, x in ((grads, "dC"), (operands, "A"))]
             (grad_shape, joint_grad), (a_shape, joint_a) = joint
-            product = gemm.bound(letters, grad_shape, a_shape, **how)
+            product = gemm.bound(letters, grad_shape, a_shape, blocks=first)
             self.runs.append(closures.multiply_joined(result, product, joint_grad, joint_a))
             return result
         products = [
-            gemm.bound(letters, one, other, **(how if j == 0 else {"accumulate": True, "blocks": blocks}))
+            gemm.bound(letters, one, other, blocks=blocks if j else first, accumulate=j > 0)
             for j, ((one, _), (other, _)) in enumerate(zip(grads, operands, strict=True))
         ]
         ones, others = ([get for _, get in chunks] for chunks in (grads, operands))
