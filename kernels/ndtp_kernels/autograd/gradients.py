@@ -7,8 +7,8 @@ Each gradient is written as its operand is stored, transposes and blocks include
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,35 +18,49 @@ from ndtp_kernels.form import Form
 Gemm = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def _renamed(letter: str | None, names: Mapping[str, str]) -> str | None:
-    return None if letter is None else names[letter]
+class _Operand(NamedTuple):
+    """A tensor of C = A . B, the letters of its last two dims as they are stored, and the one that lies in blocks."""
+
+    tensor: Tensor
+    letters: str
+    blocks: str | None
+
+
+def _operands(dc: Tensor, a: Tensor, b: Tensor, form: Form) -> tuple[_Operand, _Operand, _Operand]:
+    return (
+        _Operand(dc, "mn", form.c_blocks),
+        _Operand(a, "km" if form.transpose_a else "mk", form.a_blocks),
+        _Operand(b, "nk" if form.transpose_b else "kn", form.b_blocks),
+    )
+
+
+def _product_for(result: _Operand, dc: _Operand, other: _Operand) -> tuple[_Operand, _Operand, Form]:
+    """The product that is the gradient of one operand, stored as that is: left and right, and their form.
+
+    The left one has the letter of the result's rows, the right one that of its columns, both the one between.
+    """
+    row, column = result.letters[0], result.letters[1]
+    left, right = (dc, other) if row in dc.letters else (other, dc)
+    (between,) = set(left.letters) - {row}
+    names: dict[str | None, str | None] = {row: "m", between: "k", column: "n", None: None}
+    form = Form(
+        left.letters[0] != row,
+        right.letters[0] == column,
+        names[left.blocks],
+        names[right.blocks],
+        names[result.blocks],
+        result.tensor.shape[0] if result.blocks else 1,
+    )
+    return left, right, form
 
 
 def gradient_a(
     run: Gemm, dc: Tensor, a: Tensor, b: Tensor, form: Form, residual: Tensor | None = None, dtype: Any = None
 ) -> Tensor:
     """dA [+ residual], stored as A is."""
-    if form.transpose_a:
-        inner = Form(
-            form.transpose_b,
-            True,
-            _renamed(form.b_blocks, {"k": "m", "n": "k"}),
-            _renamed(form.c_blocks, {"n": "k", "m": "n"}),
-            _renamed(form.a_blocks, {"k": "m", "m": "n"}),
-            a.shape[0] if form.a_blocks else 1,
-        )
-        left, right = b, dc
-    else:
-        inner = Form(
-            False,
-            not form.transpose_b,
-            _renamed(form.c_blocks, {"m": "m", "n": "k"}),
-            _renamed(form.b_blocks, {"k": "n", "n": "k"}),
-            _renamed(form.a_blocks, {"m": "m", "k": "n"}),
-            a.shape[0] if form.a_blocks else 1,
-        )
-        left, right = dc, b
-    gradient, _, _ = run(left, right, residual, inner, False, dtype or a.dtype)
+    of_dc, of_a, of_b = _operands(dc, a, b, form)
+    left, right, inner = _product_for(of_a, of_dc, of_b)
+    gradient, _, _ = run(left.tensor, right.tensor, residual, inner, False, dtype or a.dtype)
     return _summed_to(gradient, a, form.a_blocks)
 
 
@@ -59,28 +73,10 @@ def gradient_b(
         a, a_blocks = _tokens(a, form.transpose_a, form.a_blocks)
         dc, c_blocks = _tokens(dc, False, form.c_blocks)
         form = form._replace(transpose_a=False, a_blocks=a_blocks, c_blocks=c_blocks)
-    if form.transpose_b:
-        inner = Form(
-            True,
-            form.transpose_a,
-            _renamed(form.c_blocks, {"n": "m", "m": "k"}),
-            _renamed(form.a_blocks, {"m": "k", "k": "n"}),
-            _renamed(form.b_blocks, {"n": "m", "k": "n"}),
-            b.shape[0] if form.b_blocks else 1,
-        )
-        left, right = dc, a
-    else:
-        inner = Form(
-            not form.transpose_a,
-            False,
-            _renamed(form.a_blocks, {"m": "k", "k": "m"}),
-            _renamed(form.c_blocks, {"m": "k", "n": "n"}),
-            _renamed(form.b_blocks, {"k": "m", "n": "n"}),
-            b.shape[0] if form.b_blocks else 1,
-        )
-        left, right = a, dc
-        row_sums = False
-    gradient, _, sums = run(left, right, None, inner, row_sums, b.dtype)
+    of_dc, of_a, of_b = _operands(dc, a, b, form)
+    left, right, inner = _product_for(of_b, of_dc, of_a)
+    row_sums = row_sums and left is of_dc
+    gradient, _, sums = run(left.tensor, right.tensor, None, inner, row_sums, b.dtype)
     return _summed_to(gradient, b, form.b_blocks), sums if row_sums else None
 
 
