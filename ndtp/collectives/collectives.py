@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,7 +143,15 @@ class Collectives:
             part: which chunk of how many, such as "2/4".
             blocks: the gathered matrix stays, or the scattered one comes, as blocks of columns [p, rows, columns / p].
         """
-        return (self._route(step, op, phase, shape, dtype, part, blocks),)
+
+        def bind() -> Route:
+            return self._route(step, op, phase, shape, dtype, part, blocks)
+
+        return self._legs(bind, shape, dtype)
+
+    def _legs(self, bind: Callable[[], Route], shape: Shape, dtype: torch.dtype) -> tuple[Route, ...]:
+        """The routes that `bind` makes of a step, one each time."""
+        return (bind(),)
 
     def _route(
         self, step: Step, op: tuple[str, ...], phase: str, shape: Shape, dtype: torch.dtype, part: str, blocks: bool
@@ -284,22 +292,12 @@ class GlooCollectives(Collectives):
     def channel(self, group: ProcessGroup, label: Label, dtype: torch.dtype) -> Channel:
         return Channel(group, past_of(group), purpose_of(label, dtype))
 
-    def routes(
-        self,
-        step: Step,
-        op: tuple[str, ...],
-        phase: str,
-        shape: Shape,
-        dtype: torch.dtype,
-        *,
-        part: str = "",
-        blocks: bool = False,
-    ) -> tuple[Route, ...]:
-        """See `Collectives.routes`; an all-reduce in low precision is a reduce-scatter and an all-gather."""
-        route, count = self._route(step, op, phase, shape, dtype, part, blocks), math.prod(shape)
-        if step.kind != "all_reduce":
+    def _legs(self, bind: Callable[[], Route], shape: Shape, dtype: torch.dtype) -> tuple[Route, ...]:
+        """An all-reduce in low precision is a reduce-scatter and an all-gather."""
+        route, count = bind(), math.prod(shape)
+        if route.kind != "all_reduce":
             return (route,)
-        ranks = self.groups.grid.size(step.axes)
+        ranks = self.groups.grid.size(route.axes)
         if ranks == 2 and count % 2 == 0:  # of an odd number, parts are counted as rounded up
             route.begin = self._swap(route.channel, shape, count)
             return (route,)
@@ -307,7 +305,7 @@ class GlooCollectives(Collectives):
             return (route,)
         # Of the flat tensor, padded: the same volume.
         padded = count + -count % ranks
-        gather = self._route(step, op, phase, shape, dtype, part, blocks)
+        gather = bind()
         to, reduce = gather.channel, self._reduce(route.channel, ranks, (padded // ranks,))
         route.shape, gather.follows = (padded // ranks,), True
 
