@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from statistics import median
 from typing import Any
@@ -298,7 +298,10 @@ def fit_gemm(samples: Samples, dtype: str) -> tuple[float, float, float, list[Fi
             "  fix: a quiet machine and more --repeats, or larger dims in the Job"
         )
     _, peak, half, launch = best
-    probe = Hardware("probe", 1, Link(1), Link(1), {dtype: peak / 1e12}, half, 1, samples.copy_gbs, launch * 1e6)
+    probe = Hardware(
+        "probe", 1, Link(1), Link(1), {dtype: peak / 1e12},
+        gemm_half=half, memory_gbs=samples.copy_gbs, launch_us=launch * 1e6,
+    )  # fmt: skip
     predicted = [float(gemm_seconds(probe, g.m, g.n, g.k, dtype)) for g in samples.gemms]
     fits = []
     for shape_class in sorted({g.shape_class for g in samples.gemms}):
@@ -325,7 +328,7 @@ def _memory_gib(job: Job) -> float:
 
 def to_toml(hardware: Hardware, fits: Sequence[Fit], samples: Samples) -> str:
     """A profile that `Hardware.load` reads, with what was measured and how well the fit holds, for the reader."""
-    lines = [replace(hardware).to_toml(), "[measured]"]
+    lines = [hardware.to_toml(), "[measured]"]
     lines += [f'"{name} TFLOP/s" = {rate:.4g}' for name, rate in rates_by_class(samples).items()]
     lines += ["", "[measured.fit]"]
     for each in fits:

@@ -1,1 +1,4 @@
-"""The differentiable door from tensors to collectives: products, relayouts, the memory that they take."""
+"""What modules call, on shards: products, relayouts, reductions, lookups, norms and losses, all differentiable.
+
+Beside them what moves a tensor that no gradient flows through, and the memory that a step takes.
+"""

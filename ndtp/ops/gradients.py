@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def all_reduce(gradients: Iterable[tuple[str, Tensor]], mesh: ProcessGrid, axes: Sequence[str]) -> None:
     """Sum gradients over axes, in place; named, for meters, profiles and errors.
 
-    All ranks give as many, of the same shapes, in one order.
+    All ranks give as many, of the same shapes, in one order.  A sparse one goes by torch itself, and is not counted.
     """
     step = Step("all_reduce", mesh.grid.nontrivial(axes))
     if not step.axes:
