@@ -105,7 +105,7 @@ class Adopted(Sharded):
                 f"'{self.name}': {name} is shared with another module, which wants it as {theirs}, not {layout}"
             )
         self._parameters[name] = own
-        self.lies[name] = Lies(layout, shape, real)
+        self.lies[name] = Lies.of(layout, shape, real)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from ndtp.algebra.volume import Volume, traffic
 from ndtp.errors import LayoutError
 from ndtp.models.between import Between, Passage, enter, leave
 from ndtp.nn.linear import Linear
-from ndtp.nn.padding import RowBlocks, pad_rows, with_leading_dims, zero_padding, zero_padding_rows
+from ndtp.nn.padding import RowBlocks, pad_rows, padded_tokens, with_leading_dims, zero_padding, zero_padding_rows
 from ndtp.ops.products import relayout
 
 
@@ -96,7 +96,7 @@ class BoundaryLinear(Linear):
     def volume(self, tokens: int, dgrad: bool = True) -> Volume:
         """As `Linear.volume`, with the conversions at the boundary."""
         outside = self.boundary.outside
-        tokens += -tokens % (self.boundary.row_multiple * outside.num_splits(0))
+        tokens = padded_tokens(tokens, self.boundary.row_multiple, outside)
         total = super().volume(tokens, dgrad)
         moves = []
         if self.boundary.enters and dgrad:

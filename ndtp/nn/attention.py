@@ -28,8 +28,8 @@ from ndtp.nn.hooks import runs_alone
 from ndtp.nn.linear import Linear
 from ndtp.nn.norms import LayerNorm, RMSNorm
 from ndtp.nn.padding import as_rows, with_leading_dims
-from ndtp.nn.random import draw_seed
-from ndtp.nn.sharded import memory_of
+from ndtp.nn.random import given_or_drawn
+from ndtp.nn.sharded import BlockModule, memory_of
 from ndtp.ops.memory import Memory
 from ndtp.ops.products import chain
 from ndtp.ops.reductions import reduce
@@ -37,7 +37,7 @@ from ndtp.runtime.arrival import local_shard
 from ndtp.runtime.process_grid import ProcessGrid
 
 
-class Attention(nn.Module):
+class Attention(BlockModule):
     """Self-attention of hidden states that lie on a grid, back to where they began.
 
         x        [tokens, hidden]  as `in_layout`       returns the same as `out_layout`
@@ -111,7 +111,7 @@ class Attention(nn.Module):
         self.plan = AttentionPlan(layouts.hidden, heads, self.kv_heads, self.head_dim, name)
         shared: dict[str, Any] = {
             "device": device, "dtype": dtype, "mesh": mesh, "regather": regather, "chunks": chunks,
-            "seed": draw_seed() if seed is None else seed,
+            "seed": given_or_drawn(seed),
         }  # fmt: skip
         up: dict[str, Any] = {
             "in_layout": layouts.input,
@@ -152,20 +152,9 @@ class Attention(nn.Module):
     q_norm: LayerNorm | RMSNorm
     k_norm: LayerNorm | RMSNorm
 
-    @property
-    def in_layout(self) -> Layout:
-        """The layout of the [tokens, hidden] activations that it takes."""
-        return self.layouts.input
-
-    @property
-    def out_layout(self) -> Layout:
-        """The layout of the [tokens, hidden] activations that it returns."""
-        return self.layouts.output
-
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all parameters anew; the same values on every grid."""
-        seed = next((s for s in (seed, self.seed) if s is not None), None)
-        seed = draw_seed() if seed is None else seed
+        seed = given_or_drawn(seed, self.seed)
         for module in self.children():
             module.reset_parameters(seed)  # type: ignore[operator]
 

@@ -12,7 +12,9 @@ from ndtp.algebra.layout import Layout, default_mesh_axes
 from ndtp.algebra.schemes import block_layouts
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
+from ndtp.nn.padding import padded_to
 from ndtp.nn.parameters import fill_normal
+from ndtp.nn.random import given_or_drawn
 from ndtp.nn.sharded import Sharded, memory_of
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.memory import Memory
@@ -90,7 +92,7 @@ class Embedding(Sharded):
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         real = (num_embeddings, embedding_dim)
         shape = weight_layout.padded_shape(real)
-        shape = (shape[0], -(-shape[1] // out.num_splits(1)) * out.num_splits(1))
+        shape = (shape[0], padded_to(shape[1], out.num_splits(1)))
         if shape != real and not pad:
             raise LayoutError(
                 f"Embedding '{name}': a table {real} lies as [{weight_layout.label('VK')}], and its axes do not divide "
@@ -117,8 +119,8 @@ class Embedding(Sharded):
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw the table from N(0, 1), the same values on every grid; the row of `padding_idx` is zero."""
-        lies = self.lies["weight"]
-        fill_normal(self.weight, lies.layout, self.mesh, lies.real, self.seed_of(seed), f"{self.name}.weight")
+        lies, seed = self.lies["weight"], given_or_drawn(seed, self.seed)
+        fill_normal(self.weight, lies.layout, self.mesh, lies.real, seed, f"{self.name}.weight")
         if self.padding_idx is not None:
             part = lies.layout.slices(self.mesh.rank, lies.shape)[0]
             if part.start <= self.padding_idx < part.stop:

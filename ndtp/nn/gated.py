@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ndtp.algebra.schemes import BlockLayouts
 from ndtp.compute.epilogues import ACTIVATIONS, GATES
 from ndtp.errors import LayoutError
 from ndtp.nn.in_turns import InTurns
@@ -50,11 +52,21 @@ class GatedMLP(MLP):
         dtype: torch.dtype | None = None,
         *,
         mesh: ProcessGrid,
-        **options: Any,
+        scheme: str = "3d",
+        axes: Sequence[str] | None = None,
+        layouts: BlockLayouts | None = None,
+        pad: bool | int = False,
+        regather: tuple[str, ...] = (),
+        chunks: int | str = 0,
+        seed: int | None = None,
+        name: str = "mlp",
     ) -> None:
         if activation not in GATED:
             raise ValueError(f"GatedMLP: activation {activation!r} of the gate is not one of {', '.join(GATED)}")
-        super().__init__(hidden, inner, GATED[activation], bias, dropout, device, dtype, mesh=mesh, **options)
+        super().__init__(
+            hidden, inner, GATED[activation], bias, dropout, device, dtype, mesh=mesh, scheme=scheme, axes=axes,
+            layouts=layouts, pad=pad, regather=regather, chunks=chunks, seed=seed, name=name,
+        )  # fmt: skip
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """That of the dense block: `gate`, `up` and `down`; shards are views of this one's."""

@@ -14,15 +14,16 @@ from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import block_layouts
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
-from ndtp.nn.padding import as_rows, feature_multiple, with_leading_dims, zero_padding
-from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, fill_uniform, full, taken
-from ndtp.nn.random import draw_seed
+from ndtp.nn.padding import as_rows, feature_multiple, padded_to, with_leading_dims, zero_padding
+from ndtp.nn.parameters import fill_uniform
+from ndtp.nn.random import given_or_drawn
+from ndtp.nn.sharded import Sharded
 from ndtp.ops.memory import Memory, memory
 from ndtp.ops.products import chain
 from ndtp.runtime.process_grid import ProcessGrid
 
 
-class Linear(nn.Module):
+class Linear(Sharded):
     """`y = x W^T + b`, with x, W, b and y laid out on a grid.
 
         x        [tokens, in]  as `in_layout`          returns [tokens, out] as `out_layout`
@@ -72,7 +73,7 @@ class Linear(nn.Module):
         seed: int | None = None,
         name: str = "linear",
     ) -> None:
-        super().__init__()
+        super().__init__(mesh, seed, name)
         if position not in ("up", "down"):
             raise LayoutError(f"Linear '{name}': position={position!r} is neither 'up' nor 'down'")
         if (in_layout is None) != (weight_layout is None) or (out_layout is not None and in_layout is None):
@@ -85,25 +86,23 @@ class Linear(nn.Module):
             a, b, out = up if position == "up" else (named.hidden, named.down_weight, named.output)
         plan = MatMulPlan(a, b, out, transpose_b=True, regather=regather, chunks=chunks, name=name)
         self.in_features, self.out_features = in_features, out_features
-        self.plan, self.mesh, self.name, self.seed = plan, mesh, name, seed
+        self.plan = plan
         pad_in, pad_out = pad if isinstance(pad, tuple) else (pad, pad)
         multiples = feature_multiple("k", plan, pad_in), feature_multiple("n", plan, pad_out)
-        self.padded_in, self.padded_out = (
-            -(-size // multiple) * multiple
-            for size, multiple in zip((in_features, out_features), multiples, strict=True)
-        )
-        self._create_parameters(bias, device, dtype)
-
-    def _create_parameters(self, bias: bool, device: Any, dtype: torch.dtype | None) -> None:
-        plan, mesh = self.plan, self.mesh
+        self.padded_in, self.padded_out = map(padded_to, (in_features, out_features), multiples)
         # Tokens are not known yet; features must divide now, identically on every rank.
         plan.check_divides({"m": 0, "k": self.padded_in, "n": self.padded_out})
-        shape = (self.padded_out, self.padded_in)
-        self._shards = plan.b.shard_shape(shape), plan.bias.shard_shape(shape[:1])
-        self.weight = empty_parameter(shape, plan.b, mesh, device, dtype)
-        self.bias = empty_parameter(shape[:1], plan.bias, mesh, device, dtype) if bias else None
+        stored = (self.padded_out, self.padded_in)
+        self.add("weight", (out_features, in_features), plan.b, device, dtype, stored)
+        if bias:
+            self.add("bias", (out_features,), plan.bias, device, dtype, stored[:1])
+        else:
+            self.register_parameter("bias", None)
         if not self.weight.is_meta:
             self.reset_parameters()
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     @property
     def in_layout(self) -> Layout:
@@ -122,13 +121,11 @@ class Linear(nn.Module):
 
         Values are keyed by (seed, parameter name, global index); every rank draws its own shard.
         """
-        seed = next((s for s in (seed, self.seed) if s is not None), None)
-        seed = draw_seed() if seed is None else seed
+        seed = given_or_drawn(seed, self.seed)
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        real = (self.out_features, self.in_features)
-        fill_uniform(self.weight, self.plan.b, self.mesh, bound, real, seed, f"{self.name}.weight")
-        if self.bias is not None:
-            fill_uniform(self.bias, self.plan.bias, self.mesh, bound, real[:1], seed, f"{self.name}.bias")
+        for name in self.parameter_names():
+            lies = self.lies[name]
+            fill_uniform(getattr(self, name), lies.layout, self.mesh, bound, lies.real, seed, f"{self.name}.{name}")
 
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(x, self.name)
@@ -143,31 +140,9 @@ class Linear(nn.Module):
             LayoutError: a parameter that was put in the place of what this layer made and is no shard of it, or that
                 is still on the meta device.
         """
-        weight, bias = self.weight, self.bias
-        check_own(weight, (self.padded_out, self.padded_in), self._shards[0], x, f"Linear '{self.name}': weight")
-        if bias is not None:
-            check_own(bias, (self.padded_out,), self._shards[1], x, f"Linear '{self.name}': bias")
+        weight, bias = self.own("weight", x), self.own("bias", x)
+        assert weight is not None
         return weight, bias
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        """As torch does, which copies or assigns what has the shape of the parameter: here that is a dense tensor."""
-        shape = (self.out_features, self.in_features)
-        for name, layout, real in (("weight", self.plan.b, shape), ("bias", self.plan.bias, shape[:1])):
-            own, value = self._parameters.get(name), state_dict.get(prefix + name)
-            if own is None or not isinstance(value, Tensor):
-                continue
-            try:
-                mine = taken(value, own, layout, self.mesh, real)
-            except LayoutError as error:
-                error_msgs.append(f"{prefix}{name}: {error}")
-                mine = own  # stays as it is
-            state_dict = {**state_dict, prefix + name: mine}
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
 
     def without_padding(self, y: Tensor) -> Tensor:
         """This rank's shard of y [.., out] with the columns that lie beyond `out_features` set to zero."""
@@ -215,12 +190,8 @@ class Linear(nn.Module):
                 f"Linear '{self.name}': the dense layer is {dense.in_features} -> {dense.out_features}, its parameters "
                 f"have the shapes {', '.join(map(str, shapes))}"
             )
-        fill_from_dense(self.weight, self.plan.b, self.mesh, dense.weight)
-        if self.bias is not None:
-            fill_from_dense(self.bias, self.plan.bias, self.mesh, dense.bias)
-        for ours_, theirs_ in ((self.weight, dense.weight), (self.bias, dense.bias)):
-            if ours_ is not None:
-                ours_.requires_grad_(theirs_.requires_grad)
+        for name in self.parameter_names():
+            self.take_over(name, getattr(dense, name))
         return self
 
     @classmethod
@@ -233,10 +204,8 @@ class Linear(nn.Module):
     def to_dense(self) -> nn.Linear:
         """An `nn.Linear` with the same values, on every rank; a collective."""
         dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        shape = (self.out_features, self.in_features)
-        dense.weight = nn.Parameter(full(self.weight, self.plan.b, self.mesh, shape), self.weight.requires_grad)
-        if self.bias is not None:
-            dense.bias = nn.Parameter(full(self.bias, self.plan.bias, self.mesh, shape[:1]), self.bias.requires_grad)
+        for name in self.parameter_names():
+            setattr(dense, name, self.dense(name))
         return dense
 
     def extra_repr(self) -> str:

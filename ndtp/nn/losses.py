@@ -12,6 +12,7 @@ from ndtp.algebra.volume import Volume
 from ndtp.compute.cross_entropy import LossForm
 from ndtp.errors import LayoutError
 from ndtp.nn.linear import Linear
+from ndtp.nn.padding import padded_to
 from ndtp.nn.sharded import memory_of
 from ndtp.ops.linear_losses import LinearLossPlan
 from ndtp.ops.linear_losses import linear_cross_entropy as fused
@@ -126,18 +127,25 @@ def _plan(
 class CrossEntropy(nn.Module):
     """`nn.CrossEntropyLoss` of logits that are split over a grid; arguments are those of `cross_entropy`."""
 
-    def __init__(self, *, layout: Layout, mesh: ProcessGrid, classes: int, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        mesh: ProcessGrid,
+        classes: int,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
+        name: str = "loss",
+    ) -> None:
         super().__init__()
-        self.mesh, self.classes, self.options = mesh, classes, options
+        self.mesh, self.classes, self.reduction = mesh, classes, reduction
         self.in_layout, self.out_layout = layout, Layout(mesh.grid)
-        forms = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean", "name": "loss"}
-        if unknown := set(options) - set(forms):
-            raise ValueError(f"CrossEntropy: unknown {', '.join(sorted(unknown))}; it takes {', '.join(forms)}")
-        self.plan = _plan(layout, classes, *{**forms, **options}.values())  # type: ignore[arg-type]
+        self.plan = _plan(layout, classes, ignore_index, label_smoothing, z_loss, reduction, name)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        layout, options = self.in_layout, self.options
-        return cross_entropy(logits, targets, layout=layout, mesh=self.mesh, classes=self.classes, **options)
+        return split(logits, targets, self.plan, self.mesh, self.reduction)
 
     def volume(self, tokens: int, dtype: torch.dtype = torch.float32) -> Volume:
         """The exact traffic of `tokens` rows of logits of a dtype, in elements of it received per rank."""
@@ -145,7 +153,7 @@ class CrossEntropy(nn.Module):
 
     def memory(self, tokens: int, dtype: torch.dtype = torch.float32, backend: str | None = None) -> Memory:
         """Bytes that a forward and backward of `tokens` rows need beside the logits; see `ndtp.ops.memory`."""
-        width = -(-self.classes // self.in_layout.num_splits(1)) * self.in_layout.num_splits(1)
+        width = padded_to(self.classes, self.in_layout.num_splits(1))
         logits = torch.empty(
             self.in_layout.shard_shape((tokens, width)), dtype=dtype, device="meta", requires_grad=True
         )
@@ -153,9 +161,9 @@ class CrossEntropy(nn.Module):
 
     @classmethod
     def from_dense(
-        cls, dense: nn.CrossEntropyLoss, *, layout: Layout, mesh: ProcessGrid, classes: int, **options: Any
+        cls, dense: nn.CrossEntropyLoss, *, layout: Layout, mesh: ProcessGrid, classes: int, **arguments: Any
     ) -> CrossEntropy:
-        """The same loss as an `nn.CrossEntropyLoss`.
+        """The same loss as an `nn.CrossEntropyLoss`; further arguments as for the constructor.
 
         Raises:
             LayoutError: one with a weight a class.
@@ -163,7 +171,7 @@ class CrossEntropy(nn.Module):
         if dense.weight is not None:
             raise LayoutError("CrossEntropy.from_dense: a weight for every class is not there on a grid")
         same = {name: getattr(dense, name) for name in ("ignore_index", "label_smoothing", "reduction")}
-        return cls(layout=layout, mesh=mesh, classes=classes, **{**same, **options})
+        return cls(layout=layout, mesh=mesh, classes=classes, **{**same, **arguments})
 
     def to_dense(self) -> nn.CrossEntropyLoss:
         """torch's, which has no z_loss."""
@@ -172,7 +180,7 @@ class CrossEntropy(nn.Module):
         return nn.CrossEntropyLoss(
             ignore_index=self.plan.ignore_index,
             label_smoothing=self.plan.form.smoothing,
-            reduction=self.options.get("reduction", "mean"),
+            reduction=self.reduction,
         )
 
     def extra_repr(self) -> str:
@@ -182,20 +190,26 @@ class CrossEntropy(nn.Module):
 class LinearCrossEntropy(nn.Module):
     """A head and its loss as one module; arguments are those of `linear_cross_entropy`."""
 
-    def __init__(self, head: Linear, **options: Any) -> None:
+    def __init__(
+        self,
+        head: Linear,
+        *,
+        chunk_rows: int = CHUNK_ROWS,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
+        name: str = "loss",
+    ) -> None:
         super().__init__()
-        self.head, self.options = head, options
-        forms = {
-            "chunk_rows": CHUNK_ROWS, "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0,
-            "reduction": "mean", "name": "loss",
-        }  # fmt: skip
-        if unknown := set(options) - set(forms):
-            raise ValueError(f"LinearCrossEntropy: unknown {', '.join(sorted(unknown))}; it takes {', '.join(forms)}")
-        self.plan = linear_loss_plan(head, *{**forms, **options}.values())  # type: ignore[arg-type]
+        self.head, self.reduction = head, reduction
+        self.plan = linear_loss_plan(head, chunk_rows, ignore_index, label_smoothing, z_loss, reduction, name)
         self.in_layout, self.out_layout = head.in_layout, Layout(head.mesh.grid)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(x, self.head, targets, **self.options)
+        rows = x.flatten(0, -2)
+        weight, bias = self.head.operands(rows)
+        return fused(rows, weight, bias, targets, self.plan, self.head.mesh, self.reduction)
 
     def volume(self, tokens: int, dgrad: bool = True, gathers_targets: bool = False) -> Volume:
         """The exact traffic of a forward and backward of `tokens` rows, in elements received per rank.
@@ -220,10 +234,13 @@ class LinearCrossEntropy(nn.Module):
 
     @classmethod
     def from_dense(
-        cls, head: nn.Linear, *, mesh: ProcessGrid, scheme: str = "3d", **options: Any
+        cls, head: nn.Linear, *, mesh: ProcessGrid, scheme: str = "3d", **arguments: Any
     ) -> LinearCrossEntropy:
-        """Of a dense head, on a grid, its classes padded where they do not divide."""
-        return cls(Linear.from_dense(head, mesh=mesh, scheme=scheme, pad=True, name="head"), **options)
+        """Of a dense head, on a grid, its classes padded where they do not divide; further arguments as for the loss.
+
+        A head of other arguments: `LinearCrossEntropy(Linear.from_dense(head, ...))`.
+        """
+        return cls(Linear.from_dense(head, mesh=mesh, scheme=scheme, pad=True, name="head"), **arguments)
 
     def to_dense(self) -> nn.Linear:
         """The head; a collective."""

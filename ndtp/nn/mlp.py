@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts, block_layouts
 from ndtp.algebra.volume import Volume
 from ndtp.compute.activations import Activation, activation_named, width_of
@@ -22,19 +21,21 @@ from ndtp.nn.padding import (
     RowBlocks,
     as_rows,
     pad_rows,
+    padded_tokens,
     pair_multiples,
     row_multiple,
     with_leading_dims,
     zero_padding,
     zero_padding_rows,
 )
-from ndtp.nn.random import draw_seed
+from ndtp.nn.random import draw_seed, given_or_drawn
+from ndtp.nn.sharded import BlockModule
 from ndtp.ops.memory import Memory, memory
 from ndtp.ops.products import mlp
 from ndtp.runtime.process_grid import ProcessGrid
 
 
-class MLP(nn.Module):
+class MLP(BlockModule):
     """`down(dropout(activation(up(x))))`, where both products and what lies between stay on the grid.
 
         x        [tokens, hidden]  as `in_layout`     returns the same as `out_layout`
@@ -116,20 +117,9 @@ class MLP(nn.Module):
         ends_alike = layouts.input.dims[0] == layouts.output.dims[0]
         self.row_multiple = row_multiple(plans, layouts.input) if pad and ends_alike else 1
 
-    @property
-    def in_layout(self) -> Layout:
-        """The layout of the [tokens, hidden] activations that the block takes."""
-        return self.layouts.input
-
-    @property
-    def out_layout(self) -> Layout:
-        """The layout of the [tokens, hidden] activations that the block returns."""
-        return self.layouts.output
-
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all parameters anew; the same values on every grid."""
-        seed = next((s for s in (seed, self.up.seed) if s is not None), None)
-        seed = draw_seed() if seed is None else seed
+        seed = given_or_drawn(seed, self.up.seed)
         self.up.reset_parameters(seed)
         self.down.reset_parameters(seed)
 
@@ -168,7 +158,7 @@ class MLP(nn.Module):
         Args:
             dgrad: whether the input of the block needs a gradient.
         """
-        tokens += -tokens % (self.row_multiple * self.in_layout.num_splits(0))
+        tokens = padded_tokens(tokens, self.row_multiple, self.in_layout)
         inner_grad = dgrad or any(p.requires_grad for p in self.up.parameters())
         return self.up.volume(tokens, dgrad) + self.down.volume(tokens, inner_grad)
 
@@ -188,7 +178,7 @@ class MLP(nn.Module):
                 "its parts the block is no one schedule, these run one by one\n  fix: up.memory and down.memory, or "
                 "eval() where dropout alone is in the way"
             )
-        tokens += -tokens % (self.row_multiple * self.in_layout.num_splits(0))
+        tokens = padded_tokens(tokens, self.row_multiple, self.in_layout)
         up, down = self.up, self.down
         shape = (tokens, up.padded_in, down.padded_in, down.padded_out)
         options = memory_options(up, down, backend=backend)

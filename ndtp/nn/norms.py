@@ -12,6 +12,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import block_layouts
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
+from ndtp.nn.padding import padded_to
 from ndtp.nn.parameters import expressible, fill_from_dense
 from ndtp.nn.sharded import Sharded, memory_of
 from ndtp.ops.memory import Memory
@@ -32,6 +33,7 @@ class _Norm(Sharded):
         bias: bool,
         device: Any,
         dtype: torch.dtype | None,
+        *,
         mesh: ProcessGrid,
         scheme: str,
         axes: Sequence[str] | None,
@@ -44,7 +46,7 @@ class _Norm(Sharded):
         layout = layout or block_layouts(mesh.grid, scheme, axes).input
         splits = layout.num_splits(-1)
         multiple = splits if pad is True else int(pad) or 1
-        width = -(-features // multiple) * multiple
+        width = padded_to(features, multiple)
         if width % splits:
             raise LayoutError(
                 f"{type(self).__name__} '{name}': {features} features lie as {layout}, and {splits} does not divide "
@@ -74,7 +76,7 @@ class _Norm(Sharded):
     def reset_parameters(self, seed: int | None = None) -> None:
         """The gain that changes nothing, and no bias."""
         for name, value in (("weight", 1.0 - self.offset), ("bias", 0.0)):
-            own = self._parameters.get(name)
+            own = getattr(self, name)
             if own is not None:
                 fill_from_dense(own, self.lies[name].layout, self.mesh, torch.full((self.features,), value))
 
@@ -160,10 +162,10 @@ class LayerNorm(_Norm):
         pad: bool | int = False,
         name: str = "norm",
     ) -> None:
-        has_bias = elementwise_affine and bias
         super().__init__(
-            features, eps, elementwise_affine, has_bias, device, dtype, mesh, scheme, axes, layout, pad, 0.0, name
-        )
+            features, eps, elementwise_affine, elementwise_affine and bias, device, dtype, mesh=mesh, scheme=scheme,
+            axes=axes, layout=layout, pad=pad, offset=0.0, name=name,
+        )  # fmt: skip
 
     @classmethod
     def from_dense(cls, dense: nn.LayerNorm, *, mesh: ProcessGrid, **arguments: Any) -> LayerNorm:
@@ -179,7 +181,7 @@ class LayerNorm(_Norm):
         """An `nn.LayerNorm` with the same values, on every rank; a collective."""
         affine, bias = self.weight is not None, self.bias is not None
         dense = nn.LayerNorm(self.features, self.eps, affine, bias, device="meta")
-        for name in self.lies:
+        for name in self.parameter_names():
             setattr(dense, name, self.dense(name))
         return dense.train(self.training)
 
@@ -213,12 +215,16 @@ class RMSNorm(_Norm):
         name: str = "norm",
     ) -> None:
         super().__init__(
-            features, eps, elementwise_affine, False, device, dtype, mesh, scheme, axes, layout, pad, offset, name
-        )
+            features, eps, elementwise_affine, False, device, dtype, mesh=mesh, scheme=scheme,
+            axes=axes, layout=layout, pad=pad, offset=offset, name=name,
+        )  # fmt: skip
 
     @classmethod
     def from_dense(cls, dense: nn.Module, *, mesh: ProcessGrid, **arguments: Any) -> RMSNorm:
-        """The same layer as an `nn.RMSNorm`, or one that keeps `weight` and `eps` (or `variance_epsilon`) alike."""
+        """The same layer as an `nn.RMSNorm`, or one that keeps `weight` and `eps` (or `variance_epsilon`) alike.
+
+        Further arguments as for the constructor.
+        """
         weight = getattr(dense, "weight", None)
         shape = tuple(getattr(dense, "normalized_shape", None) or weight.shape)  # type: ignore[union-attr]
         if len(shape) != 1:
@@ -230,7 +236,7 @@ class RMSNorm(_Norm):
     def to_dense(self) -> nn.RMSNorm:
         """An `nn.RMSNorm` with the same values (the offset added to its weight), on every rank; a collective."""
         dense = nn.RMSNorm(self.features, self.eps, self.weight is not None, device="meta")
-        for name in self.lies:
+        for name in self.parameter_names():
             parameter = self.dense(name)
             dense.weight = nn.Parameter(parameter.detach() + self.offset, parameter.requires_grad)
         return dense.train(self.training)

@@ -36,6 +36,11 @@ class RowBlocks:
 # --------------------------------------------------------------------------------------------------------------- sizes
 
 
+def padded_to(size: int, multiple: int) -> int:
+    """The next multiple of a size, which is itself where it is one."""
+    return size + -size % multiple
+
+
 def feature_multiple(letter: str, plan: MatMulPlan, pad: bool | int) -> int:
     """What features are padded to a multiple of: an integer `pad`, or with `pad=True` what every split divides."""
     return plan.granularity(letter) if pad is True else int(pad) or 1
@@ -52,6 +57,11 @@ def row_multiple(plans: Sequence[MatMulPlan], outside: Layout) -> int:
     splits = [layout.num_splits(0) for plan in plans for layout in (plan.a, plan.out)]
     held = [plan.grid.size(plan.orders["m"]) for plan in plans]
     return math.lcm(outside.num_splits(0), *splits, *held) // outside.num_splits(0)
+
+
+def padded_tokens(tokens: int, multiple: int, outside: Layout) -> int:
+    """All rows, where `pad_rows` pads those of each rank outside to a multiple."""
+    return padded_to(tokens, multiple * outside.num_splits(0))
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows

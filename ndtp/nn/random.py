@@ -50,3 +50,9 @@ def uniform_at(shape: Sequence[int], indices: Sequence[Tensor], key: int) -> Ten
 def draw_seed() -> int:
     """A seed from torch's default generator: the same on every rank that called `torch.manual_seed` alike."""
     return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+
+
+def given_or_drawn(*seeds: int | None) -> int:
+    """The first seed that is given, else one from `draw_seed`."""
+    given = next((seed for seed in seeds if seed is not None), None)
+    return draw_seed() if given is None else given

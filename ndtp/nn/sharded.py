@@ -1,4 +1,4 @@
-"""`Sharded`: what the modules with parameters on a grid share, and what a forward and backward of them keeps."""
+"""`Sharded` and `BlockModule`: what modules on a grid share; and what a forward and backward of them keeps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
+from ndtp.algebra.schemes import BlockLayouts
 from ndtp.errors import LayoutError
 from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, full, taken
-from ndtp.nn.random import draw_seed
 from ndtp.ops.memory import Memory, measured
 from ndtp.runtime.arrival import local_shard
 from ndtp.runtime.dry_grid import DryGrid
@@ -20,11 +20,16 @@ from ndtp.runtime.process_grid import ProcessGrid
 
 
 class Lies(NamedTuple):
-    """How a parameter lies: its layout, its global shape as it is stored, and without padding."""
+    """How a parameter lies: its layout, its global shape as it is stored, and without padding, and that of a shard."""
 
     layout: Layout
     shape: tuple[int, ...]
     real: tuple[int, ...]
+    shard: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, shape: Sequence[int], real: Sequence[int]) -> Lies:
+        return cls(layout, tuple(shape), tuple(real), layout.shard_shape(shape))
 
 
 class Sharded(nn.Module):
@@ -52,8 +57,12 @@ class Sharded(nn.Module):
     ) -> None:
         """A parameter of the global shape `real`, stored as `shape` where that is padded."""
         shape = tuple(shape or real)
-        self.lies[name] = Lies(layout, shape, tuple(real))
+        self.lies[name] = Lies.of(layout, shape, real)
         self.register_parameter(name, empty_parameter(shape, layout, self.mesh, device, dtype))
+
+    def parameter_names(self) -> list[str]:
+        """Of the parameters that it has: a bias may be taken off."""
+        return [name for name in self.lies if getattr(self, name, None) is not None]
 
     def own(self, name: str, x: Tensor) -> Tensor | None:
         """A parameter that is to be used with `x`.
@@ -61,17 +70,11 @@ class Sharded(nn.Module):
         Raises:
             LayoutError: it was put in the place of what this module made and is no shard of it, or is still on meta.
         """
-        parameter = self._parameters.get(name)
+        parameter: Tensor | None = getattr(self, name, None)
         if parameter is not None:
             lies = self.lies[name]
-            where = f"{type(self).__name__} '{self.name}': {name}"
-            check_own(parameter, lies.shape, lies.layout.shard_shape(lies.shape), x, where)
+            check_own(parameter, lies.shape, lies.shard, x, f"{type(self).__name__} '{self.name}': {name}")
         return parameter
-
-    def seed_of(self, seed: int | None) -> int:
-        """That of a reset: the one given, else that of the module, else one drawn."""
-        seed = next((s for s in (seed, self.seed) if s is not None), None)
-        return draw_seed() if seed is None else seed
 
     def take_over(self, name: str, dense: Tensor) -> None:
         """Copy this rank's shard out of the dense parameter, and whether it trains.
@@ -79,8 +82,7 @@ class Sharded(nn.Module):
         Raises:
             LayoutError: another shape.
         """
-        own, lies = self._parameters[name], self.lies[name]
-        assert own is not None
+        own, lies = getattr(self, name), self.lies[name]
         if tuple(dense.shape) != lies.real:
             raise LayoutError(
                 f"{type(self).__name__} '{self.name}': {name} is {lies.real}, of the dense layer {tuple(dense.shape)}"
@@ -90,8 +92,7 @@ class Sharded(nn.Module):
 
     def dense(self, name: str) -> nn.Parameter:
         """The dense parameter, on every rank; a collective."""
-        own, lies = self._parameters[name], self.lies[name]
-        assert own is not None
+        own, lies = getattr(self, name), self.lies[name]
         return nn.Parameter(full(own, lies.layout, self.mesh, lies.real), own.requires_grad)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
@@ -108,6 +109,22 @@ class Sharded(nn.Module):
                 mine = own  # stays as it is
             state_dict = {**state_dict, prefix + name: mine}
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class BlockModule(nn.Module):
+    """A module of [tokens, hidden] activations between the two ends of a block."""
+
+    layouts: BlockLayouts
+
+    @property
+    def in_layout(self) -> Layout:
+        """The layout of the [tokens, hidden] activations that it takes."""
+        return self.layouts.input
+
+    @property
+    def out_layout(self) -> Layout:
+        """The layout of the [tokens, hidden] activations that it returns."""
+        return self.layouts.output
 
 
 def memory_of(
