@@ -10,7 +10,8 @@ def listing(*lines):
     for number, line in enumerate(lines):
         predicate, _, rest = line.partition(" ") if line.startswith("@") else ("", "", line)
         if rest.startswith("BRA"):
-            rest = f"BRA {int(rest.split()[1]) * 16:#x}"
+            *branch, line = rest.split()
+            rest = f"{' '.join(branch)} {int(line) * 16:#x}"
         text.append(f"        /*{number * 16:04x}*/      {predicate:>10} {rest} ;      /* 0x0123456789abcdef */")
         text.append("                                                        /* 0x000fe20000000800 */")
     return Code("\n".join(text))
@@ -82,6 +83,32 @@ def test_loads_that_are_not_pipelined():
     )
     code = listing(*steps, "@P0 BRA 1", "LDG.E R3, [R4.64]", "EXIT")
     assert code.plain_loads_in_main_loop == 1
+
+
+def test_a_branch_on_a_uniform_predicate_may_go_on():
+    """Its condition is an operand: taken for a jump, it would hide all that follows."""
+    code = listing(
+        "S2R R0, SR_CTAID.X", "UTCHMMA gdesc[UR4], gdesc[UR6], tmem[UR8]", "BRA.U UP0, 1", "STG.E [R2]", "EXIT"
+    )
+    assert code.main_loop.head == 0x10
+    assert code.epilogue == 2
+
+
+def test_warps_with_roles_of_their_own_are_found_behind_a_table():
+    """An indirect branch leads to what nothing else leads to, and not to subroutines."""
+    code = listing(
+        "BRX R2 -0x170",
+        "STG.E [R2], R24",  # 1: the warps that store
+        "EXIT",
+        "UTCHMMA gdesc[UR4], gdesc[UR6], tmem[UR8]",  # 3: those that multiply
+        "BRA.U !UP0, 3",
+        "CALL.REL.NOINC 0x70",
+        "EXIT",
+        "RET.REL.NODEC R2 0x0",  # 7
+    )
+    assert code.main_loop.head == 0x30
+    assert set(code.dominators) == {0x00, 0x10, 0x30, 0x50}
+    assert code.epilogue == 2
 
 
 def test_no_listing_is_no_kernel():

@@ -5,7 +5,7 @@
 
 The JSON is {"configurations": [{"kernel", "target", "config", "registers", "shared_bytes", "spills", "scratch_bytes",
 "epilogue", "instructions", "warnings"}]}; of a configuration that does not compile the numbers are null.  `epilogue` is
-the instructions that each warp issues between two tiles; occupancy is in the printed table.
+the instructions that each warp that multiplies issues between two tiles; occupancy is in the printed table.
 
 A configuration fails when it does not compile, spills registers, needs more shared memory than a block may have, or
 lacks the instruction that makes it worth having: wgmma and TMA on sm_90, tcgen05 on sm_100, mma on sm_80, mfma on

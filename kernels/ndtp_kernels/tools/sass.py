@@ -3,7 +3,8 @@
 Read from the text of `cuobjdump -sass`, where every instruction has its address and every branch names one.  Loops are
 natural loops: the blocks from which the end of a back edge is reached without leaving what its head dominates.  The
 main loop is the innermost one with the most matrix instructions.  In a flattened kernel it is also the loop over tiles;
-then the epilogue is what an iteration may skip.
+then the epilogue is what an iteration may skip.  Where warps have roles of their own the main loop is that of those
+which issue products, and so is the epilogue; what the others do beside is not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([^;]+);", re.MULTILINE)
-BRANCH = re.compile(r"^(BRA|JMP)\b.*?\b(0x[0-9a-f]+)$")
+BRANCH = re.compile(r"^(?:BRA|JMP)\b[\w.]* (?P<condition>.*?)(?P<target>0x[0-9a-f]+)$")
 # wgmma, tcgen05.mma, mma.sync in halves, integers, e4m3; and where there is no matrix unit, fp32 multiply-adds.
 MATRIX = re.compile(r"^(?:U?[HIQO]GMMA|UTC[HIQO]\w*MMA|[HIQD]MMA|FFMA2?)\b")
 WAIT_FOR_ALL = re.compile(r"^WARPGROUP\.DEPBAR\.LE gsb\d, 0x0\b")
@@ -27,14 +28,26 @@ class Instruction(NamedTuple):
     text: str
 
     @property
+    def operation(self) -> str:
+        return self.text.split(".")[0].split()[0]
+
+    @property
     def targets(self) -> tuple[int, ...]:
         found = BRANCH.match(self.text)
-        return (int(found[2], 16),) if found else ()
+        return (int(found["target"], 16),) if found else ()
+
+    @property
+    def is_indirect(self) -> bool:
+        """Whether it branches to what a register says."""
+        return self.operation in ("BRX", "JMX")
 
     @property
     def ends(self) -> bool:
         """Whether what follows in memory is never reached from here."""
-        return self.predicate is None and self.text.split(".")[0].split()[0] in ("BRA", "JMP", "EXIT", "RET")
+        branch = BRANCH.match(self.text)
+        if self.predicate is not None or (branch and branch["condition"]):  # "@P0 BRA 0x60", "BRA.U !UP0, 0x60"
+            return False
+        return branch is not None or self.is_indirect or self.operation in ("EXIT", "RET")
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class Code:
 
     @cached_property
     def blocks(self) -> dict[int, list[Instruction]]:
-        starts = {self.instructions[0].address}
+        starts = {self.instructions[0].address, *self._called}
         for instruction, following in zip(self.instructions, self.instructions[1:], strict=False):
             if instruction.targets or instruction.ends:
                 starts.update((*instruction.targets, following.address))
@@ -78,7 +91,22 @@ class Code:
         for name, block in self.blocks.items():
             last, then = block[-1], after[name]
             found[name] = (*last.targets, *(() if last.ends or then is None else (then,)))
+        # A table says where an indirect branch leads, and is not listed: to what is not reached in any other way.
+        known, table = reached([names[0], *self._called], found), []
+        for name in names:
+            if name not in known:
+                table.append(name)
+                known |= reached([name], found)
+        for name, block in self.blocks.items():
+            if block[-1].is_indirect:
+                found[name] += tuple(table)
         return found
+
+    @property
+    def _called(self) -> set[int]:
+        """Where subroutines begin."""
+        calls = (each.text for each in self.instructions if each.operation == "CALL")
+        return {int(call.split()[-1], 16) for call in calls if re.search(r"\b0x[0-9a-f]+$", call)}
 
     @cached_property
     def leading(self) -> dict[int, list[int]]:
