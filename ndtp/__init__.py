@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ndtp.algebra.layout import Layout
     from ndtp.algebra.matmul_plan import MatMulPlan
     from ndtp.collectives.meter import CommMeter
-    from ndtp.errors import CommunicationError, GridError, LayoutError, MismatchError
+    from ndtp.errors import CheckpointError, CommunicationError, GridError, LayoutError, MismatchError
+    from ndtp.models import checkpoint as checkpoint
     from ndtp.models.parallelize import parallelize
     from ndtp.ops.mapped import Mapped, einsum
     from ndtp.ops.products import batch_matmul, matmul, relayout
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "CheckpointError": "errors",
     "CommMeter": "collectives.meter",
     "CommunicationError": "errors",
     "Grid": "algebra.grid",
@@ -49,9 +51,10 @@ _HOME = {
     "relayout": "ops.products",
     "reshard": "ops.resharding",
 }
-# Modules whose paths were documented before there were packages.
+# Modules whose paths are shorter than where they lie, or were documented before there were packages.
 _MOVED = {
     "block_cost": "planner.block_cost",
+    "checkpoint": "models.checkpoint",
     "buffers": "collectives.buffer_ring",
     "cost": "algebra.volume",
     "hardware": "planner.hardware",
@@ -62,6 +65,7 @@ _MOVED = {
 }
 
 __all__ = [
+    "CheckpointError",
     "CommMeter",
     "CommunicationError",
     "Grid",

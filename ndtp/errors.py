@@ -24,3 +24,7 @@ class CommunicationError(RuntimeError):
 
 class RangeError(ValueError, IndexError):
     """Ids or targets that are none of the rows of a table, or of the classes."""
+
+
+class CheckpointError(ValueError):
+    """Files that cannot be loaded into a model: not there, cut short, or of another model."""

@@ -22,14 +22,10 @@ DIGEST_BYTES = 32
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def cross_check(groups: AxisGroups, signature: str, topic: str = "a product", fix: str | None = None) -> None:
-    """Compare a signature across all ranks of the grid: one small all-gather.
-
-    Raises:
-        MismatchError: on every rank, with the ranks that deviate from the most common signature.
-    """
+def differing(groups: AxisGroups, signature: str) -> dict[int, str] | None:
+    """The signatures of all ranks of the grid, if they differ; one small all-gather, and one more where they do."""
     if groups.grid.num_ranks == 1:
-        return
+        return None
     axes = groups.grid.nontrivial(groups.grid.names)
     group = groups.group(axes)
     digest = hashlib.blake2b(signature.encode(), digest_size=DIGEST_BYTES).digest()
@@ -39,15 +35,27 @@ def cross_check(groups: AxisGroups, signature: str, topic: str = "a product", fi
     with Watch(groups.describe, label):
         _all_gather_single(digests, own, group=group)
         if len({tuple(row) for row in digests.view(-1, DIGEST_BYTES).tolist()}) == 1:
-            return
+            return None
         signatures: list[str] = [""] * groups.grid.num_ranks
         dist.all_gather_object(signatures, signature, group=group)
     members = dist.get_process_group_ranks(group)
     by_rank = {groups.global_ranks.index(member): text for member, text in zip(members, signatures, strict=True)}  # type: ignore[union-attr]
-    common, count = Counter(signatures).most_common(1)[0]
+    return dict(sorted(by_rank.items()))
+
+
+def cross_check(groups: AxisGroups, signature: str, topic: str = "a product", fix: str | None = None) -> None:
+    """Compare a signature across all ranks of the grid: one small all-gather.
+
+    Raises:
+        MismatchError: on every rank, with the ranks that deviate from the most common signature.
+    """
+    by_rank = differing(groups, signature)
+    if by_rank is None:
+        return
+    common, count = Counter(by_rank.values()).most_common(1)[0]
     lines = [
         f"  rank {rank} ({', '.join(f'{a}={p}' for a, p in groups.grid.coordinate(rank).items())}): {text}"
-        for rank, text in sorted(by_rank.items())
+        for rank, text in by_rank.items()
         if text != common
     ]
     lines += [] if fix is None else [f"  fix: {fix}"]

@@ -114,8 +114,6 @@ def _put(dense: nn.Parameter, layout: Layout, shape: Sequence[int], mesh: Any) -
     if not dense.is_meta:
         fill_from_dense(own, layout, mesh, dense)
     own.requires_grad_(dense.requires_grad)
-    for key, value in vars(dense).items():
-        setattr(own, key, value)
     return own
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
-from ndtp.models.between import FACTS, SIZES
+from ndtp.models.between import DROPOUTS, FACTS, SIZES
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.hidden import Hidden, enter, hidden_in, split
 from ndtp.models.projections import Group, Projection, products
@@ -46,11 +46,20 @@ class Placeholder(Tensor):
                 return func(*args, **(kwargs or {}))
         if func in SIZES:
             return func(torch.empty(args[0].seen, device="meta"), *args[1:], **(kwargs or {}))
+        if func in DROPOUTS:  # in front of an adapter
+            return _placeholder(func(args[0].source, *args[1:], **(kwargs or {})), args[0].seen)
         name = str(getattr(func, "__name__", func)).strip("_")
         raise LayoutError(
             f"parallelize: an attention module computes {name} of its hidden states before it projects them, which are "
             f"split: {args[0].source.passage}\n  fix: leave its projections whole, by keep="
         )
+
+
+def _placeholder(source: Hidden, seen: tuple[int, ...]) -> Tensor:
+    x = torch.empty((), dtype=source.dtype, device=source.device)
+    x.__class__ = Placeholder
+    x.source, x.seen = source, seen  # type: ignore[attr-defined]
+    return x
 
 
 @dataclass(eq=False)
@@ -128,10 +137,7 @@ class Core:
 
     def _local(self, name: str, value: Any) -> Any:
         if isinstance(value, Hidden):
-            x = torch.empty((), dtype=value.dtype, device=value.device)
-            x.__class__ = Placeholder
-            x.source, x.seen = value, (*self._seen(value.passage), value.passage.features)  # type: ignore[attr-defined]
-            return x
+            return _placeholder(value, (*self._seen(value.passage), value.passage.features))
         if isinstance(value, Tensor):
             return self._cut(name, value)
         if isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -173,12 +179,12 @@ class Core:
 
     def projected(self, member: Projection, x: Tensor) -> Tensor:
         """What a projection of this module gives when the model's code calls it."""
+        if member.adapts is not None:
+            return self._adapted(member, member.adapts, x)
         if member is self.output:
-            rows = x.reshape(-1, x.shape[-1])
-            width = self.heads * self.head_dim
-            given = Passage(self.frame, self.inner, self.lead, self.rows, width, width, came_from=self.name)
-            (y,) = products([member], enter(rows.view_as(rows), given))
-            return enter(y.view_as(y), member.passage(given))
+            rows = self._inside(x)
+            (y,) = products([member], rows)
+            return enter(y.view_as(y), member.passage(rows.passage))
         if not isinstance(x, Placeholder):
             raise LayoutError(
                 f"parallelize: '{member.name}' of '{self.name}' takes hidden states, and got {tuple(x.shape)}"
@@ -187,6 +193,26 @@ class Core:
         if member in (self.inputs.get("k"), self.inputs.get("v")):
             y = self._shared_heads(y)
         return y.unflatten(0, self._seen(x.source.passage))
+
+    def _inside(self, x: Tensor) -> Hidden:
+        """What the model's code made of the heads of this rank."""
+        rows = x.reshape(-1, x.shape[-1])
+        width = self.heads * self.head_dim
+        given = Passage(self.frame, self.inner, self.lead, self.rows, width, width, came_from=self.name)
+        return enter(rows.view_as(rows), given)
+
+    def _adapted(self, member: Projection, base: Projection, x: Tensor) -> Tensor:
+        """What one of the two layers of an adapter gives, beside a projection of this module."""
+        if isinstance(x, Placeholder):
+            x = x.source
+        elif not isinstance(x, Hidden):
+            x = self._inside(x)
+        (y,) = products([member], member.taken(x))
+        if not member.gives_features:
+            return enter(y.view_as(y), member.passage(x.passage))
+        if base in (self.inputs.get("k"), self.inputs.get("v")):
+            y = self._shared_heads(y)
+        return y.unflatten(0, self._seen(x.passage))
 
     def _shared_heads(self, y: Tensor) -> Tensor:
         """Key or value heads of this rank's query heads, where there are too few to split."""

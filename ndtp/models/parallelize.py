@@ -13,11 +13,14 @@ from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import BlockLayouts, block_layouts
 from ndtp.errors import LayoutError
 from ndtp.models.auto import best_grid, best_layouts, request_for
+from ndtp.models.belongings import Belongings, in_place_of
 from ndtp.models.boundary import Boundary, BoundaryLinear
+from ndtp.models.left_alone import why_left
 from ndtp.models.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unfit
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
-from ndtp.models.transformer import Split, is_transformer
+from ndtp.models.same_weights import check_same_weights
+from ndtp.models.transformer import Split, is_transformer, split_before, stock_model
 from ndtp.nn.padding import (
     pair_multiples,
     row_multiple,
@@ -67,15 +70,26 @@ def parallelize(
 
     Raises:
         LayoutError: names that match nothing or do not pair up, sizes that do not divide, or nothing was replaced.
+        MismatchError: ranks have different weights.
     """
-    report = Report()
-    count = sum(isinstance(module, nn.Linear) or is_linear(module) for module in model.modules())
+    report, theirs = Report(), Belongings(model)
+    count = sum(isinstance(m, (nn.Linear, BoundaryLinear)) or is_linear(m) for m in model.modules())
     if isinstance(plan, GridPlan):
         scheme, regather, plan = plan.scheme, plan.regather, None
+    earlier: Report | None = vars(stock_model(model) or model).get("ndtp_report")
+    if earlier is not None and earlier.split is not None:
+        check_same_weights(model, earlier.mesh)  # type: ignore[arg-type]
+        report = split_before(model, mesh, earlier)
+        report.carried += theirs.bring(model, report.mesh)  # type: ignore[arg-type]
+        report.count(model, count, earlier.split.linears)
+        model.ndtp_report = report  # type: ignore[assignment]
+        return model
     if plan is None and is_transformer(model) and mesh is not None and scheme != "auto":
+        check_same_weights(model, mesh)
         split = Split(model, mesh, block_layouts(mesh.grid, scheme, axes), keep)
         split.run()
         report.replaced, report.kept, report.split = split.replaced, split.kept, split
+        report.carried = theirs.bring(model, mesh)
         return _reported(model, mesh, report, count, split.linears, strict)
     if plan is None:
         pairs, report.kept = find_pairs(model)
@@ -87,6 +101,7 @@ def parallelize(
         raise LayoutError("parallelize: give a mesh; only scheme='auto' makes one")
     else:
         layouts = block_layouts(mesh.grid, scheme, axes)
+    check_same_weights(model, mesh)
     options = {"regather": regather, "chunks": chunks}
     for pair in pairs:
         _replace_pair(model, pair, mesh, report, pad, layouts.plans(pair.up), options)
@@ -96,6 +111,11 @@ def parallelize(
     linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
     for name in linears:
         report.kept.setdefault(name, "not named in the plan")
+    for name, module in model.named_modules():
+        reason = None if isinstance(module, BoundaryLinear) else why_left(module)
+        if reason:
+            report.kept.setdefault(name, reason)
+    report.carried = theirs.bring(model, mesh)
     return _reported(model, mesh, report, count, len(report.replaced), strict)
 
 
@@ -106,6 +126,9 @@ def _reported(
         report.refuse_nothing()
     report.mesh = mesh
     report.count(model, linears, replaced)
+    earlier = vars(model).get("ndtp_report")
+    if earlier is not None:
+        report.include(earlier)
     model.ndtp_report = report  # type: ignore[assignment]
     return model
 
@@ -197,7 +220,7 @@ def _boundary_linear(
 def _put(model: nn.Module, name: str, layer: BoundaryLinear, report: Report) -> None:
     if not name:
         raise LayoutError("parallelize: the model is a single Linear; use ndtp.nn.Linear.from_dense")
-    model.set_submodule(name, layer)
+    layer = in_place_of(model.get_submodule(name), layer)
     parts = name.split(".")
     for depth in range(len(parts)):
         _leave_fast_paths(model.get_submodule(".".join(parts[:depth])))

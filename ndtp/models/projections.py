@@ -50,6 +50,7 @@ class Projection(Adopted):
         width, out_width: its features with padding, in and out.
         sections: sizes of parts of its features, each of which is split by itself; none where they are one part.
         leads_in: whether it takes hidden states and gives what is inside of a block, or the other way.
+        adapts: of an adapter's layer, the one beside it; `gives_features` is its second.
     """
 
     plan: MatMulPlan
@@ -63,6 +64,8 @@ class Projection(Adopted):
     group: Group | None
     core: Any
     loud: bool
+    adapts: Projection | None
+    gives_features: bool
 
     def forward(self, x: Tensor) -> Tensor:
         if self.core is not None:
@@ -91,14 +94,15 @@ class Projection(Adopted):
         return self.lies["weight"].real[1 if self.is_conv else 0]
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """As the product takes them: DTensors, or, of several sections, shards that were brought in order."""
+        """As the product takes them: DTensors, or shards that were brought in order where they are stored otherwise."""
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
-        if not self.sections:
+        if self.stored == self.plan.b:
             return weight, bias
         mesh, dim = self.mesh, 1 if self.is_conv else 0
-        order = torch.tensor(self._order(), device=weight.device)
-        shard = local_shard(weight).index_select(dim, order)
+        order = torch.tensor(self._order(), device=weight.device) if self.sections else slice(None)
+        shard = local_shard(weight)
+        shard = shard.index_select(dim, order) if isinstance(order, Tensor) else shard
         shard = relayout(shard, self.stored, self.plan.b, mesh, f"{self.name}.weight")
         if bias is None:
             return shard, None
@@ -179,6 +183,7 @@ def place_projection(
     layer.plan, layer.stored, layer.leads_in, layer.is_conv = plan, stored, leads_in, is_conv
     layer.width, layer.out_width = (width, inner) if leads_in else (inner, width)
     layer.sections, layer.group, layer.core, layer.loud = tuple(sections), None, None, True
+    layer.adapts, layer.gives_features = None, False
     plan.check_divides({"m": 0, "k": layer.width, "n": layer.out_width})
     layer.placed("weight", stored, known, shape)
     if layer._parameters.get("bias") is not None:

@@ -30,6 +30,7 @@ class Report:
         linears: how many Linears the model had, and how many of them were replaced.
         parameters: the number of elements of all parameters; of those that are split; of what this rank holds.
         split: of a whole model, its modules on the grid.
+        carried: what hung on the parameters that there were, and hangs on those in their place now.
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
@@ -39,6 +40,7 @@ class Report:
     linears: tuple[int, int] = (0, 0)
     parameters: tuple[int, int, int] = (0, 0, 0)
     split: Split | None = field(default=None, repr=False)
+    carried: list[str] = field(default_factory=list)
 
     @property
     def gathered(self) -> dict[str, int]:
@@ -71,6 +73,16 @@ class Report:
             split += parameter.numel() if local.numel() < parameter.numel() else 0
         self.linears, self.parameters = (linears, replaced), (total, split, held)
 
+    def include(self, earlier: Report) -> None:
+        """What an earlier call did to the same model, and still holds."""
+        self.kept = {name: why for name, why in earlier.kept.items() if name not in self.replaced} | self.kept
+        self.kept = {name: why for name, why in self.kept.items() if name not in earlier.replaced}
+        self.replaced = earlier.replaced | self.replaced
+        self.layers = [*earlier.layers, *self.layers]
+        self.linears = (self.linears[0], earlier.linears[1] + self.linears[1])
+        self.split = self.split or earlier.split
+        self.carried = [*earlier.carried, *self.carried]
+
     def refuse_nothing(self) -> None:
         """
         Raises:
@@ -92,6 +104,7 @@ class Report:
         ]
         lines += [f"replaced {line}" for line in _grouped(self.replaced)]
         lines += [f"kept     {line}" for line in _grouped(self.kept)]
+        lines += [f"carried  {line}" for line in self.carried]
         return "\n".join(lines + [f"gathered {name}: {times} times" for name, times in self.gathered.items()])
 
 

@@ -61,6 +61,22 @@ def is_linear(module: Any) -> bool:
     return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
+def is_wrapper(module: Any) -> bool:
+    """Whether a module adds low-rank adapters to a layer, in peft's form."""
+    own = module._modules if isinstance(module, nn.Module) else {}
+    return "base_layer" in own and isinstance(own.get("lora_A"), nn.ModuleDict) and isinstance(
+        own.get("lora_B"), nn.ModuleDict
+    )  # fmt: skip
+
+
+def linear_at(modules: dict[str, nn.Module], name: str) -> str:
+    """The full name of the Linear that is called `name`, or wrapped in what is; empty if there is none."""
+    if is_linear(modules.get(name)):
+        return name
+    module: Any = modules.get(name)
+    return f"{name}.base_layer" if is_wrapper(module) and is_linear(module.base_layer) else ""
+
+
 def features(module: Any) -> tuple[int, int]:
     """(in, out)"""
     first, second = module.weight.shape
@@ -85,8 +101,7 @@ def find_attention(model: nn.Module, hidden: int) -> tuple[list[AttentionRole], 
 
 
 def _attention(modules: dict[str, nn.Module], name: str, module: nn.Module, hidden: int) -> AttentionRole | str | None:
-    children = dict(module.named_children())
-    one_of = lambda names: next((n for n in names if is_linear(children.get(n))), None)  # noqa: E731
+    one_of = lambda names: next((f for n in names if (f := linear_at(modules, join(name, n)))), None)  # noqa: E731
     separate = {role: one_of(names) for role, names in (("q", Q), ("k", K), ("v", V))}
     by_head, by_section = one_of(BY_HEAD), one_of(BY_SECTION)
     if all(separate.values()):
@@ -97,13 +112,13 @@ def _attention(modules: dict[str, nn.Module], name: str, module: nn.Module, hidd
         return None
     out = one_of(OUT)
     inside = out is not None
-    output = join(name, str(out))
+    output = str(out)
     if not inside:
         parent = name.rpartition(".")[0]
-        output = next((join(parent, n) for n in OUT_BESIDE if is_linear(modules.get(join(parent, n)))), "")
+        output = next((f for n in OUT_BESIDE if (f := linear_at(modules, join(parent, n)))), "")
         if not output:
             return "no projection that leads back to hidden states was found beside it"
-    sizes = {role: features(children[child]) for role, child in inputs.items()}
+    sizes = {role: features(modules[child]) for role, child in inputs.items()}
     if any(size[0] != hidden for size in sizes.values()) or features(modules[output])[1] != hidden:
         return f"its projections do not lead from {hidden} features and back"
     inner = features(modules[output])[0]
@@ -114,7 +129,6 @@ def _attention(modules: dict[str, nn.Module], name: str, module: nn.Module, hidd
     if not head_dim or inner % head_dim:
         return "the size of its heads was not found"
     heads = inner // head_dim
-    full = {role: join(name, child) for role, child in inputs.items()}
     if "qkv" in inputs:
         total = sizes["qkv"][1]
         kv = (total - inner) // 2
@@ -123,13 +137,13 @@ def _attention(modules: dict[str, nn.Module], name: str, module: nn.Module, hidd
         if total != inner + 2 * kv or kv % head_dim or not kv:
             return f"{inputs['qkv']} has {total} features, which are not q, k and v of {heads} heads"
         sections = () if by_head else (inner, kv, kv)
-        return AttentionRole(name, full, output, inside, heads, kv // head_dim, head_dim, sections)
+        return AttentionRole(name, inputs, output, inside, heads, kv // head_dim, head_dim, sections)
     if sizes["q"][1] != inner or sizes["k"] != sizes["v"] or sizes["k"][1] % head_dim:
         return "q, k and v have sizes that are not those of heads"
     kv_heads = sizes["k"][1] // head_dim
     if heads % kv_heads:
         return f"{kv_heads} heads of k and v do not divide {heads} heads"
-    return AttentionRole(name, full, output, inside, heads, kv_heads, head_dim)
+    return AttentionRole(name, inputs, output, inside, heads, kv_heads, head_dim)
 
 
 def find_mlps(model: nn.Module, hidden: int, taken: set[str]) -> list[MLPRole]:
@@ -146,8 +160,8 @@ def find_mlps(model: nn.Module, hidden: int, taken: set[str]) -> list[MLPRole]:
 
 def _mlp(modules: dict[str, nn.Module], name: str, hidden: int, taken: set[str]) -> MLPRole | None:
     def one_of(names: Sequence[str]) -> str:
-        full = (join(name, each) for each in names)
-        return next((each for each in full if each not in taken and is_linear(modules.get(each))), "")
+        full = (linear_at(modules, join(name, each)) for each in names)
+        return next((each for each in full if each and each not in taken), "")
 
     gate, up, both, down = (one_of(names) for names in (GATE, UP, BOTH, DOWN))
     if down and (both or up):
@@ -156,8 +170,8 @@ def _mlp(modules: dict[str, nn.Module], name: str, hidden: int, taken: set[str])
         wide = inner * (2 if both else 1)
         if outer == hidden and all(features(modules[each]) == (hidden, wide) for each in ups):
             return MLPRole(name, ups, down, (inner, inner) if both else ())
-    own = [join(name, child) for child, module in modules[name].named_children() if is_linear(module)]
-    own = [each for each in own if each not in taken]
+    own = [] if is_wrapper(modules[name]) else [linear_at(modules, join(name, c)) for c in modules[name]._modules]
+    own = [each for each in own if each and each not in taken]
     there = [each for each in own if features(modules[each])[0] == hidden != features(modules[each])[1]]
     back = [each for each in own if features(modules[each])[1] == hidden != features(modules[each])[0]]
     if len(there) == len(back) == 1 and features(modules[there[0]])[1] == features(modules[back[0]])[0]:

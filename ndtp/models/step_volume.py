@@ -32,6 +32,8 @@ def step_volume(split: Split, batch: int, sequence: int) -> Volume:
         total += _attention(core, rows)
     for layers in split.mlps:
         total += _product(layers[:-1], rows) + _product(layers[-1:], rows)
+    for adapter in split.adapters:
+        total += _product([adapter], rows)
     for norm in split.norms:
         first = next(norm.parameters(), None)
         dtype = torch.get_default_dtype() if first is None else first.dtype
@@ -73,7 +75,7 @@ def _product(members: Sequence[Projection], rows: int) -> Volume:
         bias=bool(biases),
         bias_grad=any(bias.requires_grad for bias in biases),
     )
-    if first.sections:
+    if first.stored != first.plan.b:
         (member,) = members
         stored = RelayoutPlan(member.stored, member.plan.b)
         total += stored.volume(member.lies["weight"].shape, member.weight.requires_grad)

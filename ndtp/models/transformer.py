@@ -5,27 +5,67 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.errors import LayoutError
-from ndtp.models.adopted import Placed, SplitEmbedding, SplitNorm, adopt, heads_alone, is_placed, replicate
+from ndtp.models.adapters import place_adapters, reason_against, wrappers_in
+from ndtp.models.adopted import Adopted, Placed, SplitEmbedding, SplitNorm, adopt, heads_alone, is_placed, replicate
 from ndtp.models.attention_core import Core, place_core
 from ndtp.models.frame import Frame
+from ndtp.models.left_alone import is_foreign, leave_alone, why_left
 from ndtp.models.projections import Projection, in_group, place_projection
-from ndtp.models.roles import AttentionRole, MLPRole, features, find_attention, find_mlps, is_linear, norm_role
+from ndtp.models.roles import (
+    AttentionRole,
+    MLPRole,
+    features,
+    find_attention,
+    find_mlps,
+    is_linear,
+    is_wrapper,
+    norm_role,
+)
+from ndtp.models.saving import saved_whole
 from ndtp.nn.padding import row_multiple
 from ndtp.ops.lookup import LookupPlan
 from ndtp.ops.norms import NormPlan
 from ndtp.runtime.process_grid import ProcessGrid
 
+if TYPE_CHECKING:
+    from ndtp.models.report import Report
+
 
 def is_transformer(model: nn.Module) -> bool:
-    """Whether a model is one of transformers: nothing is imported to find out."""
-    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
+    """Whether a model is one of transformers, or one around which peft put adapters."""
+    return stock_model(model) is not None
+
+
+def stock_model(model: Any) -> Any:
+    """The model of transformers that a model is, or holds as peft's do: nothing is imported to find out."""
+    if any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+        return model
+    return stock_model(model.get_base_model()) if hasattr(type(model), "get_base_model") else None
+
+
+def split_before(model: nn.Module, mesh: ProcessGrid | None, report: Report) -> Report:
+    """A model that is split as a whole already, given once more: adapters that were put around its layers since.
+
+    Raises:
+        LayoutError: on another grid.
+    """
+    split, modules = report.split, dict(model.named_modules())
+    assert split is not None
+    if mesh is not None and mesh is not report.mesh:
+        raise LayoutError(
+            f"parallelize: the model is split already, on {report.mesh}; it cannot be split anew on {mesh}\n"
+            "  fix: make the model again, or load what ndtp.checkpoint.export_safetensors has written of it"
+        )
+    report.replaced |= split.adapt(modules, Placed(model))
+    saved_whole(model)
+    return report
 
 
 class Split:
@@ -43,9 +83,11 @@ class Split:
         self.norms: list[SplitNorm] = []
         self.tables: list[SplitEmbedding] = []
         self.head: Projection | None = None
+        self.adapters: list[Projection] = []
         self.whole: list[tuple[nn.Module, tuple[str, ...]]] = []
         self.keep = tuple(keep)
         self.model, self.mesh, self.layouts = model, mesh, layouts
+        self.stock = stock_model(model)
         self.known = Placed(model)
         self.replaced: dict[str, str] = {}
         self.kept: dict[str, str] = {}
@@ -55,7 +97,7 @@ class Split:
         outside = Layout(grid, data, None)
         self.frame = Frame(mesh, outside, row_multiple(layouts.plans("model"), outside))
         self.tensor_axes = tuple(axis for axis in grid.nontrivial(grid.names) if axis in weights)
-        self.hidden = _hidden_size(model)
+        self.hidden = _hidden_size(self.stock)
         multiple = grid.size(self.tensor_axes)
         self.width = -(-self.hidden // multiple) * multiple
 
@@ -71,11 +113,27 @@ class Split:
         for mlp in mlps:
             self._mlp(mlp, modules)
         self._vocabulary(modules)
+        self.replaced |= self.adapt(modules, self.known)
         for name, module in modules.items():
             if not any(name.startswith(core + ".") for core in cores):
                 self._norm(name, module)
         self._others(modules)
         self.known.let_go()
+        saved_whole(self.model)
+        saved_whole(self.stock)
+
+    def adapt(self, modules: dict[str, nn.Module], known: Placed) -> dict[str, str]:
+        """Adapters around layers that are on the grid, to lie as these do."""
+        placed = {}
+        for name, wrapper in wrappers_in(modules):
+            reason = reason_against(modules, f"{name}.base_layer")
+            if reason:
+                raise LayoutError(f"parallelize: {name}: {reason}\n  fix: put the adapters on before parallelize")
+            for layer in place_adapters(wrapper, name, wrapper.base_layer, known):
+                placed[layer.name] = str(layer.plan)
+                self.adapters.append(layer)
+                self.linears += 1
+        return placed
 
     def _attention(self, role: AttentionRole, modules: dict[str, nn.Module]) -> None:
         reason = self._attention_reason(role, modules)
@@ -99,6 +157,7 @@ class Split:
                 part = self.mesh.grid.index(self.mesh.rank, layouts.hidden.dims[1])
                 heads_alone(child, slice(part * core.local_heads, (part + 1) * core.local_heads))
         mine = {id(each) for each in (*inputs.values(), output)}
+        mine |= {id(part) for child in module.modules() if is_wrapper(child) for part in child.modules()}
         for name, child in module.named_modules(prefix=role.name):
             if id(child) not in mine and child._parameters:
                 self._replicate(child, name, (*self.frame.outside.dims[0], *core.sums))
@@ -118,6 +177,9 @@ class Split:
     def _attention_reason(self, role: AttentionRole, modules: dict[str, nn.Module]) -> str | None:
         """Why an attention module cannot be split on this grid, if so."""
         grid, layouts = self.mesh.grid, self.layouts
+        reason = next((r for n in (*role.inputs.values(), role.output) if (r := reason_against(modules, n))), None)
+        if reason:
+            return reason
         if self._is_kept(role.name, *role.inputs.values(), role.output):
             return "as asked"
         axes = layouts.hidden.dims[1]
@@ -131,9 +193,10 @@ class Split:
         if kv % splits or (role.sections and role.kv_heads % splits):
             return f"{role.kv_heads} heads of k and v, which {_sizes(grid, axes)} do not divide"
         projections = {*role.inputs.values(), role.output}
+        wrapped = tuple(f"{name.removesuffix('.base_layer')}.lora_" for name in projections)
         for name, child in modules[role.name].named_modules(prefix=role.name):
             for key, parameter in child._parameters.items():
-                if name in projections or parameter is None:
+                if name in projections or parameter is None or name.startswith(wrapped):
                     continue
                 if parameter.shape not in ((role.head_dim,), ()) and not (
                     isinstance(child, nn.Embedding) and child.embedding_dim == role.heads
@@ -144,6 +207,10 @@ class Split:
     def _mlp(self, role: MLPRole, modules: dict[str, nn.Module]) -> None:
         if self._is_kept(role.name, *role.ups, role.down):
             self.kept[role.name] = "as asked"
+            return
+        reason = next((r for n in (*role.ups, role.down) if (r := reason_against(modules, n))), None)
+        if reason:
+            self.kept[role.name] = reason
             return
         up, down = self.layouts.up_weight, self.layouts.down_weight
         pad_to = math.lcm(up.num_splits(0), down.num_splits(1))
@@ -178,7 +245,7 @@ class Split:
 
     def _vocabulary(self, modules: dict[str, nn.Module]) -> None:
         """The embedding and the head, which may share a weight."""
-        model: Any = self.model
+        model: Any = self.stock
         names = {id(module): name for name, module in modules.items()}
         tables = [m for m in modules.values() if isinstance(m, nn.Embedding) and m.embedding_dim == self.hidden]
         first = model.get_input_embeddings()
@@ -216,6 +283,12 @@ class Split:
     def _others(self, modules: dict[str, nn.Module]) -> None:
         """All other parameters: DTensors, whole on every rank."""
         for name, module in modules.items():
+            reason = None if isinstance(module, Adopted) else why_left(module)
+            if reason:
+                self.kept[name] = reason
+            if is_foreign(module):
+                leave_alone(module, name)
+                continue
             own = {key: p for key, p in module._parameters.items() if p is not None}
             for key, parameter in own.items():
                 shared = self.known.get(parameter)

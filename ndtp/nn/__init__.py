@@ -1,6 +1,7 @@
 """Modules: `nn.Linear` and MatMul -> activation -> MatMul on a grid of processes."""
 
 from ndtp.compute.rotary import Rotary
+from ndtp.nn.as_dense import as_dense
 from ndtp.nn.attention import Attention
 from ndtp.nn.attention_dense import DenseAttention, KVCache
 from ndtp.nn.dropout import Dropout
@@ -26,6 +27,7 @@ __all__ = [
     "LinearCrossEntropy",
     "RMSNorm",
     "Rotary",
+    "as_dense",
     "clip_grad_norm_",
     "cross_entropy",
     "linear_cross_entropy",

@@ -23,6 +23,7 @@ from ndtp.collectives.groups import end, never_destroy
 from ndtp.collectives.movers import collectives_of
 from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.errors import GridError
+from ndtp.runtime.foreign_meshes import refuse_joining
 from ndtp.runtime.grid_options import check_device_type, check_options, checked_timeout, sms_to_leave
 from ndtp.runtime.late_gradients import late_gradients_of
 from ndtp.runtime.list_operations import count_list_operations
@@ -152,6 +153,7 @@ class ProcessGrid:
             from torch.distributed.device_mesh import DeviceMesh
 
             count_list_operations()
+            refuse_joining()
             ranks = torch.tensor(global_ranks, dtype=torch.int).reshape(grid.shape)
             ranks = ranks.permute([grid.names.index(axis) for axis in in_order])
             self.device_mesh = DeviceMesh.from_group(
@@ -160,6 +162,7 @@ class ProcessGrid:
                 mesh=ranks.reshape([grid[axis] for axis in self.mesh_axes]),
                 mesh_dim_names=self.mesh_axes,
             )
+            self.device_mesh.ndtp_grid = str(grid)  # type: ignore[attr-defined]
             finalize(self, _let_go_of_mesh, self.device_mesh)
             # All of them now, in one order on every rank, and not in the middle of a schedule.
             every = [self.groups.group((axis,), way) for way in DIRECTIONS for axis in self.mesh_axes]

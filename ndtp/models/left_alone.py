@@ -1,0 +1,62 @@
+"""Layers that `parallelize` leaves as they are: why, and what they need so that they can stay that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ndtp.models.adopted import class_of
+from ndtp.models.hidden import Hidden, whole
+from ndtp.models.roles import is_linear
+from ndtp.runtime.arrival import is_plain
+
+
+def is_foreign(module: nn.Module) -> bool:
+    """Whether its parameters are of a kind that only its own code reads: quantised, or a tensor class of its own."""
+    own = [p for p in module._parameters.values() if p is not None]
+    return any(is_plain(p) and (type(p) is not nn.Parameter or not p.is_floating_point()) for p in own)
+
+
+def why_left(module: Any) -> str | None:
+    """Why a layer that is like a Linear, or holds several, is none that `parallelize` splits; None for another."""
+    own = {key: p for key, p in module._parameters.items() if p is not None}
+    weight: Any = getattr(module, "weight", None) if "weight" in own or isinstance(module, nn.Linear) else None
+    kind = type(module).__name__
+    if is_foreign(module):
+        key, first = next((k, p) for k, p in own.items() if type(p) is not nn.Parameter or not p.is_floating_point())
+        of = f"{str(first.dtype).removeprefix('torch.')}" if not first.is_floating_point() else type(first).__name__
+        return f"it is a {kind}, whose {key} is of {of}: quantised, or a tensor class that only its own code reads"
+    if is_linear(module):
+        return None
+    if isinstance(module, nn.Linear):
+        return f"it is a {kind}, a subclass of nn.Linear, whose forward may be another"
+    if ("Linear" in kind or "Conv1D" in kind) and (own or module._buffers):
+        shape = tuple(weight.shape) if isinstance(weight, Tensor) else "no weight"
+        return f"it is a {kind} ({shape}), neither an nn.Linear nor a Conv1D of transformers"
+    experts = [f"{key} {tuple(p.shape)}" for key, p in own.items() if p.dim() == 3]
+    if experts and "expert" in kind.lower():
+        return f"it holds weights of several experts, {', '.join(experts)}"
+    return None
+
+
+class TakesWhole(nn.Module):
+    """A module left as it is, whose code may not be torch's functions: it gets whole tensors, gathered before."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        name = getattr(self, "ndtp_name", type(self).__name__)
+        given = [_whole(x, name) for x in args]
+        return super().forward(*given, **{key: _whole(x, name) for key, x in kwargs.items()})  # type: ignore[misc]
+
+
+def _whole(x: Any, name: str) -> Any:
+    if not isinstance(x, Hidden):
+        return x
+    x.passage.frame.note(f"'{name}', which was left alone,", x.passage)
+    return whole(x)
+
+
+def leave_alone(module: nn.Module, name: str) -> None:
+    if not isinstance(module, TakesWhole):
+        module.__class__ = class_of(TakesWhole, type(module))
+        module.ndtp_name = name  # type: ignore[assignment]

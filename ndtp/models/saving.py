@@ -1,0 +1,107 @@
+"""`save_pretrained` of a model whose parameters are split: the dense model's files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndtp.collectives.cross_check import differing
+from ndtp.errors import CommunicationError
+from ndtp.models.adopted import class_of
+from ndtp.models.state_entries import Entry, entries_of, mesh_of_model
+from ndtp.ops.products import relayout
+from ndtp.runtime.process_grid import ProcessGrid
+
+BLOCK_BYTES = 1 << 26
+
+
+class SavedWhole:
+    """A model of transformers or peft whose `save_pretrained` gathers tensor by tensor, and writes on rank 0."""
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """A collective; on rank 0 the whole model is in the host's memory (see `ndtp.checkpoint` for one that is not).
+
+        Raises:
+            CommunicationError: rank 0 could not write; on every rank.
+        """
+        mesh = mesh_of_model(self)  # type: ignore[arg-type]
+        writes = mesh is None or mesh.rank == 0
+        state = kwargs.pop("state_dict", None)
+        if state is None:
+            state = gathered_state(self, mesh, writes, _adapters if hasattr(self, "peft_config") else None)
+        failure, result = "", None
+        if writes:
+            try:
+                result = super().save_pretrained(save_directory, *args, state_dict=state, **kwargs)  # type: ignore[misc]
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+        raise_everywhere(mesh, failure, f"save_pretrained: {save_directory} is not complete")
+        return result
+
+
+def saved_whole(model: nn.Module) -> None:
+    if not isinstance(model, SavedWhole) and hasattr(model, "save_pretrained"):
+        model.__class__ = class_of(SavedWhole, type(model))
+
+
+def _adapters(key: str, trains: bool) -> bool:
+    """What peft saves of a model."""
+    return trains or "lora_" in key
+
+
+@torch.no_grad()
+def gathered_state(
+    model: Any, mesh: ProcessGrid | None, keeps: bool, wanted: Callable[[str, bool], bool] | None = None
+) -> dict[str, Tensor]:
+    """The dense state dict in the host's memory, on ranks that keep it; a collective."""
+    trains = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    state: dict[str, Tensor] = {}
+    for entry in entries_of(model, mesh):
+        if wanted is not None and not any(wanted(key, key in trains) for key in entry.keys):
+            continue
+        whole = torch.empty(entry.real, dtype=entry.local.dtype) if keeps else None
+        for row, values in blocks(entry, mesh, BLOCK_BYTES):
+            if whole is not None and whole.dim():
+                whole[row : row + values.shape[0]] = values
+            elif whole is not None:
+                whole.copy_(values)
+        if whole is not None:
+            state |= dict.fromkeys(entry.keys, whole)
+    return state
+
+
+@torch.no_grad()
+def blocks(entry: Entry, mesh: ProcessGrid | None, block_bytes: int) -> Iterator[tuple[int, Tensor]]:
+    """(first row, rows) of the real tensor, gathered block by block; on every rank alike."""
+    local, layout = entry.local, entry.layout
+    if local.dim() == 0:
+        yield 0, local
+        return
+    splits = 1 if layout is None else layout.num_splits(0)
+    row_bytes = max(int(torch.Size(entry.stored[1:]).numel()), 1) * local.element_size()
+    step = max(block_bytes // (row_bytes * splits), 1)
+    columns = tuple(slice(0, size) for size in entry.real[1:])
+    for first in range(0, local.shape[0], step):
+        rows = local[first : first + step].contiguous()
+        if layout is not None and mesh is not None:
+            rows = relayout(rows, layout, layout.with_dims(*[None] * layout.ndim), mesh, "export")
+        for part, block in enumerate(rows.chunk(splits)):
+            start = part * local.shape[0] + first
+            count = min(entry.real[0] - start, block.shape[0])
+            if count > 0:
+                yield start, block[(slice(0, count), *columns)]
+
+
+def raise_everywhere(mesh: ProcessGrid | None, failure: str, what: str) -> None:
+    """What went wrong on some ranks, on all of them.
+
+    Raises:
+        CommunicationError: names a rank and what it said.
+    """
+    by_rank = {0: failure} if mesh is None or mesh.grid.num_ranks == 1 else differing(mesh.groups, failure)
+    for rank, text in (by_rank or {0: failure}).items():
+        if text:
+            raise CommunicationError(f"{what}; rank {rank}: {text}")

@@ -1,0 +1,122 @@
+"""What a state dict of a model holds: each tensor once, with all of its keys, and how it lies."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ndtp.algebra.layout import Layout
+from ndtp.models.adopted import Replicated
+from ndtp.nn.gated import GatedMLP
+from ndtp.nn.linear import Linear
+from ndtp.nn.sharded import Sharded
+from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.process_grid import ProcessGrid
+
+
+class Entry(NamedTuple):
+    """One tensor of a state dict.
+
+    Attributes:
+        keys: by which it goes there; more than one where it is tied.
+        local: this rank's shard: the memory of the model itself.
+        layout: of the tensor of the shape `stored`, which is `real` with padding behind it.
+    """
+
+    keys: tuple[str, ...]
+    local: Tensor
+    layout: Layout | None
+    stored: tuple[int, ...]
+    real: tuple[int, ...]
+
+    def part(self, rank: int) -> tuple[slice, ...]:
+        """What of the real tensor this rank has."""
+        whole = tuple(slice(0, size) for size in self.stored)
+        slices = whole if self.layout is None else self.layout.slices(rank, self.stored)
+        return tuple(slice(min(s.start, size), min(s.stop, size)) for s, size in zip(slices, self.real, strict=True))
+
+
+def mesh_of_model(model: nn.Module) -> ProcessGrid | None:
+    """The grid that a model is on; None for one that is on none."""
+    report: Any = vars(model).get("ndtp_report")
+    if report is not None and report.mesh is not None:
+        return report.mesh
+    for module in model.modules():
+        if isinstance(module, (Sharded, Linear)):
+            return module.mesh
+        if isinstance(module, Replicated):
+            return module.ndtp_frame.mesh
+    return None
+
+
+def entries_of(model: nn.Module, mesh: ProcessGrid | None) -> list[Entry]:
+    """In the order of the state dict."""
+    state = model.state_dict(keep_vars=True)
+    real = _real_shapes(model)
+    found: dict[int, list[str]] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            found.setdefault(id(value), []).append(key)
+    entries = []
+    for keys in found.values():
+        value: Any = state[keys[0]]
+        layout, local = None, value.detach()
+        if not is_plain(value) and mesh is not None:
+            layout = Layout.from_placements(mesh.grid, mesh.mesh_axes, value.placements, value.dim())
+            local = value._local_tensor.detach()
+        shape = tuple(value.shape)
+        entries.append(Entry(tuple(keys), local, layout, shape, real.get(keys[0], shape)))
+    return entries
+
+
+def _real_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of parameters that may be padded, without that."""
+    found: dict[str, tuple[int, ...]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        start = f"{prefix}." if prefix else ""
+        if isinstance(module, Sharded):
+            found |= {f"{start}{name}": lies.real for name, lies in module.lies.items()}
+        elif isinstance(module, Linear):
+            found |= {f"{start}weight": (module.out_features, module.in_features)}
+            found |= {f"{start}bias": (module.out_features,)}
+        elif isinstance(module, GatedMLP):
+            inner, hidden = module.up.out_features // 2, module.up.in_features
+            for name in ("gate", "up"):
+                found |= {f"{start}{name}.weight": (inner, hidden), f"{start}{name}.bias": (inner,)}
+    # `up` of a gated block is visited behind it, under the same names.
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, GatedMLP):
+            start = f"{prefix}." if prefix else ""
+            size = module.up.out_features // 2
+            found |= {f"{start}up.weight": (size, module.up.in_features), f"{start}up.bias": (size,)}
+    return found
+
+
+def meta_tensors(model: nn.Module) -> tuple[dict[int, nn.Parameter], list[tuple[nn.Module, str, str]]]:
+    """Parameters on the meta device, and the buffers there: (module, key, name)."""
+    parameters = {id(p): p for p in model.parameters() if p.is_meta}
+    buffers = [
+        (module, key, f"{prefix}.{key}" if prefix else key)
+        for prefix, module in model.named_modules()
+        for key, value in module._buffers.items()
+        if value is not None and value.is_meta
+    ]
+    return parameters, buffers
+
+
+@torch.no_grad()
+def empty_like_it(parameter: Any, mesh: ProcessGrid | None, device: Any) -> nn.Parameter:
+    """With memory for this rank's shard."""
+    if is_plain(parameter):
+        made: Any = torch.empty_like(parameter, device=device)
+    else:
+        from torch.distributed.tensor import DTensor
+
+        local = torch.empty_like(parameter._local_tensor, device=device)
+        made = DTensor.from_local(
+            local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+            stride=parameter.stride(),
+        )  # fmt: skip
+    return nn.Parameter(made, parameter.requires_grad)

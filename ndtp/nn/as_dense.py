@@ -1,0 +1,86 @@
+"""`as_dense`: code that was written for whole plain tensors, on parameters that are split.
+
+Optimizers that act element by element (SGD, AdamW) need nothing.  Others keep statistics of rows, as plain tensors or
+through sums that DTensor leaves unfinished, and stop at the first operation on both.  While this is on, each operation
+gives what it gives on the whole: sums are finished where they arise, a plain tensor beside a split one is taken for one
+that every rank has, and what is written into a plain tensor is gathered, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ndtp.runtime.arrival import is_plain
+
+
+class as_dense(TorchFunctionMode):  # used as `with ndtp.nn.as_dense():`
+    """Within it, torch's operations on DTensors, and on these and plain tensors, are those on whole tensors.
+
+        with ndtp.nn.as_dense():
+            optimizer.step()  # Adafactor, for one
+
+    Collectives run wherever a result needs other ranks' shards, so all ranks do the same.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = _tensors((args, kwargs))
+        split = [x for x in tensors if not is_plain(x)]
+        if not split or _name(func) in ("__get__", "__set__", "full_tensor", "redistribute", "to_local"):
+            return func(*args, **kwargs)
+        if any(is_plain(x) and x.dim() for x in tensors):
+            into = args[0] if args and _name(func).endswith("_") and not _name(func).endswith("__") else None
+            bring = _gathered if isinstance(into, Tensor) and is_plain(into) else _on_every_rank(split[0])
+            args, kwargs = _mapped(bring, args), _mapped(bring, kwargs)
+        return _mapped(_finished, func(*args, **kwargs))
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", ""))
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, Mapping):
+        x = list(x.values())
+    return [tensor for each in x for tensor in _tensors(each)] if isinstance(x, (list, tuple)) else []
+
+
+def _mapped(change: Callable[[Tensor], Tensor], x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, dict):
+        return {key: _mapped(change, value) for key, value in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(_mapped(change, value) for value in x)
+    return x
+
+
+def _gathered(x: Any) -> Tensor:
+    return x if is_plain(x) else x.full_tensor()
+
+
+def _on_every_rank(other: Any) -> Callable[[Tensor], Tensor]:
+    def wrapped(x: Tensor) -> Tensor:
+        if not is_plain(x) or not x.dim():
+            return x
+        from torch.distributed.tensor import DTensor, Replicate
+
+        return DTensor.from_local(x, other.device_mesh, [Replicate()] * other.device_mesh.ndim, run_check=False)
+
+    return wrapped
+
+
+def _finished(x: Any) -> Tensor:
+    """With sums over ranks done."""
+    if is_plain(x) or not any(placement.is_partial() for placement in x.placements):
+        return x
+    from torch.distributed.tensor import Replicate
+
+    placements: Sequence[Any] = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=placements)

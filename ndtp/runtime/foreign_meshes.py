@@ -1,0 +1,38 @@
+"""`fully_shard` over a dim of a user's mesh that is not on the grid: refused by name, with the ways that work.
+
+FSDP2 puts its mesh and that of a DTensor parameter together.  It takes two dims of a tensor-parallel mesh at most, none
+of an order of its own, and reduces a gradient where its own hooks fire, which ndtp's late ones do not wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from ndtp.errors import LayoutError
+
+
+@cache
+def refuse_joining() -> None:
+    """Once a process: where torch joins meshes, say which of them are grids; torch without that has nothing to say."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    joined: Callable[[list[Any]], Any] | None = getattr(DeviceMesh, "_concatenate", None)
+    if joined is None:
+        return
+
+    def named(meshes: list[Any]) -> Any:
+        grids = [mesh for mesh in meshes if hasattr(mesh, "ndtp_grid")]
+        if grids:
+            others = [name for mesh in meshes if mesh not in grids for name in mesh.mesh_dim_names or ()]
+            over = ", ".join(repr(name) for name in others) or "another mesh"
+            raise LayoutError(
+                f"fully_shard: parameters on the grid {grids[0].ndtp_grid} cannot be split once more over {over}\n"
+                "  fix: make that dim an axis of the grid, ProcessGrid.from_mesh(mesh, axes={'z': ..., 'x': ...}): z "
+                "splits weights as FSDP does (scheme='3d'), dp rows alone; or fully_shard the rest of the model, with "
+                "ignored_params={p for p in model.parameters() if isinstance(p, DTensor)}"
+            )
+        return joined(meshes)
+
+    DeviceMesh._concatenate = staticmethod(named)  # type: ignore[assignment,method-assign]

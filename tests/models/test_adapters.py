@@ -1,0 +1,136 @@
+"""Low-rank adapters around the layers of a stock model: peft's, and modules of the same form."""
+
+import pytest
+import torch
+from products import mesh_of
+from torch import nn
+
+import ndtp
+from ndtp import CommMeter, Grid
+
+pytest.importorskip("transformers")
+import transformers.modeling_layers
+import transformers.modeling_utils  # noqa: F401  # so that ranks are forked with it
+from architectures import build, inputs
+from test_transformers_whole import check_gradients
+
+TARGETS = {
+    "LlamaForCausalLM": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "Phi3ForCausalLM": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "GPT2LMHeadModel": ["c_attn", "c_proj", "c_fc"],
+}
+
+
+class LoRA(nn.Module):
+    """In peft's form."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        sizes = (base.in_features, base.out_features) if isinstance(base, nn.Linear) else base.weight.shape
+        self.lora_A = nn.ModuleDict({"one": nn.Linear(sizes[0], 3, bias=False)})
+        self.lora_B = nn.ModuleDict({"one": nn.Linear(3, sizes[1], bias=False)})
+        self.double()
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["one"](self.lora_A["one"](x)) * 0.5
+
+
+def by_hand(model, targets):
+    model.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if name.rpartition(".")[2] in targets:
+            model.set_submodule(name, LoRA(module))
+    return model
+
+
+def by_peft(model, targets, **options):
+    import peft
+
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets, lora_dropout=0.0, **options)
+    return peft.get_peft_model(model, config)
+
+
+def adapted(name, how, **options):
+    model = how(build(name), TARGETS[name], **options)
+    torch.manual_seed(2)
+    for key, parameter in model.named_parameters():
+        if "lora_" in key:  # B is made of zeros
+            parameter.data = torch.randn(parameter.shape, dtype=torch.float64) * 0.1
+    return model.eval()
+
+
+def check_equal(name, how, mesh, scheme, after=False, **options):
+    dense = adapted(name, how, **options)
+    if after:  # adapters put around layers that are on the grid already
+        base = ndtp.parallelize(build(name), mesh, scheme=scheme)
+        model = how(base, TARGETS[name])
+        for (key, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+            if "lora_" in key:
+                mine.data = theirs.data.clone()
+        ndtp.parallelize(model, mesh)
+        model.eval()
+    else:
+        model = ndtp.parallelize(adapted(name, how, **options), mesh, scheme=scheme)
+    report = model.ndtp_report
+    wrapped = sum("lora_" in key for key in report.replaced)
+    layers = 2 * len([k for k in dense.state_dict() if "base_layer.weight" in k])
+    assert wrapped == layers and report.linears[0] == report.linears[1], str(report)
+    given = inputs(name)
+    expected = dense(**given).loss
+    loss = model(**given).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0.0)
+    expected.backward()
+    loss.backward()
+    check_gradients(model, dense, f"{name}, {scheme}, adapters")
+    assert not report.gathered, report.gathered
+    kinds = {type(p.data).__name__ for p in model.parameters()}
+    assert kinds == {"DTensor"}, kinds
+    return model, dense
+
+
+def check_form():
+    """Separate, fused and Conv1D layers, by hand; an adapter that is no adapter is left whole."""
+    for name in TARGETS:
+        check_equal(name, by_hand, mesh_of(Grid(x=2, y=2)), "2d")
+    model = adapted("LlamaForCausalLM", by_hand)
+    up = model.model.layers[0].mlp.up_proj
+    up.lora_A["one"] = nn.Sequential(up.lora_A["one"])
+    ndtp.parallelize(model, mesh_of(Grid(x=2, y=2)), scheme="2d")
+    kept = model.ndtp_report.kept
+    assert kept["model.layers.0.mlp"] == "lora_A.one around it is a Sequential, no nn.Linear", kept
+
+
+def check_peft(folder):
+    import peft
+
+    mesh = mesh_of(Grid(x=2))
+    model, dense = check_equal("LlamaForCausalLM", by_peft, mesh, "1d-sp")
+    model.save_pretrained(folder)
+    again = peft.PeftModel.from_pretrained(build("LlamaForCausalLM"), folder)
+    for key, value in dense.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), key
+    check_equal("LlamaForCausalLM", by_peft, mesh, "1d-sp", after=True)
+    dora = ndtp.parallelize(adapted("LlamaForCausalLM", by_peft, use_dora=True), mesh, scheme="1d")
+    assert any("variant of LoRA" in why for why in dora.ndtp_report.kept.values()), str(dora.ndtp_report)
+
+
+def check_volume():
+    """Where hidden states want gradients: counted to the byte."""
+    mesh = mesh_of(Grid(x=2, y=2))
+    model = adapted("LlamaForCausalLM", by_hand)
+    model.requires_grad_(True)
+    ndtp.parallelize(model, mesh, scheme="2d")
+    with CommMeter() as meter:
+        model(**inputs("LlamaForCausalLM")).loss.backward()
+    assert meter.volume == model.ndtp_report.volume(4, 6)
+
+
+def test_adapters_of_the_same_form(ranks):
+    ranks(4).run(check_form)
+    ranks(4).run(check_volume)
+
+
+def test_adapters_of_peft(ranks, tmp_path):
+    pytest.importorskip("peft")
+    ranks(2).run(check_peft, tmp_path)

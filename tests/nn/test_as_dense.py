@@ -1,0 +1,48 @@
+"""Torch's optimizers, clipping and scaling on a mix of split and plain parameters, in their foreach and fused forms."""
+
+import torch
+from products import mesh_of
+from torch import nn
+
+import ndtp
+from ndtp import Grid
+
+OPTIMIZERS = {
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "rows": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+}
+
+
+def made():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8), nn.Linear(8, 3)).double()
+
+
+def trained(model, make):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    optimizer, scaler = make(model.parameters()), torch.amp.GradScaler("cpu", init_scale=64.0)
+    for _ in range(3):
+        scaler.scale(model(x).square().mean()).backward()
+        with ndtp.nn.as_dense():
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [*whole, norm.full_tensor() if hasattr(norm, "full_tensor") else norm]
+
+
+def check_mix():
+    for sizes, scheme in (({"x": 2}, "1d"), ({"z": 2}, "3d")):
+        for name, make in OPTIMIZERS.items():
+            model = ndtp.parallelize(made(), mesh_of(Grid(sizes)), scheme=scheme)
+            kinds = {hasattr(p, "full_tensor") for p in model.parameters()}
+            assert kinds == {True, False}
+            for mine, theirs in zip(trained(model, make), trained(made(), make), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9, msg=f"{name}, {sizes}")
+
+
+def test_a_mix_of_parameters(ranks):
+    ranks(2).run(check_mix)
