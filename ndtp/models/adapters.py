@@ -30,7 +30,7 @@ def adapters_of(wrapper: Any) -> list[tuple[str, Any, Any]]:
     return [
         (name, first, wrapper.lora_B[name])
         for name, first in wrapper.lora_A.items()
-        if type(first) is nn.Linear and not is_placed(first.weight)
+        if type(first) is nn.Linear and not is_placed(first.weight)  # type: ignore[arg-type]
     ]
 
 

@@ -167,7 +167,8 @@ class SplitEmbedding(Adopted, nn.Embedding):
 class Replicated(nn.Module):
     """A module left as it is, whose own parameters are DTensors that every rank has whole.
 
-    While its forward runs, reading a parameter gives the plain tensor, whose gradient is summed over `ndtp_sums`.
+    While its forward runs, or that of another such module which uses its parameters, reading one gives the plain
+    tensor, whose gradient is summed over `ndtp_sums`.
     """
 
     ndtp_frame: Frame
@@ -176,18 +177,18 @@ class Replicated(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
-        if name in self.__dict__["_parameters"] and self.__dict__.get("ndtp_is_running") and value is not None:
+        if name in self.__dict__["_parameters"] and self.ndtp_frame.running and value is not None:
             mesh = self.ndtp_frame.mesh
             layout = Layout(mesh.grid, *[None] * value.dim())
             return taken(value, RelayoutPlan(layout, layout, (), self.ndtp_sums, f"{self.ndtp_name}.{name}"), mesh)
         return value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        before, self.ndtp_is_running = self.__dict__.get("ndtp_is_running", False), True
+        self.ndtp_frame.running += 1
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.ndtp_is_running = before
+            self.ndtp_frame.running -= 1
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         mesh = self.ndtp_frame.mesh

@@ -35,7 +35,7 @@ class _Place(NamedTuple):
 
     optimizer: Any
     group: int
-    index: int
+    at: int
     name: str
 
 
@@ -106,7 +106,7 @@ def _optimizers() -> list[Any]:
 
 
 def _check_state(place: _Place) -> None:
-    old = place.optimizer.param_groups[place.group]["params"][place.index]
+    old = place.optimizer.param_groups[place.group]["params"][place.at]
     if not is_plain(old):
         return
     for key, value in place.optimizer.state.get(old, {}).items():
@@ -120,7 +120,7 @@ def _check_state(place: _Place) -> None:
 
 def _put(place: _Place, new: nn.Parameter, mesh: ProcessGrid) -> None:
     params = place.optimizer.param_groups[place.group]["params"]
-    old, params[place.index] = params[place.index], new
+    old, params[place.at] = params[place.at], new
     state = place.optimizer.state.pop(old, None)
     if state is not None:
         place.optimizer.state[new] = {

@@ -219,7 +219,7 @@ def _files(named: Sequence[tuple[str, Entry]], file_bytes: int) -> dict[str, lis
 def _finish(model: Any, folder: Path, files: dict[str, list[tuple[str, Entry]]]) -> None:
     """The index, and what says which model it is."""
     for name in ("config", "generation_config"):
-        config = getattr(model, name, None)
+        config: Any = getattr(model, name, None)
         if hasattr(config, "save_pretrained"):
             if name == "config" and not getattr(config, "architectures", None):
                 config.architectures = [type(model).__name__]

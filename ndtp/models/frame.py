@@ -17,12 +17,14 @@ class Frame:
         outside: the layout of whole activations, [rows, features]: rows split over `dp` alone.
         sequences: the number of sequences (of one dp rank) is padded to a multiple of this.
         gathered: operations that took the whole of a split activation, and how often.
+        running: how many forwards of modules left as they are run now, one inside of the other.
     """
 
     mesh: ProcessGrid
     outside: Layout
     sequences: int
     gathered: dict[str, int] = field(default_factory=dict)
+    running: int = 0
 
     def note(self, who: str, passage: Passage) -> None:
         """That somebody takes the whole of what is split; a word where it is the first time."""

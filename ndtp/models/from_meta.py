@@ -72,11 +72,11 @@ def _compute(root: Any, buffers: list[tuple[nn.Module, str, str]]) -> None:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # what transformers leaves as it is
     for module in {id(m): m for m, *_ in buffers}.values():
         root._init_weights(module)
-    for key, parameter in before.items():
-        if flags[key] is None:
+    for at, parameter in before.items():
+        if flags[at] is None:
             del parameter._is_hf_initialized  # type: ignore[attr-defined]
         else:
-            parameter._is_hf_initialized = flags[key]  # type: ignore[attr-defined]
+            parameter._is_hf_initialized = flags[at]  # type: ignore[attr-defined]
     for module, key, name, empty in from_here:
         if module._buffers[key] is empty and empty is not None and empty._version == 0 and empty.numel():
             raise LayoutError(
@@ -158,13 +158,9 @@ class _Draws(TorchDispatchMode):
         if entry is None or local.shape != entry.local.shape:
             return func(*args, **kwargs)
         if name in ("normal_", "uniform_"):
-            first, second = (
-                *args[1:],
-                *(kwargs.get(k) for k in ("mean", "std", "from", "to") if k in kwargs),
-                None,
-                None,
-            )[:2]
-            self._draw(entry, name, first, second)
+            names = ("mean", "std") if name == "normal_" else ("from", "to")
+            given = dict(zip(names, args[1:], strict=False)) | kwargs
+            self._draw(entry, name, given.get(names[0]), given.get(names[1]))
         elif name == "copy_" and is_plain(args[1]) and tuple(args[1].shape) == entry.real:
             part = entry.part(self.rank)
             entry.local[tuple(slice(0, s.stop - s.start) for s in part)] = args[1][part].to(entry.local)
@@ -194,4 +190,4 @@ class _Draws(TorchDispatchMode):
 
 
 def _memory(x: Tensor) -> tuple[int, int]:
-    return x.untyped_storage().data_ptr(), x.storage_offset()
+    return x.untyped_storage().data_ptr(), int(x.storage_offset())

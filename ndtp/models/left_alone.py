@@ -31,7 +31,8 @@ def why_left(module: Any) -> str | None:
         return None
     if isinstance(module, nn.Linear):
         return f"it is a {kind}, a subclass of nn.Linear, whose forward may be another"
-    if ("Linear" in kind or "Conv1D" in kind) and (own or module._buffers):
+    is_matrix = any(x is not None and x.dim() >= 2 for x in (*own.values(), *module._buffers.values()))
+    if ("Linear" in kind or "Conv1D" in kind) and is_matrix:
         shape = tuple(weight.shape) if isinstance(weight, Tensor) else "no weight"
         return f"it is a {kind} ({shape}), neither an nn.Linear nor a Conv1D of transformers"
     experts = [f"{key} {tuple(p.shape)}" for key, p in own.items() if p.dim() == 3]

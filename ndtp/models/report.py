@@ -109,17 +109,29 @@ class Report:
 
 
 def _grouped(named: Mapping[str, str]) -> list[str]:
-    """`layers.{0-31}.mlp.up_proj: ...` where layers differ in one number of their names alone."""
+    """`layers.{0-31}.mlp.up_proj: ...` where layers differ in a number of their names alone."""
     groups: dict[tuple[str, str], list[tuple[str, ...]]] = {}
     for name, text in named.items():
         key = (NUMBER.sub("#", name), text)
         groups.setdefault(key, []).append(tuple(NUMBER.findall(name)))
     lines = []
     for (pattern, text), numbers in groups.items():
-        for values in zip(*numbers, strict=True):
-            pattern = pattern.replace("#", _ranges([int(value) for value in values]), 1)
-        lines.append(f"{pattern}: {text}")
+        for position in reversed(range(len(numbers[0]))):
+            numbers = _merged(numbers, position)
+        for values in numbers:
+            line = pattern
+            for value in values:
+                line = line.replace("#", value, 1)
+            lines.append(f"{line}: {text}")
     return lines
+
+
+def _merged(numbers: list[tuple[str, ...]], position: int) -> list[tuple[str, ...]]:
+    """Those that differ in the number at this position alone, as one."""
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = {}
+    for values in numbers:
+        groups.setdefault((values[:position], values[position + 1 :]), []).append(int(values[position]))
+    return [(*before, _ranges(found), *after) for (before, after), found in groups.items()]
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -135,17 +135,18 @@ def read_part(stored: Stored, part: Sequence[slice], into: Tensor, block_bytes: 
         return
     step = min(max(block_bytes // row_bytes, 1), rows.stop - rows.start)
     memory = torch.empty(step * row_bytes, dtype=torch.uint8)
+    here = (slice(None), *rest)
     with stored.path.open("rb", buffering=0) as file:
         for first in range(rows.start, rows.stop, step):
             last = min(first + step, rows.stop)
             block = memory[: (last - first) * row_bytes]
             _fill(file, stored.start + first * row_bytes, block)
-            values = block.view(stored.dtype).view(last - first, *shape[1:])[(slice(None), *rest)]
-            into[first - rows.start : last - rows.start].copy_(values)
+            values = block.view(stored.dtype).view(last - first, *shape[1:])
+            into[first - rows.start : last - rows.start].copy_(values[here])
 
 
 def _fill(file: Any, start: int, block: Tensor) -> None:
-    view = memoryview(block.numpy())
+    view: Any = memoryview(block.numpy())  # type: ignore[arg-type]
     file.seek(start)
     while view.nbytes:
         count = file.readinto(view)
@@ -180,7 +181,7 @@ class Writer:
         values = values.detach().contiguous()
         row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
         self._file.seek(self._base + self._starts[key] + row * row_bytes)
-        self._file.write(memoryview(values.cpu().flatten().view(torch.uint8).numpy()))
+        self._file.write(memoryview(values.cpu().flatten().view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
     def close(self, complete: bool) -> None:
         self._file.close()

@@ -92,7 +92,8 @@ def blocks(entry: Entry, mesh: ProcessGrid | None, block_bytes: int) -> Iterator
             start = part * local.shape[0] + first
             count = min(entry.real[0] - start, block.shape[0])
             if count > 0:
-                yield start, block[(slice(0, count), *columns)]
+                part_of = (slice(0, count), *columns)
+                yield start, block[part_of]
 
 
 def raise_everywhere(mesh: ProcessGrid | None, failure: str, what: str) -> None:

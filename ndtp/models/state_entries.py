@@ -61,12 +61,12 @@ def entries_of(model: nn.Module, mesh: ProcessGrid | None) -> list[Entry]:
             found.setdefault(id(value), []).append(key)
     entries = []
     for keys in found.values():
-        value: Any = state[keys[0]]
-        layout, local = None, value.detach()
-        if not is_plain(value) and mesh is not None:
-            layout = Layout.from_placements(mesh.grid, mesh.mesh_axes, value.placements, value.dim())
-            local = value._local_tensor.detach()
-        shape = tuple(value.shape)
+        x: Any = state[keys[0]]
+        layout, local = None, x.detach()
+        if not is_plain(x) and mesh is not None:
+            layout = Layout.from_placements(mesh.grid, mesh.mesh_axes, x.placements, x.dim())
+            local = x._local_tensor.detach()
+        shape = tuple(x.shape)
         entries.append(Entry(tuple(keys), local, layout, shape, real.get(keys[0], shape)))
     return entries
 

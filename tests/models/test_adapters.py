@@ -1,5 +1,7 @@
 """Low-rank adapters around the layers of a stock model: peft's, and modules of the same form."""
 
+import warnings
+
 import pytest
 import torch
 from products import mesh_of
@@ -111,8 +113,13 @@ def check_peft(folder):
     for key, value in dense.state_dict().items():
         assert torch.equal(again.state_dict()[key], value), key
     check_equal("LlamaForCausalLM", by_peft, mesh, "1d-sp", after=True)
-    dora = ndtp.parallelize(adapted("LlamaForCausalLM", by_peft, use_dora=True), mesh, scheme="1d")
+    dense, dora = (adapted("LlamaForCausalLM", by_peft, use_dora=True) for _ in range(2))
+    ndtp.parallelize(dora, mesh, scheme="1d")
     assert any("variant of LoRA" in why for why in dora.ndtp_report.kept.values()), str(dora.ndtp_report)
+    given = inputs("LlamaForCausalLM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.testing.assert_close(dora(**given).loss, dense(**given).loss, rtol=1e-6, atol=0.0)
 
 
 def check_volume():

@@ -7,11 +7,13 @@ from torch import nn
 
 import ndtp
 from ndtp import Grid, LayoutError, MismatchError
+from ndtp.models.report import _grouped
 
 pytest.importorskip("transformers")
 import transformers.modeling_layers
 import transformers.modeling_utils  # noqa: F401  # so that ranks are forked with it
 from architectures import build, inputs
+from test_transformers_whole import check_gradients
 
 LLAMA = "LlamaForCausalLM"
 SPLIT, WHOLE = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.extra"
@@ -111,7 +113,23 @@ def check_different_models():
         ndtp.parallelize(nn.Sequential(nn.Linear(4, 4 + mesh.rank)), mesh, scheme="1d")
     check_optimizer_that_cannot()
     check_second_call(mesh)
+    check_used_twice(mesh)
     return messages
+
+
+def check_used_twice(mesh):
+    """One layer in two places, and parts of it frozen."""
+    models = [build(LLAMA, use_cache=False) for _ in range(2)]
+    for model in models:
+        model.model.layers[1] = model.model.layers[0]
+        model.model.layers[0].self_attn.q_proj.requires_grad_(False)
+    dense, model = models
+    ndtp.parallelize(model, mesh, scheme="1d-sp")
+    assert model.model.layers[1] is model.model.layers[0]
+    assert list(model.state_dict()) == list(dense.state_dict())
+    for each in models:
+        each(**inputs(LLAMA)).loss.backward()
+    check_gradients(model, dense, "used twice")
 
 
 def check_second_call(mesh):
@@ -132,3 +150,13 @@ def check_second_call(mesh):
 def test_ranks_with_different_models_are_refused(ranks):
     messages = ranks(2).run(check_different_models)
     assert messages[0] == messages[1]
+
+
+def test_like_layers_are_one_line():
+    """Only where all that the line names are alike."""
+    named = {f"layers.{i}.experts.{j}.up": "split" for i in range(2) for j in range(3)}
+    assert _grouped(named) == ["layers.{0-1}.experts.{0-2}.up: split"]
+    del named["layers.1.experts.2.up"]
+    assert _grouped({**named, "head": "whole"}) == [
+        "layers.0.experts.{0-2}.up: split", "layers.1.experts.{0-1}.up: split", "head: whole",
+    ]  # fmt: skip
