@@ -19,6 +19,7 @@ from ndtp.cli.demo import demo
 from ndtp.cli.info import info
 from ndtp.cli.plan import plan
 from ndtp.cli.show import show
+from ndtp.cli.train import train
 from ndtp.errors import GridError, LayoutError, MismatchError
 
 # Typer's own, whose base it does not export.
@@ -92,7 +93,7 @@ def _root(
     pass
 
 
-for command in (demo, check, plan, info):
+for command in (demo, check, train, plan, info):
     app.command()(command)
 for benchmark in (volume, step, overlap, calibrate, gemm):
     bench.command()(benchmark)

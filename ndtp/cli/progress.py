@@ -27,13 +27,18 @@ class Bar:
 
     with Bar(console, "rounds", total=10) as bar, bar.following(count):
         ...     # count() tells how many are done
+
+    Args:
+        unit: how many of what each of them is, for a speed: (4096, "tokens").
     """
 
-    def __init__(self, console: Console, what: str, total: int) -> None:
+    def __init__(self, console: Console, what: str, total: int, unit: tuple[float, str] | None = None) -> None:
         from rich import progress as bars
 
+        self.unit = unit
         self.what, self.total, self.done = what, total, 0
         self._begin = self._said = time.monotonic()
+        self._first: tuple[int, float] | None = None
         self._says = not console.quiet and not console.is_terminal
         columns = (
             bars.TextColumn("{task.description}"),
@@ -54,13 +59,24 @@ class Bar:
         self._progress.stop()
 
     def update(self, done: int, what: str | None = None) -> None:
+        if self._first is None and done:
+            self._first = done, time.monotonic()
         self.done, self.what = done, what or self.what
-        self._progress.update(self._task, completed=done, description=self.what)
+        self._progress.update(self._task, completed=done, description=f"{self.what}{self._speed()}")
         now = time.monotonic()
         if self._says and now - self._said >= LINE_S:
             self._said, spent = now, now - self._begin
             left = f", about {spent * (self.total - done) / done:.0f} s left" if done else ""
-            print(f"{self.what}: {done} of {self.total} done in {spent:.0f} s{left}", file=sys.stderr, flush=True)
+            said = f"{self.what}{self._speed()}: {done} of {self.total} done in {spent:.0f} s{left}"
+            print(said, file=sys.stderr, flush=True)
+
+    def _speed(self) -> str:
+        """Since the first that was done, which may be many at once."""
+        if self.unit is None or self._first is None or self.done == self._first[0]:
+            return ""
+        each, name = self.unit
+        speed = each * (self.done - self._first[0]) / max(time.monotonic() - self._first[1], 1e-9)
+        return f", {speed:,.0f} {name} a second"
 
     @contextmanager
     def following(self, done: Callable[[], int]) -> Iterator[None]:
@@ -113,9 +129,9 @@ class Runner:
         results = runner.run("grid x=8", work, grid)    # calls work(counter, grid) on every rank
     """
 
-    def __init__(self, console: Console, ranks: int, total: int) -> None:
+    def __init__(self, console: Console, ranks: int, total: int, unit: tuple[float, str] | None = None) -> None:
         self.ranks = ranks
-        self.bar = Bar(console, "starting ranks", total)
+        self.bar = Bar(console, "starting ranks", total, unit)
 
     def __enter__(self) -> Runner:
         self.bar.__enter__()
@@ -124,7 +140,14 @@ class Runner:
     def __exit__(self, *error: object) -> None:
         self.bar.__exit__(*error)
 
-    def run(self, what: str, fn: Callable[..., Any], *args: Any, axes: Mapping[str, int] | None = None) -> list[Any]:
+    def run(
+        self,
+        what: str,
+        fn: Callable[..., Any],
+        *args: Any,
+        axes: Mapping[str, int] | None = None,
+        timeout: float = CALL_TIMEOUT_S,
+    ) -> list[Any]:
         """`fn(counter, *args)` on every rank; the results by rank."""
         from ndtp.testing import run
 
@@ -134,6 +157,6 @@ class Runner:
         os.close(handle)
         try:
             with self.bar.following(lambda: start + os.path.getsize(path)):
-                return run(fn, self.ranks, args=(Counter(path), *args), timeout=CALL_TIMEOUT_S, axes=axes)
+                return run(fn, self.ranks, args=(Counter(path), *args), timeout=timeout, axes=axes)
         finally:
             os.unlink(path)

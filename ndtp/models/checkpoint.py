@@ -1,4 +1,7 @@
-"""`ndtp.checkpoint`: safetensors files in and out of a model on any grid; no rank ever has a whole tensor of it.
+"""`ndtp.checkpoint`: training runs and safetensors files, in and out of a model on any grid.
+
+ndtp.checkpoint.save(model, optimizer, "run")            # a training run, to go on with on any other grid
+ndtp.checkpoint.load(model, optimizer, "run")
 
 model = ndtp.parallelize(model, mesh)                    # made on the meta device, or not
 ndtp.checkpoint.load_safetensors(model, "folder")        # reads this rank's parts
@@ -24,9 +27,11 @@ from ndtp.models.from_meta import materialise
 from ndtp.models.safetensors_file import BLOCK_BYTES, INDEX, NAMES, Stored, Writer, read_part, tensors_in
 from ndtp.models.saving import blocks, raise_everywhere
 from ndtp.models.state_entries import Entry, entries_of, mesh_of_model
+from ndtp.models.training_state import load as load
+from ndtp.models.training_state import save as save
 from ndtp.runtime.process_grid import ProcessGrid
 
-__all__ = ["export_safetensors", "initialize", "load_safetensors"]
+__all__ = ["export_safetensors", "initialize", "load", "load_safetensors", "save"]
 
 FILE_BYTES = 5 * 10**9
 

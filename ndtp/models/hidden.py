@@ -278,11 +278,22 @@ def _cross_entropy(
     )  # fmt: skip
 
 
+def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """With gradients of shards, as autograd passes them on to a checkpoint's."""
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or ())
+    with torch._C.DisableTorchFunctionSubclass():
+        if len(grads) != len(given) or any(g is None or g.shape != x.shape for x, g in zip(given, grads, strict=True)):
+            return NotImplemented
+        return torch.autograd.backward(given, grads, *args, **kwargs)
+
+
 FORMS: dict[Any, Callable[..., Any]] = {
     **{func: lambda *a, _f=func, **k: _reshape(_f, *a, **k) for func in RESHAPES},
     **{func: lambda *a, _f=func, **k: _parts(_f, *a, **k) for func in PARTS},
     Tensor.__getitem__: _picked,
     F.cross_entropy: _cross_entropy,
+    torch.autograd.backward: _backward,
     Tensor.__repr__: lambda x, **_: f"Hidden(from '{x.passage.came_from}', {x.passage})",
     Tensor.__format__: lambda x, *_: f"Hidden(from '{x.passage.came_from}', {x.passage})",
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -120,3 +122,31 @@ def empty_like_it(parameter: Any, mesh: ProcessGrid | None, device: Any) -> nn.P
             stride=parameter.stride(),
         )  # fmt: skip
     return nn.Parameter(made, parameter.requires_grad)
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """Parameters, and the buffers that a state dict has; each once."""
+    found: dict[int, Tensor] = {id(p): p for p in model.parameters()}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                found[id(buffer)] = buffer
+    return list(found.values())
+
+
+@contextmanager
+def replaced(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
+    """For a moment other tensors stand where parameters and buffers do, by their `id`; others are not there."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for key, value in held.items():
+                if value is not None:
+                    before.append((held, key, value))
+    try:
+        for held, key, value in before:
+            held[key] = others.get(id(value))  # type: ignore[assignment]
+        yield
+    finally:
+        for held, key, value in before:
+            held[key] = value

@@ -17,6 +17,7 @@ from ndtp.models.adopted import Adopted, Placed, SplitEmbedding, SplitNorm, adop
 from ndtp.models.attention_core import Core, place_core
 from ndtp.models.frame import Frame
 from ndtp.models.left_alone import is_foreign, leave_alone, why_left
+from ndtp.models.not_replicated import not_replicated
 from ndtp.models.projections import Projection, in_group, place_projection
 from ndtp.models.roles import (
     AttentionRole,
@@ -120,6 +121,7 @@ class Split:
         self._others(modules)
         self.known.let_go()
         saved_whole(self.model)
+        not_replicated(self.model)
         saved_whole(self.stock)
 
     def adapt(self, modules: dict[str, nn.Module], known: Placed) -> dict[str, str]:

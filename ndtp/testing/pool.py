@@ -40,6 +40,7 @@ from ndtp.testing.zygote import Zygote
 
 _START_TIMEOUT_S = 180.0  # importing torch on a cold, busy machine included
 _STARTS = 3  # of the ranks for one call, should whoever forks them be killed meanwhile
+_LONGEST_WAIT_S = 86400.0  # the operating system takes 24 days at most
 _GRACE_S = 0.5  # after the first failure, for the others to report theirs
 _MOST_THREADS = 100  # of one rank; a process group of gloo has three or four
 
@@ -263,8 +264,8 @@ class RankPool:
         pending = {rank.index: rank for rank in self._ranks}
         while pending:
             sources: list[Any] = [source for r in pending.values() for source in (r.connection, r.status_fd)]
-            ready = wait(sources, max(0.0, waiting_until - time.monotonic()))
-            if not ready:
+            ready = wait(sources, min(max(0.0, waiting_until - time.monotonic()), _LONGEST_WAIT_S))
+            if not ready and time.monotonic() >= waiting_until:
                 break
             for rank in list(pending.values()):
                 if rank.connection not in ready and rank.status_fd not in ready:

@@ -1,0 +1,217 @@
+"""`ndtp train`: a byte-level model, or any of transformers', on a text and on any grid, up to torchrun's."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ndtp.algebra.schemes import SCHEMES, TENSOR_AXES
+from ndtp.cli.common import (
+    COUNT,
+    JsonOption,
+    RanksOption,
+    axis_sizes,
+    console,
+    is_first_rank,
+    must_be,
+    num_ranks,
+    one_of,
+    world_size,
+    write_json,
+    writing,
+)
+from ndtp.cli.progress import Runner
+from ndtp.planner.fields import Number, integer, reason, unwritable
+
+if TYPE_CHECKING:
+    from ndtp.cli.training import Job, Trained
+
+YEAR_S = 365 * 86400.0
+INTERRUPTED = 130
+SIZE = must_be(Number(1, 2**20, integer=True))
+
+
+def train(
+    text: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="What to learn. Default: the help topics of Python's library.")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(metavar="DIR", help="Checkpoint, log and picture; goes on from these.")
+    ] = Path("train_output"),
+    grid: Annotated[str, typer.Option(metavar="AXES", help="Like z=2,x=2,y=2 or dp=2,x=4. Default: dense.")] = "",
+    scheme: Annotated[
+        str, typer.Option(callback=one_of("auto", *SCHEMES), help="How tensors lie; auto: what the axes suggest.")
+    ] = "auto",
+    model: Annotated[
+        Path | None, typer.Option(metavar="JSON", help="A config.json of transformers. Default: a byte-level model.")
+    ] = None,
+    steps: Annotated[int, typer.Option(callback=COUNT, help="In all, those before an interruption included.")] = 200,
+    batch: Annotated[int, typer.Option(callback=SIZE, help="Sequences a step, on all ranks.")] = 16,
+    context: Annotated[int, typer.Option(callback=SIZE, help="Bytes of a sequence.")] = 64,
+    layers: Annotated[int, typer.Option(callback=SIZE, help="Of the byte-level model.")] = 2,
+    width: Annotated[int, typer.Option(callback=SIZE, help="Of the byte-level model.")] = 128,
+    heads: Annotated[int, typer.Option(callback=SIZE, help="Of the byte-level model.")] = 8,
+    learning_rate: Annotated[
+        float, typer.Option(callback=must_be(Number(0, 10)), help="After 20 steps of warming up.")
+    ] = 2e-3,
+    clip: Annotated[float, typer.Option(callback=must_be(Number(0, 1e9)), help="Largest norm of the gradient.")] = 1.0,
+    seed: Annotated[int, typer.Option(callback=must_be(Number(0, 10**6, integer=True)))] = 0,
+    save_every: Annotated[int, typer.Option(callback=COUNT, help="Steps between checkpoints.")] = 100,
+    chunks: Annotated[str, typer.Option(help="Of rows, for overlap: a number or auto.")] = "1",
+    dtype: Annotated[str, typer.Option(callback=one_of("float32", "float64", "bfloat16"))] = "float32",
+    tensorboard: Annotated[bool, typer.Option(help="Log for TensorBoard, too.")] = False,
+    compare: Annotated[
+        list[Path] | None, typer.Option(metavar="DIR", help="Outputs of other runs, for the picture; repeat it.")
+    ] = None,
+    ranks: RanksOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Train a language model on a text, on any grid, and go on on any other.
+
+    Hidden states, weights and optimizer are split from the embedding to the loss; the
+    loss is the dense one. A second call with the same --output goes on from the
+    checkpoint there, on another grid if --grid says so. Ctrl-C saves first. Writes
+    log.csv, loss.png and the folder checkpoint; starts local ranks, or joins torchrun's.
+
+    Exit status: 0 when all steps are done, 1 when a rank fails, 2 on wrong use, 130
+    after Ctrl-C.
+
+    Example: ndtp train book.txt --grid z=2,x=2,y=2 --steps 500
+    """
+    from ndtp.cli.training import ByteModelSizes, Job
+    from ndtp.cli.training import train as train_on_ranks
+    from ndtp.testing import RankError
+
+    out = console(json_file)
+    axes = axis_sizes(grid, "--grid") if grid else {}
+    count = math.prod(axes.values())
+    if ranks not in (None, count) or world_size() not in (None, count):
+        where = f"torchrun started {world_size()}" if world_size() else f"--ranks is {ranks}"
+        raise typer.BadParameter(
+            f"{grid or 'dense'} takes {count} ranks, {where}; `ndtp plan` finds a grid", param_hint="--grid"
+        )
+    _check_files(text, model, context, output)
+    with tempfile.TemporaryDirectory(prefix="ndtp-train-") as folder, _marking(Path(folder) / "stop") as stop_file:
+        job = Job(
+            output=output.resolve(), stop_file=stop_file,
+            text=text and text.resolve(), config=model and model.resolve(),
+            sizes=ByteModelSizes(width, 4 * width, layers, heads), grid=axes,
+            scheme=_scheme(axes) if scheme == "auto" else scheme, steps=steps, batch=batch, context=context,
+            learning_rate=learning_rate, clip=clip, seed=seed, save_every=save_every, chunks=_chunks(chunks),
+            dtype=dtype, tensorboard=tensorboard,
+        )  # fmt: skip
+        name = " ".join(f"{axis}={size}" for axis, size in axes.items()) or "dense"
+        try:
+            with Runner(out, num_ranks(count, least=1), total=steps, unit=(batch * context, "tokens")) as runner:
+                by_rank: Sequence[Trained] = runner.run(name, train_on_ranks, job, axes=axes or None, timeout=YEAR_S)
+        except RankError as error:
+            if is_first_rank():
+                print(f"train failed: {error}", file=sys.stderr)
+            write_json(json_file, {"ok": False, "error": str(error)})
+            raise typer.Exit(1) from None
+    done = by_rank[0]
+    if done.error:
+        raise typer.BadParameter(done.error, param_hint="--output")
+    _finish(out, job, name, done, compare or [])
+    write_json(json_file, _summary(job, done))
+    if done.stopped:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _summary(job: Job, done: Trained) -> dict[str, Any]:
+    return {
+        "ok": not done.stopped,
+        "grid": dict(job.grid),
+        "scheme": job.scheme,
+        "first_step": done.first,
+        "step": done.step,
+        "losses": done.losses,
+        "held_out_loss": done.held_out,
+        "tokens_per_second": done.tokens_per_second,
+    }
+
+
+def _finish(out: Any, job: Job, name: str, done: Trained, compare: Sequence[Path]) -> None:
+    from ndtp.cli.train_plot import draw
+    from ndtp.cli.training import CHECKPOINT, LOG
+
+    if not is_first_rank():
+        return
+    picture = job.output / "loss.png"
+    with writing(picture):
+        draw(picture, [job.output, *compare])
+    at = f"{done.step} of {job.steps} steps on {name}"
+    if done.losses:
+        held_out = "" if done.stopped else f", {done.held_out:.4f} on text that was held out"
+        out.print(f"{at}: loss {done.losses[-1]:.4f}{held_out}; {done.tokens_per_second:,.0f} tokens a second")
+    else:
+        out.print(f"{at} were done before; --steps takes more")
+    if done.stopped:
+        out.print("stopped and saved; the same command goes on")
+    out.print(f"{job.output / CHECKPOINT}, {job.output / LOG} and {picture} written")
+
+
+@contextmanager
+def _marking(stop_file: Path) -> Iterator[Path]:
+    """Ctrl-C, or a launcher's request to end, leaves a mark that the ranks look for; a second Ctrl-C ends at once."""
+
+    def mark(number: int, _: Any) -> None:
+        if stop_file.exists() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop_file.touch()
+        if is_first_rank():
+            print("saving; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+
+    before = {number: signal.signal(number, mark) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop_file
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _scheme(axes: dict[str, int]) -> str:
+    """1D sequence parallel on a line, 2D on a square, 3D where there is z."""
+    used = [axis for axis in TENSOR_AXES if axes.get(axis, 1) > 1]
+    return "3d" if "z" in used else "2d" if len(used) == 2 else "1d-sp"
+
+
+def _chunks(text: str) -> int | str:
+    number = integer(text)
+    if text == "auto" or (number and number <= 1024):
+        return text if text == "auto" else int(number or 1)
+    raise typer.BadParameter(f"{text!r}; it must be a number from 1 to 1024, or auto", param_hint="--chunks")
+
+
+def _check_files(text: Path | None, model: Path | None, context: int, output: Path) -> None:
+    from ndtp.cli.training import LOG, least_bytes
+
+    for path, option in ((text, "FILE"), (model, "--model")):
+        if path is None:
+            continue
+        try:
+            size = len(path.read_bytes())
+        except OSError as error:
+            raise typer.BadParameter(f"{path} cannot be read: {reason(error)}", param_hint=option) from None
+        if option == "FILE" and size < least_bytes(context):
+            raise typer.BadParameter(
+                f"{path} has {size} bytes; sequences of {context} take {least_bytes(context)} at least",
+                param_hint=option,
+            )
+    if not is_first_rank():
+        return
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"{output} cannot be made: {reason(error)}", param_hint="--output") from None
+    for name in (LOG, "loss.png"):
+        if problem := unwritable(str(output / name)):
+            raise typer.BadParameter(problem, param_hint="--output")

@@ -1,0 +1,240 @@
+"""What `ndtp train` runs on every rank: the model, its batches, the loop, checkpoints and logs."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ndtp.algebra.grid import Grid
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.schemes import TENSOR_AXES
+from ndtp.cli.demo_training import text as help_topics
+from ndtp.errors import CheckpointError
+from ndtp.models.byte_model import ByteModel, ByteModelSizes
+from ndtp.models.parallelize import parallelize
+from ndtp.models.training_state import load, save
+from ndtp.nn.gradients import clip_grad_norm_
+from ndtp.runtime.process_grid import ProcessGrid
+
+if TYPE_CHECKING:
+    from ndtp.cli.progress import Counter
+
+COLUMNS = ("step", "loss", "gradient_norm", "learning_rate", "tokens_per_second", "grid")
+CHECKPOINT, LOG = "checkpoint", "log.csv"
+WARM_STEPS = 20  # then constant: a run that goes on is the one that was not interrupted
+HELD_OUT, HELD_OUT_BATCHES = 0.05, 4  # the last part of the text, and how much of it is looked at
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run: the same on every rank.
+
+    Attributes:
+        text: the file, or None for the help topics of Python's standard library.
+        config: of a model of transformers (config.json), or None for the byte-level model of `sizes`.
+        grid: sizes of the axes; empty trains the dense model on one rank.
+        context: bytes of a sequence.
+        batch: sequences a step, of all ranks.
+        save_every: steps between checkpoints; there is one at the end in any case.
+        stop_file: where Ctrl-C leaves a mark for the ranks.
+    """
+
+    output: Path
+    stop_file: Path
+    text: Path | None
+    config: Path | None
+    sizes: ByteModelSizes
+    grid: Mapping[str, int]
+    scheme: str
+    steps: int
+    batch: int
+    context: int
+    learning_rate: float
+    clip: float
+    seed: int
+    save_every: int
+    chunks: int | str
+    dtype: str
+    tensorboard: bool
+
+
+@dataclass
+class Trained:
+    """What a rank saw.  `step` is the number of steps done, those before included."""
+
+    first: int = 0
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    held_out: float = float("nan")
+    tokens_per_second: float = 0.0
+    stopped: bool = False
+    error: str = ""
+
+
+def train(counter: Counter, job: Job) -> Trained:
+    """Go on from the checkpoint in the output folder, if there is one; stop at the end, or on Ctrl-C."""
+    mesh = ProcessGrid(Grid(job.grid)) if job.grid else None
+    model = _Model(job, mesh)
+    optimizer = torch.optim.AdamW(model.module.parameters(), lr=job.learning_rate)
+    done = Trained()
+    if (job.output / CHECKPOINT).exists() or (job.output / f"{CHECKPOINT}.before").exists():
+        try:
+            done.first = done.step = load(model.module, optimizer, job.output / CHECKPOINT)["step"]
+        except CheckpointError as error:
+            done.error = str(error)
+            return done
+    counter.advance(done.first)
+    batches = Batches(job)
+    log = _Log(job, done.first) if mesh is None or mesh.rank == 0 else None
+    began = time.perf_counter()
+    saved = done.first
+    while done.step < job.steps and not done.stopped:
+        start = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = job.learning_rate * min((done.step + 1) / WARM_STEPS, 1.0)
+        loss = model.loss(batches.at(done.step))
+        loss.backward()
+        norm = clip_grad_norm_(model.module.parameters(), job.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        done.losses.append(loss.item())
+        done.step += 1
+        if log is not None:
+            seconds = time.perf_counter() - start
+            log.add(done.step, done.losses[-1], float(norm), optimizer.param_groups[0]["lr"], batches.tokens / seconds)
+        counter.advance()
+        done.stopped = _any_rank(job.stop_file.exists(), mesh)
+        if done.step == job.steps or done.stopped or done.step - saved >= job.save_every:
+            save(model.module, optimizer, job.output / CHECKPOINT, extra={"step": done.step})
+            saved = done.step
+    done.tokens_per_second = len(done.losses) * batches.tokens / max(time.perf_counter() - began, 1e-9)
+    if not done.stopped:
+        done.held_out = _held_out(model, batches)
+    if log is not None:
+        log.close()
+    return done
+
+
+class _Model:
+    """A model on a grid or on none, and its loss of whole batches, which every rank has."""
+
+    def __init__(self, job: Job, mesh: ProcessGrid | None) -> None:
+        torch.manual_seed(job.seed)
+        device = "cpu" if mesh is None else mesh.device_type
+        dtype = getattr(torch, job.dtype)
+        self.rows: Layout | None = None
+        self.rank = 0 if mesh is None else mesh.rank
+        if job.config is None:
+            byte_model = ByteModel(job.sizes).to(device, dtype)
+            self.module: nn.Module = byte_model if mesh is None else byte_model.to_grid(mesh, job.scheme, job.chunks)
+            self.is_ours = True
+            return
+        self.is_ours = False
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.config)).to(device, dtype)
+        if mesh is not None:
+            model = parallelize(model, mesh, scheme=job.scheme)
+            data = tuple(axis for axis in mesh.grid if axis not in TENSOR_AXES)
+            self.rows = Layout(mesh.grid, data)
+        self.module = model
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """Of [sequences, context + 1] bytes: the mean over all but the first of each."""
+        batch = batch.to(next(self.module.parameters()).device)
+        if self.is_ours:
+            return self.module(batch[:, :-1], batch[:, 1:])
+        if self.rows is not None:
+            batch = batch[self.rows.slices(self.rank, (len(batch),))[0]]
+        return self.module(input_ids=batch, labels=batch).loss
+
+
+class Batches:
+    """Random parts of a text; those of a step are the same on every grid, and after an interruption."""
+
+    def __init__(self, job: Job) -> None:
+        if job.text is None:
+            whole = help_topics()
+        else:
+            whole = torch.frombuffer(bytearray(job.text.read_bytes()), dtype=torch.uint8)
+        cut = len(whole) - max(int(len(whole) * HELD_OUT), job.context + 1)
+        self.text, self.held_out = whole[:cut], whole[cut:]
+        self.batch, self.context, self.seed = job.batch, job.context, job.seed
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.context
+
+    def at(self, step: int, text: Tensor | None = None) -> Tensor:
+        text = self.text if text is None else text
+        draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        starts = torch.randint(len(text) - self.context, (self.batch, 1), generator=draw)
+        return text[starts + torch.arange(self.context + 1)].long()
+
+
+def least_bytes(context: int) -> int:
+    """Of a text: a sequence to learn from, and one that is held out."""
+    return 2 * (context + 2)
+
+
+@torch.no_grad()
+def _held_out(model: _Model, batches: Batches) -> float:
+    model.module.eval()
+    losses = [model.loss(batches.at(i, batches.held_out)).item() for i in range(HELD_OUT_BATCHES)]
+    model.module.train()
+    return sum(losses) / len(losses)
+
+
+def _any_rank(mine: bool, mesh: ProcessGrid | None) -> bool:
+    """Whether any rank says so: all of them stop at the same step."""
+    if mesh is None or mesh.grid.num_ranks == 1:
+        return mine
+    flag = torch.tensor(int(mine), device=mesh.device_type)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.groups.group(mesh.grid.nontrivial(mesh.grid.names)))
+    return bool(flag)
+
+
+class _Log:
+    """A line a step, in log.csv and, if asked for, for TensorBoard; what was behind the checkpoint is taken out."""
+
+    def __init__(self, job: Job, first: int) -> None:
+        self.grid = " ".join(f"{axis}={size}" for axis, size in job.grid.items()) or "dense"
+        path = job.output / LOG
+        before = [row for row in read_log(path) if int(row["step"]) <= first] if first else []
+        self.file = path.open("w", newline="", encoding="utf-8")
+        self.writer = csv.DictWriter(self.file, COLUMNS)
+        self.writer.writeheader()
+        self.writer.writerows(before)
+        self.board: Any = None
+        if job.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(job.output / "tensorboard"), purge_step=first + 1)
+
+    def add(self, step: int, loss: float, norm: float, learning_rate: float, speed: float) -> None:
+        row = (step, f"{loss:.9g}", f"{norm:.6g}", f"{learning_rate:.6g}", f"{speed:.6g}", self.grid)
+        self.writer.writerow(dict(zip(COLUMNS, row, strict=True)))
+        self.file.flush()
+        if self.board is not None:
+            for name, value in zip(COLUMNS[1:5], (loss, norm, learning_rate, speed), strict=True):
+                self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def read_log(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if row.get("step") and row.get("grid")]

@@ -1,0 +1,192 @@
+"""What an optimizer keeps for the parameters of a model, by the keys and in the shapes of the dense model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from ndtp.errors import CheckpointError
+from ndtp.models.dcp_part import Part
+from ndtp.models.state_entries import entries_of, replaced
+from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.process_grid import ProcessGrid
+
+START = "optimizer.state."
+# How an optimizer runs, not what it computes: stays as the program has it.
+WAYS_TO_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
+
+
+@dataclass
+class Kept:
+    """Of an optimizer.
+
+    Attributes:
+        tensors: key in the checkpoint -> this rank's part.
+        values: dense key -> name -> what is no tensor.
+        groups: the settings of each group, with dense keys for `params`; None without an optimizer.
+        states: parameter -> name -> value, as the optimizer has them.
+        names: parameter -> its dense keys; more than one where a product holds several.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] | None = None
+    states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
+    names: dict[Tensor, list[str]] = field(default_factory=dict)
+
+
+def kept_by(optimizer: Optimizer, model: nn.Module, mesh: ProcessGrid | None) -> Kept:
+    """All that an optimizer keeps, without a copy.
+
+    Raises:
+        CheckpointError: it has a parameter that the model does not have.
+    """
+    kept = Kept(names=_dense_keys(model, mesh), states=dict(optimizer.state))
+    kept.groups = []
+    for i, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in kept.names:
+                raise CheckpointError(
+                    f"the optimizer's group {i} has a parameter {tuple(parameter.shape)} that is none of the model's\n"
+                    "  fix: make the optimizer after parallelize"
+                )
+        settings = {key: _plain(value) for key, value in group.items() if key not in WAYS_TO_RUN}
+        kept.groups.append({"params": [key for p in group["params"] for key in kept.names[p]], **settings})
+    shaped: dict[str, dict[int, Tensor]] = {}
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                for key in kept.names[parameter]:
+                    kept.values.setdefault(key, {})[name] = value
+            elif _is_shaped(name, value.shape, parameter):
+                shaped.setdefault(name, {})[id(parameter)] = value
+            else:
+                kept.tensors |= {f"{START}{key}.{name}": value for key in kept.names[parameter]}
+    _add_parts(kept, shaped, model, mesh)
+    return kept
+
+
+def fresh_state(
+    optimizer: Optimizer,
+    model: nn.Module,
+    mesh: ProcessGrid | None,
+    metadata: Metadata,
+    run: dict[str, Any],
+    folder: Path,
+) -> Kept:
+    """New memory for what a checkpoint has of an optimizer.
+
+    Raises:
+        CheckpointError: it has nothing of one, or of other parameters, or other groups.
+    """
+    kept = Kept(names=_dense_keys(model, mesh))
+    _check_groups(optimizer, kept, run["groups"], folder)
+    stored = _by_key(metadata, {key for keys in kept.names.values() for key in keys})
+    shaped: dict[str, dict[int, Tensor]] = {}
+    real = {key: entry.real for entry in entries_of(model, mesh) for key in entry.keys}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            first, *others = kept.names[parameter]
+            state: dict[str, Any] = dict(run["values"].get(first, {}))
+            for name, there in stored.get(first, {}).items():
+                if any(name not in stored.get(key, {}) for key in others):
+                    raise CheckpointError(f"{folder}: '{name}' of '{first}' is there, that of {others} is not")
+                dtype = there.properties.dtype
+                if there.size == torch.Size(real[first]) and _is_shaped(name, there.size, parameter, real[first]):
+                    state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                    shaped.setdefault(name, {})[id(parameter)] = state[name]
+                else:
+                    on_host = name == "step" and not (group.get("capturable") or group.get("fused"))
+                    device = "cpu" if on_host else parameter.device
+                    state[name] = torch.zeros(there.size, dtype=dtype, device=device)
+                    kept.tensors[f"{START}{first}.{name}"] = state[name]
+            if state:
+                kept.states[parameter] = state
+    _add_parts(kept, shaped, model, mesh)
+    return kept
+
+
+def restore_groups(optimizer: Optimizer, kept: Kept, groups: list[dict[str, Any]]) -> None:
+    """Settings of the groups, as they were saved."""
+    by_key = {key: group for group in groups for key in group["params"]}
+    for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
+        for name, value in by_key[kept.names[group["params"][0]][0]].items():
+            if name in WAYS_TO_RUN:
+                continue
+            own = group.get(name)
+            if isinstance(own, Tensor):
+                own.fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(own, tuple) else value
+
+
+def _dense_keys(model: nn.Module, mesh: ProcessGrid | None) -> dict[Tensor, list[str]]:
+    """Of every parameter: the entries of a state dict that are views of it."""
+    stores: dict[int, list[str]] = {}
+    for entry in entries_of(model, mesh):
+        stores.setdefault(_store(entry.local), []).append(entry.keys[0])
+    return {p: stores.get(_store(p if is_plain(p) else p._local_tensor), []) for p in model.parameters()}  # type: ignore[attr-defined]
+
+
+def _store(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _is_shaped(name: str, shape: Any, parameter: Tensor, real: tuple[int, ...] | None = None) -> bool:
+    """Whether what is kept is one number for each of the parameter; a count of steps beside a scalar is not."""
+    return tuple(shape) == (tuple(parameter.shape) if real is None else real) and not (
+        name == "step" and len(shape) == 0
+    )
+
+
+def _add_parts(kept: Kept, shaped: dict[str, dict[int, Tensor]], model: nn.Module, mesh: ProcessGrid | None) -> None:
+    """What has a parameter's shape goes through the model's own state dict, in the parameter's place."""
+    rank = 0 if mesh is None else mesh.rank
+    for name, tensors in shaped.items():
+        mine = {_store(x if is_plain(x) else x._local_tensor) for x in tensors.values()}  # type: ignore[attr-defined]
+        with replaced(model, tensors):
+            entries = [entry for entry in entries_of(model, mesh) if _store(entry.local) in mine]
+        kept.tensors |= {f"{START}{entry.keys[0]}.{name}": Part(entry, rank) for entry in entries}
+
+
+def _by_key(metadata: Metadata, keys: set[str]) -> dict[str, dict[str, TensorStorageMetadata]]:
+    """Dense key -> name -> what a checkpoint has under these."""
+    found: dict[str, dict[str, TensorStorageMetadata]] = {}
+    for entry, there in metadata.state_dict_metadata.items():
+        key, _, name = entry.removeprefix(START).rpartition(".")
+        if entry.startswith(START) and isinstance(there, TensorStorageMetadata):
+            if key not in keys:
+                raise CheckpointError(f"the checkpoint has '{name}' of '{key}', which is no parameter of the model")
+            found.setdefault(key, {})[name] = there
+    return found
+
+
+def _check_groups(optimizer: Optimizer, kept: Kept, groups: list[dict[str, Any]] | None, folder: Path) -> None:
+    if groups is None:
+        raise CheckpointError(f"{folder}: was saved without an optimizer\n  fix: optimizer=None")
+    of_key = {key: i for i, group in enumerate(groups) for key in group["params"]}
+    for i, group in enumerate(optimizer.param_groups):
+        keys = [key for p in group["params"] for key in kept.names.get(p, [""])]
+        theirs = {key: of_key.get(key) for key in keys}
+        missing = [key for key, there in theirs.items() if there is None]
+        if missing:
+            raise CheckpointError(
+                f"{folder}: '{missing[0]}', of the optimizer's group {i}, is in no group that was saved"
+            )
+        if len(set(theirs.values())) > 1:
+            one, *_, other = theirs
+            raise CheckpointError(
+                f"{folder}: '{one}' and '{other}', both of the optimizer's group {i}, were saved in different groups"
+            )
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

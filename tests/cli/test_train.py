@@ -1,0 +1,119 @@
+"""`ndtp train`: the dense loss on every grid, also where a run goes on on another; Ctrl-C; torchrun; wrong use."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_interrupt import MAIN, processes_with, wait_until
+from typer.testing import CliRunner
+
+from ndtp.cli.app import app
+from ndtp.cli.training import read_log
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = ("--batch", 8, "--context", 16, "--layers", 1, "--width", 32, "--heads", 4, "--dtype", "float64")
+
+
+def train(*arguments):
+    return CliRunner().invoke(app, ["train", *map(str, (*SMALL, *arguments))])
+
+
+def losses(folder):
+    return [float(row["loss"]) for row in read_log(folder / "log.csv")]
+
+
+def test_a_run_goes_on_on_another_grid(tmp_path):
+    dense, moved = tmp_path / "dense", tmp_path / "moved"
+    result = train("--output", dense, "--steps", 9, "--json", "-")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["ok"] and report["step"] == 9 and report["losses"] == pytest.approx(losses(dense))
+    assert 0 < report["held_out_loss"] < 10
+    for steps, grid in ((3, "z=2,y=2"), (6, "dp=2,x=2"), (9, "")):
+        words = ("--grid", grid) if grid else ()
+        result = train("--output", moved, "--steps", steps, "--compare", dense, *words)
+        assert result.exit_code == 0, result.output
+    assert losses(moved) == pytest.approx(losses(dense), rel=1e-7)
+    assert [row["grid"] for row in read_log(moved / "log.csv")] == ["z=2 y=2"] * 3 + ["dp=2 x=2"] * 3 + ["dense"] * 3
+    assert (moved / "loss.png").read_bytes().startswith(b"\x89PNG")
+    result = train("--output", moved, "--steps", 9)
+    assert result.exit_code == 0 and "were done before" in result.output
+
+
+def test_a_config_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    transformers.Qwen2Config(vocab_size=256, num_key_value_heads=2, **sizes).save_pretrained(tmp_path)
+    text = tmp_path / "text"
+    text.write_bytes(b"to be or not to be, that is the question. " * 20)
+    words = (text, "--model", tmp_path / "config.json", "--steps", 3)
+    for name, grid in (("dense", ()), ("split", ("--grid", "dp=2,x=2"))):
+        result = train(*words, "--output", tmp_path / name, *grid)
+        assert result.exit_code == 0, result.output
+    assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "dense"), rel=1e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_ctrl_c_saves(tmp_path):
+    mark = f"train-{os.getpid()}"
+    words = ["train", "--grid", "x=2", "--steps", "100000", "--output", str(tmp_path), *map(str, SMALL)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, *words],
+        env=dict(os.environ, NDTP_TEST_MARK=mark), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert wait_until(lambda: len(read_log(tmp_path / "log.csv")) >= 2 or process.poll() is not None, 120)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert wait_until(lambda: not processes_with(mark), 30), "processes are left behind"
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "saving" in err and "stopped and saved" in out
+    done = len(losses(tmp_path))
+    result = train("--output", tmp_path, "--steps", done + 1)
+    assert result.exit_code == 0, result.output
+    assert len(losses(tmp_path)) == done + 1, "it goes on where it was stopped"
+
+
+def test_under_torchrun(tmp_path):
+    words = ["train", "--grid", "x=2", "--steps", "2", "--output", tmp_path, "--json", tmp_path / "report", *SMALL]
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ndtp",
+         *map(str, words)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"},
+        check=True, capture_output=True, timeout=240,
+    )  # fmt: skip
+    assert json.loads((tmp_path / "report").read_text())["losses"] == pytest.approx(losses(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--grid", "x=2", "--ranks", 4), "takes 2 ranks, --ranks is 4"),
+        (("--grid", "x"), "not an axis and its size"),
+        (("--chunks", "none"), "from 1 to 1024, or auto"),
+        (("no such file",), "cannot be read"),
+        (("--model", "no such file"), "cannot be read"),
+        (("--scheme", "4d"), "it must be"),
+        (("--learning-rate", "nan"), "it must be"),
+    ],
+)
+def test_wrong_use(tmp_path, arguments, message):
+    result = train("--output", tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_a_text_that_is_too_short_and_a_checkpoint_of_another_model(tmp_path):
+    (tmp_path / "text").write_bytes(b"short")
+    result = train(tmp_path / "text", "--output", tmp_path / "out")
+    assert result.exit_code == 2 and "has 5 bytes" in result.stderr
+    assert train("--output", tmp_path / "out", "--steps", 1).exit_code == 0
+    result = train("--output", tmp_path / "out", "--steps", 2, "--width", 64)
+    assert result.exit_code == 2 and "has the shape (256, 32), that of the model (256, 64)" in result.stderr

@@ -1,0 +1,192 @@
+"""Checkpoints of training runs: from any grid to any other, optimizer included; and files that are no checkpoints."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ndtp.checkpoint import load, save
+from products import mesh_of
+
+import ndtp
+from ndtp import Grid
+from ndtp.errors import CheckpointError, CommunicationError
+from ndtp.models.training_state import RUN
+
+transformers = pytest.importorskip("transformers")
+from architectures import build, inputs  # noqa: E402
+
+STEPS = 2
+# Padded vocabulary and separate projections; tied; Conv1D and tied; fused projections.
+NAMES = ("LlamaForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel", "Phi3ForCausalLM")
+
+
+def adamw(model, **how):
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, **how)  # with 1e-8 rounding of small gradients grows
+
+
+def train(model, optimizer, name, steps=STEPS):
+    given = inputs(name)
+    for _ in range(steps):
+        model(**given).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_runs(folder, names, sizes, scheme, start):
+    """Train and save, and train on beside what was saved; or go on from `start`, which another grid has written."""
+    mesh, result = mesh_of(Grid(sizes)), {}
+    for name in names:
+        model = ndtp.parallelize(build(name), mesh, scheme=scheme)
+        optimizer = adamw(model, foreach=True)
+        if start is None:
+            train(model, optimizer, name)
+            save(model, optimizer, folder / name, extra={"step": STEPS})
+            train(model, optimizer, name)
+            again = ndtp.parallelize(build(name), mesh, scheme=scheme)
+            other = adamw(again, foreach=True, betas=(0.1, 0.2))
+            assert load(again, other, folder / name) == {"step": STEPS}
+            assert other.param_groups[1]["betas"] == (0.9, 0.999)
+            train(again, other, name)
+            for (n, p), q in zip(again.named_parameters(), model.parameters(), strict=True):
+                assert torch.equal(p.to_local(), q.to_local()), f"{name}: {n} is not bit-equal on the same grid"
+        else:
+            load(model, optimizer, start / name)
+            train(model, optimizer, name)
+            save(model, optimizer, folder / name)
+        shapes = {n: tuple(slice(0, size) for size in p.shape) for n, p in build(name).named_parameters()}
+        result[name] = {n: p.full_tensor().detach()[shapes[n]] for n, p in model.named_parameters()}
+    return result
+
+
+def test_a_run_goes_on_elsewhere(ranks, tmp_path):
+    """2x2 -> z=2 y=2 -> dense, some steps each, against as many dense ones."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    at_once = ranks(4).run(check_runs, first, NAMES, {"x": 2, "y": 2}, "2d", None)[0]
+    moved = ranks(4).run(check_runs, second, NAMES, {"z": 2, "y": 2}, "3d", first)[0]
+    for name in NAMES:
+        dense, through = build(name), build(name)
+        optimizer, other = adamw(dense), adamw(through)
+        train(dense, optimizer, name, 2 * STEPS)
+        for n, p in dense.named_parameters():
+            for found in (at_once, moved):
+                torch.testing.assert_close(found[name][n], p.detach(), rtol=1e-5, atol=1e-6, msg=f"{name}: {n}")
+        load(through, other, second / name)
+        train(dense, optimizer, name, 1)
+        train(through, other, name, 1)
+        for (n, p), q in zip(dense.named_parameters(), through.parameters(), strict=True):
+            torch.testing.assert_close(q, p, rtol=1e-5, atol=1e-6, msg=f"{name}: {n}")
+
+
+def dense_run(folder, name="LlamaForCausalLM"):
+    model = build(name)
+    optimizer = adamw(model)
+    train(model, optimizer, name, 1)
+    save(model, optimizer, folder, extra={"step": 1})
+    return model, optimizer
+
+
+def test_torch_reads_it(tmp_path):
+    model, _ = dense_run(tmp_path / "run")
+    other = build("LlamaForCausalLM")
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "run", no_dist=True)
+    assert all(torch.equal(x, model.state_dict()[key]) for key, x in state["model"].items())
+
+
+def break_json(folder):
+    (folder / RUN).write_text("{")
+
+
+def break_format(folder):
+    (folder / RUN).write_text(json.dumps({"format": 99}))
+
+
+def cut_short(folder):
+    (file,) = folder.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def make_foreign(folder):
+    (folder / ".metadata").write_bytes(b"not a pickle")
+
+
+def scramble(folder):
+    (file,) = folder.glob("*.distcp")
+    file.write_bytes(bytes(len(file.read_bytes())))
+
+
+def remove(folder):
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (break_json, "no complete checkpoint"),
+        (break_format, "is not of format 1"),
+        (cut_short, "cut short"),
+        (make_foreign, "no complete checkpoint"),
+        (scramble, "nothing was changed"),
+        (remove, "there is no such folder"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_damaged_files_change_nothing(tmp_path, damage, message):
+    dense_run(tmp_path / "run")
+    damage(tmp_path / "run")
+    model = build("LlamaForCausalLM")
+    optimizer = adamw(model)
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        load(model, optimizer, tmp_path / "run")
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
+    assert not optimizer.state
+
+
+def test_other_models_are_named(tmp_path):
+    dense_run(tmp_path / "run")
+    with pytest.raises(
+        CheckpointError, match=r"'model.embed_tokens.weight' has the shape \(67, 32\), that of the model \(68"
+    ):
+        load(build("LlamaForCausalLM", vocab_size=68), None, tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"'model.layers.2.\S+', a key of the model, is not in it"):
+        load(build("LlamaForCausalLM", num_hidden_layers=3), None, tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"'model.layers.1.\S+' is no key of the model, nor are 8 more"):
+        load(build("LlamaForCausalLM", num_hidden_layers=1), None, tmp_path / "run")
+    model = build("LlamaForCausalLM")
+    with pytest.raises(CheckpointError, match="both of the optimizer's group 0, were saved in different groups"):
+        load(model, torch.optim.AdamW(model.parameters()), tmp_path / "run")
+    save(model, None, tmp_path / "bare")
+    with pytest.raises(CheckpointError, match="was saved without an optimizer"):
+        load(model, adamw(model), tmp_path / "bare")
+    with pytest.raises(CheckpointError, match=r"group 0 has a parameter .* that is none of the model's"):
+        save(model, torch.optim.SGD(build("LlamaForCausalLM").parameters()), tmp_path / "no")
+    with pytest.raises(CheckpointError, match="JSON lacks"):
+        save(model, None, tmp_path / "no", extra={"x": torch.zeros(1)})
+    assert not (tmp_path / "no").exists()
+
+
+def test_an_interrupted_save_leaves_the_one_before(tmp_path, monkeypatch):
+    model, optimizer = dense_run(tmp_path / "run")
+    saved = {key: x.clone() for key, x in model.state_dict().items()}
+    train(model, optimizer, "LlamaForCausalLM", 1)
+
+    def fails(*_, **__):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ndtp.models.training_state.dcp.save", fails)
+        with pytest.raises(CommunicationError, match=r"stays as it was.*no space left"):
+            save(model, optimizer, tmp_path / "run")
+    assert load(build("LlamaForCausalLM"), None, tmp_path / "run") == {"step": 1}
+    # Between the two renames:
+    save(model, optimizer, tmp_path / "run", extra={"step": 2})
+    (tmp_path / "run").rename(tmp_path / "run.before")
+    again = build("LlamaForCausalLM")
+    assert load(again, adamw(again), tmp_path / "run") == {"step": 2}
+    assert not all(torch.equal(x, saved[key]) for key, x in again.state_dict().items())
