@@ -17,7 +17,6 @@ from ndtp.runtime.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
     from ndtp.models.boundary import BoundaryLinear
-    from ndtp.models.transformer import Split
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -39,7 +38,7 @@ class Report:
     mesh: ProcessGrid | None = field(default=None, repr=False)
     linears: tuple[int, int] = (0, 0)
     parameters: tuple[int, int, int] = (0, 0, 0)
-    split: Split | None = field(default=None, repr=False)
+    split: Any = field(default=None, repr=False)
     carried: list[str] = field(default_factory=list)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -35,9 +35,6 @@ from ndtp.ops.lookup import LookupPlan
 from ndtp.ops.norms import NormPlan
 from ndtp.runtime.process_grid import ProcessGrid
 
-if TYPE_CHECKING:
-    from ndtp.models.report import Report
-
 
 def is_transformer(model: nn.Module) -> bool:
     """Whether a model is one of transformers, or one around which peft put adapters."""
@@ -51,7 +48,7 @@ def stock_model(model: Any) -> Any:
     return stock_model(model.get_base_model()) if hasattr(type(model), "get_base_model") else None
 
 
-def split_before(model: nn.Module, mesh: ProcessGrid | None, report: Report) -> Report:
+def split_before(model: nn.Module, mesh: ProcessGrid | None, report: Any) -> Any:
     """A model that is split as a whole already, given once more: adapters that were put around its layers since.
 
     Raises:
