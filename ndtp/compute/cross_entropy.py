@@ -28,53 +28,83 @@ class LossForm:
     smoothing: float = 0.0
     z: float = 0.0
 
-    @property
-    def numbers(self) -> int:
-        """Of the statistics of a part of the classes."""
-        return 4 if self.smoothing else 3
+
+NUMBERS = 3  # of the statistics of a part of the classes
+MERGED = 2  # of those of all
 
 
-def statistics(logits: Tensor, target: Tensor, form: LossForm) -> Tensor:
-    """[3 or 4, rows]: the maximum, the sum of exponentials above it, the target's logit, and the sum of logits.
+def statistics(logits: Tensor, target: Tensor, form: LossForm, weights: Tensor | None = None) -> Tensor:
+    """[3, rows]: the maximum, the sum of exponentials above it, and what is taken off: logits by their label's weight.
 
     Of no classes at all, which is what a rank has that holds nothing but padding: a maximum that never wins.
+
+    Args:
+        weights: of the classes of this part.
     """
     dtype = wide(logits.dtype)
     if logits.shape[1] == 0:
-        found = logits.new_zeros((form.numbers, logits.shape[0]), dtype=dtype)
+        found = logits.new_zeros((NUMBERS, logits.shape[0]), dtype=dtype)
         found[0] = -torch.inf
         return found
     logits = logits.to(dtype)
     top = logits.amax(1)
     # Rows of nothing but -inf have no distance from their maximum.
     exponentials = (logits - torch.where(top.isinf(), 0, top)[:, None]).exp().sum(1)
-    picked = logits.gather(1, target.clamp(min=0)[:, None])[:, 0]
-    numbers = [top, exponentials, torch.where(target >= 0, picked, 0)]
-    return torch.stack([*numbers, logits.sum(1)] if form.smoothing else numbers)
+    place = target.clamp(min=0)
+    off = torch.where(target >= 0, logits.gather(1, place[:, None])[:, 0], 0)
+    if form.smoothing:
+        off = off * (1 - form.smoothing)
+    if weights is not None:
+        off = off * weights[place]
+    if form.smoothing:
+        every = logits.sum(1) if weights is None else logits @ weights
+        off = off + form.smoothing / form.classes * every
+    return torch.stack((top, exponentials, off))
 
 
-def losses(parts: Tensor, form: LossForm) -> Tensor:
-    """[ranks, 3 or 4, rows] statistics of all parts -> [2, rows]: the loss, and the log of the sum of exponentials."""
-    tops, exponentials, picked = parts.unbind(1)[:3]
+def merged(parts: Tensor) -> Tensor:
+    """[ranks, 3, rows] of all parts -> [2, rows]: what is taken off, and the log of the sum of exponentials."""
+    tops, exponentials, off = parts.unbind(1)
     top = tops.amax(0)
     top = torch.where(top.isinf(), 0, top)
-    lse = top + (exponentials * (tops - top).exp()).sum(0).log()
-    loss = lse - (1 - form.smoothing) * picked.sum(0)
-    if form.smoothing:
-        loss = loss - form.smoothing / form.classes * parts[:, 3].sum(0)
-    if form.z:
-        loss = loss + form.z * lse.square()
-    return torch.stack((loss, lse))
+    return torch.stack((off.sum(0), top + (exponentials * (tops - top).exp()).sum(0).log()))
 
 
-def gradient(logits: Tensor, target: Tensor, lse: Tensor, upstream: Tensor, form: LossForm) -> Tensor:
-    """Of the logits, from that of each row's loss."""
+def row_weights(target: Tensor, form: LossForm, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Of rows, by their targets among all classes: the weight of the target, and that of all labels together."""
+    own = weights[target.clamp(0, form.classes - 1)]
+    return own, (1 - form.smoothing) * own + form.smoothing / form.classes * weights.sum()
+
+
+def losses(off: Tensor, lse: Tensor, form: LossForm, labels: Tensor | None = None) -> Tensor:
+    """[rows]
+
+    Args:
+        labels: the weight of all labels of a row together; default: one.
+    """
+    loss = (lse if labels is None else lse * labels) - off
+    return loss + form.z * lse.square() if form.z else loss
+
+
+def gradient(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    upstream: Tensor,
+    form: LossForm,
+    labels: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Of the logits, from that of each row's loss; `labels` and `weights` as above."""
     grad = (logits.to(lse.dtype) - lse[:, None]).exp_()
-    if form.z:
-        grad *= (1 + 2 * form.z * lse)[:, None]
+    if form.z or labels is not None:
+        grad *= ((1 if labels is None else labels) + 2 * form.z * lse)[:, None]
     if form.smoothing:
-        grad -= form.smoothing / form.classes
+        each = form.smoothing / form.classes
+        grad -= each if weights is None else each * weights
     if grad.shape[1]:
+        place = target.clamp(min=0)
         weight = (target >= 0).to(grad.dtype) * (form.smoothing - 1)
-        grad.scatter_add_(1, target.clamp(min=0)[:, None], weight[:, None])
+        weight = weight if weights is None else weight * weights[place]
+        grad.scatter_add_(1, place[:, None], weight[:, None])
     return (grad * upstream[:, None]).to(logits.dtype)

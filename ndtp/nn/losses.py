@@ -32,6 +32,7 @@ def cross_entropy(
     layout: Layout,
     mesh: ProcessGrid,
     classes: int | None = None,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -51,6 +52,7 @@ def cross_entropy(
     Args:
         layout: of the logits, [M, V].
         classes: how many of the logits' columns are no padding, which stands behind them; default: all.
+        weight: of the classes, [classes], all of them on every rank; it gets no gradient.
         ignore_index, label_smoothing, reduction: as torch's.
         z_loss: times the square of the log of the sum of exponentials of a row is added to its loss.
 
@@ -63,8 +65,10 @@ def cross_entropy(
         ValueError: an unknown reduction, or a smoothing outside of [0, 1].
     """
     width = logits.shape[-1] * layout.num_splits(-1)
-    plan = _plan(layout, width if classes is None else classes, ignore_index, label_smoothing, z_loss, reduction, name)
-    return split(logits, targets, plan, mesh, reduction)
+    plan = loss_plan(
+        layout, width if classes is None else classes, ignore_index, label_smoothing, z_loss, reduction, name
+    )
+    return split(logits, targets, plan, mesh, reduction, weight)
 
 
 def linear_cross_entropy(
@@ -73,6 +77,7 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     chunk_rows: int = CHUNK_ROWS,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -98,8 +103,8 @@ def linear_cross_entropy(
     """
     plan = linear_loss_plan(head, chunk_rows, ignore_index, label_smoothing, z_loss, reduction, name)
     rows = x.flatten(0, -2)
-    weight, bias = head.operands(rows)
-    return fused(rows, weight, bias, targets, plan, head.mesh, reduction)
+    own, bias = head.operands(rows)
+    return fused(rows, own, bias, targets, plan, head.mesh, reduction, weights=weight)
 
 
 def linear_loss_plan(
@@ -110,11 +115,11 @@ def linear_loss_plan(
     if chunk_rows < 1:
         raise ValueError(f"linear_cross_entropy: chunk_rows={chunk_rows} is not at least 1")
     layout = head.out_layout
-    loss = _plan(layout, head.out_features, ignore_index, label_smoothing, z_loss, reduction, name)
+    loss = loss_plan(layout, head.out_features, ignore_index, label_smoothing, z_loss, reduction, name)
     return LinearLossPlan(head.plan, loss, chunk_rows)
 
 
-def _plan(
+def loss_plan(
     layout: Layout, classes: int, ignore_index: int, smoothing: float, z: float, reduction: str, name: str
 ) -> LossPlan:
     if reduction not in REDUCTIONS:
@@ -127,12 +132,15 @@ def _plan(
 class CrossEntropy(nn.Module):
     """`nn.CrossEntropyLoss` of logits that are split over a grid; arguments are those of `cross_entropy`."""
 
+    weight: Tensor | None
+
     def __init__(
         self,
         *,
         layout: Layout,
         mesh: ProcessGrid,
         classes: int,
+        weight: Tensor | None = None,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
@@ -140,12 +148,13 @@ class CrossEntropy(nn.Module):
         name: str = "loss",
     ) -> None:
         super().__init__()
+        self.register_buffer("weight", weight)
         self.mesh, self.classes, self.reduction = mesh, classes, reduction
         self.in_layout, self.out_layout = layout, Layout(mesh.grid)
-        self.plan = _plan(layout, classes, ignore_index, label_smoothing, z_loss, reduction, name)
+        self.plan = loss_plan(layout, classes, ignore_index, label_smoothing, z_loss, reduction, name)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return split(logits, targets, self.plan, self.mesh, self.reduction)
+        return split(logits, targets, self.plan, self.mesh, self.reduction, self.weight)
 
     def volume(self, tokens: int, dtype: torch.dtype = torch.float32) -> Volume:
         """The exact traffic of `tokens` rows of logits of a dtype, in elements of it received per rank."""
@@ -163,14 +172,8 @@ class CrossEntropy(nn.Module):
     def from_dense(
         cls, dense: nn.CrossEntropyLoss, *, layout: Layout, mesh: ProcessGrid, classes: int, **arguments: Any
     ) -> CrossEntropy:
-        """The same loss as an `nn.CrossEntropyLoss`; further arguments as for the constructor.
-
-        Raises:
-            LayoutError: one with a weight a class.
-        """
-        if dense.weight is not None:
-            raise LayoutError("CrossEntropy.from_dense: a weight for every class is not there on a grid")
-        same = {name: getattr(dense, name) for name in ("ignore_index", "label_smoothing", "reduction")}
+        """The same loss as an `nn.CrossEntropyLoss`; further arguments as for the constructor."""
+        same = {name: getattr(dense, name) for name in ("weight", "ignore_index", "label_smoothing", "reduction")}
         return cls(layout=layout, mesh=mesh, classes=classes, **{**same, **arguments})
 
     def to_dense(self) -> nn.CrossEntropyLoss:
@@ -178,6 +181,7 @@ class CrossEntropy(nn.Module):
         if self.plan.form.z:
             raise LayoutError("CrossEntropy.to_dense: torch's has no z_loss")
         return nn.CrossEntropyLoss(
+            self.weight,
             ignore_index=self.plan.ignore_index,
             label_smoothing=self.plan.form.smoothing,
             reduction=self.reduction,
@@ -190,11 +194,14 @@ class CrossEntropy(nn.Module):
 class LinearCrossEntropy(nn.Module):
     """A head and its loss as one module; arguments are those of `linear_cross_entropy`."""
 
+    weight: Tensor | None
+
     def __init__(
         self,
         head: Linear,
         *,
         chunk_rows: int = CHUNK_ROWS,
+        weight: Tensor | None = None,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
@@ -202,14 +209,15 @@ class LinearCrossEntropy(nn.Module):
         name: str = "loss",
     ) -> None:
         super().__init__()
+        self.register_buffer("weight", weight)
         self.head, self.reduction = head, reduction
         self.plan = linear_loss_plan(head, chunk_rows, ignore_index, label_smoothing, z_loss, reduction, name)
         self.in_layout, self.out_layout = head.in_layout, Layout(head.mesh.grid)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        weight, bias = self.head.operands(rows)
-        return fused(rows, weight, bias, targets, self.plan, self.head.mesh, self.reduction)
+        own, bias = self.head.operands(rows)
+        return fused(rows, own, bias, targets, self.plan, self.head.mesh, self.reduction, weights=self.weight)
 
     def volume(self, tokens: int, dgrad: bool = True, gathers_targets: bool = False) -> Volume:
         """The exact traffic of a forward and backward of `tokens` rows, in elements received per rank.

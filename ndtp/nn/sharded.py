@@ -147,6 +147,7 @@ def memory_of(
     for parameter in module.parameters():
         local = torch.empty_like(local_shard(parameter.detach()), device="meta")
         memo[id(parameter)] = nn.Parameter(local, parameter.requires_grad)
+    memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
     shadow = copy.deepcopy(module, memo)
     dtype = next(x.dtype for x in (*inputs, *shadow.parameters()) if x.is_floating_point())
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *shadow.parameters()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,15 @@ from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.algebra.volume import Volume
 from ndtp.compute.norms import wide
 from ndtp.errors import LayoutError
-from ndtp.ops.losses import LossPlan, reduced, row_losses, target_plan, totals, whole_targets
+from ndtp.ops.losses import LossPlan, check_weights, reduced, row_losses, target_plan, totals, whole_targets
 from ndtp.ops.moving import enter, refuse_second, taken
 from ndtp.ops.products import matmul
 
 if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
+
+
+Between = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +110,10 @@ def linear_cross_entropy(
     plan: LinearLossPlan,
     mesh: ProcessGrid,
     reduction: str,
+    *,
+    weights: Tensor | None = None,
+    between: Between | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The cross entropy of `x W^T + b`, with gradients computed chunk by chunk as the logits come.
 
@@ -114,19 +122,29 @@ def linear_cross_entropy(
         targets  [M], or [M / (z y)]    all of them, or this rank's rows
         returns  the mean or the sum over all rows, the same on every rank
 
+    Args:
+        weights: [V], of all classes.
+        between: what is made of the logits of a chunk, element by element, before their loss; of `dtype`.
+
     Raises:
         LayoutError: shards that do not fit.
         RangeError: targets that are no class.
     """
+    check_weights(weights, plan.loss)
     enter(mesh, (plan, reduction), x)
     if x.dim() != 2:
         raise LayoutError(f"linear_cross_entropy '{plan.loss.name}': x is {tuple(x.shape)}; it takes [rows, features]")
     targets = whole_targets(targets, plan.head.a, x.shape[0], mesh, plan.loss.name)
+    mine = Layout(mesh.grid, plan.head.out.dims[0]).shard(targets, mesh.rank)
+    if torch.compiler.is_compiling():  # which cannot follow gradients that are computed in forward
+        logits = matmul(x, weight, plan.head, mesh, bias)
+        logits = logits if between is None else between(logits)
+        each = row_losses(logits, mine, plan.loss, mesh, weights)
+        return reduced(totals(each.double().sum(), mine, plan.loss, mesh, weights), reduction, each.dtype)
     weight = taken(weight, plan.weight, mesh)
     bias = None if bias is None else taken(bias, plan.bias, mesh)
-    local: Tensor = _Chunks.apply(x, weight, bias, targets, plan, mesh)  # type: ignore[no-untyped-call]
-    mine = Layout(mesh.grid, plan.head.out.dims[0]).shard(targets, mesh.rank)
-    return reduced(totals(local, mine, plan.loss, mesh), reduction, wide(x.dtype))
+    local: Tensor = _Chunks.apply(x, weight, bias, targets, plan, mesh, weights, between)  # type: ignore[no-untyped-call]
+    return reduced(totals(local, mine, plan.loss, mesh, weights), reduction, wide(dtype or x.dtype))
 
 
 class _Chunks(torch.autograd.Function):
@@ -134,8 +152,9 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: LinearLossPlan, mesh: Any
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: LinearLossPlan, mesh: Any,
+        class_weights: Tensor | None, between: Between | None,
+    ) -> Tensor:  # fmt: skip
         needs = ctx.needs_input_grad[:3]
         head = weight.detach().requires_grad_(needs[1])
         added = None if bias is None else bias.detach().requires_grad_(needs[2])
@@ -152,7 +171,8 @@ class _Chunks(torch.autograd.Function):
             mine = rows.shard(by_rows[:, start : start + size].flatten(), mesh.rank)
             with torch.enable_grad():
                 logits = matmul(part, head, plan.product, mesh, added)
-                loss = row_losses(logits, mine, plan.loss, mesh).sum(dtype=torch.float64)
+                logits = logits if between is None else between(logits)
+                loss = row_losses(logits, mine, plan.loss, mesh, class_weights).sum(dtype=torch.float64)
             del logits
             total += loss.detach()
             wanted = [p for p in (part, *operands) if p is not None and p.requires_grad]
@@ -173,4 +193,4 @@ class _Chunks(torch.autograd.Function):
         refuse_second("linear_cross_entropy")
         dx, *sums = ctx.saved_tensors
         found = [None if s is None else (s * grad.to(s.dtype)).to(d) for s, d in zip(sums, ctx.dtypes, strict=True)]
-        return None if dx is None else dx * grad.to(dx.dtype), *found, None, None, None
+        return None if dx is None else dx * grad.to(dx.dtype), *found, None, None, None, None, None

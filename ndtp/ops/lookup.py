@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ndtp.algebra.layout import Layout
@@ -15,7 +16,7 @@ from ndtp.algebra.volume import Volume
 from ndtp.compute.lookup import rows_of
 from ndtp.errors import LayoutError, RangeError
 from ndtp.ops.moving import enter, moved, taken
-from ndtp.ops.reductions import reduce
+from ndtp.ops.reductions import reduce, sum_over
 
 if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
@@ -136,13 +137,23 @@ def look_up(
         LayoutError: ids that do not divide.
         RangeError: ids that are no row of the table; the same on every rank, wherever they are.
     """
+    is_compiling = torch.compiler.is_compiling()
     enter(mesh, plan, table)
     if ids.is_floating_point() or ids.dim() != 1:
         raise LayoutError(f"'{plan.name}': ids are {ids.dtype}, {tuple(ids.shape)}; they are whole numbers, one a row")
     shape = plan.gather.global_shape(ids.shape)
     plan.out.shard_shape((*shape, plan.out.num_splits(1)))
-    ids = moved(ids.long(), plan.gather.steps, mesh, plan.name, "forward")
-    if checks and not ids.is_meta:
+    if is_compiling:
+        from ndtp.ops import compiled_layers
+
+        ids = reduce(ids.long(), plan.gather, mesh)
+        if checks:
+            axes, wrong = plan.ids.grid.nontrivial(plan.held.dims[0]), ((ids < 0) | (ids >= size)).sum().view(1)
+            wrong = sum_over(wrong, Layout(plan.ids.grid, None), axes, mesh, plan.name) if axes else wrong
+            compiled_layers.check_rows(wrong[0], f"Embedding '{plan.name}': ids that are no row of the table")
+    else:
+        ids = moved(ids.long(), plan.gather.steps, mesh, plan.name, "forward")
+    if checks and not is_compiling and not ids.is_meta:
         wrong = moved(((ids < 0) | (ids >= size)).sum().view(1), plan.check, mesh, plan.name, "forward")
         if int(wrong):
             raise RangeError(

@@ -44,7 +44,7 @@ class LossPlan:
 
     @cached_property
     def merge(self) -> MergePlan:
-        return MergePlan(self.layout.grid, self.layout.dims[1], self.form.numbers, 2)
+        return MergePlan(self.layout.grid, self.layout.dims[1], one_rank.NUMBERS, one_rank.MERGED)
 
     @cached_property
     def rows(self) -> Layout:
@@ -82,59 +82,85 @@ def checked_targets(targets: Tensor, rows: int, splits: int, name: str) -> tuple
     return targets, targets.numel() == whole
 
 
-def row_losses(logits: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid) -> Tensor:
+def row_losses(
+    logits: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid, weights: Tensor | None = None
+) -> Tensor:
     """The loss of each of this rank's rows, on every rank that has a part of its classes; zero where it is ignored.
 
         logits   [M / (z x), V / y]     this rank's shard of L[M_zx, V_y]
         targets  [M / (z x)]            classes of the whole; those that are none count as ignored
+        weights  [V]                    of all classes
         returns  [M / (z x)]            fp32 at least
 
         forward  the maximum, the sum of exponentials and the target's logit of a row, merged over y
 
     Backward needs nothing of the others: a rank has all it takes for the gradient of its logits.
     """
-    loss: Tensor = _RowLosses.apply(logits, targets, plan, mesh)  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling():
+        from ndtp.ops import compiled_layers
+
+        return compiled_layers.row_losses(logits, targets, plan, mesh, weights)
+    loss: Tensor = _RowLosses.apply(logits, targets, plan, mesh, weights)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _RowLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, plan: LossPlan, mesh: Any) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, plan: LossPlan, mesh: Any, weights: Tensor | None) -> Tensor:
         form, width = plan.form, logits.shape[1]
         start = mesh.grid.index(mesh.rank, plan.layout.dims[1]) * width
         real = min(max(form.classes - start, 0), width)
         local = targets - start
         local = torch.where((local >= 0) & (local < real), local, -1)
         counts = (targets != plan.ignore_index) & (targets >= 0) & (targets < form.classes)
-        found = one_rank.statistics(logits[:, :real], local, form)
-        loss, lse = merged(found, plan.merge, lambda parts: one_rank.losses(parts, form), mesh, plan.name).unbind()
-        ctx.save_for_backward(logits, local, lse, counts)
+        labels = part = None
+        if weights is not None:
+            weights = weights.detach().to(wide(logits.dtype))
+            (_, labels), part = one_rank.row_weights(targets, form, weights), weights[start : start + real]
+        found = one_rank.statistics(logits[:, :real], local, form, part)
+        off, lse = merged(found, plan.merge, one_rank.merged, mesh, plan.name).unbind()
+        ctx.save_for_backward(logits, local, lse, counts, labels, part)
         ctx.form, ctx.real = form, real
-        return torch.where(counts, loss, 0)
+        return torch.where(counts, one_rank.losses(off, lse, form, labels), 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second("cross_entropy")
-        logits, local, lse, counts = ctx.saved_tensors
+        logits, local, lse, counts, labels, part = ctx.saved_tensors
         upstream = torch.where(counts, grad, 0).to(lse.dtype)
-        found = one_rank.gradient(logits[:, : ctx.real], local, lse, upstream, ctx.form)
-        return F.pad(found, (0, logits.shape[1] - ctx.real)), None, None, None
+        found = one_rank.gradient(logits[:, : ctx.real], local, lse, upstream, ctx.form, labels, part)
+        return F.pad(found, (0, logits.shape[1] - ctx.real)), None, None, None, None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid, reduction: str) -> Tensor:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid, reduction: str, weights: Tensor | None = None
+) -> Tensor:
     """The cross entropy of logits that are split over rows and classes; see `ndtp.nn.cross_entropy`."""
     if logits.dim() != 2:
         raise LayoutError(f"cross_entropy '{plan.name}': logits are {tuple(logits.shape)}; they are [rows, classes]")
+    check_weights(weights, plan)
     enter(mesh, (plan, reduction), logits)
     rows, are_all = checked_targets(targets, logits.shape[0], plan.rows.num_splits(0), plan.name)
     rows = plan.rows.shard(rows, mesh.rank) if are_all else rows
-    losses = row_losses(logits, rows, plan, mesh)
-    total = totals(losses.double().sum(), rows, plan, mesh)
+    losses = row_losses(logits, rows, plan, mesh, weights)
+    total = totals(losses.double().sum(), rows, plan, mesh, weights)
     return losses if reduction == "none" else reduced(total, reduction, losses.dtype)
 
 
-def totals(loss: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid) -> Tensor:
-    """[3]: sums over all rows of the losses, of the rows that count, of targets that are no class.
+def check_weights(weights: Tensor | None, plan: LossPlan) -> None:
+    """
+    Raises:
+        LayoutError: weights that are not those of all classes.
+    """
+    if weights is not None and tuple(weights.shape) != (plan.form.classes,):
+        raise LayoutError(
+            f"cross_entropy '{plan.name}': weights are {tuple(weights.shape)}; there are {plan.form.classes} classes, "
+            "of which every rank gives all"
+        )
+
+
+def totals(loss: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid, weights: Tensor | None = None) -> Tensor:
+    """[3]: sums over all rows of the losses, of the weights of rows that count, of targets that are no class.
 
     Raises:
         RangeError: there are such; the same on every rank.  On a GPU, where looking at them would have the host wait,
@@ -142,9 +168,16 @@ def totals(loss: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid) -> 
     """
     ignored = targets == plan.ignore_index
     wrong = ((targets < 0) | (targets >= plan.form.classes)) & ~ignored
-    numbers = torch.stack((loss, (~ignored).sum().to(loss), wrong.sum().to(loss)))
+    counted = (~ignored).to(loss.dtype)
+    if weights is not None:
+        counted = counted * one_rank.row_weights(targets, plan.form, weights.detach().to(loss.dtype))[0]
+    numbers = torch.stack((loss, counted.sum(), wrong.sum().to(loss)))
     total = reduce(numbers, plan.totals, mesh)
-    if total.device.type == "cpu" and not total.is_meta and int(total.detach()[2]):
+    if torch.compiler.is_compiling():
+        from ndtp.ops import compiled_layers
+
+        compiled_layers.check_rows(total.detach()[2], f"cross_entropy '{plan.name}': targets that are no class")
+    elif total.device.type == "cpu" and not total.is_meta and int(total.detach()[2]):
         raise RangeError(
             f"cross_entropy '{plan.name}': {int(total[2])} targets are neither one of {plan.form.classes} classes nor "
             f"ignore_index={plan.ignore_index}"
@@ -161,6 +194,8 @@ def reduced(total: Tensor, reduction: str, dtype: torch.dtype) -> Tensor:
 def whole_targets(targets: Tensor, layout: Layout, rows: int, mesh: ProcessGrid, name: str) -> Tensor:
     """All targets, on every rank, from all or from this rank's rows of them; those are gathered."""
     targets, are_all = checked_targets(targets, rows, layout.num_splits(0), name)
+    if torch.compiler.is_compiling():
+        return targets if are_all else reduce(targets.long(), target_plan(layout, name), mesh)
     return targets if are_all else moved(targets.long(), target_plan(layout, name).steps, mesh, name, "forward")
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 def moved(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str) -> Tensor:
     """The tensor at the end of its steps."""
+    if not steps:
+        return x
     return sent(x, steps, mesh, name, phase)()
 
 
@@ -33,7 +35,12 @@ def _way(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: 
 
 
 def enter(mesh: ProcessGrid, op: object, x: Tensor) -> None:
-    """At the beginning of an operation: end what a backward that was broken off has left; compare ranks if asked."""
+    """At the beginning of an operation: end what a backward that was broken off has left; compare ranks if asked.
+
+    A graph has operations that do so.
+    """
+    if torch.compiler.is_compiling():
+        return
     mesh.step.late.enter()
     if mesh.check:
         from ndtp.collectives.cross_check import cross_check
@@ -48,6 +55,10 @@ def taken(parameter: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
     products that follow, and it is waited for as late as possible; what an all-reduce would finish is held back under
     `ProcessGrid.accumulate`.
     """
+    if torch.compiler.is_compiling():
+        from ndtp.ops.reductions import reduce
+
+        return local_shard(parameter) if plan.is_identity else reduce(local_shard(parameter), plan, mesh)
     deferred = None
     if plan.back.steps and parameter.requires_grad and torch.is_grad_enabled():
         shard, deferred = taken_in(parameter, mesh.step.late.window_start, parameter)

@@ -128,6 +128,10 @@ def norm(
     used = [None if p is None else taken(p, plan.parameter, mesh) for p in (gain, bias)]
     if offset and used[0] is not None:
         used[0] = used[0] + offset
+    if torch.compiler.is_compiling():
+        from ndtp.ops import compiled_layers
+
+        return compiled_layers.norm(x, used[0], used[1], plan, mesh)
     result: Tensor = _Norm.apply(x, *used, plan, mesh)  # type: ignore[no-untyped-call]
     return result
 

@@ -34,7 +34,13 @@ def padded(x, width, value=0.0):
     return F.pad(x, (0, width - x.shape[1]), value=value)
 
 
-FORMS = [{}, {"reduction": "sum", "label_smoothing": 0.1}, {"z_loss": 1e-2, "label_smoothing": 0.2}]
+WEIGHTS = torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64)
+FORMS = [
+    {},
+    {"reduction": "sum", "label_smoothing": 0.1},
+    {"z_loss": 1e-2, "label_smoothing": 0.2},
+    {"weight": WEIGHTS, "label_smoothing": 0.1},
+]
 
 
 def check_split(cases, tokens=TOKENS):
@@ -42,7 +48,7 @@ def check_split(cases, tokens=TOKENS):
         mesh = mesh_of(Grid(sizes))
         layout = ndtp.nn.Linear(FEATURES * 2, 48, mesh=mesh, scheme=scheme).out_layout
         width = layout.padded_shape((tokens, 3 * CLASSES))[1]  # ranks with padding and nothing else
-        for form, whole in zip(FORMS, (True, False, True), strict=True):
+        for form, whole in zip(FORMS, (True, False, True, True), strict=True):
             where = f"{mesh.grid}, {scheme}, {form}"
             logits, targets = (4 * randn(tokens, CLASSES)).requires_grad_(), targets_of(tokens)
             # Padding that would win every maximum, if it were let in.
@@ -80,6 +86,7 @@ def check_fused(cases, tokens=24):
             (FORMS[0], True, 4, True),
             (FORMS[2], False, 8, False),
             (FORMS[1], True, 999, True),
+            (FORMS[3], False, 5, True),
         ):
             where = f"{mesh.grid}, {scheme}, {form}, {rows} rows"
             head = torch.nn.Linear(FEATURES, CLASSES, bias).double()
@@ -180,11 +187,11 @@ def test_memory_extremes_and_errors(ranks):
         one, ("1 targets are neither one of 21", "for the one or the other", "'max'"), strict=True
     ):
         assert word in message
-    dense = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    dense = torch.nn.CrossEntropyLoss(torch.ones(4), label_smoothing=0.1)
     mesh = ndtp.ProcessGrid(Grid(x=1))
     mine = ndtp.nn.CrossEntropy.from_dense(dense, layout=Layout(mesh.grid, None, "x"), mesh=mesh, classes=4)
     assert mine.to_dense().label_smoothing == 0.1
-    with pytest.raises(ndtp.LayoutError, match="a weight for every class"):
-        ndtp.nn.CrossEntropy.from_dense(
-            torch.nn.CrossEntropyLoss(torch.ones(4)), layout=Layout(mesh.grid, None, "x"), mesh=mesh, classes=4
-        )
+    assert mine.to_dense().weight.tolist() == [1.0] * 4 and mine.memory(8).kept > 0
+    with pytest.raises(ndtp.LayoutError, match=r"weights are .5,.; there are 4 classes"):
+        mine.weight = torch.ones(5)
+        mine(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))

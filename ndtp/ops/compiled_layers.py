@@ -1,0 +1,102 @@
+"""Norms, look-ups and losses under `torch.compile`: the same sums over axes, between operations that a compiler fuses.
+
+Eagerly each is one node of autograd with a schedule of its own.  A graph has the arithmetic in the open, and what
+moves as `ndtp.relayout`, whose gradients are relayouts again; so nothing is written twice but the formulas of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.relayouts import RelayoutPlan
+from ndtp.compute import cross_entropy as one_rank
+from ndtp.compute.norms import wide
+from ndtp.ops.reductions import reduce
+
+if TYPE_CHECKING:
+    from ndtp.ops.losses import LossPlan
+    from ndtp.ops.norms import NormPlan
+    from ndtp.runtime.process_grid import ProcessGrid
+
+
+def norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, plan: NormPlan, mesh: ProcessGrid) -> Tensor:
+    """See `ndtp.ops.norms.norm`; gain and bias are those that this rank uses."""
+    real, dtype = plan.real(mesh.rank), wide(x.dtype)
+    is_padded = plan.features != plan.width
+    kept = torch.arange(x.shape[1], device=x.device) < real
+    rows = x.to(dtype)
+    if plan.centred:
+        mean = _over_features(rows.sum(1), plan.layout, mesh, plan.name) / plan.features
+        rows = rows - mean[:, None]
+    rows = torch.where(kept, rows, 0) if is_padded else rows
+    squares = _over_features(rows.square().sum(1), plan.layout, mesh, plan.name) / plan.features
+    y = rows * (squares + plan.eps).rsqrt()[:, None]
+    y = y if gain is None else y * gain
+    y = y if bias is None else y + bias
+    return (torch.where(kept, y, 0) if is_padded else y).to(x.dtype)
+
+
+def _over_features(x: Tensor, layout: Layout, mesh: ProcessGrid, name: str) -> Tensor:
+    """Of each row the sum over all ranks with a part of it, which each uses for its own part."""
+    axes = layout.grid.nontrivial(layout.dims[-1])
+    rows = Layout(layout.grid, layout.dims[0])
+    return reduce(x, RelayoutPlan(rows, rows, axes, axes, name), mesh) if axes else x
+
+
+def check_rows(wrong: Tensor, what: str) -> None:
+    """In a graph nobody looks at a number: the device does, where it can.
+
+    Raises:
+        RuntimeError: when the graph runs.
+    """
+    torch._assert_async(wrong == 0, what)
+
+
+def row_losses(
+    logits: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid, weights: Tensor | None = None
+) -> Tensor:
+    """See `ndtp.ops.losses.row_losses`; of a row every rank's maximum is gathered, and two numbers are summed."""
+    form, width, grid = plan.form, logits.shape[1], plan.layout.grid
+    axes = grid.nontrivial(plan.layout.dims[1])
+    start = grid.index(mesh.rank, plan.layout.dims[1]) * width
+    real = min(max(form.classes - start, 0), width)
+    column = torch.arange(width, device=logits.device)
+    rows = torch.where(column < real, logits.to(wide(logits.dtype)), -torch.inf)
+    local = targets - start
+    own = (local[:, None] == column) & (column < real)
+    counts = (targets != plan.ignore_index) & (targets >= 0) & (targets < form.classes)
+    top = rows.detach().amax(1)
+    if axes:
+        by_part = Layout(grid, plan.layout.dims[0], axes), Layout(grid, plan.layout.dims[0], None)
+        top = reduce(top[:, None], RelayoutPlan(*by_part, name=plan.name), mesh).amax(1)
+    top = torch.where(top.isinf(), 0, top)
+    labels = None
+    share = own.to(rows.dtype) * (1 - form.smoothing)
+    if weights is not None:
+        weights = weights.detach().to(rows.dtype)
+        _, labels = one_rank.row_weights(targets, form, weights)
+        part = torch.nn.functional.pad(weights, (0, max(start + width - form.classes, 0)))[start : start + width]
+        share = share * part
+    else:
+        part = (column < real).to(rows.dtype)
+    if form.smoothing:
+        share = share + form.smoothing / form.classes * part
+    off = (torch.where(share > 0, rows, 0) * share).sum(1)
+    exponentials, off = _summed((rows - top[:, None]).exp().sum(1), off, plan, axes, mesh)
+    return torch.where(counts, one_rank.losses(off, top + exponentials.log(), form, labels), 0)
+
+
+def _summed(
+    one: Tensor, other: Tensor, plan: LossPlan, axes: Sequence[str], mesh: ProcessGrid
+) -> tuple[Tensor, Tensor]:
+    """Over the ranks that have a part of the classes; all go on with the sums alike."""
+    if not axes:
+        return one, other
+    rows = Layout(plan.layout.grid, None, plan.layout.dims[0])
+    both = reduce(torch.stack((one, other)), RelayoutPlan(rows, rows, tuple(axes), name=plan.name), mesh)
+    return both[0], both[1]

@@ -1,0 +1,69 @@
+"""Norms, embeddings, losses and attention under `torch.compile(fullgraph=True)`: as they are eagerly."""
+
+import pytest
+import torch
+from module_case import close, randn
+from products import mesh_of
+
+import ndtp
+from ndtp import Grid, Layout
+
+
+def modules(mesh, scheme):
+    """(module, its inputs) by name: rows that are split, features that are, some of them padding."""
+    layouts = ndtp.nn.Linear(16, 24, mesh=mesh, scheme=scheme, dtype=torch.float64, pad=True)
+    options = {"mesh": mesh, "dtype": torch.float64}
+    x = layouts.in_layout.shard(randn(8, 16), mesh.rank).clone()
+    by_feature = Layout(mesh.grid, None, "x")
+    head = ndtp.nn.Linear(16, 21, mesh=mesh, scheme=scheme, dtype=torch.float64, pad=True)
+    targets = torch.arange(8).masked_fill(torch.arange(8) == 3, -100)
+    width = head.out_layout.shard_shape((8, head.padded_out))
+    attention = ndtp.nn.Attention(16, 4, 2, scheme=scheme, positions=ndtp.nn.Rotary(), qk_norm="rms", **options)
+    weights = torch.linspace(1, 2, 21, dtype=torch.float64)
+    loss = {"layout": head.out_layout, "mesh": mesh, "classes": 21}
+    return {
+        "rms": (ndtp.nn.RMSNorm(16, scheme=scheme, **options), (x,)),
+        "layer": (ndtp.nn.LayerNorm(15, layout=by_feature, pad=True, **options), (by_feature.shard(
+            torch.nn.functional.pad(randn(8, 15), (0, 1)), mesh.rank).clone(),)),
+        "embedding": (ndtp.nn.Embedding(20, 16, scheme=scheme, **options), (torch.arange(8),)),
+        "loss": (ndtp.nn.CrossEntropy(**loss, z_loss=0.01),
+                 (randn(*width, seed=mesh.rank), targets)),
+        "weighted": (ndtp.nn.CrossEntropy(**loss, weight=weights, label_smoothing=0.1),
+                     (randn(*width, seed=mesh.rank), targets)),
+        "head": (ndtp.nn.LinearCrossEntropy(head, chunk_rows=2), (x, targets)),
+        "attention": (attention, (x, 4)),
+    }  # fmt: skip
+
+
+def run(function, module, given):
+    inputs = [a.detach().clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+              for a in given]  # fmt: skip
+    y = function(*inputs)
+    y.square().sum().backward()
+    found = [y.detach(), *(a.grad for a in inputs if isinstance(a, torch.Tensor) and a.grad is not None)]
+    for parameter in module.parameters():
+        grad = parameter.grad
+        found.append(grad.full_tensor() if hasattr(grad, "full_tensor") else grad)
+        parameter.grad = None
+    return found
+
+
+def check_compiled(sizes, scheme):
+    mesh = mesh_of(Grid(sizes))
+    for name, (module, given) in modules(mesh, scheme).items():
+        torch._dynamo.reset()
+        expected = run(module, module, given)
+        found = run(torch.compile(module, fullgraph=True, backend="aot_eager"), module, given)
+        assert len(found) == len(expected) > 1, name
+        for mine, theirs in zip(found, expected, strict=True):
+            close(mine, theirs, f"{name}, {mesh.grid}")
+    torch._dynamo.reset()
+    embedding = torch.compile(ndtp.nn.Embedding(20, 16, mesh=mesh, scheme=scheme), fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="no row of the table"):
+        embedding(torch.full((8,), 20))
+
+
+def test_one_graph(ranks):
+    check_compiled({"x": 1}, "1d")
+    ranks(2).run(check_compiled, {"x": 2}, "1d-sp")
+    ranks(4).run(check_compiled, {"x": 2, "y": 2}, "2d")
