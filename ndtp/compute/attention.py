@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Drop = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ def attend(
     sees: Sees,
     scale: float | None = None,
     mask: Tensor | None = None,
+    drop: Drop | None = None,
 ) -> Tensor:
     """`scaled_dot_product_attention` of rows that need not be whole sequences.
 
@@ -54,6 +58,7 @@ def attend(
         sees: by position.
         scale: default: 1 / sqrt(d).
         mask: [sequences or 1, heads or 1, length or 1, keys], of booleans (True sees) or added to the scores.
+        drop: called with the weights [sequences, heads, queries, keys] of a part, its first sequence and first query.
 
     Returns:
         [rows, heads, d of v]
@@ -75,17 +80,20 @@ def attend(
         count = (last - first) * (end - begin)
         queries = q[row : row + count].unflatten(0, (last - first, end - begin)).transpose(1, 2)
         keys, values = (x[first:last].transpose(1, 2) for x in (k, v))
-        found = _core(queries, keys, values, past + begin, sees, scale, _cut(mask, first, last, begin, end), shared)
+        part = None if drop is None else partial(drop, first=first, begin=begin)
+        cut = _cut(mask, first, last, begin, end)
+        found = _core(queries, keys, values, past + begin, sees, scale, cut, shared, part)
         parts.append(found.transpose(1, 2).flatten(0, 1))
         row += count
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _core(
-    q: Tensor, k: Tensor, v: Tensor, position: int, sees: Sees, scale: float | None, mask: Tensor | None, shared: bool
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, position: int, sees: Sees, scale: float | None, mask: Tensor | None, shared: bool,
+    drop: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """Of [sequences, heads, .., d], queries at `position` and behind."""
-    at_once = position == 0 and q.shape[2] == k.shape[2] and sees.window is None and mask is None
+    at_once = position == 0 and q.shape[2] == k.shape[2] and sees.window is None and mask is None and drop is None
     if at_once or q.shape[2] == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=sees.causal, scale=scale, enable_gqa=shared)
     queries = torch.arange(position, position + q.shape[2], device=q.device)
@@ -96,7 +104,23 @@ def _core(
         mask = seen
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(q.dtype)
+    if drop is not None:
+        if shared:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        return drop(attention_weights(q, k, scale, mask)) @ v
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
+
+
+def attention_weights(q: Tensor, k: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
+    """[sequences, heads, queries, keys], of queries and keys [sequences, heads, .., d]; softmax in fp32 at least.
+
+    Args:
+        mask: of booleans (True sees), or added to the scores.
+    """
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
 
 
 def _for_heads(k: Tensor, v: Tensor, kv_of: Sequence[int]) -> tuple[Tensor, Tensor, bool]:

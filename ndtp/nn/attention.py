@@ -20,10 +20,12 @@ from ndtp.nn.attention_dense import (
     DenseAttention,
     KVCache,
     Positions,
+    dropped_at,
     norm_options,
     positions_of,
     whole_mask,
 )
+from ndtp.nn.fused_keys import fused_keys
 from ndtp.nn.hooks import runs_alone
 from ndtp.nn.linear import Linear
 from ndtp.nn.norms import LayerNorm, RMSNorm
@@ -66,6 +68,10 @@ class Attention(BlockModule):
         qk_norm: "rms" or "layer": norms of queries and keys, a head at a time; with "-features" over all heads.
         eps: of these.
         scale: of the scores; default: 1 / sqrt(head_dim).
+        dropout: probability for the weights; the mask is the same on every grid, see `ndtp.nn.Dropout`.
+        fused, fused_order: the name of a layer that has queries, keys and values in one in the dense model: the state
+            dict has its keys (writing it is a collective), with rows in the order "parts" or "groups" of
+            `ndtp.nn.attention_dense.split_projections`.
         regather, chunks: as for `ndtp.nn.Linear`.
         seed: default: drawn from torch's generator, which must be seeded alike on every rank.
         name: what errors, profiles and the initialisation call it.
@@ -95,6 +101,9 @@ class Attention(BlockModule):
         qk_norm: str | None = None,
         eps: float | None = None,
         scale: float | None = None,
+        dropout: float = 0.0,
+        fused: str | None = None,
+        fused_order: str = "parts",
         regather: tuple[str, ...] = (),
         chunks: int | str = 0,
         seed: int | None = None,
@@ -108,6 +117,9 @@ class Attention(BlockModule):
         self.head_dim = head_dim or hidden // heads
         self.mesh, self.layouts, self.name, self.seed = mesh, layouts, name, seed
         self.positions, self.sees, self.scale, self.qk_norm = positions, Sees(causal, window), scale, qk_norm
+        self.dropout, self.fused = dropout, fused_keys(fused, fused_order, heads, self.kv_heads)
+        if self.fused is not None:
+            self.fused.watch(self)
         self.plan = AttentionPlan(layouts.hidden, heads, self.kv_heads, self.head_dim, name)
         shared: dict[str, Any] = {
             "device": device, "dtype": dtype, "mesh": mesh, "regather": regather, "chunks": chunks,
@@ -259,7 +271,9 @@ class Attention(BlockModule):
             head = plan.first_head(rank)
             mask = mask[:, head : head + plan.local_heads] if mask.shape[1] > 1 else mask
         begin = first - sequence * length
-        return attend(q, k, v, plan.kv_of(rank), begin, length, self.sees, self.scale, mask).flatten(1)
+        rate, whole = self.dropout if self.training else 0.0, (batch, length, self.heads)
+        drop = dropped_at(rate, sequence, plan.first_head(rank), whole)
+        return attend(q, k, v, plan.kv_of(rank), begin, length, self.sees, self.scale, mask, drop).flatten(1)
 
     def volume(self, batch: int, length: int, dgrad: bool = True) -> Volume:
         """The exact traffic of a forward and backward of so many sequences, in elements received per rank.
@@ -323,9 +337,10 @@ class Attention(BlockModule):
         module = cls(
             dense.hidden, dense.heads, dense.kv_heads, dense.head_dim, like.bias is not None,
             dense.o_proj.bias is not None, mesh=mesh, positions=dense.positions, causal=dense.sees.causal,
-            window=dense.sees.window, qk_norm=dense.qk_norm, eps=eps, scale=dense.scale, **arguments,
+            window=dense.sees.window, qk_norm=dense.qk_norm, eps=eps, scale=dense.scale, dropout=dense.dropout,
+            **{**_fused_of(dense), **arguments},
         )  # fmt: skip
-        return module.load_dense(dense)
+        return module.load_dense(dense).train(dense.training)
 
     def to_dense(self) -> DenseAttention:
         """A `DenseAttention` with the same values, on every rank; a collective."""
@@ -334,6 +349,7 @@ class Attention(BlockModule):
             self.hidden, self.heads, self.kv_heads, self.head_dim, self.q_proj.bias is not None,
             self.o_proj.bias is not None, device="meta", positions=self.positions, causal=self.sees.causal,
             window=self.sees.window, qk_norm=self.qk_norm, eps=norms[0].eps if norms else None, scale=self.scale,
+            dropout=self.dropout, **_fused_of(self),
         )  # fmt: skip
         for name in PROJECTIONS:
             setattr(dense, name, getattr(self, name).to_dense())
@@ -344,6 +360,11 @@ class Attention(BlockModule):
     def extra_repr(self) -> str:
         shared = f", kv_heads={self.kv_heads}" * (self.kv_heads != self.heads)
         return f"{self.hidden}, heads={self.heads}{shared}, [{self.in_layout.label('MK')}]"
+
+
+def _fused_of(attention: Attention | DenseAttention) -> dict[str, Any]:
+    fused = attention.fused
+    return {} if fused is None else {"fused": fused.name, "fused_order": fused.order}
 
 
 def _gathered(k: Tensor, v: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> tuple[Tensor, Tensor]:

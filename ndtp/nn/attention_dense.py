@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.compute.attention import Sees, attend
+from ndtp.compute.attention import Drop, Sees, attend
 from ndtp.errors import LayoutError
+from ndtp.nn.attention_dropout import AttentionDropout
+from ndtp.nn.fused_keys import fused_keys
 
 Positions = Callable[[Tensor, Tensor], Tensor]  # of x [rows, heads, d] at positions [rows]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -65,7 +67,8 @@ class DenseAttention(nn.Module):
     """Multi-head, grouped-query or multi-query attention on one rank; see `ndtp.nn.Attention` for the arguments.
 
     Args:
-        hidden, heads, kv_heads, head_dim, bias, out_bias, positions, causal, window, qk_norm, eps, scale: as there.
+        hidden, heads, kv_heads, head_dim, bias, out_bias, positions, causal, window, qk_norm, eps, scale, dropout,
+            fused, fused_order: as there.
     """
 
     def __init__(
@@ -85,8 +88,14 @@ class DenseAttention(nn.Module):
         qk_norm: str | None = None,
         eps: float | None = None,
         scale: float | None = None,
+        dropout: float = 0.0,
+        fused: str | None = None,
+        fused_order: str = "parts",
     ) -> None:
         super().__init__()
+        self.dropout, self.fused = dropout, fused_keys(fused, fused_order, heads, kv_heads or heads)
+        if self.fused is not None:
+            self.fused.watch(self)
         self.hidden, self.heads, self.kv_heads = hidden, heads, kv_heads or heads
         self.head_dim = head_dim or hidden // heads
         self.positions, self.sees, self.scale, self.qk_norm = positions, Sees(causal, window), scale, qk_norm
@@ -130,19 +139,19 @@ class DenseAttention(nn.Module):
         """The self-attention of an `nn.MultiheadAttention`; a copy of its values.
 
         Raises:
-            LayoutError: one with dropout, other sizes of keys and values, or biases of these.
+            LayoutError: one with other sizes of keys and values, or biases of these.
         """
-        if dense.in_proj_weight is None or dense.bias_k is not None or dense.add_zero_attn or dense.dropout:
+        if dense.in_proj_weight is None or dense.bias_k is not None or dense.add_zero_attn:
             raise LayoutError(
-                "DenseAttention.of_multihead: kdim, vdim, add_bias_kv, add_zero_attn and dropout are not there "
-                "on a grid"
+                "DenseAttention.of_multihead: kdim, vdim, add_bias_kv and add_zero_attn are not there on a grid"
             )
         fused = nn.Linear(dense.embed_dim, 3 * dense.embed_dim, dense.in_proj_bias is not None, device="meta")
         fused.weight = dense.in_proj_weight
         if dense.in_proj_bias is not None:
             fused.bias = dense.in_proj_bias
         parts = split_projections(fused, dense.num_heads, dense.num_heads)
-        return cls.of(*parts, dense.out_proj, dense.num_heads, dense.num_heads, causal=causal, **options)
+        options = {"causal": causal, "dropout": dense.dropout, **options}
+        return cls.of(*parts, dense.out_proj, dense.num_heads, dense.num_heads, **options).train(dense.training)
 
     def forward(
         self,
@@ -172,8 +181,22 @@ class DenseAttention(nn.Module):
         shared = self.heads // self.kv_heads
         kv_of = [head // shared for head in range(self.heads)]
         mask = whole_mask(mask, batch, self.heads, length, k.shape[1], "dense")
-        y = attend(q, k, v, kv_of, 0, length, self.sees, self.scale, mask)
+        drop = dropped_at(self.dropout if self.training else 0.0, 0, 0, (batch, length, self.heads))
+        y = attend(q, k, v, kv_of, 0, length, self.sees, self.scale, mask, drop)
         return self.o_proj(y.flatten(1)).unflatten(0, (batch, length))
+
+
+def dropped_at(p: float, sequence: int, head: int, whole: tuple[int, int, int]) -> Drop | None:
+    """What drops weights of the sequences and heads from these on; None for nothing to drop."""
+    draw = AttentionDropout.of(p)
+    if draw is None:
+        return None
+
+    def drop(weights: Tensor, first: int, begin: int) -> Tensor:
+        mine = torch.arange(weights.shape[0], device=weights.device) + sequence + first
+        return draw(weights, mine, begin, head, whole)
+
+    return drop
 
 
 def positions_of(given: Tensor | None, batch: int, length: int, past: int, device: torch.device) -> Tensor:

@@ -1,0 +1,56 @@
+"""Dropout of attention weights, with a mask that the grid has no part in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ndtp.algebra.layout import Layout
+from ndtp.nn.padding import RowBlocks
+from ndtp.nn.random import draw_seed, key_of, uniform_at
+from ndtp.runtime.process_grid import ProcessGrid
+
+
+@dataclass(frozen=True)
+class AttentionDropout:
+    """One draw: weights are kept by their sequence, query, head and key in the whole, keyed as `ndtp.nn.Dropout`.
+
+    Args:
+        p: the probability of a weight to become zero.
+        key: of the draw.
+    """
+
+    p: float
+    key: int
+
+    @classmethod
+    def of(cls, p: float) -> AttentionDropout | None:
+        """Drawn anew from torch's generator; None for nothing to drop."""
+        return cls(p, key_of(draw_seed(), "attention dropout")) if p else None
+
+    def __call__(
+        self, weights: Tensor, sequences: Tensor, begin: int, head: int, whole: tuple[int, int, int]
+    ) -> Tensor:
+        """
+        Args:
+            weights: [sequences, heads, queries, keys].
+            sequences: which of the whole these are; `begin` and `head`: which query and head are the first.
+            whole: how many sequences, queries and heads there are.
+        """
+        device, (_, heads, queries, keys) = weights.device, weights.shape
+        row = sequences[:, None] * whole[1] + torch.arange(begin, begin + queries, device=device)
+        columns = torch.arange(head * keys, (head + heads) * keys, device=device)
+        drawn = uniform_at((whole[0] * whole[1], whole[2] * keys), (row.flatten(), columns), self.key)
+        kept = (drawn >= self.p).unflatten(0, row.shape).unflatten(2, (heads, keys)).transpose(1, 2)
+        return weights * (kept.to(weights.dtype) / (1.0 - self.p or 1.0))
+
+    def of_shard(self, weights: Tensor, layout: Layout, mesh: ProcessGrid, blocks: RowBlocks) -> Tensor:
+        """Of whole sequences, and heads, that lie as `layout` of rows and features; `blocks`: which are padding."""
+        here, heads, length, _ = weights.shape
+        first = mesh.grid.index(mesh.rank, layout.dims[0]) * here
+        mine = torch.arange(first, first + here, device=weights.device)
+        mine = mine // blocks.padded * blocks.real + mine % blocks.padded
+        head = mesh.grid.index(mesh.rank, layout.dims[1]) * heads
+        return self(weights, mine, 0, head, (here * layout.num_splits(0), length, heads * layout.num_splits(1)))
