@@ -27,6 +27,18 @@ class Activation(NamedTuple):
     width: int = 1  # features that go in for each that comes out
 
 
+def _quick_gelu(pre: Tensor) -> Tensor:
+    wide = pre.to(torch.promote_types(pre.dtype, torch.float32))
+    return (wide * torch.sigmoid(1.702 * wide)).to(pre.dtype)
+
+
+def _quick_gelu_backward(grad: Tensor, pre: Tensor) -> Tensor:
+    wide = torch.promote_types(pre.dtype, torch.float32)
+    x, upstream = pre.to(wide), grad.to(wide)
+    part = torch.sigmoid(1.702 * x)
+    return (aten.sigmoid_backward(upstream * x, part) * 1.702 + upstream * part).to(pre.dtype)
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": Activation(F.gelu, aten.gelu_backward, "gelu"),
     "gelu_tanh": Activation(
@@ -39,6 +51,11 @@ ACTIVATIONS: dict[str, Activation] = {
     "tanh": Activation(torch.tanh, lambda grad, pre: aten.tanh_backward(grad, pre.tanh()), "tanh"),
     "sigmoid": Activation(torch.sigmoid, lambda grad, pre: aten.sigmoid_backward(grad, pre.sigmoid()), "sigmoid"),
     "identity": Activation(lambda pre: pre, lambda grad, pre: grad, "none"),
+    "quick_gelu": Activation(_quick_gelu, _quick_gelu_backward, None),
+    "mish": Activation(F.mish, aten.mish_backward, None),
+    "relu6": Activation(F.relu6, lambda grad, pre: aten.hardtanh_backward(grad, pre, 0, 6), None),
+    "hardswish": Activation(F.hardswish, aten.hardswish_backward, None),
+    "leaky_relu": Activation(F.leaky_relu, lambda grad, pre: aten.leaky_relu_backward(grad, pre, 0.01, False), None),
 }
 
 
@@ -57,6 +74,7 @@ def _gated(gate: Activation) -> Activation:
 
 # Shazeer 2020, "GLU Variants Improve Transformer".
 GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu", "glu": "sigmoid"}
+GATES |= {f"gated_{name}": name for name in ACTIVATIONS if name not in GATES.values()}
 ACTIVATIONS |= {name: _gated(ACTIVATIONS[gate]) for name, gate in GATES.items()}
 
 

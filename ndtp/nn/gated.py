@@ -31,7 +31,8 @@ class GatedMLP(MLP):
 
     Args:
         hidden, inner: features outside and inside of the block.
-        activation: of the gate, by name: silu (SwiGLU), gelu, gelu_tanh (GeGLU), relu (ReGLU) or sigmoid (GLU).
+        activation: of the gate, by name: silu (SwiGLU), gelu, gelu_tanh (GeGLU), relu (ReGLU), sigmoid (GLU), or
+            any other of `ndtp.nn.MLP`.
         bias, dropout, device, dtype: as for `ndtp.nn.MLP`, whose other arguments are taken too.
 
     Raises:

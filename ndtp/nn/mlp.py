@@ -46,9 +46,10 @@ class MLP(BlockModule):
 
     Args:
         hidden, inner: features outside and inside of the block.
-        activation: a name (gelu, gelu_tanh, relu, squared_relu, silu, tanh, sigmoid, identity), or a callable that acts
-            element by element.  A gated one (swiglu, geglu, geglu_tanh, reglu, glu) makes `up` twice as wide, with
-            gate and up in turns: see `ndtp.nn.GatedMLP`.
+        activation: a name (gelu, gelu_tanh, quick_gelu, relu, squared_relu, leaky_relu, relu6, silu, hardswish, mish,
+            tanh, sigmoid, identity), or a callable that acts element by element.  A gated one (swiglu, geglu,
+            geglu_tanh, reglu, glu, or gated_ with one of the other names) makes `up` twice as wide, with gate and up
+            in turns: see `ndtp.nn.GatedMLP`.
         bias, device, dtype: as for `nn.Linear`.
         dropout: probability for the activations; the mask is the same on every grid, see `ndtp.nn.Dropout`.
         mesh: the process grid.

@@ -28,9 +28,12 @@ LARGEST_SIZE = 10**15
 class Block:
     """`down(f(up(A)))` with `up` [tokens, hidden] -> the sizes `outs`, side by side, and `down` inner -> hidden.
 
+    A head is one product, and ends there: its `inner` is 0.
+
     Attributes:
         outs: (ffn,) for an MLP, (ffn, ffn) for a gated one, (queries, keys, values) for attention.
-        inner: the features that enter `down`.
+        inner: the features that enter `down`; 0 where nothing does.
+        looked_up: whether rows of this block's hidden size are looked up in a table before, as wide as `outs` are many.
         heads: sizes that y must divide, such as the numbers of query and of key heads.
     """
 
@@ -40,6 +43,7 @@ class Block:
     inner: int
     heads: tuple[int, ...] = ()
     name: str = "mlp"
+    looked_up: bool = False
 
     @classmethod
     def mlp(cls, tokens: int, hidden: int, ffn: int, gated: bool = False) -> Block:
@@ -55,10 +59,16 @@ class Block:
         sizes = (heads * head, kv_heads * head, kv_heads * head)
         return cls(tokens, hidden, sizes, heads * head, (heads, kv_heads), "attention")
 
+    @classmethod
+    def vocabulary(cls, tokens: int, hidden: int, classes: int) -> Block:
+        """The table of an embedding, and the head that leads to as many classes, with its loss in chunks of rows."""
+        return cls(tokens, hidden, (classes,), 0, name="vocabulary", looked_up=True)
+
     @property
-    def bounds(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """(M, K, N) of the two products."""
-        return (self.tokens, self.hidden, sum(self.outs)), (self.tokens, self.inner, self.hidden)
+    def bounds(self) -> tuple[tuple[int, int, int], ...]:
+        """(M, K, N) of the products."""
+        first = (self.tokens, self.hidden, sum(self.outs))
+        return (first, (self.tokens, self.inner, self.hidden)) if self.inner else (first,)
 
     def lower_bound(self, ranks: int) -> float:
         """Elements that a rank must receive in forward: the sum of the two products' bounds."""
@@ -66,7 +76,7 @@ class Block:
 
     @property
     def parameters(self) -> int:
-        return self.hidden * (sum(self.outs) + self.inner)
+        return self.hidden * (sum(self.outs) * (1 + self.looked_up) + self.inner)
 
 
 @dataclass(frozen=True)
@@ -158,10 +168,18 @@ def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -
     s, ranks = padded(block, g), g.ranks
     outside = s.tokens * s.hidden // ranks * (g.y - 1)  # activations [tokens, hidden] over y
     inside = s.tokens * s.inner // ranks * (g.x - 1)
-    for name, width, a, c, a_axis, c_axis in (
-        ("up", s.hidden * s.up, outside, s.tokens * s.up // ranks * (g.x - 1), "y", "x"),
-        ("down", s.hidden * s.inner, inside, outside, "x", "y"),
-    ):
+    products = [("up", s.hidden * s.up, outside, s.tokens * s.up // ranks * (g.x - 1), "y", "x")]
+    if block.inner:
+        products.append(("down", s.hidden * s.inner, inside, outside, "x", "y"))
+    if block.looked_up:
+        # A rank finds its features of all rows; they go to the ranks of these rows, and their gradient comes back.
+        for phase, tensor in (("forward", "A"), ("dgrad", "dA")):
+            for axis, others in (("z", g.y), ("y", 1)):
+                found = s.tokens * s.hidden // ranks // others * (getattr(g, axis) - 1) // getattr(g, axis)
+                yield Message(phase, f"up {tensor}", "all_to_all", axis, found)
+        table = s.hidden * s.up // (g.z * g.x * g.y)
+        yield Message("wgrad", "up dB", "all_reduce", "dp", 2 * (g.dp - 1) * -(-table // g.dp))
+    for name, width, a, c, a_axis, c_axis in products:
         shard = width // (g.z * g.x * g.y)
         weight = shard * (g.z - 1)
         yield Message("forward", f"{name} A", "all_gather", a_axis, a)
@@ -180,11 +198,12 @@ def volume(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -> 
     return sum(message.elements for message in messages(block, g, regather_a, regather_b))
 
 
-def gemms(block: Block, g: Grids) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
-    """(m, n, k) of a rank's two forward products; dgrad and wgrad permute them."""
+def gemms(block: Block, g: Grids) -> tuple[tuple[Any, Any, Any], ...]:
+    """(m, n, k) of a rank's forward products; dgrad and wgrad permute them."""
     s = padded(block, g)
     rows = s.tokens // (g.dp * g.z)
-    return (rows, s.up // g.y, s.hidden // g.x), (rows, s.hidden // g.x, s.inner // g.y)
+    first = rows, s.up // g.y, s.hidden // g.x
+    return (first, (rows, s.hidden // g.x, s.inner // g.y)) if block.inner else (first,)
 
 
 def largest_integer(blocks: Sequence[Block], ranks: int, layers: int) -> int:
@@ -226,15 +245,15 @@ def memory(
     (gathered, or as stored where backward gathers them again), and the input of the activation function.
     """
     s = padded(block, g)
-    shard = s.hidden * (s.up + s.inner) // (g.z * g.x * g.y)
-    gathered_b = shard * g.z * (g.z > 1)  # beside the stored shard
+    shard = s.hidden * (s.up * (1 + block.looked_up) + s.inner) // (g.z * g.x * g.y)
+    gathered_b = s.hidden * (s.up + s.inner) // (g.x * g.y) * (g.z > 1)  # beside the stored shard
     # An MLP's activations are made again from the input of the activation function, which is kept anyway; what lies
     # between the projections of heads is not.
     stored_a = s.tokens * (s.hidden + s.inner * bool(block.heads)) // g.ranks
     gathered_a = s.tokens * s.hidden * g.y // g.ranks + s.tokens * s.inner * g.x // g.ranks
-    between = s.tokens * s.up // g.ranks
+    # Of the logits of a head there is a chunk at a time.
+    between = s.tokens * s.up // g.ranks * bool(block.inner)
     kept = np.where(regather_a, stored_a, gathered_a) + between + np.where(regather_b, 0, gathered_b)
-    partial = s.tokens * s.up * g.x // g.ranks
-    working = partial + (gathered_a - stored_a) * regather_a + gathered_b * regather_b + shard * g.z * (g.z > 1)
+    working = between * g.x + (gathered_a - stored_a) * regather_a + gathered_b * (1 + regather_b)
     state = OPTIMIZERS[optimizer][0 if itemsize >= 4 else 1]
     return BlockMemory(shard * itemsize, shard * itemsize, shard * state, kept * itemsize, working * itemsize)

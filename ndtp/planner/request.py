@@ -95,7 +95,8 @@ def check_request(request: Request) -> None:
         GridError: a size that is none, or a word that is not one of those known.
     """
     for block in request.blocks:
-        check_arguments({"tokens": block.tokens, "hidden": block.hidden, "ffn": block.inner}, {})
+        inner = {"ffn": block.inner} if block.inner else {}
+        check_arguments({"tokens": block.tokens, "hidden": block.hidden, **inner}, {})
         for size in (*block.outs, *block.heads):
             SIZE.check("plan", f"a size of {block.name}", size)
     for name, kind in FIELDS.items():

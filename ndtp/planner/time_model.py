@@ -194,7 +194,7 @@ def _products(
     activation = (_real(s.up + s.inner) * _real(s.tokens) / _real(g.ranks), 0)
     own = [np.where(size > 1, 1 / size, 0.0) for size in (_real(g.y), _real(g.x))]
     per_element = itemsize / (hardware.memory_gbs * 1e9)
-    for name, (m, n, k), elements in zip(("up", "down"), gemms(block, g), activation, strict=True):
+    for name, (m, n, k), elements in zip(("up", "down"), gemms(block, g), activation, strict=False):
         yield Product(
             moved[name],
             gemm_seconds(hardware, m, n, k, dtype),
@@ -204,5 +204,5 @@ def _products(
             2 * _real(n) * _real(k) * per_element * ((g.z > 1) & (itemsize < 4)),
             # Rows of A come from y and of dC from x in the first product; the other way round in the second.
             (own[0], own[1]) if name == "up" else (own[1], own[0]),
-            chained=name == "up" and len(block.outs) == 1,
+            chained=name == "up" and len(block.outs) == 1 and bool(block.inner),
         )
