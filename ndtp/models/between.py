@@ -42,7 +42,7 @@ def _named(*names: str) -> set[Any]:
     return {getattr(place, form) for place in PLACES for form in forms if hasattr(place, form)}
 
 
-def _getters(*names: str) -> set[Any]:
+def getters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names}
 
 
@@ -50,14 +50,14 @@ KNOWN = _named(*ELEMENTWISE)
 DROPOUTS = {F.dropout, torch.dropout, torch.dropout_}
 # What does not depend on the numbers, nor on how they lie.
 FACTS = {
-    *_getters(
+    *getters(
         "_backward_hooks", "_grad", "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf",
         "is_meta", "is_nested", "is_quantized", "is_sparse", "layout", "output_nr", "requires_grad",
     ),
     Tensor.__hash__, Tensor.as_subclass, Tensor.get_device, Tensor.is_complex, Tensor.is_floating_point,
     torch.is_complex, torch.is_floating_point,
 }  # fmt: skip
-SIZES = _getters("ndim", "shape") | {Tensor.__len__, Tensor.dim, Tensor.numel, Tensor.size, torch.numel}
+SIZES = getters("ndim", "shape") | {Tensor.__len__, Tensor.dim, Tensor.numel, Tensor.size, torch.numel}
 
 
 @dataclass(frozen=True)

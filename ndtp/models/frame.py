@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 from ndtp.algebra.layout import Layout
 from ndtp.runtime.process_grid import ProcessGrid
@@ -18,6 +19,11 @@ class Frame:
         sequences: the number of sequences (of one dp rank) is padded to a multiple of this.
         gathered: operations that took the whole of a split activation, and how often.
         running: how many forwards of modules left as they are run now, one inside of the other.
+        fuse: whether products run as one with what they lead to: those of an MLP, and the head with its loss.
+        loss_rows: the most rows of logits that a rank has at a time, where a loss is all that they are for.
+        head, has_labels: the projection that gives logits, and whether the model was called with labels.
+        activations: those that formulas of the model's code were found to be, by their keys.
+        losses: plans of a head with its loss, by what these depend on.
     """
 
     mesh: ProcessGrid
@@ -25,6 +31,12 @@ class Frame:
     sequences: int
     gathered: dict[str, int] = field(default_factory=dict)
     running: int = 0
+    fuse: bool = True
+    loss_rows: int = 1024
+    head: Any = None
+    has_labels: bool = False
+    activations: dict[Any, Any] = field(default_factory=dict)
+    losses: dict[Any, Any] = field(default_factory=dict)
 
     def note(self, who: str, passage: Passage) -> None:
         """That somebody takes the whole of what is split; a word where it is the first time."""

@@ -43,6 +43,10 @@ class Hidden(Tensor):
 
     passage: Passage
 
+    def now(self) -> Hidden:
+        """Itself; of one that is still to be computed, what it is."""
+        return self
+
     def gathered(self) -> Tensor:
         """The whole of it, on every rank (of its own dp rows); a collective."""
         return whole(self)
@@ -78,6 +82,7 @@ def enter(shard: Tensor, passage: Passage) -> Hidden:
 
 def leave(x: Tensor) -> Tensor:
     """The shard, as a plain tensor."""
+    x = x.now() if isinstance(x, Hidden) else x
     with torch._C.DisableTorchFunctionSubclass():
         return x.view_as(x)
 
@@ -116,7 +121,7 @@ def _cut(x: Tensor, passage: Passage) -> Tensor:
 def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """On shards, where the other operands are split alike, or can be brought to lie so."""
     operands = (*args, *kwargs.values())
-    if _writes(func) and not isinstance(args[0], Hidden):
+    if writes(func) and not isinstance(args[0], Hidden):
         return NotImplemented
     mine = [x for x in operands if isinstance(x, Hidden)]
     target = max(mine, key=lambda x: x.passage.rows).passage
@@ -178,12 +183,26 @@ def _brought(x: Tensor, passage: Passage) -> Tensor:
     return rows[index]
 
 
-def _dropout(func: Any, x: Hidden, p: float = 0.5, *args: Any, **kwargs: Any) -> Hidden:
-    """This rank's part of one mask for the whole."""
-    is_on, inplace = (*args, *kwargs.values(), False)[:2] if args or kwargs else (True, False)
+def for_every_row(x: Tensor, passage: Passage) -> Tensor | None:
+    """[1, features / y] of an operand that is the same for all rows, without a gradient; None of any other."""
+    lead = tuple(x.shape[:-1])
+    if isinstance(x, Hidden) or x.requires_grad or lead != (1,) * len(lead) or len(lead) > len(passage.lead):
+        return None
+    return x if x.dim() == 0 else _brought(x, passage)
+
+
+def is_dropout_off(func: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> bool:
+    """Whether one of `DROPOUTS` gives what it got."""
+    is_on = (*args, *kwargs.values(), True)[0]
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout: p={p} is not in [0, 1]")
-    if not is_on or p == 0.0:
+    return not is_on or p == 0.0
+
+
+def _dropout(func: Any, x: Hidden, p: float = 0.5, *args: Any, **kwargs: Any) -> Hidden:
+    """This rank's part of one mask for the whole."""
+    inplace = (*args, *kwargs.values(), False, False)[1]
+    if is_dropout_off(func, p, *args, **kwargs):
         return x
     passage = x.passage
     blocks = RowBlocks(math.prod(passage.lead) or 1, passage.rows or 1)
@@ -218,21 +237,27 @@ def _parts(func: Any, x: Tensor, size: Any, dim: int = 0) -> Any:
     return tuple(enter(shard.contiguous(), part) for shard in leave(x).chunk(count, dim=1))
 
 
+def picked_rows(passage: Passage, key: Any) -> Tensor | None:
+    """[.. of the result], which rows `x[key]` picks; None where it picks anything else."""
+    keys, dims = list(key) if isinstance(key, tuple) else [key], len(passage.shape)
+    named = sum(k is not None and k is not Ellipsis for k in keys)
+    if named > dims or any(isinstance(k, Tensor) and (k.dtype == torch.bool or isinstance(k, Hidden)) for k in keys):
+        return None
+    if (Ellipsis in [k for k in keys if not isinstance(k, Tensor)] and keys[-1] is not Ellipsis) or named == dims:
+        last = keys.pop()
+        if not isinstance(last, slice) or last.indices(passage.features) != (0, passage.features, 1):
+            return None
+    ids = torch.arange(math.prod(passage.lead)).view(passage.lead)[tuple(keys)]
+    return ids if ids.dim() else None
+
+
 def _picked(x: Tensor, key: Any) -> Any:
     """Rows of the leading dims, `x[:, 0]`, `x[:, -1:, :]`: each rank gives those that it has."""
     if not isinstance(x, Hidden) or x.passage.sections > 1:
         return NotImplemented
     passage, frame = x.passage, x.passage.frame
-    keys = list(key) if isinstance(key, tuple) else [key]
-    named = sum(k is not None and k is not Ellipsis for k in keys)
-    if named > x.dim() or any(isinstance(k, Tensor) and (k.dtype == torch.bool or isinstance(k, Hidden)) for k in keys):
-        return NotImplemented
-    if (Ellipsis in [k for k in keys if not isinstance(k, Tensor)] and keys[-1] is not Ellipsis) or named == x.dim():
-        last = keys.pop()
-        if not isinstance(last, slice) or last.indices(passage.features) != (0, passage.features, 1):
-            return NotImplemented
-    ids = torch.arange(math.prod(passage.lead)).view(passage.lead)[tuple(keys)]
-    if ids.dim() == 0:
+    ids = picked_rows(passage, key)
+    if ids is None:
         return NotImplemented
     if ids.shape == passage.lead and torch.equal(ids.flatten(), torch.arange(ids.numel())):
         return enter(leave(x), passage)
@@ -263,19 +288,23 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Of logits that stay split."""
-    if not isinstance(logits, Hidden) or weight is not None or size_average is not None or reduce is not None:
+    if not isinstance(logits, Hidden) or size_average is not None or reduce is not None:
         return NotImplemented
     passage = logits.passage
     frame = passage.frame
-    if logits.dim() != 2 or target.is_floating_point() or reduction == "none" or target.numel() != passage.lead[0]:
+    if logits.dim() != 2 or target.is_floating_point() or target.numel() != passage.lead[0]:
         return NotImplemented
     padded = F.pad(target, (0, passage.rows - target.numel()), value=ignore_index)
     here = passage.rows_here
-    return cross_entropy(
+    loss = cross_entropy(
         leave(logits), padded[here.start : here.stop], layout=passage.layout, mesh=frame.mesh,
-        classes=passage.features, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction,
-        name=passage.came_from or "loss",
+        classes=passage.features, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
+        reduction=reduction, name=passage.came_from or "loss",
     )  # fmt: skip
+    if reduction != "none":
+        return loss
+    rows = Layout(frame.mesh.grid, passage.layout.dims[0], None)
+    return relayout(loss[:, None], rows, frame.outside, frame.mesh, "losses")[: target.numel(), 0]
 
 
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -304,7 +333,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     name = str(getattr(func, "__name__", func)).strip("_")
     for x in hidden_in((*args, *kwargs.values())):
         x.passage.frame.note(name, x.passage)
-    into = args[0] if args and isinstance(args[0], Hidden) and _writes(func) else None
+    into = args[0] if args and isinstance(args[0], Hidden) and writes(func) else None
     given = _mapped(args)
     result = func(*given, **_mapped(kwargs))
     if into is None:
@@ -314,7 +343,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     return into if result is given[0] else result
 
 
-def _writes(func: Any) -> bool:
+def writes(func: Any) -> bool:
     """Whether a function of torch changes its first operand, by its name."""
     name = str(getattr(func, "__name__", ""))
     return name == "__setitem__" or name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))

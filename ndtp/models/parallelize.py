@@ -13,6 +13,7 @@ from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import BlockLayouts, block_layouts
 from ndtp.errors import LayoutError
 from ndtp.models.auto import best_grid, best_layouts, request_for
+from ndtp.models.auto_whole import plan_whole
 from ndtp.models.belongings import Belongings, in_place_of
 from ndtp.models.boundary import Boundary, BoundaryLinear
 from ndtp.models.left_alone import why_left
@@ -20,6 +21,7 @@ from ndtp.models.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unf
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
 from ndtp.models.same_weights import check_same_weights
+from ndtp.models.torch_stacks import TorchSplit, find_stacks
 from ndtp.models.transformer import Split, is_transformer, split_before, stock_model
 from ndtp.nn.padding import (
     pair_multiples,
@@ -43,13 +45,14 @@ def parallelize(
     tokens: int | None = None,
     hardware: str | Hardware = "h100-ib",
     keep: Sequence[str] = (),
+    fuse: bool = True,
     strict: bool = True,
 ) -> nn.Module:
     """Split a model over a grid, in place, keeping its weights, names and code.
 
-    A model of transformers is split as a whole: see `ndtp.models.transformer`.  Of any other,
-    `Linear -> activation -> Linear` pairs are replaced by tensor-parallel ones.  So are gated ones,
-    `down(act(gate(x)) * up(x))`.
+    A model of transformers is split as a whole: see `ndtp.models.transformer`.  Of any other, torch's own transformer
+    layers and attention are split from end to end, and `Linear -> activation -> Linear` pairs are replaced by
+    tensor-parallel ones.  So are gated ones, `down(act(gate(x)) * up(x))`.
     Pairs are found by tracing the `forward` of the modules that hold them; state-dict keys stay.  The rest of the model
     keeps working: activations are whole outside of a pair, but for rows that other axes of the grid (`dp`) split.  What
     was and was not replaced, and why, is in `model.ndtp_report`.
@@ -66,6 +69,8 @@ def parallelize(
         pad: pad sizes that do not divide; without it they are an error.
         regather, chunks: as for `ndtp.nn.Linear`.
         keep: names of layers of a transformer that stay whole, with wildcards; what they belong to stays whole too.
+        fuse: whether the products of an MLP run as one schedule, and the head with the loss in chunks of rows, where a
+            whole model's code puts nothing between them that forbids it.
         strict: nothing to replace is an error.
 
     Raises:
@@ -84,15 +89,22 @@ def parallelize(
         report.count(model, count, earlier.split.linears)
         model.ndtp_report = report  # type: ignore[assignment]
         return model
-    if plan is None and is_transformer(model) and mesh is not None and scheme != "auto":
+    if plan is None and is_transformer(model) and (mesh is not None or scheme == "auto"):
+        if scheme == "auto":
+            mesh, layouts, report.planned = plan_whole(model, mesh, tokens, hardware)
+        else:
+            layouts = block_layouts(mesh.grid, scheme, axes)  # type: ignore[union-attr]
+        assert mesh is not None
         check_same_weights(model, mesh)
-        split = Split(model, mesh, block_layouts(mesh.grid, scheme, axes), keep)
+        split = Split(model, mesh, layouts, keep, regather=regather, chunks=chunks, fuse=fuse)
         split.run()
         report.replaced, report.kept, report.split = split.replaced, split.kept, split
         report.carried = theirs.bring(model, mesh)
         return _reported(model, mesh, report, count, split.linears, strict)
+    stacks = find_stacks(model) if plan is None else {}
     if plan is None:
-        pairs, report.kept = find_pairs(model)
+        found, report.kept = find_pairs(model)
+        pairs = [pair for pair in found if not any(_is_in(pair.up, name) for name in stacks)]
     else:
         pairs = pairs_by_name(model, {name: value for name, value in plan.items() if isinstance(value, str)})
     if scheme == "auto":
@@ -102,7 +114,14 @@ def parallelize(
     else:
         layouts = block_layouts(mesh.grid, scheme, axes)
     check_same_weights(model, mesh)
-    options = {"regather": regather, "chunks": chunks}
+    options: dict[str, Any] = {"regather": regather, "chunks": chunks}
+    report.kept = {key: why for key, why in report.kept.items() if not any(_is_in(key, name) for name in stacks)}
+    for name, stack in stacks.items():
+        torch_split = TorchSplit(name, stack, mesh, layouts, keep, fuse=fuse, **options)
+        torch_split.run()
+        report.replaced |= torch_split.replaced
+        report.kept |= torch_split.kept
+        report.stacks.append(torch_split)
     for pair in pairs:
         _replace_pair(model, pair, mesh, report, pad, layouts.plans(pair.up), options)
     for name, value in (plan or {}).items():
@@ -110,13 +129,20 @@ def parallelize(
             _replace_one(model, name, value, mesh, report, pad, options)
     linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
     for name in linears:
-        report.kept.setdefault(name, "not named in the plan")
+        if not any(_is_in(name, stack) for stack in stacks):
+            report.kept.setdefault(name, "not named in the plan")
     for name, module in model.named_modules():
         reason = None if isinstance(module, BoundaryLinear) else why_left(module)
-        if reason:
+        if reason and not any(_is_in(name, stack) for stack in stacks):
             report.kept.setdefault(name, reason)
     report.carried = theirs.bring(model, mesh)
-    return _reported(model, mesh, report, count, len(report.replaced), strict)
+    replaced = len(report.replaced) - sum(len(s.replaced) - s.linears for s in report.stacks)
+    return _reported(model, mesh, report, count, replaced, strict)
+
+
+def _is_in(name: str, stack: str) -> bool:
+    """Whether a module is a part of another."""
+    return not stack or name == stack or name.startswith(f"{stack}.")
 
 
 def _reported(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,13 @@ class Group:
         return found
 
 
+class Schedule(Protocol):
+    """What a projection is one program with."""
+
+    def called(self, member: Projection, x: Tensor) -> Hidden | None:
+        """What the model's code gets where it calls a projection; None where that is to be computed by itself."""
+
+
 class Projection(Adopted):
     """An `nn.Linear`, or a Conv1D whose weight is [in, out], on a grid.
 
@@ -62,6 +69,7 @@ class Projection(Adopted):
     leads_in: bool
     is_conv: bool
     group: Group | None
+    schedule: Schedule | None
     core: Any
     loud: bool
     adapts: Projection | None
@@ -70,13 +78,19 @@ class Projection(Adopted):
     def forward(self, x: Tensor) -> Tensor:
         if self.core is not None:
             return self.core.projected(self, x)
+        if self.schedule is not None and (made := self.schedule.called(self, x)) is not None:
+            return made
         if not isinstance(x, Hidden):
             x = self.taken(x)
         if self.group is not None:
             y = self.group.result(self, x)
         else:
             (y,) = products([self], self.taken(x))
-        return enter(y.view_as(y), self.passage(x.passage))
+        return self.as_given(y, x.passage)
+
+    def as_given(self, y: Tensor, given: Passage) -> Hidden:
+        """What it gives to the model's code, of an input that lay as `given`."""
+        return enter(y.view_as(y), self.passage(given))
 
     def taken(self, x: Tensor) -> Hidden:
         """Its input, as its plan has it."""
@@ -100,7 +114,9 @@ class Projection(Adopted):
         if self.stored == self.plan.b:
             return weight, bias
         mesh, dim = self.mesh, 1 if self.is_conv else 0
-        order = torch.tensor(self._order(), device=weight.device) if self.sections else slice(None)
+        order: Any = slice(None)
+        if self.sections:
+            order = torch.tensor(order_of(self.sections, self.plan.out.num_splits(1)), device=weight.device)
         shard = local_shard(weight)
         shard = shard.index_select(dim, order) if isinstance(order, Tensor) else shard
         shard = relayout(shard, self.stored, self.plan.b, mesh, f"{self.name}.weight")
@@ -109,16 +125,26 @@ class Projection(Adopted):
         one = Layout(mesh.grid, None)
         return shard, relayout(local_shard(bias)[order], one, self.plan.bias, mesh, f"{self.name}.bias")
 
-    def _order(self) -> list[int]:
-        """Rows of the weight, so that each rank along the axes that split them has its part of every section."""
-        splits = self.plan.out.num_splits(1)
-        order: list[int] = []
-        for part in range(splits):
-            start = 0
-            for size in self.sections:
-                order += range(start + part * size // splits, start + (part + 1) * size // splits)
-                start += size
-        return order
+    @property
+    def features_dim(self) -> int:
+        """Which dim of its weight its own features are."""
+        return 1 if self.is_conv else 0
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts its result is split where its weight is one."""
+        return self.plan.out.num_splits(1) // self.plan.b.num_splits(self.features_dim)
+
+
+def order_of(sections: Sequence[int], splits: int) -> list[int]:
+    """Rows of a weight of several sections, so that each rank along the axes that split them has its part of each."""
+    order: list[int] = []
+    for part in range(splits):
+        start = 0
+        for size in sections:
+            order += range(start + part * size // splits, start + (part + 1) * size // splits)
+            start += size
+    return order
 
 
 def products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
@@ -128,20 +154,24 @@ def products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
         member.own("weight", rows)
     if len(members) == 1:
         weight, bias = first.weight_and_bias()
-        return [chain(rows, (weight,), (bias,), (first.plan,), (None,), first.mesh)]
-    dim = 1 if first.is_conv else 0
+        return [chain(rows, (weight,), (bias,), (first.plan,), (None,), first.mesh, (first,))]
+    dim, parts = first.features_dim, first.parts
     both = [member.weight_and_bias() for member in members]
     weights = [local_shard(weight) for weight, _ in both]
-    weight = torch.cat(weights, dim)
     bias = None
     if any(b is not None for _, b in both):
-        parts = [
-            rows.new_zeros(w.shape[dim]) if b is None else local_shard(b)
-            for w, (_, b) in zip(weights, both, strict=True)
-        ]
-        bias = torch.cat(parts)
-    y = chain(rows, (weight,), (bias,), (first.plan,), (None,), first.mesh)
-    return [part.contiguous() for part in y.split([w.shape[dim] for w in weights], dim=1)]
+        biases = [w.new_zeros(w.shape[dim]) if b is None else local_shard(b)
+                  for w, (_, b) in zip(weights, both, strict=True)]  # fmt: skip
+        bias = _by_parts(biases, parts, 0)
+    y = chain(rows, (_by_parts(weights, parts, dim),), (bias,), (first.plan,), (None,), first.mesh)
+    return [part.contiguous() for part in y.split([w.shape[dim] // parts for w in weights], dim=1)]
+
+
+def _by_parts(shards: Sequence[Tensor], parts: int, dim: int) -> Tensor:
+    """Features of several layers as those of one: each part of its result has some of all."""
+    if parts == 1:
+        return torch.cat(list(shards), dim)
+    return torch.cat([shard.unflatten(dim, (parts, -1)) for shard in shards], dim + 1).flatten(dim, dim + 1)
 
 
 def place_projection(
@@ -155,6 +185,8 @@ def place_projection(
     width: int,
     sections: Sequence[int] = (),
     pad_to: int = 1,
+    regather: tuple[str, ...] = (),
+    chunks: int | str = 0,
 ) -> Projection:
     """Put a Linear or Conv1D on the grid.
 
@@ -162,6 +194,7 @@ def place_projection(
         width: of hidden states, with padding.
         sections: sizes of parts of its features, each of which is split by itself.
         pad_to: what is inside of a block is padded to a multiple of this.
+        regather, chunks: as for `ndtp.nn.Linear`.
     """
     is_conv = not isinstance(module, nn.Linear)
     theirs: Any = module.weight
@@ -172,24 +205,29 @@ def place_projection(
     )  # fmt: skip
     stored = b
     if sections:
-        in_order = [axis for axis in frame.mesh.mesh_axes if axis in b.axes and axis not in a.dims[1]]
-        stored = Layout(b.grid, None, (*a.dims[1], *in_order))
-        b = Layout(b.grid, b.dims[0], a.dims[1])
+        b, stored = used_and_stored(a, b, frame.mesh.mesh_axes)
     if is_conv:
         b, stored = Layout(b.grid, *reversed(b.dims)), Layout(b.grid, *reversed(stored.dims))
-    plan = MatMulPlan(a, b, out, transpose_b=not is_conv, name=name)
+    plan = MatMulPlan(a, b, out, transpose_b=not is_conv, regather=regather, chunks=chunks, name=name)
     shape = (inner, width) if leads_in != is_conv else (width, inner)
     layer: Projection = adopt(module, Projection, frame, name)
     layer.plan, layer.stored, layer.leads_in, layer.is_conv = plan, stored, leads_in, is_conv
     layer.width, layer.out_width = (width, inner) if leads_in else (inner, width)
     layer.sections, layer.group, layer.core, layer.loud = tuple(sections), None, None, True
-    layer.adapts, layer.gives_features = None, False
+    layer.adapts, layer.gives_features, layer.schedule = None, False, None
     plan.check_divides({"m": 0, "k": layer.width, "n": layer.out_width})
     layer.placed("weight", stored, known, shape)
     if layer._parameters.get("bias") is not None:
         bias = Layout(b.grid, None) if sections else plan.bias
         layer.placed("bias", bias, known, (layer.out_width,))
     return layer
+
+
+def used_and_stored(a: Layout, b: Layout, mesh_axes: Sequence[str]) -> tuple[Layout, Layout]:
+    """How a product of `a` uses a weight [out, in] that lies as `b` but for its order, and how all of its rows lie."""
+    in_order = [axis for axis in mesh_axes if axis in b.axes and axis not in a.dims[1]]
+    used = Layout(b.grid, b.dims[0], tuple(axis for axis in b.dims[1] if axis in a.dims[1]))
+    return used, Layout(b.grid, None, (*a.dims[1], *in_order))
 
 
 def in_group(members: Sequence[Projection]) -> None:

@@ -30,6 +30,8 @@ class Report:
         parameters: the number of elements of all parameters; of those that are split; of what this rank holds.
         split: of a whole model, its modules on the grid.
         carried: what hung on the parameters that there were, and hangs on those in their place now.
+        stacks: of any other model, torch's transformer modules on the grid.
+        planned: what scheme="auto" chose for it, and for what.
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
@@ -40,18 +42,22 @@ class Report:
     parameters: tuple[int, int, int] = (0, 0, 0)
     split: Any = field(default=None, repr=False)
     carried: list[str] = field(default_factory=list)
+    planned: str = ""
+    stacks: list[Any] = field(default_factory=list, repr=False)
 
     @property
     def gathered(self) -> dict[str, int]:
         """In a whole model, operations that took the whole of a split activation so far, and how often."""
-        return {} if self.split is None else self.split.frame.gathered
+        if self.split is not None:
+            return self.split.frame.gathered
+        return {key: count for stack in self.stacks for key, count in stack.frame.gathered.items()}
 
     def volume(self, tokens: int, sequence: int | None = None) -> Volume:
         """The exact traffic of a training step.
 
         Of pairs of Linears, over `tokens` rows, boundaries included, in elements received per rank.  Of a whole model,
         over `tokens` sequences (of one dp rank) of the length `sequence`, loss included, in bytes; that of operations
-        in `gathered` is not in it.
+        in `gathered` is not in it.  So it is with torch's transformer layers in a model, of self-attention.
 
         Raises:
             LayoutError: a whole model without `sequence`.
@@ -60,6 +66,11 @@ class Report:
             if sequence is None:
                 raise LayoutError("report.volume: a whole model takes volume(batch, sequence)")
             return step_volume(self.split, tokens, sequence)
+        if self.stacks:
+            if sequence is None:
+                raise LayoutError("report.volume: a model with transformer layers takes volume(batch, sequence)")
+            pairs = [layer.volume(tokens * sequence).in_bytes(layer.weight.element_size()) for layer in self.layers]
+            return sum((stack.volume(tokens, sequence) for stack in self.stacks), sum(pairs, Volume()))
         return sum((layer.volume(tokens) for layer in self.layers), Volume())
 
     def count(self, model: nn.Module, linears: int, replaced: int) -> None:
@@ -101,6 +112,7 @@ class Report:
             f"replaced {replaced} of {linears} Linears; of {total:,} parameters {100 * split / (total or 1):.1f} % are "
             f"split, {100 * held / (total or 1):.1f} % held per rank"
         ]
+        lines += [f"planned  {self.planned}"] if self.planned else []
         lines += [f"replaced {line}" for line in _grouped(self.replaced)]
         lines += [f"kept     {line}" for line in _grouped(self.kept)]
         lines += [f"carried  {line}" for line in self.carried]

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ndtp.errors import LayoutError
+
 # Names of projections by their role in an attention module.
 Q = ("q_proj", "query", "q", "q_lin", "to_q", "wq", "query_proj", "q_attn")
 K = ("k_proj", "key", "k", "k_lin", "to_k", "wk", "key_proj")
@@ -81,6 +83,22 @@ def features(module: Any) -> tuple[int, int]:
     """(in, out)"""
     first, second = module.weight.shape
     return (first, second) if not isinstance(module, nn.Linear) else (second, first)
+
+
+def hidden_size(model: Any) -> int:
+    """Features of a model's hidden states, by its config.
+
+    Raises:
+        LayoutError: it does not tell.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for owner in (text, config):
+        for name in ("hidden_size", "d_model", "n_embd", "dim"):
+            size = getattr(owner, name, None)
+            if isinstance(size, int):
+                return size
+    raise LayoutError("parallelize: the model's config tells no size of its hidden states")
 
 
 def join(prefix: str, name: str) -> str:

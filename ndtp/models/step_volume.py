@@ -15,6 +15,7 @@ from ndtp.models.projections import Projection
 from ndtp.ops.losses import LossPlan
 
 if TYPE_CHECKING:
+    from ndtp.models.adopted import SplitNorm
     from ndtp.models.attention_core import Core
     from ndtp.models.transformer import Split
 
@@ -31,16 +32,13 @@ def step_volume(split: Split, batch: int, sequence: int) -> Volume:
     for core in split.cores:
         total += _attention(core, rows)
     for layers in split.mlps:
-        total += _product(layers[:-1], rows) + _product(layers[-1:], rows)
+        total += mlp_volume(layers, rows)
     for adapter in split.adapters:
-        total += _product([adapter], rows)
+        total += product_volume([adapter], rows)
     for norm in split.norms:
-        first = next(norm.parameters(), None)
-        dtype = torch.get_default_dtype() if first is None else first.dtype
-        trained = sum(p.requires_grad for p in norm.parameters())
-        total += norm.norm_plan.volume(rows, True, trained, dtype).in_bytes(dtype.itemsize)
+        total += norm_volume(norm, rows)
     if split.head is not None:
-        total += _product([split.head], rows)
+        total += product_volume([split.head], rows)
         # As transformers computes it, in fp32.
         loss = LossPlan(split.head.plan.out, LossForm(split.head.real_out, 0.0, 0.0))
         total += loss.volume(rows, torch.float32).in_bytes(4)
@@ -55,18 +53,31 @@ def step_volume(split: Split, batch: int, sequence: int) -> Volume:
 def _attention(core: Core, rows: int) -> Volume:
     members = list(core.inputs.values())
     size = members[0].weight.element_size()
-    total = _product(members, rows)
+    total = product_volume(members, rows)
     if core.kv_heads % core.inner.num_splits(1):
         bare = core.inner.with_dims(core.inner.dims[0], None)
         axes = core.frame.mesh.grid.nontrivial(core.inner.dims[1])
         shared = RelayoutPlan(core.inner, bare, (), axes)
         for _ in range(2):
             total += shared.volume((rows, core.kv_heads * core.head_dim)).in_bytes(size)
-    return total + _product([core.output or core.beside], rows)
+    return total + product_volume([core.output or core.beside], rows)
 
 
-def _product(members: Sequence[Projection], rows: int) -> Volume:
-    """Of layers that are one product."""
+def mlp_volume(layers: Sequence[Projection], rows: int) -> Volume:
+    """Bytes of a step of an MLP, whose last layer leads back."""
+    return product_volume(layers[:-1], rows) + product_volume(layers[-1:], rows)
+
+
+def norm_volume(norm: SplitNorm, rows: int) -> Volume:
+    """Bytes of a step of a norm."""
+    first = next(norm.parameters(), None)
+    dtype = torch.get_default_dtype() if first is None else first.dtype
+    trained = sum(p.requires_grad for p in norm.parameters())
+    return norm.norm_plan.volume(rows, True, trained, dtype).in_bytes(dtype.itemsize)
+
+
+def product_volume(members: Sequence[Projection], rows: int) -> Volume:
+    """Bytes of a step of layers that are one product."""
     first = members[0]
     biases = [bias for m in members if (bias := m._parameters.get("bias")) is not None]
     total = first.plan.volume(

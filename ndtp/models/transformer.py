@@ -16,8 +16,10 @@ from ndtp.models.adapters import place_adapters, reason_against, wrappers_in
 from ndtp.models.adopted import Adopted, Placed, SplitEmbedding, SplitNorm, adopt, heads_alone, is_placed, replicate
 from ndtp.models.attention_core import Core, place_core
 from ndtp.models.frame import Frame
+from ndtp.models.head_loss import HeadSchedule, place_model
 from ndtp.models.left_alone import is_foreign, leave_alone, why_left
 from ndtp.models.not_replicated import not_replicated
+from ndtp.models.one_schedule import MLPSchedule
 from ndtp.models.projections import Projection, in_group, place_projection
 from ndtp.models.roles import (
     AttentionRole,
@@ -25,6 +27,7 @@ from ndtp.models.roles import (
     features,
     find_attention,
     find_mlps,
+    hidden_size,
     is_linear,
     is_wrapper,
     norm_role,
@@ -74,7 +77,18 @@ class Split:
         kept: why others were left as they are.
     """
 
-    def __init__(self, model: nn.Module, mesh: ProcessGrid, layouts: BlockLayouts, keep: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: ProcessGrid,
+        layouts: BlockLayouts,
+        keep: Sequence[str] = (),
+        *,
+        hidden: int | None = None,
+        regather: tuple[str, ...] = (),
+        chunks: int | str = 0,
+        fuse: bool = True,
+    ) -> None:
         self.linears = 0
         self.cores: list[Core] = []
         self.mlps: list[list[Projection]] = []
@@ -93,9 +107,10 @@ class Split:
         weights = {axis for layout in (layouts.up_weight, layouts.down_weight) for axis in layout.axes}
         data = tuple(axis for axis in layouts.input.dims[0] if axis not in weights)
         outside = Layout(grid, data, None)
-        self.frame = Frame(mesh, outside, row_multiple(layouts.plans("model"), outside))
+        self.frame = Frame(mesh, outside, row_multiple(layouts.plans("model"), outside), fuse=fuse)
+        self.options: dict[str, Any] = {"regather": regather, "chunks": chunks}
         self.tensor_axes = tuple(axis for axis in grid.nontrivial(grid.names) if axis in weights)
-        self.hidden = _hidden_size(self.stock)
+        self.hidden = hidden_size(self.stock) if hidden is None else hidden
         multiple = grid.size(self.tensor_axes)
         self.width = -(-self.hidden // multiple) * multiple
 
@@ -117,6 +132,8 @@ class Split:
                 self._norm(name, module)
         self._others(modules)
         self.known.let_go()
+        if self.frame.head is not None and self.frame.fuse:
+            place_model(self.stock, self.frame)
         saved_whole(self.model)
         not_replicated(self.model)
         saved_whole(self.stock)
@@ -140,7 +157,7 @@ class Split:
             self.kept[role.name] = reason
             return
         layouts = self.layouts
-        place: dict[str, Any] = {"frame": self.frame, "layouts": layouts, "known": self.known, "width": self.width}
+        place = self._place
         inputs = {
             kind: place_projection(modules[name], name, leads_in=True, sections=role.sections, **place)
             for kind, name in role.inputs.items()
@@ -164,6 +181,12 @@ class Split:
         self.cores.append(core)
         for layer in (*inputs.values(), output):
             self._report(layer)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {
+            "frame": self.frame, "layouts": self.layouts, "known": self.known, "width": self.width, **self.options
+        }  # fmt: skip
 
     def _report(self, layer: Projection) -> None:
         self.replaced[layer.name] = str(layer.plan)
@@ -216,13 +239,18 @@ class Split:
         if role.sections and role.sections[0] % pad_to:
             self.kept[role.name] = f"{role.sections[0]} features of gate and up in one, which {pad_to} does not divide"
             return
-        place: dict[str, Any] = {"frame": self.frame, "layouts": self.layouts, "known": self.known, "width": self.width}
+        place = self._place
         ups = [
             place_projection(modules[name], name, leads_in=True, sections=role.sections, pad_to=pad_to, **place)
             for name in role.ups
         ]
         in_group(ups)
         layers = [*ups, place_projection(modules[role.down], role.down, leads_in=False, pad_to=pad_to, **place)]
+        if self.frame.fuse:
+            inside = [each for each in modules[role.name].modules() if each is not modules[role.name]]
+            schedule = MLPSchedule(tuple(ups), layers[-1], tuple(each for each in inside if each not in layers))
+            for layer in layers:
+                layer.schedule = schedule
         self.mlps.append(layers)
         for layer in layers:
             self._report(layer)
@@ -258,9 +286,10 @@ class Split:
         if head is not None:
             layer: Projection = place_projection(
                 head, names[id(head)], self.frame, self.layouts, self.known,
-                leads_in=True, width=self.width, pad_to=up.num_splits(0),
+                leads_in=True, width=self.width, pad_to=up.num_splits(0), chunks=self.options["chunks"],
             )  # fmt: skip
             layer.loud, self.head = False, layer
+            self.frame.head, layer.schedule = layer, HeadSchedule()
             self._report(layer)
         for module in shared:
             name = names[id(module)]
@@ -296,17 +325,6 @@ class Split:
                 self._replicate(module, name, self.frame.outside.dims[0])
                 if not any(name == other or name.startswith(other + ".") for other in self.kept):
                     self.kept[name] = "it is no part of attention, an MLP, a norm or a vocabulary"
-
-
-def _hidden_size(model: Any) -> int:
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for owner in (text, config):
-        for name in ("hidden_size", "d_model", "n_embd", "dim"):
-            size = getattr(owner, name, None)
-            if isinstance(size, int):
-                return size
-    raise LayoutError("parallelize: the model's config tells no size of its hidden states")
 
 
 def _linears_in(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:

@@ -1,0 +1,106 @@
+"""The head of a model and its cross entropy as one, in chunks of rows: one chunk of logits exists at a time."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndtp.models.frame import Frame
+from ndtp.models.hidden import Hidden, leave
+from ndtp.models.pending import Call, Pending, pending
+from ndtp.models.projections import Projection, products
+from ndtp.nn.hooks import has_hooks
+from ndtp.nn.losses import loss_plan
+from ndtp.ops.linear_losses import LinearLossPlan, linear_cross_entropy
+
+
+class HeadSchedule:
+    """A head that is one with the loss, where the model was called for one."""
+
+    def called(self, member: Projection, x: Tensor) -> Hidden | None:
+        if not member.frame.has_labels or torch.compiler.is_compiling():
+            return None
+        if has_hooks(member) or "forward" in member.__dict__:
+            return None
+        return pending(Call((member,), member.taken(x), products, x), member)
+
+
+def cross_entropy(
+    logits: Pending,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """`torch.nn.functional.cross_entropy` of logits that nobody has computed.
+
+    What is made of them before (casts, a soft cap, a bias, rows that are picked) is made of each chunk.
+    """
+    call, passage = logits.call, logits.passage
+    head, frame = call.members[0], passage.frame
+    if head is not frame.head or not call.is_now or reduction not in ("mean", "sum"):
+        return NotImplemented
+    if size_average is not None or reduce is not None or not isinstance(target, Tensor) or logits.dim() != 2:
+        return NotImplemented
+    if target.is_floating_point() or tuple(target.shape) != passage.lead:
+        return NotImplemented
+    rows = leave(call.source)
+    key = (passage.features, ignore_index, label_smoothing)
+    plan = frame.losses.get(key)
+    if plan is None:
+        loss = loss_plan(
+            head.plan.out, passage.features, ignore_index, label_smoothing, 0.0, reduction, passage.came_from or "loss"
+        )
+        plan = frame.losses[key] = LinearLossPlan(head.plan, loss, frame.loss_rows)
+    head.own("weight", rows)
+    own, bias = head.weight_and_bias()
+    return linear_cross_entropy(
+        rows, own, bias, _all_targets(logits, target, ignore_index), plan, frame.mesh, reduction,
+        weights=weight, between=lambda part: logits.formula({(0, None): part}), dtype=logits.dtype,
+    )  # fmt: skip
+
+
+def _all_targets(logits: Pending, target: Tensor, ignore_index: int) -> Tensor:
+    """[rows of all dp ranks], of which this one has its own; the others' are never looked at, like padding."""
+    frame, count = logits.passage.frame, logits.call.source.passage.rows
+    outside = frame.outside.dims[0]
+    grid = frame.mesh.grid
+    whole = target.new_full((grid.size(outside), count), ignore_index)
+    mine = whole[grid.index(frame.mesh.rank, outside)]
+    if logits.rows is None:
+        mine[: target.numel()] = target
+    else:
+        mine[logits.rows.to(target.device)] = target
+    return whole.flatten()
+
+
+class WholeModel(nn.Module):
+    """The class of a model whose head is on a grid: while it runs with labels, logits are what the loss is made of."""
+
+    ndtp_frame: Frame
+
+
+def place_model(model: nn.Module, frame: Frame) -> None:
+    """Let the head of a model know whether it is called with labels."""
+    theirs: Any = type(model)
+    signature = inspect.signature(theirs.forward)
+
+    @functools.wraps(theirs.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before, frame = self.ndtp_frame.has_labels, self.ndtp_frame
+        given = signature.bind_partial(self, *args, **kwargs).arguments
+        frame.has_labels = any(each.get("labels") is not None for each in (given, kwargs))
+        try:
+            return theirs.forward(self, *args, **kwargs)
+        finally:
+            frame.has_labels = before
+
+    model.__class__ = type(theirs.__name__, (WholeModel, theirs), {"__module__": theirs.__module__, "forward": forward})
+    model.ndtp_frame = frame  # type: ignore[assignment]

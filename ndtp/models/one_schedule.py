@@ -1,0 +1,146 @@
+"""The products of an MLP as one program: the model's own code is read by what it notes of a `Pending`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndtp.compute.epilogues import ACTIVATIONS
+from ndtp.models.hidden import Hidden, enter, leave
+from ndtp.models.pending import Call, Pending, pending
+from ndtp.models.projections import Projection, products
+from ndtp.nn.hooks import has_hooks
+from ndtp.ops.products import mlp
+from ndtp.runtime.arrival import local_shard
+
+
+@dataclass(eq=False)
+class MLPSchedule:
+    """The layers of one MLP, whose products are one program where nothing stands between them.
+
+    Attributes:
+        inside: other modules of the MLP, whose hooks may look at what lies between.
+    """
+
+    ups: tuple[Projection, ...]
+    down: Projection
+    inside: tuple[nn.Module, ...]
+    call: Call | None = None
+
+    def called(self, member: Projection, x: Any) -> Hidden | None:
+        return self._led_back(x) if member is self.down else self._ahead(member, x)
+
+    def _ahead(self, member: Projection, x: Hidden) -> Pending | None:
+        """What a projection that leads in will give; None where it is to be computed at once."""
+        if torch.compiler.is_compiling() or any(has_hooks(each) for each in (*self.ups, self.down, *self.inside)):
+            return None
+        if any("forward" in each.__dict__ for each in (*self.ups, self.down)):
+            return None
+        index = self.ups.index(member)
+        call = self.call
+        if call is None or call.given is not x or index in call.asked or not call.is_now:
+            call = self.call = Call(self.ups, member.taken(x), products, x)
+        made = pending(call, member)
+        if len(call.asked) == len(self.ups):
+            self.call = None
+        return made
+
+    def _led_back(self, x: Any) -> Hidden | None:
+        """What the last projection gives of the others' results, all in one; None where it takes these by itself."""
+        if not isinstance(x, Pending) or x.call.members != self.ups or not x.is_open or not x.call.is_now:
+            return None
+        down, ups, frame = self.down, self.ups, self.down.frame
+        if x.passage.width != down.width or x.dtype != x.call.dtype or x.rows is not None or x.key is None:
+            return None
+        if x.key not in frame.activations:
+            frame.activations[x.key] = activation_of(x)
+        found = frame.activations[x.key]
+        if found is None or len({each.weight.dtype for each in (*ups, down)}) > 1:
+            return None
+        name, leaves = found
+        is_padded = x.passage.width != x.passage.features
+        if is_padded and ACTIVATIONS[name].forward(torch.zeros(2)).any():
+            return None  # whose padding would not stay zero
+        rows = leave(x.call.source)
+        for each in (*ups, down):
+            each.own("weight", rows)
+        (up_weight, up_bias), (weight, bias) = _as_one(ups, leaves), down.weight_and_bias()
+        plans = ups[0].plan, down.plan
+        y = mlp(rows, (up_weight, weight), plans, frame.mesh, name, (up_bias, bias), (ups[0], down))
+        return enter(y.view_as(y), down.passage(x.passage))
+
+
+def _as_one(ups: Sequence[Projection], leaves: Sequence[tuple[int, int | None]]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the first product: of gate and up with their features in turns, as a gated activation is."""
+    if len(leaves) == 1:
+        return ups[0].weight_and_bias()
+    dim, is_turned = ups[0].features_dim, leaves[0] > leaves[1]
+    if len(ups) == 1:  # gate and up in one, in each part of its result one behind the other
+        weight, bias = ups[0].weight_and_bias()
+        turn = lambda p, at: _turned(local_shard(p), at, ups[0].parts, is_turned)  # noqa: E731
+        return turn(weight, dim), None if bias is None else turn(bias, 0)
+    layers = [ups[index].weight_and_bias() for index, _ in leaves]
+    weights = [local_shard(each) for each, _ in layers]
+    weight = torch.stack(weights, dim + 1).flatten(dim, dim + 1)
+    if all(bias is None for _, bias in layers):
+        return weight, None
+    biases = [each.new_zeros(each.shape[dim]) if bias is None else local_shard(bias)
+              for each, (_, bias) in zip(weights, layers, strict=True)]  # fmt: skip
+    return weight, torch.stack(biases, 1).flatten()
+
+
+def _turned(shard: Tensor, dim: int, parts: int, is_turned: bool) -> Tensor:
+    """Features of two layers, one behind the other in each part, in turns."""
+    both = shard.unflatten(dim, (parts, 2, -1)).transpose(dim + 1, dim + 2)
+    return (both.flip(dim + 2) if is_turned else both).flatten(dim, dim + 2)
+
+
+# Numbers that tell activations apart, none of them where one has a kink; far out, what is clamped shows.
+_FAR = (-1e6, -1e3, -97.0, -13.0, -1e-3, 2e-3, 11.0, 31.0, 1e3, 1e6)
+_AT = torch.cat((torch.linspace(-7.3, 7.1, 40), torch.tensor(_FAR))).double()
+_GATES_AT = _AT.flip(0).roll(7) * 1.1
+
+
+def activation_of(x: Pending) -> tuple[str, list[tuple[int, int | None]]] | None:
+    """Which activation a formula is, found by trying it, and of which projections: the gate comes first.
+
+    Returns:
+        None for one that `ndtp.compute.epilogues` does not know.
+    """
+    leaves = _leaves(x)
+    given = {leaf: at.clone().requires_grad_() for leaf, at in zip(leaves, (_AT, _GATES_AT), strict=False)}
+    if len(given) != len(leaves):
+        return None
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        y = x.formula(given)
+        if y.dtype != torch.float64 or not y.requires_grad:
+            return None
+        slopes = torch.autograd.grad(y.sum(), list(given.values()), allow_unused=True)
+    if any(slope is None for slope in slopes):
+        return None
+    for order in ([*leaves], [*leaves[::-1]])[: len(leaves)]:
+        pre = torch.stack([given[leaf].detach() for leaf in order], -1).flatten()
+        wanted = torch.stack([slopes[leaves.index(leaf)] for leaf in order], -1).flatten()
+        for name, activation in ACTIVATIONS.items():
+            if activation.width != len(order):
+                continue
+            slope = activation.backward(torch.ones_like(_AT), pre)
+            if all(torch.allclose(a, b, rtol=1e-8, atol=1e-8)
+                   for a, b in ((y.detach(), activation.forward(pre)), (wanted, slope))):  # fmt: skip
+                return name, order
+    return None
+
+
+def _leaves(x: Pending) -> list[tuple[int, int | None]]:
+    found: list[tuple[int, int | None]] = []
+    waiting = [x]
+    while waiting:
+        each = waiting.pop(0)
+        if each.leaf is not None and each.leaf not in found:
+            found.append(each.leaf)
+        waiting += [o for o in (*each.operands, *each.kwargs.values()) if isinstance(o, Pending)]
+    return sorted(found, key=str)

@@ -1,0 +1,312 @@
+"""`Pending`: what a projection of a model will give, before anybody needs its numbers.
+
+A model's own code calls a projection, makes something of what it gives, and hands that to the next: `down(act(up(x)))`,
+`cross_entropy(head(x), labels)`.  On a grid the two are one program, whose parts overlap, or which goes through its
+rows in chunks.  So the first projection gives a `Pending`, which notes what is made of it element by element; the next
+one reads the note.  Whoever wants anything else of it gets the tensor itself, computed then, as it was when it was
+called for: the same grad mode, autocast and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ndtp.errors import LayoutError
+from ndtp.models.between import DROPOUTS, KNOWN, SIZES, getters
+from ndtp.models.hidden import PARTS, RESHAPES, Hidden, for_every_row, is_dropout_off, leave, picked_rows, writes
+from ndtp.runtime.versions import version_of
+
+if TYPE_CHECKING:
+    from ndtp.models.frame import Passage
+    from ndtp.models.projections import Projection
+
+# What the numbers have no part in.
+STATIC = {
+    *getters("device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_nested", "is_quantized", "is_sparse", "layout"),
+    *getters("requires_grad"),
+    Tensor.__hash__, Tensor.__repr__, Tensor.__format__, Tensor.get_device, Tensor.is_complex,
+    Tensor.is_floating_point, torch.is_complex, torch.is_floating_point,
+} | SIZES  # fmt: skip
+
+
+@dataclass(eq=False)
+class Call:
+    """Projections of one input, and how things stood when they were called.
+
+    Attributes:
+        source: their input, as their plan has it; `given` as it came.
+        compute: gives what each of them does, as one product.
+        asked: those that were called so far.
+    """
+
+    members: tuple[Projection, ...]
+    source: Hidden
+    compute: Callable[[Sequence[Projection], Hidden], list[Tensor]]
+    given: Any = None
+
+    def __post_init__(self) -> None:
+        self.device = "cpu" if self.source.is_meta else self.source.device.type
+        self.state = _state(self.device)
+        self.asked: set[int] = set()
+        self.values: list[Hidden] | None = None
+        self.watched = [(x, version_of(x)) for x in (leave(self.source), *self._weights())]
+
+    def _weights(self) -> Iterator[Tensor]:
+        for member in self.members:
+            yield from (p for p in member._parameters.values() if p is not None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what they give."""
+        _, is_cast, cast = self.state
+        given = self.source.dtype
+        return cast if is_cast and given != torch.float64 else given
+
+    @property
+    def is_now(self) -> bool:
+        """Whether computing now gives what computing then would have."""
+        return _state(self.device) == self.state
+
+    @contextmanager
+    def as_then(self) -> Iterator[None]:
+        has_grad, is_cast, cast = self.state
+        with torch.set_grad_enabled(has_grad), torch.autocast(self.device, cast, enabled=is_cast):
+            yield
+
+    def value(self, member: Projection) -> Hidden:
+        """What a projection gives, computed.
+
+        Raises:
+            LayoutError: its weights have changed since it was called.
+        """
+        if self.values is None:
+            for x, version in self.watched:
+                if version_of(x) != version:
+                    raise LayoutError(
+                        f"'{member.name}': what it gave is asked for after its input or weights, {tuple(x.shape)}, "
+                        "were changed; it was not computed before\n"
+                        "  fix: ask for it first, or parallelize(..., fuse=False)"
+                    )
+            made = self.compute(self.members, self.source)
+            self.values = [m.as_given(y, self.source.passage) for m, y in zip(self.members, made, strict=True)]
+        return self.values[self.members.index(member)]
+
+
+def _state(device: str) -> tuple[bool, bool, torch.dtype]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+class Pending(Hidden):
+    """See the module; made by `pending`.
+
+    Attributes:
+        leaf: (of a projection itself) which one of the call, and which part of its features, or None for all of them.
+        func, args, kwargs: (of anything else) how it is made of others.
+        rows: the rows of the call's input that it has, if not all of them.
+        key: what tells two formulas apart; None where it is not known.
+    """
+
+    call: Call
+    leaf: tuple[int, int | None] | None
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[Any, ...]
+    rows: Tensor | None
+    key: Any
+    result: Hidden | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in STATIC:
+            return super().__torch_function__(func, types, args, kwargs)
+        result = _noted(func, args, kwargs)
+        return func(*_now(args), **_now(kwargs)) if result is NotImplemented else result
+
+    def now(self) -> Any:
+        if self.result is None:
+            with self.call.as_then():
+                if self.leaf is None:
+                    self.result = self.func(*_now(self.args), **_now(self.kwargs))
+                else:
+                    index, part = self.leaf
+                    whole = self.call.value(self.call.members[index])
+                    parts: Any = (whole,) if part is None else whole.chunk(whole.passage.sections, dim=-1)
+                    self.result = parts[part or 0]
+        return self.result
+
+    def formula(self, leaves: Mapping[Any, Tensor], seen: dict[int, Tensor] | None = None) -> Tensor:
+        """What it is of the given projections, or of some of their rows."""
+        seen = {} if seen is None else seen
+        if self.leaf is not None:
+            return leaves[self.leaf]
+        if id(self) not in seen:
+            given = [x.formula(leaves, seen) if isinstance(x, Pending) else x for x in self.operands]
+            named = {k: x.formula(leaves, seen) if isinstance(x, Pending) else x for k, x in self.kwargs.items()}
+            seen[id(self)] = self.func(*given, **named) if self.func in KNOWN else given[0]
+        return seen[id(self)]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still to be computed, in whatever way."""
+        return self.result is None and self.call.values is None
+
+
+def pending(call: Call, member: Projection) -> Pending:
+    """What a projection of a call will give."""
+    index = call.members.index(member)
+    call.asked.add(index)
+    return _made(call, member.passage(call.source.passage), call.dtype, leaf=(index, None), key=("leaf", index, None))
+
+
+def _made(call: Call, passage: Passage, dtype: torch.dtype, **attributes: Any) -> Pending:
+    shape = (passage.rows // passage.layout.num_splits(0), passage.width // passage.layout.num_splits(1))
+    weights = [p for p in call._weights() if p.requires_grad][:1]
+    with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(call.state[0]):
+        x: Any = _Unread.apply(leave(call.source), dtype, shape, call.members[0].name, *weights)  # type: ignore[no-untyped-call]
+    x.__class__ = Pending
+    x.passage, x.call, x.result = passage, call, None
+    defaults: dict[str, Any] = {"leaf": None, "func": None, "args": (), "kwargs": {}, "operands": (), "rows": None}
+    for name, value in {**defaults, **attributes}.items():
+        setattr(x, name, value)
+    return x  # type: ignore[no-any-return]
+
+
+class _Unread(torch.autograd.Function):
+    """What code finds that looks past torch's functions at the memory itself: no numbers, and no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, shape: Sequence[int], name: str, *weights: Any) -> Tensor:
+        ctx.name = name
+        return x.new_full((), torch.nan, dtype=dtype).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise LayoutError(
+            f"'{ctx.name}': an autograd.Function took what it gives, which is not computed until a function of torch "
+            "asks for it\n  fix: parallelize(..., fuse=False)"
+        )
+
+
+def _now(x: Any) -> Any:
+    if isinstance(x, Pending):
+        return x.now()
+    if isinstance(x, dict):
+        return {name: _now(value) for name, value in x.items()}
+    if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
+        return type(x)(*map(_now, x)) if hasattr(x, "_fields") else type(x)(map(_now, x))
+    return x
+
+
+# ------------------------------------------------------------------------------------------------------------- noting
+
+
+def _noted(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same, one step on, where nothing is to be computed for that."""
+    mine = [x for x in (*args, *kwargs.values()) if isinstance(x, Pending)]
+    # Elsewhere than where it was called for: under `no_grad`, or in an autograd.Function.
+    if not mine or any(x.call is not mine[0].call or not x.is_open for x in mine) or not mine[0].call.is_now:
+        return NotImplemented
+    if func is F.cross_entropy:
+        from ndtp.models.head_loss import cross_entropy
+
+        return cross_entropy(*args, **kwargs)
+    if func in DROPOUTS and args[0] is mine[0] and is_dropout_off(func, *args[1:], **kwargs):
+        return args[0]
+    if func in KNOWN:
+        return _elementwise(func, mine, args, kwargs)
+    if args[0] is not mine[0] or len(mine) > 1:
+        return NotImplemented
+    if func in RESHAPES:
+        return _reshaped(func, args, kwargs)
+    if func in PARTS:
+        return _parts(func, args, kwargs)
+    if func is Tensor.__getitem__:
+        return _picked(func, args)
+    return NotImplemented
+
+
+def _elementwise(func: Any, mine: Sequence[Pending], args: Any, kwargs: Any) -> Any:
+    first = mine[0]
+    passage = first.passage
+    is_plain = all(x is None or isinstance(x, (int, float, bool, str, torch.dtype, torch.device, Tensor))
+                   for x in (*args, *kwargs.values()))  # fmt: skip
+    if writes(func) or kwargs.get("inplace") or kwargs.get("out") is not None or not is_plain:
+        return NotImplemented
+    if any(x.passage != passage or x.rows is not first.rows for x in mine):
+        return NotImplemented
+    if any(isinstance(x, Tensor) and not isinstance(x, Pending) for x in kwargs.values()):
+        return NotImplemented
+    operands = []
+    for x in args:
+        if isinstance(x, Tensor) and not isinstance(x, Pending):
+            x = for_every_row(x, passage)
+            if x is None:
+                return NotImplemented
+        operands.append(x)
+    meta = lambda x: torch.empty(passage.shape, dtype=x.dtype, device="meta") if isinstance(x, Pending) else x  # noqa: E731
+    bare = lambda x: x.to("meta") if isinstance(x, Tensor) and not x.is_meta else x  # noqa: E731
+    trial = func(*[bare(meta(x)) for x in args], **{name: bare(meta(x)) for name, x in kwargs.items()})
+    if not isinstance(trial, Tensor) or tuple(trial.shape) != passage.shape:
+        return NotImplemented
+    return _made(
+        first.call, passage, trial.dtype, func=func, args=args, kwargs=kwargs, operands=tuple(operands),
+        rows=first.rows, key=_key(func, args, kwargs),
+    )  # fmt: skip
+
+
+def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    parts: list[Any] = [func]
+    for name, x in (*enumerate(args), *sorted(kwargs.items())):
+        if isinstance(x, Tensor) and (not isinstance(x, Pending) or x.key is None):
+            return None
+        parts.append((name, x.key if isinstance(x, Pending) else (type(x), x)))
+    return tuple(parts)
+
+
+def _like(x: Pending, passage: Passage, func: Any, args: Any, kwargs: Any, **changes: Any) -> Pending:
+    """The same numbers, in another form."""
+    same = {"operands": (x,), "rows": x.rows, "key": x.key, "func": func, "args": args, "kwargs": kwargs}
+    return _made(x.call, passage, x.dtype, **{**same, **changes})
+
+
+def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
+    x: Pending = args[0]
+    shape = tuple(func(torch.empty(x.passage.shape, device="meta"), *args[1:], **kwargs).shape)
+    if len(shape) < 2 or shape[-1] != x.passage.features:
+        return NotImplemented
+    return _like(x, replace(x.passage, lead=shape[:-1]), func, args, kwargs)
+
+
+def _picked(func: Any, args: Any) -> Any:
+    """Rows of what a head gives, `logits[:, :-1]`: their loss is that of all rows, of which others are ignored."""
+    x, key = args
+    keys = key if isinstance(key, tuple) else (key,)
+    ids = picked_rows(x.passage, key)
+    if ids is None or not all(k is None or k is Ellipsis or isinstance(k, (int, slice)) for k in keys):
+        return NotImplemented
+    rows = ids.flatten() if x.rows is None else x.rows[ids.flatten()]
+    lead = tuple(ids.shape)
+    return _like(x, replace(x.passage, lead=lead), func, args, {}, rows=rows)
+
+
+def _parts(func: Any, args: Any, kwargs: Any) -> Any:
+    """Gate and up of one projection."""
+    x: Pending = args[0]
+    passage, count = x.passage, x.passage.sections
+    if x.leaf is None or count == 1:
+        return NotImplemented
+    each = passage.features // count
+    trial = func(torch.empty(passage.shape, device="meta"), *args[1:], **kwargs)
+    if [tuple(part.shape) for part in trial] != [(*passage.lead, each)] * count:
+        return NotImplemented
+    part, index = replace(passage, features=each, width=passage.width // count, sections=1), x.leaf[0]
+    return tuple(_made(x.call, part, x.dtype, leaf=(index, i), key=("leaf", index, i)) for i in range(count))
