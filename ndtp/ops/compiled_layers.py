@@ -29,16 +29,16 @@ def norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, plan: NormPlan, me
     real, dtype = plan.real(mesh.rank), wide(x.dtype)
     is_padded = plan.features != plan.width
     kept = torch.arange(x.shape[1], device=x.device) < real
-    rows = x.to(dtype)
+    without = lambda rows: torch.where(kept, rows, 0) if is_padded else rows  # noqa: E731
+    rows = without(x.to(dtype))
     if plan.centred:
         mean = _over_features(rows.sum(1), plan.layout, mesh, plan.name) / plan.features
-        rows = rows - mean[:, None]
-    rows = torch.where(kept, rows, 0) if is_padded else rows
+        rows = without(rows - mean[:, None])
     squares = _over_features(rows.square().sum(1), plan.layout, mesh, plan.name) / plan.features
     y = rows * (squares + plan.eps).rsqrt()[:, None]
     y = y if gain is None else y * gain
     y = y if bias is None else y + bias
-    return (torch.where(kept, y, 0) if is_padded else y).to(x.dtype)
+    return without(y).to(x.dtype)
 
 
 def _over_features(x: Tensor, layout: Layout, mesh: ProcessGrid, name: str) -> Tensor:
