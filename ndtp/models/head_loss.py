@@ -26,7 +26,7 @@ class HeadSchedule:
             return None
         if has_hooks(member) or "forward" in member.__dict__:
             return None
-        return pending(Call((member,), member.taken(x), products, x), member)
+        return pending(Call((member,), member.taken(x), products, x, cross_entropy), member)
 
 
 def cross_entropy(

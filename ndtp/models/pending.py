@@ -43,6 +43,7 @@ class Call:
     Attributes:
         source: their input, as their plan has it; `given` as it came.
         compute: gives what each of them does, as one product.
+        loss: (of a head) the cross entropy of what it gives, or `NotImplemented`.
         asked: those that were called so far.
     """
 
@@ -50,6 +51,7 @@ class Call:
     source: Hidden
     compute: Callable[[Sequence[Projection], Hidden], list[Tensor]]
     given: Any = None
+    loss: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         self.device = "cpu" if self.source.is_meta else self.source.device.type
@@ -216,9 +218,8 @@ def _noted(func: Any, args: Any, kwargs: Any) -> Any:
     if not mine or any(x.call is not mine[0].call or not x.is_open for x in mine) or not mine[0].call.is_now:
         return NotImplemented
     if func is F.cross_entropy:
-        from ndtp.models.head_loss import cross_entropy
-
-        return cross_entropy(*args, **kwargs)
+        loss = mine[0].call.loss
+        return NotImplemented if loss is None else loss(*args, **kwargs)
     if func in DROPOUTS and args[0] is mine[0] and is_dropout_off(func, *args[1:], **kwargs):
         return args[0]
     if func in KNOWN:

@@ -6,7 +6,6 @@ moves as `ndtp.relayout`, whose gradients are relayouts again; so nothing is wri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,25 +16,44 @@ from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.compute import cross_entropy as one_rank
 from ndtp.compute.norms import wide
 from ndtp.ops.reductions import reduce
+from ndtp.runtime.arrival import local_shard
 
 if TYPE_CHECKING:
-    from ndtp.ops.losses import LossPlan
-    from ndtp.ops.norms import NormPlan
     from ndtp.runtime.process_grid import ProcessGrid
 
 
-def norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, plan: NormPlan, mesh: ProcessGrid) -> Tensor:
-    """See `ndtp.ops.norms.norm`; gain and bias are those that this rank uses."""
-    real, dtype = plan.real(mesh.rank), wide(x.dtype)
-    is_padded = plan.features != plan.width
+def taken(parameter: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
+    """See `ndtp.ops.moving.taken`; its gradient is reduced where it arises."""
+    return local_shard(parameter) if plan.is_identity else reduce(local_shard(parameter), plan, mesh)
+
+
+def norm(
+    x: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    mesh: ProcessGrid,
+    *,
+    layout: Layout,
+    features: int,
+    real: int,
+    centred: bool,
+    eps: float,
+    name: str,
+) -> Tensor:
+    """See `ndtp.ops.norms.norm`; gain and bias are those that this rank uses.
+
+    Args:
+        layout: of the rows; they have so many `features`, of which this rank has `real`.
+    """
+    dtype, is_padded = wide(x.dtype), features != x.shape[1] * layout.num_splits(-1)
     kept = torch.arange(x.shape[1], device=x.device) < real
     without = lambda rows: torch.where(kept, rows, 0) if is_padded else rows  # noqa: E731
     rows = without(x.to(dtype))
-    if plan.centred:
-        mean = _over_features(rows.sum(1), plan.layout, mesh, plan.name) / plan.features
+    if centred:
+        mean = _over_features(rows.sum(1), layout, mesh, name) / features
         rows = without(rows - mean[:, None])
-    squares = _over_features(rows.square().sum(1), plan.layout, mesh, plan.name) / plan.features
-    y = rows * (squares + plan.eps).rsqrt()[:, None]
+    squares = _over_features(rows.square().sum(1), layout, mesh, name) / features
+    y = rows * (squares + eps).rsqrt()[:, None]
     y = y if gain is None else y * gain
     y = y if bias is None else y + bias
     return without(y).to(x.dtype)
@@ -58,22 +76,30 @@ def check_rows(wrong: Tensor, what: str) -> None:
 
 
 def row_losses(
-    logits: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid, weights: Tensor | None = None
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    mesh: ProcessGrid,
+    *,
+    layout: Layout,
+    form: one_rank.LossForm,
+    ignore_index: int,
+    name: str,
 ) -> Tensor:
     """See `ndtp.ops.losses.row_losses`; of a row every rank's maximum is gathered, and two numbers are summed."""
-    form, width, grid = plan.form, logits.shape[1], plan.layout.grid
-    axes = grid.nontrivial(plan.layout.dims[1])
-    start = grid.index(mesh.rank, plan.layout.dims[1]) * width
+    width, grid = logits.shape[1], layout.grid
+    axes = grid.nontrivial(layout.dims[1])
+    start = grid.index(mesh.rank, layout.dims[1]) * width
     real = min(max(form.classes - start, 0), width)
     column = torch.arange(width, device=logits.device)
     rows = torch.where(column < real, logits.to(wide(logits.dtype)), -torch.inf)
     local = targets - start
     own = (local[:, None] == column) & (column < real)
-    counts = (targets != plan.ignore_index) & (targets >= 0) & (targets < form.classes)
+    counts = (targets != ignore_index) & (targets >= 0) & (targets < form.classes)
     top = rows.detach().amax(1)
     if axes:
-        by_part = Layout(grid, plan.layout.dims[0], axes), Layout(grid, plan.layout.dims[0], None)
-        top = reduce(top[:, None], RelayoutPlan(*by_part, name=plan.name), mesh).amax(1)
+        by_part = Layout(grid, layout.dims[0], axes), Layout(grid, layout.dims[0], None)
+        top = reduce(top[:, None], RelayoutPlan(*by_part, name=name), mesh).amax(1)
     top = torch.where(top.isinf(), 0, top)
     labels = None
     share = own.to(rows.dtype) * (1 - form.smoothing)
@@ -87,16 +113,15 @@ def row_losses(
     if form.smoothing:
         share = share + form.smoothing / form.classes * part
     off = (torch.where(share > 0, rows, 0) * share).sum(1)
-    exponentials, off = _summed((rows - top[:, None]).exp().sum(1), off, plan, axes, mesh)
+    exponentials, off = _summed((rows - top[:, None]).exp().sum(1), off, layout, name, mesh)
     return torch.where(counts, one_rank.losses(off, top + exponentials.log(), form, labels), 0)
 
 
-def _summed(
-    one: Tensor, other: Tensor, plan: LossPlan, axes: Sequence[str], mesh: ProcessGrid
-) -> tuple[Tensor, Tensor]:
+def _summed(one: Tensor, other: Tensor, layout: Layout, name: str, mesh: ProcessGrid) -> tuple[Tensor, Tensor]:
     """Over the ranks that have a part of the classes; all go on with the sums alike."""
+    axes = layout.grid.nontrivial(layout.dims[1])
     if not axes:
         return one, other
-    rows = Layout(plan.layout.grid, None, plan.layout.dims[0])
-    both = reduce(torch.stack((one, other)), RelayoutPlan(rows, rows, tuple(axes), name=plan.name), mesh)
+    rows = Layout(layout.grid, None, layout.dims[0])
+    both = reduce(torch.stack((one, other)), RelayoutPlan(rows, rows, axes, name=name), mesh)
     return both[0], both[1]

@@ -15,6 +15,7 @@ from ndtp.algebra.steps import Step
 from ndtp.algebra.volume import Volume
 from ndtp.compute.lookup import rows_of
 from ndtp.errors import LayoutError, RangeError
+from ndtp.ops import compiled_layers
 from ndtp.ops.moving import enter, moved, taken
 from ndtp.ops.reductions import reduce, sum_over
 
@@ -144,8 +145,6 @@ def look_up(
     shape = plan.gather.global_shape(ids.shape)
     plan.out.shard_shape((*shape, plan.out.num_splits(1)))
     if is_compiling:
-        from ndtp.ops import compiled_layers
-
         ids = reduce(ids.long(), plan.gather, mesh)
         if checks:
             axes, wrong = plan.ids.grid.nontrivial(plan.held.dims[0]), ((ids < 0) | (ids >= size)).sum().view(1)
@@ -160,7 +159,7 @@ def look_up(
                 f"Embedding '{plan.name}': {int(wrong)} of {shape[0]} ids are not among the {size} rows of the table\n"
                 f"  fix: ids from 0 to {size - 1}"
             )
-    table = taken(table, plan.parameter, mesh)
+    table = (compiled_layers.taken if is_compiling else taken)(table, plan.parameter, mesh)
     start = mesh.grid.index(mesh.rank, plan.table.dims[0]) * table.shape[0]
     rows = reduce(rows_of(table, ids, start, padding_idx), plan.rows, mesh)
     if not plan.exchange or plan.exchange[0] == plan.exchange[1]:

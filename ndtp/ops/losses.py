@@ -17,6 +17,7 @@ from ndtp.compute import cross_entropy as one_rank
 from ndtp.compute.cross_entropy import LossForm
 from ndtp.compute.norms import wide
 from ndtp.errors import LayoutError, RangeError
+from ndtp.ops import compiled_layers
 from ndtp.ops.moving import enter, moved, refuse_second
 from ndtp.ops.reductions import merged, reduce
 
@@ -97,9 +98,10 @@ def row_losses(
     Backward needs nothing of the others: a rank has all it takes for the gradient of its logits.
     """
     if torch.compiler.is_compiling():
-        from ndtp.ops import compiled_layers
-
-        return compiled_layers.row_losses(logits, targets, plan, mesh, weights)
+        return compiled_layers.row_losses(
+            logits, targets, weights, mesh, layout=plan.layout, form=plan.form, ignore_index=plan.ignore_index,
+            name=plan.name,
+        )  # fmt: skip
     loss: Tensor = _RowLosses.apply(logits, targets, plan, mesh, weights)  # type: ignore[no-untyped-call]
     return loss
 
@@ -174,8 +176,6 @@ def totals(loss: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid, wei
     numbers = torch.stack((loss, counted.sum(), wrong.sum().to(loss)))
     total = reduce(numbers, plan.totals, mesh)
     if torch.compiler.is_compiling():
-        from ndtp.ops import compiled_layers
-
         compiled_layers.check_rows(total.detach()[2], f"cross_entropy '{plan.name}': targets that are no class")
     elif total.device.type == "cpu" and not total.is_meta and int(total.detach()[2]):
         raise RangeError(

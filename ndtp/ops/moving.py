@@ -55,10 +55,6 @@ def taken(parameter: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
     products that follow, and it is waited for as late as possible; what an all-reduce would finish is held back under
     `ProcessGrid.accumulate`.
     """
-    if torch.compiler.is_compiling():
-        from ndtp.ops.reductions import reduce
-
-        return local_shard(parameter) if plan.is_identity else reduce(local_shard(parameter), plan, mesh)
     deferred = None
     if plan.back.steps and parameter.requires_grad and torch.is_grad_enabled():
         shard, deferred = taken_in(parameter, mesh.step.late.window_start, parameter)

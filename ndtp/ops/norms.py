@@ -15,6 +15,7 @@ from ndtp.algebra.steps import Step
 from ndtp.algebra.volume import Volume
 from ndtp.compute import norms as one_rank
 from ndtp.errors import LayoutError
+from ndtp.ops import compiled_layers
 from ndtp.ops.moving import enter, moved, refuse_second, sent, taken
 from ndtp.ops.reductions import merged
 
@@ -125,13 +126,15 @@ def norm(
             f"'{plan.name}': x is a shard {tuple(x.shape)}; of [{plan.layout.label('MK')}] with {plan.width} features "
             f"a rank has [rows, {local}]"
         )
-    used = [None if p is None else taken(p, plan.parameter, mesh) for p in (gain, bias)]
+    bring = compiled_layers.taken if torch.compiler.is_compiling() else taken
+    used = [None if p is None else bring(p, plan.parameter, mesh) for p in (gain, bias)]
     if offset and used[0] is not None:
         used[0] = used[0] + offset
     if torch.compiler.is_compiling():
-        from ndtp.ops import compiled_layers
-
-        return compiled_layers.norm(x, used[0], used[1], plan, mesh)
+        return compiled_layers.norm(
+            x, used[0], used[1], mesh, layout=plan.layout, features=plan.features, real=plan.real(mesh.rank),
+            centred=plan.centred, eps=plan.eps, name=plan.name,
+        )  # fmt: skip
     result: Tensor = _Norm.apply(x, *used, plan, mesh)  # type: ignore[no-untyped-call]
     return result
 
