@@ -64,7 +64,7 @@ class Grid:
 
     def size(self, axes: Sequence[str]) -> int:
         """The number of ranks along several axes: the product of their sizes."""
-        return math.prod(self[axis] for axis in axes)
+        return math.prod([self[axis] for axis in axes])  # a list: compilers do not follow generators
 
     def nontrivial(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Those of `axes` that have more than one rank, in the order given."""

@@ -82,7 +82,7 @@ class RelayoutPlan:
     @property
     def is_identity(self) -> bool:
         """Whether nothing moves, neither forward nor backward."""
-        return not (self.steps or self.back.steps)
+        return len(self.steps) + len(self.back.steps) == 0
 
     def global_shape(self, shard: Sequence[int]) -> tuple[int, ...]:
         """Of the tensor of which a rank has a shard as `source`.

@@ -80,7 +80,7 @@ def _place(
     placed.plan, placed.stored, placed.leads_in, placed.is_conv = plan, stored, base.leads_in, False
     placed.out_width, placed.width = shape
     placed.sections, placed.group, placed.core, placed.loud = sections, None, None, True
-    placed.adapts, placed.gives_features = base, False
+    placed.adapts, placed.gives_features, placed.schedule = base, False, None
     plan.check_divides({"m": 0, "k": placed.width, "n": placed.out_width})
     placed.placed("weight", stored, known, shape)
     if placed._parameters.get("bias") is not None:

@@ -54,7 +54,7 @@ class TorchSplit(Split):
         self.attentions: list[tuple[SplitMultihead, Any]] = []
 
     def run(self) -> None:
-        modules = {join(self.name, name): module for name, module in self.model.named_modules()}
+        modules = dict(self.model.named_modules(prefix=self.name))
         for name, module in modules.items():
             if isinstance(module, nn.MultiheadAttention):
                 self._multihead(name, module)

@@ -246,7 +246,7 @@ class Split:
         ]
         in_group(ups)
         layers = [*ups, place_projection(modules[role.down], role.down, leads_in=False, pad_to=pad_to, **place)]
-        if self.frame.fuse:
+        if self.frame.fuse and not any(name.endswith(".base_layer") for name in (*role.ups, role.down)):
             inside = [each for each in modules[role.name].modules() if each is not modules[role.name]]
             schedule = MLPSchedule(tuple(ups), layers[-1], tuple(each for each in inside if each not in layers))
             for layer in layers:
