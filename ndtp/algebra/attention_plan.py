@@ -33,7 +33,8 @@ class Cut:
     @classmethod
     def of(cls, grid: Grid, axes: Sequence[str], ranks: int) -> Cut:
         """Gather over the minor `ranks` of all; over more, where these have no part of that size."""
-        stays, gathered = list(axes), list[str]()
+        stays: list[str] = list(axes)
+        gathered: list[str] = []
         refinement: tuple[tuple[str, tuple[int, int]], ...] = ()
         while ranks > 1:
             axis = stays.pop()
