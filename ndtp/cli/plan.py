@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,17 +24,24 @@ from ndtp.dtypes import SHORT
 from ndtp.errors import GridError
 
 if TYPE_CHECKING:
+    from ndtp.planner.block_cost import Block
     from ndtp.planner.grid_plan import GridPlan
+    from ndtp.planner.model_config import ModelSizes
 
 
 def plan(
     ranks: Annotated[int, typer.Option(help="Number of ranks (devices) of the job.")],
-    tokens: Annotated[int, typer.Option(help="Rows of a step, over all ranks: sequences x length.")],
+    tokens: Annotated[
+        int, typer.Option(help="Rows of a step, over all ranks: sequences x length; in each stack of a model.")
+    ],
     hidden: Annotated[int | None, typer.Option(help="Features outside of the block.")] = None,
     ffn: Annotated[int | None, typer.Option(help="Features inside of the block.")] = None,
     gated: Annotated[bool, typer.Option("--gated", help="An MLP with a gate beside its up projection.")] = False,
     model: Annotated[
-        str | None, typer.Option(metavar="PATH", help="A transformers config.json, instead of --hidden and --ffn.")
+        str | None,
+        typer.Option(
+            metavar="PATH", help="A transformers config.json: the whole model, instead of --hidden and --ffn."
+        ),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="How often the block is repeated.")] = None,
     objective: Annotated[str, typer.Option(help="Of a training step: time, volume or memory.")] = "time",
@@ -62,35 +70,72 @@ def plan(
     """
     from ndtp.planner.block_cost import AXES
     from ndtp.planner.hardware import Hardware
-    from ndtp.planner.search import plan as search
+    from ndtp.planner.request import Request, check_arguments
+    from ndtp.planner.search import search
 
-    arguments = _sizes(model, hidden, ffn, gated, layers)
-    plans = search(
-        tokens, ranks=ranks, hardware=Hardware.load(hardware), objective=objective,
-        dtype=SHORT.get(dtype, dtype), optimizer=optimizer, memory_limit_gib=memory_limit,
+    sizes = _model(model, hidden, ffn, gated, layers)
+    check_arguments({"tokens": tokens}, {})
+    blocks = _blocks(tokens, hidden, ffn, gated) if sizes is None else sizes.blocks(tokens)
+    request = Request(
+        blocks, ranks, Hardware.load(hardware), layers=layers if sizes is None and layers is not None else 1,
+        objective=objective, dtype=SHORT.get(dtype, dtype), optimizer=optimizer, memory_limit_gib=memory_limit,
         fixed=axis_sizes(" ".join(fix or []), "--fix", AXES), tp_within_node=tp_within_node, pad=not no_pad,
-        chunks=chunks, **arguments,
+        chunks=chunks,
     )  # fmt: skip
+    plans = search(request)
     out = console(json_file)
+    if sizes is not None:
+        _say_model(out, sizes)
     print_table(out, _table(plans[:top], len(plans)))
-    _say_best(out, plans[0])
+    _say_best(out, plans[0], sizes is not None)
     if plot is not None:
         _plot(plans[0], plot)
         out.print(f"wrote {plot}")
     write_json(json_file, _result(plans[:top]))
 
 
-def _sizes(model: str | None, hidden: int | None, ffn: int | None, gated: bool, layers: int | None) -> dict[str, Any]:
+def _model(
+    model: str | None, hidden: int | None, ffn: int | None, gated: bool, layers: int | None
+) -> ModelSizes | None:
+    """The model that is asked for; None where the sizes of a block are given."""
     from ndtp.planner.model_config import read_config
 
     if model is not None:
         if hidden is not None or ffn is not None or gated:
             raise GridError("plan: --model gives --hidden, --ffn and --gated; leave them out")
-        sizes = read_config(model).as_arguments()
-        return sizes | ({"layers": layers} if layers is not None else {})
+        sizes = read_config(model)
+        if layers is None:
+            return sizes
+        return replace(sizes, stacks=tuple(replace(stack, layers=layers) for stack in sizes.stacks))
     if hidden is None or ffn is None:
         raise GridError("plan: give --hidden and --ffn, or --model with the path of a config.json")
-    return {"hidden": hidden, "ffn": ffn, "gated": gated, "layers": 1 if layers is None else layers}
+    return None
+
+
+def _blocks(tokens: int, hidden: int | None, ffn: int | None, gated: bool) -> tuple[Block, ...]:
+    from ndtp.planner.block_cost import Block
+    from ndtp.planner.request import check_arguments
+
+    assert hidden is not None and ffn is not None
+    check_arguments({"hidden": hidden, "ffn": ffn}, {})
+    return (Block.mlp(tokens, hidden, ffn, gated),)
+
+
+def _say_model(out: Any, sizes: ModelSizes) -> None:
+    """How the file was read, so that a wrong reading is seen."""
+    parts = []
+    for stack in sizes.stacks:
+        heads = f"{stack.heads} heads" + (f" ({stack.kv_heads} of k and v)" if stack.kv_heads != stack.heads else "")
+        mlp = f"{'gated ' if stack.gated else ''}MLP {stack.hidden} x {stack.ffn}"
+        crosses = ", cross attention" if stack.crosses else ""
+        name = "" if stack.name == "layers" else f" of the {stack.name}"
+        parts.append(f"{stack.layers} layers{name}: {heads} of {stack.head_size}{crosses}, {mlp}")
+    if sizes.vocabulary:
+        head = "no head" if not sizes.head else "the head has its weight" if sizes.tied else "a head beside"
+        parts.append(f"embedding {sizes.vocabulary} x {sizes.width}, {head}")
+    lines = [f"{sizes.kind}, {sizes.parameters / 1e6:,.0f} million parameters in matrices", *parts]
+    lines += [f"not counted: {', '.join(sizes.left_out)}"] * bool(sizes.left_out)
+    out.print("\n  ".join(lines), highlight=False)
 
 
 def _table(plans: list[GridPlan], count: int) -> Table:
@@ -131,7 +176,7 @@ def grid_text(plan: GridPlan) -> str:
     return text + (f" regather {''.join(plan.regather)}" if plan.regather else "")
 
 
-def _say_best(out: Any, best: GridPlan) -> None:
+def _say_best(out: Any, best: GridPlan, whole: bool) -> None:
     from ndtp.planner.request import GIB
 
     out.print(best.why, highlight=False)
@@ -140,9 +185,14 @@ def _say_best(out: Any, best: GridPlan) -> None:
         out.print(f"It needs more than the {room:g} GiB of a device: see --memory-limit {room:g}.", style="yellow")
     axes = best.grid.nontrivial(best.grid.names) or ("x",)
     grid = ", ".join(f"{axis}={best.grid[axis]}" for axis in axes)
-    block = best.request.blocks[-1]
+    block = best.request.main
     extra = "".join(f", {name}={value!r}" for name, value in (("regather", best.regather), ("pad", best.pad)) if value)
     out.print(f"  mesh = ndtp.ProcessGrid(ndtp.Grid({grid}))", highlight=False, soft_wrap=True)
+    if whole:  # which pads by itself
+        extra = f", regather={best.regather!r}" if best.regather else ""
+        call = f'ndtp.parallelize(model, mesh, scheme="{best.scheme}"{extra})'
+        out.print(f"  model = {call}", highlight=False, soft_wrap=True)
+        return
     module = "GatedMLP" if len(block.outs) == 2 else "MLP"
     call = f'ndtp.nn.{module}({block.hidden}, {block.inner}, mesh=mesh, scheme="{best.scheme}"{extra})'
     out.print(f"  block = {call}", highlight=False, soft_wrap=True)
@@ -168,7 +218,9 @@ def _result(plans: list[GridPlan]) -> dict[str, Any]:
         ],
         "request": {
             "blocks": [
-                {"name": b.name, "tokens": b.tokens, "hidden": b.hidden, "inner": b.inner} for b in request.blocks
+                {"name": b.name, "tokens": b.tokens, "hidden": b.hidden, "outs": list(b.outs), "inner": b.inner,
+                 "times": b.times}
+                for b in request.blocks
             ],
             "ranks": request.ranks, "layers": request.layers, "dtype": request.dtype,
             "objective": request.objective, "hardware": request.hardware.name, "optimizer": request.optimizer,

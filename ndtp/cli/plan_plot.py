@@ -41,7 +41,7 @@ def draw(scaling: Scaling, request: Request, path: str | Path) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    block = request.blocks[-1]
+    block = request.main
     left.set_title(
         f"{block.tokens} tokens, hidden {block.hidden}, {block.name} {block.inner}, {request.dtype}", fontsize=9
     )

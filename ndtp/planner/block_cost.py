@@ -28,13 +28,15 @@ LARGEST_SIZE = 10**15
 class Block:
     """`down(f(up(A)))` with `up` [tokens, hidden] -> the sizes `outs`, side by side, and `down` inner -> hidden.
 
-    A head is one product, and ends there: its `inner` is 0.
+    A head is one product, and ends there: its `inner` is 0.  An embedding alone has no `outs` either.
 
     Attributes:
         outs: (ffn,) for an MLP, (ffn, ffn) for a gated one, (queries, keys, values) for attention.
         inner: the features that enter `down`; 0 where nothing does.
-        looked_up: whether rows of this block's hidden size are looked up in a table before, as wide as `outs` are many.
+        looked_up: rows of a table in which hidden features are looked up before.
+        tied: the table is the weight of `up`: it takes no memory of its own.
         heads: sizes that y must divide, such as the numbers of query and of key heads.
+        times: how often it is repeated in a layer.
     """
 
     tokens: int
@@ -43,7 +45,9 @@ class Block:
     inner: int
     heads: tuple[int, ...] = ()
     name: str = "mlp"
-    looked_up: bool = False
+    looked_up: int = 0
+    tied: bool = False
+    times: int = 1
 
     @classmethod
     def mlp(cls, tokens: int, hidden: int, ffn: int, gated: bool = False) -> Block:
@@ -60,23 +64,29 @@ class Block:
         return cls(tokens, hidden, sizes, heads * head, (heads, kv_heads), "attention")
 
     @classmethod
-    def vocabulary(cls, tokens: int, hidden: int, classes: int) -> Block:
+    def vocabulary(cls, tokens: int, hidden: int, classes: int, tied: bool = False, head: bool = True) -> Block:
         """The table of an embedding, and the head that leads to as many classes, with its loss in chunks of rows."""
-        return cls(tokens, hidden, (classes,), 0, name="vocabulary", looked_up=True)
+        return cls(tokens, hidden, (classes,) * head, 0, name="vocabulary", looked_up=classes, tied=tied and head)
 
     @property
     def bounds(self) -> tuple[tuple[int, int, int], ...]:
         """(M, K, N) of the products."""
-        first = (self.tokens, self.hidden, sum(self.outs))
-        return (first, (self.tokens, self.inner, self.hidden)) if self.inner else (first,)
+        both = (self.tokens, self.hidden, sum(self.outs)), (self.tokens, self.inner, self.hidden)
+        return tuple(product for product in both if all(product))
 
     def lower_bound(self, ranks: int) -> float:
-        """Elements that a rank must receive in forward: the sum of the two products' bounds."""
-        return sum(lower_bound(m, n, k, ranks) for m, k, n in self.bounds)
+        """Elements that a rank must receive in forward: the sum of the products' bounds."""
+        return self.times * sum(lower_bound(m, n, k, ranks) for m, k, n in self.bounds)
+
+    @property
+    def table(self) -> int:
+        """Rows of a table that is no other weight."""
+        return 0 if self.tied else self.looked_up
 
     @property
     def parameters(self) -> int:
-        return self.hidden * (sum(self.outs) * (1 + self.looked_up) + self.inner)
+        """Of one of its repetitions."""
+        return self.hidden * (sum(self.outs) + self.table + self.inner)
 
 
 @dataclass(frozen=True)
@@ -168,16 +178,22 @@ def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -
     s, ranks = padded(block, g), g.ranks
     outside = s.tokens * s.hidden // ranks * (g.y - 1)  # activations [tokens, hidden] over y
     inside = s.tokens * s.inner // ranks * (g.x - 1)
-    products = [("up", s.hidden * s.up, outside, s.tokens * s.up // ranks * (g.x - 1), "y", "x")]
+    products = []
+    if block.outs:
+        products.append(("up", s.hidden * s.up, outside, s.tokens * s.up // ranks * (g.x - 1), "y", "x"))
     if block.inner:
         products.append(("down", s.hidden * s.inner, inside, outside, "x", "y"))
-    if block.looked_up:
+    if block.tied:
+        # y has some rows of the table each: what they find is summed.
+        for phase, tensor, collective in (("forward", "A", "reduce_scatter"), ("dgrad", "dA", "all_gather")):
+            yield Message(phase, f"up {tensor}", collective, "y", outside)
+    elif block.looked_up:
         # A rank finds its features of all rows; they go to the ranks of these rows, and their gradient comes back.
         for phase, tensor in (("forward", "A"), ("dgrad", "dA")):
             for axis, others in (("z", g.y), ("y", 1)):
                 found = s.tokens * s.hidden // ranks // others * (getattr(g, axis) - 1) // getattr(g, axis)
                 yield Message(phase, f"up {tensor}", "all_to_all", axis, found)
-        table = s.hidden * s.up // (g.z * g.x * g.y)
+        table = s.hidden * block.looked_up // (g.z * g.x * g.y)
         yield Message("wgrad", "up dB", "all_reduce", "dp", 2 * (g.dp - 1) * -(-table // g.dp))
     for name, width, a, c, a_axis, c_axis in products:
         shard = width // (g.z * g.x * g.y)
@@ -194,7 +210,7 @@ def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -
 
 
 def volume(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -> Any:
-    """Elements received per rank in a training step."""
+    """Elements received per rank in a training step, by one of its repetitions."""
     return sum(message.elements for message in messages(block, g, regather_a, regather_b))
 
 
@@ -202,8 +218,8 @@ def gemms(block: Block, g: Grids) -> tuple[tuple[Any, Any, Any], ...]:
     """(m, n, k) of a rank's forward products; dgrad and wgrad permute them."""
     s = padded(block, g)
     rows = s.tokens // (g.dp * g.z)
-    first = rows, s.up // g.y, s.hidden // g.x
-    return (first, (rows, s.hidden // g.x, s.inner // g.y)) if block.inner else (first,)
+    both = (rows, s.up // g.y, s.hidden // g.x), (rows, s.hidden // g.x, s.inner // g.y)
+    return tuple(sizes for sizes, is_there in zip(both, (block.outs, block.inner), strict=True) if is_there)
 
 
 def largest_integer(blocks: Sequence[Block], ranks: int, layers: int) -> int:
@@ -212,9 +228,9 @@ def largest_integer(blocks: Sequence[Block], ranks: int, layers: int) -> int:
     Padding adds less than the number of ranks to a size.  Before it is divided among ranks an operand is multiplied by
     the ranks that gather it; after that, no collective brings a rank more than the whole operand.
     """
-    widest = max(sum(block.outs) + block.inner + block.hidden + 8 * ranks for block in blocks)
+    widest = max(sum(block.outs) + block.looked_up + block.inner + block.hidden + 8 * ranks for block in blocks)
     rows = max(max(block.tokens, block.hidden) + ranks for block in blocks)
-    return rows * widest * max(4 * ranks, 1024 * layers * len(blocks))
+    return rows * widest * max(4 * ranks, 1024 * layers * sum(block.times for block in blocks))
 
 
 # Bytes of optimizer state per parameter, beside the parameter itself, at (4-byte, 2-byte) parameters.
@@ -245,12 +261,12 @@ def memory(
     (gathered, or as stored where backward gathers them again), and the input of the activation function.
     """
     s = padded(block, g)
-    shard = s.hidden * (s.up * (1 + block.looked_up) + s.inner) // (g.z * g.x * g.y)
+    shard = s.hidden * (s.up + block.table + s.inner) // (g.z * g.x * g.y)
     gathered_b = s.hidden * (s.up + s.inner) // (g.x * g.y) * (g.z > 1)  # beside the stored shard
     # An MLP's activations are made again from the input of the activation function, which is kept anyway; what lies
     # between the projections of heads is not.
     stored_a = s.tokens * (s.hidden + s.inner * bool(block.heads)) // g.ranks
-    gathered_a = s.tokens * s.hidden * g.y // g.ranks + s.tokens * s.inner * g.x // g.ranks
+    gathered_a = s.tokens * s.hidden * (g.y if block.outs else 1) // g.ranks + s.tokens * s.inner * g.x // g.ranks
     # Of the logits of a head there is a chunk at a time.
     between = s.tokens * s.up // g.ranks * bool(block.inner)
     kept = np.where(regather_a, stored_a, gathered_a) + between + np.where(regather_b, 0, gathered_b)

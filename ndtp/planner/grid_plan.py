@@ -103,11 +103,12 @@ def _largest_part(plan: GridPlan) -> tuple[str, float]:
     by_axis: dict[str, int] = dict.fromkeys(block_cost.AXES, 0)
     for block in plan.request.blocks:
         for message in block_cost.messages(block, g, int("a" in plan.regather), int("b" in plan.regather)):
-            by_axis[message.axis] += int(message.elements)
+            by_axis[message.axis] += block.times * int(message.elements)
     axis = max(by_axis, key=lambda name: by_axis[name])
     return axis, by_axis[axis] / max(1, sum(by_axis.values()))
 
 
 def _total(plan: GridPlan, g: Grids) -> int:
     request = plan.request
-    return int(sum(block_cost.volume(block, g) for block in request.blocks)) * request.itemsize * request.layers
+    total = sum(block.times * int(block_cost.volume(block, g)) for block in request.blocks)
+    return total * request.itemsize * request.layers

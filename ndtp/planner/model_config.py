@@ -1,56 +1,113 @@
-"""The sizes that the planner needs, from a transformers `config.json`.  Pure."""
+"""What the planner needs of a model, from a transformers `config.json`.  Pure."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ndtp.errors import GridError
-from ndtp.planner.block_cost import LARGEST_SIZE
+from ndtp.planner.block_cost import LARGEST_SIZE, Block
 from ndtp.planner.fields import Number, read_parsed, shown
+from ndtp.planner.model_families import ENCODER_DECODERS, GATED, PLAIN, WITHOUT_VOCABULARY
 from ndtp.planner.request import SIZE
 
 # What families of models call the same thing, in the order in which they are looked for.
-HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
-FFN = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "decoder_ffn_dim", "hidden_dim")
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
-HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
+FFN = (
+    "intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "decoder_ffn_dim", "hidden_dim", "d_inner",
+    "dim_ff", "dff",
+)  # fmt: skip
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "depth")
+HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads", "attention_heads")
 HEAD_SIZE = ("head_dim", "d_kv")
 KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")
+WIDTH = ("embedding_size", "word_embed_proj_dim")  # of an embedding, where it is not that of the layers
+# Of an encoder beside a decoder.
+ENCODER_FFN = ("encoder_ffn_dim", *FFN)
+ENCODER_LAYERS = ("encoder_layers", *LAYERS)
+ENCODER_HEADS = ("encoder_attention_heads", *HEADS)
+DECODER_LAYERS = ("num_decoder_layers", "decoder_layers", *LAYERS)
 
 # Four times the hidden size where the file names no inner size.
-FOURFOLD = ("gpt2", "bloom", "gptj", "gpt_neo", "gpt_bigcode", "codegen", "falcon", "mpt")
-UNGATED = (
-    "gpt2", "bloom", "gptj", "gpt_neo", "gpt_neox", "gpt_bigcode", "codegen", "falcon", "mpt", "opt", "bert", "roberta",
-    "phi", "vit", "starcoder2", "nemotron", "whisper", "electra", "distilbert", "persimmon", "bart",
-)  # fmt: skip
+FOURFOLD = ("gpt2", "bloom", "gptj", "gpt_neo", "gpt_bigcode", "codegen", "falcon", "mpt", "openai-gpt", "xlm")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+PARTS = ("text_config",)
+# Endings of the names of classes that have a head over the vocabulary.
+WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 
 
 @dataclass(frozen=True)
-class ModelSizes:
-    """Keyword arguments of `ndtp.plan` that describe the layers of a model."""
+class Stack:
+    """Layers that are alike, one after the other.
 
+    Attributes:
+        crosses: whether each attends to the encoder, too.
+    """
+
+    name: str
+    layers: int
     hidden: int
     ffn: int
     gated: bool
     heads: int
     kv_heads: int
     head_size: int
-    layers: int
+    crosses: bool = False
 
-    def as_arguments(self) -> dict[str, Any]:
-        return asdict(self)
+    def blocks(self, tokens: int) -> tuple[Block, ...]:
+        """What the planner weighs: each block `times` the number of layers."""
+        inner = self.heads * self.head_size
+        found = [Block.attention(tokens, self.hidden, self.heads, self.kv_heads, self.head_size)]
+        if self.crosses:
+            heads = (self.heads, self.kv_heads)
+            width = self.kv_heads * self.head_size
+            found.append(Block(tokens, self.hidden, (inner,), inner, heads, "cross attention"))
+            found.append(Block(tokens, self.hidden, (width, width), 0, heads, "cross keys"))
+        found.append(Block.mlp(tokens, self.hidden, self.ffn, self.gated))
+        return tuple(replace(block, times=self.layers) for block in found)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A model as the planner sees it.
+
+    Attributes:
+        vocabulary, width: rows of its embedding and their features; 0: it has none.
+        head: whether features become logits of the vocabulary at its end, and `tied` whether by the embedding's weight.
+        left_out: parts that the file describes and that are not counted.
+    """
+
+    kind: str
+    stacks: tuple[Stack, ...]
+    vocabulary: int
+    width: int
+    head: bool
+    tied: bool
+    left_out: tuple[str, ...] = ()
+
+    def blocks(self, tokens: int) -> tuple[Block, ...]:
+        """Of a step of `tokens` rows, in each of its stacks."""
+        found = [block for stack in self.stacks for block in stack.blocks(tokens)]
+        if self.vocabulary:
+            found.append(Block.vocabulary(tokens, self.width, self.vocabulary, self.tied, self.head))
+        return tuple(found)
+
+    @property
+    def parameters(self) -> int:
+        """Of weights that are matrices; biases, norms and positions are not counted."""
+        return sum(block.times * block.parameters for block in self.blocks(1))
 
 
 def read_config(path: str | Path) -> ModelSizes:
     """The sizes in a `config.json`, or in the one of a model's folder.
 
     Raises:
-        GridError: no such file, no JSON, a size that is missing or no size, or layers of another kind (experts).
+        GridError: no such file, no JSON, a size that is missing or no size, layers of another kind (experts), or a
+            `model_type` that is not known.
     """
     path = Path(path)
     path = path / "config.json" if os.path.isdir(path) else path
@@ -58,11 +115,25 @@ def read_config(path: str | Path) -> ModelSizes:
     config = read_parsed("model config", path, "JSON", json.loads, "give the path of a transformers config.json")
     if not isinstance(config, dict):
         raise GridError(f"{what} holds no JSON object")
-    nested = config.get("text_config")  # models of text and images nest the text part
-    if nested is not None:
+    return sizes_of(config, what)
+
+
+def sizes_of(config: dict[str, Any], what: str = "model config") -> ModelSizes:
+    """The sizes in what a `config.json` holds.
+
+    Raises:
+        GridError: as `read_config`.
+    """
+    left_out: tuple[str, ...] = ()
+    for name in PARTS:  # models of text and images nest the text part
+        nested = config.get(name)
+        if nested is None:
+            continue
         if not isinstance(nested, dict):
-            raise GridError(f"{what}: text_config={shown(nested)}; it must be an object, or null")
-        config = {**config, **nested}
+            raise GridError(f"{what}: {name}={shown(nested)}; it must be an object, or null")
+        if nested:
+            left_out = tuple(key for key, value in config.items() if key.endswith("_config") and key != name and value)
+            config = config | {key: value for key, value in nested.items() if value is not None}
     for name in EXPERTS:
         if config.get(name) is not None:
             Number(0, LARGEST_SIZE, integer=True).check(what, name, config[name])
@@ -71,26 +142,69 @@ def read_config(path: str | Path) -> ModelSizes:
                     f"{what} describes mixture-of-experts layers ({name}={config[name]}), which the planner does not "
                     "weigh\n  fix: plan one expert's MLP with --hidden and --ffn"
                 )
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in (*GATED, *PLAIN):
+        raise GridError(
+            f"{what}: model_type={shown(kind)} is no family whose layers the planner knows to be attention and an MLP\n"
+            "  fix: give the sizes of its MLP with --hidden, --ffn and, if it has a gate, --gated"
+        )
+    vocabulary = 0 if kind in WITHOUT_VOCABULARY else _find(config, ("vocab_size", "n_vocab"), what, 0, smallest=0)
+    tied = config.get("tie_word_embeddings")
+    stacks = _stacks(config, kind, what)
+    return ModelSizes(
+        kind,
+        stacks,
+        vocabulary,
+        _find(config, WIDTH, what, stacks[-1].hidden),
+        bool(vocabulary) and _has_head(config, what),
+        True if tied is None else bool(tied),
+        left_out,
+    )
+
+
+def _stacks(config: Mapping[str, Any], kind: str, what: str) -> tuple[Stack, ...]:
     hidden = _find(config, HIDDEN, what)
-    heads = _find(config, HEADS, what)
-    kind = str(config.get("model_type", ""))
-    ffn = _find(config, FFN, what, 4 * hidden if kind in FOURFOLD else None)
-    kv_heads = _find(config, KV_HEADS, what, 1 if config.get("multi_query") is True else heads)
-    head_size = _find(config, HEAD_SIZE, what, hidden // heads)
-    layers = _find(config, LAYERS, what)
-    return ModelSizes(hidden, ffn, _is_gated(config, kind), heads, kv_heads, head_size, layers)
+    gated, inner = kind in GATED, 4 * hidden if kind in FOURFOLD else None
+    ratio = config.get("mlp_ratio")  # of models of images
+    if inner is None and isinstance(ratio, (int, float)) and 0 < ratio < 1024:
+        inner = int(hidden * ratio)
+    if "feed_forward_proj" in config:  # T5 comes with a gate and without
+        gated = str(config["feed_forward_proj"]).startswith("gated")
+
+    def stack(name: str, layers: Sequence[str], ffn: Sequence[str], heads: Sequence[str], crosses: bool) -> Stack:
+        count = _find(config, heads, what)
+        one = config.get("multi_query") is True and not config.get("new_decoder_architecture")  # Falcon names more
+        kv_heads = 1 if one else _find(config, KV_HEADS, what, count)
+        size = _find(config, HEAD_SIZE, what, max(1, hidden // count))
+        return Stack(
+            name, _find(config, layers, what), hidden, _find(config, ffn, what, inner), gated, count, kv_heads, size,
+            crosses,
+        )  # fmt: skip
+
+    if kind not in ENCODER_DECODERS:
+        return (stack("layers", LAYERS, FFN, HEADS, False),)
+    return (
+        stack("encoder", ENCODER_LAYERS, ENCODER_FFN, ENCODER_HEADS, False),
+        stack("decoder", DECODER_LAYERS, ("decoder_ffn_dim", *FFN), ("decoder_attention_heads", *HEADS), True),
+    )
 
 
-def _find(config: dict[str, Any], names: tuple[str, ...], what: str, default: int | None = None) -> int:
+def _has_head(config: Mapping[str, Any], what: str) -> bool:
+    """As its classes say; where none is named, the model is taken to be trained on its vocabulary."""
+    named = config.get("architectures")
+    if named is None:
+        return True
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise GridError(f"{what}: architectures={shown(named)}; it must be a list of names, or null")
+    return not named or any(name.endswith(WITH_HEAD) for name in named)
+
+
+def _find(
+    config: Mapping[str, Any], names: Sequence[str], what: str, default: int | None = None, *, smallest: int = 1
+) -> int:
     name, value = next(((name, config[name]) for name in names if config.get(name) is not None), (names[0], default))
     if value is None:
         raise GridError(f"{what} lacks a size; one of {', '.join(names)} must be {SIZE}")
-    SIZE.check(what, name, value)
+    if value != smallest or isinstance(value, bool):
+        SIZE.check(what, name, value)
     return int(value)
-
-
-def _is_gated(config: dict[str, Any], kind: str) -> bool:
-    """Models since LLaMA have a gate; older families, and those that say so, have none."""
-    if "feed_forward_proj" in config:  # T5
-        return str(config["feed_forward_proj"]).startswith("gated")
-    return kind not in UNGATED and "n_embd" not in config

@@ -32,7 +32,7 @@ def explain_none(request: Request, constraint: str, least: float = 0.0) -> str:
         lines = [f"plan: no grid of {ranks} ranks divides {_sizes(request)}"]
         lines.append(f"  fix: {_or(near)} ranks" if near else "  no number of ranks nearby does")
         if not request.pad:
-            block = request.blocks[-1]
+            block = request.main
             for name, size in (("tokens", block.tokens), ("hidden", block.hidden), ("ffn", block.inner)):
                 around = sorted({size // ranks * ranks, -(-size // ranks) * ranks} - {0})
                 lines.append(f"       or {name} {_or(around)}")
@@ -74,7 +74,7 @@ def nearest(value: int, valid: Callable[[int], bool], reach: int = 4096) -> list
 
 
 def _sizes(request: Request) -> str:
-    block = request.blocks[-1]
+    block = request.main
     return f"tokens={block.tokens}, hidden={block.hidden}, ffn={block.inner}"
 
 

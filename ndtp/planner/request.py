@@ -28,6 +28,7 @@ FIELDS: dict[str, Kind] = {
     "optimizer": Word(tuple(block_cost.OPTIMIZERS)),
     "fixed": Table(Word(AXES), AXIS, empty=True),
 }
+TIMES = FIELDS["layers"]
 OPTIONAL: dict[str, Kind] = {
     "memory_limit_gib": Number(1e-6, 1e12),
     "heads": SIZE, "kv_heads": SIZE, "head_size": SIZE, "limit": SIZE,
@@ -40,7 +41,7 @@ class Request:
 
     Attributes:
         blocks: the blocks of a layer, which all run on one grid.
-        layers: how often the sequence of blocks is repeated.
+        layers: how often the sequence of blocks is repeated, each block as often as it says.
         dtype, objective, ...: as for `ndtp.plan`.
 
     Raises:
@@ -63,6 +64,11 @@ class Request:
 
     def __post_init__(self) -> None:
         check_request(self)
+
+    @property
+    def main(self) -> Block:
+        """The block that names the sizes in what is said: the last one of two products."""
+        return next((block for block in reversed(self.blocks) if block.inner), self.blocks[-1])
 
     @property
     def itemsize(self) -> int:
@@ -97,7 +103,8 @@ def check_request(request: Request) -> None:
     for block in request.blocks:
         inner = {"ffn": block.inner} if block.inner else {}
         check_arguments({"tokens": block.tokens, "hidden": block.hidden, **inner}, {})
-        for size in (*block.outs, *block.heads):
+        TIMES.check("plan", f"times of {block.name}", block.times)
+        for size in (*block.outs, *block.heads, block.looked_up or 1):
             SIZE.check("plan", f"a size of {block.name}", size)
     for name, kind in FIELDS.items():
         kind.check("plan", name, getattr(request, name))

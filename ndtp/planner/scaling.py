@@ -74,5 +74,5 @@ def _products_ms(request: Request) -> float:
     seconds = 0.0
     for block in request.blocks:
         for m, k, n in block.bounds:
-            seconds += 3 * float(gemm_seconds(request.hardware, m, n, k, request.dtype)) / request.ranks
+            seconds += block.times * 3 * float(gemm_seconds(request.hardware, m, n, k, request.dtype)) / request.ranks
     return seconds * request.layers * 1e3

@@ -167,8 +167,9 @@ def _costs(request: Request, g: Grids, regather: Sequence[str]) -> tuple[Any, An
     """Volume and memory in bytes of all layers.  Only one block at a time works on temporary operands."""
     a, b = int("a" in regather), int("b" in regather)
     parts = [block_cost.memory(bl, g, request.itemsize, request.optimizer, a, b) for bl in request.blocks]
-    kept = sum(part.total - part.working for part in parts) * request.layers
-    volume = sum(block_cost.volume(block, g, a, b) for block in request.blocks)
+    times = [block.times for block in request.blocks]
+    kept = sum(n * (part.total - part.working) for n, part in zip(times, parts, strict=True)) * request.layers
+    volume = sum(block.times * block_cost.volume(block, g, a, b) for block in request.blocks)
     return volume * request.itemsize * request.layers, kept + np.maximum.reduce([part.working for part in parts])
 
 

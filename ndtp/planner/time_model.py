@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import permutations
+from itertools import groupby, permutations
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,12 @@ from ndtp.dtypes import SIZES
 from ndtp.planner.block_cost import AXES, Block, Grids, gemms, messages, padded
 from ndtp.planner.hardware import Hardware
 from ndtp.schedule.clocks import Messages, Product, Span, step_seconds
+
+# What a step of a product may move.
+MOVES = (
+    ("forward", "A"), ("forward", "B"), ("forward", "C"), ("dgrad", "dC"), ("dgrad", "B"), ("dgrad", "dA"),
+    ("wgrad", "A"), ("wgrad", "dB"),
+)  # fmt: skip
 
 # Rank orders of the four axes, slowest first; of equally fast ones the first wins.
 ORDERS = tuple(permutations(AXES))
@@ -128,9 +134,13 @@ class Time:
 
 @dataclass(frozen=True)
 class Work:
-    """A layer of blocks on many grids: what does not depend on the order of the axes on the ranks."""
+    """A layer of blocks on many grids: what does not depend on the order of the axes on the ranks.
 
-    products: tuple[Product, ...]
+    Attributes:
+        segments: products of blocks that are repeated together, and how often in a layer.
+    """
+
+    segments: tuple[tuple[int, tuple[Product, ...]], ...]
     contention: float
     layers: int
     chunks: int
@@ -153,24 +163,37 @@ class Work:
         Args:
             chunks: pieces of rows whose collectives run beside their products, as `MatMulPlan(chunks=)`.
         """
-        products: list[Product] = []
-        for block in blocks:
-            products += _products(block, g, hardware, dtype, chunks, regather_a, regather_b)
-        return cls(tuple(products), hardware.contention, layers, chunks, bool(np.any(regather_a) or np.any(regather_b)))
+        segments = []
+        for times, alike in groupby(blocks, lambda block: block.times):
+            products: list[Product] = []
+            for block in alike:
+                products += _products(block, g, hardware, dtype, chunks, regather_a, regather_b)
+            segments.append((times, tuple(products)))
+        return cls(tuple(segments), hardware.contention, layers, chunks, bool(np.any(regather_a) or np.any(regather_b)))
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return tuple(product for _, products in self.segments for product in products)
 
     def time(self, network: Network) -> Time:
         """Forward and backward of all layers.  From the second layer on each adds what the second one adds."""
-        total = step_seconds(self.products, network, self.chunks, self.regather, self.contention)
-        if self.layers > 1:
-            two = step_seconds(self.products * 2, network, self.chunks, self.regather, self.contention)
-            total = total + (self.layers - 1) * (two - total)
+        total: Any = 0.0
         communication: Any = 0.0
-        for product in self.products:
-            for moves in product.messages.values():
-                communication = communication + sum(network.seconds(*move) for move in moves)
-        gemm = 3 * sum(product.gemm for product in self.products)
-        elementwise = sum(4 * product.after + product.copy for product in self.products)
-        return Time(total, gemm * self.layers, elementwise * self.layers, communication * self.layers)
+        gemm: Any = 0.0
+        elementwise: Any = 0.0
+        for times, products in self.segments:
+            times *= self.layers
+            one = step_seconds(products, network, self.chunks, self.regather, self.contention)
+            total = total + one
+            if times > 1:
+                two = step_seconds(products * 2, network, self.chunks, self.regather, self.contention)
+                total = total + (times - 1) * (two - one)
+            for product in products:
+                for moves in product.messages.values():
+                    communication = communication + times * sum(network.seconds(*move) for move in moves)
+            gemm = gemm + times * (3 * sum(product.gemm for product in products))
+            elementwise = elementwise + times * sum(4 * product.after + product.copy for product in products)
+        return Time(total, gemm, elementwise, communication)
 
     def spans(self, network: Network, product: int | None = None) -> list[Span]:
         """What happens when in a step of one layer, or of one of its products, on a single grid."""
@@ -184,21 +207,21 @@ def _products(
     block: Block, g: Grids, hardware: Hardware, dtype: str, chunks: int, regather_a: Any, regather_b: Any
 ) -> Iterator[Product]:
     itemsize = float(SIZES[dtype])
-    moved: dict[str, dict[tuple[str, str], Messages]] = {"up": {}, "down": {}}
+    moved: dict[str, dict[tuple[str, str], Messages]] = {name: {key: [] for key in MOVES} for name in ("up", "down")}
     for message in messages(block, g, regather_a, regather_b):
         name, tensor = message.tensor.split()
         entry = (message.collective, message.axis, _real(message.elements) * itemsize)
-        moved[name].setdefault((message.phase, tensor), []).append(entry)
+        moved[name][message.phase, tensor].append(entry)
     s = padded(block, g)
     # Forward reads what enters the activation and writes what leaves it; nothing follows the second product.
     activation = (_real(s.up + s.inner) * _real(s.tokens) / _real(g.ranks), 0)
     own = [np.where(size > 1, 1 / size, 0.0) for size in (_real(g.y), _real(g.x))]
     per_element = itemsize / (hardware.memory_gbs * 1e9)
-    for name, (m, n, k), elements in zip(("up", "down"), gemms(block, g), activation, strict=False):
+    for name, (m, n, k), elements in zip(("up", "down"), gemms(block, g) or [(0, 0, 0)], activation, strict=False):
         yield Product(
             moved[name],
-            gemm_seconds(hardware, m, n, k, dtype),
-            gemm_seconds(hardware, _real(m) / chunks, n, k, dtype),
+            gemm_seconds(hardware, m, n, k, dtype) if block.outs else 0.0,
+            gemm_seconds(hardware, _real(m) / chunks, n, k, dtype) if block.outs else 0.0,
             elements * per_element,
             # Weights [out, in] are gathered over z along their last dim; low precision joins the blocks before it sums.
             2 * _real(n) * _real(k) * per_element * ((g.z > 1) & (itemsize < 4)),

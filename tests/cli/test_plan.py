@@ -1,23 +1,34 @@
 """`ndtp plan`, as it is typed."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from rich.cells import cell_len
 
 from ndtp import Grid, Layout
 from ndtp.algebra.schemes import block_layouts
-from ndtp.planner.model_config import read_config
+from ndtp.planner.block_cost import Block
+from ndtp.planner.hardware import Hardware
+from ndtp.planner.model_config import read_config, sizes_of
+from ndtp.planner.request import Request
 from ndtp.planner.scaling import rank_counts, scaling
-from ndtp.planner.search import plan
+from ndtp.planner.search import plan, search
 
 SIZES = ("--tokens", "8192", "--hidden", "4096", "--ffn", "16384", "--ranks", "64")
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "tie_word_embeddings": False,
 }  # fmt: skip
-GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None}
+GPT2 = {
+    "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None, "vocab_size": 50257,
+    "architectures": ["GPT2LMHeadModel"],
+}  # fmt: skip
+BART = {
+    "model_type": "bart", "d_model": 64, "encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 256,
+    "decoder_ffn_dim": 256, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 1000,
+}  # fmt: skip
 
 
 def test_table_fits_100_columns(ndtp):
@@ -57,17 +68,53 @@ def test_constraints_reach_the_search(ndtp):
 def test_model_by_its_config(ndtp, tmp_path, config, layers, gated, kv_heads):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    sizes = read_config(tmp_path)
-    assert (sizes.layers, sizes.gated, sizes.kv_heads) == (layers, gated, kv_heads)
-    assert sizes.ffn == config.get("intermediate_size", 4 * 768)
-    code, out, _ = ndtp("plan", "--model", str(path), "--tokens", "8192", "--ranks", "8", "--json", "-")
+    (stack,) = read_config(tmp_path).stacks
+    assert (stack.layers, stack.gated, stack.kv_heads) == (layers, gated, kv_heads)
+    assert stack.ffn == config.get("intermediate_size", 4 * 768)
+    code, out, said = ndtp("plan", "--model", str(path), "--tokens", "8192", "--ranks", "8", "--json", "-")
     assert code == 0
-    result = json.loads(out)
-    assert [block["name"] for block in result["request"]["blocks"]] == ["attention", "gated mlp" if gated else "mlp"]
-    assert result["request"]["layers"] == layers
+    blocks = json.loads(out)["request"]["blocks"]
+    assert [(block["name"], block["times"]) for block in blocks] == [
+        ("attention", layers), ("gated mlp" if gated else "mlp", layers), ("vocabulary", 1)
+    ]  # fmt: skip
+    best = json.loads(out)["plans"][0]["grid"]
+    assert f"{config['model_type']}, " in said and f"{layers} layers: " in said
+    axes = ", ".join(f"{axis}={size}" for axis, size in best.items() if size > 1)
+    assert f"mesh = ndtp.ProcessGrid(ndtp.Grid({axes}))" in said
+    assert "model = ndtp.parallelize(model, mesh, scheme=" in said
+
+
+def test_both_stacks_and_the_vocabulary_count(tmp_path):
+    """An encoder-decoder has two stacks, of which one attends to the other; a tied embedding is one matrix."""
+    (tmp_path / "config.json").write_text(json.dumps(BART))
+    sizes = read_config(tmp_path)
+    encoder, decoder = sizes.stacks
+    assert (encoder.layers, decoder.layers, encoder.crosses, decoder.crosses) == (2, 3, False, True)
+    layer = 4 * 64**2 + 2 * 64 * 256
+    assert sizes.parameters == 2 * layer + 3 * (layer + 4 * 64**2) + 1000 * 64
+    untied = sizes_of(BART | {"tie_word_embeddings": False})
+    assert untied.parameters == sizes.parameters + 1000 * 64
+    body = sizes_of(BART | {"architectures": ["BartModel"]})
+    assert not body.head and body.parameters == sizes.parameters
+    assert body.blocks(8)[-1].bounds == () and sizes.blocks(8)[-1].bounds == ((8, 64, 1000),)
+
+
+def test_a_nested_text_part_is_planned_and_the_rest_is_named(ndtp, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llava", "text_config": LLAMA, "vision_config": {"hidden_size": 8}}))
     code, out, _ = ndtp("plan", "--model", str(path), "--tokens", "8192", "--ranks", "8")
-    module = "GatedMLP(4096, 14336" if gated else "MLP(768, 3072"
-    assert code == 0 and f"block = ndtp.nn.{module}, mesh=mesh, scheme=" in out
+    assert code == 0 and "not counted: vision_config" in out
+
+
+def test_time_and_memory_of_repeated_blocks_are_those_of_layers():
+    """`times` on the blocks or `layers` on the request: the same work."""
+    block = Block.mlp(8192, 4096, 16384)
+    hardware = Hardware.load("h100-ib")
+    one = search(Request((block,), 8, hardware, layers=5))
+    other = search(Request((replace(block, times=5),), 8, hardware))
+    facts = [[(p.grid, p.step_ms, p.volume_bytes, p.memory_bytes, p.bound_ratio, p.why) for p in each]
+             for each in (one, other)]  # fmt: skip
+    assert facts[0] == facts[1]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +123,9 @@ def test_model_by_its_config(ndtp, tmp_path, config, layers, gated, kv_heads):
         ({**LLAMA, "hidden_size": None}, "lacks a size; one of hidden_size, n_embd"),
         ({**LLAMA, "intermediate_size": "big"}, "intermediate_size='big'; it must be an integer from 1"),
         ({**LLAMA, "num_local_experts": 8}, "mixture-of-experts"),
+        ({**LLAMA, "model_type": "swin"}, "model_type='swin' is no family whose layers the planner knows"),
+        ({**LLAMA, "model_type": None}, "fix: give the sizes of its MLP with --hidden, --ffn and"),
+        ({**LLAMA, "architectures": 3}, "architectures=3; it must be a list of names"),
         ([1], "holds no JSON object"),
     ],
 )
