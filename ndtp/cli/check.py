@@ -86,6 +86,9 @@ def check(
         list[str] | None,
         typer.Option(help=f"One of {', '.join(DTYPES)}; may be repeated. Default: float32.", callback=one_of(*DTYPES)),
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One grid of each kind, products in one form: some seconds.")
+    ] = False,
     json_file: JsonOption = None,
     broken: Annotated[
         str | None, typer.Option("--break-collective", hidden=True, callback=one_of(*COLLECTIVES))
@@ -102,6 +105,9 @@ def check(
 
     Exit status: 0 when all is well, 1 when a case fails, 2 on wrong use.
 
+    --quick takes one grid for each choice of axes, the evenest, and operands as
+    modules store them; everything else is as ever.
+
     Example: ndtp check --ranks 8 --scheme 3d --scheme 2d --dtype bfloat16
     """
     from ndtp.cli.cases import cases, check_grid, exact_up_to
@@ -117,14 +123,14 @@ def check(
                 param_hint="--dtype",
             )
     start = time.monotonic()
-    grids = Grid.all(ranks)
+    grids = one_of_each_kind(Grid.all(ranks)) if quick else Grid.all(ranks)
     outcomes: list[Outcome] = []
     try:
         with Runner(out, ranks, total=len(grids) * len(schemes) * len(dtypes)) as runner:
             for grid in grids:
                 sizes = {axis: grid[axis] for axis in grid}
-                by_rank = runner.run(f"grid {grid}", check_grid, sizes, schemes, dtypes, broken, axes=sizes)
-                done = [case for pair in product(schemes, dtypes) for case in cases(*pair)]
+                by_rank = runner.run(f"grid {grid}", check_grid, sizes, schemes, dtypes, broken, quick, axes=sizes)
+                done = [case for pair in product(schemes, dtypes) for case in cases(*pair, quick)]
                 for case, *results in zip(done, *by_rank, strict=True):
                     outcomes.append(Outcome(case, grid, tuple(results)))
     except RankError as error:
@@ -146,6 +152,16 @@ def check(
     if failed:
         _name_failures(failed, len(outcomes))
         raise typer.Exit(1)
+
+
+def one_of_each_kind(grids: Sequence[Grid]) -> list[Grid]:
+    """Of those that have the same axes of more than one rank, the one whose sizes differ least."""
+    best: dict[tuple[str, ...], Grid] = {}
+    for grid in grids:
+        axes = grid.nontrivial(grid.names)
+        if axes not in best or max(grid.shape) < max(best[axes].shape):
+            best[axes] = grid
+    return list(best.values())
 
 
 def _print_table(out: Console, outcomes: Sequence[Outcome], schemes: Sequence[str], ranks: int, seconds: float) -> None:

@@ -9,7 +9,7 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.schemes import SCHEMES
 from ndtp.cli.app import app
 from ndtp.cli.cases import cases, plan_of
-from ndtp.cli.check import DTYPES
+from ndtp.cli.check import DTYPES, one_of_each_kind
 
 runner = CliRunner()
 
@@ -43,6 +43,17 @@ def test_low_precision_and_a_2d_scheme_with_a_third_axis(tmp_path):
     assert {case["dtype"] for case in report["cases"]} == {"bfloat16"}
     assert {case["grid"]["z"] for case in report["cases"]} == {1, 2, 4}
     assert "cases agree" in result.stdout
+
+
+def test_quick_takes_one_grid_of_each_kind():
+    """Every scheme on every choice of axes, and both products and all blocks of each."""
+    result = check("--ranks", 4, "--quick", "--json", "-")
+    assert result.exit_code == 0, result.output
+    cases = json.loads(result.stdout)["cases"]
+    grids = {str(case["grid"]) for case in cases}
+    assert len(grids) == 6 and len(cases) == 6 * len(SCHEMES) * 5  # z, x, y and the pairs of them, of four ranks
+    assert {case["kind"] for case in cases} == {"up", "down", "block", "gated block", "padded block"}
+    assert len(one_of_each_kind(Grid.all(8))) == 7 and Grid(z=2, x=2, y=2) in one_of_each_kind(Grid.all(8))
 
 
 def test_one_rank():
