@@ -15,6 +15,7 @@ from ndtp.errors import LayoutError
 from ndtp.models.adapters import place_adapters, reason_against, wrappers_in
 from ndtp.models.adopted import Adopted, Placed, SplitEmbedding, SplitNorm, adopt, heads_alone, is_placed, replicate
 from ndtp.models.attention_core import Core, place_core
+from ndtp.models.data_loss import average_loss
 from ndtp.models.frame import Frame
 from ndtp.models.head_loss import HeadSchedule, place_model
 from ndtp.models.left_alone import is_foreign, leave_alone, why_left
@@ -131,6 +132,7 @@ class Split:
             if not any(name.startswith(core + ".") for core in cores):
                 self._norm(name, module)
         self._others(modules)
+        average_loss(model, self.frame)
         self.known.let_go()
         if self.frame.head is not None and self.frame.fuse:
             place_model(self.stock, self.frame)
@@ -235,7 +237,7 @@ class Split:
             self.kept[role.name] = reason
             return
         up, down = self.layouts.up_weight, self.layouts.down_weight
-        pad_to = math.lcm(up.num_splits(0), down.num_splits(1))
+        pad_to = math.lcm(up.num_splits(0), down.num_splits(1), self.layouts.hidden.num_splits(1))
         if role.sections and role.sections[0] % pad_to:
             self.kept[role.name] = f"{role.sections[0]} features of gate and up in one, which {pad_to} does not divide"
             return
@@ -283,10 +285,11 @@ class Split:
             head = None
         is_tied = head is not None and any(table.weight is head.weight for table in shared)
         up = self.layouts.up_weight
+        multiple = math.lcm(up.num_splits(0), self.layouts.hidden.num_splits(1))  # logits may be split further
         if head is not None:
             layer: Projection = place_projection(
                 head, names[id(head)], self.frame, self.layouts, self.known,
-                leads_in=True, width=self.width, pad_to=up.num_splits(0), chunks=self.options["chunks"],
+                leads_in=True, width=self.width, pad_to=multiple, chunks=self.options["chunks"],
             )  # fmt: skip
             layer.loud, self.head = False, layer
             self.frame.head, layer.schedule = layer, HeadSchedule()
@@ -296,7 +299,7 @@ class Split:
             out = self.layouts.input
             rest = [a for a in self.mesh.mesh_axes if a in self.tensor_axes and a not in out.dims[1]]
             table = up if is_tied else Layout(self.mesh.grid, None, (*out.dims[1], *rest))
-            rows = -(-vocabulary // table.num_splits(0)) * table.num_splits(0)
+            rows = -(-vocabulary // multiple) * multiple if is_tied else vocabulary
             lookup = LookupPlan(Layout(self.mesh.grid, self.frame.outside.dims[0]), table, out, name)
             embedding: SplitEmbedding = adopt(module, SplitEmbedding, self.frame, name, behind=True)
             embedding.lookup, embedding.padded_dim = lookup, self.width

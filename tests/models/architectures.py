@@ -70,6 +70,16 @@ ENCODERS = {
 ALL = CAUSAL | ENCODERS
 
 
+# Eight heads, which one axis of eight splits: what differs from the sizes above.
+WIDE = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+WIDE_OF = {
+    "GPT2LMHeadModel": {"n_embd": 64, "n_head": 8},
+    "OPTForCausalLM": WIDE | {"word_embed_proj_dim": 64},
+    "T5ForConditionalGeneration": {"d_model": 64, "num_heads": 8},
+    "BartForConditionalGeneration": {"d_model": 64, "encoder_attention_heads": 8, "decoder_attention_heads": 8},
+}
+
+
 def build(name, **changes):
     """In fp64, with values of a seed; sizes that an architecture does not know do it no harm."""
     import transformers

@@ -74,6 +74,28 @@ def check_data_parallel():
         check_gradients(model, dense, f"{name}, dp")
 
 
+def check_data_parallel_loss_of_whole_logits():
+    """Of a classifier that stays whole: the mean over dp ranks; labels that do not count are refused."""
+    mesh = mesh_of(Grid(dp=2, x=2))
+    name = "ViTForImageClassification"
+    dense, model = build(name), build(name)
+    ndtp.parallelize(model, mesh, scheme="1d-sp")
+    given = inputs(name)
+    mine = {key: value.chunk(2)[mesh.coordinate["dp"]] for key, value in given.items()}
+    for options in ({}, {"return_dict": False}):
+        dense.zero_grad()
+        model.zero_grad()
+        expected = dense(**given).loss
+        out = model(**mine, **options)
+        loss = out[0] if options else out.loss
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0.0)
+        expected.backward()
+        loss.backward()
+        check_gradients(model, dense, f"{name}, dp")
+    with pytest.raises(LayoutError, match="labels, of which dp ranks may ignore"):
+        model(**(mine | {"labels": torch.full_like(mine["labels"], -100)}))
+
+
 VOLUMES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM", "GPTNeoXForCausalLM")
 
 
@@ -98,6 +120,7 @@ def test_training(ranks):
 
 def test_data_parallel(ranks):
     ranks(4).run(check_data_parallel)
+    ranks(4).run(check_data_parallel_loss_of_whole_logits)
 
 
 def test_volume_is_exact(ranks):

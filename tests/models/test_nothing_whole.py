@@ -1,0 +1,80 @@
+"""How much of a model is split, counted operation by operation: parameters, arithmetic and the sizes of all tensors."""
+
+import pytest
+import torch
+from products import mesh_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+import ndtp
+from ndtp import Grid
+
+pytest.importorskip("transformers")
+
+import transformers.modeling_layers
+import transformers.modeling_utils  # noqa: F401  # so that ranks are forked with it
+from architectures import build
+
+BATCH, LENGTH, HIDDEN = 16, 32, 64
+WHOLE = BATCH * LENGTH * HIDDEN * 4  # bytes of hidden states
+SIZES = {
+    "hidden_size": HIDDEN, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "vocab_size": 128, "attn_implementation": "eager",
+}  # fmt: skip
+
+
+class Counted(TorchDispatchMode):
+    """Of all operations: their arithmetic, and the most bytes that any of them gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops, self.largest = 0, (0, "nothing")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.largest = max(self.largest, (x.numel() * x.element_size(), f"{func} gives {tuple(x.shape)}"))
+        return result
+
+
+def counted(model, ids):
+    with Counted() as found:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return found.flops, found.largest
+
+
+def share_split(mine, whole, ranks):
+    """What part is divided among all ranks, where the rest is on each of them."""
+    return (1 - mine / whole) * ranks / (ranks - 1)
+
+
+def check_nothing_whole(names, sizes, scheme):
+    mesh = mesh_of(Grid(sizes))
+    ranks = mesh.grid.num_ranks
+    ids = torch.randint(3, 128, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    for name in names:
+        where = f"{name} on {mesh.grid}"
+        dense = build(name, **SIZES).float()
+        expected, (size, _) = counted(dense, ids)
+        assert size >= WHOLE, "the dense model has such tensors, and they are seen"
+        model = ndtp.parallelize(build(name, **SIZES).float(), mesh, scheme=scheme)
+        found, (size, what) = counted(model, ids)
+        total, _, held = model.ndtp_report.parameters
+        for kind, mine, whole in (("parameters", held, total), ("arithmetic", found, expected)):
+            share = share_split(mine, whole, ranks)
+            assert share >= 0.99, f"{where}: of its {kind} {share:.2%} are split"
+        assert size < WHOLE, f"{where}: {what}"
+        assert not model.ndtp_report.gathered, where
+
+
+NAMES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma2ForCausalLM")
+
+
+def test_nothing_is_whole(ranks):
+    """On three axes and on two; 1D gathers whole activations, that is what it is."""
+    ranks(8).run(check_nothing_whole, NAMES, {"z": 2, "x": 2, "y": 2}, "3d")
+    ranks(8).run(check_nothing_whole, NAMES[:1], {"x": 2, "y": 4}, "2d")
