@@ -36,8 +36,9 @@ class Counted(TorchDispatchMode):
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                self.largest = max(self.largest, (x.numel() * x.element_size(), f"{func} gives {tuple(x.shape)}"))
+            if isinstance(x, torch.Tensor) and not x.is_meta:  # which tells a shape, and has no memory
+                held = min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+                self.largest = max(self.largest, (held, f"{func} gives {tuple(x.shape)}"))
         return result
 
 
