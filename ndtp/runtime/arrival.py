@@ -85,6 +85,7 @@ class _Arrival(torch.autograd.Function):
         ctx.deferred = deferred
         ctx.spec = None if is_plain(x) else spec_of(x)
         local = x if ctx.spec is None else x._local_tensor
+        ctx.stride = local.stride()
         return local.detach()
 
     @staticmethod
@@ -94,8 +95,19 @@ class _Arrival(torch.autograd.Function):
             late, deferred.late = deferred.late, None
             grad = late.arrive()
         if grad is not None and ctx.spec is not None:
-            grad = wrapped(grad, ctx.spec)
+            grad = wrapped(_lying_as(grad, ctx.stride), ctx.spec)
         return grad, None
+
+
+def _lying_as(grad: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A gradient in the order of its parameter's shard.
+
+    Autograd sees to that for plain tensors.  Of a DTensor it sees the strides that the whole would have, and fused
+    optimizers read both memories alike.
+    """
+    if grad.stride() == stride:
+        return grad
+    return torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 def taken_in(x: Tensor, sequence_number: int, parameter: Tensor) -> tuple[Tensor, Deferred]:
