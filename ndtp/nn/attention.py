@@ -234,7 +234,6 @@ class Attention(BlockModule):
             return torch.cat(shards)
         return torch.cat([shard.unflatten(0, (parts, -1)) for shard in shards], 1).flatten(0, 1)
 
-    @torch.compiler.disable(reason="its heads and sequences are sought per call, which compilers do not follow")
     def _core(
         self,
         q: Tensor,
