@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import sys
@@ -191,6 +192,17 @@ def _chunks(text: str) -> int | str:
     raise typer.BadParameter(f"{text!r}; it must be a number from 1 to 1024, or auto", param_hint="--chunks")
 
 
+def _check_config(path: Path, content: bytes) -> None:
+    try:
+        kind = json.loads(content).get("model_type")
+    except (ValueError, AttributeError, RecursionError):
+        kind = None
+    if not isinstance(kind, str):
+        raise typer.BadParameter(
+            f"{path} is no config.json of transformers, an object with a model_type", param_hint="--model"
+        )
+
+
 def _check_files(text: Path | None, model: Path | None, context: int, output: Path) -> None:
     from ndtp.cli.training import LOG, least_bytes
 
@@ -198,9 +210,14 @@ def _check_files(text: Path | None, model: Path | None, context: int, output: Pa
         if path is None:
             continue
         try:
-            size = len(path.read_bytes())
-        except OSError as error:
+            if path.exists() and not path.is_file():
+                raise OSError(f"{path} is no file")
+            content = path.read_bytes()
+        except (OSError, ValueError) as error:
             raise typer.BadParameter(f"{path} cannot be read: {reason(error)}", param_hint=option) from None
+        if option == "--model":
+            _check_config(path, content)
+        size = len(content)
         if option == "FILE" and size < least_bytes(context):
             raise typer.BadParameter(
                 f"{path} has {size} bytes; sequences of {context} take {least_bytes(context)} at least",
