@@ -7,11 +7,12 @@ from its own, and its parameters DTensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
@@ -26,6 +27,7 @@ from ndtp.nn.sharded import Lies, Sharded
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
 from ndtp.ops.norms import NormPlan, norm
+from ndtp.runtime.versions import refuse_changed, version_of
 
 
 class Placed:
@@ -168,7 +170,8 @@ class Replicated(nn.Module):
     """A module left as it is, whose own parameters are DTensors that every rank has whole.
 
     While its forward runs, or that of another such module which uses its parameters, reading one gives the plain
-    tensor, whose gradient is summed over `ndtp_sums`.
+    tensor, whose gradient is summed over `ndtp_sums`.  Autograd does not see a DTensor's changes on that tensor: what
+    was read is compared when backward comes to what the forward gave.
     """
 
     ndtp_frame: Frame
@@ -178,17 +181,24 @@ class Replicated(nn.Module):
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
         if name in self.__dict__["_parameters"] and self.ndtp_frame.running and value is not None:
-            mesh = self.ndtp_frame.mesh
+            mesh, full_name = self.ndtp_frame.mesh, f"{self.ndtp_name}.{name}"
             layout = Layout(mesh.grid, *[None] * value.dim())
-            return taken(value, RelayoutPlan(layout, layout, (), self.ndtp_sums, f"{self.ndtp_name}.{name}"), mesh)
+            self.ndtp_frame.running[-1].append((value, version_of(value), f"'{full_name}'"))
+            return taken(value, RelayoutPlan(layout, layout, (), self.ndtp_sums, full_name), mesh)
         return value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.ndtp_frame.running += 1
+        read: list[Any] = []
+        self.ndtp_frame.running.append(read)
         try:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            given = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.ndtp_frame.running -= 1
+            self.ndtp_frame.running.pop()
+        if read and not torch.compiler.is_compiling():
+            for x in tree_leaves(given):
+                if isinstance(x, Tensor) and x.grad_fn is not None:
+                    x.grad_fn.register_prehook(partial(_refuse_changed, read))
+        return given
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         mesh = self.ndtp_frame.mesh
@@ -198,6 +208,11 @@ class Replicated(nn.Module):
                 layout = Layout(mesh.grid, *[None] * own.dim())
                 state_dict = {**state_dict, prefix + name: taken_from(value, own, layout, mesh, own.shape)}
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _refuse_changed(read: list[Any], _: Any) -> None:
+    for each in read:
+        refuse_changed(*each)
 
 
 def replicate(module: nn.Module, frame: Frame, name: str, known: Placed, sums: Sequence[str]) -> None:

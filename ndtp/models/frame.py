@@ -18,7 +18,7 @@ class Frame:
         outside: the layout of whole activations, [rows, features]: rows split over `dp` alone.
         sequences: the number of sequences (of one dp rank) is padded to a multiple of this.
         gathered: operations that took the whole of a split activation, and how often.
-        running: how many forwards of modules left as they are run now, one inside of the other.
+        running: the parameters that forwards of modules left as they are have read, one forward inside of the other.
         fuse: whether products run as one with what they lead to: those of an MLP, and the head with its loss.
         loss_rows: the most rows of logits that a rank has at a time, where a loss is all that they are for.
         head, has_labels: the projection that gives logits, and whether the model was called with labels.
@@ -30,7 +30,7 @@ class Frame:
     outside: Layout
     sequences: int
     gathered: dict[str, int] = field(default_factory=dict)
-    running: int = 0
+    running: list[list[Any]] = field(default_factory=list)
     fuse: bool = True
     loss_rows: int = 1024
     head: Any = None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ndtp.runtime.arrival import Deferred, is_plain, spec_of, taken_in, wrapped
 from ndtp.runtime.moves import Move
-from ndtp.runtime.versions import version_of
+from ndtp.runtime.versions import refuse_changed, version_of
 from ndtp.runtime.weight_prefetch import owner_of
 
 if TYPE_CHECKING:
@@ -93,13 +93,8 @@ class _Call:
             RuntimeError: as torch's own, where one was changed in place since forward.
         """
         for i, x, version in self.watched:
-            if (now := version_of(x)) != version:
-                name, plan = ("A", 0) if i == 0 else ("B", i - 1)
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"{name} of MatMul '{self.program.plans[plan].name}', {tuple(x.shape)}, is at version {now[0]}; "
-                    f"expected version {version[0]} instead\n  fix: backward first, or multiply by a clone"
-                )
+            name, plan = ("A", 0) if i == 0 else ("B", i - 1)
+            refuse_changed(x, version, f"{name} of MatMul '{self.program.plans[plan].name}'")
 
     def held(self, next_functions: Sequence[Any]) -> set[tuple[int, str]]:
         """Gradients that stop before an all-reduce: for those of later micro-batches, or to take up earlier ones."""

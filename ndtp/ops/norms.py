@@ -18,6 +18,8 @@ from ndtp.errors import LayoutError
 from ndtp.ops import compiled_layers
 from ndtp.ops.moving import enter, moved, refuse_second, sent, taken
 from ndtp.ops.reductions import merged
+from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.versions import refuse_changed, version_of
 
 if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
@@ -135,18 +137,23 @@ def norm(
             x, used[0], used[1], mesh, layout=plan.layout, features=plan.features, real=plan.real(mesh.rank),
             centred=plan.centred, eps=plan.eps, name=plan.name,
         )  # fmt: skip
-    result: Tensor = _Norm.apply(x, *used, plan, mesh)  # type: ignore[no-untyped-call]
+    # Autograd sees the gain's shard, on which changes of a DTensor do not count; with an offset it sees a copy.
+    watched = None if gain is None or offset or is_plain(gain) else (gain, version_of(gain))
+    result: Tensor = _Norm.apply(x, *used, plan, mesh, watched)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor | None, bias: Tensor | None, plan: NormPlan, mesh: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, gain: Tensor | None, bias: Tensor | None, plan: NormPlan, mesh: Any, watched: Any
+    ) -> Tensor:
         real = plan.real(mesh.rank)
         mean, scale = _statistics(x[:, :real], plan, mesh)
         normal = one_rank.normalized(x, mean, scale)
         ctx.save_for_backward(x, gain, mean, scale)
         ctx.plan, ctx.mesh, ctx.bias_dtype = plan, mesh, None if bias is None else bias.dtype
+        ctx.watched = watched
         return _cut(one_rank.scaled(normal, gain, bias, x.dtype), real)
 
     @staticmethod
@@ -154,6 +161,9 @@ class _Norm(torch.autograd.Function):
         plan, mesh = ctx.plan, ctx.mesh
         mesh.step.late.enter()
         refuse_second(plan.name)
+        if ctx.watched is not None:
+            watched, seen = ctx.watched
+            refuse_changed(watched, seen, f"the weight of '{plan.name}'")
         x, gain, mean, scale = ctx.saved_tensors
         real = plan.real(mesh.rank)
         normal = _cut(one_rank.normalized(x, mean, scale), real)
@@ -170,7 +180,7 @@ class _Norm(torch.autograd.Function):
         if finish is not None:
             dx = one_rank.input_gradient(dnormal, normal, finish(), scale, plan.features)
             dx = _cut(dx, real).to(x.dtype)
-        return dx, dgain, dbias, None, None
+        return dx, dgain, dbias, None, None, None
 
 
 def _statistics(x: Tensor, plan: NormPlan, mesh: ProcessGrid) -> tuple[Tensor | None, Tensor]:

@@ -14,3 +14,17 @@ def version_of(x: Tensor) -> tuple[int, ...]:
     if local.is_inference() or x.is_inference():  # torch counts no changes of these
         return (local.data_ptr(),)
     return x._version, local._version, local.data_ptr()
+
+
+def refuse_changed(x: Tensor, seen: tuple[int, ...], what: str) -> None:
+    """Of a tensor that backward needs as forward saw it.
+
+    Raises:
+        RuntimeError: as torch's own, where it was changed in place since.
+    """
+    if (now := version_of(x)) != seen:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{what}, {tuple(x.shape)}, is at version {now[0]}; expected version {seen[0]} instead\n"
+            "  fix: backward first, or compute with a clone"
+        )

@@ -1,0 +1,48 @@
+"""Any parameter of a stock model, changed in place between forward and backward: torch's error, or exact gradients."""
+
+import pytest
+import torch
+from products import mesh_of
+
+import ndtp
+from ndtp import Grid
+
+pytest.importorskip("transformers")
+import transformers.modeling_layers
+import transformers.modeling_utils  # noqa: F401  # so that ranks are forked with it
+from architectures import build, inputs
+from test_transformers_whole import check_gradients
+
+NAMES = ("LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM")
+
+
+def check_changes(trains):
+    mesh, refused = mesh_of(Grid(x=2)), set()
+    for name in NAMES:
+        changes = {"num_hidden_layers": 1} | ({"n_layer": 1} if name.startswith("GPT2") else {})
+        dense, given = build(name, **changes), inputs(name)
+        model = ndtp.parallelize(build(name, **changes), mesh, scheme="1d-sp")
+        for key, parameter in model.named_parameters():
+            for twin in (model, dense):
+                twin.get_parameter(key).requires_grad_(trains)
+                twin.zero_grad()
+            dense(**given).loss.backward()
+            loss, before = model(**given).loss, parameter.detach().clone()
+            with torch.no_grad():
+                parameter.mul_(0.5)
+            try:
+                loss.backward()
+                check_gradients(model, dense, f"{name}, {key} was changed")
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error), f"{name}, {key}: {error}"
+                refused.add(key.split(".")[-2])
+            with torch.no_grad():
+                parameter.copy_(before)
+            for twin in (model, dense):
+                twin.get_parameter(key).requires_grad_(True)
+    assert {"down_proj", "norm", "ln_f", "dense"} <= refused, refused
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
+def test_no_change_goes_unnoticed(ranks, trains):
+    ranks(2).run(check_changes, trains)
