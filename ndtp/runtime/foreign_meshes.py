@@ -1,4 +1,6 @@
-"""`fully_shard` over a dim of a user's mesh that is not on the grid: refused by name, with the ways that work.
+"""What torch's own tools do to parameters on a grid: what is refused by name, and what need not be said.
+
+`fully_shard` over a dim of a user's mesh that is not on the grid is refused, with the ways that work.
 
 FSDP2 puts its mesh and that of a DTensor parameter together.  It takes two dims of a tensor-parallel mesh at most, none
 of an order of its own, and reduces a gradient where its own hooks fire, which ndtp's late ones do not wait for.
@@ -6,7 +8,8 @@ of an order of its own, and reduces a gradient where its own hooks fire, which n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -36,3 +39,20 @@ def refuse_joining() -> None:
         return joined(meshes)
 
     DeviceMesh._concatenate = staticmethod(named)  # type: ignore[assignment,method-assign]
+
+
+_GRID_DIMS: set[str] = set()
+
+
+def spare_advice(names: Iterable[str]) -> None:
+    """DTensor advises, on every rank, to flatten dims of a mesh.  Of a grid's nobody but ndtp could.
+
+    `full_tensor()` and torch's own clipping take one collective an axis, which is exact.
+    """
+    _GRID_DIMS.update(f'"{name}"' for name in names)
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_not_about_a_grid)  # once: it is the same
+
+
+def _is_not_about_a_grid(record: logging.LogRecord) -> bool:
+    _, advice, dims = record.getMessage().partition("flatten mesh dimensions [")
+    return not advice or not set(dims.partition("]")[0].split(", ")) <= _GRID_DIMS

@@ -23,7 +23,7 @@ from ndtp.collectives.groups import end, never_destroy
 from ndtp.collectives.movers import collectives_of
 from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.errors import GridError
-from ndtp.runtime.foreign_meshes import refuse_joining
+from ndtp.runtime.foreign_meshes import refuse_joining, spare_advice
 from ndtp.runtime.grid_options import check_device_type, check_options, checked_timeout, sms_to_leave
 from ndtp.runtime.late_gradients import late_gradients_of
 from ndtp.runtime.list_operations import count_list_operations
@@ -154,6 +154,7 @@ class ProcessGrid:
 
             count_list_operations()
             refuse_joining()
+            spare_advice(self.mesh_axes)
             ranks = torch.tensor(global_ranks, dtype=torch.int).reshape(grid.shape)
             ranks = ranks.permute([grid.names.index(axis) for axis in in_order])
             self.device_mesh = DeviceMesh.from_group(

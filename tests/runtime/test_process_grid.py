@@ -1,6 +1,7 @@
 """ProcessGrid: bound to the whole world, or to a slice of a bigger mesh, in any order of axes."""
 
 import copy
+import logging
 import os
 import subprocess
 import sys
@@ -11,10 +12,35 @@ import torch
 import torch.distributed as dist
 from products import mesh_of, message_of, product_on
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
 import ndtp
 from ndtp import CommMeter, CommunicationError, Grid, GridError, Layout, MatMulPlan, ProcessGrid
 from ndtp.testing import assert_equal, small_integers
+
+
+def advised_of(device_mesh):
+    """Whether DTensor has advice about the dims of a mesh, when it sums over all of them."""
+    heard, logger = [], logging.getLogger("torch.distributed.tensor._redistribute")
+    handler = logging.Handler()
+    handler.emit = heard.append
+    logger.addHandler(handler)
+    whole = DTensor.from_local(torch.ones(2), device_mesh, [Partial()] * 3).full_tensor()
+    logger.removeHandler(handler)
+    assert whole.tolist() == [8, 8]
+    return bool(heard)
+
+
+def check_advice():
+    mesh = mesh_of(Grid(z=2, x=2, y=2))
+    groups = [mesh.group((axis,)) for axis in mesh.mesh_axes]
+    ranks = mesh.device_mesh.mesh
+    theirs = DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("a", "b", "c"))
+    assert advised_of(theirs) and not advised_of(mesh.device_mesh)
+
+
+def test_advice_about_a_grid_that_nobody_can_follow_is_not_given(ranks):
+    ranks(8).run(check_advice)
 
 
 def check_bound():
