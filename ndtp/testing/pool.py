@@ -117,7 +117,6 @@ class RankPool:
         self._echo = frozenset(echo)
         self._ranks: list[RankProcess] = []
         self._reusable = False
-        self._num_starts = 0
         self._lock = threading.Lock()
         self._finalizer = weakref.finalize(self, kill, self._ranks, os.getpid())
 
@@ -230,9 +229,10 @@ class RankPool:
                     raise
 
     def _start(self, zygote: Zygote, folder: str) -> None:
-        self._num_starts += 1
         self._reusable = True
-        stem = os.path.join(folder, f"{id(self):x}-{self._num_starts}")
+        # Never a name that was there before: ranks that were killed leave their store behind, which would tell the next
+        # ones where to find ranks that are gone.
+        stem = os.path.join(folder, str(next(zygote.numbers)))
         for index in range(self.num_ranks):
             ours, theirs = socket.socketpair()
             status_read, status_write = os.pipe()

@@ -29,6 +29,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import count
 
 from ndtp.testing.messages import Birth
 
@@ -63,7 +64,8 @@ _PRELOAD_IF_USED = ("pytest", "hypothesis", "transformers.modeling_utils", "tran
 class Zygote:
     """The parent's side: starts the zygote process when it is first needed, and again should it have died.
 
-    `folder` is a private temporary directory that disappears with the zygote process, even if the parent is killed.
+    `folder` is a private temporary directory that disappears with the zygote process, even if the parent is killed;
+    `numbers` makes names of files there, each of them once.
     """
 
     def __init__(self) -> None:
@@ -72,6 +74,7 @@ class Zygote:
         self._end = lambda: None
         self._lock = threading.RLock()  # pools in other threads share this one
         self._num_questions = 0
+        self.numbers = count()
         self.folder = ""
 
     def answers(self) -> bool:

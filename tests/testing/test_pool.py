@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from process_states import wait_until_collected, wait_until_gone
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ndtp.testing import RankError, RankPool, RankTimeout
 
@@ -55,6 +56,10 @@ def tensors():
         "expanded": torch.tensor([1.5], dtype=torch.bfloat16).expand(4),
         "parameter": torch.nn.Parameter(torch.zeros(2)),
     }
+
+
+def path_of_store():
+    return _get_default_store().underlying_store.path
 
 
 def raise_on(rank, then):
@@ -350,3 +355,17 @@ def test_closing_leaves_nothing():
         pids = [pid for _, pid in pool.run(rank_and_pid)]
     wait_until_gone(pids)
     assert pool.pids == []
+
+
+def test_ranks_never_meet_in_the_store_of_others():
+    """It says where these listened: new ones that read it would call them.  A new pool may get the id of an old one."""
+    pool = RankPool(1)
+    paths, last = pool.run(path_of_store), id(pool)
+    pool.close()
+    paths += pool.run(path_of_store)
+    del pool
+    new = [RankPool(1) for _ in range(1000)]
+    pool = min(new, key=lambda candidate: id(candidate) != last)
+    paths += pool.run(path_of_store)
+    pool.close()
+    assert len(set(paths)) == 3, paths
