@@ -62,6 +62,10 @@ def path_of_store():
     return _get_default_store().underlying_store.path
 
 
+def scheduling_policies():
+    return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+
+
 def raise_on(rank, then):
     """Rank `rank` raises; the others wait for it in an all-reduce, sleep, or return."""
     if dist.get_rank() == rank:
@@ -149,6 +153,13 @@ def test_results_come_by_rank(pool):
 def test_the_group_is_up(pool):
     for total in pool.run(sum_of_ranks, scale=2):
         assert torch.equal(total, torch.full((3,), 12.0))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a policy of Linux")
+def test_no_rank_interrupts_another(pool):
+    """Nor do gloo's threads, which spin for a lock that whom they interrupt may hold."""
+    pool.run(sum_of_ranks)
+    assert pool.run(scheduling_policies) == [{os.SCHED_BATCH}] * P
 
 
 def test_ranks_are_reused(pool):
