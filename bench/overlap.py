@@ -7,6 +7,11 @@ interleaved with torch; median of the slowest rank.  Each rival is checked again
 the same step with collectives that move nothing, "communication" the same step with products that compute nothing,
 "busy" what all processors of the machine would need for the step if they never idled, the network's share included:
 ranks that share processors cannot be faster.  Wire bytes are read from the link's own counter, headers included.
+
+    python bench/slow_network.py --ranks 8 --rate 200mbit -- \
+        python bench/overlap.py --paced --rate 200mbit --out bench/results/paced.json
+
+`--paced`: see `paced.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +27,10 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import paced
 import torch
 import torch._dynamo  # DTensor would, in each of the processes that are forked
 import torch.distributed as dist
@@ -210,13 +217,19 @@ def main() -> None:
     parser.add_argument("--grids", nargs="*", default=[], help="only these, such as 1d-sp:x=8 3d:z=4,x=1,y=2")
     parser.add_argument("--rate", default="as given to slow_network.py", help="noted in the result")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--paced", action="store_true", help="local work is a clock's: schedules and nothing else")
+    parser.add_argument("--balances", type=float, nargs="*", default=[1.0, 0.5, 2.0], help="with --paced")
+    parser.add_argument("--blocks", type=int, nargs="*", default=[1, 4], help="with --paced: residual ones in a row")
     arguments = parser.parse_args()
     _store, rank, ranks = next(dist.rendezvous("env://"))  # whoever serves it, torchrun or rank 0, serves all grids
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if arguments.paced:
+        paced.main(arguments, rank, in_a_process_of_its_own)
+        return
     cases = dict.fromkeys(arguments.grids or [f"1d-sp:x={ranks}", *(f"3d:{named(g)}" for g in ndtp.Grid.all(ranks))])
     found: dict[str, Rows] = {}
     for i, case in enumerate(cases):
-        found[case] = in_a_process_of_its_own(case, arguments)
+        found[case] = in_a_process_of_its_own(case, arguments, measured)
         if rank == 0:
             write(found, arguments)  # what was measured is kept if the rest is interrupted
             print(f"{case}: {i + 1} of {len(cases)}", file=sys.stderr, flush=True)
@@ -224,7 +237,9 @@ def main() -> None:
         report(found)
 
 
-def in_a_process_of_its_own(case: str, arguments: argparse.Namespace) -> Rows:
+def in_a_process_of_its_own(
+    case: str, arguments: argparse.Namespace, measured: Callable[[str, argparse.Namespace], Any]
+) -> Any:
     """gloo's threads of groups that idle would cost processor time: they go with the process."""
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)

@@ -29,6 +29,8 @@ KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
+# What a connection has learnt of its link is not forgotten while a rank multiplies.
+SOCKETS = ("net.ipv4.tcp_slow_start_after_idle=0",)
 
 
 def run(*command: str, check: bool = True) -> str:
@@ -65,6 +67,7 @@ def cluster(ranks: int, rate: str, burst: str = "256kb") -> Iterator[list[str]]:
             run(*inside, "ip", "addr", "add", f"{SUBNET}.{i + 1}/24", "dev", "eth0")
             run(*inside, "ip", "link", "set", "eth0", "up")
             run(*inside, "ip", "link", "set", "lo", "up")
+            run(*inside, "sysctl", "-q", "-w", *SOCKETS, check=False)
             if rate != "none":
                 shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "200ms")
                 run(*inside, "tc", "qdisc", "add", "dev", "eth0", *shape)

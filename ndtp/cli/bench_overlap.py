@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,8 +25,8 @@ from ndtp.cli.common import (
     world_size,
     writable,
     write_json,
-    writing,
 )
+from ndtp.cli.overlap_plot import write_pictures
 from ndtp.cli.progress import waiting
 from ndtp.errors import GridError
 from ndtp.planner.fields import integer
@@ -58,6 +57,17 @@ def overlap(
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.", callback=one_of(*DTYPES))] = "fp32",
     rounds: Annotated[int, typer.Option(callback=COUNT, help="Steps; the one of median time is shown.")] = 5,
     warmup: Annotated[int, typer.Option(callback=COUNT_OR_NONE, help="Steps before these.")] = 2,
+    paced: Annotated[
+        bool,
+        typer.Option("--paced", help="Local work sleeps as long as a device would take; for bench/slow_network.py."),
+    ] = False,
+    balance: Annotated[
+        float, typer.Option(help="With --paced: how many times as long as communication local work takes.")
+    ] = 1.0,
+    blocks: Annotated[int, typer.Option(callback=COUNT, help="With --paced: residual blocks in a row.")] = 1,
+    hardware: Annotated[
+        str, typer.Option(help="With --paced: the device whose ratio of arithmetic to memory counts.")
+    ] = "h200-ib",
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -74,7 +84,7 @@ def overlap(
     Example: ndtp bench overlap --grid 'z=2 y=4' --chunks 4 --trace trace.json --plot timeline.png
     """
     from ndtp.measure import check_room
-    from ndtp.measure.overlap_trace import Job, chrome_trace, num_chunks
+    from ndtp.measure.overlap_trace import Job, num_chunks
     from ndtp.measure.volume import Shape, bytes_needed
 
     world = world_size()
@@ -83,9 +93,17 @@ def overlap(
     device = _device(world)
     if world is None:
         check_room("bench overlap", bytes_needed([case], shape, DTYPES[dtype]), "fewer --tokens, or smaller sizes")
-    job = Job(case, shape, DTYPES[dtype], chunks_of(chunks), rounds, warmup, device)
     out = console(json_file)
     count = case.grid.num_ranks
+    if paced:
+        from ndtp.cli.paced import run_paced
+        from ndtp.measure.paced import PacedJob
+
+        timed = PacedJob(
+            case, shape, DTYPES[dtype], chunks_of(chunks), rounds, warmup, blocks, checked_balance(balance), hardware
+        )
+        return run_paced(timed, dtype, out, trace, plot, json_file)
+    job = Job(case, shape, DTYPES[dtype], chunks_of(chunks), rounds, warmup, device)
     with waiting(out, f"measuring {count} ranks"):
         traces = _run(job)
     if not is_first_rank():
@@ -99,16 +117,7 @@ def overlap(
         out.print(f"{title}: {wrong} elements differ from the dense block; nothing was measured")
     else:
         print_table(out, _table(rows, title))
-        if trace is not None:
-            with writing(trace):
-                trace.write_text(json.dumps(chrome_trace(traces)))
-            out.print(f"wrote {trace}: open it in ui.perfetto.dev or chrome://tracing", highlight=False)
-        if plot is not None:
-            from ndtp.cli.overlap_plot import draw
-
-            with writing(plot):
-                draw(traces, title, plot)
-            out.print(f"wrote {plot}", highlight=False)
+        write_pictures(out, traces, title, trace, plot)
     write_json(json_file, {
         "grid": {axis: case.grid[axis] for axis in case.grid}, "scheme": case.scheme, "ranks": count,
         "tokens": tokens, "hidden": hidden, "ffn": ffn, "dtype": dtype, "chunks_asked": chunks, "chunks": real,
@@ -129,6 +138,16 @@ def chunks_of(text: str) -> int | str:
     if not number or number > MAX_CHUNKS:
         raise GridError(f"bench overlap: --chunks {text} is neither a number from 1 to {MAX_CHUNKS} nor auto")
     return number
+
+
+def checked_balance(balance: float) -> float:
+    """
+    Raises:
+        GridError: no ratio, or one so far off that nothing is left to hide.
+    """
+    if not 0.01 <= balance <= 100:
+        raise GridError(f"bench overlap: --balance {balance:g} is not a ratio from 0.01 to 100")
+    return balance
 
 
 def choose(text: str | None, scheme: str | None, ranks: int | None, shape: Shape) -> Case:

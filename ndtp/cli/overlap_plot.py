@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ndtp.cli.common import writing
 
 if TYPE_CHECKING:
     from ndtp.measure.overlap_trace import RankTrace
@@ -12,6 +15,20 @@ if TYPE_CHECKING:
 # Distinguishable without colour vision (Okabe and Ito); waits are hatched as well.
 GEMM, OTHER, WAIT = "#0072B2", "#56B4E9", "#D55E00"
 AXES = ("#009E73", "#E69F00", "#CC79A7", "#F0E442", "#999999")
+
+
+def write_pictures(out: Any, traces: Sequence[RankTrace], title: str, trace: Path | None, plot: Path | None) -> None:
+    """The trace and the picture, where they were asked for."""
+    from ndtp.measure.overlap_trace import chrome_trace
+
+    if trace is not None:
+        with writing(trace):
+            trace.write_text(json.dumps(chrome_trace(traces)))
+        out.print(f"wrote {trace}: open it in ui.perfetto.dev or chrome://tracing", highlight=False)
+    if plot is not None:
+        with writing(plot):
+            draw(traces, title, plot)
+        out.print(f"wrote {plot}", highlight=False)
 
 
 def draw(traces: Sequence[RankTrace], title: str, path: str | Path) -> None:

@@ -57,6 +57,63 @@ def resolve(
     return step.chunk_choices[key][0]
 
 
+class Probe:
+    """Times things on all ranks of a grid together.
+
+    Args:
+        like: a tensor of the dtype and device that count.
+    """
+
+    def __init__(self, collectives: Collectives, like: torch.Tensor, repeats: int = 3) -> None:
+        self.collectives, self.like, self.repeats = collectives, like, repeats
+        grid = collectives.groups.grid
+        self.axes = grid.nontrivial(grid.names)
+
+    def seconds(self, action: Callable[[], Any]) -> float:
+        """The median on this rank."""
+        times, groups, device = [], self.collectives.groups, self.like.device
+        for repeat in range(self.repeats + 1):
+            if self.axes:
+                dist.barrier(group=groups.group(self.axes[:1]))
+            begin = time.perf_counter()
+            action()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begin if repeat else 0.0)
+        return median(times[1:])
+
+    def slowest(self, times: list[float]) -> list[float]:
+        """The most that any rank has found."""
+        everywhere = torch.tensor(times, dtype=torch.float64, device=self.like.device)
+        for axis in self.axes:  # the slowest rank along every axis in turn is the slowest of all
+            dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=self.collectives.groups.group((axis,)))
+        return everywhere.tolist()  # type: ignore[no-any-return]
+
+    def start(self, kind: str, axis: str, count: int) -> Any:
+        """A collective of so many elements of this rank."""
+        step = Step(kind, (axis,), None if kind == "all_reduce" else 0, 0)
+        return self.collectives.start(step, self.like.new_zeros(count), ("speeds",), "forward")
+
+    def links(self, probe_bytes: int, kinds: Sequence[str] = KINDS) -> list[float]:
+        """On this rank, of each axis and kind of collective: seconds of a call, and those of a byte received.
+
+        Args:
+            probe_bytes: of a rank's share.
+        """
+        elements, found = probe_bytes // self.like.element_size(), []
+        for axis in self.axes:
+            ranks = self.collectives.groups.grid[axis]
+            for kind in kinds:
+                share = 1 if kind == "all_gather" else ranks
+                small, large = (
+                    self.seconds(lambda kind=kind, axis=axis, count=count: self.start(kind, axis, count).wait())  # type: ignore[misc]
+                    for count in (64 * share, elements * share)
+                )
+                received = elements * self.like.element_size() * (ranks - 1) * (2 if kind == "all_reduce" else 1)
+                found += [small, max(large - small, 0.0) / received]
+        return found
+
+
 def measure(collectives: Collectives, gemm: TorchGemm, like: torch.Tensor, repeats: int = 3) -> Speeds:
     """Time small and large collectives over every axis, products, and both at once; on all ranks together.
 
@@ -65,44 +122,10 @@ def measure(collectives: Collectives, gemm: TorchGemm, like: torch.Tensor, repea
     Args:
         like: a tensor of the dtype and device that count.
     """
-    figures = kind_of(like.device.type)
-    elements, side = figures.probe_bytes // like.element_size(), figures.probe_side
-    device, groups, grid = like.device, collectives.groups, collectives.groups.grid
-    axes = grid.nontrivial(grid.names)
-
-    def seconds(action: Callable[[], Any]) -> float:
-        times = []
-        for repeat in range(repeats + 1):
-            if axes:
-                dist.barrier(group=groups.group(axes[:1]))
-            begin = time.perf_counter()
-            action()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - begin if repeat else 0.0)
-        return median(times[1:])
-
-    def slowest(times: list[float]) -> list[float]:
-        everywhere = torch.tensor(times, dtype=torch.float64, device=device)
-        for axis in axes:  # the slowest rank along every axis in turn is the slowest of all
-            dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=groups.group((axis,)))
-        return everywhere.tolist()  # type: ignore[no-any-return]
-
-    def start(kind: str, axis: str, count: int) -> Any:
-        step = Step(kind, (axis,), None if kind == "all_reduce" else 0, 0)
-        return collectives.start(step, like.new_zeros(count), ("speeds",), "forward")
-
-    found: list[float] = []
-    for axis in axes:
-        ranks = grid[axis]
-        for kind in KINDS:
-            share = 1 if kind == "all_gather" else ranks
-            small, large = (
-                seconds(lambda kind=kind, axis=axis, count=count: start(kind, axis, count).wait())  # type: ignore[misc]
-                for count in (64 * share, elements * share)
-            )
-            received = elements * like.element_size() * (ranks - 1) * (2 if kind == "all_reduce" else 1)
-            found += [small, max(large - small, 0.0) / received]
+    figures, probe = kind_of(like.device.type), Probe(collectives, like, repeats)
+    side, device, axes = figures.probe_side, like.device, probe.axes
+    elements, seconds, slowest = figures.probe_bytes // like.element_size(), probe.seconds, probe.slowest
+    found = probe.links(figures.probe_bytes)
     # Random: a chip that multiplies ones draws less power, and runs faster.  Not out of the user's own random numbers.
     generator = torch.Generator(device).manual_seed(0)
     big, tiny = (torch.randn(n, n, generator=generator, device=device).to(like.dtype) for n in (side, 16))
@@ -122,7 +145,7 @@ def measure(collectives: Collectives, gemm: TorchGemm, like: torch.Tensor, repea
 
     def together(num_gathers: int, num_products: int) -> float:
         def run() -> None:
-            handles = [start("all_gather", axes[-1], elements) for _ in range(num_gathers)]
+            handles = [probe.start("all_gather", axes[-1], elements) for _ in range(num_gathers)]
             for _ in range(num_products):
                 multiply_big()
             for handle in handles:

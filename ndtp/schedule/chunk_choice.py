@@ -67,23 +67,40 @@ def seconds_of(
     plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], itemsize: int, speeds: Speeds, chunks: int
 ) -> float:
     """A forward and backward in so many chunks."""
+    products = products_of(plans, sizes, itemsize, speeds, chunks)
+    return float(step_seconds(products, speeds, chunks, any(plan.regather for plan in plans), speeds.contention))
+
+
+def products_of(
+    plans: Sequence[MatMulPlan],
+    sizes: Sequence[Mapping[str, int]],
+    itemsize: int,
+    speeds: Speeds,
+    chunks: int,
+    after: float = 0.0,
+) -> list[Product]:
+    """The products of a chain, timed.
+
+    Args:
+        after: seconds of element by element work behind each but the last.
+    """
     products = []
     for i, (plan, size) in enumerate(zip(plans, sizes, strict=True)):
         gemm = 2.0 * prod(plan.held_shape(plan.letters, size)) * speeds.per_flop
         products.append(
             Product(
-                _messages(plan, size, itemsize),
+                messages_of(plan, size, itemsize),
                 gemm + speeds.launch,
                 gemm / chunks + speeds.launch,
-                0.0,
+                after if i + 1 < len(plans) else 0.0,
                 own=(_own(plan, "A"), _own(plan, "dC")),
                 chained=i + 1 < len(plans),
             )
         )
-    return float(step_seconds(products, speeds, chunks, any(plan.regather for plan in plans), speeds.contention))
+    return products
 
 
-def _messages(
+def messages_of(
     plan: MatMulPlan, sizes: Mapping[str, int], itemsize: int
 ) -> dict[tuple[str, str], list[tuple[str, Any, int]]]:
     """(phase, tensor) -> (collective, axes, bytes received) of each of its steps."""

@@ -79,12 +79,14 @@ class Timeline:
     Attributes:
         contention: as in `ndtp.planner.hardware.Hardware`.
         spans: of one grid, what happened when; None keeps nothing.
+        forward: when forward was over.
     """
 
     links: Links
     contention: float = 0.0
     spans: list[Span] | None = None
     now: Any = 0.0
+    forward: Any = 0.0
     inside: Any = 0.0
     across: Any = 0.0
     pending: dict[Key, tuple[Any, Any, Messages]] = field(default_factory=dict)
@@ -155,7 +157,19 @@ def step_seconds(
     contention: float = 0.0,
     spans: list[Span] | None = None,
 ) -> Any:
-    """Forward through all products and backward again.
+    """Forward through all products and backward again; see `replayed`."""
+    return replayed(products, links, chunks, regather, contention, spans).now
+
+
+def replayed(
+    products: Sequence[Product],
+    links: Links,
+    chunks: int = 1,
+    regather: bool = False,
+    contention: float = 0.0,
+    spans: list[Span] | None = None,
+) -> Timeline:
+    """The clocks at the end of a forward through all products and backward again.
 
     Args:
         regather: whether some grid gathers operands again in backward; what need not move has no bytes.
@@ -166,6 +180,8 @@ def step_seconds(
     for phase, i, task in _tasks(products, chunks, regather):
         product, cut = products[i], 1 if task.chunk is None else chunks
         key = (phase, i, task.tensor, task.chunk)
+        if phase == "forward":
+            line.forward = line.now
         if task.action is Action.START:
             move = phase_of(task.tensor, phase == "backward"), task.tensor
             line.start(key, product.messages.get(move, []), cut)
@@ -188,7 +204,7 @@ def step_seconds(
             line.start((phase, i + 1, "B", None), products[i + 1].messages[phase, "B"])
     for key in list(line.pending):
         line.wait(key)
-    return line.now
+    return line
 
 
 def _tasks(products: Sequence[Product], chunks: int, regather: bool) -> Iterator[tuple[str, int, Task]]:

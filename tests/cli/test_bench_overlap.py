@@ -79,6 +79,23 @@ def test_every_collective_of_the_plan_on_every_rank(ndtp, tmp_path, grid, scheme
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
 
 
+def test_paced_steps_are_checked_and_told_by_phase(ndtp, tmp_path):
+    """Bytes, order and handles as ever, and as much time for local work as was asked for."""
+    sizes = (*TINY, "--chunks", "2")
+    words = ("--paced", "--blocks", "2", "--balance", "2", "--grid", "z=2 y=2", "--trace", tmp_path / "trace.json")
+    code, out, err = ndtp("bench", "overlap", *sizes, *words, "--json", "-")
+    assert code == 0, err
+    result = json.loads(out)
+    phases = result["phases_ms"].values()
+    worked, moved = (sum(phase[name] for phase in phases) for name in ("products", "communication"))
+    assert result["wrong"] == [] and worked == pytest.approx(2 * moved)
+    assert result["bound_ms"] == pytest.approx(sum(max(each["products"], each["communication"]) for each in phases))
+    names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert {"gemm C 1/2 mlp1.up", "all_gather[z] mlp1.down B"} <= names
+    code, _, err = ndtp("bench", "overlap", *sizes, *words[:3], "--balance", "0")
+    assert code == 2 and "--balance 0 is not a ratio" in err
+
+
 def launched(*launcher: object, folder: Path) -> None:
     """Under a launcher rank 0 alone prints and writes."""
     words = (

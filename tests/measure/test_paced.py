@@ -1,0 +1,39 @@
+"""Local work on a clock: shaped and counted as the real one."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from ndtp.compute.gemm import TorchGemm
+from ndtp.measure.pace import Clock, PacedGemm
+
+M, K, N = 8, 4, 6
+
+
+@pytest.mark.parametrize(
+    "one, how, share",
+    [
+        ((M, K), {}, 1),
+        ((2, M, K // 2), {"blocks": 3}, 1),
+        ((2, M, K // 2), {"blocks": 1, "parts": (1,)}, 0.5),
+    ],
+    ids=["whole", "in and as blocks", "own part"],
+)
+def test_a_product_of_the_clock_is_shaped_and_counted_as_the_real_one(one, how, share):
+    letters, clock = (("m", "k"), ("k", "n"), ("m", "n")), Clock(0.0)
+    a, b = torch.ones(one), torch.ones(K, N)
+    real, paced = (gemm.bound(letters, one, (K, N), **how)(a, b) for gemm in (TorchGemm(), PacedGemm(clock)))
+    assert paced.shape == real.shape and clock.work == share * 2 * M * K * N
+
+
+def test_a_clock_lasts_as_long_as_its_work_and_no_wait_adds_up():
+    clock = Clock(10.0, rate=1e3)
+    begin = time.perf_counter()
+    for _ in range(10):
+        clock.multiply(1)
+    clock.touch(torch.ones(1, dtype=torch.uint8))
+    assert time.perf_counter() - begin >= 0.018  # 20 flops; the last sleep may be shorter by what the others were late
+    assert clock.work == 20
