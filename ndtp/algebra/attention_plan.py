@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import gcd
 
+from ndtp.algebra.cached import cached_property
 from ndtp.algebra.grid import Grid, divisors
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import RelayoutPlan

@@ -18,10 +18,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 from ndtp.algebra import roles as rule
+from ndtp.algebra.cached import cached_property
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.loop_nest import LoopNest
 from ndtp.algebra.relayouts import MergePlan, RelayoutPlan, reduction_volume

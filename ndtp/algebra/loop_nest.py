@@ -9,11 +9,11 @@ the table of `ndtp.algebra.steps`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
 from math import lcm
 from typing import ClassVar
 
 from ndtp.algebra import refusals
+from ndtp.algebra.cached import cached_property
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.steps import Dims, Journey, PlanMove, Step, is_legal, relayout_steps
 from ndtp.algebra.stored import Letters, Stored, equation

@@ -11,11 +11,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from ndtp.algebra.cached import cached_property
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.volume import Traffic, Volume
 from ndtp.errors import GridError, LayoutError
