@@ -11,6 +11,7 @@ from ndtp.nn.gradients import clip_grad_norm_, sum_plain_gradients
 from ndtp.nn.linear import Linear
 from ndtp.nn.losses import CrossEntropy, LinearCrossEntropy, cross_entropy, linear_cross_entropy
 from ndtp.nn.mlp import MLP
+from ndtp.nn.moe import MoE
 from ndtp.nn.norms import LayerNorm, RMSNorm
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "LinearCrossEntropy",
+    "MoE",
     "RMSNorm",
     "Rotary",
     "as_dense",

@@ -1,0 +1,64 @@
+"""All-to-alls, gathers and reduce-scatters of rows, of which every rank may have another number."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ndtp.algebra.row_flow import RowMove
+from ndtp.algebra.steps import Step
+from ndtp.collectives.handles import Handle, Route, Started
+from ndtp.collectives.in_line import LOW_PRECISION
+from ndtp.collectives.labels import Label
+
+if TYPE_CHECKING:
+    from ndtp.collectives.collectives import Collectives
+
+
+def start_rows(x: Tensor, move: RowMove, collectives: Collectives, op: str, phase: str, part: str = "") -> Handle:
+    """Launch a move of rows `x` [rows, ..]; `wait` gives those that this rank has then.
+
+    Messages have the sizes that the move says, and no padding: every byte that is sent is one of a row.  Sums are made
+    in fp32 and rounded once, in the order of the ranks along the axes.
+    """
+    groups = collectives.groups
+    step, (rows, *others) = Step(move.kind, move.axes, 0), x.shape
+    assert rows == move.before, f"{rows} rows for {move}"
+    group = groups.group(groups.grid.nontrivial(move.axes), "gather" if move.kind == "all_gather" else "scatter")
+    channel = collectives.channel(group, Label((op,), phase, move.kind, move.axes, part), x.dtype)
+    route = Route(step, (op,), phase, part, channel)
+    route.shape = (move.after, *others)
+    route.received = move.received * (x[0].numel() if rows else 0)
+    members = groups.grid.group(groups.rank, move.axes)
+    ranks = groups.global_ranks
+    order = members if ranks is None else [ranks[member] for member in members]
+    place = {rank: at for at, rank in enumerate(sorted(order))}  # torch orders the members of a group
+    seats = [place[rank] for rank in order]
+
+    def begin(x: Tensor, out: Tensor | None) -> Started:
+        assert out is None
+        sent = x.detach().contiguous()
+        landing = sent.new_empty((sum(move.receives), *others))
+        given = [sent] * len(members) if move.kind == "all_gather" else sent.split(move.sends)
+        taken = list(landing.split(move.receives))
+        taken[move.me].copy_(given[move.me])
+        nothing = sent.new_empty(0)
+        parts, landings = [nothing] * len(members), [nothing] * len(members)
+        for i, seat in enumerate(seats):
+            if i != move.me:
+                parts[seat], landings[seat] = given[i], taken[i]
+        work = collectives.exchange_parts(landings, parts, channel)
+
+        def finish() -> Tensor:
+            if move.kind != "reduce_scatter":
+                return landing
+            blocks = landing.view(len(members), move.after, *others)
+            wide = torch.float32 if x.dtype in LOW_PRECISION else x.dtype
+            return blocks.sum(0, dtype=wide).to(x.dtype)
+
+        return work, finish, (sent, landing), ()
+
+    route.begin = begin
+    return collectives.launch(route, x)

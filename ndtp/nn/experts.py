@@ -1,0 +1,184 @@
+"""`Experts`: all experts of a layer as two sharded parameters, and the way of tokens to them and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndtp.algebra.expert_plan import ExpertPlan
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.relayouts import reduction_volume
+from ndtp.algebra.row_flow import Counts, RowFlow, chunk_counts
+from ndtp.algebra.volume import Traffic, Volume
+from ndtp.compute.epilogues import ACTIVATIONS
+from ndtp.errors import LayoutError
+from ndtp.nn.expert_keys import read
+from ndtp.nn.parameters import fill_uniform
+from ndtp.nn.random import given_or_drawn
+from ndtp.nn.sharded import Sharded
+from ndtp.ops.experts import combined, dispatched, experts, known_counts, weight_plan
+from ndtp.ops.reductions import used_over
+from ndtp.runtime.process_grid import ProcessGrid
+
+
+class Experts(Sharded):
+    """The sum over a token's experts e of `gate_e * down_e(activation(up_e(x)))`, with experts split over ranks.
+
+        x        [tokens, hidden]  as `plan.tokens`       returns the same
+        choice   [tokens, k]  which experts               gates  [tokens, k]  their weights
+
+        up_proj  [experts, inner, hidden]                 down_proj  [experts, hidden, inner]
+
+    Gated experts (`activation(gate_e(x)) * up_e(x)`) have `gate_up_proj` [experts, 2, inner, hidden], gates first: the
+    memory of the [experts, 2 * inner, hidden] that transformers has, which loads as it is.
+
+    Args:
+        chunks: of each expert's rows; the exchange of one runs beside the products of another.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        count: int,
+        activation: str = "silu",
+        gated: bool = True,
+        *,
+        plan: ExpertPlan,
+        mesh: ProcessGrid,
+        chunks: int = 1,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        seed: int | None = None,
+        name: str = "moe",
+    ) -> None:
+        super().__init__(mesh, seed, name)
+        plain = [known for known, of in ACTIVATIONS.items() if of.width == 1]
+        if activation not in plain:
+            raise ValueError(f"MoE '{name}': activation {activation!r} is not one of {', '.join(plain)}")
+        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+            raise LayoutError(f"MoE '{name}': chunks={chunks!r} is not a number of chunks")
+        plan.check(hidden, inner, count)
+        self.hidden, self.inner, self.count, self.plan, self.chunks = hidden, inner, count, plan, chunks
+        self.activation, self.is_gated = activation, gated
+        of_up = weight_plan(plan.up, 4 if gated else 3).source
+        self.up_name = "gate_up_proj" if gated else "up_proj"
+        shape = (count, 2, inner, hidden) if gated else (count, inner, hidden)
+        self.add(self.up_name, shape, of_up, device, dtype)
+        self.add("down_proj", (count, hidden, inner), plan.down.b, device, dtype)
+        if not self.down_proj.is_meta:
+            self.reset_parameters()
+
+    down_proj: nn.Parameter
+
+    @property
+    def up(self) -> nn.Parameter:
+        return getattr(self, self.up_name)  # type: ignore[no-any-return]
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw each expert as a pair of `nn.Linear`; the same values on every grid."""
+        seed = given_or_drawn(seed, self.seed)
+        for name, fan_in in ((self.up_name, self.hidden), ("down_proj", self.inner)):
+            lies = self.lies[name]
+            bound = 1 / math.sqrt(fan_in)
+            fill_uniform(getattr(self, name), lies.layout, self.mesh, bound, lies.real, seed, f"{self.name}.{name}")
+
+    # ------------------------------------------------------------------------------------------------------- forward
+
+    def forward(self, x: Tensor, choice: Tensor, gates: Tensor, kept: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            kept: [tokens, k], which choices count; default: all.
+        """
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        weights = [self.own(name, x) for name in (self.up_name, "down_proj")]
+        top_k = choice.shape[1]
+        wanted = choice.flatten() if kept is None else torch.where(kept, choice, self.count).flatten()
+        counts = wanted.bincount(minlength=self.count + 1)[: self.count]
+        flows = self.flows(known_counts(counts.int(), self.plan.count_axes, self.mesh, self.name).tolist())
+        rows = sum(flow.dispatch.before for flow in flows)
+        order = self._order(wanted, counts, rows)
+        gates = used_over(
+            gates, Layout(self.mesh.grid, self.plan.tokens.dims[0], None), self.plan.features, self.mesh, self.name
+        )
+        sent = dispatched(x, order, top_k).split([flow.dispatch.before for flow in flows])
+        parts = experts(
+            sent,
+            [weight if weight.dtype == x.dtype else weight.to(x.dtype) for weight in weights if weight is not None],
+            flows,
+            self.mesh,
+            self.activation,
+            self.is_gated,
+            self.name,
+        )
+        return combined(torch.cat(parts) if len(parts) > 1 else parts[0], order, gates)
+
+    def _order(self, wanted: Tensor, counts: Tensor, rows: int) -> Tensor:
+        """Choices by chunk, then by expert, then by token."""
+        order = wanted.argsort(stable=True)[:rows]
+        if self.chunks > 1:
+            of, starts = wanted[order], counts.cumsum(0) - counts
+            place = torch.arange(rows, device=order.device) - starts[of]
+            order = order[(((place + 1) * self.chunks - 1) // counts[of]).argsort(stable=True)]
+        return order
+
+    def flows(self, counts: Counts, axes: tuple[str, ...] | None = None, rank: int | None = None) -> list[RowFlow]:
+        """What moves, chunk by chunk.
+
+        Args:
+            counts: how many rows each position along `axes` (default: `plan.count_axes`) has for each expert.
+            rank: default: this one.
+        """
+        axes, rank = self.plan.count_axes if axes is None else axes, self.mesh.rank if rank is None else rank
+        if self.chunks == 1:
+            return [RowFlow(self.plan, rank, counts, axes)]
+        return [RowFlow(self.plan, rank, chunk_counts(counts, i, self.chunks), axes) for i in range(self.chunks)]
+
+    # -------------------------------------------------------------------------------------------------------- volume
+
+    def rows_volume(self, flows: Sequence[RowFlow], dgrad: bool = True) -> Volume:
+        """Of rows and weights, in elements that the rank of the flows receives."""
+        grads = (dgrad, self.up.requires_grad, self.down_proj.requires_grad)
+        width = 1 + self.is_gated
+        moved = sum((flow.volume(self.hidden, self.inner, width, grads) for flow in flows), Volume())
+        for parameter, plan in ((self.up, self.plan.up), (self.down_proj, self.plan.down)):
+            of = weight_plan(plan, parameter.dim())
+            moved += of.volume(parameter.shape, parameter.requires_grad, "wgrad")
+        return moved
+
+    def counts_volume(self) -> Volume:
+        """Of the numbers of rows, of four bytes each."""
+        axes = self.plan.count_axes
+        return Volume.of([Traffic("counts", "all_gather", axes, (self.mesh.grid.size(axes) - 1) * self.count)])
+
+    def gates_volume(self, rows: int, top_k: int) -> Volume:
+        """Of the weights' gradients, of which each rank along the features has a part; `rows` of a rank."""
+        return reduction_volume(self.mesh.grid, self.plan.features, (rows, top_k), "dgrad")
+
+    # ---------------------------------------------------------------------------------------------------- state dict
+
+    @torch.no_grad()
+    def load_dense(self, up: Tensor, down: Tensor) -> Experts:
+        """Take over the weights of dense experts; gated ones' `up` may be [experts, 2 * inner, hidden].
+
+        Raises:
+            LayoutError: other shapes.
+        """
+        if self.is_gated and up.dim() == 3 and up.shape[1] == 2 * self.inner:
+            up = up.detach().unflatten(1, (2, self.inner)).requires_grad_(up.requires_grad)
+        self.take_over(self.up_name, up)
+        self.take_over("down_proj", down)
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        state_dict = read(dict(state_dict), prefix, self.count, self.is_gated, rest[3])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def extra_repr(self) -> str:
+        gated = ", gated" if self.is_gated else ""
+        return f"{self.count} experts, {self.hidden}, {self.inner}, {self.activation}{gated}, {self.plan.up}"

@@ -1,0 +1,338 @@
+"""`MoE`: a mixture of experts on a grid of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndtp.algebra.expert_plan import ExpertPlan, expert_plan
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.relayouts import RelayoutPlan
+from ndtp.algebra.resharding import ReshardPlan
+from ndtp.algebra.row_flow import Counts
+from ndtp.algebra.volume import Volume
+from ndtp.errors import LayoutError
+from ndtp.nn.experts import Experts
+from ndtp.nn.gated import GatedMLP
+from ndtp.nn.mlp import MLP
+from ndtp.nn.padding import as_rows, with_leading_dims
+from ndtp.nn.random import draw_seed
+from ndtp.nn.router import Router, Routing
+from ndtp.nn.routers import ROUTERS, DeepSeek
+from ndtp.ops.experts import known_counts
+from ndtp.ops.moving import enter
+from ndtp.ops.reductions import reduce
+from ndtp.ops.resharding import reshard
+from ndtp.runtime.process_grid import ProcessGrid
+
+Routes = str | Counts | Tensor
+Way = RelayoutPlan | tuple[Layout, Layout, str]  # legal step by step, or from anywhere to anywhere
+
+
+class MoE(nn.Module):
+    """Every token goes through `top_k` of `experts` MLPs, which lie on other ranks than it does.
+
+        x        [tokens, hidden]  as `in_layout`     returns the same as `out_layout`
+
+    Experts are split over `expert_axis`, and each of them over the other axes as the scheme says.  A token's row goes
+    to the ranks of its experts and back by two all-to-alls of as many rows as the routing says; nothing is padded, and
+    an expert that nobody chose has gradients of zeros.  The axes of experts split the tokens, as data parallelism does;
+    they may be any axes of the grid, so that experts lie otherwise than attention: `in_layout` is then attention's.
+
+    Args:
+        hidden, inner: features outside, and inside of an expert.
+        experts: how many there are; the ranks along `expert_axis` divide it.
+        top_k: experts a token; default: the router's, else 2.
+        router: a name of `ndtp.nn.routers.ROUTERS`, or a class like these.
+        options: of the router, such as `capacity`, `balance`, `z_loss`; see `ndtp.nn.routers`.
+        activation: by name; of the gate where experts are gated.
+        gated: whether experts are `down(activation(gate(x)) * up(x))`.
+        shared: features inside of an expert that every token goes through, as an MLP of the same scheme; 0: none.
+        shared_gate: whether its result is weighted by a sigmoid of the token (Qwen2-MoE).
+        mesh: the process grid.
+        scheme, axes: inside an expert; see `ndtp.algebra.expert_plan`.
+        expert_axis: one axis or several; default: "e" if the grid has it, else none.
+        in_layout, out_layout: how the layer takes and leaves activations; default: as experts take them.
+        chunks: of each expert's rows, whose exchanges and products overlap.
+        device, dtype, seed, name: as for `ndtp.nn.MLP`.
+
+    Attributes:
+        routing: the last forward's `ndtp.nn.router.Routing`; for losses, `aux_loss`.
+
+    Raises:
+        LayoutError: axes, layouts or sizes that do not fit.
+        ValueError: an unknown router or activation.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        experts: int,
+        top_k: int | None = None,
+        router: str | Callable[..., Router] = "mixtral",
+        activation: str = "silu",
+        gated: bool = True,
+        shared: int = 0,
+        shared_gate: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        mesh: ProcessGrid,
+        scheme: str = "3d",
+        axes: Sequence[str | None] | None = None,
+        expert_axis: str | Sequence[str] | None = None,
+        in_layout: Layout | None = None,
+        out_layout: Layout | None = None,
+        options: Mapping[str, Any] | None = None,
+        chunks: int = 1,
+        seed: int | None = None,
+        name: str = "moe",
+    ) -> None:
+        super().__init__()
+        if expert_axis is None:
+            expert_axis = ("e",) if "e" in mesh.grid else ()
+        split_by = (expert_axis,) if isinstance(expert_axis, str) else tuple(expert_axis)
+        if isinstance(router, str) and router not in ROUTERS:
+            raise ValueError(f"MoE '{name}': router {router!r} is not one of {', '.join(ROUTERS)}")
+        self.plan: ExpertPlan = expert_plan(
+            mesh.grid, scheme, axes, split_by, name, () if in_layout is None else in_layout.dims[0]
+        )
+        self.mesh, self.name, self.hidden, self.inner, self.num_experts = mesh, name, hidden, inner, experts
+        self.in_layout = self.plan.tokens if in_layout is None else in_layout
+        self.out_layout = (in_layout or self.plan.tokens) if out_layout is None else out_layout
+        is_meta = device is not None and torch.device(device).type == "meta"
+        seed = draw_seed() if seed is None and not is_meta else seed
+        made = ROUTERS[router] if isinstance(router, str) else router
+        given = {**getattr(made, "defaults", {}), **(options or {})}
+        preset = given.pop("top_k", 2)
+        shared_arguments: dict[str, Any] = {"mesh": mesh, "device": device, "dtype": dtype, "seed": seed}
+        self.router = made(
+            hidden, experts, preset if top_k is None else top_k, tokens=self.plan.tokens, name=f"{name}.router",
+            **shared_arguments, **given,
+        )  # fmt: skip
+        self.top_k = self.router.top_k
+        self.experts = Experts(
+            hidden, inner, experts, activation, gated, plan=self.plan, chunks=chunks, name=name, **shared_arguments
+        )
+        self.shared: MLP | None = None
+        self.shared_gate: Router | None = None
+        if shared:
+            kind = GatedMLP if gated else MLP
+            self.shared = kind(
+                hidden, shared, activation, False, layouts=self.plan.beside, name=f"{name}.shared",
+                **shared_arguments,
+            )  # fmt: skip
+        if shared and shared_gate:
+            self.shared_gate = Router(
+                hidden, 1, 1, tokens=self.plan.tokens, name=f"{name}.shared_gate", **shared_arguments
+            )
+        self.routing: Routing | None = None
+        self._ways = [
+            _way(source, target, f"{name}.{end}")
+            for end, source, target in (
+                ("in", self.in_layout, self.plan.tokens),
+                ("out", self.plan.tokens, self.out_layout),
+            )
+        ]
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw all parameters anew; the same values on every grid."""
+        for part in (self.router, self.experts, self.shared, self.shared_gate):
+            if part is not None:
+                part.reset_parameters(seed)
+
+    # ------------------------------------------------------------------------------------------------------- forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = as_rows(x, self.name)
+        width = self.hidden // self.mesh.grid.size(self.in_layout.dims[1])
+        if rows.shape[1] != width:
+            raise LayoutError(
+                f"MoE '{self.name}': x has {rows.shape[1]} features; of {self.hidden} as {self.in_layout} on grid "
+                f"{self.mesh.grid} a rank has {width}"
+            )
+        enter(self.mesh, self.plan.up, rows)
+        rows = self._moved(rows, self._ways[0])
+        self.routing = routing = self.router(rows)
+        y = self.experts(rows, routing.experts, routing.gates, routing.kept)
+        if self.shared is not None:
+            y = y + self._shared(rows)
+        y = self._moved(y, self._ways[1])
+        return with_leading_dims(y, x.shape[:-1], f"MoE '{self.name}'")
+
+    def _moved(self, x: Tensor, way: Way) -> Tensor:
+        if isinstance(way, RelayoutPlan):
+            return reduce(x, way, self.mesh)
+        return reshard(x, *way[:2], self.mesh, name=way[2])
+
+    def _shared(self, rows: Tensor) -> Tensor:
+        assert self.shared is not None
+        y = self.shared(rows)
+        return y if self.shared_gate is None else y * self.shared_gate.logits(rows).sigmoid().to(y.dtype)
+
+    @property
+    def aux_loss(self) -> Tensor:
+        """The sum of the router's losses in the last forward, times their coefficients; 0 where it has none.
+
+        Of the whole batch, and the same on every rank: add it to the loss of the batch on every rank.
+        """
+        losses = {} if self.routing is None else self.routing.losses
+        return sum(losses.values(), torch.zeros((), device=self.router.weight.device))
+
+    def update_bias(self) -> None:
+        """Once a step, of a router that balances by bias ("deepseek"); see `DeepSeek.update_bias`."""
+        if isinstance(self.router, DeepSeek):
+            self.router.update_bias()
+
+    # ------------------------------------------------------------------------------------------------------- metrics
+
+    @torch.no_grad()
+    def counts(self) -> Tensor:
+        """[blocks of rows, experts]: who had how many rows for whom in the last forward; a collective.
+
+        Blocks are in the order of the axes that split tokens (`plan.row_axes`), as `volume` takes them.
+        """
+        routing, axes = self._last(), self.plan.row_axes
+        chosen = routing.experts if routing.kept is None else routing.experts[routing.kept]
+        counts = chosen.flatten().bincount(minlength=self.num_experts).int()
+        return known_counts(counts, axes, self.mesh, self.name)
+
+    def metrics(self) -> dict[str, Any]:
+        """Of the last forward; a collective.
+
+        `load`: rows of each expert as a fraction of all; `imbalance`: the largest of them times the number of experts;
+        `dropped`: the fraction of choices that found no room; `entropy`: of the load, 1 where it is even;
+        `unused`: experts without rows.
+        """
+        routing, counts = self._last(), self.counts().sum(0).double()
+        choices = routing.experts.numel() * self.mesh.grid.size(self.plan.row_axes)
+        load = counts / counts.sum().clamp(min=1)
+        spread = -(load * load.clamp(min=1e-300).log()).sum() / max(torch.tensor(float(len(load))).log().item(), 1e-300)
+        return {
+            "load": load.tolist(),
+            "imbalance": float(load.max() * len(load)),
+            "dropped": 1 - float(counts.sum()) / max(choices, 1),
+            "entropy": float(spread),
+            "unused": int((counts == 0).sum()),
+        }
+
+    def _last(self) -> Routing:
+        if self.routing is None:
+            raise ValueError(f"MoE '{self.name}': nothing was routed yet\n  fix: run it once")
+        return self.routing
+
+    # -------------------------------------------------------------------------------------------------------- volume
+
+    def volume(
+        self, tokens: int, dgrad: bool = True, *, routing: Routes = "balanced", rank: int | None = None
+    ) -> Volume:
+        """The exact traffic of a forward and backward of `tokens` rows, in elements that a rank receives.
+
+        Args:
+            dgrad: whether the input needs a gradient.
+            routing: [blocks of rows, experts] as `counts()` gives them; or "balanced"; or a bound: the "most" and the
+                "least" that the rank can receive, whatever is chosen (but for the rounding where rows are scattered).
+            rank: default: this one; ranks receive different numbers of rows.
+
+        Raises:
+            LayoutError: counts that are not those of so many tokens.
+        """
+        return sum(self._volumes(tokens, dgrad, routing, rank).values(), Volume())
+
+    def num_bytes(
+        self, tokens: int, dgrad: bool = True, *, routing: Routes = "balanced", rank: int | None = None
+    ) -> Volume:
+        """The same in bytes: rows and weights in the dtype of the experts, the router's in its own, counts in four."""
+        wide, own = self.router.weight.element_size(), self.experts.down_proj.element_size()
+        sizes = {"rows": own, "router": wide, "counts": 4}
+        found = self._volumes(tokens, dgrad, routing, rank)
+        return sum((volume.in_bytes(sizes[kind]) for kind, volume in found.items()), Volume())
+
+    def _volumes(self, tokens: int, dgrad: bool, routing: Routes, rank: int | None) -> dict[str, Volume]:
+        grid, plan = self.mesh.grid, self.plan
+        blocks = grid.size(plan.row_axes)
+        here = plan.tokens.shard_shape((tokens, self.hidden))[0]
+        counts = self._table(routing, here, blocks, self.mesh.rank if rank is None else rank)
+        flows = self.experts.flows(counts, plan.row_axes, rank)
+        grads = dgrad or self.router.weight.requires_grad
+        rows = self.experts.rows_volume(flows, dgrad)
+        for way in self._ways:
+            wanted = dgrad if way is self._ways[0] else True
+            shape = (tokens, self.hidden)
+            if isinstance(way, RelayoutPlan):
+                rows += way.volume(shape, wanted)
+            else:
+                rows += ReshardPlan(*way[:2], shape).volume(self.mesh.rank if rank is None else rank, wanted)
+        if self.shared is not None:
+            rows += self.shared.volume(tokens, dgrad)
+        wide = self.router.volume(tokens, dgrad)
+        numbers = Volume.of(entry for entry in wide if entry.phase == "counts")
+        wide = Volume.of(entry for entry in wide if entry.phase != "counts")
+        wide += self.experts.gates_volume(here, self.top_k) if grads else Volume()
+        if self.shared_gate is not None:
+            wide += super(Router, self.shared_gate).volume(tokens, dgrad)
+        return {"rows": rows, "router": wide, "counts": self.experts.counts_volume() + numbers}
+
+    def _table(self, routing: Routes, here: int, blocks: int, rank: int) -> Counts:
+        choices = here * self.top_k
+        if isinstance(routing, Tensor):
+            routing = routing.tolist()
+        if isinstance(routing, str):
+            if routing == "balanced":
+                return [_spread(choices, range(self.num_experts), self.num_experts)] * blocks
+            if routing not in ("most", "least"):
+                raise LayoutError(
+                    f"MoE '{self.name}': routing={routing!r} is none of balanced, most, least, and no table of counts"
+                )
+            return self._bound(routing == "most", choices, blocks, rank)
+        if len(routing) != blocks or any(len(row) != self.num_experts or sum(row) > choices for row in routing):
+            raise LayoutError(
+                f"MoE '{self.name}': routing has {len(routing)} blocks of rows; {blocks} are needed, each with at most "
+                f"{choices} rows for {self.num_experts} experts"
+            )
+        return routing
+
+    def _bound(self, most: bool, choices: int, blocks: int, rank: int) -> Counts:
+        """Every block's rows where they are the most, or the least, for a rank: traffic is a sum over them."""
+        plan, grid = self.plan, self.mesh.grid
+        none = [0] * self.num_experts
+        table = [none] * blocks
+        if not most and self.router.drops:
+            return table
+        for peer in grid.group(rank, plan.count_axes):
+            block, mine = grid.index(peer, plan.row_axes), plan.local_experts(self.num_experts, rank)
+            away = (mine.stop + len(mine) - 1) % self.num_experts  # of the next rank along the experts' axes
+            aims = [mine, range(away, away + 1)] if plan.ranks > 1 else [mine]
+            own = plan.local_experts(self.num_experts, peer)
+            aims += [own] if own != mine else []
+            rows = [_spread(choices, aim, self.num_experts) for aim in aims]
+            alone = [[none] * block + [row] + [none] * (blocks - block - 1) for row in rows]
+            costs = [self.experts.rows_volume(self.experts.flows(each, plan.row_axes, rank)).total for each in alone]
+            best = max(costs) if most else min(costs)
+            table = [*table[:block], rows[costs.index(best)], *table[block + 1 :]]
+        return table
+
+    def extra_repr(self) -> str:
+        axes = " ".join(f"{axis}={self.mesh.grid[axis]}" for axis in self.plan.axes)
+        return f"{self.hidden}, {self.inner}, experts={self.num_experts} over ({axes}), top_k={self.top_k}"
+
+
+def _way(source: Layout, target: Layout, name: str) -> Way:
+    try:
+        return RelayoutPlan(source, target, name=name)
+    except LayoutError:
+        if source.grid != target.grid or source.ndim != target.ndim:
+            raise
+        return source, target, name
+
+
+def _spread(choices: int, experts: range, count: int) -> list[int]:
+    """So many rows, as evenly as may be over some of the experts."""
+    row = [0] * count
+    for i, expert in enumerate(experts):
+        row[expert] = choices * (i + 1) // len(experts) - choices * i // len(experts)
+    return row

@@ -1,0 +1,283 @@
+"""Rows through experts: dispatched, multiplied expert by expert on the grid inside, and combined; differentiable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.algebra.relayouts import RelayoutPlan
+from ndtp.algebra.row_flow import Moves, RowFlow, RowMove, Way, sorting_index
+from ndtp.algebra.steps import Step
+from ndtp.collectives.rows_exchange import start_rows
+from ndtp.compute.activations import activation_named
+from ndtp.compute.grouped import grouped_product
+from ndtp.ops.moving import moved, refuse_second, taken
+
+if TYPE_CHECKING:
+    from ndtp.runtime.process_grid import ProcessGrid
+
+
+def experts(
+    rows: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    flows: Sequence[RowFlow],
+    mesh: ProcessGrid,
+    activation: str,
+    gated: bool,
+    name: str = "moe",
+) -> list[Tensor]:
+    """What the experts make of rows that are sorted by expert; in their order.
+
+        rows     [.., hidden / ..]            of each chunk, this rank's, sorted by expert
+        weights  [experts / e, .., ..]        its shards of up and down, laid out as `flow.plan.up.b` and `.down.b`;
+                                              gated: up is [experts / e, 2, .., ..], the gates first
+        returns  [.., hidden / ..]            of each chunk
+
+        forward  y = A2A_e( RS( act( RS( AG(A2A_e(x)) . up^T ) ) . down^T ) )
+
+    Steps between the two all-to-alls are those of the plans' products, with as many rows as there are and no padding.
+    Chunk i's rows leave before chunk i - 1 is multiplied, in backward as in forward, and weights are gathered beside
+    the first one's way.
+
+    Args:
+        activation: of the gate, where there is one.
+    """
+    plan = flows[0].plan
+    first = _start(rows[0], flows[0].dispatch, mesh, name, _part(0, flows))
+    up, down = (
+        taken(weight, weight_plan(of, weight.dim()), mesh)
+        for weight, of in zip(weights, (plan.up, plan.down), strict=True)
+    )
+    up = up.flatten(1, 2) if gated else up
+    back = []
+    for i, flow in enumerate(flows):
+        trip = first
+        if i + 1 < len(flows):
+            first = _start(rows[i + 1], flows[i + 1].dispatch, mesh, name, _part(i + 1, flows))
+        entering, leaving, again, out = flow.ways
+        order = None if flow.is_sorted else _Sorting(flow, rows[i].device)
+        x = _along(_finish(trip), entering, mesh, plan.up.name)
+        x = x if order is None else _Sorted.apply(x, order, False)  # type: ignore[no-untyped-call]
+        h = grouped_product(x, up, flow.sizes)
+        if gated and plan.moves_features:  # a split of features keeps gate and up together where they take turns
+            h = h.unflatten(1, (2, -1)).mT.flatten(1)
+        h = _activated(_along(h, leaving, mesh, plan.up.name), activation, gated, plan.moves_features)
+        y = grouped_product(_along(h, again, mesh, plan.down.name), down, flow.sizes)
+        y = y if order is None else _Sorted.apply(y, order, True)  # type: ignore[no-untyped-call]
+        back.append(_start(_along(y, out, mesh, plan.down.name), flow.combine, mesh, name, _part(i, flows)))
+    return [_finish(trip) for trip in back]
+
+
+def _activated(h: Tensor, activation: str, gated: bool, in_turns: bool) -> Tensor:
+    function = activation_named(activation)
+    if not gated:
+        return function(h)
+    gate, up = (h[:, 0::2], h[:, 1::2]) if in_turns else h.chunk(2, 1)
+    return function(gate) * up
+
+
+def weight_plan(plan: MatMulPlan, ndim: int = 3) -> RelayoutPlan:
+    """From a weight's shard to what a product uses of it, and back for its gradient.
+
+    Args:
+        ndim: 4 where the weight of each expert is [2, out, in], the gates first.
+    """
+    need, parts = plan.need(plan.b_letters), ((),) * (ndim - 3)
+    stored, used = (Layout(plan.grid, dims[0], *parts, *dims[1:]) for dims in (plan.b.dims, need))
+    return RelayoutPlan(stored, used, (), plan.grid.nontrivial(plan.lacks(plan.b_letters)), plan.name)
+
+
+def _part(i: int, flows: Sequence[RowFlow]) -> str:
+    return f"{i + 1}/{len(flows)}" if len(flows) > 1 else ""
+
+
+def known_counts(counts: Tensor, axes: Sequence[str], mesh: ProcessGrid, name: str) -> Tensor:
+    """[n] of every rank along `axes` -> [ranks, n], in the order of the grid's index on them."""
+    grid = mesh.grid
+    if grid.size(axes) == 1:
+        return counts[None]
+    together = moved(counts[None], (Step("all_gather", tuple(axes), 0),), mesh, name, "counts")
+    members = grid.group(mesh.rank, axes)
+    ranks = getattr(mesh, "global_ranks", None) or range(grid.num_ranks)
+    arrived = sorted(members, key=lambda rank: ranks[rank])  # torch orders the members of a group
+    if tuple(arrived) == tuple(members):
+        return together
+    return together[[arrived.index(rank) for rank in members]]
+
+
+def dispatched(x: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """The rows of tokens [tokens, ..] in the order of their experts.
+
+    Args:
+        order: places in [tokens * top_k], token by token, of the choices that are kept.
+    """
+    result: Tensor = _Dispatched.apply(x, order, top_k)  # type: ignore[no-untyped-call]
+    return result
+
+
+def combined(y: Tensor, order: Tensor, gates: Tensor) -> Tensor:
+    """The tokens' sums of what their experts made, weighted: the way back of `dispatched`.
+
+    Args:
+        gates: [tokens, top_k].
+    """
+    tokens, top_k = gates.shape
+    each = y.new_zeros(tokens * top_k, y.shape[1]).index_copy(0, order, y).view(tokens, top_k, -1)
+    return (each * gates.to(y.dtype).unsqueeze(-1)).sum(1)
+
+
+class _Dispatched(torch.autograd.Function):
+    """A token's gradient is the sum over its choices, in their order: no atomics, the same every time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:
+        ctx.shape, ctx.top_k = x.shape, top_k
+        ctx.save_for_backward(order)
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (order,), (tokens, features) = ctx.saved_tensors, ctx.shape
+        each = grad.new_zeros(tokens * ctx.top_k, features).index_copy_(0, order, grad)
+        return each.view(tokens, ctx.top_k, features).sum(1), None, None
+
+
+# ----------------------------------------------------------------------------------------------- sent off, waited for
+
+
+class _Trip:
+    """A move between where it starts and where it is waited for, and that of its gradient."""
+
+    def __init__(self, move: RowMove, mesh: ProcessGrid, name: str, part: str) -> None:
+        self.move, self.mesh, self.name, self.part = move, mesh, name, part
+        self.under_way: Any = None
+        self.placeholder: Tensor | None = None
+
+    def start(self, x: Tensor, move: RowMove, phase: str) -> None:
+        self.mesh.step.late.enter()
+        alone = len(move.sends) == 1
+        handle = None if alone else start_rows(x, move, self.mesh.collectives, self.name, phase, self.part)
+        self.under_way = (x, handle)
+
+    def wait(self) -> Tensor:
+        (x, handle), self.under_way = self.under_way, None
+        return x.view_as(x) if handle is None else handle.wait()
+
+
+def _start(x: Tensor, move: RowMove, mesh: ProcessGrid, name: str, part: str) -> _Trip:
+    trip = _Trip(move, mesh, name, part)
+    trip.placeholder = _Start.apply(x, trip)  # type: ignore[no-untyped-call]
+    return trip
+
+
+def _finish(trip: _Trip) -> Tensor:
+    placeholder, trip.placeholder = trip.placeholder, None  # its node holds the trip
+    result: Tensor = _Finish.apply(placeholder, trip)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Start(torch.autograd.Function):
+    """Sends rows off; in backward it waits for their gradient, which `_Finish` has sent off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        trip.start(x.detach(), trip.move, "forward")
+        return x.new_zeros(()).expand(trip.move.after, *x.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, placeholder: Tensor) -> tuple[Tensor, None]:
+        return ctx.trip.wait(), None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, placeholder: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        trip = ctx.trip
+        refuse_second(trip.name)
+        trip.start(grad, trip.move.back, "dgrad")
+        return grad.new_zeros(()).expand(grad.shape), None
+
+
+# ------------------------------------------------------------------------------------------------------- one by another
+
+
+def _along(x: Tensor, way: Way, mesh: ProcessGrid, name: str) -> Tensor:
+    """`x` by the steps of a way; its gradient by those back."""
+    if not way.there and not way.back:
+        return x
+    result: Tensor = _Along.apply(x, way, mesh, name)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Along(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: Way, mesh: ProcessGrid, name: str) -> Tensor:
+        ctx.way, ctx.mesh, ctx.name = way, mesh, name
+        result = _by_moves(x, way.there, mesh, name, "forward")
+        return result.view_as(result) if result is x else result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        refuse_second(ctx.name)
+        ctx.mesh.step.late.enter()
+        return _by_moves(grad, ctx.way.back, ctx.mesh, ctx.name, "dgrad"), None, None, None
+
+
+def _by_moves(x: Tensor, moves: Moves, mesh: ProcessGrid, name: str, phase: str) -> Tensor:
+    for move in moves:
+        if isinstance(move, RowMove):
+            x = start_rows(x, move, mesh.collectives, name, phase).wait()
+        else:
+            x = moved(x.contiguous(), (move,), mesh, name, phase)
+    return x
+
+
+class _Sorting:
+    """From the order in which rows arrive to that of the experts."""
+
+    def __init__(self, flow: RowFlow, device: torch.device) -> None:
+        self.flow, self.device = flow, device
+
+    @cached_property
+    def index(self) -> Tensor:
+        """Where the i-th of the sorted rows lies."""
+        starts, counts = torch.tensor(list(sorting_index(self.flow.segments)), dtype=torch.int64).unbind(1)
+        ends = counts.cumsum(0)
+        index = torch.repeat_interleave(starts - (ends - counts), counts) + torch.arange(int(ends[-1]))
+        return index.to(self.device)
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        inverse = torch.empty_like(self.index)
+        inverse[self.index] = torch.arange(len(inverse), device=self.device)
+        return inverse
+
+    def __call__(self, x: Tensor, back: bool) -> Tensor:
+        if x.is_meta:
+            return torch.empty_like(x)
+        return x.index_select(0, self.inverse if back else self.index)
+
+
+class _Sorted(torch.autograd.Function):
+    """A permutation of rows, whose gradient is the one back and no sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: _Sorting, back: bool) -> Tensor:
+        ctx.order, ctx.back = order, back
+        return order(x, back)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.order(grad, not ctx.back), None, None
