@@ -9,9 +9,7 @@ import contextlib
 import doctest
 import importlib
 import io
-import os
 import re
-import subprocess
 import sys
 import types
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launched import launch
 
 import ndtp
 from ndtp.algebra.schemes import block_layouts
@@ -113,23 +112,13 @@ def test_example_compiles(script):
     compile(script.source, str(script), "exec")
 
 
-def start(*arguments):
-    """A Python program in a process of its own, which finds this checkout first."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    result = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True, text=True, env={**environment, "OMP_NUM_THREADS": "1"}, timeout=240, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def test_torchrun_example(tmp_path):
-    """The README's training script, under the command that it names, on two ranks."""
+def test_torchrun_example(ranks, tmp_path):
+    """The README's training script, as the command that it names starts it, on two ranks."""
     script = next(script for script in scripts_of(ROOT / "README.md") if "init_process_group" in script.source)
     path = tmp_path / "train.py"
     path.write_text(script.source)
-    printed = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path)
+    printed, nothing = launch(ranks(2), path)
+    assert not nothing
     losses = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("step")]
     assert losses and losses[-1] < losses[0]
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from launched import launch
 from rich.cells import cell_len
 
 from ndtp.algebra.grid import Grid
@@ -96,42 +97,18 @@ def test_paced_steps_are_checked_and_told_by_phase(ndtp, tmp_path):
     assert code == 2 and "--balance 0 is not a ratio" in err
 
 
-def launched(*launcher: object, folder: Path) -> None:
+LAUNCHED = ("-m", "ndtp", "bench", "overlap", *TINY, "--grid", "y=2", "--chunks", "2", "--trace")
+
+
+def check_launched(printed: str, trace: Path) -> None:
     """Under a launcher rank 0 alone prints and writes."""
-    words = (
-        "-m",
-        "ndtp",
-        "bench",
-        "overlap",
-        *TINY,
-        "--grid",
-        "y=2",
-        "--chunks",
-        "2",
-        "--trace",
-        folder / "trace.json",
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *map(str, (*launcher, *words))],
-        check=False, capture_output=True, text=True, env=environment, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("1d-sp on y=2") == 1, done.stdout
-    check_trace((folder / "trace.json").read_text(), Grid(z=1, x=1, y=2), "1d-sp", 2)
+    assert printed.count("1d-sp on y=2") == 1, printed
+    check_trace(trace.read_text(), Grid(z=1, x=1, y=2), "1d-sp", 2)
 
 
-def test_under_torchrun(tmp_path):
-    launched(
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        2,
-        "--no-python",
-        sys.executable,
-        folder=tmp_path,
-    )
+def test_under_torchrun(ranks, tmp_path):
+    trace = tmp_path / "trace.json"
+    check_launched("".join(launch(ranks(2), *LAUNCHED, trace)), trace)
 
 
 def test_behind_slow_links(tmp_path):
@@ -142,7 +119,14 @@ def test_behind_slow_links(tmp_path):
         sys.path.remove(str(BENCH))
     if (missing := requirements()) is not None:
         pytest.skip(f"network namespaces: {missing}")
-    launched(BENCH / "slow_network.py", "--ranks", 2, "--rate", "200mbit", "--", sys.executable, folder=tmp_path)
+    trace = tmp_path / "trace.json"
+    words = (BENCH / "slow_network.py", "--ranks", 2, "--rate", "200mbit", "--", sys.executable, *LAUNCHED, trace)
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        check=False, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    check_launched(done.stdout, trace)
 
 
 def test_a_wrong_result_exits_1_and_is_not_timed(ndtp, monkeypatch, tmp_path):

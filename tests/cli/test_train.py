@@ -5,16 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from launched import launch
 from test_interrupt import MAIN, processes_with, wait_until
 from typer.testing import CliRunner
 
 from ndtp.cli.app import app
 from ndtp.cli.training import read_log
 
-ROOT = Path(__file__).parent.parent.parent
 SMALL = ("--batch", 8, "--context", 16, "--layers", 1, "--width", 32, "--heads", 4, "--dtype", "float64")
 
 
@@ -81,14 +80,10 @@ def test_ctrl_c_saves(tmp_path):
     assert len(losses(tmp_path)) == done + 1, "it goes on where it was stopped"
 
 
-def test_under_torchrun(tmp_path):
+def test_under_torchrun(ranks, tmp_path):
     words = ["train", "--grid", "x=2", "--steps", "2", "--output", tmp_path, "--json", tmp_path / "report", *SMALL]
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ndtp",
-         *map(str, words)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"},
-        check=True, capture_output=True, timeout=240,
-    )  # fmt: skip
+    printed, nothing = launch(ranks(2), "-m", "ndtp", *words)
+    assert printed and not nothing
     assert json.loads((tmp_path / "report").read_text())["losses"] == pytest.approx(losses(tmp_path))
 
 

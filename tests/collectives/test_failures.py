@@ -2,9 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
@@ -109,34 +106,3 @@ def test_a_stall_reaches_the_caller_of_the_pool(ranks):
     error = caught.value.exceptions[caught.value.rank]
     assert isinstance(error, CommunicationError) and "mlp." in str(error) and "axis" in str(error), error
     assert ranks(4).run(os.getpid), "the pool works again"
-
-
-SCRIPT = """
-    import os, signal, time, torch, torch.distributed as dist, ndtp
-    dist.init_process_group("gloo")
-    mesh = ndtp.ProcessGrid(ndtp.Grid(x=2), timeout=5)
-    layout = ndtp.Layout(mesh.grid, "x", None)
-    step = lambda: ndtp.relayout(torch.ones(2, 2), layout, layout.with_dims(None, None), mesh)
-    step()
-    if mesh.rank == 1:
-        time.sleep(600)
-    try:
-        step()
-    except ndtp.CommunicationError as error:
-        print("caught:", str(error).splitlines()[0], flush=True)
-        raise
-"""
-
-
-def test_under_torchrun(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        capture_output=True, text=True, env=environ, timeout=150, check=False,
-    )  # fmt: skip
-    assert result.returncode != 0
-    assert (
-        "caught: all_gather of relayout (forward) over axis x failed: rank 0 (x=0) waited for rank 1" in result.stdout
-    ), result.stderr

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from launched import launch
 
 from ndtp.measure.volume import Case
 from ndtp.planner.block_cost import Block
@@ -62,11 +63,11 @@ def test_import_time(program, monkeypatch, tmp_path):
     assert len(calls) == 6 and all(took > 0 for took in calls.values())
 
 
-def test_overlap_checks_every_rival_and_tells_the_parts(tmp_path):
+def test_overlap_checks_every_rival_and_tells_the_parts(ranks, tmp_path):
     out = tmp_path / "overlap.json"
     sizes = ("--tokens", 64, "--hidden", 16, "--inner", 32, "--repetitions", 1, "--out", out)
     grids = ("--grids", "1d-sp:x=2", "3d:z=2,x=1,y=1")
-    start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, BENCH / "overlap.py", *sizes, *grids)
+    launch(ranks(2), BENCH / "overlap.py", *sizes, *grids)
     grids = json.loads(out.read_text())["grids"]
     assert len(grids) == 2 and all(len(rows) == 5 for rows in grids.values()), "each with both rivals"
     ours = [row for rows in grids.values() for row in rows.values() if "predicted" in row]

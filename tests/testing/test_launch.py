@@ -142,46 +142,51 @@ def test_a_parent_that_ends_leaves_no_process(tmp_path, when, end):
     wait_until_gone([zygote, *pids])
 
 
-def test_torchrun(tmp_path):
-    """Under a launcher the same script runs in the launcher's group."""
-    script = write(
-        tmp_path,
-        """
-        if __name__ == "__main__":
-            results = ndtp.testing.run(who, 2)
-            assert [answer.rank for answer, _ in results] == [0, 1]
-            assert os.getpid() in [pid for _, pid in results]
-            dist.destroy_process_group()
-        """,
-    )
-    torchrun(script)
+IN_A_SCRIPT = "dist.init_process_group('gloo'); fail(timeout=3)"
+IN_RUN = "ndtp.testing.run(fail, 2)"
 
 
-@pytest.mark.parametrize("start", ["dist.init_process_group('gloo'); fail()", "ndtp.testing.run(fail, 2)"])
-def test_a_failure_under_torchrun_ends_all_ranks(tmp_path, start):
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (IN_A_SCRIPT, "CommunicationError: all_gather of relayout (forward) over axis y failed: rank 1 (z=0, x=0, y=1) "
+                      "waited for rank 0"),
+        (IN_RUN, "KeyError: 'missing'"),
+    ],
+    ids=["in a script", "in run"],
+)  # fmt: skip
+def test_a_failure_under_torchrun_ends_all_ranks(tmp_path, start, message):
     """Although a collective of the rank that fails waits for one that never comes."""
     script = write(
         tmp_path,
         f"""
-        def fail():
+        def fail(timeout=None):
             import torch
 
-            mesh = ndtp.ProcessGrid(ndtp.Grid(z=1, x=1, y=2))
+            grid = ndtp.Grid(z=1, x=1, y=2)
+            mesh, other = ndtp.ProcessGrid(grid), ndtp.ProcessGrid(grid, timeout=timeout)
+            group, layout = mesh.group(("y",)), ndtp.Layout(grid, "y", None)
+            ndtp.relayout(torch.ones(2, 2), layout, layout.with_dims(None, None), other)
             if dist.get_rank() == 0:
                 time.sleep(600)
-            dist.all_reduce(torch.ones(2), async_op=True, group=mesh.group(("y",)))
+            dist.all_reduce(torch.ones(2), async_op=True, group=group)
+            if timeout:
+                ndtp.relayout(torch.ones(2, 2), layout, layout.with_dims(None, None), other)
             raise KeyError("missing")
 
         if __name__ == "__main__":
             {start}
         """,
     )
-    assert "KeyError: 'missing'" in torchrun(script, code=1)
+    assert message in torchrun(script, code=1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for threads in /proc")
 def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path):
-    """One that did, and gave back a tensor then, would abort the program: about one run in thirty."""
+    """One that did, and gave back a tensor then, would abort the program: about one run in thirty.
+
+    Under a launcher `run` runs in the launcher's group.
+    """
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -196,7 +201,14 @@ def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path):
                 os.write(1, " ".join(["at exit", *(name for name in names() if "gloo" in name)]).encode() + b"\\n")
 
             import torch
+            import torch.distributed as dist
             import ndtp
+
+            class Answer:
+                def __init__(self, rank): self.rank = rank
+
+            def who():
+                return Answer(dist.get_rank()), os.getpid()
 
             def step():
                 mesh = ndtp.ProcessGrid(ndtp.Grid(z=1, x=1, y=2))
@@ -207,7 +219,9 @@ def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path):
                 return mesh, block
 
             if __name__ == "__main__":
-                ndtp.testing.run(len, 2, args=("",))
+                results = ndtp.testing.run(who, 2)
+                assert [answer.rank for answer, _ in results] == [0, 1]
+                assert os.getpid() in [pid for _, pid in results]
                 step()
                 held = step()
             """
