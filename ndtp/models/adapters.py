@@ -20,7 +20,7 @@ from torch import nn
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.models.adopted import Placed, adopt, is_placed
-from ndtp.models.projections import Projection
+from ndtp.models.projections import Projection, order_of
 from ndtp.models.roles import is_wrapper
 from ndtp.nn.parameters import expressible
 
@@ -81,6 +81,7 @@ def _place(
     placed.out_width, placed.width = shape
     placed.sections, placed.group, placed.core, placed.loud = sections, None, None, True
     placed.adapts, placed.gives_features, placed.schedule = base, False, None
+    placed.order, placed.gives = order_of(sections, plan.out.num_splits(1)), plan.out
     plan.check_divides({"m": 0, "k": placed.width, "n": placed.out_width})
     placed.placed("weight", stored, known, shape)
     if placed._parameters.get("bias") is not None:

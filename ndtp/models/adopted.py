@@ -138,11 +138,8 @@ class SplitNorm(Adopted):
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.norm_plan
-        if not isinstance(x, Hidden):
-            x = split(x, self.frame, plan.layout, plan.width, self.name)
+        x = lying_as(x, self.frame, plan.layout, plan.width, self.name)
         passage = x.passage
-        if passage.layout != plan.layout or passage.features != plan.features:
-            raise LayoutError(f"'{self.name}' takes [{plan.layout.label('MK')}], its input is {passage}")
         rows = leave(x)
         gain, bias = (self.own(p, rows) if p in self._parameters else None for p in ("weight", "bias"))
         y = norm(rows, gain, bias, plan, self.mesh, self.offset)
@@ -150,19 +147,29 @@ class SplitNorm(Adopted):
 
 
 class SplitEmbedding(Adopted, nn.Embedding):
-    """The table of a vocabulary; a class of the model's own may scale what it gives."""
+    """The table of a vocabulary, or of positions; a class of the model's own may scale what it gives.
+
+    Attributes:
+        for_all: (of positions) the plan for ids that are the same in all sequences: each rank has all rows.
+        is_for_all: whether its last ids were.
+    """
 
     lookup: LookupPlan
+    for_all: LookupPlan | None
+    is_for_all: bool
     padded_dim: int
 
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
         frame = self.frame
-        lead = tuple(ids.shape)
+        lead, plan = tuple(ids.shape), self.lookup
         rows = frame.padded(lead[0]) * ids[0].numel()
+        self.is_for_all = self.for_all is not None and (len(lead) == 1 or lead[0] == 1)
+        if self.for_all is not None and self.is_for_all:
+            rows, plan = ids.numel(), self.for_all
         flat = torch.nn.functional.pad(ids.flatten(), (0, rows - ids.numel()))
         weight = self.own("weight", self.weight)
-        y = look_up(flat, weight, self.lookup, self.mesh, self.num_embeddings, self.padding_idx)  # type: ignore[arg-type]
-        passage = Passage(frame, self.lookup.out, lead, rows, self.embedding_dim, self.padded_dim, came_from=self.name)
+        y = look_up(flat, weight, plan, self.mesh, self.num_embeddings, self.padding_idx)  # type: ignore[arg-type]
+        passage = Passage(frame, plan.out, lead, rows, self.embedding_dim, self.padded_dim, came_from=self.name)
         return enter(y.view_as(y), passage)
 
 
@@ -244,16 +251,17 @@ def heads_alone(module: nn.Module, columns: slice) -> None:
     module.ndtp_columns = columns  # type: ignore[assignment]
 
 
-def as_projection_input(x: Tensor, frame: Frame, plan: MatMulPlan, width: int, name: str) -> Hidden:
-    """What a product takes: hidden states as its plan says, whose padding is zero.
-
-    Those that lie otherwise are gathered and split anew.
-    """
-    if isinstance(x, Hidden) and (x.passage.layout != plan.a or x.passage.width != width or x.passage.sections > 1):
-        frame.note(f"'{name}', which takes [{plan.a.label('MK')}],", x.passage)
+def lying_as(x: Tensor, frame: Frame, layout: Layout, width: int, name: str) -> Hidden:
+    """Hidden states as `layout` says; those that lie otherwise are gathered and split anew."""
+    if isinstance(x, Hidden) and (x.passage.layout != layout or x.passage.width != width or x.passage.sections > 1):
+        frame.note(f"'{name}', which takes [{layout.label('MK')}],", x.passage)
         x = whole(x)
-    if not isinstance(x, Hidden):
-        return split(x, frame, plan.a, width, name)
+    return x if isinstance(x, Hidden) else split(x, frame, layout, width, name)
+
+
+def as_projection_input(x: Tensor, frame: Frame, plan: MatMulPlan, width: int, name: str) -> Hidden:
+    """What a product takes: hidden states as its plan says, whose padding is zero."""
+    x = lying_as(x, frame, plan.a, width, name)
     passage = x.passage
     if passage.width == passage.features:
         return x

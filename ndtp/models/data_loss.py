@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame
-from ndtp.models.hidden import hidden_in
 from ndtp.ops.products import relayout
 
 IGNORED = -100
@@ -28,13 +27,14 @@ class DataLoss:
     frame: Frame
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+        has_split_loss, self.frame.has_split_loss = self.frame.has_split_loss, False
         named = dict(output) if isinstance(output, Mapping) else {}
         if isinstance(output, tuple):
             named = dict(zip(("loss", "logits"), output, strict=False))
         loss = named.get("loss")
         if not isinstance(loss, Tensor) or loss.dim():
             return output
-        if hidden_in([value for name, value in named.items() if "logits" in name]):
+        if has_split_loss:
             return output
         labels = kwargs.get("labels")
         if isinstance(labels, Tensor) and not labels.is_floating_point() and bool((labels == IGNORED).any()):

@@ -23,6 +23,7 @@ class Frame:
         loss_rows: the most rows of logits that a rank has at a time, where a loss is all that they are for.
         head, has_labels: the projection that gives logits, and whether the model was called with labels.
         activations: those that formulas of the model's code were found to be, by their keys.
+        has_split_loss: whether a loss was taken of logits that are split: it is that of all sequences.
         losses: plans of a head with its loss, by what these depend on.
     """
 
@@ -35,6 +36,7 @@ class Frame:
     loss_rows: int = 1024
     head: Any = None
     has_labels: bool = False
+    has_split_loss: bool = False
     activations: dict[Any, Any] = field(default_factory=dict)
     losses: dict[Any, Any] = field(default_factory=dict)
 

@@ -51,6 +51,7 @@ def cross_entropy(
         return NotImplemented
     if target.is_floating_point() or tuple(target.shape) != passage.lead:
         return NotImplemented
+    frame.has_split_loss = True
     rows = leave(call.source)
     key = (passage.features, ignore_index, label_smoothing)
     plan = frame.losses.get(key)

@@ -21,6 +21,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.between import DROPOUTS, FACTS, KNOWN, SIZES
 from ndtp.models.frame import Frame, Passage
+from ndtp.models.rows import broadcasts, is_brought, picked_rows, rows_of
 from ndtp.nn.dropout import drop
 from ndtp.nn.losses import cross_entropy
 from ndtp.nn.padding import RowBlocks
@@ -124,10 +125,10 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if writes(func) and not isinstance(args[0], Hidden):
         return NotImplemented
     mine = [x for x in operands if isinstance(x, Hidden)]
-    target = max(mine, key=lambda x: x.passage.rows).passage
-    if any(not _broadcasts(x.shape, target.shape) for x in operands if isinstance(x, Tensor)):
+    target = max(mine, key=lambda x: (math.prod(x.passage.lead), x.passage.layout.num_splits(0))).passage
+    if any(not broadcasts(x.shape, target.shape) for x in operands if isinstance(x, Tensor)):
         return NotImplemented
-    if any(x.passage.layout != target.layout or x.passage != target for x in mine):
+    if any(x.passage != target and not is_brought(x.passage, target) for x in mine):
         return NotImplemented
     bring = lambda x: _brought(x, target) if isinstance(x, Tensor) else x  # noqa: E731
     shards, named = [bring(x) for x in args], {name: bring(x) for name, x in kwargs.items()}
@@ -145,15 +146,10 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     return enter(result, target)
 
 
-def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
-    pairs = zip(reversed(shape), reversed(target), strict=False)
-    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
-
-
 def _brought(x: Tensor, passage: Passage) -> Tensor:
-    """What of an operand, whole on every rank and smaller in some dims, belongs to the shard."""
+    """What of an operand, whole on every rank or smaller in some dims, belongs to the shard."""
     if isinstance(x, Hidden):
-        return leave(x)
+        return leave(x) if x.passage == passage else _rows_brought(x, passage)
     if x.dim() == 0 and not x.requires_grad:
         return x
     frame, layout, shape = passage.frame, passage.layout, passage.shape
@@ -170,17 +166,17 @@ def _brought(x: Tensor, passage: Passage) -> Tensor:
         rows = used_over(rows, by_feature, inner, mesh, "operand")
     else:
         rows = used_over(rows, bare, (*inner, *layout.dims[1]), mesh, "operand")
-    if lead == (1,) * len(lead):
-        return rows
-    here = torch.arange(passage.rows_here.start, passage.rows_here.stop, device=x.device)
-    here = here.clamp(max=math.prod(passage.lead) - 1)
-    index = torch.zeros_like(here)
-    stride = math.prod(passage.lead)
-    for size, wanted in zip(lead, passage.lead, strict=True):
-        stride //= wanted
-        position = here // stride % wanted
-        index = index * size + (position if size > 1 else 0)
-    return rows[index]
+    return rows_of(rows, lead, passage)
+
+
+def _rows_brought(x: Hidden, passage: Passage) -> Tensor:
+    """Of a split activation that is smaller in some leading dims: the rows that go with those of this rank."""
+    frame, given = passage.frame, x.passage
+    mesh, outside = frame.mesh, frame.outside.dims[0]
+    all_rows = Layout(mesh.grid, outside, passage.layout.dims[1])
+    rows = relayout(leave(x), given.layout, all_rows, mesh, "operand")[: math.prod(given.lead)]
+    rows = used_over(rows, all_rows, passage.layout.dims[0][len(outside) :], mesh, "operand")
+    return rows_of(rows, (1,) * (len(passage.lead) - len(given.lead)) + given.lead, passage)
 
 
 def for_every_row(x: Tensor, passage: Passage) -> Tensor | None:
@@ -237,20 +233,6 @@ def _parts(func: Any, x: Tensor, size: Any, dim: int = 0) -> Any:
     return tuple(enter(shard.contiguous(), part) for shard in leave(x).chunk(count, dim=1))
 
 
-def picked_rows(passage: Passage, key: Any) -> Tensor | None:
-    """[.. of the result], which rows `x[key]` picks; None where it picks anything else."""
-    keys, dims = list(key) if isinstance(key, tuple) else [key], len(passage.shape)
-    named = sum(k is not None and k is not Ellipsis for k in keys)
-    if named > dims or any(isinstance(k, Tensor) and (k.dtype == torch.bool or isinstance(k, Hidden)) for k in keys):
-        return None
-    if (Ellipsis in [k for k in keys if not isinstance(k, Tensor)] and keys[-1] is not Ellipsis) or named == dims:
-        last = keys.pop()
-        if not isinstance(last, slice) or last.indices(passage.features) != (0, passage.features, 1):
-            return None
-    ids = torch.arange(math.prod(passage.lead)).view(passage.lead)[tuple(keys)]
-    return ids if ids.dim() else None
-
-
 def _picked(x: Tensor, key: Any) -> Any:
     """Rows of the leading dims, `x[:, 0]`, `x[:, -1:, :]`: each rank gives those that it has."""
     if not isinstance(x, Hidden) or x.passage.sections > 1:
@@ -258,7 +240,7 @@ def _picked(x: Tensor, key: Any) -> Any:
     passage, frame = x.passage, x.passage.frame
     ids = picked_rows(passage, key)
     if ids is None:
-        return NotImplemented
+        return _feature(x, key)
     if ids.shape == passage.lead and torch.equal(ids.flatten(), torch.arange(ids.numel())):
         return enter(leave(x), passage)
     lead = tuple(ids.shape)
@@ -275,6 +257,22 @@ def _picked(x: Tensor, key: Any) -> Any:
     inner = passage.layout.dims[0][len(frame.outside.dims[0]) :]
     shard = relayout(found, held, passage.layout, frame.mesh, f"{passage.came_from} rows", partial=inner)
     return enter(shard.view_as(shard), replace(passage, lead=lead, rows=rows))
+
+
+def _feature(x: Hidden, key: Any) -> Any:
+    """`x[..., -1]`, one feature of all rows, on every rank: of its number no more is moved than of a row's."""
+    passage, frame = x.passage, x.passage.frame
+    *lead, last = key if isinstance(key, tuple) else (key,)
+    is_all = lead == [Ellipsis] or (len(lead) == len(passage.lead) and all(k == slice(None) for k in lead))
+    if not is_all or type(last) is not int or not -passage.features <= last < passage.features:
+        return NotImplemented
+    mesh, outside, axes = frame.mesh, frame.outside, passage.layout.dims[1]
+    count = passage.width // passage.layout.num_splits(1)
+    at = last % passage.features - mesh.grid.index(mesh.rank, axes) * count
+    mine = leave(x)[:, at : at + 1] if 0 <= at < count else leave(x)[:, :1] * 0
+    held = Layout(mesh.grid, passage.layout.dims[0], None)
+    column = relayout(mine, held, outside, mesh, f"{passage.came_from} feature", partial=mesh.grid.nontrivial(axes))
+    return column[: math.prod(passage.lead), 0].view(passage.lead)
 
 
 def _cross_entropy(
@@ -296,6 +294,7 @@ def _cross_entropy(
         return NotImplemented
     padded = F.pad(target, (0, passage.rows - target.numel()), value=ignore_index)
     here = passage.rows_here
+    frame.has_split_loss = True
     loss = cross_entropy(
         leave(logits), padded[here.start : here.stop], layout=passage.layout, mesh=frame.mesh,
         classes=passage.features, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing,

@@ -18,11 +18,12 @@ from ndtp.models.belongings import Belongings, in_place_of
 from ndtp.models.boundary import Boundary, BoundaryLinear
 from ndtp.models.left_alone import why_left
 from ndtp.models.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unfit
+from ndtp.models.placing import stock_model
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
 from ndtp.models.same_weights import check_same_weights
 from ndtp.models.torch_stacks import TorchSplit, find_stacks
-from ndtp.models.transformer import Split, is_transformer, split_before, stock_model
+from ndtp.models.transformer import Split, is_transformer, split_before
 from ndtp.nn.padding import (
     pair_multiples,
     row_multiple,

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ndtp.errors import LayoutError
 from ndtp.models.between import DROPOUTS, KNOWN, SIZES, getters
-from ndtp.models.hidden import PARTS, RESHAPES, Hidden, for_every_row, is_dropout_off, leave, picked_rows, writes
+from ndtp.models.hidden import PARTS, RESHAPES, Hidden, for_every_row, is_dropout_off, leave, writes
+from ndtp.models.rows import picked_rows
 from ndtp.runtime.versions import version_of
 
 if TYPE_CHECKING:

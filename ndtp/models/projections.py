@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import BlockLayouts
+from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted, Placed, adopt, as_projection_input
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.hidden import Hidden, enter, leave
@@ -56,6 +57,8 @@ class Projection(Adopted):
         plan: of the product.
         width, out_width: its features with padding, in and out.
         sections: sizes of parts of its features, each of which is split by itself; none where they are one part.
+        order: of its features, as the product has them; None where that is the dense one.
+        gives: how its result lies.
         leads_in: whether it takes hidden states and gives what is inside of a block, or the other way.
         adapts: of an adapter's layer, the one beside it; `gives_features` is its second.
     """
@@ -66,6 +69,8 @@ class Projection(Adopted):
     width: int
     out_width: int
     sections: tuple[int, ...]
+    order: Tensor | None
+    gives: Layout
     leads_in: bool
     is_conv: bool
     group: Group | None
@@ -99,7 +104,7 @@ class Projection(Adopted):
     def passage(self, given: Passage) -> Passage:
         count = len(self.sections) or 1
         return replace(
-            given, layout=self.plan.out, features=self.real_out, width=self.out_width, sections=count,
+            given, layout=self.gives, features=self.real_out, width=self.out_width, sections=count,
             came_from=self.name, loud=self.loud,
         )  # fmt: skip
 
@@ -114,9 +119,7 @@ class Projection(Adopted):
         if self.stored == self.plan.b:
             return weight, bias
         mesh, dim = self.mesh, 1 if self.is_conv else 0
-        order: Any = slice(None)
-        if self.sections:
-            order = torch.tensor(order_of(self.sections, self.plan.out.num_splits(1)), device=weight.device)
+        order: Any = slice(None) if self.order is None else self.order.to(weight.device)
         shard = local_shard(weight)
         shard = shard.index_select(dim, order) if isinstance(order, Tensor) else shard
         shard = relayout(shard, self.stored, self.plan.b, mesh, f"{self.name}.weight")
@@ -136,15 +139,27 @@ class Projection(Adopted):
         return self.plan.out.num_splits(1) // self.plan.b.num_splits(self.features_dim)
 
 
-def order_of(sections: Sequence[int], splits: int) -> list[int]:
+def order_of(sections: Sequence[int], splits: int) -> Tensor | None:
     """Rows of a weight of several sections, so that each rank along the axes that split them has its part of each."""
+    if not sections:
+        return None
     order: list[int] = []
     for part in range(splits):
         start = 0
         for size in sections:
             order += range(start + part * size // splits, start + (part + 1) * size // splits)
             start += size
-    return order
+    return torch.tensor(order, device="cpu")
+
+
+def order_as(given: Layout, wanted: Layout, size: int) -> Tensor:
+    """Features in such an order that a rank's part of them as `given` is, in the dense order, its part as `wanted`.
+
+    Both split them over the same axes, of which one is major in the first and another in the second.
+    """
+    grid, axes = given.grid, wanted.dims[1]
+    parts = torch.arange(size, device="cpu").view(*[grid[axis] for axis in axes], -1)
+    return parts.permute(*[axes.index(axis) for axis in given.dims[1]], len(axes)).flatten()
 
 
 def products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
@@ -185,6 +200,7 @@ def place_projection(
     width: int,
     sections: Sequence[int] = (),
     pad_to: int = 1,
+    gives_hidden: bool = False,
     regather: tuple[str, ...] = (),
     chunks: int | str = 0,
 ) -> Projection:
@@ -194,6 +210,7 @@ def place_projection(
         width: of hidden states, with padding.
         sections: sizes of parts of its features, each of which is split by itself.
         pad_to: what is inside of a block is padded to a multiple of this.
+        gives_hidden: one that leads in gives hidden states again.
         regather, chunks: as for `ndtp.nn.Linear`.
     """
     is_conv = not isinstance(module, nn.Linear)
@@ -203,8 +220,14 @@ def place_projection(
     a, b, out = (layouts.input, layouts.up_weight, layouts.hidden) if leads_in else (
         layouts.hidden, layouts.down_weight, layouts.output
     )  # fmt: skip
-    stored = b
-    if sections:
+    stored, gives, order = b, out, order_of(sections, out.num_splits(1))
+    if gives_hidden and leads_in:
+        gives = layouts.output
+        if _is_product(a, b, gives):
+            out = gives
+        else:
+            order = order_as(out, gives, inner)
+    if order is not None:
         b, stored = used_and_stored(a, b, frame.mesh.mesh_axes)
     if is_conv:
         b, stored = Layout(b.grid, *reversed(b.dims)), Layout(b.grid, *reversed(stored.dims))
@@ -214,13 +237,23 @@ def place_projection(
     layer.plan, layer.stored, layer.leads_in, layer.is_conv = plan, stored, leads_in, is_conv
     layer.width, layer.out_width = (width, inner) if leads_in else (inner, width)
     layer.sections, layer.group, layer.core, layer.loud = tuple(sections), None, None, True
+    layer.order, layer.gives = order, gives
     layer.adapts, layer.gives_features, layer.schedule = None, False, None
     plan.check_divides({"m": 0, "k": layer.width, "n": layer.out_width})
     layer.placed("weight", stored, known, shape)
     if layer._parameters.get("bias") is not None:
-        bias = Layout(b.grid, None) if sections else plan.bias
+        bias = plan.bias if order is None else Layout(b.grid, None)
         layer.placed("bias", bias, known, (layer.out_width,))
     return layer
+
+
+def _is_product(a: Layout, b: Layout, out: Layout) -> bool:
+    """Whether a product of `a` and a weight [out, in] as `b` can give what lies as `out`."""
+    try:
+        MatMulPlan(a, b, out, transpose_b=True)
+    except LayoutError:
+        return False
+    return True
 
 
 def used_and_stored(a: Layout, b: Layout, mesh_axes: Sequence[str]) -> tuple[Layout, Layout]:

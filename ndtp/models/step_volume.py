@@ -15,7 +15,7 @@ from ndtp.models.projections import Projection
 from ndtp.ops.losses import LossPlan
 
 if TYPE_CHECKING:
-    from ndtp.models.adopted import SplitNorm
+    from ndtp.models.adopted import SplitEmbedding, SplitNorm
     from ndtp.models.attention_core import Core
     from ndtp.models.transformer import Split
 
@@ -25,16 +25,16 @@ def step_volume(split: Split, batch: int, sequence: int) -> Volume:
     frame = split.frame
     rows = frame.padded(batch) * sequence * frame.outside.num_splits(0)
     total = Volume()
-    for table in split.tables[:1]:
-        weight, shape = table.weight, table.lies["weight"].shape
-        volume = table.lookup.volume(rows, (shape[0], shape[1]), weight.element_size(), True, weight.requires_grad)
-        total += volume.in_bytes(weight.element_size())
+    for table in (*split.tables[:1], *split.positions):
+        total += _table(table, rows, sequence * frame.outside.num_splits(0))
     for core in split.cores:
         total += _attention(core, rows)
     for layers in split.mlps:
         total += mlp_volume(layers, rows)
     for adapter in split.adapters:
         total += product_volume([adapter], rows)
+    for layer in split.others:
+        total += product_volume([layer], rows)
     for norm in split.norms:
         total += norm_volume(norm, rows)
     if split.head is not None:
@@ -48,6 +48,20 @@ def step_volume(split: Split, batch: int, sequence: int) -> Volume:
                 volume = reduction_volume(frame.mesh.grid, sums, parameter.shape, "wgrad")
                 total += volume.in_bytes(parameter.element_size())
     return total
+
+
+def _table(table: SplitEmbedding, rows: int, positions: int) -> Volume:
+    """Of a look-up for all rows, or for those of one sequence, which are then used by the ranks that split others."""
+    weight, plan = table.weight, table.lookup
+    size, wgrad = weight.element_size(), weight.requires_grad
+    count, used = rows, Volume()
+    if table.for_all is not None and table.is_for_all:
+        count, plan = positions, table.for_all
+        inner = [axis for axis in table.lookup.out.dims[0] if axis not in plan.out.dims[0]]
+        together = RelayoutPlan(plan.out, plan.out, (), plan.out.grid.nontrivial(inner))
+        used = together.volume((count, table.padded_dim), wgrad).in_bytes(size)
+    shape = table.lies["weight"].shape
+    return plan.volume(count, (shape[0], shape[1]), size, True, wgrad).in_bytes(size) + used
 
 
 def _attention(core: Core, rows: int) -> Volume:

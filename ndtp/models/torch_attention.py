@@ -101,7 +101,8 @@ class SplitMultihead(Adopted, nn.MultiheadAttention):
         mesh, splits = self.mesh, self.plan.out.num_splits(1)
         weight, bias = self.own("in_proj_weight", rows), self.own("in_proj_bias", rows)
         assert weight is not None
-        order = torch.tensor(order_of((self.embed_dim,) * 3, splits), device=weight.device)
+        order: Any = order_of((self.embed_dim,) * 3, splits)
+        order = order.to(weight.device)
         shard = local_shard(weight)[order]
         shard = relayout(shard, self.stored, self.plan.b, mesh, f"{self.name}.in_proj_weight")
         if bias is None:

@@ -77,7 +77,7 @@ class TorchSplit(Split):
             place_stack(self.model, self.name, self.frame, self.layouts.input, self.width)
 
     def _multihead(self, name: str, module: nn.MultiheadAttention) -> None:
-        reason = "as asked" if self._is_kept(name, f"{name}.out_proj") else reason_against(module, self.layouts)
+        reason = "as asked" if self.is_kept(name, f"{name}.out_proj") else reason_against(module, self.layouts)
         if reason is None and module.embed_dim != self.hidden:
             reason = f"{module.embed_dim} features, others of '{self.name}' have {self.hidden}"
         if reason:
@@ -89,7 +89,7 @@ class TorchSplit(Split):
         adopted: Any = module
         self.attentions.append((adopted, out))
         self.replaced[f"{name}.in_proj"] = str(adopted.plan)
-        self._report(out)
+        self.report(out)
 
     def volume(self, batch: int, length: int, dgrad: bool = True) -> Volume:
         """Bytes of a step of so many sequences of one dp rank, for self-attention alone.

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.schemes import BlockLayouts
 from ndtp.errors import LayoutError
 from ndtp.models.adapters import place_adapters, reason_against, wrappers_in
-from ndtp.models.adopted import Adopted, Placed, SplitEmbedding, SplitNorm, adopt, heads_alone, is_placed, replicate
+from ndtp.models.adopted import Adopted, Placed, SplitNorm, adopt, heads_alone, is_placed
 from ndtp.models.attention_core import Core, place_core
 from ndtp.models.data_loss import average_loss
-from ndtp.models.frame import Frame
 from ndtp.models.head_loss import HeadSchedule, place_model
 from ndtp.models.left_alone import is_foreign, leave_alone, why_left
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.one_schedule import MLPSchedule
+from ndtp.models.other_layers import place_others
+from ndtp.models.placing import Placing, stock_model
 from ndtp.models.projections import Projection, in_group, place_projection
 from ndtp.models.roles import (
     AttentionRole,
@@ -28,13 +26,11 @@ from ndtp.models.roles import (
     features,
     find_attention,
     find_mlps,
-    hidden_size,
     is_linear,
     is_wrapper,
     norm_role,
 )
 from ndtp.models.saving import saved_whole
-from ndtp.nn.padding import row_multiple
 from ndtp.ops.lookup import LookupPlan
 from ndtp.ops.norms import NormPlan
 from ndtp.runtime.process_grid import ProcessGrid
@@ -43,13 +39,6 @@ from ndtp.runtime.process_grid import ProcessGrid
 def is_transformer(model: nn.Module) -> bool:
     """Whether a model is one of transformers, or one around which peft put adapters."""
     return stock_model(model) is not None
-
-
-def stock_model(model: Any) -> Any:
-    """The model of transformers that a model is, or holds as peft's do: nothing is imported to find out."""
-    if any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
-        return model
-    return stock_model(model.get_base_model()) if hasattr(type(model), "get_base_model") else None
 
 
 def split_before(model: nn.Module, mesh: ProcessGrid | None, report: Any) -> Any:
@@ -70,50 +59,8 @@ def split_before(model: nn.Module, mesh: ProcessGrid | None, report: Any) -> Any
     return report
 
 
-class Split:
-    """One model on its way to the grid.
-
-    Attributes:
-        replaced: what became of each layer, by name.
-        kept: why others were left as they are.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        mesh: ProcessGrid,
-        layouts: BlockLayouts,
-        keep: Sequence[str] = (),
-        *,
-        hidden: int | None = None,
-        regather: tuple[str, ...] = (),
-        chunks: int | str = 0,
-        fuse: bool = True,
-    ) -> None:
-        self.linears = 0
-        self.cores: list[Core] = []
-        self.mlps: list[list[Projection]] = []
-        self.norms: list[SplitNorm] = []
-        self.tables: list[SplitEmbedding] = []
-        self.head: Projection | None = None
-        self.adapters: list[Projection] = []
-        self.whole: list[tuple[nn.Module, tuple[str, ...]]] = []
-        self.keep = tuple(keep)
-        self.model, self.mesh, self.layouts = model, mesh, layouts
-        self.stock = stock_model(model)
-        self.known = Placed(model)
-        self.replaced: dict[str, str] = {}
-        self.kept: dict[str, str] = {}
-        grid = mesh.grid
-        weights = {axis for layout in (layouts.up_weight, layouts.down_weight) for axis in layout.axes}
-        data = tuple(axis for axis in layouts.input.dims[0] if axis not in weights)
-        outside = Layout(grid, data, None)
-        self.frame = Frame(mesh, outside, row_multiple(layouts.plans("model"), outside), fuse=fuse)
-        self.options: dict[str, Any] = {"regather": regather, "chunks": chunks}
-        self.tensor_axes = tuple(axis for axis in grid.nontrivial(grid.names) if axis in weights)
-        self.hidden = hidden_size(self.stock) if hidden is None else hidden
-        multiple = grid.size(self.tensor_axes)
-        self.width = -(-self.hidden // multiple) * multiple
+class Split(Placing):
+    """A stock model on its way to the grid."""
 
     def run(self) -> None:
         model, modules = self.model, dict(self.model.named_modules())
@@ -131,6 +78,7 @@ class Split:
         for name, module in modules.items():
             if not any(name.startswith(core + ".") for core in cores):
                 self._norm(name, module)
+        place_others(self, modules, cores)
         self._others(modules)
         average_loss(model, self.frame)
         self.known.let_go()
@@ -159,7 +107,7 @@ class Split:
             self.kept[role.name] = reason
             return
         layouts = self.layouts
-        place = self._place
+        place = self.place
         inputs = {
             kind: place_projection(modules[name], name, leads_in=True, sections=role.sections, **place)
             for kind, name in role.inputs.items()
@@ -178,25 +126,11 @@ class Split:
         mine |= {id(part) for child in module.modules() if is_wrapper(child) for part in child.modules()}
         for name, child in module.named_modules(prefix=role.name):
             if id(child) not in mine and child._parameters:
-                self._replicate(child, name, (*self.frame.outside.dims[0], *core.sums))
+                self.replicate(child, name, (*self.frame.outside.dims[0], *core.sums))
         place_core(module, core)
         self.cores.append(core)
         for layer in (*inputs.values(), output):
-            self._report(layer)
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {
-            "frame": self.frame, "layouts": self.layouts, "known": self.known, "width": self.width, **self.options
-        }  # fmt: skip
-
-    def _report(self, layer: Projection) -> None:
-        self.replaced[layer.name] = str(layer.plan)
-        self.linears += 1
-
-    def _is_kept(self, *names: str) -> bool:
-        """Whether one of these layers is to stay whole."""
-        return any(fnmatchcase(name, pattern) for name in names for pattern in self.keep)
+            self.report(layer)
 
     def _attention_reason(self, role: AttentionRole, modules: dict[str, nn.Module]) -> str | None:
         """Why an attention module cannot be split on this grid, if so."""
@@ -204,7 +138,7 @@ class Split:
         reason = next((r for n in (*role.inputs.values(), role.output) if (r := reason_against(modules, n))), None)
         if reason:
             return reason
-        if self._is_kept(role.name, *role.inputs.values(), role.output):
+        if self.is_kept(role.name, *role.inputs.values(), role.output):
             return "as asked"
         axes = layouts.hidden.dims[1]
         splits = grid.size(axes)
@@ -229,7 +163,7 @@ class Split:
         return None
 
     def _mlp(self, role: MLPRole, modules: dict[str, nn.Module]) -> None:
-        if self._is_kept(role.name, *role.ups, role.down):
+        if self.is_kept(role.name, *role.ups, role.down):
             self.kept[role.name] = "as asked"
             return
         reason = next((r for n in (*role.ups, role.down) if (r := reason_against(modules, n))), None)
@@ -241,7 +175,7 @@ class Split:
         if role.sections and role.sections[0] % pad_to:
             self.kept[role.name] = f"{role.sections[0]} features of gate and up in one, which {pad_to} does not divide"
             return
-        place = self._place
+        place = self.place
         ups = [
             place_projection(modules[name], name, leads_in=True, sections=role.sections, pad_to=pad_to, **place)
             for name in role.ups
@@ -255,10 +189,10 @@ class Split:
                 layer.schedule = schedule
         self.mlps.append(layers)
         for layer in layers:
-            self._report(layer)
+            self.report(layer)
 
     def _norm(self, name: str, module: nn.Module) -> None:
-        role = "as asked" if self._is_kept(name) else norm_role(module, self.hidden)
+        role = "as asked" if self.is_kept(name) else norm_role(module, self.hidden)
         if role is None or isinstance(role, str):
             if role:
                 self.kept[name] = role
@@ -293,23 +227,14 @@ class Split:
             )  # fmt: skip
             layer.loud, self.head = False, layer
             self.frame.head, layer.schedule = layer, HeadSchedule()
-            self._report(layer)
+            self.report(layer)
         for module in shared:
             name = names[id(module)]
             out = self.layouts.input
-            rest = [a for a in self.mesh.mesh_axes if a in self.tensor_axes and a not in out.dims[1]]
-            table = up if is_tied else Layout(self.mesh.grid, None, (*out.dims[1], *rest))
+            table = up if is_tied else self.all_features
             rows = -(-vocabulary // multiple) * multiple if is_tied else vocabulary
             lookup = LookupPlan(Layout(self.mesh.grid, self.frame.outside.dims[0]), table, out, name)
-            embedding: SplitEmbedding = adopt(module, SplitEmbedding, self.frame, name, behind=True)
-            embedding.lookup, embedding.padded_dim = lookup, self.width
-            embedding.placed("weight", table, self.known, (rows, self.width))
-            self.tables.append(embedding)
-            self.replaced[name] = f"[{table.label('VK')}]"
-
-    def _replicate(self, module: nn.Module, name: str, sums: tuple[str, ...]) -> None:
-        replicate(module, self.frame, name, self.known, sums)
-        self.whole.append((module, sums))
+            self.tables.append(self.place_table(module, name, lookup, rows))
 
     def _others(self, modules: dict[str, nn.Module]) -> None:
         """All other parameters: DTensors, whole on every rank."""
@@ -325,7 +250,7 @@ class Split:
                 shared = self.known.get(parameter)
                 module._parameters[key] = parameter if shared is None else shared
             if any(not is_placed(p) for p in module._parameters.values() if p is not None):
-                self._replicate(module, name, self.frame.outside.dims[0])
+                self.replicate(module, name, self.frame.outside.dims[0])
                 if not any(name == other or name.startswith(other + ".") for other in self.kept):
                     self.kept[name] = "it is no part of attention, an MLP, a norm or a vocabulary"
 

@@ -68,6 +68,13 @@ ENCODERS = {
     ),
 }  # fmt: skip
 ALL = CAUSAL | ENCODERS
+# Other heads on the same: what a small classifier, one of tokens or of spans gives.
+HEADS = {
+    "BertForSequenceClassification": ("BertConfig", {"num_labels": 3}),
+    "BertForTokenClassification": ("BertConfig", {"num_labels": 3}),
+    "BertForQuestionAnswering": ("BertConfig", {}),
+    "LlamaForSequenceClassification": ("LlamaConfig", {"num_labels": 3}),
+}
 
 
 # Eight heads, which one axis of eight splits: what differs from the sizes above.
@@ -84,7 +91,7 @@ def build(name, **changes):
     """In fp64, with values of a seed; sizes that an architecture does not know do it no harm."""
     import transformers
 
-    config_name, differs = ALL[name]
+    config_name, differs = (ALL | HEADS)[name]
     sizes = {} if name.startswith(("GPT2", "T5", "Bart")) else SIZES
     sizes = {"vocab_size": 67, "attn_implementation": "sdpa"} | sizes
     torch.manual_seed(7)
@@ -102,4 +109,10 @@ def inputs(name, batch=4, length=6):
         pixels = torch.randn(batch, 3, 8, 8, generator=generator, dtype=torch.float64)
         return {"pixel_values": pixels, "labels": torch.randint(0, 5, (batch,), generator=generator)}
     ids = torch.randint(3, 67, (batch, length), generator=generator)
+    if name.endswith("QuestionAnswering"):
+        spans = torch.randint(0, length, (2, batch), generator=generator)
+        return {"input_ids": ids, "start_positions": spans[0], "end_positions": spans[1]}
+    if name.endswith("Classification"):
+        shape = ids.shape if "Token" in name else ids.shape[:1]
+        return {"input_ids": ids, "labels": torch.randint(0, 3, shape, generator=generator)}
     return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -100)}

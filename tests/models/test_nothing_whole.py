@@ -12,9 +12,12 @@ from ndtp import Grid
 
 pytest.importorskip("transformers")
 
+import transformers
 import transformers.modeling_layers
-import transformers.modeling_utils  # noqa: F401  # so that ranks are forked with it
+import transformers.modeling_utils  # so that ranks are forked with it
 from architectures import build
+
+from ndtp.measure.volume import fake_group
 
 BATCH, LENGTH, HIDDEN = 16, 32, 64
 WHOLE = BATCH * LENGTH * HIDDEN * 4  # bytes of hidden states
@@ -72,10 +75,49 @@ def check_nothing_whole(names, sizes, scheme):
         assert not model.ndtp_report.gathered, where
 
 
-NAMES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma2ForCausalLM")
+NAMES = ("LlamaForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM")
 
 
 def test_nothing_is_whole(ranks):
     """On three axes and on two; 1D gathers whole activations, that is what it is."""
     ranks(8).run(check_nothing_whole, NAMES, {"z": 2, "x": 2, "y": 2}, "3d")
     ranks(8).run(check_nothing_whole, NAMES[:1], {"x": 2, "y": 4}, "2d")
+
+
+WIDE_AND_DEEP = {"d_model": 768, "num_layers": 12, "num_heads": 12, "d_ff": 3072}
+BASE = {
+    "encoder_layers": 6, "decoder_layers": 6, "d_model": 768, "encoder_attention_heads": 12,
+    "decoder_attention_heads": 12, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072,
+}  # fmt: skip
+LLAMA_3 = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8}
+# Models as they are published; where a config is empty, its defaults are those of one.
+REAL = {
+    "BertForMaskedLM": {}, "BertForSequenceClassification": {}, "BertForQuestionAnswering": {},
+    "ViTForImageClassification": {"num_labels": 1000}, "T5ForConditionalGeneration": WIDE_AND_DEEP,
+    "BartForConditionalGeneration": BASE, "GPT2LMHeadModel": {}, "OPTForCausalLM": {}, "GPTNeoXForCausalLM": {},
+    "LlamaForCausalLM": LLAMA_3, "LlamaForSequenceClassification": LLAMA_3, "MistralForCausalLM": {},
+    "Qwen2ForCausalLM": {}, "Qwen3ForCausalLM": {}, "Gemma2ForCausalLM": {}, "Gemma3ForCausalLM": {},
+    "Phi3ForCausalLM": {}, "MixtralForCausalLM": {},
+}  # fmt: skip
+
+
+def test_models_of_real_sizes():
+    """Parameters, and those of products alone, which is their arithmetic; but for experts, which stay whole."""
+    with fake_group(8):
+        mesh = ndtp.ProcessGrid(Grid(z=2, x=2, y=2), device_type="cpu")
+        for name, config in REAL.items():
+            kind = getattr(transformers, name)
+            with torch.device("meta"):
+                model = kind(kind.config_class(**config))
+            ndtp.parallelize(model, mesh, scheme="3d")
+            counts = {"parameters": [0, 0], "arithmetic": [0, 0]}
+            for module in model.modules():
+                for parameter in module._parameters.values() if "Experts" not in type(module).__name__ else ():
+                    if parameter is not None:
+                        is_product = parameter.dim() > 1 and not isinstance(module, torch.nn.Embedding)
+                        for count in list(counts.values())[: 1 + is_product]:
+                            count[0] += parameter._local_tensor.numel()
+                            count[1] += parameter.numel()
+            for what, (held, total) in counts.items():
+                share = share_split(held, total, 8)
+                assert share >= 0.99, f"{name}, {mesh.grid}: of its {what} {share:.2%} are split"

@@ -1,0 +1,97 @@
+"""Layers that are part of no attention, MLP or vocabulary: transforms before a head, poolers, classifiers, positions.
+
+A Linear that takes hidden states takes them as they lie, and gives hidden states again, or features that stay split,
+logits of a classifier among them.  A table of hidden size is split by features; what is the same for all sequences, as
+learned positions are, every rank looks up for its own features alone.
+"""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ndtp.algebra.layout import Layout
+from ndtp.models.adopted import Adopted
+from ndtp.models.projections import place_projection
+from ndtp.models.roles import features, is_linear, is_wrapper
+from ndtp.ops.lookup import LookupPlan
+
+if TYPE_CHECKING:
+    from ndtp.models.placing import Placing
+
+FACTS = ("device", "dtype", "shape", "size", "dim", "ndim", "requires_grad")  # of a tensor, which tell no numbers
+
+
+def place_others(split: Placing, modules: dict[str, nn.Module], cores: Collection[str]) -> None:
+    """Put the Linears that take or give hidden states on the grid, and the tables of their size."""
+    around = {*cores, *split.kept, *(name for name, module in modules.items() if is_wrapper(module))}
+    for name, module in modules.items():
+        if isinstance(module, Adopted) or _is_in(name, around):
+            continue
+        parent = modules[name.rpartition(".")[0]] if name else None
+        if is_linear(module) and parent is not None:
+            _linear(split, name, module, parent)
+        elif isinstance(module, nn.Embedding) and module.embedding_dim == split.hidden:
+            _table(split, name, module)
+
+
+def _is_in(name: str, around: Collection[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in around for count in range(1, len(parts)))
+
+
+def _linear(split: Placing, name: str, module: nn.Module, parent: nn.Module) -> None:
+    takes, gives = (size == split.hidden for size in features(module))
+    if not takes and not gives:
+        return
+    if split.is_kept(name):
+        split.kept[name] = "as asked"
+        return
+    if reads(parent, "weight", "bias"):
+        split.kept[name] = f"the code of {type(parent).__name__} may read its weight"
+        return
+    layer = place_projection(
+        module, name, leads_in=takes, gives_hidden=takes and gives,
+        pad_to=split.mesh.grid.size(split.tensor_axes), **split.place,
+    )  # fmt: skip
+    layer.loud = gives
+    split.others.append(layer)
+    split.report(layer)
+
+
+def _table(split: Placing, name: str, module: nn.Embedding) -> None:
+    if split.is_kept(name):
+        split.kept[name] = "as asked"
+        return
+    if type(module) is not nn.Embedding and reads(module, "weight"):
+        split.kept[name] = f"the code of {type(module).__name__} reads its weight"
+        return
+    grid, outside, out = split.mesh.grid, split.frame.outside.dims[0], split.layouts.input
+    ids, table = Layout(grid, outside), split.all_features
+    same_for_all = LookupPlan(ids, table, out.with_dims(outside, out.dims[1]), name)
+    lookup = LookupPlan(ids, table, out, name)
+    split.positions.append(split.place_table(module, name, lookup, module.num_embeddings, same_for_all))
+
+
+def reads(module: Any, *names: str) -> bool:
+    """Whether the code that a module's forward runs, methods of its own included, takes the numbers of an attribute."""
+    kind, waiting, seen = type(module), ["forward"], set()
+    while waiting:
+        method: Any = getattr(kind, waiting.pop(), None)
+        while hasattr(method, "__wrapped__"):
+            method = method.__wrapped__
+        code = getattr(method, "__code__", None)
+        if code is None or code in seen or str(getattr(method, "__module__", "")).startswith("torch."):
+            continue
+        seen.add(code)
+        for part in (code, *(inner for inner in code.co_consts if isinstance(inner, types.CodeType))):
+            taken = [step.argval for step in dis.get_instructions(part) if step.opname in ("LOAD_ATTR", "LOAD_METHOD")]
+            for name, after in zip(taken, (*taken[1:], ""), strict=True):
+                if name in names and after not in FACTS:
+                    return True
+            waiting += part.co_names
+    return False

@@ -1,0 +1,110 @@
+"""`Placing`: what it takes to put layers of one model on the grid, and what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.schemes import BlockLayouts
+from ndtp.models.adopted import Placed, SplitEmbedding, SplitNorm, adopt, replicate
+from ndtp.models.attention_core import Core
+from ndtp.models.frame import Frame
+from ndtp.models.projections import Projection
+from ndtp.models.roles import hidden_size
+from ndtp.nn.padding import row_multiple
+from ndtp.ops.lookup import LookupPlan
+from ndtp.runtime.process_grid import ProcessGrid
+
+
+def stock_model(model: Any) -> Any:
+    """The model of transformers that a model is, or holds as peft's do: nothing is imported to find out."""
+    if any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+        return model
+    return stock_model(model.get_base_model()) if hasattr(type(model), "get_base_model") else None
+
+
+class Placing:
+    """One model on its way to the grid.
+
+    Attributes:
+        replaced: what became of each layer, by name.
+        kept: why others were left as they are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: ProcessGrid,
+        layouts: BlockLayouts,
+        keep: Sequence[str] = (),
+        *,
+        hidden: int | None = None,
+        regather: tuple[str, ...] = (),
+        chunks: int | str = 0,
+        fuse: bool = True,
+    ) -> None:
+        self.linears = 0
+        self.cores: list[Core] = []
+        self.mlps: list[list[Projection]] = []
+        self.norms: list[SplitNorm] = []
+        self.tables: list[SplitEmbedding] = []
+        self.positions: list[SplitEmbedding] = []
+        self.head: Projection | None = None
+        self.adapters: list[Projection] = []
+        self.others: list[Projection] = []
+        self.whole: list[tuple[nn.Module, tuple[str, ...]]] = []
+        self.keep = tuple(keep)
+        self.model, self.mesh, self.layouts = model, mesh, layouts
+        self.stock = stock_model(model)
+        self.known = Placed(model)
+        self.replaced: dict[str, str] = {}
+        self.kept: dict[str, str] = {}
+        grid = mesh.grid
+        weights = {axis for layout in (layouts.up_weight, layouts.down_weight) for axis in layout.axes}
+        data = tuple(axis for axis in layouts.input.dims[0] if axis not in weights)
+        outside = Layout(grid, data, None)
+        self.frame = Frame(mesh, outside, row_multiple(layouts.plans("model"), outside), fuse=fuse)
+        self.options: dict[str, Any] = {"regather": regather, "chunks": chunks}
+        self.tensor_axes = tuple(axis for axis in grid.nontrivial(grid.names) if axis in weights)
+        self.hidden = hidden_size(self.stock) if hidden is None else hidden
+        multiple = grid.size(self.tensor_axes)
+        self.width = -(-self.hidden // multiple) * multiple
+
+    @property
+    def place(self) -> dict[str, Any]:
+        return {
+            "frame": self.frame, "layouts": self.layouts, "known": self.known, "width": self.width, **self.options
+        }  # fmt: skip
+
+    def report(self, layer: Projection) -> None:
+        self.replaced[layer.name] = str(layer.plan)
+        self.linears += 1
+
+    def is_kept(self, *names: str) -> bool:
+        """Whether one of these layers is to stay whole."""
+        return any(fnmatchcase(name, pattern) for name in names for pattern in self.keep)
+
+    @property
+    def all_features(self) -> Layout:
+        """Of a table, whose features are split over everything."""
+        first = self.layouts.input.dims[1]
+        rest = [axis for axis in self.mesh.mesh_axes if axis in self.tensor_axes and axis not in first]
+        return Layout(self.mesh.grid, None, (*first, *rest))
+
+    def place_table(
+        self, module: nn.Embedding, name: str, lookup: LookupPlan, rows: int, for_all: LookupPlan | None = None
+    ) -> SplitEmbedding:
+        embedding: SplitEmbedding = adopt(module, SplitEmbedding, self.frame, name, behind=True)
+        embedding.lookup, embedding.for_all, embedding.padded_dim = lookup, for_all, self.width
+        embedding.is_for_all = for_all is not None
+        embedding.placed("weight", lookup.table, self.known, (rows, self.width))
+        self.replaced[name] = f"[{lookup.table.label('VK')}]"
+        return embedding
+
+    def replicate(self, module: nn.Module, name: str, sums: tuple[str, ...]) -> None:
+        replicate(module, self.frame, name, self.known, sums)
+        self.whole.append((module, sums))

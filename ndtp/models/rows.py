@@ -1,0 +1,54 @@
+"""Which rows and dims of the whole an operation on an activation is about: pure, of what a `Passage` says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndtp.models.frame import Passage
+
+
+def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
+
+
+def is_brought(passage: Passage, target: Passage) -> bool:
+    """Whether rows that are the same for several of another activation, as positions are, can be brought to lie so."""
+    alike = ("frame", "features", "width", "sections")
+    return passage.layout.dims[1] == target.layout.dims[1] and all(
+        getattr(passage, key) == getattr(target, key) for key in alike
+    )
+
+
+def rows_of(rows: Tensor, lead: Sequence[int], passage: Passage) -> Tensor:
+    """Rows of an operand with the leading dims `lead`, one for each of this rank."""
+    if lead == (1,) * len(lead):
+        return rows
+    here = torch.arange(passage.rows_here.start, passage.rows_here.stop, device=rows.device)
+    here = here.clamp(max=math.prod(passage.lead) - 1)
+    index = torch.zeros_like(here)
+    stride = math.prod(passage.lead)
+    for size, wanted in zip(lead, passage.lead, strict=True):
+        stride //= wanted
+        position = here // stride % wanted
+        index = index * size + (position if size > 1 else 0)
+    return rows[index]
+
+
+def picked_rows(passage: Passage, key: Any) -> Tensor | None:
+    """[.. of the result], which rows `x[key]` picks; None where it picks anything else."""
+    keys, dims = list(key) if isinstance(key, tuple) else [key], len(passage.shape)
+    named = sum(k is not None and k is not Ellipsis for k in keys)
+    if named > dims or any(isinstance(k, Tensor) and (k.dtype == torch.bool or hasattr(k, "passage")) for k in keys):
+        return None
+    if (Ellipsis in [k for k in keys if not isinstance(k, Tensor)] and keys[-1] is not Ellipsis) or named == dims:
+        last = keys.pop()
+        if not isinstance(last, slice) or last.indices(passage.features) != (0, passage.features, 1):
+            return None
+    ids = torch.arange(math.prod(passage.lead)).view(passage.lead)[tuple(keys)]
+    return ids if ids.dim() else None
