@@ -1,15 +1,17 @@
 """`ReshardPlan`: who sends what to whom, so that a tensor lies as another layout says, on any grid.  Pure.
 
-A layout gives every rank a block, a box of the tensor.  What a rank lacks of its new block it receives, each element
-once; what it holds already, as one of several replicas too, it does not.  No way of moving a tensor takes fewer bytes,
-for any rank.  Which of several replicas sends is a choice: the next largest part goes to the one that has sent least so
-far (Graham 1969, "Bounds on multiprocessing timing anomalies": at most 4/3 of the least load of the busiest sender).
+A layout gives every rank of its grid a block, a box of the tensor.  What a rank lacks of its new block it receives,
+each element once; what it holds already, as one of several replicas too, it does not.  The two grids may have the same
+ranks, or others: a rank that is on the target's alone holds nothing before, and receives all of its block.  No way of
+moving a tensor takes fewer bytes, for any rank.  Which of several replicas sends is a choice: the next largest part
+goes to the one that has sent least so far (Graham 1969, "Bounds on multiprocessing timing anomalies": at most 4/3 of
+the least load of the busiest sender).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -24,7 +26,7 @@ Box = tuple[tuple[int, int], ...]  # for each dim where it starts and stops
 
 
 class Message(NamedTuple):
-    """What one rank sends to another; ranks are those of the source's grid, the box lies in the frame of the plan."""
+    """What one rank sends to another, both as the plan names them; the box lies in the frame of the plan."""
 
     sender: int
     receiver: int
@@ -49,18 +51,19 @@ def overlap(one: Box, other: Box) -> Box | None:
 class ReshardPlan:
     """The moves of a tensor from the layout `source` to the layout `target`, which may lie on different grids.
 
-    Both grids have the same ranks.  Sizes need not divide: blocks are those of `Layout.slices(..., uneven=True)`.
+    Sizes need not divide: blocks are those of `Layout.slices(..., uneven=True)`.
 
     Args:
         shape: the global shape of what lies as `source`.
         target_shape: that of what lies as `target`; default: the same.
         start, target_start: where the two begin in a frame that they share; default: both at its origin.  A slice is a
             target that is smaller and starts later; what a larger target has beyond the source is filled with zeros.
-        seats: the rank on the grid of `target` of every rank of the grid of `source`; default: the same.
+        ranks: what the plan calls the ranks of the source's grid, in its order; default: 0, 1, ...
+        target_ranks: the same of the target's grid.  A rank that is on both grids has one name.  Default: as `ranks`.
         name: what errors and profiles call it.
 
     Raises:
-        GridError: grids of different numbers of ranks.
+        GridError: `ranks` or `target_ranks` that are not as many as their grid has, each once.
         LayoutError: layouts or shapes of different numbers of dims.
     """
 
@@ -70,16 +73,24 @@ class ReshardPlan:
     target_shape: tuple[int, ...] | None = None
     start: tuple[int, ...] = ()
     target_start: tuple[int, ...] = ()
-    seats: tuple[int, ...] | None = None
+    ranks: tuple[int, ...] | None = None
+    target_ranks: tuple[int, ...] | None = None
     name: str = "reshard"
 
     def __post_init__(self) -> None:
         one, other, where = self.source.grid, self.target.grid, f"reshard '{self.name}'"
-        if one.num_ranks != other.num_ranks or (self.seats and sorted(self.seats) != list(range(one.num_ranks))):
+        if one.num_ranks != other.num_ranks and self.target_ranks is None:
             raise GridError(
                 f"{where}: grid {one} has {one.num_ranks} ranks and grid {other} {other.num_ranks}; a tensor moves "
-                "between grids of the same ranks\n  fix: a grid of as many, in which axes of their own replicate"
+                "between grids of the same ranks\n  fix: a grid of as many, in which axes of their own replicate, or "
+                "name the ranks of both by ranks= and target_ranks="
             )
+        for grid, ranks in ((one, self.ids), (other, self.target_ids)):
+            if len(set(ranks)) != grid.num_ranks or len(ranks) != grid.num_ranks:
+                raise GridError(
+                    f"{where}: grid {grid} has {grid.num_ranks} ranks, which are named {', '.join(map(str, ranks))}\n"
+                    "  fix: a name for each, all different"
+                )
         lengths = {len(x) for x in (self.shape, self.target_shape, self.start, self.target_start) if x}
         if self.source.ndim != self.target.ndim or lengths - {self.source.ndim}:
             raise LayoutError(
@@ -91,10 +102,20 @@ class ReshardPlan:
     @cached_property
     def back(self) -> ReshardPlan:
         """The way of the gradient: every replica gets all of it, as of any tensor."""
-        seats = None if self.seats is None else tuple(map(self.seats.index, range(len(self.seats))))
+        ranks, back_to = (self.ranks, None) if self.target_ranks is None else (self.target_ranks, self.ids)
         return ReshardPlan(
-            self.target, self.source, self.end_shape, self.shape, self.target_start, self.start, seats, self.name
+            self.target, self.source, self.end_shape, self.shape, self.target_start, self.start, ranks, back_to, self.name
         )
+
+    @cached_property
+    def ids(self) -> tuple[int, ...]:
+        """The ranks of the source's grid, as the plan names them."""
+        return tuple(range(self.source.grid.num_ranks)) if self.ranks is None else self.ranks
+
+    @cached_property
+    def target_ids(self) -> tuple[int, ...]:
+        """Those of the target's grid."""
+        return self.ids if self.target_ranks is None else self.target_ranks
 
     @property
     def end_shape(self) -> tuple[int, ...]:
@@ -108,25 +129,25 @@ class ReshardPlan:
 
     # -------------------------------------------------------------------------------------------------------- blocks
 
-    def held(self, rank: int) -> Box:
-        """Where the shard of a rank lies before, in the frame."""
-        return self._boxes[0][rank]
+    def held(self, rank: int) -> Box | None:
+        """Where the shard of a rank lies before, in the frame; None of one that is not on the source's grid."""
+        return self._boxes[0].get(rank)
 
-    def wanted(self, rank: int) -> Box:
-        """Where it lies afterwards."""
-        return self._boxes[1][rank]
+    def wanted(self, rank: int) -> Box | None:
+        """Where it lies afterwards; None of a rank that is not on the target's grid."""
+        return self._boxes[1].get(rank)
 
     def kept(self, rank: int) -> Box | None:
         """What a rank has of its new block already."""
-        return overlap(self.held(rank), self.wanted(rank))
+        held, wanted = self.held(rank), self.wanted(rank)
+        return None if held is None or wanted is None else overlap(held, wanted)
 
     @cached_property
-    def _boxes(self) -> tuple[list[Box], list[Box]]:
+    def _boxes(self) -> tuple[dict[int, Box], dict[int, Box]]:
         """What every rank holds, and what it wants."""
-        ranks = range(self.source.grid.num_ranks)
         return (
-            [_box(self.source, rank, self.shape, self.start) for rank in ranks],
-            [_box(self.target, seat, self.end_shape, self.target_start) for seat in self.seats or ranks],
+            {r: _box(self.source, seat, self.shape, self.start) for seat, r in enumerate(self.ids)},
+            {r: _box(self.target, seat, self.end_shape, self.target_start) for seat, r in enumerate(self.target_ids)},
         )
 
     @cached_property
@@ -178,13 +199,13 @@ class ReshardPlan:
     def sends(self, rank: int) -> tuple[Message, ...]:
         """What a rank sends, in the order of the receivers: one message to each at most."""
         block = self.held(rank)
-        found = self._messages_from(block) if volume_of(block) else ()
+        found = self._messages_from(block) if block is not None and volume_of(block) else ()
         return tuple(sorted((m for m in found if m.sender == rank), key=lambda message: message.receiver))
 
     def receives(self, rank: int) -> tuple[Message, ...]:
         """What a rank receives, in the order of the senders: one message from each at most."""
         block = self.wanted(rank)
-        sources = _meeting(block, self._cuts[0]) if volume_of(block) else ()
+        sources = _meeting(block, self._cuts[0]) if block is not None and volume_of(block) else ()
         found = (m for source in sources for m in self._messages_from(source) if m.receiver == rank)
         return tuple(sorted(found))
 
@@ -208,7 +229,7 @@ class ReshardPlan:
     @cached_property
     def busiest(self) -> int:
         """The most elements that any rank receives."""
-        return max(self.received(rank) for rank in range(self.source.grid.num_ranks))
+        return max(map(self.received, self.target_ids))
 
     def volume(self, rank: int, dgrad: bool = True) -> Volume:
         """The exact traffic, in elements that `rank` received; ranks may differ.
@@ -217,10 +238,7 @@ class ReshardPlan:
             dgrad: whether the gradient is wanted, which goes back.
         """
         ways = [("forward", self), ("dgrad", self.back)][: 1 + dgrad]
-        seat = rank if self.seats is None else self.seats[rank]
-        return Volume.of(
-            Traffic(phase, "all_to_all", way.axes, way.received(rank if way is self else seat)) for phase, way in ways
-        )
+        return Volume.of(Traffic(phase, "all_to_all", way.axes, way.received(rank)) for phase, way in ways)
 
     def __str__(self) -> str:
         return f"from {self.source} on grid {self.source.grid} to {self.target} on grid {self.target.grid}"
@@ -232,9 +250,9 @@ def _box(layout: Layout, rank: int, shape: Sequence[int], start: Sequence[int]) 
     return tuple((at + s.start, at + s.stop) for at, s in zip(origin, slices, strict=True))
 
 
-def _ranks_by_block(boxes: Sequence[Box]) -> dict[Box, tuple[int, ...]]:
+def _ranks_by_block(boxes: Mapping[int, Box]) -> dict[Box, tuple[int, ...]]:
     found: dict[Box, list[int]] = {}
-    for rank, box in enumerate(boxes):
+    for rank, box in sorted(boxes.items()):
         if volume_of(box):
             found.setdefault(box, []).append(rank)
     return {box: tuple(ranks) for box, ranks in found.items()}

@@ -23,20 +23,24 @@ def start_reshard(x: Tensor, plan: ReshardPlan, collectives: Collectives, phase:
 
     Args:
         x: this rank's shard, as `plan.held` says.
+        plan: between two grids of the same ranks.
         collectives: of the grid of `plan.source`.
     """
-    groups, me = collectives.groups, collectives.groups.rank
+    groups = collectives.groups
+    me = plan.ids[groups.rank]
     step = Step("all_to_all", plan.axes)
     group = groups.group(step.axes, "scatter")
     op = (plan.name,)
     channel = collectives.channel(group, Label(op, phase, step.kind, step.axes), x.dtype)
     route = Route(step, op, phase, "", channel)
     mine, wanted, kept = plan.held(me), plan.wanted(me), plan.kept(me)
+    assert mine is not None and wanted is not None
     sends, receives = plan.sends(me), plan.receives(me)
     route.shape = tuple(stop - start for start, stop in wanted)
     route.received = plan.received(me)
     ranks = groups.global_ranks or [0]
-    places = {rank: place for place, rank in enumerate(sorted(ranks))}  # torch orders the members of a group
+    order = sorted(ranks)  # torch orders the members of a group
+    places = {name: order.index(rank) for name, rank in zip(plan.ids, ranks, strict=True)}
 
     arriving = route.received + (0 if kept is None else volume_of(kept))
     made = torch.empty if arriving == volume_of(wanted) else torch.zeros
@@ -47,17 +51,16 @@ def start_reshard(x: Tensor, plan: ReshardPlan, collectives: Collectives, phase:
         empty = x.new_empty(0)
         parts, landings = [empty] * len(ranks), [empty] * len(ranks)
         for message in sends:
-            parts[places[ranks[message.receiver]]] = x.detach()[_slices(message.box, mine)].contiguous()
+            parts[places[message.receiver]] = part_of(x.detach(), message.box, mine)
         late = []
         for message in receives:
-            room = result[_slices(message.box, wanted)]
-            landing = room if room.is_contiguous() else x.new_empty(room.shape)
-            landings[places[ranks[message.sender]]] = landing
+            room, landing = landing_in(result, message.box, wanted)
+            landings[places[message.sender]] = landing
             if landing is not room:
                 late.append((room, landing))
-        work = collectives.exchange_parts(list(map(_sendable, landings)), list(map(_sendable, parts)), channel)
+        work = collectives.exchange_parts(list(map(sendable, landings)), list(map(sendable, parts)), channel)
         if kept is not None:
-            result[_slices(kept, wanted)].copy_(x.detach()[_slices(kept, mine)])
+            result[slices_of(kept, wanted)].copy_(x.detach()[slices_of(kept, mine)])
 
         def finish() -> Tensor:
             for room, landing in late:
@@ -73,19 +76,31 @@ def start_reshard(x: Tensor, plan: ReshardPlan, collectives: Collectives, phase:
 def cut(x: Tensor, plan: ReshardPlan, rank: int) -> Tensor:
     """This rank's new shard where nothing moves; a tensor of its own."""
     mine, wanted, kept = plan.held(rank), plan.wanted(rank), plan.kept(rank)
+    assert mine is not None and wanted is not None
     if kept is not None and kept == wanted:
-        return x[_slices(kept, mine)].clone(memory_format=torch.contiguous_format)
+        return x[slices_of(kept, mine)].clone(memory_format=torch.contiguous_format)
     result = x.new_zeros([stop - start for start, stop in wanted])
     if kept is not None:
-        result[_slices(kept, wanted)] = x[_slices(kept, mine)]
+        result[slices_of(kept, wanted)] = x[slices_of(kept, mine)]
     return result
 
 
-def _slices(box: Box, frame: Box) -> tuple[slice, ...]:
+def part_of(x: Tensor, box: Box, mine: Box) -> Tensor:
+    """What a rank whose block is `mine` sends of it: a view where its memory is in one piece."""
+    return x[slices_of(box, mine)].contiguous()
+
+
+def landing_in(result: Tensor, box: Box, wanted: Box) -> tuple[Tensor, Tensor]:
+    """Where in the block `wanted` a part belongs, and where it arrives: there, if that is one piece of memory."""
+    room = result[slices_of(box, wanted)]
+    return room, room if room.is_contiguous() else torch.empty_like(room, memory_format=torch.contiguous_format)
+
+
+def slices_of(box: Box, frame: Box) -> tuple[slice, ...]:
     return tuple(slice(a - at, b - at) for (a, b), (at, _) in zip(box, frame, strict=True))
 
 
-def _sendable(x: Tensor) -> Tensor:
+def sendable(x: Tensor) -> Tensor:
     """The same memory, of a dtype that process groups take."""
     if x.is_complex():
         return torch.view_as_real(x)

@@ -193,7 +193,7 @@ class Placed:
         """The same tensor on another grid of the same ranks; see `ndtp.reshard`."""
         target = layout_of(self.names, split, mesh)
         target.shard_shape(self.shape)
-        plan = ReshardPlan(self.layout, target, self.shape, seats=seats_of(self.mesh, mesh), name="to")
+        plan = ReshardPlan(self.layout, target, self.shape, target_ranks=seats_of(self.mesh, mesh), name="to")
         return type(self)(resharded(self.local, plan, self.mesh, mesh), self.names, target, mesh)
 
     def slice_plan(self, where: Mapping[str, slice | int]) -> ReshardPlan:

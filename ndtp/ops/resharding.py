@@ -59,7 +59,7 @@ def reshard(
         raise LayoutError(f"reshard '{name}': the shard has {x.dim()} dims, its layout {source} {source.ndim}")
     if shape is None:
         shape = tuple(size * source.num_splits(dim) for dim, size in enumerate(x.shape))
-    return resharded(x, ReshardPlan(source, target, tuple(shape), seats=seats_of(mesh, to), name=name), mesh, to)
+    return resharded(x, ReshardPlan(source, target, tuple(shape), target_ranks=seats_of(mesh, to), name=name), mesh, to)
 
 
 def resharded(x: Tensor, plan: ReshardPlan, mesh: ProcessGrid, to: ProcessGrid) -> Tensor:
@@ -69,7 +69,9 @@ def resharded(x: Tensor, plan: ReshardPlan, mesh: ProcessGrid, to: ProcessGrid) 
         LayoutError: a shard that is not as the plan says.
     """
     plan = _kept(plan)
-    held = tuple(stop - start for start, stop in plan.held(mesh.rank))
+    block = plan.held(plan.ids[mesh.rank])
+    assert block is not None
+    held = tuple(stop - start for start, stop in block)
     if tuple(x.shape) != held:
         raise LayoutError(
             f"reshard '{plan.name}': rank {mesh.rank} has a shard of shape {tuple(x.shape)}; of {plan.shape} as "
@@ -79,7 +81,7 @@ def resharded(x: Tensor, plan: ReshardPlan, mesh: ProcessGrid, to: ProcessGrid) 
 
 
 def seats_of(mesh: ProcessGrid, to: ProcessGrid) -> tuple[int, ...] | None:
-    """The rank on one grid of every rank of the other; None if they are the same.
+    """The rank on the first grid of every rank of the other; None if they are the same.
 
     Raises:
         GridError: grids of other ranks.
@@ -90,7 +92,7 @@ def seats_of(mesh: ProcessGrid, to: ProcessGrid) -> tuple[int, ...] | None:
             f"reshard: grid {mesh.grid} has the ranks {_some(ours)}, grid {to.grid} the ranks {_some(theirs)}\n"
             "  fix: two grids over the same ranks"
         )
-    return None if ours == theirs else tuple(map(theirs.index, ours))
+    return None if ours == theirs else tuple(map(ours.index, theirs))
 
 
 def _some(ranks: Sequence[int]) -> str:
@@ -112,7 +114,7 @@ class _Reshard(torch.autograd.Function):
             wants = " requires_grad" * x.requires_grad
             cross_check(mesh.groups, f"{plan.name} {plan}, {plan.shape} to {plan.end_shape}; {x.dtype}{wants}")
         if plan.is_local:
-            return cut(x, plan, mesh.rank)
+            return cut(x, plan, plan.ids[mesh.rank])
         return start_reshard(x, plan, mesh.collectives, phase).wait()
 
     @staticmethod

@@ -1,4 +1,7 @@
-"""Who sends what to whom: every pair of layouts of the grids of eight ranks, uneven sizes too, and the least bytes."""
+"""Who sends what to whom: every pair of layouts of the grids of eight ranks, uneven sizes too, and the least bytes.
+
+So between grids of other ranks, as many or not: no rank in common, all of them, or some.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from ndtp import Grid, GridError, Layout, LayoutError
 from ndtp.algebra.resharding import ReshardPlan
 from ndtp.planner.sequence import relayout_elements
 
+SMALL = [Grid(x=1), Grid(x=2), Grid(y=3), Grid(x=2, z=2), Grid(y=2, x=3), Grid(z=2, x=2, y=2)]
 GRIDS = [grid for names in itertools.permutations("zxy") for grid in Grid.all(8, names)]
 
 
@@ -51,14 +55,17 @@ def numbers(pieces):
 
 def simulate(plan):
     """Every rank's new block out of its old one and its messages; returns what each sent."""
-    ranks = range(plan.source.grid.num_ranks)
-    origin = (0,) * len(plan.shape)
-    old = [numbers(blocks(plan.source, plan.shape, plan.start or origin, rank)) for rank in ranks]
-    seats = plan.seats or tuple(ranks)
-    new = [numbers(blocks(plan.target, plan.end_shape, plan.target_start or origin, seats[rank])) for rank in ranks]
-    everything = set(np.concatenate([o.ravel() for o in old]))
-    has = [set(block.ravel()) for block in old]
-    got, sent = [set() for _ in ranks], Counter()
+    sources = plan.ranks or tuple(range(plan.source.grid.num_ranks))
+    targets = plan.target_ranks or sources
+    ranks = {*sources, *targets}
+    origin, nothing = (0,) * len(plan.shape), np.zeros(0, int)
+    old = {r: numbers(blocks(plan.source, plan.shape, plan.start or origin, i)) for i, r in enumerate(sources)}
+    new = {
+        r: numbers(blocks(plan.target, plan.end_shape, plan.target_start or origin, i)) for i, r in enumerate(targets)
+    }
+    everything = set(np.concatenate([o.ravel() for o in old.values()]))
+    has = {rank: set(old.get(rank, nothing).ravel()) for rank in ranks}
+    got, sent = {rank: set() for rank in ranks}, Counter()
     messages = [message for rank in ranks for message in plan.sends(rank)]
     assert sorted(messages) == sorted(m for rank in ranks for m in plan.receives(rank)) == sorted(plan.messages)
     assert len({(m.sender, m.receiver) for m in messages}) == len(messages), "one message to a rank at most"
@@ -66,14 +73,14 @@ def simulate(plan):
         elements = set(indices(plan, message.box).ravel())
         assert elements and elements <= has[message.sender], "sends what it holds"
         assert not elements & (has[message.receiver] | got[message.receiver]), "nobody receives what he has"
-        assert elements <= set(new[message.receiver].ravel()), "nor what he does not want"
+        assert elements <= set(new.get(message.receiver, nothing).ravel()), "nor what he does not want"
         got[message.receiver] |= elements
         sent[message.sender] += len(elements)
     for rank in ranks:
-        assert got[rank] == (set(new[rank].ravel()) & everything) - has[rank]
+        assert got[rank] == (set(new.get(rank, nothing).ravel()) & everything) - has[rank]
         assert plan.received(rank) == len(got[rank]) and plan.sent(rank) == sent[rank]
     assert plan.is_local == (not messages)
-    assert plan.busiest == max(len(each) for each in got)
+    assert plan.busiest == max(map(len, got.values()))
     return sent
 
 
@@ -90,18 +97,26 @@ def layouts(draw, ndim, grids):
 @st.composite
 def plans(draw):
     ndim = draw(st.integers(0, 3))
-    one, other = draw(layouts(ndim, GRIDS)), draw(layouts(ndim, GRIDS))
+    kind = draw(st.sampled_from(["same", "permuted", "others", "others"]))
+    grids = GRIDS if kind != "others" else SMALL
+    one, other = draw(layouts(ndim, grids)), draw(layouts(ndim, grids))
     sizes = st.lists(st.integers(0, 13), min_size=ndim, max_size=ndim).map(tuple)
     starts = st.lists(st.integers(-4, 4), min_size=ndim, max_size=ndim).map(tuple)
     window = (draw(sizes), draw(starts), draw(starts)) if draw(st.booleans()) else (None, (), ())
-    seats = tuple(draw(st.permutations(range(8)))) if draw(st.integers(0, 3)) == 0 else None
-    return ReshardPlan(one, other, draw(sizes), *window, seats)
+    ranks = targets = None
+    if kind == "permuted":
+        targets = tuple(draw(st.permutations(range(8))))
+    elif kind == "others":  # in common: none, some or all
+        ranks = tuple(draw(st.permutations(range(8)))[: one.grid.num_ranks])
+        base = draw(st.sampled_from([0, 5, 8]))
+        targets = tuple(base + each for each in draw(st.permutations(range(8)))[: other.grid.num_ranks])
+    return ReshardPlan(one, other, draw(sizes), *window, ranks, targets)
 
 
 @settings(max_examples=200, deadline=None)
 @given(plans())
 def test_any_layout_of_any_grid_to_any_other(plan):
-    """Uneven, empty and replicated blocks, slices, and ranks that sit elsewhere on the other grid."""
+    """Uneven, empty and replicated blocks, slices, ranks that sit elsewhere on the other grid, or are not on it."""
     simulate(plan)
     simulate(plan.back)
     assert list(plan.back.back.messages) == list(plan.messages), "every rank says the same"
@@ -121,7 +136,7 @@ def test_replicas_share_the_sending(plan):
     for message in plan.messages:
         by_block.setdefault(plan.held(message.sender), []).append(message)
     for block, messages in by_block.items():
-        replicas = [rank for rank in range(8) if plan.held(rank) == block]
+        replicas = [rank for rank in plan.ids if plan.held(rank) == block]
         sizes = [message.elements for message in messages]
         if len(replicas) ** len(sizes) > 256:
             continue
@@ -166,6 +181,7 @@ def test_a_thousand_ranks():
     ("make", "error", "word"),
     [
         (lambda: ReshardPlan(Layout(Grid(x=8), "x"), Layout(Grid(x=4), "x"), (8,)), GridError, "a grid of as many"),
+        (lambda: ReshardPlan(Layout(Grid(x=2), "x"), Layout(Grid(x=2), "x"), (8,), ranks=(1, 1)), GridError, "1, 1"),
         (lambda: ReshardPlan(Layout(Grid(x=8), "x"), Layout(Grid(x=8), None, None), (8,)), LayoutError, "of dims"),
         (lambda: ReshardPlan(Layout(Grid(x=8), "x"), Layout(Grid(y=8), "y"), (8, 2)), LayoutError, "of dims"),
     ],
