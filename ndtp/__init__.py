@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ndtp.ops.mapped import Mapped, einsum
     from ndtp.ops.products import batch_matmul, matmul, relayout
     from ndtp.ops.resharding import reshard
+    from ndtp.pipelines.pipeline import Pipeline
+    from ndtp.pipelines.stage import PipelineStage
     from ndtp.planner.search import plan
     from ndtp.planner.sequence import plan_sequence
     from ndtp.runtime.process_grid import ProcessGrid
@@ -41,6 +43,8 @@ _HOME = {
     "Mapped": "ops.mapped",
     "MatMulPlan": "algebra.matmul_plan",
     "MismatchError": "errors",
+    "Pipeline": "pipelines.pipeline",
+    "PipelineStage": "pipelines.stage",
     "ProcessGrid": "runtime.process_grid",
     "batch_matmul": "ops.products",
     "einsum": "ops.mapped",
@@ -75,6 +79,8 @@ __all__ = [
     "Mapped",
     "MatMulPlan",
     "MismatchError",
+    "Pipeline",
+    "PipelineStage",
     "ProcessGrid",
     "batch_matmul",
     "einsum",

@@ -30,9 +30,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "ops": ("runtime",),
     "nn": ("ops",),
     "models": ("nn", "planner"),
+    "pipelines": ("models",),
     "measure": ("models",),
     "testing": ("runtime",),
-    "": ("models", "testing"),  # the front door, ndtp/__init__.py
+    "": ("pipelines", "testing"),  # the front door, ndtp/__init__.py
     "cli": ("measure", ""),
     "__main__": ("cli",),
 }

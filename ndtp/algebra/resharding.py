@@ -102,10 +102,11 @@ class ReshardPlan:
     @cached_property
     def back(self) -> ReshardPlan:
         """The way of the gradient: every replica gets all of it, as of any tensor."""
-        ranks, back_to = (self.ranks, None) if self.target_ranks is None else (self.target_ranks, self.ids)
+        ranks, target_ranks = (self.ranks, None) if self.target_ranks is None else (self.target_ranks, self.ids)
         return ReshardPlan(
-            self.target, self.source, self.end_shape, self.shape, self.target_start, self.start, ranks, back_to, self.name
-        )
+            self.target, self.source, self.end_shape, self.shape, self.target_start, self.start,
+            ranks, target_ranks, self.name,
+        )  # fmt: skip
 
     @cached_property
     def ids(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _GROUPS: WeakValueDictionary[Hashable, ProcessGroup] = WeakValueDictionary()
 # Whether a group is there must not depend on when a rank collects the last grid that had it: ranks make one together.
 _KEPT: WeakKeyDictionary[ProcessGroup, set[ProcessGroup]] = WeakKeyDictionary()  # by the world, which ends them all
+_ALONE: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # by the world
 _MEETING_S = 60.0  # of ranks that have all come to make a group; whatever the timeout of the group
 _ENDING: list[tuple[float, ProcessGroup]] = []  # and when, on the monotonic clock
 
@@ -47,6 +49,8 @@ def shared_group(
     group = _GROUPS.get(key)
     if group is None or not _is_registered(group):
         description = f"ndtp_{len(partition[0])}_ranks"
+        if alone:
+            _know_as_many(tuple(partition[0]))
         made = [
             dist.new_group(list(ranks), use_local_synchronization=alone, group_desc=description, **arguments())
             for ranks in partition
@@ -58,6 +62,29 @@ def shared_group(
         elif (world := dist.group.WORLD) is not None:
             _KEPT.setdefault(world, set()).add(group)
     return group
+
+
+def _know_as_many(members: tuple[int, ...]) -> None:
+    """Let the members of a group that they are to make alone know of equally many groups; they come here together.
+
+    torch names such a group by its ranks and by how many groups there are.  Ranks that are in different numbers of them
+    (of grids of other ranks, of the user's own) would wait for each other under different names, and for ever.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store, _world
+
+    world = dist.group.WORLD
+    if world is None or len(members) == 1 or dist.get_backend() == "fake":
+        return
+    asked = _ALONE.setdefault(world, Counter())
+    asked[members] += 1
+    store, key = _get_default_store(), f"ndtp/alone/{'_'.join(map(str, members))}/{asked[members]}"
+    store.set(f"{key}/{dist.get_rank()}", str(len(_world.pg_names)))
+    most = max(int(store.get(f"{key}/{member}")) for member in members)
+    if store.add(f"{key}/read", 1) == len(members):  # another world may have the same store
+        for each in (*members, "read"):
+            store.delete_key(f"{key}/{each}")
+    while len(_world.pg_names) < most:
+        _world.pg_names[_Ended()] = f"ndtp passed over {len(_world.pg_names)}"  # type: ignore[index,assignment]
 
 
 def _meet(group: ProcessGroup) -> None:
@@ -106,7 +133,7 @@ def _end(group: ProcessGroup) -> None:
 
 
 class _Ended:
-    """Counts for a group that is gone, among the names of torch's groups."""
+    """Counts for a group that is gone, or that others have, among the names of torch's groups."""
 
     def shutdown(self) -> None:
         """Called when the world ends."""

@@ -82,7 +82,7 @@ class CommMeter(TorchDispatchMode):
         group = _group_of(args)
         ranks = group.size()
         kind, amount = rule(args, ranks, group.rank())
-        label = LABEL.get()
+        label = LABEL.get() or _label_on(args)
         if label is None:
             phase = "forward" if torch._C._current_autograd_node() is None else "backward"
             label = Label((), phase, kind, (_axis_name(group),))
@@ -120,6 +120,12 @@ def arrived(label: Label) -> None:
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, CommMeter):
                 mode._arrive(label, amount)
+
+
+def _label_on(args: Sequence[Any]) -> Label | None:
+    """What a message that others start is for, such as torch's schedules of pipelines: its buffer says so."""
+    first = args[0][0] if args and isinstance(args[0], (list, tuple)) and args[0] else None
+    return getattr(first, "ndtp_label", None)
 
 
 def _axis_name(group: Any) -> str:

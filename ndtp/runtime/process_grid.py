@@ -61,7 +61,7 @@ class ProcessGrid:
         device_type: "cpu" or "cuda", which must have a backend; default: that of the backend (NCCL: "cuda").
         groups_per_axis: 2 gives the gathers along an axis one process group and its scatters and reductions another,
             so that neither queues behind the other.  Default: 2 on NCCL, where a group is one stream, else 1; and 1
-            on a part of the world, where making groups takes the members to have made equally many before.
+            on a part of the world.
         high_priority: NCCL's streams have high priority: its kernels get free multiprocessors before a GEMM does.
         max_ctas: the most thread blocks that a collective of NCCL may use.  Default: NCCL chooses.
         ring_bytes: memory for what collectives send, or receive to be added up or put in order; see

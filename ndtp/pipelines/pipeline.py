@@ -1,0 +1,94 @@
+"""`Pipeline`: a `PipelinePlan` as this process sees it: its stages, their grids, and the group that joins them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ndtp.algebra.pipeline_plan import PipelinePlan
+from ndtp.collectives.groups import shared_group
+from ndtp.errors import GridError, MismatchError
+from ndtp.runtime.process_grid import ProcessGrid, backends_by_device
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Pipeline(PipelinePlan):
+    """Stages of a model on grids of their own.
+
+        pipeline = ndtp.Pipeline([ndtp.Grid(dp=2, x=2), ndtp.Grid(x=2)], shape=(64, 512), scheme="1d-sp")
+        mesh = pipeline.mesh()  # the process grid of this rank's stage
+        stage = ndtp.PipelineStage(module, pipeline)  # for torch's schedules: Schedule1F1B(stage, ...)
+
+    Making one starts nothing: arguments, errors and what can be asked are those of `PipelinePlan`.
+    """
+
+    def mesh(self, stage: int | None = None, **options: Any) -> ProcessGrid:
+        """The process grid of a stage of this rank, made once; its ranks make theirs together.
+
+        Args:
+            stage: default: the only one that this rank has.
+            options: as for `ProcessGrid`.
+
+        Raises:
+            GridError: as `own_stage`.
+        """
+        index = self.own_stage(stage)
+        if index not in self._meshes:
+            ranks = list(self.ranks_of[index])
+            if len(ranks) > 1:
+                options["_bound"] = (ranks, {})
+            elif "nccl" in backends_by_device().values():
+                options.setdefault("device_type", "cuda")
+            self._meshes[index] = ProcessGrid(self.grids[index], **options)
+        return self._meshes[index]
+
+    def own_stage(self, stage: int | None = None) -> int:
+        """A stage that this rank has a part of.
+
+        Raises:
+            GridError: it has none of this stage, or none or several and no stage is named.
+        """
+        if not dist.is_initialized():
+            raise GridError("pipeline: torch.distributed is not initialized\n  fix: init_process_group first")
+        own = self.stages_of(dist.get_rank())
+        if stage is None and len(own) == 1:
+            return own[0]
+        if stage is None or stage not in own:
+            raise GridError(
+                f"pipeline: rank {dist.get_rank()} has {f'stages {own}' if own else 'no stage'}, "
+                + ("and none was named" if stage is None else f"not stage {stage}")
+                + f"\n  {self}"
+            )
+        return stage
+
+    @cached_property
+    def _meshes(self) -> dict[int, ProcessGrid]:
+        return {}
+
+    @cached_property
+    def group(self) -> ProcessGroup:
+        """What all ranks of all stages are in, over which they send.
+
+        On NCCL one of its own: messages would wait for what else goes over the world's.
+        """
+        everybody = len(self.all_ranks) == dist.get_world_size()
+        if everybody and "nccl" not in backends_by_device().values():
+            world: Any = dist.group.WORLD
+            return world  # type: ignore[no-any-return]
+        return shared_group((self.all_ranks,), "pipeline", not everybody, dict)
+
+    def agree(self, what: str) -> None:
+        """Compare what all ranks are about to do; a collective, which also lets NCCL connect them all.
+
+        Raises:
+            MismatchError: they differ; the same on every rank.
+        """
+        said: list[Any] = [None] * len(self.all_ranks)
+        dist.all_gather_object(said, what, group=self.group)
+        if len(set(said)) > 1:
+            lines = "\n".join(f"  rank {rank}: {text}" for rank, text in zip(self.all_ranks, said, strict=True))
+            raise MismatchError(f"pipeline: ranks disagree on the steps to come\n{lines}")

@@ -1,0 +1,283 @@
+"""`PipelineStage`: torch's, for a module on a grid of its own; what moves to the next stage is what a plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining as torch_pipelining
+from torch import Tensor, nn
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.pipeline_plan import AXIS
+from ndtp.algebra.resharding import Box, ReshardPlan, volume_of
+from ndtp.collectives.labels import Label
+from ndtp.collectives.uneven_exchange import cut, landing_in, part_of, sendable
+from ndtp.errors import GridError, LayoutError
+from ndtp.pipelines.pipeline import Pipeline
+
+
+class PipelineStage(torch_pipelining.PipelineStage):
+    """A stage of a pipeline, for any of torch's schedules, which know nothing of grids.
+
+    The module takes and gives this rank's shard of one tensor: as the plan's layouts of the stage say, of the shape
+    that the plan has.  Shards move by point-to-point messages between the ranks of two grids, see
+    `ndtp.algebra.resharding.ReshardPlan`: each rank receives each element of its shard once.  Nothing is inferred in
+    a first run: what moves is settled by the plan.
+
+    Micro-batches accumulate: gradients of weights that `dp` replicates are reduced with the last of them.
+
+    Args:
+        module: on `pipeline.mesh(index)`.
+        index: default: the only stage of this rank.
+        dtype: of what passes between stages.  Default: torch's default dtype.
+        dw_builder: as for torch's.
+
+    Attributes:
+        pipeline, index, mesh: where it is.
+        finishing: called when this rank has its gradients of a step, in order; see `ndtp.pipelines.tied`.
+
+    Raises:
+        GridError: this rank has no part of the stage, or of several and no index is given.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        pipeline: Pipeline,
+        index: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+    ) -> None:
+        index = pipeline.own_stage(index)
+        self.mesh = mesh = pipeline.mesh(index)
+        where = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
+        # torch wants a group with one rank of every stage.  Stages of unequal grids have none: no group, then, and what
+        # it would say is set below.
+        nobody: Any = dist.GroupMember.NON_GROUP_MEMBER
+        super().__init__(
+            module, index, pipeline.num_stages, torch.device(mesh.device_type, *where),
+            group=nobody, dw_builder=dw_builder,
+        )  # fmt: skip
+        self.group = pipeline.group
+        self.group_rank, self.group_size = pipeline.places[index], max(pipeline.places) + 1
+        self.stage_index_to_group_rank = dict(enumerate(pipeline.places))
+        self.pipeline, self.index = pipeline, index
+        self.rank = dist.get_rank()
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.finishing: list[Callable[[], None]] = []
+        self._runtime_validate = False  # of metadata that is not there
+        self._arriving: dict[tuple[str, int], tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
+        self._agreed: set[str] = set()
+
+    # ---------------------------------------------------------------------------------------------------- what it knows
+
+    @property
+    def in_layout(self) -> Layout:
+        return self.pipeline.stage_layouts[self.index][0]
+
+    @property
+    def out_layout(self) -> Layout:
+        return self.pipeline.stage_layouts[self.index][1]
+
+    @property
+    def _before(self) -> ReshardPlan:
+        return self.pipeline.crossings[self.index - 1]
+
+    @property
+    def _after(self) -> ReshardPlan:
+        return self.pipeline.crossings[self.index]
+
+    @property
+    def _has_gradients(self) -> bool:
+        return self.has_backward and (self.dtype.is_floating_point or self.dtype.is_complex)
+
+    def rows(self, whole: Tensor, micro_batches: int, layout: Layout | None = None) -> Tensor:
+        """This rank's part of every micro-batch, one behind the other: what `schedule.step` takes and cuts again.
+
+            schedule.step(stage.rows(x, 4)) if stage.is_first else schedule.step(target=stage.rows(y, 4))
+
+        Args:
+            whole: the batch; micro-batches are parts of its dim 0, and tensors like any other.
+            layout: default: that of what the first stage takes, and of what the last one gives.
+
+        Raises:
+            LayoutError: it does not divide.
+        """
+        if layout is None:
+            layout = self.in_layout if self.is_first else self.out_layout
+        return torch.cat(self.pipeline.rows(whole, micro_batches, layout, self.mesh.rank))
+
+    # ------------------------------------------------------------------------------------------------ settled up front
+
+    def _prepare_forward_infra(self, num_microbatches: int, args: Any, *rest: Any, **more: Any) -> Any:
+        places = dict(enumerate(self.pipeline.places))
+        if self.stage_index_to_group_rank != places:
+            raise GridError(
+                f"pipeline: the schedule has stages on ranks {self.stage_index_to_group_rank} of its own, the pipeline "
+                f"has them on {places}\n  fix: groups=, or ranks= of every stage, as the schedule has them: "
+                "one behind the other, in turns, or there and back"
+            )
+        self.chunks = num_microbatches
+        self.args_recv_info = {}.fromkeys(range(num_microbatches), ())
+        meta: Any = getattr(self, "_stage_meta", None)
+        if meta is not None:
+            meta.inputs = (None,) * (len(args) if self.is_first and isinstance(args, tuple) else 1)
+        wants = ", with gradients" * self.has_backward
+        what = f"{num_microbatches} micro-batches of {self.dtype}{wants}; {self.pipeline}, {self.pipeline.shapes}"
+        first = self.pipeline.stages_of(self.rank)[0] == self.index
+        if first and what not in self._agreed:
+            self._agreed.add(what)
+            self.pipeline.agree(what)
+        return None
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        self.chunks = num_microbatches
+        return None
+
+    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    _warmup_backward_result = _warmup_forward_vote
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def _validate_fwd_input(self, *args: Any) -> None:  # torch before 2.13
+        pass
+
+    _validate_fwd_outputs = _validate_fwd_input
+
+    # --------------------------------------------------------------------------------------------------------- messages
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return [] if self.is_first else self._receive(self._before, "forward", fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_last or not self._has_gradients:
+            return []
+        return self._receive(self._after.back, "dgrad", bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_last:
+            return []
+        return self._send(self._after, self._passed_on(self.fwd_cache[fwd_chunk_id][0], self._after))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first or not self.has_backward:
+            return []
+        grad = self.bwd_cache.pop(bwd_chunk_id)[0]
+        if not self._has_gradients:
+            return []
+        return self._send(self._before.back, self._gradient(grad, self._before))
+
+    def _receive(self, plan: ReshardPlan, phase: str, micro_batch: int) -> list[dist.P2POp]:
+        """What this rank lacks of its shard, into one that is made now."""
+        wanted, kept = plan.wanted(self.rank), plan.kept(self.rank)
+        assert wanted is not None
+        messages = plan.receives(self.rank)
+        held = sum(map(volume_of, (*(message.box for message in messages), *([kept] if kept else []))))
+        made = torch.zeros if held < volume_of(wanted) else torch.empty
+        result = made(_shape(wanted), dtype=self.dtype, device=self.device)
+        late, ops = [], []
+        for message in messages:
+            room, landing = landing_in(result, message.box, wanted)
+            if landing is not room:
+                late.append((room, landing))
+            buffer: Any = sendable(landing)
+            buffer.ndtp_label = Label((plan.name,), phase, "receive", (AXIS,))
+            ops.append(dist.P2POp(dist.irecv, buffer, message.sender, self.group))
+        self._arriving[phase, micro_batch] = result, late
+        return ops
+
+    def _send(self, plan: ReshardPlan, x: Tensor) -> list[dist.P2POp]:
+        mine = plan.held(self.rank)
+        assert mine is not None
+        parts = ((message.receiver, part_of(x, message.box, mine)) for message in plan.sends(self.rank))
+        return [dist.P2POp(dist.isend, sendable(part), receiver, self.group) for receiver, part in parts]
+
+    def _passed_on(self, outputs: Any, plan: ReshardPlan) -> Tensor:
+        """What a module gave of a micro-batch.
+
+        Raises:
+            LayoutError: it is no tensor of the shape and dtype that the plan has.
+        """
+        outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        held = plan.held(self.rank)
+        assert held is not None
+        found = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in outputs]
+        if found != [(_shape(held), self.dtype)]:
+            raise LayoutError(
+                f"pipeline, {plan.name}: the module gave {', '.join(map(str, found))}; rank {self.rank} passes on its "
+                f"shard {_shape(held)}, {self.dtype}, of {plan.shape} as '{plan.source}'\n  fix: one tensor for each "
+                "micro-batch, of the pipeline's shape=, cut as rows() does, and dtype="
+            )
+        return outputs[0].detach()  # type: ignore[no-any-return]
+
+    def _gradient(self, grad: Tensor | None, plan: ReshardPlan) -> Tensor:
+        """Of what came by `plan`; zeros where the module does not use it."""
+        wanted = plan.wanted(self.rank)
+        assert wanted is not None
+        return torch.zeros(_shape(wanted), dtype=self.dtype, device=self.device) if grad is None else grad.detach()
+
+    def _taken(self, phase: str, micro_batch: int) -> Tensor:
+        """What has come of a micro-batch, each part where it belongs."""
+        result, late = self._arriving.pop((phase, micro_batch))
+        for room, landing in late:
+            room.copy_(landing)
+        return result
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        x = self._taken("forward", fwd_chunk_id)
+        return (x.requires_grad_(self._has_gradients and torch.is_grad_enabled()),)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        return (self._taken("dgrad", bwd_chunk_id) if self._has_gradients else None,)
+
+    # ---------------------------------------------------------------------------- from stage to stage of the same ranks
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        x = self._passed_on(prev_stage_outputs, self._before)
+        self._arriving["forward", mb_index] = self._moved(self._before, x, "forward"), []
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        if self._has_gradients:
+            grad = self._gradient(next_stage_bwd_outputs[0], self._after)
+            self._arriving["dgrad", mb_index] = self._moved(self._after.back, grad, "dgrad"), []
+
+    def _moved(self, plan: ReshardPlan, x: Tensor, phase: str) -> Tensor:
+        """At once: all ranks of both stages come here together."""
+        if plan.is_local:
+            return cut(x, plan, self.rank)
+        held, wanted, kept = plan.held(self.rank), plan.wanted(self.rank), plan.kept(self.rank)
+        assert held is not None and wanted is not None
+        ops = [*self._receive(plan, phase, -1), *self._send(plan, x)]
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+        result = self._taken(phase, -1)
+        if kept is not None:
+            landing_in(result, kept, wanted)[0].copy_(part_of(x, kept, held))
+        return result
+
+    # -------------------------------------------------------------------------------------------------------- gradients
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        with nullcontext() if last_backward else self.mesh.accumulate():
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        super().perform_reduce_grad(grad_scale_factor)
+        for finish in self.finishing:
+            finish()
+
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()
+        self._arriving.clear()
+
+
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)

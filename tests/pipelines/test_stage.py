@@ -1,0 +1,91 @@
+"""Stages on unequal grids under torch's schedules: gradients of the dense model, and bytes as the plan counts them."""
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+import ndtp
+from ndtp import CommMeter, Grid, Pipeline, PipelineStage
+from ndtp.algebra.volume import Volume
+
+SHAPE, MICRO_BATCHES = (4, 8), 4
+
+
+class Residual(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return x + self.block(x)
+
+
+def summed_error(y, target):
+    return ((y - target) ** 2).sum()
+
+
+# Grids of the stages, ranks where they are not the next ones, schedule.
+CASES = [
+    ([Grid(dp=2), Grid(x=1), Grid(y=1)], {}, ScheduleGPipe),
+    ([Grid(x=1), Grid(dp=1, z=2, x=1), Grid(y=1)], {}, Schedule1F1B),
+    ([Grid(x=2), Grid(y=2)], {"ranks": [(0, 3), (1, 2)]}, Schedule1F1B),
+    ([Grid(dp=2), Grid(y=2), Grid(x=2), Grid(z=2)], {"groups": 2}, ScheduleInterleaved1F1B),
+    ([Grid(dp=1, x=2), Grid(y=2)] * 2, {"groups": 2}, ScheduleInterleavedZeroBubble),
+    ([Grid(x=2), Grid(y=2), Grid(dp=2), Grid(x=2)], {"ranks": [(0, 1), (2, 3), (2, 3), (0, 1)]}, ScheduleZBVZeroBubble),
+]
+
+
+def check_case(grids, where, kind):
+    pipeline = Pipeline(grids, SHAPE, **where)
+    blocks = {
+        i: Residual(
+            ndtp.nn.MLP(8, 16, mesh=pipeline.mesh(i), scheme="3d", seed=i, dtype=torch.float64, activation="relu")
+        )
+        for i in pipeline.stages_of(torch.distributed.get_rank())
+    }
+    stages = [PipelineStage(block, pipeline, i, dtype=torch.float64) for i, block in blocks.items()]
+    single = kind in (Schedule1F1B, ScheduleGPipe)
+    schedule = kind(
+        stages[0] if single else stages, n_microbatches=MICRO_BATCHES, loss_fn=summed_error, scale_grads=False
+    )
+    torch.manual_seed(0)
+    whole_x, whole_y = torch.randn(2, MICRO_BATCHES * SHAPE[0], SHAPE[1], dtype=torch.float64)
+    x, target = [], None
+    for stage in stages:
+        x += [stage.rows(whole_x, MICRO_BATCHES)] if stage.is_first else []
+        target = stage.rows(whole_y, MICRO_BATCHES) if stage.is_last else target
+    for _ in range(2):
+        with CommMeter() as meter:
+            schedule.step(*x, target=target)
+        between = Volume(tuple(entry for entry in meter.volume if entry.axes == ("pp",)))
+        planned = pipeline.volume(torch.distributed.get_rank(), MICRO_BATCHES).in_bytes(8)
+        assert between == planned and [e.calls for e in between] == [e.calls for e in planned], f"{between}, {planned}"
+    dense = nn.Sequential(
+        *(Residual(ndtp.nn.MLP(8, 16, mesh=ndtp.ProcessGrid(Grid(x=1)), scheme="1d", seed=i, dtype=torch.float64,
+                               activation="relu").to_dense()) for i in range(len(grids)))
+    )  # fmt: skip
+    (2 * summed_error(dense(whole_x), whole_y)).backward()  # two steps
+    for i, block in blocks.items():
+        mine = dict(block.block.named_parameters())
+        for name, parameter in dense[i].block.named_parameters():
+            name = name.replace("0.", "up.").replace("2.", "down.")
+            grad = mine[name].grad
+            grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            torch.testing.assert_close(
+                grad, parameter.grad, msg=lambda m, i=i, n=name: f"{pipeline}: stage {i} {n}: {m}"
+            )
+
+
+def check_all():
+    for case in CASES:
+        check_case(*case)
+
+
+def test_any_grids_under_any_schedule(ranks):
+    ranks(4).run(check_all)
