@@ -19,9 +19,31 @@ import triton.language as tl
 
 
 @triton.jit
+def normal_tail(x):
+    """Of the normal distribution, with z = |x|: z, exp(-z^2 / 2), and the probability beyond z.
+
+    Their quotient (Mills' ratio) is smooth: a polynomial of degree 9 with the least error in z * tail over 0 .. 5,
+    fitted by Lawson's iteration; 4e-7 at most.  z is kept under 8, beyond which nothing is left of the tail; NaN stays.
+    """
+    z = tl.minimum(tl.abs(x), 8.0, propagate_nan=tl.PropagateNan.ALL)
+    ratio = z * -5.87795395e-06 + 1.19182085e-04
+    ratio = ratio * z - 1.07060804e-03
+    ratio = ratio * z + 5.73423738e-03
+    ratio = ratio * z - 2.10341794e-02
+    ratio = ratio * z + 5.82282245e-02
+    ratio = ratio * z - 1.31035447e-01
+    ratio = ratio * z + 2.49543414e-01
+    ratio = ratio * z - 3.98900568e-01
+    ratio = ratio * z + 4.99999374e-01
+    bell = tl.exp2(z * -0.7213475204444817 * z)
+    return z, bell, bell * ratio
+
+
+@triton.jit
 def activation(x, ACT: tl.constexpr):
-    if ACT == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    if ACT == "gelu":  # x times the probability below x
+        z, _, tail = normal_tail(x)
+        return tl.maximum(x, 0.0) - z * tail
     elif ACT == "gelu_tanh":  # 0.5 (1 + tanh u) is sigmoid(2 u): no tanh without libdevice
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif ACT == "relu":
@@ -43,7 +65,9 @@ def activation(x, ACT: tl.constexpr):
 @triton.jit
 def activation_gradient(x, ACT: tl.constexpr):
     if ACT == "gelu":
-        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        z, bell, tail = normal_tail(x)
+        below = tail - z * 0.3989422804014327 * bell  # at -z; at z it is 1 less that
+        return tl.where(x < 0.0, below, 1.0 - below)
     elif ACT == "gelu_tanh":
         s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         return s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
