@@ -19,7 +19,7 @@ from ndtp_kernels.errors import KernelError, warn_once
 from ndtp_kernels.form import Form, Product, Request, default_dtype, read
 from ndtp_kernels.launch import triton_chip
 from ndtp_kernels.operands import Matrix, matrix, merge_batch
-from ndtp_kernels.reductions import add_up, halves, key_of, place, places
+from ndtp_kernels.reductions import add_up, halves, key_of, new_pre, place, places
 
 NO_OPTIONS = Options()
 
@@ -96,7 +96,7 @@ def gemm(
     if residual is not None and form.c_blocks is not None:
         residual = residual.contiguous()
     c = torch.empty(shape, dtype=out_dtype, device=a.device) if out is None else out
-    pre = c.new_empty((2, *shape) if gated else shape) if keep_pre else None
+    pre = new_pre(c, gated) if keep_pre else None
     first, second = halves(pre, gated)
     view = matrix(c, "mn", False, form.c_blocks, op=op, name="c")
     call = Call(
@@ -127,16 +127,17 @@ def gemm(
 
 def _gemm_again(known: prepared.Known, operands: tuple[Tensor | None, ...], keep_pre: bool) -> Product:
     """A product that was prepared by an earlier call; `operands` in the order of the kernels' names."""
-    a, _, b2, c, *_ = operands
+    a, b, b2, c, _, residual, _, _, _, bias, bias2, scale_a, scale_b, scale_b2 = operands
     assert a is not None
     gated = b2 is not None
     if c is None:
-        c = torch.empty(known.c_shape, dtype=known.out_dtype, device=a.device)
-    pre = c.new_empty((2, *known.c_shape) if gated else known.c_shape) if keep_pre else None
+        c = a.new_empty(known.c_shape, dtype=known.out_dtype)
+    pre = new_pre(c, gated) if keep_pre else None
     first, second = halves(pre, gated)
     m, n, k, batch, count = known.traced
     with tracing.record("gemm", m, n, k, batch, a, known.out_dtype, count):
-        made = known.run([*operands[:3], c, *operands[4:7], first, second, *operands[9:], None, None], a.device)
+        tensors = [a, b, b2, c, None, residual, None, first, second, bias, bias2, scale_a, scale_b, scale_b2, None, None]
+        made = known.run(tensors, a.device)
     return Product(c, pre, None, None if known.row_sums is None else _rows_of(made[known.row_sums], m))
 
 

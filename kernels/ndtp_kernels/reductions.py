@@ -24,6 +24,11 @@ def halves(both: Tensor | None, gated: bool) -> tuple[Tensor | None, Tensor | No
     return (both[0], both[1]) if gated else (both, None)
 
 
+def new_pre(c: Tensor, gated: bool) -> Tensor:
+    """Memory for the pre-activation beside C; of gate and up."""
+    return c.new_empty((2, *c.shape)) if gated else torch.empty_like(c)
+
+
 def add_up(sums: Tensor | None = None, sums2: Tensor | None = None) -> Tensor | None:
     """One row per tile -> column sums; the order is fixed, so the result is the same in every run."""
     if sums is None:
@@ -73,7 +78,7 @@ def reduce(
     known = prepared.recall(asked)
     if known is not None:
         c = torch.empty(known.c_shape, dtype=known.out_dtype, device=x.device)
-        pre = c.new_empty((2, *known.c_shape) if gated else known.c_shape) if keep_pre else None
+        pre = new_pre(c, gated) if keep_pre else None
         m, n = known.traced
         with tracing.record_pass("reduce", m, n, x, known.out_dtype):
             known.run(_tensors(operands, c, pre, gated), x.device)
@@ -90,7 +95,7 @@ def reduce(
             )  # fmt: skip
         x = x.contiguous()
         c = torch.empty(shape, dtype=out_dtype, device=x.device)
-        pre = c.new_empty((2, *shape) if gated else shape) if keep_pre else None
+        pre = new_pre(c, gated) if keep_pre else None
         first, second = halves(pre, gated)
         view = Matrix(m, n, n, 1)
         call = Call(

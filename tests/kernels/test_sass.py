@@ -107,8 +107,47 @@ def test_warps_with_roles_of_their_own_are_found_behind_a_table():
         "RET.REL.NODEC R2 0x0",  # 7
     )
     assert code.main_loop.head == 0x30
-    assert set(code.dominators) == {0x00, 0x10, 0x30, 0x50}
+    assert set(code.dominators) == {0x00, 0x10, 0x30, 0x50, 0x60}
     assert code.epilogue == 2
+
+
+def test_an_epilogue_of_multiply_adds_is_no_loop_of_products():
+    """A polynomial has more of them than the loop over K has products; without tensor cores they are the products."""
+    polynomial = ["FFMA R4, R5, R6, R7"] * 4
+
+    def kernel(product):
+        return listing(
+            "BRX R2 -0x170",
+            product,  # 1: the warps that multiply
+            "@P0 BRA 1",
+            "EXIT",
+            *polynomial,  # 4: those that store, tile after tile
+            "STG.E [R2], R4",
+            "@P0 BRA 4",
+            "EXIT",
+        )
+
+    code = kernel("UTCHMMA gdesc[UR4], gdesc[UR6], tmem[UR8]")
+    assert code.main_loop.head == 0x10 and code.products(code.blocks) == 1 and code.epilogue == 1
+    assert kernel("FADD R0, R1, R2").main_loop.head == 0x40
+
+
+@pytest.mark.parametrize("last,call,epilogue", [("NOP", "@!P4 ", 3), ("@P0 BRA 1", "", 4)])
+def test_a_call_of_what_never_returns_is_a_jump(last, call, epilogue):
+    """A loop is left by a call: what follows its target is the epilogue; a subroutine is no part of it."""
+    code = listing(
+        "S2R R0, SR_CTAID.X",
+        "HMMA.16816.F32 R0, R1, R2, R0",  # 1
+        last,
+        f"{call}CALL.REL.NOINC 0x60",
+        "BRA 1",
+        "RET.REL.NODEC R2 0x0",  # 5
+        "STG.E [R2], R24",  # 6
+        "CALL.REL.NOINC 0x50",
+        "EXIT",
+    )
+    assert code.main_loop.head == 0x10
+    assert code.epilogue == epilogue
 
 
 def test_no_listing_is_no_kernel():

@@ -17,7 +17,8 @@ from ndtp_kernels.form import Product
 def in_order(op: torch.library.CustomOpDef, **named: Any) -> tuple[Any, ...]:
     """One value for each argument of `op`, None where none is named: what a backward returns."""
     names = argument_names(op)
-    assert named.keys() <= set(names), f"{op} has no argument {sorted(named.keys() - set(names))}"
+    if unknown := sorted(named.keys() - set(names)):
+        raise TypeError(f"{op} has no argument {unknown}")
     return tuple(named.get(name) for name in names)
 
 

@@ -2,8 +2,9 @@
 
 Read from the text of `cuobjdump -sass`, where every instruction has its address and every branch names one.  Loops are
 natural loops: the blocks from which the end of a back edge is reached without leaving what its head dominates.  The
-main loop is the innermost one with the most matrix instructions.  In a flattened kernel it is also the loop over tiles;
-then the epilogue is what an iteration may skip.  Where warps have roles of their own the main loop is that of those
+main loop is the innermost one with the most products: instructions of the tensor cores where the kernel has any, else
+fp32 multiply-adds, of which epilogues have many, too.  In a flattened kernel it is also the loop over tiles; then the
+epilogue is what an iteration may skip.  Where warps have roles of their own the main loop is that of those
 which issue products, and so is the epilogue; what the others do beside is not counted.
 """
 
@@ -17,8 +18,9 @@ from typing import NamedTuple
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([^;]+);", re.MULTILINE)
 BRANCH = re.compile(r"^(?:BRA|JMP)\b[\w.]* (?P<condition>.*?)(?P<target>0x[0-9a-f]+)$")
-# wgmma, tcgen05.mma, mma.sync in halves, integers, e4m3; and where there is no matrix unit, fp32 multiply-adds.
-MATRIX = re.compile(r"^(?:U?[HIQO]GMMA|UTC[HIQO]\w*MMA|[HIQD]MMA|FFMA2?)\b")
+CALL = re.compile(r"^CALL\b.*\b(0x[0-9a-f]+)$")
+TENSOR_CORE = re.compile(r"^(?:U?[HIQO]GMMA|UTC[HIQO]\w*MMA|[HIQD]MMA)\b")  # of halves, integers, e4m3, doubles
+MULTIPLY_ADD = re.compile(r"^FFMA2?\b")
 WAIT_FOR_ALL = re.compile(r"^WARPGROUP\.DEPBAR\.LE gsb\d, 0x0\b")
 
 
@@ -35,6 +37,12 @@ class Instruction(NamedTuple):
     def targets(self) -> tuple[int, ...]:
         found = BRANCH.match(self.text)
         return (int(found["target"], 16),) if found else ()
+
+    @property
+    def called(self) -> int | None:
+        """Where what it calls begins."""
+        found = CALL.match(self.text)
+        return int(found[1], 16) if found else None
 
     @property
     def is_indirect(self) -> bool:
@@ -72,10 +80,11 @@ class Code:
 
     @cached_property
     def blocks(self) -> dict[int, list[Instruction]]:
-        starts = {self.instructions[0].address, *self._called}
+        starts = {self.instructions[0].address}
         for instruction, following in zip(self.instructions, self.instructions[1:], strict=False):
-            if instruction.targets or instruction.ends:
-                starts.update((*instruction.targets, following.address))
+            called = () if instruction.called is None else (instruction.called,)
+            if instruction.targets or instruction.ends or called:
+                starts.update((*instruction.targets, *called, following.address))
         blocks: dict[int, list[Instruction]] = {}
         for instruction in self.instructions:
             if instruction.address in starts:
@@ -91,8 +100,16 @@ class Code:
         for name, block in self.blocks.items():
             last, then = block[-1], after[name]
             found[name] = (*last.targets, *(() if last.ends or then is None else (then,)))
+        # A call of what never returns is a jump: ptxas leaves loops so.
+        calls = {name: block[-1].called for name, block in self.blocks.items()}
+        called = {target for target in calls.values() if target is not None}
+        returning = {name for name, block in self.blocks.items() if block[-1].operation == "RET"}
+        subroutines = {each for each in called if returning & reached([each], found)}
+        for name, target in calls.items():
+            if target is not None and target not in subroutines:
+                found[name] = (target, *(found[name] if self.blocks[name][-1].predicate else ()))
         # A table says where an indirect branch leads, and is not listed: to what is not reached in any other way.
-        known, table = reached([names[0], *self._called], found), []
+        known, table = reached([names[0], *subroutines], found), []
         for name in names:
             if name not in known:
                 table.append(name)
@@ -101,12 +118,6 @@ class Code:
             if block[-1].is_indirect:
                 found[name] += tuple(table)
         return found
-
-    @property
-    def _called(self) -> set[int]:
-        """Where subroutines begin."""
-        calls = (each.text for each in self.instructions if each.operation == "CALL")
-        return {int(call.split()[-1], 16) for call in calls if re.search(r"\b0x[0-9a-f]+$", call)}
 
     @cached_property
     def leading(self) -> dict[int, list[int]]:
@@ -144,8 +155,13 @@ class Code:
             for head, found in ends.items()
         ]
 
-    def matrix_instructions(self, blocks: Iterable[int]) -> int:
-        return sum(bool(MATRIX.match(each.text)) for block in blocks for each in self.blocks[block])
+    @cached_property
+    def _product(self) -> re.Pattern[str]:
+        """What multiplies matrices in this kernel."""
+        return TENSOR_CORE if any(TENSOR_CORE.match(each.text) for each in self.instructions) else MULTIPLY_ADD
+
+    def products(self, blocks: Iterable[int]) -> int:
+        return sum(bool(self._product.match(each.text)) for block in blocks for each in self.blocks[block])
 
     def length(self, blocks: Iterable[int]) -> int:
         return sum(len(self.blocks[block]) for block in blocks)
@@ -153,12 +169,12 @@ class Code:
     @cached_property
     def main_loop(self) -> Loop | None:
         innermost = [loop for loop in self.loops if not any(other.blocks < loop.blocks for other in self._multiplying)]
-        counted = [(self.matrix_instructions(loop.blocks), loop) for loop in innermost]
+        counted = [(self.products(loop.blocks), loop) for loop in innermost]
         return max((pair for pair in counted if pair[0]), key=lambda pair: pair[0], default=(0, None))[1]
 
     @cached_property
     def _multiplying(self) -> list[Loop]:
-        return [loop for loop in self.loops if self.matrix_instructions(loop.blocks)]
+        return [loop for loop in self.loops if self.products(loop.blocks)]
 
     @cached_property
     def every_iteration(self) -> frozenset[int]:

@@ -23,9 +23,9 @@ def normal_tail(x):
     """Of the normal distribution, with z = |x|: z, exp(-z^2 / 2), and the probability beyond z.
 
     Their quotient (Mills' ratio) is smooth: a polynomial of degree 9 with the least error in z * tail over 0 .. 5,
-    fitted by Lawson's iteration; 4e-7 at most.  z is kept under 8, beyond which nothing is left of the tail; NaN stays.
+    fitted by Lawson's iteration; 4e-7 at most.  z is kept under 15, where the exponential is 0 in fp32; NaN stays.
     """
-    z = tl.minimum(tl.abs(x), 8.0, propagate_nan=tl.PropagateNan.ALL)
+    z = tl.minimum(tl.abs(x), 15.0, propagate_nan=tl.PropagateNan.ALL)
     ratio = z * -5.87795395e-06 + 1.19182085e-04
     ratio = ratio * z - 1.07060804e-03
     ratio = ratio * z + 5.73423738e-03

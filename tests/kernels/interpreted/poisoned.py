@@ -20,7 +20,7 @@ def triton_options(config=POINTER, **more):
 def poison(monkeypatch):
     """Uninitialized memory is NaN: an element that a kernel forgets cannot pass for a zero."""
     torch.manual_seed(0)
-    empty, new_empty = torch.empty, torch.Tensor.new_empty
+    empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
 
     def poisoned(make):
         def fill(*args, **keywords):
@@ -30,6 +30,7 @@ def poison(monkeypatch):
         return fill
 
     monkeypatch.setattr(torch, "empty", poisoned(empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(new_empty))
 
 
