@@ -127,7 +127,7 @@ def gemm(
 
 def _gemm_again(known: prepared.Known, operands: tuple[Tensor | None, ...], keep_pre: bool) -> Product:
     """A product that was prepared by an earlier call; `operands` in the order of the kernels' names."""
-    a, b, b2, c, _, residual, _, _, _, bias, bias2, scale_a, scale_b, scale_b2 = operands
+    a, b, b2, c, _, residual, _, _, _, bias, bias2, *scales = operands
     assert a is not None
     gated = b2 is not None
     if c is None:
@@ -136,8 +136,7 @@ def _gemm_again(known: prepared.Known, operands: tuple[Tensor | None, ...], keep
     first, second = halves(pre, gated)
     m, n, k, batch, count = known.traced
     with tracing.record("gemm", m, n, k, batch, a, known.out_dtype, count):
-        tensors = [a, b, b2, c, None, residual, None, first, second, bias, bias2, scale_a, scale_b, scale_b2, None, None]
-        made = known.run(tensors, a.device)
+        made = known.run([a, b, b2, c, None, residual, None, first, second, bias, bias2, *scales, None, None], a.device)
     return Product(c, pre, None, None if known.row_sums is None else _rows_of(made[known.row_sums], m))
 
 
