@@ -1,6 +1,6 @@
 """What fp8 sums lose in the tensor cores of Ada and Hopper, with and without fast accumulation: emulated on a CPU.
 
-    python bench/fp8_accumulation.py [--json bench/results/fp8_accumulation.json]
+    python bench/fp8_accumulation.py [--out bench/results/fp8_accumulation.json]
 
 Not a measurement of a device.  The model: products of e4m3 are exact; an instruction adds 32 of them to the running
 sum, which keeps 13 bits behind the point and drops the rest (towards zero).  `ndtp_kernels` moves the sums to fp32
@@ -62,7 +62,7 @@ def errors(k: int, size: int = 128, seed: int = 0) -> dict[str, dict[str, float]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     rows = {}
     print("emulated; error by the root mean square of the result")
@@ -70,13 +70,13 @@ def main() -> int:
         rows[k] = errors(k)
         for way, row in rows[k].items():
             print(f"K {k:6}  {way:24} rms {row['rms']:.2e}  largest {row['largest']:.2e}")
-    if chosen.json:
+    if chosen.out:
         rounded = {
             k: {way: {name: float(f"{x:.3g}") for name, x in row.items()} for way, row in ways.items()}
             for k, ways in rows.items()
         }
         report = {"emulated": True, "date": str(date.today()), "torch": torch.__version__, "K": rounded}
-        chosen.json.write_text(json.dumps(report, indent=1) + "\n")
+        chosen.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

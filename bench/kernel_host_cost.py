@@ -1,6 +1,6 @@
 """What a call of a kernel costs the host, without a device.
 
-    python bench/kernel_host_cost.py [--json bench/results/kernel_host_cost.json]
+    python bench/kernel_host_cost.py [--out bench/results/kernel_host_cost.json]
 
 Everything that runs in Python is run as for an H200: the interface, the key under which a prepared call is kept, the
 allocation of results, and Triton's own launcher object with the scratch memory for descriptors.  Stubbed, and so not in
@@ -126,7 +126,7 @@ def measure(repetitions: int = 30, calls: int = 40) -> dict[str, dict[str, float
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--repetitions", type=int, default=30)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -137,7 +137,7 @@ def main() -> int:
         print(
             f"{name:36} " + " ".join(f"{row[key]:8.1f}" for key in ("median", "least", "first_median", "first_least"))
         )
-    if chosen.json:
+    if chosen.out:
         report = {
             "date": str(date.today()), "torch": torch.__version__, "triton": triton.__version__,
             "python": platform.python_version(), "cpu": platform.processor() or platform.machine(),
@@ -145,7 +145,7 @@ def main() -> int:
             "stubbed": "Triton's launch function in C, the driver's current device and stream, CUDA's allocator",
             "cases": rows,
         }  # fmt: skip
-        chosen.json.write_text(json.dumps(report, indent=1) + "\n")
+        chosen.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

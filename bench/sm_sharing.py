@@ -1,6 +1,6 @@
 """A GEMM beside a collective, by event simulation: who waits for whom, with each way of handing out tiles.
 
-    python bench/sm_sharing.py [--json FILE] [--ctas 16] [--share 0.5] [--shape 8192 14336 4096]
+    python bench/sm_sharing.py [--out FILE] [--ctas 16] [--share 0.5] [--shape 8192 14336 4096]
 
 Not a measurement: no GPU is needed, and none is used.  The model: an SM runs one program at a time, a GEMM's or a
 collective's (NCCL's thread blocks do not fit beside those of a GEMM that takes all shared memory).  Programs are
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", type=int, nargs=3, default=(8192, 14336, 4096), metavar=("M", "N", "K"))
     parser.add_argument("--ctas", type=int, default=16, help="SMs that the collective takes")
     parser.add_argument("--share", type=float, default=0.5, help="its length by that of the GEMM alone")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--out", metavar="FILE")
     chosen = parser.parse_args(arguments)
     chip = CHIPS["h200"]
     report: dict[str, Any] = {"simulated": True, "chip": chip.name, "shape": list(chosen.shape), "ctas": chosen.ctas}
@@ -149,8 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{ready:7.2f} {share:7.2f}  {way:18} {row['gemm']:6.2f} {row['collective_waits']:17.3f} "
                 f"{row['without_collective']:14.2f}"
             )
-    if chosen.json:
-        Path(chosen.json).write_text(json.dumps(report, indent=1) + "\n")
+    if chosen.out:
+        Path(chosen.out).write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

@@ -125,9 +125,9 @@ class Machine:
     def functions(self, module, program_id):
         """The module's functions and those that they call, over the stand-ins."""
         names = self.namespace(program_id)
-        used = [(tiles, ("grouped", "stage_of"))]
+        used = [(tiles, ("grouped", "share_of", "stage_of"))]
         used.append((epilogue, [name for name, value in vars(epilogue).items() if hasattr(value, "fn")]))
-        used.append((hopper, ("load_tiles",)))
+        used.append((hopper, ("load_tiles", "store_part")))
         used.append((module, [name for name in vars(module) if name in ("multiply_tiles", "store_tiles")]))
         for place, wanted in used:
             for name in wanted:

@@ -330,12 +330,8 @@ def examine(case: Case, **constants: Any) -> dict[str, Any]:
     row |= found
     failures = [f"lacks {name}" for name in expected(case) if name not in row["instructions"]]
     failures += [f"ptxas expects it to be slow: {warning}" for warning in row["warnings"]]
-    if code is not None and code.waits_in_main_loop:
-        failures.append(f"waits for all wgmma {code.waits_in_main_loop} times in a step of K")
-    if code is not None and case.kind != "reduce" and code.plain_loads_in_main_loop:
-        failures.append(f"{code.plain_loads_in_main_loop} loads in a step of K are not pipelined")
-    if code is not None and case.kind != "reduce" and not code.epilogue:
-        failures.append("its loop over K, or what comes behind, was not found")
+    if code is not None and case.kind != "reduce":
+        failures += code.faults()
     if row["spills"]:
         failures.append(f"spills {row['spills']}")
     if row["shared_bytes"] > case.chip.shared_bytes:

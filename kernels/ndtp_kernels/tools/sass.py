@@ -199,6 +199,17 @@ class Code:
         """Loads from memory to registers in each iteration over K: their latency is not hidden behind products."""
         return sum(each.text.startswith("LDG.") for block in self.every_iteration for each in self.blocks[block])
 
+    def faults(self) -> list[str]:
+        """What is wrong with a kernel of products."""
+        found = []
+        if self.waits_in_main_loop:
+            found.append(f"waits for all wgmma {self.waits_in_main_loop} times in a step of K")
+        if self.plain_loads_in_main_loop:
+            found.append(f"{self.plain_loads_in_main_loop} loads in a step of K are not pipelined")
+        if not self.epilogue:
+            found.append("its loop over K, or the epilogue behind it, was not found")
+        return found
+
     @property
     def epilogue(self) -> int:
         """Instructions between a tile's last product and the next tile's first; of a single tile, to the end."""

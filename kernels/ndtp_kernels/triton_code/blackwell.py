@@ -16,7 +16,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     allocate_tensor_memory,
-    fence_async_shared,
     get_tmem_reg_layout,
     mbarrier,
     tcgen05_commit,
@@ -24,9 +23,8 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tma,
 )
 
-from ndtp_kernels.triton_code.epilogue import activation
-from ndtp_kernels.triton_code.hopper import load_tiles
-from ndtp_kernels.triton_code.tiles import grouped, stage_of
+from ndtp_kernels.triton_code.hopper import load_tiles, store_part
+from ndtp_kernels.triton_code.tiles import grouped, share_of, stage_of
 
 TILES_OF_SUMS = gl.constexpr(2)
 
@@ -112,25 +110,9 @@ def store_tiles(
             x = acc.slice(part * PART, PART).load(layout)
             if part == SUBTILE - 1:
                 mbarrier.arrive(sums_free.index(which))
-            n = n0 + gl.arange(0, PART, gl.SliceLayout(0, layout))
-            if BIAS:
-                x += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
-            if PRE:
-                # The copy before still reads what it stores.
-                tma.store_wait(0)
-                c_space.store(x.to(c_space.dtype))
-                fence_async_shared()
-                tma.async_copy_shared_to_global(pre_desc, [m0, n0], c_space)
-            x = activation(x, ACT)
-            if AUX:
-                m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
-                at_aux = m.to(gl.int64)[:, None] * sx + n[None, :]
-                mask = (m < M)[:, None] & (n < N)[None, :]
-                x += gl.load(aux + at_aux, mask=mask, other=0.0).to(gl.float32)
-            tma.store_wait(0)
-            c_space.store(x.to(c_space.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(c_desc, [m0, n0], c_space)
+            store_part(
+                x, c_desc, pre_desc, aux, bias, c_space, m0, n0, M, N, sx, layout, BLOCK_M, PART, ACT, BIAS, PRE, AUX
+            )
     tma.store_wait(0)
 
 
@@ -201,12 +183,7 @@ def blackwell_kernel(
         mbarrier.init(sums_ready.index(which), 1)
         mbarrier.init(sums_free.index(which), 1)
 
-    first = gl.program_id(0)
-    stop = kept
-    if first >= residents:
-        first += kept - residents
-        stop = first + 1
-    stride = gl.maximum(residents, 1)
+    first, stop, stride = share_of(gl.program_id(0), residents, kept)
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     steps = gl.cdiv(K, BLOCK_K)

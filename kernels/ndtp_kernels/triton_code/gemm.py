@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ndtp_kernels.triton_code.epilogue import along, epilogue, start_along
-from ndtp_kernels.triton_code.tiles import columns, describe, grouped, load_tile, store_tile
+from ndtp_kernels.triton_code.tiles import columns, describe, grouped, load_tile, share_of, store_tile
 
 
 def launch_metadata(grid, kernel, args):
@@ -152,12 +152,8 @@ def gemm_kernel(
                 BLOCK_M, BLOCK_N // SUBTILE,
             )  # fmt: skip
 
-    start = tl.program_id(0)
-    stop = kept
-    if start >= residents:
-        start += kept - residents
-        stop = start + 1
-    for tile in tl.range(start, stop, tl.maximum(residents, 1), flatten=FLATTEN, warp_specialize=SPECIALIZE):
+    start, stop, stride = share_of(tl.program_id(0), residents, kept)
+    for tile in tl.range(start, stop, stride, flatten=FLATTEN, warp_specialize=SPECIALIZE):
         tile_m, tile_n = grouped(tile % per_batch, tiles_m, tiles_n, GROUP_M)
         part = tile // per_batch
         split = part % SPLIT

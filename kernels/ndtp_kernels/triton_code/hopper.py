@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ndtp_kernels.triton_code.epilogue import activation
-from ndtp_kernels.triton_code.tiles import columns, grouped, stage_of
+from ndtp_kernels.triton_code.tiles import columns, grouped, share_of, stage_of
 
 
 @gluon.jit
@@ -86,6 +86,49 @@ def load_tiles(
                 tma.async_copy_global_to_shared(b_desc, [k0, n0], bar, b_ring.index(stage), multicast=CLUSTER > 1)
             else:
                 tma.async_copy_global_to_shared(b_desc, [n0, k0], bar, b_ring.index(stage), multicast=CLUSTER > 1)
+
+
+@gluon.jit
+def store_part(
+    x,
+    c_desc,
+    pre_desc,
+    aux,
+    bias,
+    c_space,
+    m0,
+    n0,
+    M,
+    N,
+    sx,
+    layout: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    PART: gl.constexpr,
+    ACT: gl.constexpr,
+    BIAS: gl.constexpr,
+    PRE: gl.constexpr,
+    AUX: gl.constexpr,
+):
+    """The epilogue of some columns of sums, `x` at (m0, n0): C = act(x + bias) + aux; `pre` takes x + bias."""
+    n = n0 + gl.arange(0, PART, gl.SliceLayout(0, layout))
+    if BIAS:
+        x += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
+    if PRE:
+        # The copy before still reads what it stores.
+        tma.store_wait(0)
+        c_space.store(x.to(c_space.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(pre_desc, [m0, n0], c_space)
+    x = activation(x, ACT)
+    if AUX:
+        m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+        at_aux = m.to(gl.int64)[:, None] * sx + n[None, :]
+        mask = (m < M)[:, None] & (n < N)[None, :]
+        x += gl.load(aux + at_aux, mask=mask, other=0.0).to(gl.float32)
+    tma.store_wait(0)
+    c_space.store(x.to(c_space.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(c_desc, [m0, n0], c_space)
 
 
 @gluon.jit
@@ -167,25 +210,10 @@ def multiply_tiles(
         for part in gl.static_range(SUBTILE):
             n0 = tile_n * BLOCK_N + part * PART
             x = gl.convert_layout(columns(acc, part, SUBTILE), part_layout, assert_trivial=True)
-            n = n0 + gl.arange(0, PART, gl.SliceLayout(0, part_layout))
-            if BIAS:
-                x += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
-            if PRE:
-                # The copy before still reads what it stores.
-                tma.store_wait(0)
-                c_space.store(x.to(c_space.dtype))
-                fence_async_shared()
-                tma.async_copy_shared_to_global(pre_desc, [m0, n0], c_space)
-            x = activation(x, ACT)
-            if AUX:
-                m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, part_layout))
-                at_aux = m.to(gl.int64)[:, None] * sx + n[None, :]
-                mask = (m < M)[:, None] & (n < N)[None, :]
-                x += gl.load(aux + at_aux, mask=mask, other=0.0).to(gl.float32)
-            tma.store_wait(0)
-            c_space.store(x.to(c_space.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(c_desc, [m0, n0], c_space)
+            store_part(
+                x, c_desc, pre_desc, aux, bias, c_space, m0, n0, M, N, sx, part_layout, BLOCK_M, PART, ACT, BIAS, PRE,
+                AUX,
+            )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -264,12 +292,7 @@ def hopper_kernel(
     if CLUSTER > 1:
         mbarrier.sync_cluster_init()
 
-    first = gl.program_id(0)
-    stop = kept
-    if first >= residents:
-        first += kept - residents
-        stop = first + 1
-    stride = gl.maximum(residents, 1)
+    first, stop, stride = share_of(gl.program_id(0), residents, kept)
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     steps = gl.cdiv(K, BLOCK_K)

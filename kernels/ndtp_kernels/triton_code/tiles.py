@@ -17,6 +17,17 @@ def grouped(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def share_of(program, residents, kept):
+    """The tiles of a program, as `launch.share_out` has it: the first, where they stop, from one to the next."""
+    first = program
+    stop = kept
+    if program >= residents:
+        first += kept - residents
+        stop = first + 1
+    return first, stop, max(residents, 1)
+
+
+@triton.jit
 def stage_of(step, STAGES: tl.constexpr):
     """Of a step of K, counted over all tiles of a program: its place in a ring of stages, and the parity of its round.
 
