@@ -189,9 +189,7 @@ class Core:
             raise LayoutError(
                 f"parallelize: '{member.name}' of '{self.name}' takes hidden states, and got {tuple(x.shape)}"
             )
-        y = self.groups[id(member)].result(member, x.source)
-        if member in (self.inputs.get("k"), self.inputs.get("v")):
-            y = self._shared_heads(y)
+        y = self._as_wanted(member, self.groups[id(member)].result(member, x.source))
         return y.unflatten(0, self._seen(x.source.passage))
 
     def _inside(self, x: Tensor) -> Hidden:
@@ -210,9 +208,17 @@ class Core:
         (y,) = products([member], member.taken(x))
         if not member.gives_features:
             return enter(y.view_as(y), member.passage(x.passage))
-        if base in (self.inputs.get("k"), self.inputs.get("v")):
-            y = self._shared_heads(y)
-        return y.unflatten(0, self._seen(x.passage))
+        return self._as_wanted(base, y).unflatten(0, self._seen(x.passage))
+
+    def _as_wanted(self, member: Projection, y: Tensor) -> Tensor:
+        """What a projection gives, with the heads of keys and values that this rank's query heads use."""
+        if member in (self.inputs.get("k"), self.inputs.get("v")):
+            return self._shared_heads(y)
+        if member is not self.inputs.get("qkv") or self.kv_heads % self.inner.num_splits(1) == 0:
+            return y
+        splits = self.inner.num_splits(1)
+        q, k, v = y.split([size // splits for size in member.sections], dim=1)
+        return torch.cat((q, *(self._shared_heads(each.contiguous()) for each in (k, v))), dim=1)
 
     def _shared_heads(self, y: Tensor) -> Tensor:
         """Key or value heads of this rank's query heads, where there are too few to split."""

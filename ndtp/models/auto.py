@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import permutations
 
 from ndtp.algebra.grid import Grid
@@ -41,11 +40,6 @@ def whole_request(blocks: Sequence[Block], ranks: int, hardware: str | Hardware,
     if dtype not in SIZES or dtype not in profile.tflops:
         raise LayoutError(f"parallelize: scheme='auto' has no rate of {dtype} products on hardware {profile.name!r}")
     return Request(tuple(blocks), ranks, profile, dtype=dtype, fixed={"dp": 1})
-
-
-def fewer_key_heads(request: Request) -> Request:
-    """The same, where fewer heads of keys than are split are gathered."""
-    return replace(request, blocks=tuple(replace(block, heads=block.heads[:1]) for block in request.blocks))
 
 
 def best_grid(request: Request) -> Grid:

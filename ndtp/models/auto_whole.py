@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ndtp.algebra.schemes import BlockLayouts
-from ndtp.errors import GridError, LayoutError
-from ndtp.models.auto import best_grid, best_layouts, fewer_key_heads, whole_request
+from ndtp.errors import LayoutError
+from ndtp.models.auto import best_grid, best_layouts, whole_request
 from ndtp.models.roles import features, find_attention, find_mlps, hidden_size
 from ndtp.planner.block_cost import Block, Grids, volume
 from ndtp.planner.hardware import Hardware
@@ -45,18 +45,8 @@ def plan_whole(
     ranks = mesh.grid.num_ranks if mesh else dist.get_world_size() if dist.is_initialized() else 1
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     request = whole_request(blocks_of(model, tokens), ranks, hardware, dtype)
-    if mesh is None:
-        try:
-            grid = best_grid(request)
-        except GridError:
-            request = fewer_key_heads(request)
-            grid = best_grid(request)
-        mesh = ProcessGrid(grid)
-    try:
-        layouts = best_layouts(request, mesh.grid, stays_split=True)
-    except LayoutError:
-        request = fewer_key_heads(request)
-        layouts = best_layouts(request, mesh.grid, stays_split=True)
+    mesh = mesh or ProcessGrid(best_grid(request))
+    layouts = best_layouts(request, mesh.grid, stays_split=True)
     return mesh, layouts, _said(request, mesh, layouts)
 
 

@@ -148,8 +148,8 @@ class Split(Placing):
         if inner % down.num_splits(1):
             return f"{inner} features of its heads, which {_sizes(grid, down.dims[1])} do not divide"
         kv = role.kv_heads * role.head_dim
-        if kv % splits or (role.sections and role.kv_heads % splits):
-            return f"{role.kv_heads} heads of k and v, which {_sizes(grid, axes)} do not divide"
+        if kv % splits:
+            return f"{kv} features of k and v, which {_sizes(grid, axes)} do not divide"
         projections = {*role.inputs.values(), role.output}
         wrapped = tuple(f"{name.removesuffix('.base_layer')}.lora_" for name in projections)
         for name, child in modules[role.name].named_modules(prefix=role.name):

@@ -35,7 +35,9 @@ class Block:
         inner: the features that enter `down`; 0 where nothing does.
         looked_up: rows of a table in which hidden features are looked up before.
         tied: the table is the weight of `up`: it takes no memory of its own.
-        heads: sizes that y must divide, such as the numbers of query and of key heads.
+        heads: sizes that y must divide, such as the number of query heads.
+        key_heads, key_features: those of keys and values together. Where y divides the features of each but not their
+            heads, these are gathered over y, for every rank to take those that its queries use.
         times: how often it is repeated in a layer.
     """
 
@@ -44,6 +46,8 @@ class Block:
     outs: tuple[int, ...]
     inner: int
     heads: tuple[int, ...] = ()
+    key_heads: int = 0
+    key_features: int = 0
     name: str = "mlp"
     looked_up: int = 0
     tied: bool = False
@@ -61,7 +65,7 @@ class Block:
         head = head or hidden // heads
         kv_heads = kv_heads or heads
         sizes = (heads * head, kv_heads * head, kv_heads * head)
-        return cls(tokens, hidden, sizes, heads * head, (heads, kv_heads), "attention")
+        return cls(tokens, hidden, sizes, heads * head, (heads,), kv_heads, 2 * kv_heads * head, "attention")
 
     @classmethod
     def vocabulary(cls, tokens: int, hidden: int, classes: int, tied: bool = False, head: bool = True) -> Block:
@@ -127,6 +131,8 @@ def divides(block: Block, g: Grids, pad: bool) -> Any:
     fits = np.ones(np.shape(g.ranks), dtype=bool)
     for size in block.heads:
         fits &= size % g.y == 0
+    if block.key_heads:
+        fits &= block.key_features // 2 % g.y == 0
     if not pad:
         sizes = padded(block, g)
         fits &= (sizes.tokens == block.tokens) & (sizes.hidden == block.hidden)
@@ -195,6 +201,10 @@ def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -
                 yield Message(phase, f"up {tensor}", "all_to_all", axis, found)
         table = s.hidden * block.looked_up // (g.z * g.x * g.y)
         yield Message("wgrad", "up dB", "all_reduce", "dp", 2 * (g.dp - 1) * -(-table // g.dp))
+    if block.key_heads:
+        keys = s.tokens * block.key_features // ranks * (g.y - 1) * (block.key_heads % g.y != 0)
+        yield Message("forward", "up C", "all_gather", "y", keys)
+        yield Message("dgrad", "up dC", "reduce_scatter", "y", keys)
     for name, width, a, c, a_axis, c_axis in products:
         shard = width // (g.z * g.x * g.y)
         weight = shard * (g.z - 1)

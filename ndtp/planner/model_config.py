@@ -63,10 +63,9 @@ class Stack:
         inner = self.heads * self.head_size
         found = [Block.attention(tokens, self.hidden, self.heads, self.kv_heads, self.head_size)]
         if self.crosses:
-            heads = (self.heads, self.kv_heads)
             width = self.kv_heads * self.head_size
-            found.append(Block(tokens, self.hidden, (inner,), inner, heads, "cross attention"))
-            found.append(Block(tokens, self.hidden, (width, width), 0, heads, "cross keys"))
+            found.append(Block(tokens, self.hidden, (inner,), inner, (self.heads,), name="cross attention"))
+            found.append(Block(tokens, self.hidden, (width, width), 0, (), self.kv_heads, 2 * width, "cross keys"))
         found.append(Block.mlp(tokens, self.hidden, self.ffn, self.gated))
         return tuple(replace(block, times=self.layers) for block in found)
 

@@ -6,7 +6,7 @@ from products import mesh_of
 
 import ndtp
 from ndtp import CommMeter, Grid, LayoutError
-from ndtp.planner.block_cost import Block, Grids, gemms, memory, volume
+from ndtp.planner.block_cost import Block, Grids, divides, gemms, memory, volume
 
 pytest.importorskip("transformers")
 
@@ -15,7 +15,7 @@ import transformers.modeling_utils  # noqa: F401  # so that ranks are forked wit
 from architectures import build, inputs
 from test_transformers_whole import check_gradients
 
-from ndtp.models.auto import best_grid, best_layouts, fewer_key_heads, whole_request
+from ndtp.models.auto import best_grid, best_layouts, whole_request
 from ndtp.models.auto_whole import blocks_of
 
 
@@ -50,6 +50,22 @@ def test_the_vocabulary_costs_what_its_plans_say(grid):
     assert memory(block, sizes, 4).weights == 2 * hidden * classes * 4 // 8
 
 
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_few_key_heads_cost_what_is_gathered(key_heads):
+    """Every y that divides the heads of queries is planned; keys and values that are gathered for them cost it."""
+    from ndtp.algebra.relayouts import RelayoutPlan
+    from ndtp.algebra.schemes import block_layouts
+
+    sizes = Grids(1, 1, 2, 4)
+    few, all_heads = Block.attention(64, 32, 8, key_heads), Block.attention(64, 32, 8)
+    inside = block_layouts(Grid(x=2, y=4), "3d").hidden
+    shared = RelayoutPlan(inside, inside.with_dims(inside.dims[0], None), (), ("y",)).volume((64, 2 * key_heads * 4))
+    products = Block(64, 32, few.outs, 32, (8,))
+    assert volume(few, sizes) == volume(products, sizes) + shared.total * (key_heads % 4 != 0)
+    assert divides(few, sizes, pad=True) and divides(all_heads, sizes, pad=True)
+    assert not divides(Block.attention(64, 24, 6, 2), sizes, pad=True), "six heads"
+
+
 def test_a_large_vocabulary_keeps_the_head_off_x():
     """Over x logits are summed, as many as there are classes: what is planned with the head avoids that."""
     blocks = [Block.mlp(4096, 512, 2048, True)]
@@ -60,8 +76,6 @@ def test_a_large_vocabulary_keeps_the_head_off_x():
     for asked in choices:
         layouts = best_layouts(asked, Grid(a=2, b=4), stays_split=True)
         assert layouts.input.num_splits(0) * layouts.input.num_splits(1) == 8
-    few = whole_request([Block.attention(64, 32, 8, 1)], 8, "cpu", "float32")
-    assert few.blocks[0].heads == (8, 1) and fewer_key_heads(few).blocks[0].heads == (8,)
     asked = whole_request([Block.attention(54, 30, 5, 5)], 27, "cpu", "float32")
     with pytest.raises(LayoutError, match=r"no axis of grid a=3 b=3 c=3 divides \[5\] heads"):
         best_layouts(asked, Grid(a=3, b=3, c=3), stays_split=True)

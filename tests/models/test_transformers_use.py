@@ -176,20 +176,20 @@ def check_left_alone():
 def check_few_key_heads():
     """Fewer heads of k and v than ranks that split heads: gathered, and each rank takes those that it needs."""
     mesh = mesh_of(Grid(x=1, y=4))
-    for kv_heads in (1, 2):
-        dense, model = (
-            build("Qwen3ForCausalLM", num_attention_heads=8, num_key_value_heads=kv_heads) for _ in range(2)
-        )
+    for name, kv_heads in (("Qwen3ForCausalLM", 1), ("Qwen3ForCausalLM", 2), ("Phi3ForCausalLM", 2)):
+        sizes = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "hidden_size": 64}
+        dense, model = (build(name, **sizes) for _ in range(2))
         ndtp.parallelize(model, mesh, scheme="2d")
-        given = inputs("Qwen3ForCausalLM")
+        given = inputs(name)
         expected = dense(**given).loss
         with CommMeter() as meter:
             loss = model(**given).loss
             loss.backward()
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0.0)
         expected.backward()
-        check_gradients(model, dense, f"{kv_heads} heads of k and v")
-        assert meter.volume == model.ndtp_report.volume(4, 6), kv_heads
+        check_gradients(model, dense, f"{name}, {kv_heads} heads of k and v")
+        assert meter.volume == model.ndtp_report.volume(4, 6), f"{name}, {kv_heads}"
+        assert not any("attn" in layer for layer in model.ndtp_report.kept), name
 
 
 def test_what_does_not_fit_is_left_whole(ranks):

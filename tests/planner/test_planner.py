@@ -174,7 +174,10 @@ def test_layers_gated_and_attention_add_up():
 
 
 def test_heads_limit_y_and_are_not_padded():
-    plans = plan(8192, 4096, 16384, 64, heads=32, kv_heads=8, objective="volume")
+    """Those of queries; fewer heads of keys are gathered, as long as y divides their features."""
+    plans = plan(8192, 4096, 16384, 64, heads=32, kv_heads=8, objective="volume", limit=64)
+    assert {p.grid["y"] for p in plans} == {1, 2, 4, 8, 16, 32}
+    plans = plan(8192, 4096, 16384, 64, heads=32, kv_heads=1, head_size=8, objective="volume", limit=64)
     assert {p.grid["y"] for p in plans} == {1, 2, 4, 8}
 
 
