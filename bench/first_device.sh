@@ -76,6 +76,7 @@ all=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$ranks" -
 
 step info 60 "${ours[@]}" info --json "$out/info.json"
 tests tests_kernels 200 tests/kernels/test_parts.py
+tests tests_on_device 200 tests/kernels/test_on_device.py
 step gemm_quick 240 "$python" bench/gemm.py --plain --fused --block --quick --seconds 200 --out "$out/gemm_quick.json"
 tests tests_cuda 400 tests/test_cuda.py
 tests graphs 200 tests/test_cuda.py -k captured

@@ -266,3 +266,10 @@ def test_no_module_is_named_like_a_function():
 
     for name in ndtp.__all__:
         assert f"ndtp.{name}" not in modules(NDTP) and name not in ndtp._MOVED, name
+
+
+def test_the_first_hour_on_a_device_runs_every_test_that_wants_one():
+    command = (ROOT / "bench" / "first_device.sh").read_text()
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
+    left_out = {str(path.relative_to(ROOT)) for path in marked} - set(command.split())
+    assert left_out - {str(Path(__file__).relative_to(ROOT))} == set()
