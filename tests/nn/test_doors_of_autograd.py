@@ -135,7 +135,7 @@ def compiled_while_accumulating():
     import torch._dynamo
 
     torch.compiler.config.force_disable_caches = True
-    case = Case(GRID, "3d")
+    case = Case(Grid(z=2, x=1, y=1), "3d")
     eager = case.block
     compiled = torch.compile(eager.forward, backend="aot_eager", fullgraph=True)
 
@@ -164,7 +164,7 @@ def compiled_while_accumulating():
 
 
 def test_compiled_code_reduces_its_gradients_while_others_are_accumulated(ranks):
-    ranks(4).run(compiled_while_accumulating)
+    ranks(2).run(compiled_while_accumulating)
 
 
 def watched_for_nan():

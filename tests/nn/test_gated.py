@@ -89,28 +89,31 @@ def check_planned(grid):
     assert block.volume(ROWS).total == volume(Block.mlp(ROWS, HIDDEN, INNER, gated=True), Grids(**sizes))
 
 
-def check_real():
-    for grid, scheme in ((Grid(z=2, x=2, y=2), "3d"), (Grid(x=8), "1d-sp"), (Grid(x=4, y=2), "2d-features")):
-        mesh = mesh_of(grid)
-        layers = [layer.double() for layer in dense_layers()]
-        for activation, function in (("silu", F.silu), ("gelu", F.gelu), ("sigmoid", torch.sigmoid)):
-            for regather, chunks in (((), 1), (("a", "b"), 2)):
-                block = ndtp.nn.GatedMLP.from_dense(
-                    *layers, activation, mesh=mesh, scheme=scheme, regather=regather, chunks=chunks
-                )
-                x = torch.randn(ROWS, HIDDEN, dtype=torch.float64, requires_grad=True)
-                mine = block.in_layout.shard(x.detach(), mesh.rank).clone().requires_grad_()
-                y, expected = block(mine), dense(layers, x, function)
-                torch.testing.assert_close(y, block.out_layout.shard(expected, mesh.rank))
-                expected.backward(torch.ones_like(expected))
-                y.backward(torch.ones_like(y))
-                torch.testing.assert_close(mine.grad, block.in_layout.shard(x.grad, mesh.rank))
+def check_real(grid, scheme, turn):
+    """Every activation; what is gathered again and chunks take turns over activations and grids."""
+    mesh = mesh_of(grid)
+    layers = [layer.double() for layer in dense_layers()]
+    for activation, function in (("silu", F.silu), ("gelu", F.gelu), ("sigmoid", torch.sigmoid)):
+        regather, chunks = (((), 1), (("a", "b"), 2))[turn % 2]
+        turn += 1
+        block = ndtp.nn.GatedMLP.from_dense(
+            *layers, activation, mesh=mesh, scheme=scheme, regather=regather, chunks=chunks
+        )
+        x = torch.randn(ROWS, HIDDEN, dtype=torch.float64, requires_grad=True)
+        mine = block.in_layout.shard(x.detach(), mesh.rank).clone().requires_grad_()
+        y, expected = block(mine), dense(layers, x, function)
+        torch.testing.assert_close(y, block.out_layout.shard(expected, mesh.rank))
+        expected.backward(torch.ones_like(expected))
+        y.backward(torch.ones_like(y))
+        torch.testing.assert_close(mine.grad, block.in_layout.shard(x.grad, mesh.rank))
 
 
 def test_real_activations_and_the_planned_volume(ranks):
     for grid in (Grid(z=2, x=2, y=2), Grid(dp=2, z=2, x=1, y=2), Grid(dp=8)):
         ranks(8).run(check_planned, grid)
-    ranks(8).run(check_real)
+    real = ((Grid(z=2, x=2, y=2), "3d"), (Grid(x=4), "1d-sp"), (Grid(x=4, y=2), "2d-features"))
+    for turn, (grid, scheme) in enumerate(real):
+        ranks(grid.num_ranks).run(check_real, grid, scheme, turn)
 
 
 def test_as_many_chunks_as_pay(ranks):

@@ -265,6 +265,14 @@ def parallel_stack(grid, scheme):
 CLIP = torch.nn.utils.clip_grad_norm_
 
 
+def adamw(model):
+    """In one operation for all parameters: DTensor looks for a way for each operation, which takes longer than a step.
+
+    The other forms of AdamW: models/test_composition.py.
+    """
+    return torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+
+
 def training_case(grid, scheme):
     mesh, model = parallel_stack(grid, scheme)
     layout = model.blocks[0].in_layout
@@ -276,7 +284,7 @@ def training_case(grid, scheme):
         torch.distributed.all_reduce(loss)
         return loss / (grid.num_ranks / splits)
 
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = adamw(model)
     return train(model, x, target, 9, optimizer, (None, CLIP, ndtp.nn.clip_grad_norm_), splits, total)
 
 
@@ -294,7 +302,7 @@ def test_adamw_steps_give_the_dense_losses(ranks):
     """Unclipped, clipped by torch's function and by ndtp's: in turns, so that each goes on from what the last left."""
     x, target = rows_and_targets()
     model = dense_stack()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = adamw(model)
     expected = train(model, x, target, 9, optimizer, (None, CLIP, CLIP))
     assert expected[0][-1] < expected[0][0] and all(norm > 0.05 for norm in expected[1])
     for grid, scheme in TRAINING:
@@ -308,7 +316,7 @@ def save_checkpoint(grid, scheme, path):
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     mesh, model = parallel_stack(grid, scheme)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = adamw(model)
     layout = model.blocks[0].in_layout
     x, target = (layout.shard(t, mesh.rank) for t in rows_and_targets())
     splits = layout.num_splits(0) * layout.num_splits(1)
@@ -324,7 +332,7 @@ def load_checkpoint(grid, scheme, path):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     mesh, model = parallel_stack(grid, scheme)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = adamw(model)
     state, optimizer_state = get_state_dict(model, optimizer)
     both = {"model": state, "optimizer": optimizer_state}
     dcp.load(both, checkpoint_id=path)
@@ -337,7 +345,7 @@ def load_checkpoint(grid, scheme, path):
 
 def test_a_checkpoint_of_one_grid_loads_on_another(ranks, tmp_path):
     saved = ranks(8).run(save_checkpoint, Grid(z=2, x=2, y=2), "3d", str(tmp_path / "checkpoint"))
-    for num_ranks, grid, scheme in [(8, Grid(x=2, y=4), "2d"), (4, Grid(x=4), "1d")]:
+    for num_ranks, grid, scheme in [(4, Grid(x=2, y=2), "2d"), (4, Grid(x=4), "1d")]:
         for parameters in ranks(num_ranks).run(load_checkpoint, grid, scheme, str(tmp_path / "checkpoint")):
             for parameter, target in zip(parameters, saved[0], strict=True):
                 torch.testing.assert_close(parameter, target, rtol=1e-9, atol=1e-12)

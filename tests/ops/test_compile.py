@@ -181,12 +181,12 @@ def module_cases(grid, scheme, backend="aot_eager", **options):
 
 @pytest.mark.parametrize(
     "grid,scheme,options",
-    [(Grid(z=2, x=1, y=2), "3d", {"chunks": 2}), (Grid(x=4), "1d-sp", {"regather": ("a",)})],
+    [(Grid(z=2, x=1, y=2), "3d", {"chunks": 2}), (Grid(x=2), "1d-sp", {"regather": ("a",)})],
     ids=str,
 )
 def test_a_block_is_one_op(ranks, grid, scheme, options):
     """A gated one on z and x is in nn/test_gated.py."""
-    ranks(4).run(module_cases, grid, scheme, **options)
+    ranks(grid.num_ranks).run(module_cases, grid, scheme, **options)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
@@ -231,13 +231,13 @@ class Model(nn.Module):
 
 
 def parallelized():
-    mesh = mesh_of(Grid(z=1, x=2, y=2))
+    mesh = mesh_of(Grid(x=2))
     torch.manual_seed(0)
     model = Model()
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
             parameter.copy_(small_integers(parameter.shape, i, **BOUNDS))
-    ndtp.parallelize(model, mesh, {"up": "up", "down": "down"}, scheme="2d")
+    ndtp.parallelize(model, mesh, {"up": "up", "down": "down"}, scheme="1d-sp")
     x = small_integers((5, 3, 6), 7, **BOUNDS)
     ops = []
     assert_same_step(model, compiled(model, ops=ops), x, list(model.parameters()), "parallelize")
@@ -245,7 +245,7 @@ def parallelized():
 
 
 def test_a_model_that_was_parallelized(ranks):
-    ranks(4).run(parallelized)
+    ranks(2).run(parallelized)
 
 
 class Named(nn.Module):
@@ -292,7 +292,7 @@ def test_what_lies_between_a_named_pair(ranks):
 
 
 def modes(way):
-    mesh = mesh_of(Grid(z=1, x=2, y=2))
+    mesh = mesh_of(Grid(z=2, x=1, y=1))
     block = with_integers(ndtp.nn.MLP(HIDDEN, INNER, "relu", mesh=mesh, regather=("b",)), mesh)
     x = shard_of(block.in_layout, (ROWS, HIDDEN), mesh, 1)
     leaves = list(block.parameters())
@@ -335,7 +335,7 @@ def modes(way):
 
 @pytest.mark.parametrize("way", ["plain", "checkpoint", "autocast"])
 def test_modes(ranks, way):
-    ranks(4).run(modes, way)
+    ranks(2).run(modes, way)
 
 
 def functional_block():
