@@ -42,13 +42,13 @@ def check_runs(folder, names, sizes, scheme, start):
     mesh, result = mesh_of(Grid(sizes)), {}
     for name in names:
         model = ndtp.parallelize(build(name), mesh, scheme=scheme)
-        optimizer = adamw(model, foreach=True)
+        optimizer = adamw(model, fused=True)
         if start is None:
             train(model, optimizer, name)
             save(model, optimizer, folder / name, extra={"step": STEPS})
             train(model, optimizer, name)
             again = ndtp.parallelize(build(name), mesh, scheme=scheme)
-            other = adamw(again, foreach=True, betas=(0.1, 0.2))
+            other = adamw(again, fused=True, betas=(0.1, 0.2))
             assert load(again, other, folder / name) == {"step": STEPS}
             assert other.param_groups[1]["betas"] == (0.9, 0.999)
             train(again, other, name)

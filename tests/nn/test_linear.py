@@ -84,10 +84,11 @@ def test_equals_dense_on_every_grid(ranks, scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_padding_is_exact_and_gets_no_gradient(ranks, scheme):
-    turns = enumerate(grids(scheme), first_turn(scheme))
+    """On every other grid of a scheme; the others: test_mlp.py."""
+    turns = enumerate(grids(scheme)[::2], first_turn(scheme))
     cases = [(grid, scheme, ("up", "down")[turn % 2], True) for turn, grid in turns]
     ranks(8).run(check_linear, cases, inp=13, out=27, pad=True)
-    ranks(8).run(check_linear, cases[:4], inp=1, out=3, pad=True)
+    ranks(8).run(check_linear, cases[:2], inp=1, out=3, pad=True)
 
 
 def test_low_precision_and_few_ranks(ranks):
