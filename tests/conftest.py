@@ -10,8 +10,8 @@ __all__ = ["ranks"]
 
 # What takes longest comes first: at the end a worker would wait for the other one's last file.
 LONGEST = (
-    "test_aot.py", "test_interpreter.py", "test_bench_programs.py", "test_failures.py", "test_launch.py", "test_docs.py",
-    "test_compile.py", "test_mlp.py",
+    "test_aot.py", "test_interpreter.py", "test_bench_programs.py", "test_failures.py", "test_launch.py",
+    "test_docs.py", "test_compile.py", "test_mlp.py",
 )  # fmt: skip
 
 
