@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndtp.runtime.moves import Cut, Move, Way
+from ndtp.runtime.moves import Cut, Move, Pieces, Way
 from ndtp.schedule.tasks import RowChunks
 
 if TYPE_CHECKING:
@@ -107,6 +107,29 @@ def start_gradient(slot: int, source: int, way: Way, name: tuple[int, str]) -> R
     def run(slots: Slots) -> None:
         x, slots[source] = slots[source], None
         slots[slot] = Move(way, x, hold=name in slots[HELD]).start()
+
+    return run
+
+
+def start_piece(slot: int, source: int, way: Way, whole: tuple[int, ...], rows: slice) -> Run:
+    """Send rows of a gradient off, towards their place in the whole."""
+
+    def run(slots: Slots) -> None:
+        x, slots[source] = slots[source], None
+        if slots[slot] is None:
+            slots[slot] = Pieces(x.new_empty(whole))
+        slots[slot].add_piece(way, x, rows)
+
+    return run
+
+
+def where_held(name: tuple[int, str], is_held: bool, runs: Sequence[Run]) -> Run:
+    """Do these only if the gradient stops before an all-reduce in this call, or only if it does not."""
+
+    def run(slots: Slots) -> None:
+        if (name in slots[HELD]) is is_held:
+            for each in runs:
+                each(slots)
 
     return run
 

@@ -162,6 +162,32 @@ class Move:
         return self
 
 
+class Pieces(Move):
+    """A gradient on its way in pieces of rows, each of which lands where it belongs in the whole."""
+
+    __slots__ = ("moves",)
+
+    def __init__(self, whole: Tensor) -> None:
+        self.moves: list[Move] = []
+        self.tensor, self.hold, self.handle = whole, False, None
+
+    def add_piece(self, way: Way, piece: Tensor, rows: slice) -> None:
+        assert self.tensor is not None
+        self.moves.append(Move(way, piece, self.tensor[rows]).start())
+        self.handle = self.moves[0].handle
+
+    def wait(self) -> Tensor:
+        for move in self.moves:
+            move.wait()
+        self.handle = None
+        assert self.tensor is not None
+        return self.tensor
+
+    def start_next(self) -> None:
+        for move in self.moves:
+            move.start_next()
+
+
 def is_matrix(plan: MatMulPlan) -> bool:
     """Whether a product has no batch dims."""
     return len(plan.c_letters) == 2

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ndtp.algebra.matmul_plan import Letters, MatMulPlan
+from ndtp.algebra.steps import apply
 from ndtp.compute.devices import kind_of
 from ndtp.compute.gemm import Product, joined
 from ndtp.runtime import closures
 from ndtp.runtime.closures import Get
 from ndtp.runtime.moves import blocks_of_result, is_matrix
-from ndtp.runtime.slots import Key, Slots
-from ndtp.schedule.tasks import Action, Task
+from ndtp.runtime.slots import Key, Moving, Slots
+from ndtp.schedule.tasks import Action, Task, cut_alike
 
 if TYPE_CHECKING:
     from ndtp.collectives.handles import Shape
@@ -45,6 +46,8 @@ class Phase(Slots):
         for task in tasks:
             action, tensor, chunk, p = task
             bind[action](p, tensor, chunk)
+            if tensor == "dB" and self.cut_operands.get(p) is None:
+                chunk, task = None, task._replace(chunk=None)  # it goes whole
             title, line = None, str(task)
             if action is Action.START and (p, tensor, chunk) in self.moving:
                 line += f": {self.moving[p, tensor, chunk].way}"
@@ -106,7 +109,9 @@ class Phase(Slots):
         self.begun[p, name, i] = begun
 
     def _multiply(self, p: int, name: str, i: int | None) -> None:
-        if name == "dB":
+        if name == "dB" and i is not None:
+            self._multiply_piece(p, i)
+        elif name == "dB":
             self.tensors[p, "dB", None] = self._wgrad(p)
         elif name == "dbias":
             self.tensors[p, "dbias", None] = self._bias_gradient(p)
@@ -138,6 +143,84 @@ class Phase(Slots):
             if start < stop:
                 product = self._product(p, name, (stop - start, *shape[1:]), blocks=1)
                 self.runs.append(closures.multiply_rows(begun, product, operand, weight, start, stop))
+
+    # ------------------------------------------------------------------------------- gradients of weights in pieces
+
+    def start(self, p: int, name: str, i: int | None) -> None:
+        if name == "dB" and i is not None:
+            self._start_piece(p, i)
+        else:
+            super().start(p, name, i)
+
+    def _cut_operand(self, p: int) -> str | None:
+        """That operand of dB whose columns make pieces of its rows; None where dB goes whole.
+
+        Rows of its pieces are rows of the gradient: nothing on its way cuts or scatters them.
+        """
+        plan, steps = self.stages[p].plan, self.stages[p].plan.relayouts["dB"]
+        if not is_matrix(plan) or not steps or any(0 in (step.dim, step.source) for step in steps):
+            return None
+        if any(step.kind not in ("reduce_scatter", "all_reduce") for step in steps):
+            return None
+        shape = self.stages[p].held(plan.b_letters)
+        operands = [self.whole(p, name) for name in ("dC", "A")]
+        if shape[0] % self.chunks or any(slot is None or len(self.shapes[slot]) != 2 for slot in operands):
+            return None
+        reduced = [
+            (prod(after), plan.grid.size(step.axes))
+            for step, after, _ in apply(plan.grid, steps, shape)
+            if step.kind == "all_reduce"
+        ]
+        if not cut_alike(reduced, self.chunks):
+            return None
+        return "dC" if plan.b_letters[0] in plan.c_letters else "A"
+
+    def _multiply_piece(self, p: int, j: int) -> None:
+        if j == 0:
+            self.cut_operands[p] = self._cut_operand(p)
+        cut = self.cut_operands[p]
+        if cut is None:
+            if j == 0:
+                self.tensors[p, "dB", None] = self._wgrad(p)
+            return
+        if j == 0:  # what is held back is added to what was, whole
+            self.runs, runs = [], self.runs
+            self.tensors[p, "dB", None] = self._wgrad(p)
+            self.runs = [*runs, closures.where_held((p, "dB"), True, self.runs)]
+        plan, slots = self.stages[p].plan, {name: self.tensors[p, name, None] for name in ("dC", "A")}
+        shapes = {name: self.shapes[slot] for name, slot in slots.items()}
+        gets = {name: closures.get(slot) for name, slot in slots.items()}
+        dim = letters_of(plan, "dB")[cut == "A"].index(plan.b_letters[0])
+        size = shapes[cut][dim] // self.chunks
+        shapes[cut] = (*shapes[cut][:dim], size, *shapes[cut][dim + 1 :])
+        gets[cut] = closures.get_part(slots[cut], dim, j * size, size)
+        rows, columns = self.stages[p].held(plan.b_letters)
+        blocks = blocks_of_result(plan, "dB")
+        shape = (rows // self.chunks, columns)
+        self.tensors[p, "dB", j] = result = self.slot((blocks, shape[0], columns // blocks) if blocks > 1 else shape)
+        product = self.gemm.bound(
+            letters_of(plan, "dB"), shapes["dC"], shapes["A"], blocks=blocks if blocks > 1 else None
+        )
+        run = closures.multiply_joined(result, product, gets["dC"], gets["A"])
+        self.runs.append(closures.where_held((p, "dB"), False, (run,)))
+
+    def _start_piece(self, p: int, j: int) -> None:
+        name = p, "dB"
+        if self.cut_operands[p] is None:
+            if j == 0:
+                super().start(p, "dB", None)
+            return
+        if j == 0:
+            self.runs, runs = [], self.runs
+            super().start(p, "dB", None)
+            self.runs = [*runs, closures.where_held(name, True, self.runs)]
+        slot, whole, _ = self.moving[p, "dB", None]
+        source = self.tensors.pop((p, "dB", j))
+        way = self._way(p, "dB", j, source, False)
+        height = way.shape[0]
+        self.moving[p, "dB", j] = Moving(slot, way, None)
+        piece = closures.start_piece(slot, source, way, whole.shape, slice(j * height, (j + 1) * height))
+        self.runs.append(closures.where_held(name, False, (piece,)))
 
     def _wgrad(self, p: int) -> int:
         gemm, plan = self.gemm, self.stages[p].plan

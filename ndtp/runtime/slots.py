@@ -54,7 +54,9 @@ class Setting(NamedTuple):
     dtype: torch.dtype
 
 
-class _Moving(NamedTuple):
+class Moving(NamedTuple):
+    """A tensor on its way, or a piece of one."""
+
     slot: int
     way: Way
     place: Place | None
@@ -90,10 +92,11 @@ class Slots:
         self.shapes: list[Shape] = [()] * FIRST
         self.stored = {key: self.slot(shape) for key, shape in stored.items()}
         self.tensors: dict[Key, int] = {}
-        self.moving: dict[Key, _Moving] = {}
+        self.moving: dict[Key, Moving] = {}
         self.side_by_side: dict[tuple[int, str], int] = {}  # the gathered chunks of an operand
         self.begun: dict[Key, int] = {}  # results of which this rank's own part is multiplied
         self.complete: set[int] = set()  # those of them of which all parts are
+        self.cut_operands: dict[int, str | None] = {}  # see `Phase._cut_operand`
 
     def end_of_task(self, line: str, title: Title | None = None) -> None:
         if self.runs:
@@ -138,7 +141,7 @@ class Slots:
             return
         way = self._way(p, name, i, source, place is not None)
         slot = self.slot(way.shape)
-        self.moving[key] = _Moving(slot, way, place)
+        self.moving[key] = Moving(slot, way, place)
         is_last_use = not stays and bool(self.let_go(source))
         if name in ("dB", "dbias"):
             self.runs.append(closures.start_gradient(slot, source, way, (p, name)))
@@ -181,7 +184,7 @@ class Slots:
         way = self._way(p, "B", None, source, False)
         slot = self.slot(way.shape)
         self.runs.append(closures.take_or_start(slot, source, way, self.is_forward))
-        self.moving[p, "B", None] = _Moving(slot, way, None)
+        self.moving[p, "B", None] = Moving(slot, way, None)
         self.end_of_task(f"{Task(Action.START, 'B', None, p)}: {way}")
 
     def release(self, p: int, name: str, i: int | None) -> None:

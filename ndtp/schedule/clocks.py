@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ndtp.algebra.steps import phase_of
-from ndtp.schedule.tasks import WINDOW, Action, Task, Wanted, backward_tasks, forward_tasks
+from ndtp.schedule.tasks import WINDOW, Action, Task, Wanted, backward_tasks, forward_tasks, pieces
 
 # (collective, axis, bytes received per rank), one after another.
 Messages = list[tuple[str, str, Any]]
@@ -195,7 +195,7 @@ def replayed(
             begun[key] = product.own[phase == "backward"]
             line.compute(key, "own", begun[key] * product.chunk)
         elif task.action is Action.MULTIPLY:
-            whole = product.gemm if task.tensor == "dB" else product.chunk
+            whole = product.gemm if task.tensor == "dB" and task.chunk is None else product.chunk
             line.compute(key, "multiply", (1 - begun.pop(key, 0.0)) * whole)
         elif task.action is Action.ACTIVATE:
             source = products[i - 1] if task.tensor == "A" else product
@@ -222,6 +222,6 @@ def _tasks(products: Sequence[Product], chunks: int, regather: bool) -> Iterator
         for task in backward_tasks(chunks, (want,) * len(chain)):
             yield "backward", chain[task.product], task
         for i in chains[k + 1] if k + 1 < len(chains) else ():
-            yield "backward", i, Task(Action.START_NEXT, "dB")
+            yield from (("backward", i, Task(Action.START_NEXT, "dB", j)) for j in pieces(chunks))
         for i in chains[k + WINDOW] if k + WINDOW < len(chains) else ():
-            yield "backward", i, Task(Action.WAIT, "dB")
+            yield from (("backward", i, Task(Action.WAIT, "dB", j)) for j in pieces(chunks))

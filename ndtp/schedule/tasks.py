@@ -107,7 +107,7 @@ def _forward(chunks: int, biases: Sequence[bool]) -> Iterator[Task]:
                 yield Task(Action.START, "A", i + LOOKAHEAD)
             if p < last and i == 0:
                 yield Task(Action.START, "B", None, p + 1)
-            elif p == last and i == _behind(chunks):
+            elif p == last and i == min(_behind(chunks), chunks // 4):  # early enough to be there when it is needed
                 yield Task(Action.PREFETCH, "B", None, p)
             yield Task(Action.MULTIPLY, "C", i, p)
             yield Task(Action.RELEASE, "A", i, p)
@@ -121,8 +121,8 @@ def _forward(chunks: int, biases: Sequence[bool]) -> Iterator[Task]:
 def backward_tasks(chunks: int, wanted: tuple[Wanted, ...] = (Wanted(),)) -> tuple[Task, ...]:
     """dA = dC . B^T and dB = A^T . dC for every product, last first, of one gather of dC.
 
-    dA's scatters fly while dB is multiplied.  dB and the bias's gradient are started here, and waited for at the end of
-    the whole backward pass.
+    dA's scatters fly while dB is multiplied, and what moves dB's first rows while its last ones are: in as many pieces
+    as there are chunks.  dB and the bias's gradient are started here, and waited for at the end of the whole backward.
     """
     return tuple(_backward(chunks, wanted))
 
@@ -175,12 +175,18 @@ def _dgrad(chunks: int, wanted: Sequence[Wanted], p: int, i: int, first: int) ->
         yield Task(Action.START, "dA", i, p)
 
 
+def pieces(chunks: int) -> Sequence[int | None]:
+    """Those of a weight's gradient; None where it is one."""
+    return range(chunks) if chunks > 1 else (None,)
+
+
 def _weight_gradients(chunks: int, want: Wanted, p: int) -> Iterator[Task]:
     if want.wgrad:
         if want.again("a"):
             yield from (Task(Action.WAIT, "A", j, p) for j in range(chunks))
-        yield Task(Action.MULTIPLY, "dB", None, p)
-        yield Task(Action.START, "dB", None, p)
+        for j in pieces(chunks):
+            yield Task(Action.MULTIPLY, "dB", j, p)
+            yield Task(Action.START, "dB", j, p)
     if want.bias:
         yield Task(Action.MULTIPLY, "dbias", None, p)
         yield Task(Action.START, "dbias", None, p)
@@ -248,7 +254,7 @@ class RowChunks:
         if not local or local % blocks:
             return whole
         reduced = [each for plan, size in zip(plans, sizes, strict=True) for each in _all_reduced(plan, size)]
-        possible = [n for n in divisors(local // blocks) if n <= wanted and _cut_alike(reduced, n)]
+        possible = [n for n in divisors(local // blocks) if n <= wanted and cut_alike(reduced, n)]
         count = max(possible)  # one is always
         if count == 1:
             return whole
@@ -273,7 +279,7 @@ def _all_reduced(plan: MatMulPlan, sizes: Mapping[str, int]) -> Iterator[tuple[i
                 yield math.prod(after), plan.grid.size(step.axes)
 
 
-def _cut_alike(all_reduced: Sequence[tuple[int, int]], chunks: int) -> bool:
+def cut_alike(all_reduced: Sequence[tuple[int, int]], chunks: int) -> bool:
     """Whether all-reduces send as much in chunks as whole: the block that each rank sums is rounded up in both."""
     return all(chunks * -(-(elements // chunks) // ranks) == -(-elements // ranks) for elements, ranks in all_reduced)
 

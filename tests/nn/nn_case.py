@@ -27,10 +27,10 @@ def dense_block():
 class Case:
     """A block on a grid, the same block dense, and micro-batches for both."""
 
-    def __init__(self, grid, scheme):
+    def __init__(self, grid, scheme, chunks=1):
         self.mesh = mesh_of(grid)
         self.dense = dense_block()
-        self.block = ndtp.nn.MLP.from_dense(*self.dense, "relu", mesh=self.mesh, scheme=scheme)
+        self.block = ndtp.nn.MLP.from_dense(*self.dense, "relu", mesh=self.mesh, scheme=scheme, chunks=chunks)
         self.parts = [(integers((TOKENS, HIDDEN), 10 + i), integers((TOKENS, HIDDEN), 20 + i)) for i in range(PARTS)]
         self.volume = self.block.volume(TOKENS, dgrad=False).in_bytes(8)
 

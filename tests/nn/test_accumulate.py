@@ -20,7 +20,8 @@ def reduced_over_dp(meter):
 
 
 def three_parts(grid, scheme):
-    case = Case(grid, scheme)
+    """In chunks over z: gradients go in pieces, but for those that are held back."""
+    case = Case(grid, scheme, chunks=grid["z"] if scheme == "3d" else 1)
     with CommMeter() as every:
         for part in case.parts:
             case.run(part)

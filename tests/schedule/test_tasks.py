@@ -151,7 +151,9 @@ def test_the_scatter_of_a_chunk_leaves_while_later_chunks_are_multiplied():
 def test_weight_gradients_are_multiplied_while_something_flies(chunks):
     tasks = backward_tasks(chunks, (Wanted(), Wanted()))
     for p in (0, 1):
-        at = tasks.index(Task(Action.MULTIPLY, "dB", None, p))
+        at = tasks.index(Task(Action.MULTIPLY, "dB", 0 if chunks > 1 else None, p))
+        for j in range(1, chunks):
+            assert tasks.index(Task(Action.START, "dB", j - 1, p)) < tasks.index(Task(Action.MULTIPLY, "dB", j, p))
         flying = Counter()
         for task in tasks[:at]:
             flying[task.tensor, task.product] += {Action.START: 1, Action.WAIT: -1}.get(task.action, 0)
