@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import paced
 import torch
 import torch._dynamo  # DTensor would, in each of the processes that are forked
 import torch.distributed as dist
@@ -224,6 +223,8 @@ def main() -> None:
     _store, rank, ranks = next(dist.rendezvous("env://"))  # whoever serves it, torchrun or rank 0, serves all grids
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if arguments.paced:
+        import paced  # beside this file
+
         paced.main(arguments, rank, in_a_process_of_its_own)
         return
     cases = dict.fromkeys(arguments.grids or [f"1d-sp:x={ranks}", *(f"3d:{named(g)}" for g in ndtp.Grid.all(ranks))])
