@@ -142,18 +142,20 @@ def test_a_parent_that_ends_leaves_no_process(tmp_path, when, end):
     wait_until_gone([zygote, *pids])
 
 
-IN_A_SCRIPT = "dist.init_process_group('gloo'); fail(timeout=3)"
+IN_A_SCRIPT = "dist.init_process_group('gloo'); fail()"
+STALLED = "dist.init_process_group('gloo'); fail(timeout=3)"
 IN_RUN = "ndtp.testing.run(fail, 2)"
 
 
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        (IN_A_SCRIPT, "CommunicationError: all_gather of relayout (forward) over axis y failed: rank 1 (z=0, x=0, y=1) "
-                      "waited for rank 0"),
+        (STALLED, "CommunicationError: all_gather of relayout (forward) over axis y failed: rank 1 (z=0, x=0, y=1) "
+                  "waited for rank 0"),
+        (IN_A_SCRIPT, "KeyError: 'missing'"),
         (IN_RUN, "KeyError: 'missing'"),
     ],
-    ids=["in a script", "in run"],
+    ids=["stalled", "in a script", "in run"],
 )  # fmt: skip
 def test_a_failure_under_torchrun_ends_all_ranks(tmp_path, start, message):
     """Although a collective of the rank that fails waits for one that never comes."""
