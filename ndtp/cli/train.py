@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -99,6 +100,8 @@ def train(
         raise typer.BadParameter(
             f"{grid or 'dense'} takes {count} ranks, {where}; `ndtp plan` finds a grid", param_hint="--grid"
         )
+    if tensorboard and find_spec("tensorboard") is None:
+        raise typer.BadParameter("TensorBoard is not installed; pip install tensorboard", param_hint="--tensorboard")
     _check_files(text, model, context, output)
     with tempfile.TemporaryDirectory(prefix="ndtp-train-") as folder, _marking(Path(folder) / "stop") as stop_file:
         job = Job(

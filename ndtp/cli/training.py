@@ -93,7 +93,7 @@ def train(counter: Counter, job: Job) -> Trained:
             return done
     counter.advance(done.first)
     batches = Batches(job)
-    log = _Log(job, done.first) if mesh is None or mesh.rank == 0 else None
+    log = Log(job, done.first) if mesh is None or mesh.rank == 0 else None
     began = time.perf_counter()
     saved = done.first
     while done.step < job.steps and not done.stopped:
@@ -202,7 +202,7 @@ def _any_rank(mine: bool, mesh: ProcessGrid | None) -> bool:
     return bool(flag)
 
 
-class _Log:
+class Log:
     """A line a step, in log.csv and, if asked for, for TensorBoard; what was behind the checkpoint is taken out."""
 
     def __init__(self, job: Job, first: int) -> None:

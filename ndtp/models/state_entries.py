@@ -69,7 +69,8 @@ def entries_of(model: nn.Module, mesh: ProcessGrid | None) -> list[Entry]:
             layout = Layout.from_placements(mesh.grid, mesh.mesh_axes, x.placements, x.dim())
             local = x._local_tensor.detach()
         shape = tuple(x.shape)
-        entries.append(Entry(tuple(keys), local, layout, shape, real.get(keys[0], shape)))
+        unpadded = next((real[key] for key in keys if key in real), shape)  # of any module that has it
+        entries.append(Entry(tuple(keys), local, layout, shape, unpadded))
     return entries
 
 

@@ -20,6 +20,7 @@ from ndtp.models.adopted import class_of
 from ndtp.models.frame import Frame
 from ndtp.models.hidden import Hidden, split, whole
 from ndtp.models.roles import MLPRole, join
+from ndtp.models.run_eagerly import run_eagerly
 from ndtp.models.step_volume import mlp_volume, norm_volume, product_volume
 from ndtp.models.torch_attention import SplitMultihead, place_multihead, reason_against
 from ndtp.models.transformer import Split
@@ -75,6 +76,7 @@ class TorchSplit(Split):
         self.known.let_go()
         if self.replaced:
             place_stack(self.model, self.name, self.frame, self.layouts.input, self.width)
+            run_eagerly(self.model)
 
     def _multihead(self, name: str, module: nn.MultiheadAttention) -> None:
         reason = "as asked" if self.is_kept(name, f"{name}.out_proj") else reason_against(module, self.layouts)

@@ -30,6 +30,7 @@ from ndtp.models.roles import (
     is_wrapper,
     norm_role,
 )
+from ndtp.models.run_eagerly import run_eagerly
 from ndtp.models.saving import saved_whole
 from ndtp.ops.lookup import LookupPlan
 from ndtp.ops.norms import NormPlan
@@ -84,6 +85,7 @@ class Split(Placing):
         self.known.let_go()
         if self.frame.head is not None and self.frame.fuse:
             place_model(self.stock, self.frame)
+        run_eagerly(self.stock)
         saved_whole(self.model)
         not_replicated(self.model)
         saved_whole(self.stock)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from launched import launch
@@ -12,7 +13,7 @@ from test_interrupt import MAIN, processes_with, wait_until
 from typer.testing import CliRunner
 
 from ndtp.cli.app import app
-from ndtp.cli.training import read_log
+from ndtp.cli.training import COLUMNS, LOG, Log, read_log
 
 SMALL = ("--batch", 8, "--context", 16, "--layers", 1, "--width", 32, "--heads", 4, "--dtype", "float64")
 
@@ -22,22 +23,48 @@ def train(*arguments):
 
 
 def losses(folder):
-    return [float(row["loss"]) for row in read_log(folder / "log.csv")]
+    return column(folder, "loss")
+
+
+def column(folder, name):
+    return [float(row[name]) for row in read_log(folder / LOG)]
+
+
+def events(folder):
+    """What TensorBoard reads of a run: the values of each series, in the order of its steps from 1 on."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
+    series = {name: found.Scalars(name) for name in found.Tags()["scalars"]}
+    assert all([event.step for event in each] == list(range(1, len(each) + 1)) for each in series.values())
+    return {name: [event.value for event in each] for name, each in series.items()}
+
+
+def test_events_behind_the_checkpoint_are_taken_out(tmp_path):
+    """A run that ended between two checkpoints has logged steps that are made once more."""
+    pytest.importorskip("tensorboard")
+    job = SimpleNamespace(output=tmp_path, grid={"x": 2}, tensorboard=True)
+    for first, last in ((0, 4), (2, 3)):
+        log = Log(job, first)
+        for step in range(first + 1, last + 1):
+            log.add(step, loss=10.0 * last + step, norm=1.0, learning_rate=0.5, speed=100.0)
+        log.close()
+    assert column(tmp_path, "loss") == events(tmp_path)["loss"] == [41.0, 42.0, 33.0]
 
 
 def test_a_run_goes_on_on_another_grid(tmp_path):
     dense, moved = tmp_path / "dense", tmp_path / "moved"
-    result = train("--output", dense, "--steps", 9, "--json", "-")
+    result = train("--output", dense, "--steps", 9, "--json", "-", "--tensorboard")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["ok"] and report["step"] == 9 and report["losses"] == pytest.approx(losses(dense))
     assert 0 < report["held_out_loss"] < 10
-    for steps, grid in ((3, "z=2,y=2"), (6, "dp=2,x=2"), (9, "")):
+    assert events(dense) == {name: pytest.approx(column(dense, name), rel=1e-5) for name in COLUMNS[1:5]}
+    for steps, grid in ((3, "z=2"), (6, "dp=2"), (9, "")):
         words = ("--grid", grid) if grid else ()
         result = train("--output", moved, "--steps", steps, "--compare", dense, *words)
         assert result.exit_code == 0, result.output
     assert losses(moved) == pytest.approx(losses(dense), rel=1e-7)
-    assert [row["grid"] for row in read_log(moved / "log.csv")] == ["z=2 y=2"] * 3 + ["dp=2 x=2"] * 3 + ["dense"] * 3
+    assert [row["grid"] for row in read_log(moved / "log.csv")] == ["z=2"] * 3 + ["dp=2"] * 3 + ["dense"] * 3
     assert (moved / "loss.png").read_bytes().startswith(b"\x89PNG")
     result = train("--output", moved, "--steps", 9)
     assert result.exit_code == 0 and "were done before" in result.output
@@ -50,7 +77,7 @@ def test_a_config_of_transformers(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(b"to be or not to be, that is the question. " * 20)
     words = (text, "--model", tmp_path / "config.json", "--steps", 3)
-    for name, grid in (("dense", ()), ("split", ("--grid", "dp=2,x=2"))):
+    for name, grid in (("dense", ()), ("split", ("--grid", "dp=2"))):
         result = train(*words, "--output", tmp_path / name, *grid)
         assert result.exit_code == 0, result.output
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "dense"), rel=1e-5)
@@ -97,9 +124,11 @@ def test_under_torchrun(ranks, tmp_path):
         (("--model", "no such file"), "cannot be read"),
         (("--scheme", "4d"), "it must be"),
         (("--learning-rate", "nan"), "it must be"),
+        (("--tensorboard",), "pip install tensorboard"),
     ],
 )
-def test_wrong_use(tmp_path, arguments, message):
+def test_wrong_use(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setattr("ndtp.cli.train.find_spec", lambda name: None)  # no TensorBoard
     result = train("--output", tmp_path, *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())

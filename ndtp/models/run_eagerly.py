@@ -1,0 +1,38 @@
+"""Split models under a compiler: what has hidden states runs as it is, and the program around it is compiled.
+
+A split activation has the sizes of the whole (`ndtp.models.hidden`), its memory those of a part.  A compiler derives
+every stride and every buffer from sizes, so it can follow neither such a tensor nor code that looks at one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ndtp.models.adopted import Adopted
+from ndtp.models.hidden import Hidden
+from ndtp.models.pending import Pending
+
+WHY = (
+    "ndtp: a model that was parallelized as a whole runs eagerly: its hidden states have the sizes of the whole and "
+    "the memory of a part, which no graph can hold. fix: leave out fullgraph=True, or build its layers of ndtp.nn, "
+    "which compile into one graph"
+)
+
+
+def run_eagerly(model: nn.Module) -> None:
+    """Let compilers leave the forward of a split model alone, and those of its layers, which some compile one by one.
+
+    With `fullgraph=True` their error says why.
+    """
+    torch._dynamo.config.nontraceable_tensor_subclasses |= {Hidden, Pending}  # where one is an argument
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = [layer for stack in stacks for layer in stack if any(isinstance(m, Adopted) for m in layer.modules())]
+    for module in {id(each): each for each in (model, *layers)}.values():
+        theirs: Any = type(module)
+        if not isinstance(module, Adopted):
+            forward = torch.compiler.disable(theirs.forward, reason=WHY)
+            made = {"__module__": theirs.__module__, "forward": forward}
+            module.__class__ = type(theirs.__name__, (theirs,), made)
