@@ -56,3 +56,7 @@ def average_loss(model: nn.Module, frame: Frame) -> None:
     """Where the batch is split over `dp`, and only there."""
     if frame.mesh.grid.nontrivial(frame.outside.dims[0]):
         model.register_forward_hook(DataLoss(frame), with_kwargs=True)
+        # transformers' Trainer would have the loss divided by the labels it has seen, those of its own rows alone.
+        found: Any = model
+        base = found.get_base_model() if hasattr(type(model), "get_base_model") else found
+        base.accepts_loss_kwargs = False
