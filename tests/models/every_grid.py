@@ -81,12 +81,12 @@ def main() -> None:
     sys.exit(1 if failed else 0)
 
 
-def write(path: Path, rows: list[dict]) -> None:
+def write(path: Path, rows: list[dict], ranks: int = 8) -> None:
     """The pairs of an architecture and a grid that a file of the same versions holds already are kept."""
     versions = {module.__name__: module.__version__ for module in (torch, transformers, ndtp)}
     limits = {"factor": against_dense.FACTOR, "floor_eps": against_dense.FLOOR_EPS, "close": against_dense.CLOSE}
     about = {"versions": versions | {"python": platform.python_version()}, "limits": limits}
-    about |= {"ranks": 8, "dtype": "float32"}
+    about |= {"ranks": ranks, "dtype": "float32"}
     found = {}
     if path.exists() and all((earlier := json.loads(path.read_text())).get(key) == about[key] for key in about):
         found = {(row["architecture"], row["on"]): row for row in earlier["rows"]}
