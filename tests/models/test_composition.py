@@ -196,8 +196,16 @@ def compiled(fullgraph):
         if program.mesh is None:
             return [] if fullgraph else run(program, sgd(program))
         torch._dynamo.reset()
-        other = Program(torch.compile(program.model, backend="eager", fullgraph=fullgraph), program.mesh)
-        return run(other, sgd(other))
+        options = {"backend": "eager", "fullgraph": fullgraph}
+        other = Program(torch.compile(program.model, **options), program.mesh)
+        layers = program.model.model.layers
+        for layer in layers:  # one by one, too
+            layer.compile(**options)
+        try:
+            return run(other, sgd(other))
+        finally:
+            for layer in layers:
+                layer._compiled_call_impl = None
 
     return with_a_compiler
 
