@@ -8,7 +8,7 @@ the same step with collectives that move nothing, "communication" the same step 
 "busy" what all processors of the machine would need for the step if they never idled, the network's share included:
 ranks that share processors cannot be faster.  Wire bytes are read from the link's own counter, headers included.
 
-    python bench/slow_network.py --ranks 8 --rate 200mbit -- \
+    python bench/slow_network.py --ranks 8 --rate 200mbit --timeout 5400 -- \
         python bench/overlap.py --paced --rate 200mbit --out bench/results/paced.json
 
 `--paced`: see `paced.py`.

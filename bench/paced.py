@@ -1,6 +1,6 @@
 """How far schedules are from what no schedule can beat: `bench/overlap.py --paced`, see `ndtp.measure.paced`.
 
-    python bench/slow_network.py --ranks 8 --rate 200mbit -- \
+    python bench/slow_network.py --ranks 8 --rate 200mbit --timeout 5400 -- \
         python bench/overlap.py --paced --rate 200mbit --out bench/results/paced.json
 
 One block and four residual ones on four grids; products, activations and sums sleep for as long as a device would

@@ -6,7 +6,8 @@ import pytest
 
 from ndtp import Grid
 from ndtp.algebra.schemes import block_layouts
-from ndtp.schedule.chunk_choice import Speeds, choose, seconds_of
+from ndtp.schedule.chunk_choice import COUNTS, Speeds, choose, messages_of, products_of, seconds_of
+from ndtp.schedule.clocks import replayed
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 ROWS, HIDDEN, INNER = 4096, 512, 2048
@@ -58,3 +59,35 @@ def test_a_step_without_products_lasts_as_long_as_its_bytes(regather):
     volumes = [plan.volume((size["m"], size["k"], size["n"])) for plan, size in zip(plans, sizes, strict=True)]
     predicted = sum(volume.in_bytes(4).total for volume in volumes)
     assert seconds_of(plans, sizes, 4, a_second_a_byte, 1) == predicted
+
+
+@pytest.mark.parametrize(
+    "grid, scheme, aims",
+    [
+        (Grid(x=8), "1d-sp", (1.12, 1.12)),
+        (Grid(x=2, y=4), "2d", (1.12, 1.12)),
+        (Grid(z=4, y=2), "3d", (1.16, 1.12)),  # alone, the first weight comes behind nothing
+        (CUBE, "3d", (1.12, 1.12)),
+    ],
+    ids=str,
+)
+def test_steps_come_close_to_what_no_schedule_beats(grid, scheme, aims):
+    """Behind 200 Mbit/s and a millisecond a call, products as long as communication: phase by phase the longer one."""
+    plans, sizes = block_layouts(grid, scheme).plans("block"), chain()[1]
+    keys = [(kind, axis) for kind in KINDS for axis in grid.names]
+    bare = Speeds(dict.fromkeys(keys, 0.0), dict.fromkeys(keys, 1 / 25e6), 0.0, 0.0, 0.0)
+    moved = {"forward": 0.0, "backward": 0.0}
+    for plan, size in zip(plans, sizes, strict=True):
+        for (phase, _), messages in messages_of(plan, size, 4).items():
+            moved["forward" if phase == "forward" else "backward"] += sum(bare.seconds(*each) for each in messages)
+    flops = 2 * 2 * ROWS * HIDDEN * INNER / grid.num_ranks
+    gemm = sum(moved.values()) / (3 + 4 * 0.05)  # of forward; an activation takes a twentieth of it, and thrice that
+    after = 0.05 * gemm
+    speeds = Speeds(dict.fromkeys(keys, 1e-3), bare.per_byte, gemm / flops, 0.0, 0.0)
+    bound = max(moved["forward"], gemm + after) + max(moved["backward"], 2 * gemm + 3 * after)
+    for blocks, aim in zip((1, 4), aims, strict=True):
+        found = [
+            replayed(products_of(plans, sizes, 4, speeds, count, after) * blocks, speeds, count).now / blocks / bound
+            for count in COUNTS
+        ]
+        assert 1 <= min(found) <= aim, f"{blocks} blocks in {COUNTS} chunks: {found}"
