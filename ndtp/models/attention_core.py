@@ -27,6 +27,8 @@ from ndtp.ops.products import relayout
 from ndtp.ops.reductions import used_over
 
 HIDDEN = ("hidden_states", "key_value_states", "encoder_hidden_states")
+PASSED = ("residual",)  # what is added to the result, which are hidden states again
+BIASES = ("alibi", "position_bias")  # of scores: [batch heads or heads, .., ..]
 # Numbers of an attention module that become those of one rank.
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
@@ -104,7 +106,7 @@ class Core:
         """The model's own forward, on what of its arguments belongs to this rank."""
         bound = inspect.signature(forward).bind(*args, **kwargs)
         named = {name: self._entered(name, value) for name, value in bound.arguments.items()}
-        sources = {id(x): x for x in hidden_in(named)}
+        sources = {id(x): x for x in hidden_in({name: x for name, x in named.items() if name not in PASSED})}
         if not sources:
             raise LayoutError(f"parallelize: '{self.name}' got no hidden states")
         first = next(iter(sources.values())).passage
@@ -135,9 +137,16 @@ class Core:
         length = passage.lead[1]
         return len(replace(passage, layout=self.inner).rows_here) // max(length, 1), length
 
+    def _features_seen(self, passage: Passage) -> int:
+        """Where heads have as many features as hidden states, code that reads these wants what its own heads have."""
+        width = self.heads * self.head_dim
+        return self.local_heads * self.head_dim if passage.features == width else passage.features
+
     def _local(self, name: str, value: Any) -> Any:
+        if name in PASSED:
+            return value
         if isinstance(value, Hidden):
-            return _placeholder(value, (*self._seen(value.passage), value.passage.features))
+            return _placeholder(value, (*self._seen(value.passage), self._features_seen(value.passage)))
         if isinstance(value, Tensor):
             return self._cut(name, value)
         if isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -151,6 +160,8 @@ class Core:
     def _cut(self, name: str, x: Tensor) -> Tensor:
         """Of a mask, of positions or the like: the sequences of this rank, and its heads."""
         batch, frame = self.lead[0], self.frame
+        if name in BIASES and x.dim() == 3 and x.shape[0] in (self.heads, batch * self.heads):
+            return self._cut("", x.unflatten(0, (-1, self.heads))).flatten(0, 1)
         is_batched = x.dim() >= 2 and x.shape[0] == batch and (x.shape[0] > 1 or frame.padded(batch) == 1)
         if name == "position_embeddings" and x.dim() == 2:
             is_batched = False  # [sequence, head_dim]

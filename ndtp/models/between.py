@@ -118,7 +118,7 @@ class Between(Tensor):
         if func not in KNOWN:
             passage.refuse(f"{_name(func)}, which is not known to act element by element,")
         is_mixed = len(mine) != len(tensors)
-        if is_mixed and not _is_in_backward():
+        if is_mixed and not is_in_backward():
             passage.refuse(f"{_name(func)} with a tensor from elsewhere")
         for other in mine:
             if other.passage != passage:
@@ -136,7 +136,7 @@ class Between(Tensor):
         return result if is_mixed else enter(result, passage)
 
 
-def _is_in_backward() -> bool:
+def is_in_backward() -> bool:
     """Where a user's own `autograd.Function` has gradients, plain shards, beside what it saved."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
-from ndtp.models.between import DROPOUTS, FACTS, KNOWN, SIZES
+from ndtp.models.between import DROPOUTS, FACTS, KNOWN, SIZES, is_in_backward
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.rows import broadcasts, is_brought, picked_rows, rows_of
 from ndtp.nn.dropout import drop
@@ -125,6 +125,8 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if writes(func) and not isinstance(args[0], Hidden):
         return NotImplemented
     mine = [x for x in operands if isinstance(x, Hidden)]
+    if is_in_backward() and len(mine) < sum(isinstance(x, Tensor) for x in operands):
+        return _beside_gradients(func, args, kwargs, mine)
     target = max(mine, key=lambda x: (math.prod(x.passage.lead), x.passage.layout.num_splits(0))).passage
     if any(not broadcasts(x.shape, target.shape) for x in operands if isinstance(x, Tensor)):
         return NotImplemented
@@ -144,6 +146,16 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if not isinstance(result, Tensor) or result.shape != leave(mine[0]).shape:
         return NotImplemented
     return enter(result, target)
+
+
+def _beside_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mine: Sequence[Hidden]) -> Any:
+    """In backward of an `autograd.Function` of the model's: gradients are plain shards, what it saved is none."""
+    others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not isinstance(x, Hidden)]
+    shape = leave(mine[0]).shape
+    if any(leave(x).shape != shape for x in mine) or any(x.shape not in (shape, ()) for x in others):
+        return NotImplemented
+    bare = lambda x: leave(x) if isinstance(x, Hidden) else x  # noqa: E731
+    return func(*map(bare, args), **{name: bare(x) for name, x in kwargs.items()})
 
 
 def _brought(x: Tensor, passage: Passage) -> Tensor:

@@ -23,6 +23,7 @@ from ndtp.ops.lookup import LookupPlan
 if TYPE_CHECKING:
     from ndtp.models.placing import Placing
 
+NAMES = ("weight", "bias")
 FACTS = ("device", "dtype", "shape", "size", "dim", "ndim", "requires_grad")  # of a tensor, which tell no numbers
 
 
@@ -35,8 +36,8 @@ def place_others(split: Placing, modules: dict[str, nn.Module], cores: Collectio
         parent = modules[name.rpartition(".")[0]] if name else None
         if is_linear(module) and parent is not None:
             _linear(split, name, module, parent)
-        elif isinstance(module, nn.Embedding) and module.embedding_dim == split.hidden:
-            _table(split, name, module)
+        elif isinstance(module, nn.Embedding) and parent is not None and module.embedding_dim == split.hidden:
+            _table(split, name, module, parent)
 
 
 def _is_in(name: str, around: Collection[str]) -> bool:
@@ -51,7 +52,7 @@ def _linear(split: Placing, name: str, module: nn.Module, parent: nn.Module) -> 
     if split.is_kept(name):
         split.kept[name] = "as asked"
         return
-    if reads(parent, "weight", "bias"):
+    if reads(parent, *NAMES):
         split.kept[name] = f"the code of {type(parent).__name__} may read its weight"
         return
     layer = place_projection(
@@ -63,13 +64,14 @@ def _linear(split: Placing, name: str, module: nn.Module, parent: nn.Module) -> 
     split.report(layer)
 
 
-def _table(split: Placing, name: str, module: nn.Embedding) -> None:
+def _table(split: Placing, name: str, module: nn.Embedding, parent: Any) -> None:
     if split.is_kept(name):
         split.kept[name] = "as asked"
         return
-    if type(module) is not nn.Embedding and reads(module, "weight"):
-        split.kept[name] = f"the code of {type(module).__name__} reads its weight"
-        return
+    for reader in (module, parent):
+        if type(reader) is not nn.Embedding and reads(reader, "weight"):
+            split.kept[name] = f"the code of {type(reader).__name__} may read its weight"
+            return
     grid, outside, out = split.mesh.grid, split.frame.outside.dims[0], split.layouts.input
     ids, table = Layout(grid, outside), split.all_features
     same_for_all = LookupPlan(ids, table, out.with_dims(outside, out.dims[1]), name)
@@ -90,7 +92,7 @@ def reads(module: Any, *names: str) -> bool:
         seen.add(code)
         for part in (code, *(inner for inner in code.co_consts if isinstance(inner, types.CodeType))):
             taken = [step.argval for step in dis.get_instructions(part) if step.opname in ("LOAD_ATTR", "LOAD_METHOD")]
-            for name, after in zip(taken, (*taken[1:], ""), strict=True):
+            for name, after in zip(taken, (*taken[1:], ""), strict=False):
                 if name in names and after not in FACTS:
                     return True
             waiting += part.co_names

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,16 +21,27 @@ from ndtp.errors import LayoutError
 Q = ("q_proj", "query", "q", "q_lin", "to_q", "wq", "query_proj", "q_attn")
 K = ("k_proj", "key", "k", "k_lin", "to_k", "wk", "key_proj")
 V = ("v_proj", "value", "v", "v_lin", "to_v", "wv", "value_proj")
-OUT = ("o_proj", "out_proj", "dense", "c_proj", "o", "out_lin", "to_out", "wo", "proj")
-BY_HEAD = ("query_key_value",)  # q, k and v of one head, then those of the next
-BY_SECTION = ("qkv_proj", "c_attn", "qkv", "Wqkv")  # q of all heads, then k, then v
+OUT = ("o_proj", "out_proj", "dense", "c_proj", "o", "out_lin", "to_out", "wo", "Wo", "proj")
+FUSED = ("query_key_value", "qkv_proj", "c_attn", "qkv", "Wqkv")
+# In which order a weight has q, k and v is in the code of an attention class alone: of another class it is left whole.
+BY_HEAD = (  # q, k and v of one head, then those of the next
+    "gpt_neox.GPTNeoXAttention", "gpt_neox_japanese.GPTNeoXJapaneseAttention", "bloom.BloomAttention",
+    "persimmon.PersimmonAttention",
+)  # fmt: skip
+BY_SECTION = (  # q of all heads, then k, then v
+    "gpt2.GPT2Attention", "phi3.Phi3Attention", "mpt.MptAttention", "modernbert.ModernBertAttention",
+    "openai.Attention", "decision_transformer.DecisionTransformerGPT2Attention",
+)  # fmt: skip
+BY_SECTION_IF_ONE = ("gpt_bigcode.GPTBigCodeAttention",)  # with one head of k and v; else by head
+# Attention whose code projects what are no hidden states.
+BESIDES = {"deberta_v2.DisentangledSelfAttention": "it projects relative positions, too"}
 # Where the projection that leads back is in a module of its own, beside.
 OUT_BESIDE = ("output.dense", "out_proj", "output.out_proj")
 # In an MLP.
 GATE = ("gate_proj", "wi_0", "w1", "gate")
 UP = ("up_proj", "wi_1", "w3", "fc1", "c_fc", "dense_h_to_4h", "wi", "lin1", "fc_in", "linear1", "intermediate.dense")
-BOTH = ("gate_up_proj",)
-DOWN = ("down_proj", "wo", "w2", "fc2", "c_proj", "dense_4h_to_h", "lin2", "fc_out", "linear2", "output.dense")
+BOTH = ("gate_up_proj", "Wi")
+DOWN = ("down_proj", "wo", "Wo", "w2", "fc2", "c_proj", "dense_4h_to_h", "lin2", "fc_out", "linear2", "output.dense")
 HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_kv", "dim_head")
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
@@ -121,13 +133,16 @@ def find_attention(model: nn.Module, hidden: int) -> tuple[list[AttentionRole], 
 def _attention(modules: dict[str, nn.Module], name: str, module: nn.Module, hidden: int) -> AttentionRole | str | None:
     one_of = lambda names: next((f for n in names if (f := linear_at(modules, join(name, n)))), None)  # noqa: E731
     separate = {role: one_of(names) for role, names in (("q", Q), ("k", K), ("v", V))}
-    by_head, by_section = one_of(BY_HEAD), one_of(BY_SECTION)
+    fused = one_of(FUSED)
     if all(separate.values()):
         inputs = {role: str(child) for role, child in separate.items()}
-    elif by_head or by_section:
-        inputs = {"qkv": str(by_head or by_section)}
+    elif fused:
+        inputs = {"qkv": fused}
     else:
         return None
+    kinds = _kinds(module)
+    if reason := next((why for kind, why in BESIDES.items() if kind in kinds), None):
+        return reason
     out = one_of(OUT)
     inside = out is not None
     output = str(out)
@@ -150,8 +165,12 @@ def _attention(modules: dict[str, nn.Module], name: str, module: nn.Module, hidd
     if "qkv" in inputs:
         total = sizes["qkv"][1]
         kv = (total - inner) // 2
+        known = {*BY_HEAD, *BY_SECTION, *BY_SECTION_IF_ONE}.intersection(kinds)
+        if not known:
+            return f"{inputs['qkv']} has q, k and v in one, in an order that is not known of {type(module).__name__}"
+        by_head = not known.intersection(BY_SECTION) and (kv == inner or not known.intersection(BY_SECTION_IF_ONE))
         if by_head and kv != inner:
-            return f"{by_head} has {total} features, which are not q, k and v of {heads} heads"
+            return f"{inputs['qkv']} has {total} features, which are not q, k and v of {heads} heads"
         if total != inner + 2 * kv or kv % head_dim or not kv:
             return f"{inputs['qkv']} has {total} features, which are not q, k and v of {heads} heads"
         sections = () if by_head else (inner, kv, kv)
@@ -162,6 +181,12 @@ def _attention(modules: dict[str, nn.Module], name: str, module: nn.Module, hidd
     if heads % kv_heads:
         return f"{kv_heads} heads of k and v do not divide {heads} heads"
     return AttentionRole(name, inputs, output, inside, heads, kv_heads, head_dim)
+
+
+def _kinds(module: nn.Module) -> set[str]:
+    """`phi3.Phi3Attention` and the like: the classes of a module as the tables above have them."""
+    path = lambda kind: kind.__module__.rpartition(".")[2].removeprefix("modeling_")  # noqa: E731
+    return {f"{path(kind)}.{kind.__name__}" for kind in type(module).__mro__}
 
 
 def find_mlps(model: nn.Module, hidden: int, taken: set[str]) -> list[MLPRole]:
@@ -197,6 +222,9 @@ def _mlp(modules: dict[str, nn.Module], name: str, hidden: int, taken: set[str])
     return None
 
 
+OTHER_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # in code that does not tell
+
+
 @dataclass(frozen=True)
 class NormRole:
     centred: bool
@@ -226,11 +254,12 @@ def norm_role(module: nn.Module, hidden: int) -> NormRole | str | None:
         except Exception as error:
             return f"it could not be tried ({type(error).__name__})"
         w, b = (trial._parameters.get(name) for name in ("weight", "bias"))
-        for role in (NormRole(True, eps, 0.0), NormRole(False, eps, 0.0), NormRole(False, eps, 1.0)):
+        for role in (NormRole(*form) for form in product((True, False), dict.fromkeys((eps, *OTHER_EPS)), (0.0, 1.0))):
+            gain = None if w is None else w + role.offset
             if role.centred:
-                expected = F.layer_norm(x, (hidden,), w, b, eps)
+                expected = F.layer_norm(x, (hidden,), gain, b, role.eps)
             else:
-                expected = F.rms_norm(x, (hidden,), None if w is None else w + role.offset, eps)
+                expected = F.rms_norm(x, (hidden,), gain, role.eps)
                 expected = expected if b is None else expected + b
             if y.shape == expected.shape and torch.allclose(y.double(), expected, rtol=1e-4, atol=1e-5):
                 return role

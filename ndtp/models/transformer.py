@@ -10,14 +10,14 @@ from torch import nn
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adapters import place_adapters, reason_against, wrappers_in
-from ndtp.models.adopted import Adopted, Placed, SplitNorm, adopt, heads_alone, is_placed
-from ndtp.models.attention_core import Core, place_core
+from ndtp.models.adopted import Adopted, Placed, Replicated, SplitNorm, adopt, heads_alone
+from ndtp.models.attention_core import AttentionModule, Core, place_core
 from ndtp.models.data_loss import average_loss
 from ndtp.models.head_loss import HeadSchedule, place_model
 from ndtp.models.left_alone import is_foreign, leave_alone, why_left
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.one_schedule import MLPSchedule
-from ndtp.models.other_layers import place_others
+from ndtp.models.other_layers import NAMES, place_others, reads
 from ndtp.models.placing import Placing, stock_model
 from ndtp.models.projections import Projection, in_group, place_projection
 from ndtp.models.roles import (
@@ -153,6 +153,9 @@ class Split(Placing):
         if kv % splits:
             return f"{kv} features of k and v, which {_sizes(grid, axes)} do not divide"
         projections = {*role.inputs.values(), role.output}
+        more = [n for n, _ in _linears_in(self.model, role.name) if n not in projections and ".lora_" not in n]
+        if more and role.name:
+            return f"{more[0]}, beside its projections"
         wrapped = tuple(f"{name.removesuffix('.base_layer')}.lora_" for name in projections)
         for name, child in modules[role.name].named_modules(prefix=role.name):
             for key, parameter in child._parameters.items():
@@ -184,8 +187,11 @@ class Split(Placing):
         ]
         in_group(ups)
         layers = [*ups, place_projection(modules[role.down], role.down, leads_in=False, pad_to=pad_to, **place)]
-        if self.frame.fuse and not any(name.endswith(".base_layer") for name in (*role.ups, role.down)):
-            inside = [each for each in modules[role.name].modules() if each is not modules[role.name]]
+        inside = [each for each in modules[role.name].modules() if each is not modules[role.name]]
+        # What an autograd.Function of the model's computes is nothing that could be noted.
+        is_noted = not any(reads(each, "apply") for each in (modules[role.name], *inside) if each not in layers)
+        is_bare = not any(name.endswith(".base_layer") for name in (*role.ups, role.down))
+        if self.frame.fuse and is_noted and is_bare:
             schedule = MLPSchedule(tuple(ups), layers[-1], tuple(each for each in inside if each not in layers))
             for layer in layers:
                 layer.schedule = schedule
@@ -213,8 +219,7 @@ class Split(Placing):
         model: Any = self.stock
         names = {id(module): name for name, module in modules.items()}
         tables = [m for m in modules.values() if isinstance(m, nn.Embedding) and m.embedding_dim == self.hidden]
-        first = model.get_input_embeddings()
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        first, head = (_of_model(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
         shared = [m for m in tables if first is not None and (m is first or m.weight is getattr(first, "weight", None))]
         vocabulary = max([m.num_embeddings for m in shared], default=0)
         if not is_linear(head) or features(head)[0] != self.hidden:
@@ -251,10 +256,22 @@ class Split(Placing):
             for key, parameter in own.items():
                 shared = self.known.get(parameter)
                 module._parameters[key] = parameter if shared is None else shared
-            if any(not is_placed(p) for p in module._parameters.values() if p is not None):
+            if own and not isinstance(module, (Adopted, Replicated)):
                 self.replicate(module, name, self.frame.outside.dims[0])
                 if not any(name == other or name.startswith(other + ".") for other in self.kept):
                     self.kept[name] = "it is no part of attention, an MLP, a norm or a vocabulary"
+        for name, module in modules.items():
+            has_whole = any(isinstance(child, Replicated) for child in module.children())
+            if has_whole and not isinstance(module, (Adopted, Replicated, AttentionModule)) and reads(module, *NAMES):
+                self.replicate(module, name, self.frame.outside.dims[0])
+
+
+def _of_model(model: Any, name: str) -> Any:
+    """Its embedding or head, by its own word; None of a model that has none."""
+    try:
+        return getattr(model, name)() if hasattr(model, name) else None
+    except NotImplementedError:
+        return None
 
 
 def _linears_in(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
