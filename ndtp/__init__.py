@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ndtp.ops.resharding import reshard
     from ndtp.pipelines.pipeline import Pipeline
     from ndtp.pipelines.stage import PipelineStage
+    from ndtp.pipelines.whole_models import pipeline_stages
     from ndtp.planner.search import plan
     from ndtp.planner.sequence import plan_sequence
     from ndtp.runtime.process_grid import ProcessGrid
@@ -50,6 +51,7 @@ _HOME = {
     "einsum": "ops.mapped",
     "matmul": "ops.products",
     "parallelize": "models.parallelize",
+    "pipeline_stages": "pipelines.whole_models",
     "plan": "planner.search",
     "plan_sequence": "planner.sequence",
     "relayout": "ops.products",
@@ -86,6 +88,7 @@ __all__ = [
     "einsum",
     "matmul",
     "parallelize",
+    "pipeline_stages",
     "plan",
     "plan_sequence",
     "relayout",

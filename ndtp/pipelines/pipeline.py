@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ndtp.algebra.pipeline_plan import PipelinePlan
+from ndtp.algebra.pipeline_plan import AXIS, PipelinePlan
 from ndtp.collectives.groups import shared_group
+from ndtp.collectives.labels import LABEL, Label
 from ndtp.errors import GridError, MismatchError
 from ndtp.runtime.process_grid import ProcessGrid, backends_by_device
 
@@ -88,7 +89,11 @@ class Pipeline(PipelinePlan):
             MismatchError: they differ; the same on every rank.
         """
         said: list[Any] = [None] * len(self.all_ranks)
-        dist.all_gather_object(said, what, group=self.group)
+        token = LABEL.set(Label(("pipeline",), "check", "all_gather", (AXIS,)))
+        try:
+            dist.all_gather_object(said, what, group=self.group)
+        finally:
+            LABEL.reset(token)
         if len(set(said)) > 1:
             lines = "\n".join(f"  rank {rank}: {text}" for rank, text in zip(self.all_ranks, said, strict=True))
             raise MismatchError(f"pipeline: ranks disagree on the steps to come\n{lines}")

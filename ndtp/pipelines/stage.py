@@ -39,6 +39,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
     Attributes:
         pipeline, index, mesh: where it is.
         finishing: called when this rank has its gradients of a step, in order; see `ndtp.pipelines.tied`.
+        shared_with_first: parameters that the first stage has, too.
 
     Raises:
         GridError: this rank has no part of the stage, or of several and no index is given.
@@ -70,6 +71,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self.rank = dist.get_rank()
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.finishing: list[Callable[[], None]] = []
+        self.shared_with_first: list[nn.Parameter] = []
         self._runtime_validate = False  # of metadata that is not there
         self._arriving: dict[tuple[str, int], tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
         self._agreed: set[str] = set()
@@ -213,7 +215,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
         if found != [(_shape(held), self.dtype)]:
             raise LayoutError(
                 f"pipeline, {plan.name}: the module gave {', '.join(map(str, found))}; rank {self.rank} passes on its "
-                f"shard {_shape(held)}, {self.dtype}, of {plan.shape} as '{plan.source}'\n  fix: one tensor for each "
+                f"shard {_shape(held)}, {self.dtype}, of {plan.shape} as {plan.source}\n  fix: one tensor for each "
                 "micro-batch, of the pipeline's shape=, cut as rows() does, and dtype="
             )
         return outputs[0].detach()  # type: ignore[no-any-return]

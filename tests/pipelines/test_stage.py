@@ -1,5 +1,6 @@
 """Stages on unequal grids under torch's schedules: gradients of the dense model, and bytes as the plan counts them."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.pipelining import (
@@ -12,6 +13,7 @@ from torch.distributed.pipelining import (
 
 import ndtp
 from ndtp import CommMeter, Grid, Pipeline, PipelineStage
+from ndtp.algebra.expert_plan import expert_plan
 from ndtp.algebra.volume import Volume
 
 SHAPE, MICRO_BATCHES = (4, 8), 4
@@ -63,7 +65,7 @@ def check_case(grids, where, kind):
     for _ in range(2):
         with CommMeter() as meter:
             schedule.step(*x, target=target)
-        between = Volume(tuple(entry for entry in meter.volume if entry.axes == ("pp",)))
+        between = Volume(tuple(entry for entry in meter.volume if entry.collective == "receive"))
         planned = pipeline.volume(torch.distributed.get_rank(), MICRO_BATCHES).in_bytes(8)
         assert between == planned and [e.calls for e in between] == [e.calls for e in planned], f"{between}, {planned}"
     dense = nn.Sequential(
@@ -89,3 +91,42 @@ def check_all():
 
 def test_any_grids_under_any_schedule(ranks):
     ranks(4).run(check_all)
+
+
+def check_experts():
+    """dp=1 pp=2 e=2 tp=2: three steps of training."""
+    grid = Grid(e=2, x=2)
+    tokens = expert_plan(grid, "3d", None, ("e",), "moe", ()).tokens
+    pipeline = Pipeline([grid] * 2, SHAPE, layouts=[(tokens, tokens)] * 2)
+
+    def layer(mesh, i):
+        return Residual(ndtp.nn.MoE(8, 8, 4, mesh=mesh, seed=i, dtype=torch.float64))
+
+    stage = PipelineStage(layer(pipeline.mesh(), pipeline.own_stage()), pipeline, dtype=torch.float64)
+    one = ndtp.ProcessGrid(Grid(x=1))
+    whole = nn.Sequential(layer(one, 0), layer(one, 1))
+    schedule = Schedule1F1B(stage, n_microbatches=MICRO_BATCHES, loss_fn=summed_error, scale_grads=False)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (stage.submod, whole)]
+    torch.manual_seed(0)
+    x, y = torch.randn(2, MICRO_BATCHES * SHAPE[0], SHAPE[1], dtype=torch.float64)
+    curve = []
+    for _ in range(3):
+        losses = []
+        if stage.is_first:
+            schedule.step(stage.rows(x, MICRO_BATCHES))
+        else:
+            schedule.step(target=stage.rows(y, MICRO_BATCHES), losses=losses)
+        expected = summed_error(whole(x), y)
+        expected.backward()
+        curve.append((sum(map(float, losses)), float(expected)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return curve
+
+
+def test_experts_tensors_and_stages_in_one_launch(ranks):
+    by_rank = ranks(8).run(check_experts)
+    found = [sum(curve[i][0] for curve in by_rank[4:]) for i in range(3)]
+    expected = [loss for _, loss in by_rank[0]]
+    assert found == pytest.approx(expected, rel=1e-9) and expected[2] < expected[0]

@@ -1,0 +1,124 @@
+"""A weight that the first and the last stage share: each has it as its grid wants it, and they add their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.pipeline_plan import AXIS
+from ndtp.algebra.resharding import ReshardPlan
+from ndtp.collectives.labels import Label
+from ndtp.collectives.uneven_exchange import landing_in, part_of
+from ndtp.pipelines.pipeline import Pipeline
+from ndtp.pipelines.stage import PipelineStage
+
+
+class TiedWeight:
+    """One weight on the grids of two stages, of which this rank has a shard of one, or of both.
+
+    Its gradient is the sum of what the two have: each part goes once to every rank of the other side that lacks it.
+    a + b and b + a are the same number, so what equal optimizers make of it stays equal to the last bit.
+
+    Args:
+        plan: from the shards of the first stage to those of the last.
+        own: this rank's parameters, by whether they are those of the last stage.
+    """
+
+    def __init__(self, plan: ReshardPlan, pipeline: Pipeline, own: Mapping[bool, nn.Parameter]) -> None:
+        self.plan, self.pipeline, self.own = plan, pipeline, own
+        self.rank = dist.get_rank()
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Both stages' at once; what is on its way of one is waited for when that of the other is, too."""
+        ops: list[dist.P2POp] = []
+        sums: list[tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]] = []
+        group = self.pipeline.group
+        for is_last, weight in self.own.items():
+            there, back = (self.plan.back, self.plan) if is_last else (self.plan, self.plan.back)
+            gradient, held = _gradient(weight), there.held(self.rank)
+            assert held is not None
+            theirs, late = torch.zeros_like(gradient), []
+            for message in there.sends(self.rank):
+                ops.append(dist.P2POp(dist.isend, part_of(gradient, message.box, held), message.receiver, group))
+            for message in back.receives(self.rank):
+                room, landing = landing_in(theirs, message.box, held)
+                late += [(room, landing)] * (landing is not room)
+                buffer: Any = landing
+                buffer.ndtp_label = Label((self.plan.name,), "wgrad", "receive", (AXIS,))
+                ops.append(dist.P2POp(dist.irecv, buffer, message.sender, group))
+            kept, other = back.kept(self.rank), back.held(self.rank)
+            if kept is not None and other is not None:
+                landing_in(theirs, kept, held)[0].copy_(part_of(_gradient(self.own[not is_last]), kept, other))
+            sums.append((gradient, theirs, late))
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+        for gradient, theirs, late in sums:
+            for room, landing in late:
+                room.copy_(landing)
+            gradient += theirs
+
+
+def _gradient(weight: Any) -> Tensor:
+    """This rank's shard of it; zeros where nothing came."""
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad.to_local() if hasattr(weight.grad, "to_local") else weight.grad  # type: ignore[no-any-return]
+
+
+def tie(stages: Sequence[PipelineStage], pipeline: Pipeline, names: Sequence[tuple[str, str]]) -> list[TiedWeight]:
+    """Have the first and the last stage add the gradients of weights that they share, at the end of every step.
+
+    A collective of all ranks of the pipeline, which tell each other how the weights lie.
+
+    Args:
+        stages: those of this rank.
+        names: of each weight, in the first stage's model and in the last one's.
+    """
+    last = pipeline.num_stages - 1
+    ends = {stage.is_last: stage for stage in stages if stage.is_first or stage.is_last}
+    own: list[dict[bool, Any]] = [{end: _parameter(stage, pair[end]) for end, stage in ends.items()} for pair in names]
+    said: list[Any] = [None] * len(pipeline.all_ranks)
+    lies = [{end: (weight.ndtp_layout.dims, tuple(weight.shape)) for end, weight in each.items()} for each in own]
+    dist.all_gather_object(said, lies, group=pipeline.group)
+    by_rank = dict(zip(pipeline.all_ranks, said, strict=True))
+    found = []
+    for i, (first_name, _) in enumerate(names):
+        (dims, shape), (last_dims, last_shape) = (
+            by_rank[pipeline.ranks_of[index][0]][i][index == last] for index in (0, last)
+        )
+        plan = ReshardPlan(
+            Layout(pipeline.grids[0], *dims), Layout(pipeline.grids[last], *last_dims), shape, last_shape,
+            ranks=pipeline.ranks_of[0], target_ranks=pipeline.ranks_of[last], name=first_name,
+        )  # fmt: skip
+        if any(weight.requires_grad for weight in own[i].values()):
+            found.append(TiedWeight(plan, pipeline, own[i]))
+    if True in ends:
+        ends[True].shared_with_first += [each[True] for each in own]
+    _at_the_end(stages, found)
+    return found
+
+
+def _parameter(stage: PipelineStage, name: str) -> nn.Parameter:
+    model: Any = stage.submod.model
+    return model.get_parameter(name)  # type: ignore[no-any-return]
+
+
+def _at_the_end(stages: Sequence[PipelineStage], tied: Sequence[TiedWeight]) -> None:
+    """When the last of this rank's stages has its gradients: nobody waits for this rank any more, so it may wait."""
+    left: list[int] = []
+
+    def finish() -> None:
+        left.append(1)
+        if len(left) == len(stages):
+            left.clear()
+            for weight in tied:
+                weight.add_gradients()
+
+    for stage in stages:
+        stage.finishing.append(finish)

@@ -1,0 +1,214 @@
+"""`pipeline_stages`: a causal language model of transformers, cut by layers into stages on grids of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ndtp.algebra.grid import Grid
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.pipeline_plan import Shape
+from ndtp.algebra.schemes import BlockLayouts, block_layouts
+from ndtp.errors import LayoutError
+from ndtp.models.frame import Frame, Passage
+from ndtp.models.hidden import Hidden, enter, leave
+from ndtp.models.parallelize import parallelize
+from ndtp.models.roles import hidden_size
+from ndtp.nn.padding import row_multiple
+from ndtp.pipelines.cuts import Anatomy, Arrived, Traveller, anatomy_of, part_of_model
+from ndtp.pipelines.pipeline import Pipeline
+from ndtp.pipelines.stage import PipelineStage
+from ndtp.pipelines.tied import tie
+
+
+def pipeline_stages(
+    model: nn.Module,
+    grids: Sequence[Grid],
+    batch: int,
+    length: int,
+    *,
+    scheme: str | Sequence[str] = "3d",
+    layers: Sequence[int] | None = None,
+    ranks: Sequence[Sequence[int]] | None = None,
+    groups: int | None = None,
+    mesh_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[ModelStage]:
+    """The stages of this rank of a model of transformers: its layers cut into parts, each split over a grid of its own.
+
+        stages = ndtp.pipeline_stages(model, [Grid(dp=2, x=2), Grid(x=2)], batch=8, length=512, scheme="1d-sp")
+        schedule = Schedule1F1B(stages[0], n_microbatches=4, loss_fn=stages[0].loss)
+
+    The first stage has the embedding, the last one what stands behind the layers, the head and the loss.  Names of
+    parameters stay those of the dense model.  A weight that both ends share is on both: the two add their gradients at
+    the end of a step, so equal optimizers keep it equal.  `model` stays as it is; drop it to give its memory back.
+
+    Args:
+        model: causal, dense, the same on every rank.
+        batch, length: sequences of a micro-batch, on all ranks of a stage together, and tokens of each.
+        scheme, ranks, groups: as for `ndtp.Pipeline`.
+        layers: how many each stage has.  Default: as many each, the first stages one more where that leaves some.
+        mesh_options: as for `ndtp.ProcessGrid`.
+        options: as for `ndtp.parallelize`.
+
+    Raises:
+        LayoutError: a model that cannot be cut between its layers; layers, or sizes of a micro-batch, that do not fit.
+        GridError: as `ndtp.Pipeline`.
+    """
+    anatomy = anatomy_of(model)
+    parts = _parts(anatomy, len(grids), layers)
+    schemes = [scheme] * len(grids) if isinstance(scheme, str) else list(scheme)
+    blocks = [block_layouts(grid, each) for grid, each in zip(grids, schemes, strict=True)]
+    shapes = _shapes(blocks, hidden_size(model), batch, length)
+    pipeline = Pipeline(
+        grids, shapes, layouts=[(block.input, block.output) for block in blocks], ranks=ranks, groups=groups
+    )
+    stages = []
+    for i in pipeline.stages_of(dist.get_rank()):
+        traveller = Traveller()
+        part = part_of_model(model, anatomy, parts[i], traveller)
+        mesh = pipeline.mesh(i, **(mesh_options or {}))
+        parallelize(part, mesh, scheme=schemes[i], **options)
+        data = blocks[i].input.dims[0][: _data_axes(blocks[i])]
+        lead = (batch // grids[i].size(data), length)
+        module = StageModule(part, traveller, lead, Layout(mesh.grid, data), takes_ids=i == 0)
+        stages.append(ModelStage(module, pipeline, i, dtype=next(model.parameters()).dtype))
+    if anatomy.shared and len(grids) > 1:
+        tie(stages, pipeline, anatomy.shared)
+    return stages
+
+
+def _parts(anatomy: Anatomy, count: int, layers: Sequence[int] | None) -> list[range]:
+    total = len(anatomy.layers)
+    sizes = list(layers or [total // count + (i < total % count) for i in range(count)])
+    if len(sizes) != count or sum(sizes) != total or min(sizes) < 1:
+        raise LayoutError(
+            f"pipeline: {total} layers as {sizes} for {count} stages\n  fix: layers=, one number for each stage, at "
+            f"least 1, {total} together"
+        )
+    return [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(count)]
+
+
+def _data_axes(block: BlockLayouts) -> int:
+    """How many axes split rows in front and no weight, such as `dp`."""
+    weights = {*block.up_weight.axes, *block.down_weight.axes}
+    return next((i for i, axis in enumerate(block.input.dims[0]) if axis in weights), len(block.input.dims[0]))
+
+
+def _shapes(blocks: Sequence[BlockLayouts], hidden: int, batch: int, length: int) -> list[Shape]:
+    """Of hidden states of a micro-batch on each stage, [rows, features], with the padding that its grid needs.
+
+    Raises:
+        LayoutError: sequences that `dp` does not divide, or not into what its rows are padded to.
+    """
+    found: list[tuple[int, int]] = []
+    counts = []
+    for i, block in enumerate(blocks):
+        grid = block.input.grid
+        data = block.input.dims[0][: _data_axes(block)]
+        outside, splits = Layout(grid, data, None), grid.size(data)
+        multiple = row_multiple(block.plans("model"), outside)
+        if batch % splits:
+            raise LayoutError(
+                f"pipeline: a micro-batch of {batch} sequences, which {' '.join(f'{a}={grid[a]}' for a in data)} of "
+                f"stage {i} do not divide\n  fix: batch={-(-batch // splits) * splits}"
+            )
+        padded = -(-batch // splits // multiple) * multiple * splits
+        weights = {*block.up_weight.axes, *block.down_weight.axes}
+        width = grid.size([axis for axis in grid if axis in weights])
+        found.append((padded * length, -(-hidden // width) * width))
+        counts.append((padded, splits, multiple * splits))
+    if any(padded != batch for padded, *_ in counts) and any(splits > 1 for _, splits, _ in counts):
+        whole = max(each for *_, each in counts)
+        raise LayoutError(
+            f"pipeline: a micro-batch of {batch} sequences is padded between the parts of dp on grids "
+            f"{', '.join(str(block.input.grid) for block in blocks)}\n"
+            f"  fix: batch={-(-batch // whole) * whole}, or no dp"
+        )
+    return list(found)
+
+
+class StageModule(nn.Module):
+    """A stage's part of a model: [sequences, length] ids or a shard of hidden states in, such a shard or logits out.
+
+    ids      [batch / dp, length]      this rank's sequences of a micro-batch
+    hidden   [rows / .., features / ..]  as the stage's layout says
+    logits   [rows / .., vocabulary / ..]
+    """
+
+    def __init__(
+        self, model: nn.Module, traveller: Traveller, lead: tuple[int, int], sequences: Layout, takes_ids: bool
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.lead, self.sequences = lead, sequences
+        self.takes_ids = takes_ids
+        self.logits: Passage | None = None
+        self.traveller = traveller
+
+    @property
+    def split(self) -> Any:
+        report: Any = self.model.ndtp_report
+        return report.split
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        ids = x
+        if not self.takes_ids:
+            ids = torch.zeros(self.lead, dtype=torch.long, device=x.device)
+            self.traveller.hidden = enter(x.view_as(x), self._passage())
+        elif tuple(x.shape) != self.lead:
+            raise LayoutError(f"pipeline: the first stage takes ids {self.lead}, these are {tuple(x.shape)}")
+        try:
+            found = self.model(input_ids=ids, use_cache=False, **kwargs)
+        except Arrived:
+            return self._left(self.traveller.hidden)
+        finally:
+            self.traveller.hidden = None
+        self.logits = found.logits.passage if isinstance(found.logits, Hidden) else None
+        return leave(found.logits)
+
+    def _passage(self) -> Passage:
+        split = self.split
+        frame: Frame = split.frame
+        rows = frame.padded(self.lead[0]) * self.lead[1]
+        return Passage(frame, split.layouts.input, self.lead, rows, split.hidden, split.width, came_from="stage before")
+
+    def _left(self, hidden: Any) -> Tensor:
+        if not isinstance(hidden, Hidden) or hidden.passage != self._passage():
+            raise LayoutError(f"pipeline: the layers of a stage gave {hidden!r}, not {self._passage()}")
+        return leave(hidden)
+
+    def loss(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        own: Any = self.model
+        whole: Any = logits if self.logits is None else enter(logits.view_as(logits), self.logits)
+        return own.loss_function(logits=whole, labels=labels, vocab_size=own.config.vocab_size, **kwargs)  # type: ignore[no-any-return]
+
+
+class ModelStage(PipelineStage):
+    """A stage of a model of transformers; see `pipeline_stages`.
+
+    Attributes:
+        model: this stage's part, on the grid; its parameters are what an optimizer gets.
+    """
+
+    submod: StageModule
+
+    @property
+    def model(self) -> nn.Module:
+        return self.submod.model
+
+    def rows(self, whole: Tensor, micro_batches: int, layout: Layout | None = None) -> Tensor:
+        """This rank's sequences of every micro-batch of ids or labels [sequences, length], one behind the other."""
+        return super().rows(whole, micro_batches, self.submod.sequences if layout is None else layout)
+
+    def loss(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        """The dense model's own loss of a micro-batch, on every rank of the last stage: a schedule's `loss_fn`.
+
+        logits   [rows / .., vocabulary / ..]  what the last stage gave
+        labels   [batch / dp, length]          `rows` of the labels, shifted by the model's own loss
+        """
+        return self.submod.loss(logits, labels, **kwargs)
