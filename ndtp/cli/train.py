@@ -34,7 +34,8 @@ from ndtp.cli.progress import Runner
 from ndtp.planner.fields import Number, integer, reason, unwritable
 
 if TYPE_CHECKING:
-    from ndtp.cli.training import Job, Trained
+    from ndtp.cli.job import Job
+    from ndtp.cli.training import Trained
 
 YEAR_S = 365 * 86400.0
 INTERRUPTED = 130
@@ -52,6 +53,12 @@ def train(
     scheme: Annotated[
         str, typer.Option(callback=one_of("auto", *SCHEMES), help="How tensors lie; auto: what the axes suggest.")
     ] = "auto",
+    stages: Annotated[
+        int, typer.Option(callback=COUNT, help="The model is cut by layers into so many, each on a grid of its own.")
+    ] = 1,
+    micro_batches: Annotated[
+        int, typer.Option(callback=must_be(Number(0, 2**20, integer=True)), help="Of a batch. 0: two a stage.")
+    ] = 0,
     model: Annotated[
         Path | None, typer.Option(metavar="JSON", help="A config.json of transformers. Default: a byte-level model.")
     ] = None,
@@ -86,20 +93,28 @@ def train(
     Exit status: 0 when all steps are done, 1 when a rank fails, 2 on wrong use, 130
     after Ctrl-C.
 
+    With --stages the model is cut by layers, and --grid is that of each stage.
+
     Example: ndtp train book.txt --grid z=2,x=2,y=2 --steps 500
     """
-    from ndtp.cli.training import ByteModelSizes, Job
+    from ndtp.cli.job import ByteModelSizes, Job
     from ndtp.cli.training import train as train_on_ranks
     from ndtp.testing import RankError
 
     out = console(json_file)
     axes = axis_sizes(grid, "--grid") if grid else {}
-    count = math.prod(axes.values())
+    count = math.prod(axes.values()) * stages
+    micro_batches = micro_batches or (2 * stages if stages > 1 else 1)
+    if micro_batches > 1 and stages == 1:
+        raise typer.BadParameter("it takes --stages 2 or more", param_hint="--micro-batches")
+    if batch % micro_batches:
+        raise typer.BadParameter(f"{micro_batches} do not divide a batch of {batch}", param_hint="--micro-batches")
+    if model is None and layers < stages:
+        raise typer.BadParameter(f"{layers} layers make no {stages} stages", param_hint="--stages")
     if ranks not in (None, count) or world_size() not in (None, count):
         where = f"torchrun started {world_size()}" if world_size() else f"--ranks is {ranks}"
-        raise typer.BadParameter(
-            f"{grid or 'dense'} takes {count} ranks, {where}; `ndtp plan` finds a grid", param_hint="--grid"
-        )
+        what = f"{stages} stages of {grid or 'x=1'}" if stages > 1 else grid or "dense"
+        raise typer.BadParameter(f"{what} takes {count} ranks, {where}; `ndtp plan` finds a grid", param_hint="--grid")
     if tensorboard and find_spec("tensorboard") is None:
         raise typer.BadParameter("TensorBoard is not installed; pip install tensorboard", param_hint="--tensorboard")
     _check_files(text, model, context, output)
@@ -110,12 +125,14 @@ def train(
             sizes=ByteModelSizes(width, 4 * width, layers, heads), grid=axes,
             scheme=_scheme(axes) if scheme == "auto" else scheme, steps=steps, batch=batch, context=context,
             learning_rate=learning_rate, clip=clip, seed=seed, save_every=save_every, chunks=_chunks(chunks),
-            dtype=dtype, tensorboard=tensorboard,
+            dtype=dtype, tensorboard=tensorboard, stages=stages, micro_batches=micro_batches,
         )  # fmt: skip
-        name = " ".join(f"{axis}={size}" for axis, size in axes.items()) or "dense"
+        name = job.name
         try:
             with Runner(out, num_ranks(count, least=1), total=steps, unit=(batch * context, "tokens")) as runner:
-                by_rank: Sequence[Trained] = runner.run(name, train_on_ranks, job, axes=axes or None, timeout=YEAR_S)
+                by_rank: Sequence[Trained] = runner.run(
+                    name, train_on_ranks, job, axes=axes if axes and stages == 1 else None, timeout=YEAR_S
+                )
         except RankError as error:
             if is_first_rank():
                 print(f"train failed: {error}", file=sys.stderr)
@@ -135,6 +152,7 @@ def _summary(job: Job, done: Trained) -> dict[str, Any]:
         "ok": not done.stopped,
         "grid": dict(job.grid),
         "scheme": job.scheme,
+        "stages": job.stages,
         "first_step": done.first,
         "step": done.step,
         "losses": done.losses,

@@ -17,8 +17,9 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import TENSOR_AXES
 from ndtp.cli.demo_training import text as help_topics
+from ndtp.cli.job import Job
 from ndtp.errors import CheckpointError
-from ndtp.models.byte_model import ByteModel, ByteModelSizes
+from ndtp.models.byte_model import ByteModel
 from ndtp.models.parallelize import parallelize
 from ndtp.models.training_state import load, save
 from ndtp.nn.gradients import clip_grad_norm_
@@ -31,39 +32,6 @@ COLUMNS = ("step", "loss", "gradient_norm", "learning_rate", "tokens_per_second"
 CHECKPOINT, LOG = "checkpoint", "log.csv"
 WARM_STEPS = 20  # then constant: a run that goes on is the one that was not interrupted
 HELD_OUT, HELD_OUT_BATCHES = 0.05, 4  # the last part of the text, and how much of it is looked at
-
-
-@dataclass(frozen=True)
-class Job:
-    """A training run: the same on every rank.
-
-    Attributes:
-        text: the file, or None for the help topics of Python's standard library.
-        config: of a model of transformers (config.json), or None for the byte-level model of `sizes`.
-        grid: sizes of the axes; empty trains the dense model on one rank.
-        context: bytes of a sequence.
-        batch: sequences a step, of all ranks.
-        save_every: steps between checkpoints; there is one at the end in any case.
-        stop_file: where Ctrl-C leaves a mark for the ranks.
-    """
-
-    output: Path
-    stop_file: Path
-    text: Path | None
-    config: Path | None
-    sizes: ByteModelSizes
-    grid: Mapping[str, int]
-    scheme: str
-    steps: int
-    batch: int
-    context: int
-    learning_rate: float
-    clip: float
-    seed: int
-    save_every: int
-    chunks: int | str
-    dtype: str
-    tensorboard: bool
 
 
 @dataclass
@@ -81,39 +49,43 @@ class Trained:
 
 def train(counter: Counter, job: Job) -> Trained:
     """Go on from the checkpoint in the output folder, if there is one; stop at the end, or on Ctrl-C."""
-    mesh = ProcessGrid(Grid(job.grid)) if job.grid else None
-    model = _Model(job, mesh)
+    model: Any
+    if job.stages > 1:
+        from ndtp.cli.staged_training import StagedModel
+
+        model = StagedModel(job)
+    else:
+        model = Model(job)
     optimizer = torch.optim.AdamW(model.module.parameters(), lr=job.learning_rate)
     done = Trained()
     if (job.output / CHECKPOINT).exists() or (job.output / f"{CHECKPOINT}.before").exists():
         try:
-            done.first = done.step = load(model.module, optimizer, job.output / CHECKPOINT)["step"]
+            done.first = done.step = model.load(optimizer, job.output / CHECKPOINT)["step"]
         except CheckpointError as error:
             done.error = str(error)
             return done
     counter.advance(done.first)
     batches = Batches(job)
-    log = Log(job, done.first) if mesh is None or mesh.rank == 0 else None
+    log = Log(job, done.first) if model.rank == 0 else None
     began = time.perf_counter()
     saved = done.first
     while done.step < job.steps and not done.stopped:
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = job.learning_rate * min((done.step + 1) / WARM_STEPS, 1.0)
-        loss = model.loss(batches.at(done.step))
-        loss.backward()
-        norm = clip_grad_norm_(model.module.parameters(), job.clip)
+        loss = model.step(batches.at(done.step))
+        norm = model.clip(job.clip)
         optimizer.step()
         optimizer.zero_grad()
-        done.losses.append(loss.item())
+        done.losses.append(loss)
         done.step += 1
         if log is not None:
             seconds = time.perf_counter() - start
-            log.add(done.step, done.losses[-1], float(norm), optimizer.param_groups[0]["lr"], batches.tokens / seconds)
+            log.add(done.step, done.losses[-1], norm, optimizer.param_groups[0]["lr"], batches.tokens / seconds)
         counter.advance()
-        done.stopped = _any_rank(job.stop_file.exists(), mesh)
+        done.stopped = model.any_rank(job.stop_file.exists())
         if done.step == job.steps or done.stopped or done.step - saved >= job.save_every:
-            save(model.module, optimizer, job.output / CHECKPOINT, extra={"step": done.step})
+            model.save(optimizer, job.output / CHECKPOINT, {"step": done.step})
             saved = done.step
     done.tokens_per_second = len(done.losses) * batches.tokens / max(time.perf_counter() - began, 1e-9)
     if not done.stopped:
@@ -123,10 +95,11 @@ def train(counter: Counter, job: Job) -> Trained:
     return done
 
 
-class _Model:
+class Model:
     """A model on a grid or on none, and its loss of whole batches, which every rank has."""
 
-    def __init__(self, job: Job, mesh: ProcessGrid | None) -> None:
+    def __init__(self, job: Job) -> None:
+        self.mesh = mesh = ProcessGrid(Grid(job.grid)) if job.grid else None
         torch.manual_seed(job.seed)
         device = "cpu" if mesh is None else mesh.device_type
         dtype = getattr(torch, job.dtype)
@@ -155,6 +128,33 @@ class _Model:
         if self.rows is not None:
             batch = batch[self.rows.slices(self.rank, (len(batch),))[0]]
         return self.module(input_ids=batch, labels=batch).loss
+
+    def step(self, batch: Tensor) -> float:
+        """Gradients of a batch, and its loss."""
+        loss = self.loss(batch)
+        loss.backward()
+        return loss.item()
+
+    def loss_of(self, batch: Tensor) -> float:
+        return self.loss(batch).item()
+
+    def clip(self, max_norm: float) -> float:
+        return float(clip_grad_norm_(self.module.parameters(), max_norm))
+
+    def save(self, optimizer: torch.optim.Optimizer, folder: Path, extra: Mapping[str, Any]) -> None:
+        save(self.module, optimizer, folder, extra=extra)
+
+    def load(self, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
+        return load(self.module, optimizer, folder)
+
+    def any_rank(self, mine: bool) -> bool:
+        """Whether any rank says so: all of them stop at the same step."""
+        mesh = self.mesh
+        if mesh is None or mesh.grid.num_ranks == 1:
+            return mine
+        flag = torch.tensor(int(mine), device=mesh.device_type)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.groups.group(mesh.grid.nontrivial(mesh.grid.names)))
+        return bool(flag)
 
 
 class Batches:
@@ -186,27 +186,18 @@ def least_bytes(context: int) -> int:
 
 
 @torch.no_grad()
-def _held_out(model: _Model, batches: Batches) -> float:
+def _held_out(model: Model, batches: Batches) -> float:
     model.module.eval()
-    losses = [model.loss(batches.at(i, batches.held_out)).item() for i in range(HELD_OUT_BATCHES)]
+    losses = [model.loss_of(batches.at(i, batches.held_out)) for i in range(HELD_OUT_BATCHES)]
     model.module.train()
     return sum(losses) / len(losses)
-
-
-def _any_rank(mine: bool, mesh: ProcessGrid | None) -> bool:
-    """Whether any rank says so: all of them stop at the same step."""
-    if mesh is None or mesh.grid.num_ranks == 1:
-        return mine
-    flag = torch.tensor(int(mine), device=mesh.device_type)
-    dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.groups.group(mesh.grid.nontrivial(mesh.grid.names)))
-    return bool(flag)
 
 
 class Log:
     """A line a step, in log.csv and, if asked for, for TensorBoard; what was behind the checkpoint is taken out."""
 
     def __init__(self, job: Job, first: int) -> None:
-        self.grid = " ".join(f"{axis}={size}" for axis, size in job.grid.items()) or "dense"
+        self.grid = job.name
         path = job.output / LOG
         before = [row for row in read_log(path) if int(row["step"]) <= first] if first else []
         self.file = path.open("w", newline="", encoding="utf-8")

@@ -44,7 +44,7 @@ def events(folder):
 def test_events_behind_the_checkpoint_are_taken_out(tmp_path):
     """A run that ended between two checkpoints has logged steps that are made once more."""
     pytest.importorskip("tensorboard")
-    job = SimpleNamespace(output=tmp_path, grid={"x": 2}, tensorboard=True)
+    job = SimpleNamespace(output=tmp_path, name="x=2", tensorboard=True)
     for first, last in ((0, 4), (2, 3)):
         log = Log(job, first)
         for step in range(first + 1, last + 1):
@@ -71,6 +71,23 @@ def test_a_run_goes_on_on_another_grid(tmp_path):
     assert (moved / "loss.png").read_bytes().startswith(b"\x89PNG")
     result = train("--output", moved, "--steps", 9)
     assert result.exit_code == 0 and "were done before" in result.output
+
+
+def test_stages(tmp_path):
+    """On the dense loss, also where the run goes on on another grid; not with another number of stages."""
+    words = ("--layers", 2, "--steps")
+    assert train(*words, 4, "--output", tmp_path / "dense").exit_code == 0
+    for steps, grid in ((2, "dp=2"), (4, "x=2")):
+        result = train(*words, steps, "--stages", 2, "--grid", grid, "--output", tmp_path / "staged")
+        assert result.exit_code == 0, result.output
+    assert losses(tmp_path / "staged") == pytest.approx(losses(tmp_path / "dense"), rel=1e-7)
+    assert [row["grid"] for row in read_log(tmp_path / "staged" / "log.csv")][-1] == "2 stages of x=2"
+    result = train(*words, 5, "--output", tmp_path / "staged")
+    assert result.exit_code == 2
+    result = train(*words, 5, "--stages", 2, "--output", tmp_path / "dense")
+    assert result.exit_code == 2 and "is of no stages, this run has 2" in result.output
+    result = train("--layers", 1, "--stages", 2)
+    assert result.exit_code == 2 and "1 layers make no 2 stages" in result.output
 
 
 def test_a_config_of_transformers(tmp_path):
