@@ -124,7 +124,7 @@ class PipelinePlan:
                 try:
                     layout.shard_shape(shape)
                 except LayoutError as error:
-                    raise LayoutError(f"pipeline: what stage {i} {what}, {shape} as '{layout}': {error}") from None
+                    raise LayoutError(f"pipeline: what stage {i} {what}, {shape} as {layout}: {error}") from None
 
     # ---------------------------------------------------------------------------------------------------- what it says
 
@@ -223,7 +223,7 @@ class PipelinePlan:
 
     def __str__(self) -> str:
         return "; ".join(
-            f"stage {i}: {grid} on ranks {_some(ranks)}, [{layouts[0]}] -> [{layouts[1]}]"
+            f"stage {i}: {grid} on ranks {_some(ranks)}, {layouts[0]} -> {layouts[1]}"
             for i, (grid, ranks, layouts) in enumerate(zip(self.grids, self.ranks_of, self.stage_layouts, strict=True))
         )
 
