@@ -8,6 +8,7 @@ pytest.importorskip("transformers")
 
 import against_dense
 import architectures
+import other_architectures
 import torch
 import transformers.modeling_layers
 import transformers.modeling_utils  # noqa: F401  # so that ranks are forked with it
@@ -28,3 +29,15 @@ def test_equals_dense(ranks, tmp_path, name, grid):
 def test_the_cover_has_all():
     assert {name for name, _ in COVER} == set(architectures.ALL)
     assert {grid for _, grid in COVER} == set(against_dense.SMALL_GRIDS)
+
+
+def check_others():
+    return {name: other_architectures.compare(name, {"x": 1, "y": 2}, "2d")[1] for name in other_architectures.SAMPLE}
+
+
+def test_a_sample_of_others(ranks):
+    """Those that name their layers otherwise, or compute something else: right, and what is left whole has a reason."""
+    kept = ranks(2).run(check_others)[0]
+    assert not kept["BloomForCausalLM"] and not kept["all heads, GPTBigCodeForCausalLM"]
+    assert "in an order that is not known" in kept["CodeGenForCausalLM"]["transformer.h.0.attn"]
+    assert "relative positions" in kept["shared keys, DebertaV2ForMaskedLM"]["deberta.encoder.layer.0.attention.self"]
