@@ -10,8 +10,9 @@ from ndtp import CommMeter, Grid, LayoutError
 
 pytest.importorskip("transformers")
 
+import transformers
 import transformers.modeling_layers
-import transformers.modeling_utils  # noqa: F401  # so that ranks are forked with it
+import transformers.modeling_utils  # so that ranks are forked with it
 from architectures import build, inputs
 from test_transformers_whole import check_gradients, gradient
 
@@ -199,3 +200,36 @@ def test_what_does_not_fit_is_left_whole(ranks):
 
 def test_few_key_heads(ranks):
     ranks(4).run(check_few_key_heads)
+
+
+def check_as_transformers_asks(folder):
+    """What its own tests of tensor parallelism ask of any: 1e-5, with tied weights or not, of loaded models."""
+    mesh, close = mesh_of(Grid(x=2)), {"rtol": 1e-5, "atol": 1e-5}
+    ids, labels = torch.randint(0, 68, (2, 2, 64), generator=torch.Generator().manual_seed(0))
+    for name, is_tied in (("Qwen2ForCausalLM", True), ("Qwen3ForCausalLM", False)):
+        where = folder / f"{name} {is_tied}"
+        if mesh.rank == 0:
+            sizes = {"vocab_size": 68, "max_position_embeddings": 64, "tie_word_embeddings": is_tied}
+            build(name, **sizes).float().save_pretrained(where)
+        torch.distributed.barrier()
+        kind = getattr(transformers, name)
+        dense, model = kind.from_pretrained(where), kind.from_pretrained(where)
+        ndtp.parallelize(model, mesh, scheme="1d-sp")
+        with torch.no_grad():
+            assert torch.allclose(dense(ids).logits, model(ids).logits, **close), "logits as if they were whole"
+        for each in (dense, model):
+            each.train()
+            loss = each(ids, labels=labels).loss
+            loss.backward()
+            each.loss = loss.detach()
+        torch.testing.assert_close(model.loss, dense.loss, **close)
+        for (key, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(gradient(mine), theirs.grad, **close, msg=lambda text, key=key: f"{key}: {text}")
+        options = {"max_new_tokens": 25, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+        expected, found = (each.eval().generate(ids[:1, :10], **options) for each in (dense, model))
+        torch.testing.assert_close(torch.stack(found.scores), torch.stack(expected.scores), **close)
+        assert torch.equal(found.sequences, expected.sequences)
+
+
+def test_as_transformers_asks(ranks, tmp_path):
+    ranks(2).run(check_as_transformers_asks, tmp_path)
