@@ -183,11 +183,11 @@ class TableElsewhere(Elsewhere):
         super().__init__(name, traveller)
         self.features = table.embedding_dim
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden = self.traveller.hidden
         if self.is_first:
             return hidden.detach()  # type: ignore[no-any-return]
-        return torch.zeros(*ids.shape, self.features, dtype=hidden.dtype, device=hidden.device)
+        return torch.zeros(1, 1, self.features, dtype=hidden.dtype, device=hidden.device)  # added to it
 
 
 def part_of_model(model: nn.Module, anatomy: Anatomy, layers: range, traveller: Traveller) -> nn.Module:

@@ -74,8 +74,7 @@ def pipeline_stages(
         mesh = pipeline.mesh(i, **(mesh_options or {}))
         parallelize(part, mesh, scheme=schemes[i], **options)
         data = blocks[i].input.dims[0][: _data_axes(blocks[i])]
-        lead = (batch // grids[i].size(data), length)
-        module = StageModule(part, traveller, lead, Layout(mesh.grid, data), takes_ids=i == 0)
+        module = StageModule(part, traveller, (batch, length), Layout(grids[i], data), mesh.rank, takes_ids=i == 0)
         stages.append(ModelStage(module, pipeline, i, dtype=next(model.parameters()).dtype))
     if anatomy.shared and len(grids) > 1:
         tie(stages, pipeline, anatomy.shared)
@@ -138,14 +137,24 @@ class StageModule(nn.Module):
     ids      [batch / dp, length]      this rank's sequences of a micro-batch
     hidden   [rows / .., features / ..]  as the stage's layout says
     logits   [rows / .., vocabulary / ..]
+
+    Other tensors, such as attention masks, are those of a whole micro-batch, [batch, ..], on every rank.
     """
 
     def __init__(
-        self, model: nn.Module, traveller: Traveller, lead: tuple[int, int], sequences: Layout, takes_ids: bool
+        self,
+        model: nn.Module,
+        traveller: Traveller,
+        shape: tuple[int, int],
+        sequences: Layout,
+        rank: int,
+        takes_ids: bool,
     ) -> None:
         super().__init__()
         self.model = model
-        self.lead, self.sequences = lead, sequences
+        self.batch, self.sequences = shape[0], sequences
+        self.mine = sequences.slices(rank, shape[:1])[0]
+        self.lead = (self.mine.stop - self.mine.start, shape[1])
         self.takes_ids = takes_ids
         self.logits: Passage | None = None
         self.traveller = traveller
@@ -158,10 +167,15 @@ class StageModule(nn.Module):
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         ids = x
         if not self.takes_ids:
-            ids = torch.zeros(self.lead, dtype=torch.long, device=x.device)
+            # Only their number counts; padding among them would be worth a warning to some models.
+            config: Any = self.model.config
+            ids = torch.full(self.lead, int(getattr(config, "pad_token_id", None) == 0), device=x.device)
             self.traveller.hidden = enter(x.view_as(x), self._passage())
         elif tuple(x.shape) != self.lead:
             raise LayoutError(f"pipeline: the first stage takes ids {self.lead}, these are {tuple(x.shape)}")
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor) and value.dim() and len(value) == self.batch:
+                kwargs[name] = value[self.mine]
         try:
             found = self.model(input_ids=ids, use_cache=False, **kwargs)
         except Arrived:

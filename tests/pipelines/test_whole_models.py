@@ -38,7 +38,7 @@ CASES = {
     "gpt2": (gpt2, [Grid(x=1), Grid(dp=1, x=2), Grid(y=1)], {"layers": [1, 1, 1]}, ScheduleGPipe),
     "in turns": (
         lambda: llama(4),
-        [Grid(dp=2), Grid(x=2), Grid(z=2), Grid(y=2)],
+        [Grid(x=2), Grid(y=2), Grid(z=2), Grid(dp=2)],
         {"groups": 2},
         ScheduleInterleaved1F1B,
     ),
@@ -54,19 +54,26 @@ def check_case(name):
     make, grids, options, kind = CASES[name]
     dense = make()
     stages = ndtp.pipeline_stages(copy.deepcopy(dense), grids, BATCH, LENGTH, **options)
-    schedule = kind(stages if "groups" in options else stages[0], n_microbatches=MICRO_BATCHES, loss_fn=stages[-1].loss)
+    mine = stages if "groups" in options else stages[0]
+    schedule = kind(mine, n_microbatches=MICRO_BATCHES, loss_fn=stages[-1].loss, scale_grads=False)
     ours = torch.optim.SGD([p for stage in stages for p in stage.model.parameters()], lr=0.1, momentum=0.9)
     theirs = torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
         ids = torch.randint(30, (MICRO_BATCHES * BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+        labels, mask = ids.clone(), torch.ones_like(ids)
+        labels[1, 2:], mask[1, 3:] = -100, 0  # fewer in one micro-batch, and on one rank of dp
         given = [stage.rows(ids, MICRO_BATCHES) for stage in stages if stage.is_first]
-        labels = [stage.rows(ids, MICRO_BATCHES) for stage in stages if stage.is_last]
+        target = [stage.rows(labels, MICRO_BATCHES) for stage in stages if stage.is_last]
         losses = []
-        schedule.step(*given, target=labels[0] if labels else None, losses=losses, return_outputs=False)
-        loss = dense(input_ids=ids, labels=ids).loss
+        schedule.step(
+            *given, target=target[0] if target else None, losses=losses, return_outputs=False,
+            loss_kwargs={"num_items_in_batch": (labels[:, 1:] >= 0).sum()},
+            attention_mask=mask,
+        )  # fmt: skip
+        loss = dense(input_ids=ids, labels=labels, attention_mask=mask).loss
         loss.backward()
-        if labels:
-            torch.testing.assert_close(sum(losses) / MICRO_BATCHES, loss, rtol=1e-6, atol=1e-6)
+        if target:
+            torch.testing.assert_close(sum(losses), loss, rtol=1e-6, atol=1e-6)
         named = dict(dense.named_parameters(remove_duplicate=False))
         for stage in stages:
             for key, parameter in stage.model.named_parameters():
