@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.pipeline_plan import AXIS
 from ndtp.algebra.resharding import ReshardPlan
+from ndtp.algebra.volume import Traffic, Volume
 from ndtp.collectives.labels import Label
 from ndtp.collectives.uneven_exchange import landing_in, part_of
 from ndtp.pipelines.pipeline import Pipeline
@@ -32,6 +33,12 @@ class TiedWeight:
     def __init__(self, plan: ReshardPlan, pipeline: Pipeline, own: Mapping[bool, nn.Parameter]) -> None:
         self.plan, self.pipeline, self.own = plan, pipeline, own
         self.rank = dist.get_rank()
+
+    @property
+    def volume(self) -> Volume:
+        """The exact traffic of a step, in elements that this rank receives."""
+        ways = (self.plan if is_last else self.plan.back for is_last in self.own)
+        return Volume.of(Traffic("wgrad", "receive", (AXIS,), way.received(self.rank)) for way in ways)
 
     @torch.no_grad()
     def add_gradients(self) -> None:

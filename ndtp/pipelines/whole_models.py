@@ -13,6 +13,7 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.pipeline_plan import Shape
 from ndtp.algebra.schemes import BlockLayouts, block_layouts
+from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.hidden import Hidden, enter, leave
@@ -22,7 +23,7 @@ from ndtp.nn.padding import row_multiple
 from ndtp.pipelines.cuts import Anatomy, Arrived, Traveller, anatomy_of, part_of_model
 from ndtp.pipelines.pipeline import Pipeline
 from ndtp.pipelines.stage import PipelineStage
-from ndtp.pipelines.tied import tie
+from ndtp.pipelines.tied import TiedWeight, tie
 
 
 def pipeline_stages(
@@ -76,8 +77,9 @@ def pipeline_stages(
         data = blocks[i].input.dims[0][: _data_axes(blocks[i])]
         module = StageModule(part, traveller, (batch, length), Layout(grids[i], data), mesh.rank, takes_ids=i == 0)
         stages.append(ModelStage(module, pipeline, i, dtype=next(model.parameters()).dtype))
-    if anatomy.shared and len(grids) > 1:
-        tie(stages, pipeline, anatomy.shared)
+    tied = tie(stages, pipeline, anatomy.shared) if anatomy.shared and len(grids) > 1 else []
+    for stage in stages:
+        stage.tied = tied
     return stages
 
 
@@ -207,9 +209,11 @@ class ModelStage(PipelineStage):
 
     Attributes:
         model: this stage's part, on the grid; its parameters are what an optimizer gets.
+        tied: the weights that the first and the last stage share, of which this rank has a part.
     """
 
     submod: StageModule
+    tied: list[TiedWeight]
 
     @property
     def model(self) -> nn.Module:
@@ -218,6 +222,11 @@ class ModelStage(PipelineStage):
     def rows(self, whole: Tensor, micro_batches: int, layout: Layout | None = None) -> Tensor:
         """This rank's sequences of every micro-batch of ids or labels [sequences, length], one behind the other."""
         return super().rows(whole, micro_batches, self.submod.sequences if layout is None else layout)
+
+    def volume(self, micro_batches: int) -> Volume:
+        """The exact traffic between stages in a step, all stages of this rank together, in bytes that it receives."""
+        between = self.pipeline.volume(self.rank, micro_batches)
+        return sum((weight.volume for weight in self.tied), between).in_bytes(self.dtype.itemsize)
 
     def loss(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
         """The dense model's own loss of a micro-batch, on every rank of the last stage: a schedule's `loss_fn`.

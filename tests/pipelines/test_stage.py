@@ -14,7 +14,7 @@ from torch.distributed.pipelining import (
 import ndtp
 from ndtp import CommMeter, Grid, Pipeline, PipelineStage
 from ndtp.algebra.expert_plan import expert_plan
-from ndtp.algebra.volume import Volume
+from ndtp.algebra.volume import Traffic, Volume
 
 SHAPE, MICRO_BATCHES = (4, 8), 4
 
@@ -30,6 +30,14 @@ class Residual(nn.Module):
 
 def summed_error(y, target):
     return ((y - target) ** 2).sum()
+
+
+def within(stages):
+    """What a step moves inside of stages; gradients are summed over dp once, with the last micro-batch."""
+    for stage in stages:
+        for e in stage.submod.block.volume(SHAPE[0], dgrad=not stage.is_first):
+            once = e.phase == "wgrad" and e.collective == "all_reduce"
+            yield Traffic(e.phase, e.collective, e.axes, e.amount * 8 * (1 if once else MICRO_BATCHES))
 
 
 # Grids of the stages, ranks where they are not the next ones, schedule.
@@ -67,6 +75,9 @@ def check_case(grids, where, kind):
             schedule.step(*x, target=target)
         between = Volume(tuple(entry for entry in meter.volume if entry.collective == "receive"))
         planned = pipeline.volume(torch.distributed.get_rank(), MICRO_BATCHES).in_bytes(8)
+        if kind in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):  # others ask for gradients twice
+            inside = Volume(tuple(e for e in meter.volume if e.collective != "receive" and e.phase != "check"))
+            assert inside == Volume.of(within(stages)), f"{inside}, {Volume.of(within(stages))}"
         assert between == planned and [e.calls for e in between] == [e.calls for e in planned], f"{between}, {planned}"
     dense = nn.Sequential(
         *(Residual(ndtp.nn.MLP(8, 16, mesh=ndtp.ProcessGrid(Grid(x=1)), scheme="1d", seed=i, dtype=torch.float64,

@@ -7,7 +7,8 @@ import torch
 from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
 
 import ndtp
-from ndtp import Grid, LayoutError
+from ndtp import CommMeter, Grid, LayoutError
+from ndtp.algebra.volume import Volume
 from ndtp.pipelines.gradients import clip_grad_norm_
 
 MICRO_BATCHES, BATCH, LENGTH = 2, 4, 6
@@ -65,11 +66,14 @@ def check_case(name):
         given = [stage.rows(ids, MICRO_BATCHES) for stage in stages if stage.is_first]
         target = [stage.rows(labels, MICRO_BATCHES) for stage in stages if stage.is_last]
         losses = []
-        schedule.step(
-            *given, target=target[0] if target else None, losses=losses, return_outputs=False,
-            loss_kwargs={"num_items_in_batch": (labels[:, 1:] >= 0).sum()},
-            attention_mask=mask,
-        )  # fmt: skip
+        with CommMeter() as meter:
+            schedule.step(
+                *given, target=target[0] if target else None, losses=losses, return_outputs=False,
+                loss_kwargs={"num_items_in_batch": (labels[:, 1:] >= 0).sum()},
+                attention_mask=mask,
+            )  # fmt: skip
+        between = Volume(tuple(entry for entry in meter.volume if entry.collective == "receive"))
+        assert between == stages[0].volume(MICRO_BATCHES), f"{between}, {stages[0].volume(MICRO_BATCHES)}"
         loss = dense(input_ids=ids, labels=labels, attention_mask=mask).loss
         loss.backward()
         if target:
