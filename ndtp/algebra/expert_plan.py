@@ -17,7 +17,7 @@ from functools import cached_property
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
-from ndtp.algebra.schemes import SCHEMES, TENSOR_AXES, BlockLayouts
+from ndtp.algebra.schemes import BlockLayouts
 from ndtp.algebra.steps import Step
 from ndtp.errors import LayoutError
 
@@ -32,14 +32,12 @@ class ExpertPlan:
         axes: those that split the experts, major to minor.
         tokens: the layout of the rows that are sent to experts and come back.
         up, down: the plans of the two products, `[experts, rows, features]`.
-        beside: the layouts of an MLP of the same scheme for the same tokens, which all ranks of `axes` have.
     """
 
     axes: tuple[str, ...]
     tokens: Layout
     up: MatMulPlan
     down: MatMulPlan
-    beside: BlockLayouts
 
     def __post_init__(self) -> None:
         if self.up.a.dims != self.down.out.dims:
@@ -111,73 +109,38 @@ def is_of_rows(step: Step) -> bool:
     return step.dim == ROWS and step.kind != "all_reduce"
 
 
-def expert_plan(
-    grid: Grid,
-    scheme: str,
-    axes: Sequence[str | None] | None = None,
-    expert_axes: Sequence[str] = ("e",),
-    name: str = "moe",
-    rows_as: Sequence[str] = (),
-) -> ExpertPlan:
-    """The plan of a named scheme inside experts that are split over `expert_axes`.
+def expert_plan(layouts: BlockLayouts, expert_axes: Sequence[str], name: str = "moe") -> ExpertPlan:
+    """The plan of experts that are split over some axes, and inside as a block of these layouts is over the others.
 
-    Args:
-        axes: those that play x, y (and z) inside, as for `ndtp.algebra.schemes.block_layouts`; one that splits the
-            experts, or None, plays no part there.  Default: those of these names.
-        expert_axes: any axes of the grid.  All others that the scheme does not use split rows, in front.
-        rows_as: axes that shall come first among those that split rows, in this order: where rows that lie so already
-            need not move.
+    An axis of experts splits tokens.  Where it does so in `layouts` already, as `dp` does, or y in the 3D scheme, rows
+    need not move to be sent to experts; where it splits features, or nothing, they are relaid out before.
 
     Raises:
-        LayoutError: an unknown scheme, axes that are not there or named twice.
+        LayoutError: axes that are not there, or that are named twice.
     """
-    where = f"MoE '{name}'"
-    if scheme not in SCHEMES:
-        raise LayoutError(f"{where}: scheme {scheme!r} is not one of {', '.join(SCHEMES)}")
-    experts = tuple(expert_axes)
+    grid, experts = layouts.input.grid, tuple(expert_axes)
     for axis in experts:
         if axis not in grid or experts.count(axis) > 1:
             raise LayoutError(
-                f"{where}: expert_axis={experts} does not name axes of grid {grid}, each once\n"
+                f"MoE '{name}': expert_axis={experts} does not name axes of grid {grid}, each once\n"
                 f"  fix: some of {', '.join(grid)}, or () for all experts on every rank"
             )
-    count = {"1d": None, "2d": 2, "3d": 3}[scheme[:2]]
-    given = TENSOR_AXES[:count] if axes is None else tuple(axes)
-    if axes is not None and (
-        count not in (None, len(given)) or any(axis is not None and axis not in grid for axis in given)
-    ):
-        wanted = "axes" if count is None else f"{count} axes"
-        raise LayoutError(f"{where}: scheme {scheme!r}: axes={given} does not name {wanted} of grid {grid}")
-    used = [axis if axis is not None and axis in grid and axis not in experts else None for axis in given]
-    if axes is None and count == 2 and "z" in grid and "z" not in experts and grid["z"] > 1:
-        raise LayoutError(
-            f"{where}: scheme {scheme!r} uses the axes x and y, and grid {grid} has z={grid['z']}\n"
-            "  fix: scheme '3d', a grid with z=1, or z among the experts' axes"
-        )
-    groups: list[tuple[str, ...]] = [(axis,) if axis else () for axis in used]
-    if count is None:
-        groups = [tuple(axis for axis in used if axis)]
-    inside = {axis for group in groups for axis in group}
-    idle = () if axes is not None else TENSOR_AXES
-    others = tuple(axis for axis in grid if axis not in inside and axis not in experts and axis not in idle)
-    dims = SCHEMES[scheme](*groups)
 
-    def rows(index: int) -> Layout:
-        return Layout(grid, experts, others + dims[index][0], dims[index][1])
+    def inside(axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if axis not in experts)
 
-    def weight(index: int) -> Layout:
-        return Layout(grid, experts, *dims[index])
+    def split(layout: Layout) -> Layout:
+        return Layout(grid, experts, *map(inside, layout.dims))
 
-    place = {axis: i for i, axis in enumerate((*rows_as, *grid)) if axis in experts or axis in others}
-    place = {axis: rows_as.index(axis) if axis in rows_as else i for axis, i in place.items()}
-    in_front = tuple(sorted(place, key=place.__getitem__))
-    beside = BlockLayouts(
-        *(Layout(grid, in_front * (i % 2 == 0) + split[0], *split[1:]) for i, split in enumerate(dims))
+    taken, up, hidden, down, given = (
+        split(layout)
+        for layout in (layouts.input, layouts.up_weight, layouts.hidden, layouts.down_weight, layouts.output)
     )
+    rows = layouts.input.dims[0]
+    rows += tuple(axis for axis in grid if axis in experts and axis not in rows)
     return ExpertPlan(
         experts,
-        beside.input,
-        MatMulPlan(rows(0), weight(1), rows(2), transpose_b=True, name=f"{name}.up"),
-        MatMulPlan(rows(2), weight(3), rows(4), transpose_b=True, name=f"{name}.down"),
-        beside,
+        Layout(grid, rows, inside(layouts.input.dims[1])),
+        MatMulPlan(taken, up, hidden, transpose_b=True, name=f"{name}.up"),
+        MatMulPlan(hidden, down, given, transpose_b=True, name=f"{name}.down"),
     )

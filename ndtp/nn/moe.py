@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ndtp.algebra.expert_plan import ExpertPlan, expert_plan
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.algebra.resharding import ReshardPlan
 from ndtp.algebra.row_flow import Counts
+from ndtp.algebra.schemes import BlockLayouts, block_layouts
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 from ndtp.nn.experts import Experts
@@ -22,6 +23,7 @@ from ndtp.nn.padding import as_rows, with_leading_dims
 from ndtp.nn.random import draw_seed
 from ndtp.nn.router import Router, Routing
 from ndtp.nn.routers import ROUTERS, DeepSeek
+from ndtp.nn.sharded import BlockModule
 from ndtp.ops.experts import known_counts
 from ndtp.ops.moving import enter
 from ndtp.ops.reductions import reduce
@@ -32,7 +34,7 @@ Routes = str | Counts | Tensor
 Way = RelayoutPlan | tuple[Layout, Layout, str]  # legal step by step, or from anywhere to anywhere
 
 
-class MoE(nn.Module):
+class MoE(BlockModule):
     """Every token goes through `top_k` of `experts` MLPs, which lie on other ranks than it does.
 
         x        [tokens, hidden]  as `in_layout`     returns the same as `out_layout`
@@ -40,7 +42,7 @@ class MoE(nn.Module):
     Experts are split over `expert_axis`, and each of them over the other axes as the scheme says.  A token's row goes
     to the ranks of its experts and back by two all-to-alls of as many rows as the routing says; nothing is padded, and
     an expert that nobody chose has gradients of zeros.  The axes of experts split the tokens, as data parallelism does;
-    they may be any axes of the grid, so that experts lie otherwise than attention: `in_layout` is then attention's.
+    they may be any axes of the grid, attention's own among them, or parts of these (`ProcessGrid.refine`).
 
     Args:
         hidden, inner: features outside, and inside of an expert.
@@ -53,9 +55,8 @@ class MoE(nn.Module):
         shared: features inside of an expert that every token goes through, as an MLP of the same scheme; 0: none.
         shared_gate: whether its result is weighted by a sigmoid of the token (Qwen2-MoE).
         mesh: the process grid.
-        scheme, axes: inside an expert; see `ndtp.algebra.expert_plan`.
+        scheme, axes, layouts: as for `ndtp.nn.MLP`: of the layer's two ends, and of an expert but for `expert_axis`.
         expert_axis: one axis or several; default: "e" if the grid has it, else none.
-        in_layout, out_layout: how the layer takes and leaves activations; default: as experts take them.
         chunks: of each expert's rows, whose exchanges and products overlap.
         device, dtype, seed, name: as for `ndtp.nn.MLP`.
 
@@ -83,10 +84,9 @@ class MoE(nn.Module):
         *,
         mesh: ProcessGrid,
         scheme: str = "3d",
-        axes: Sequence[str | None] | None = None,
+        axes: Sequence[str] | None = None,
+        layouts: BlockLayouts | None = None,
         expert_axis: str | Sequence[str] | None = None,
-        in_layout: Layout | None = None,
-        out_layout: Layout | None = None,
         options: Mapping[str, Any] | None = None,
         chunks: int = 1,
         seed: int | None = None,
@@ -98,12 +98,9 @@ class MoE(nn.Module):
         split_by = (expert_axis,) if isinstance(expert_axis, str) else tuple(expert_axis)
         if isinstance(router, str) and router not in ROUTERS:
             raise ValueError(f"MoE '{name}': router {router!r} is not one of {', '.join(ROUTERS)}")
-        self.plan: ExpertPlan = expert_plan(
-            mesh.grid, scheme, axes, split_by, name, () if in_layout is None else in_layout.dims[0]
-        )
+        self.layouts = layouts or block_layouts(mesh.grid, scheme, axes)
+        self.plan: ExpertPlan = expert_plan(self.layouts, split_by, name)
         self.mesh, self.name, self.hidden, self.inner, self.num_experts = mesh, name, hidden, inner, experts
-        self.in_layout = self.plan.tokens if in_layout is None else in_layout
-        self.out_layout = (in_layout or self.plan.tokens) if out_layout is None else out_layout
         is_meta = device is not None and torch.device(device).type == "meta"
         seed = draw_seed() if seed is None and not is_meta else seed
         made = ROUTERS[router] if isinstance(router, str) else router
@@ -123,12 +120,12 @@ class MoE(nn.Module):
         if shared:
             kind = GatedMLP if gated else MLP
             self.shared = kind(
-                hidden, shared, activation, False, layouts=self.plan.beside, name=f"{name}.shared",
+                hidden, shared, activation, False, layouts=self.layouts, name=f"{name}.shared",
                 **shared_arguments,
             )  # fmt: skip
         if shared and shared_gate:
             self.shared_gate = Router(
-                hidden, 1, 1, tokens=self.plan.tokens, name=f"{name}.shared_gate", **shared_arguments
+                hidden, 1, 1, tokens=self.in_layout, name=f"{name}.shared_gate", **shared_arguments
             )
         self.routing: Routing | None = None
         self._ways = [
@@ -156,12 +153,11 @@ class MoE(nn.Module):
                 f"{self.mesh.grid} a rank has {width}"
             )
         enter(self.mesh, self.plan.up, rows)
-        rows = self._moved(rows, self._ways[0])
+        x_rows, rows = rows, self._moved(rows, self._ways[0])
         self.routing = routing = self.router(rows)
-        y = self.experts(rows, routing.experts, routing.gates, routing.kept)
+        y = self._moved(self.experts(rows, routing.experts, routing.gates, routing.kept), self._ways[1])
         if self.shared is not None:
-            y = y + self._shared(rows)
-        y = self._moved(y, self._ways[1])
+            y = y + self._shared(x_rows)
         return with_leading_dims(y, x.shape[:-1], f"MoE '{self.name}'")
 
     def _moved(self, x: Tensor, way: Way) -> Tensor:

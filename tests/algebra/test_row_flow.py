@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from ndtp import Grid, LayoutError
+from ndtp import Grid, Layout, LayoutError
 from ndtp.algebra.expert_plan import expert_plan
 from ndtp.algebra.row_flow import RowFlow, RowMove, chunk_counts, even_split, sorting_index
+from ndtp.algebra.schemes import BlockLayouts, block_layouts
 
 EXPERTS = 4
 
@@ -39,7 +40,7 @@ def row_moves(way):
 
 
 def check(grid, scheme, expert_axes, seed):
-    plan = expert_plan(grid, scheme, None, expert_axes)
+    plan = expert_plan(block_layouts(grid, scheme), expert_axes)
     draw, blocks = random.Random(seed), grid.size(plan.row_axes)
     counts = [[draw.choice((0, 0, 1, 3, 8)) for _ in range(EXPERTS)] for _ in range(blocks)]
     flows = [RowFlow(plan, rank, counts, plan.row_axes) for rank in range(grid.num_ranks)]
@@ -87,8 +88,12 @@ def test_a_chunk_is_a_part_of_every_expert():
     assert even_split(8, 3) == (2, 3, 3)
 
 
-def test_rows_that_cannot_be_ragged_are_refused():
+def test_plans_that_cannot_be_are_refused():
     with pytest.raises(LayoutError, match="does not name axes"):
-        expert_plan(Grid(x=2), "3d", None, ("e",))
-    with pytest.raises(LayoutError, match="z=2"):
-        expert_plan(Grid(e=2, x=2, z=2), "2d", None, ("e",))
+        expert_plan(block_layouts(Grid(x=2), "3d"), ("e",))
+    grid, rows = Grid(e=2, x=2), Layout(Grid(e=2, x=2), "e", None)
+    weight, hidden = Layout(grid, None, None), Layout(grid, ("e", "x"), None)
+    with pytest.raises(LayoutError, match="rows of experts are ragged"):
+        expert_plan(BlockLayouts(rows, weight, hidden, weight, rows), ("e",))
+    with pytest.raises(LayoutError, match="end as they begin"):
+        expert_plan(BlockLayouts(rows, weight, rows, weight, Layout(grid, "e", "x")), ("e",))
