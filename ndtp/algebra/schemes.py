@@ -35,6 +35,11 @@ class BlockLayouts:
         down = MatMulPlan(self.hidden, self.down_weight, self.output, name=f"{name}.down", **options)
         return up, down
 
+    def refine(self, **axes: Sequence[int]) -> BlockLayouts:
+        """The same shards, as layouts over `grid.refine(**axes)`."""
+        each = (self.input, self.up_weight, self.hidden, self.down_weight, self.output)
+        return BlockLayouts(*(layout.refine(**axes) for layout in each))
+
 
 def block_layouts(grid: Grid, scheme: str, axes: Sequence[str] | None = None) -> BlockLayouts:
     """The layouts of a block under a named scheme.

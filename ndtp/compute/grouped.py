@@ -26,6 +26,11 @@ def grouped_product(x: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
     return result
 
 
+def tally(x: Tensor, values: int) -> Tensor:
+    """[values]: how often each of 0 to values - 1 occurs in x, which has no others; of no memory, none."""
+    return x.new_empty(values) if x.is_meta else x.flatten().bincount(minlength=values)
+
+
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -59,7 +64,11 @@ def multiplied(x: Tensor, b: Tensor, sizes: Sequence[int]) -> Tensor:
 def outer(grad: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor:
     """[rows, N], [rows, K] -> [experts, N, K]: `grad^T x` of each expert's rows; zeros where it has none."""
     if _fused(grad, x):
-        return torch._grouped_mm(grad.mT, x, offs=_ends(sizes, x.device))
+        result = torch._grouped_mm(grad.mT, x, offs=_ends(sizes, x.device))
+        for out, size in zip(result.unbind(), sizes, strict=True):
+            if not size:
+                out.zero_()  # a product over nothing: nobody promises what is in it
+        return result
     result = x.new_empty((len(sizes), grad.shape[1], x.shape[1]))
     for of_grad, rows, out in zip(grad.split(list(sizes)), x.split(list(sizes)), result.unbind(), strict=True):
         if rows.shape[0]:

@@ -137,6 +137,8 @@ def _like(new: nn.Parameter, dense: Tensor, mesh: ProcessGrid) -> Tensor:
     placements: Sequence[Any] = new.placements  # type: ignore[attr-defined]
     layout = Layout.from_placements(mesh.grid, mesh.mesh_axes, placements, new.dim())
     own = empty_parameter(tuple(new.shape), layout, mesh, dense.device, dense.dtype).detach()
+    if dense.dim() < new.dim():  # gates and ups of experts, in one dim
+        dense = dense.unflatten(1, (2, -1))
     if not dense.is_meta:
         fill_from_dense(own, layout, mesh, dense.detach())
     return own

@@ -109,8 +109,8 @@ def _chosen(
         if not names and not _matches(entry.keys[0], optional):
             missing.append(entry.keys[0])
         for name in names:
-            if stored[name].shape != entry.real:
-                raise CheckpointError(f"{path}: '{name}' is {stored[name]}, that of the model {entry.real}")
+            if stored[name].shape != entry.dense:
+                raise CheckpointError(f"{path}: '{name}' is {stored[name]}, that of the model {entry.dense}")
             if stored[name].dtype.is_floating_point != entry.local.dtype.is_floating_point:
                 raise CheckpointError(f"{path}: '{name}' is {stored[name]}, that of the model {entry.local.dtype}")
         chosen.append(stored[names[0]] if names else None)
@@ -133,7 +133,7 @@ def _fill(entry: Entry, source: Stored, mesh: ProcessGrid | None, block_bytes: i
     if entry.stored != entry.real:
         entry.local.zero_()
     mine = entry.local[tuple(slice(0, each.stop - each.start) for each in part)]
-    read_part(source, part, mine, block_bytes)
+    read_part(source._replace(shape=entry.real), part, mine, block_bytes)
 
 
 def _agree(mesh: ProcessGrid | None, signature: str, failure: str) -> None:
@@ -180,7 +180,7 @@ def export_safetensors(
         if writes and not failure:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                writer = Writer(folder / name, {key: (e.local.dtype, e.real) for key, e in members})
+                writer = Writer(folder / name, {key: (e.local.dtype, e.dense) for key, e in members})
             except OSError as error:
                 failure = str(error)
         for key, entry in members:

@@ -22,6 +22,7 @@ from ndtp.errors import LayoutError
 from ndtp.models.between import DROPOUTS, FACTS, KNOWN, SIZES, is_in_backward
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.rows import broadcasts, is_brought, picked_rows, rows_of
+from ndtp.models.scores import scores
 from ndtp.nn.dropout import drop
 from ndtp.nn.losses import cross_entropy
 from ndtp.nn.padding import RowBlocks
@@ -287,6 +288,14 @@ def _feature(x: Hidden, key: Any) -> Any:
     return column[: math.prod(passage.lead), 0].view(passage.lead)
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """By a weight that every rank has whole, and that leads to few features."""
+    is_one = isinstance(x, Hidden) and not isinstance(weight, Hidden) and x.passage.sections == 1
+    if not is_one or weight.dim() != 2 or 2 * weight.shape[0] > weight.shape[1]:  # the sum takes twice its size
+        return NotImplemented
+    return scores(leave(x), weight, bias, x.passage)  # type: ignore[attr-defined]
+
+
 def _cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -333,6 +342,7 @@ FORMS: dict[Any, Callable[..., Any]] = {
     **{func: lambda *a, _f=func, **k: _parts(_f, *a, **k) for func in PARTS},
     Tensor.__getitem__: _picked,
     F.cross_entropy: _cross_entropy,
+    F.linear: _linear,
     torch.autograd.backward: _backward,
     Tensor.__repr__: lambda x, **_: f"Hidden(from '{x.passage.came_from}', {x.passage})",
     Tensor.__format__: lambda x, *_: f"Hidden(from '{x.passage.came_from}', {x.passage})",

@@ -89,7 +89,7 @@ def fresh_state(
     _check_groups(optimizer, kept, run["groups"], folder)
     stored = _by_key(metadata, {key for keys in kept.names.values() for key in keys})
     shaped: dict[str, dict[int, Tensor]] = {}
-    real = {key: entry.real for entry in entries_of(model, mesh) for key in entry.keys}
+    real = {key: entry.dense for entry in entries_of(model, mesh) for key in entry.keys}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             first, *others = kept.names[parameter]

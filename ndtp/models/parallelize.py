@@ -46,6 +46,7 @@ def parallelize(
     tokens: int | None = None,
     hardware: str | Hardware = "h100-ib",
     keep: Sequence[str] = (),
+    expert_axis: str | Sequence[str] | None = None,
     fuse: bool = True,
     strict: bool = True,
 ) -> nn.Module:
@@ -70,6 +71,7 @@ def parallelize(
         pad: pad sizes that do not divide; without it they are an error.
         regather, chunks: as for `ndtp.nn.Linear`.
         keep: names of layers of a transformer that stay whole, with wildcards; what they belong to stays whole too.
+        expert_axis: the axes that split the experts of a transformer, as for `ndtp.nn.MoE`.
         fuse: whether the products of an MLP run as one schedule, and the head with the loss in chunks of rows, where a
             whole model's code puts nothing between them that forbids it.
         strict: nothing to replace is an error.
@@ -97,7 +99,10 @@ def parallelize(
             layouts = block_layouts(mesh.grid, scheme, axes)  # type: ignore[union-attr]
         assert mesh is not None
         check_same_weights(model, mesh)
-        split = Split(model, mesh, layouts, keep, regather=regather, chunks=chunks, fuse=fuse)
+        split_by = (expert_axis,) if isinstance(expert_axis, str) else expert_axis
+        split = Split(
+            model, mesh, layouts, keep, regather=regather, chunks=chunks, fuse=fuse, expert_axes=split_by
+        )  # fmt: skip
         split.run()
         report.replaced, report.kept, report.split = split.replaced, split.kept, split
         report.carried = theirs.bring(model, mesh)

@@ -12,6 +12,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.models.adopted import Placed, SplitEmbedding, SplitNorm, adopt, replicate
 from ndtp.models.attention_core import Core
+from ndtp.models.expert_layers import SplitExperts
 from ndtp.models.frame import Frame
 from ndtp.models.projections import Projection
 from ndtp.models.roles import hidden_size
@@ -33,6 +34,7 @@ class Placing:
     Attributes:
         replaced: what became of each layer, by name.
         kept: why others were left as they are.
+        scores: layers beside experts whose few features every rank wants whole, by name.
     """
 
     def __init__(
@@ -46,8 +48,11 @@ class Placing:
         regather: tuple[str, ...] = (),
         chunks: int | str = 0,
         fuse: bool = True,
+        expert_axes: Sequence[str] | None = None,
     ) -> None:
         self.linears = 0
+        self.experts: list[SplitExperts] = []
+        self.scores: dict[str, nn.Module] = {}
         self.cores: list[Core] = []
         self.mlps: list[list[Projection]] = []
         self.norms: list[SplitNorm] = []
@@ -64,6 +69,7 @@ class Placing:
         self.replaced: dict[str, str] = {}
         self.kept: dict[str, str] = {}
         grid = mesh.grid
+        self.expert_axes = (("e",) if "e" in grid else ()) if expert_axes is None else tuple(expert_axes)
         weights = {axis for layout in (layouts.up_weight, layouts.down_weight) for axis in layout.axes}
         data = tuple(axis for axis in layouts.input.dims[0] if axis not in weights)
         outside = Layout(grid, data, None)

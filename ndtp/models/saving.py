@@ -69,7 +69,7 @@ def gathered_state(
             elif whole is not None:
                 whole.copy_(values)
         if whole is not None:
-            state |= dict.fromkeys(entry.keys, whole)
+            state |= dict.fromkeys(entry.keys, whole.view(entry.dense))
     return state
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.models.adopted import Replicated
+from ndtp.nn.experts import Experts
 from ndtp.nn.gated import GatedMLP
 from ndtp.nn.linear import Linear
 from ndtp.nn.sharded import Sharded
@@ -25,6 +26,7 @@ class Entry(NamedTuple):
         keys: by which it goes there; more than one where it is tied.
         local: this rank's shard: the memory of the model itself.
         layout: of the tensor of the shape `stored`, which is `real` with padding behind it.
+        dense: the shape that the dense model has it in: the same elements in the same order as `real`.
     """
 
     keys: tuple[str, ...]
@@ -32,12 +34,22 @@ class Entry(NamedTuple):
     layout: Layout | None
     stored: tuple[int, ...]
     real: tuple[int, ...]
+    dense: tuple[int, ...]
 
     def part(self, rank: int) -> tuple[slice, ...]:
         """What of the real tensor this rank has."""
         whole = tuple(slice(0, size) for size in self.stored)
         slices = whole if self.layout is None else self.layout.slices(rank, self.stored)
         return tuple(slice(min(s.start, size), min(s.stop, size)) for s, size in zip(slices, self.real, strict=True))
+
+    def boxes(self, rank: int) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The same in the dense shape: where each box of it that this rank has begins, and its memory."""
+        part = self.part(rank)
+        mine, starts = self.local[tuple(slice(0, s.stop - s.start) for s in part)], [s.start for s in part]
+        if self.dense == self.real:
+            return [(tuple(starts), mine)]
+        first, _, row, column = starts
+        return [((first, i * self.real[2] + row, column), mine[:, i]) for i in range(self.real[1])]
 
 
 def mesh_of_model(model: nn.Module) -> ProcessGrid | None:
@@ -57,6 +69,7 @@ def entries_of(model: nn.Module, mesh: ProcessGrid | None) -> list[Entry]:
     """In the order of the state dict."""
     state = model.state_dict(keep_vars=True)
     real = _real_shapes(model)
+    gated = {f"{name}.{e.up_name}" for name, e in model.named_modules() if isinstance(e, Experts) and e.is_gated}
     found: dict[int, list[str]] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -69,8 +82,10 @@ def entries_of(model: nn.Module, mesh: ProcessGrid | None) -> list[Entry]:
             layout = Layout.from_placements(mesh.grid, mesh.mesh_axes, x.placements, x.dim())
             local = x._local_tensor.detach()
         shape = tuple(x.shape)
-        unpadded = next((real[key] for key in keys if key in real), shape)  # of any module that has it
-        entries.append(Entry(tuple(keys), local, layout, shape, unpadded))
+        own = next((real[key] for key in keys if key in real), shape)  # of any module that has it
+        # Gates and ups of experts, which a file has as one dim.
+        dense = (own[0], own[1] * own[2], own[3]) if keys[0] in gated else own
+        entries.append(Entry(tuple(keys), local, layout, shape, own, dense))
     return entries
 
 

@@ -11,6 +11,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import RelayoutPlan, reduction_volume
 from ndtp.algebra.volume import Volume
 from ndtp.compute.cross_entropy import LossForm
+from ndtp.models.expert_layers import experts_volume
 from ndtp.models.projections import Projection
 from ndtp.ops.losses import LossPlan
 
@@ -35,6 +36,10 @@ def step_volume(split: Split, batch: int, sequence: int) -> Volume:
         total += product_volume([adapter], rows)
     for layer in split.others:
         total += product_volume([layer], rows)
+    for experts in split.experts:
+        block = experts.name.rpartition(".")[0]
+        scores = [module for name, module in split.scores.items() if name.rpartition(".")[0] == block]
+        total += experts_volume(experts, rows, batch * sequence, scores)
     for norm in split.norms:
         total += norm_volume(norm, rows)
     if split.head is not None:

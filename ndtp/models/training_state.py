@@ -144,9 +144,9 @@ def _keys(model: nn.Module, mesh: ProcessGrid | None, metadata: Metadata, folder
         if key is None:
             raise CheckpointError(f"{folder}: '{entry.keys[0]}', a key of the model, is not in it")
         there = stored[key]
-        if not isinstance(there, TensorStorageMetadata) or tuple(there.size) != entry.real:
+        if not isinstance(there, TensorStorageMetadata) or tuple(there.size) != entry.dense:
             shape = tuple(getattr(there, "size", ()))
-            raise CheckpointError(f"{folder}: '{key}' has the shape {shape}, that of the model {entry.real}")
+            raise CheckpointError(f"{folder}: '{key}' has the shape {shape}, that of the model {entry.dense}")
         if there.properties.dtype.is_floating_point != entry.local.dtype.is_floating_point:
             raise CheckpointError(
                 f"{folder}: '{key}' is {there.properties.dtype}, that of the model {entry.local.dtype}"

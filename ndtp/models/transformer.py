@@ -13,6 +13,7 @@ from ndtp.models.adapters import place_adapters, reason_against, wrappers_in
 from ndtp.models.adopted import Adopted, Placed, Replicated, SplitNorm, adopt, heads_alone
 from ndtp.models.attention_core import AttentionModule, Core, place_core
 from ndtp.models.data_loss import average_loss
+from ndtp.models.expert_layers import experts_role, place_experts
 from ndtp.models.head_loss import HeadSchedule, place_model
 from ndtp.models.left_alone import is_foreign, leave_alone, why_left
 from ndtp.models.not_replicated import not_replicated
@@ -30,6 +31,7 @@ from ndtp.models.roles import (
     is_wrapper,
     norm_role,
 )
+from ndtp.models.router_loss import whole_router_loss
 from ndtp.models.run_eagerly import run_eagerly
 from ndtp.models.saving import saved_whole
 from ndtp.ops.lookup import LookupPlan
@@ -74,13 +76,18 @@ class Split(Placing):
             self._attention(role, modules)
         for mlp in mlps:
             self._mlp(mlp, modules)
+        for name, module in modules.items():
+            self._experts(name, module)
         self._vocabulary(modules)
         self.replaced |= self.adapt(modules, self.known)
         for name, module in modules.items():
             if not any(name.startswith(core + ".") for core in cores):
                 self._norm(name, module)
-        place_others(self, modules, cores)
+        blocks = {layer.name.rpartition(".")[0] for layer in self.experts}  # whose scores every rank wants whole
+        place_others(self, modules, {*cores, *blocks})
         self._others(modules)
+        if self.experts:
+            whole_router_loss(self.stock, self.frame)
         average_loss(model, self.frame)
         self.known.let_go()
         if self.frame.head is not None and self.frame.fuse:
@@ -199,6 +206,16 @@ class Split(Placing):
         for layer in layers:
             self.report(layer)
 
+    def _experts(self, name: str, module: nn.Module) -> None:
+        role = experts_role(module, self.hidden)
+        if role is None or isinstance(role, str) or self.is_kept(name):
+            if role is not None:
+                self.kept[name] = role if isinstance(role, str) else "as asked"
+            return
+        layer = place_experts(module, name, role, self.frame, self.layouts, self.known, self.width, self.expert_axes)
+        self.experts.append(layer)
+        self.replaced[name] = str(layer.plan.up)
+
     def _norm(self, name: str, module: nn.Module) -> None:
         role = "as asked" if self.is_kept(name) else norm_role(module, self.hidden)
         if role is None or isinstance(role, str):
@@ -248,7 +265,7 @@ class Split(Placing):
         for name, module in modules.items():
             reason = None if isinstance(module, Adopted) else why_left(module)
             if reason:
-                self.kept[name] = reason
+                self.kept.setdefault(name, reason)
             if is_foreign(module):
                 leave_alone(module, name)
                 continue
@@ -258,7 +275,10 @@ class Split(Placing):
                 module._parameters[key] = parameter if shared is None else shared
             if own and not isinstance(module, (Adopted, Replicated)):
                 self.replicate(module, name, self.frame.outside.dims[0])
-                if not any(name == other or name.startswith(other + ".") for other in self.kept):
+                if name.rpartition(".")[0] in {layer.name.rpartition(".")[0] for layer in self.experts}:
+                    self.scores[name] = module
+                    self.replaced[name] = "whole on every rank, which multiplies its own rows and features"
+                elif not any(name == other or name.startswith(other + ".") for other in self.kept):
                     self.kept[name] = "it is no part of attention, an MLP, a norm or a vocabulary"
         for name, module in modules.items():
             has_whole = any(isinstance(child, Replicated) for child in module.children())

@@ -15,6 +15,7 @@ from ndtp.algebra.relayouts import reduction_volume
 from ndtp.algebra.row_flow import Counts, RowFlow, chunk_counts
 from ndtp.algebra.volume import Traffic, Volume
 from ndtp.compute.epilogues import ACTIVATIONS
+from ndtp.compute.grouped import tally
 from ndtp.errors import LayoutError
 from ndtp.nn.expert_keys import read
 from ndtp.nn.parameters import fill_uniform
@@ -38,6 +39,9 @@ class Experts(Sharded):
 
     Args:
         chunks: of each expert's rows; the exchange of one runs beside the products of another.
+
+    Attributes:
+        last_counts: of the last forward: how many rows each rank along `plan.count_axes` had for each expert.
     """
 
     def __init__(
@@ -65,6 +69,8 @@ class Experts(Sharded):
         plan.check(hidden, inner, count)
         self.hidden, self.inner, self.count, self.plan, self.chunks = hidden, inner, count, plan, chunks
         self.activation, self.is_gated = activation, gated
+        self.expected: Counts = ()  # of rows without memory
+        self.last_counts: Counts = []
         of_up = weight_plan(plan.up, 4 if gated else 3).source
         self.up_name = "gate_up_proj" if gated else "up_proj"
         shape = (count, 2, inner, hidden) if gated else (count, inner, hidden)
@@ -94,13 +100,15 @@ class Experts(Sharded):
         Args:
             kept: [tokens, k], which choices count; default: all.
         """
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         weights = [self.own(name, x) for name in (self.up_name, "down_proj")]
         top_k = choice.shape[1]
         wanted = choice.flatten() if kept is None else torch.where(kept, choice, self.count).flatten()
-        counts = wanted.bincount(minlength=self.count + 1)[: self.count]
-        flows = self.flows(known_counts(counts.int(), self.plan.count_axes, self.mesh, self.name).tolist())
+        counts = tally(wanted, self.count + 1)[: self.count]
+        table = known_counts(counts.int(), self.plan.count_axes, self.mesh, self.name)
+        self.last_counts = self.expected if x.is_meta else table.tolist()
+        flows = self.flows(self.last_counts)
         rows = sum(flow.dispatch.before for flow in flows)
         order = self._order(wanted, counts, rows)
         gates = used_over(
@@ -124,7 +132,9 @@ class Experts(Sharded):
         if self.chunks > 1:
             of, starts = wanted[order], counts.cumsum(0) - counts
             place = torch.arange(rows, device=order.device) - starts[of]
-            order = order[(((place + 1) * self.chunks - 1) // counts[of]).argsort(stable=True)]
+            order = (
+                order if order.is_meta else order[(((place + 1) * self.chunks - 1) // counts[of]).argsort(stable=True)]
+            )
         return order
 
     def flows(self, counts: Counts, axes: tuple[str, ...] | None = None, rank: int | None = None) -> list[RowFlow]:

@@ -15,6 +15,7 @@ from ndtp.algebra.resharding import ReshardPlan
 from ndtp.algebra.row_flow import Counts
 from ndtp.algebra.schemes import BlockLayouts, block_layouts
 from ndtp.algebra.volume import Volume
+from ndtp.compute.grouped import tally
 from ndtp.errors import LayoutError
 from ndtp.nn.experts import Experts
 from ndtp.nn.gated import GatedMLP
@@ -23,8 +24,9 @@ from ndtp.nn.padding import as_rows, with_leading_dims
 from ndtp.nn.random import draw_seed
 from ndtp.nn.router import Router, Routing
 from ndtp.nn.routers import ROUTERS, DeepSeek
-from ndtp.nn.sharded import BlockModule
+from ndtp.nn.sharded import BlockModule, memory_of
 from ndtp.ops.experts import known_counts
+from ndtp.ops.memory import Memory
 from ndtp.ops.moving import enter
 from ndtp.ops.reductions import reduce
 from ndtp.ops.resharding import reshard
@@ -194,7 +196,7 @@ class MoE(BlockModule):
         """
         routing, axes = self._last(), self.plan.row_axes
         chosen = routing.experts if routing.kept is None else routing.experts[routing.kept]
-        counts = chosen.flatten().bincount(minlength=self.num_experts).int()
+        counts = tally(chosen, self.num_experts).int()
         return known_counts(counts, axes, self.mesh, self.name)
 
     def metrics(self) -> dict[str, Any]:
@@ -247,6 +249,29 @@ class MoE(BlockModule):
         sizes = {"rows": own, "router": wide, "counts": 4}
         found = self._volumes(tokens, dgrad, routing, rank)
         return sum((volume.in_bytes(sizes[kind]) for kind, volume in found.items()), Volume())
+
+    def memory(
+        self, tokens: int, dgrad: bool = True, backend: str | None = None, *, routing: Routes = "balanced"
+    ) -> Memory:
+        """Bytes that a forward and backward of `tokens` rows need beside input and parameters; see `ndtp.ops.memory`.
+
+        Args:
+            dgrad: whether the input needs a gradient.
+            backend: "gloo" or "nccl"; default: that of the mesh.
+            routing: as for `volume`.
+        """
+        grid, plan = self.mesh.grid, self.plan
+        shape = self.in_layout.shard_shape((tokens, self.hidden))
+        here = plan.tokens.shard_shape((tokens, self.hidden))[0]
+        table = self._table(routing, here, grid.size(plan.row_axes), self.mesh.rank)
+        peers = grid.group(self.mesh.rank, plan.count_axes)
+        x = torch.empty(shape, dtype=self.experts.down_proj.dtype, device="meta", requires_grad=dgrad)
+        routed, self.routing = self.routing, None
+        self.experts.expected = [table[grid.index(peer, plan.row_axes)] for peer in peers]
+        try:
+            return memory_of(self, self.mesh, (x,), shape, backend)
+        finally:
+            self.routing, self.experts.expected = routed, ()
 
     def _volumes(self, tokens: int, dgrad: bool, routing: Routes, rank: int | None) -> dict[str, Volume]:
         grid, plan = self.mesh.grid, self.plan

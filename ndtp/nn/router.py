@@ -11,6 +11,7 @@ from torch import Tensor
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import reduction_volume
 from ndtp.algebra.volume import Traffic, Volume
+from ndtp.compute.grouped import tally
 from ndtp.errors import LayoutError
 from ndtp.nn.linear import Linear
 from ndtp.nn.padding import as_rows
@@ -167,7 +168,7 @@ class Router(Linear):
 
     def chosen(self, routing: Routing) -> Tensor:
         """[experts]: how often each was chosen, before any is dropped."""
-        return routing.experts.flatten().bincount(minlength=self.num_experts).to(routing.scores.dtype)
+        return tally(routing.experts, self.num_experts).to(routing.scores.dtype)
 
     def losses(self, sums: dict[str, Tensor], around: TokenRows) -> dict[str, Tensor]:
         """From the sums over all rows.

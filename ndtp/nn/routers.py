@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ndtp.algebra.volume import Volume
+from ndtp.compute.grouped import tally
 from ndtp.errors import LayoutError
 from ndtp.nn.linear import Linear
 from ndtp.nn.router import Router, Routing
@@ -66,7 +67,7 @@ class GShard(Router):
             size, experts = around.group_size(self.groups), self.num_experts
             group = (torch.arange(around.here, device=routing.scores.device) + around.first) // size
             cell = group * experts + routing.experts[:, 0]
-            firsts = cell.bincount(minlength=self.groups * experts).view(-1, experts).to(routing.scores.dtype)
+            firsts = tally(cell, self.groups * experts).view(-1, experts).to(routing.scores.dtype)
             scores = torch.zeros_like(firsts).index_add(0, group, routing.scores)
             if around.knows_groups(self.groups):
                 del found["scores"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ndtp.algebra.layout import Layout
+from ndtp.compute.grouped import tally
 from ndtp.errors import LayoutError
 from ndtp.nn.random import draw_seed, key_of, uniform_at
 from ndtp.ops.experts import known_counts
@@ -78,7 +79,7 @@ class TokenRows:
         cell = (group[:, None] * count + experts).t()  # [top_k, rows]: choice by choice
         if wanted is not None:
             cell = torch.where(wanted.t(), cell, cells)
-        counts = torch.stack([choice.bincount(minlength=cells + 1)[:cells] for choice in cell])
+        counts = torch.stack([tally(choice, cells + 1)[:cells] for choice in cell])
         local = torch.stack([_place_among_equal(choice, cells + 1) for choice in cell])
         before, whole = self._elsewhere(counts, groups)
         earlier = whole.cumsum(0) - whole  # what the choices before have taken
@@ -118,7 +119,7 @@ class TokenRows:
 def _place_among_equal(x: Tensor, values: int) -> Tensor:
     """How many equal elements come before each."""
     order = x.argsort(stable=True)
-    counts = x.bincount(minlength=values)
+    counts = tally(x, values)
     starts = (counts.cumsum(0) - counts)[x[order]]
     place = torch.empty_like(x)
     place[order] = torch.arange(len(x), device=x.device) - starts

@@ -81,7 +81,7 @@ def gathered(step: Step, like: Step) -> Step:
     gradients = {}
     for (name, mine), theirs in zip(step.gradients.items(), like.gradients.values(), strict=True):
         mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
-        gradients[name] = mine if mine is None or theirs is None else mine[tuple(slice(0, n) for n in theirs.shape)]
+        gradients[name] = mine if mine is None or theirs is None else architectures.as_dense(mine, theirs)
     return Step(whole(step.logits), step.loss, gradients)
 
 

@@ -116,3 +116,10 @@ def inputs(name, batch=4, length=6):
         shape = ids.shape if "Token" in name else ids.shape[:1]
         return {"input_ids": ids, "labels": torch.randint(0, 3, shape, generator=generator)}
     return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -100)}
+
+
+def as_dense(x, like):
+    """A whole parameter or gradient of a model on a grid in the shape of the dense one's: without padding, and with the
+    gates and ups of experts, a dim of their own there, in one."""
+    x = x[:, :, : like.shape[1] // 2].flatten(1, 2) if x.dim() > like.dim() else x
+    return x[tuple(map(slice, like.shape))]

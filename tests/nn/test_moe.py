@@ -1,5 +1,7 @@
 """`nn.MoE` against loops over tokens and experts in fp64: outputs, losses, gradients, bytes; and what it refuses."""
 
+from unittest import mock
+
 import pytest
 import torch
 from moe_case import EXPERTS, HIDDEN, INNER, assert_close, check, check_all, whole
@@ -8,6 +10,7 @@ from products import mesh_of
 import ndtp
 from ndtp import Grid
 from ndtp.nn.expert_keys import fused, separate
+from ndtp.ops.memory import measured
 
 LOSSES = {"balance": 0.1, "z_loss": 0.01}
 
@@ -44,6 +47,21 @@ def test_eight_ranks(ranks):
     ranks(8).run(check, Grid(e=2, z=2, x=2, y=1), router="gshard", options={**LOSSES, "groups": 2})
 
 
+def check_memory(moe, x):
+    """What a step allocates is what was said of its routing."""
+    shard = moe.in_layout.shard(x, moe.mesh.rank).clone().requires_grad_()
+    upstream = torch.ones_like(shard)
+    moe(shard)
+    predicted = moe.memory(len(x), routing=moe.counts())
+    moe.zero_grad()
+    moe.routing = None
+    shard.grad = None
+    counted = measured(lambda: moe(shard), upstream)
+    for name in ("kept", "forward", "backward", "gradients"):
+        mine, said = getattr(counted, name), getattr(predicted, name)
+        assert abs(mine - said) <= 0.1 * mine, f"{name}: {mine} bytes, {said} predicted"
+
+
 def check_rest():
     mesh = mesh_of(Grid(e=2))
     arguments = {"mesh": mesh, "shared": 16, "shared_gate": True, "dtype": torch.float64, "seed": 4}
@@ -72,6 +90,7 @@ def check_rest():
     routed = other.experts(whole_x, routing.experts, routing.gates)
     assert_close(other(whole_x), routed + shared, "shared")
     assert moe.volume(8).total > 0
+    check_memory(moe, x)
     # A bias moves towards experts that had less.
     balanced = ndtp.nn.MoE(HIDDEN, INNER, EXPERTS, router="deepseek", mesh=mesh, seed=1)
     balanced(torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(mesh.rank)))
@@ -80,6 +99,8 @@ def check_rest():
     assert_close(balanced.router.bias_of_choice, 1e-3 * torch.sign(counts.double().mean() - counts).float(), "bias")
     metrics = balanced.metrics()
     assert metrics["dropped"] == 0 and 0 < metrics["entropy"] <= 1 and abs(sum(metrics["load"]) - 1) < 1e-12
+    with mock.patch("ndtp.nn.experts.used_over", lambda x, *_: x), pytest.raises(AssertionError, match="dx"):
+        check(Grid(x=2))  # what the comparison says where the router's gradient is that of a part of the features
     messages = []
     for wrong in (
         lambda: ndtp.nn.MoE(HIDDEN, INNER, 7, mesh=mesh),

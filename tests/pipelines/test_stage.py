@@ -14,6 +14,7 @@ from torch.distributed.pipelining import (
 import ndtp
 from ndtp import CommMeter, Grid, Pipeline, PipelineStage
 from ndtp.algebra.expert_plan import expert_plan
+from ndtp.algebra.schemes import block_layouts
 from ndtp.algebra.volume import Traffic, Volume
 
 SHAPE, MICRO_BATCHES = (4, 8), 4
@@ -107,7 +108,7 @@ def test_any_grids_under_any_schedule(ranks):
 def check_experts():
     """dp=1 pp=2 e=2 tp=2: three steps of training."""
     grid = Grid(e=2, x=2)
-    tokens = expert_plan(grid, "3d", None, ("e",), "moe", ()).tokens
+    tokens = expert_plan(block_layouts(grid, "3d"), ("e",)).tokens
     pipeline = Pipeline([grid] * 2, SHAPE, layouts=[(tokens, tokens)] * 2)
 
     def layer(mesh, i):

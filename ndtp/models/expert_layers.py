@@ -1,0 +1,192 @@
+"""The experts of a stock model on a grid: transformers' blocks of a router, experts in two fused weights, and MLPs.
+
+The router stays the model's own code: its product with hidden states that are split gives logits that every rank has
+whole (`ndtp.models.hidden`), and what it makes of them is the same everywhere.  Experts take hidden states as they lie,
+and of the choices those of their rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ndtp.algebra.expert_plan import expert_plan
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.relayouts import RelayoutPlan, reduction_volume
+from ndtp.algebra.row_flow import even_split
+from ndtp.algebra.schemes import BlockLayouts
+from ndtp.algebra.volume import Volume
+from ndtp.compute.epilogues import ACTIVATIONS
+from ndtp.models.adopted import Adopted, Placed, adopt
+from ndtp.models.frame import Frame
+from ndtp.models.hidden import Hidden, enter, leave, split, whole
+from ndtp.nn.experts import Experts
+from ndtp.nn.padding import padded_to, zero_padding
+from ndtp.ops.products import relayout
+
+UP, DOWN = "gate_up_proj", "down_proj"
+TAKES = ("hidden_states", "top_k_index", "top_k_weights")
+
+
+@dataclass(frozen=True)
+class ExpertsRole:
+    """Sizes and activation of the experts of one block."""
+
+    count: int
+    hidden: int
+    inner: int
+    activation: str
+
+
+def experts_role(module: Any, hidden: int) -> ExpertsRole | str | None:
+    """What the experts of transformers' form are; a reason where they are of another; None of any other module."""
+    own = {key: p for key, p in module._parameters.items() if p is not None}
+    if not (any(p.dim() == 3 for p in own.values()) and "expert" in type(module).__name__.lower()):
+        return None
+    shapes = [f"{key} {tuple(p.shape)}" for key, p in own.items()]
+    reason = f"it holds weights of several experts, {', '.join(shapes)}"
+    if set(own) != {UP, DOWN}:
+        return reason
+    (count, both, wide), (_, out, inner) = own[UP].shape, own[DOWN].shape
+    takes = tuple(inspect.signature(type(module).forward).parameters)[1:4]
+    if (both, wide, out) != (2 * inner, hidden, hidden) or takes != TAKES or module._modules.keys() - {"act_fn"}:
+        return f"{reason}, in another form than [experts, 2 inner, {hidden}] and [experts, {hidden}, inner]"
+    gate: Any = getattr(type(module), "_apply_gate", None)
+    plain = gate is None or gate.__name__ == "_default_apply_gate"
+    if not plain or not getattr(module, "is_concatenated", True) or getattr(module, "has_post_expert_norm", False):
+        return f"{reason}, and more than an activation of the gate lies between them"
+    activation = named_activation(getattr(module, "act_fn", None))
+    if activation is None:
+        return f"{reason}, whose activation is none that ndtp.nn.MLP knows"
+    return ExpertsRole(count, hidden, inner, activation)
+
+
+def named_activation(function: Any) -> str | None:
+    """The name of an activation, found by trying it."""
+    at = torch.linspace(-7.3, 7.1, 41, dtype=torch.float64)
+    try:
+        found = function(at)
+    except Exception:
+        return None
+    for name, known in ACTIVATIONS.items():
+        if known.width == 1 and torch.allclose(found.double(), known.forward(at), rtol=1e-6, atol=1e-7):
+            return name
+    return None
+
+
+class SplitExperts(Adopted, Experts):
+    """The experts of a block: those of `ndtp.nn.Experts`, between hidden states that are split.
+
+    Attributes:
+        layouts: of the hidden states, in and out.
+        width: their features with padding.
+        last_top_k: experts a token in the last forward.
+    """
+
+    layouts: BlockLayouts
+    width: int
+    last_top_k: int
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
+        lies, tokens, mesh, frame = self.layouts.input, self.plan.tokens, self.mesh, self.frame
+        x = hidden_states
+        if isinstance(x, Hidden) and (x.passage.layout != lies or x.passage.width != self.width):
+            frame.note(f"'{self.name}', which takes [{lies.label('MK')}],", x.passage)
+            x = whole(x)
+        x = x if isinstance(x, Hidden) else split(x, frame, lies, self.width, self.name)
+        passage, rows = x.passage, leave(x)
+        if passage.width != passage.features:
+            rows = zero_padding(rows, lies, mesh, passage.features)
+        count, (real, self.last_top_k) = passage.rows, top_k_index.shape
+        held = Layout(mesh.grid, tokens.dims[0], None)
+        outside = Layout(mesh.grid, frame.outside.dims[0], None)
+        padding = (0, 0, 0, count - real)
+        gates = relayout(F.pad(top_k_weights, padding), outside, held, mesh, f"{self.name}.gates")
+        choice = F.pad(top_k_index, padding, value=self.count)
+        choice = relayout(choice, outside, held, mesh, f"{self.name}.choice")
+        kept = choice < self.count
+        y = Experts.forward(self, self._moved(rows, lies, tokens), choice.clamp(max=self.count - 1), gates, kept)
+        y = self._moved(y, tokens, lies)
+        return enter(y.view_as(y), replace(passage, came_from=self.name))
+
+    def _moved(self, x: Tensor, source: Layout, target: Layout) -> Tensor:
+        return x if source == target else relayout(x, source, target, self.mesh, self.name)
+
+
+def place_experts(
+    module: nn.Module,
+    name: str,
+    role: ExpertsRole,
+    frame: Frame,
+    layouts: BlockLayouts,
+    known: Placed,
+    width: int,
+    expert_axes: Sequence[str],
+) -> SplitExperts:
+    """Put the experts of a block on the grid.
+
+    Raises:
+        LayoutError: axes that are not there, or that do not divide the experts.
+    """
+    plan = expert_plan(layouts, expert_axes, name)
+    (batch,) = plan.up.batch_letters
+    plan.up.check_divides({batch: role.count, "m": 0, "k": 0, "n": 0})
+    splits = (plan.up.b.num_splits(1), plan.down.b.num_splits(2), plan.up.out.num_splits(2))
+    inner = padded_to(role.inner, math.lcm(*splits))
+    layer: SplitExperts = adopt(module, SplitExperts, frame, name)
+    layer.layouts, layer.plan, layer.width, layer.chunks = layouts, plan, width, 1
+    layer.hidden, layer.inner, layer.count = width, inner, role.count
+    layer.activation, layer.is_gated, layer.up_name = role.activation, True, UP
+    layer.expected, layer.last_counts, layer.last_top_k = (), [], 2
+    dense: Any = layer._parameters[UP]
+    layer._parameters[UP] = nn.Parameter(dense.detach().unflatten(1, (2, role.inner)), dense.requires_grad)
+    stored = Layout(plan.grid, plan.up.b.dims[0], None, *plan.up.b.dims[1:])
+    layer.placed(UP, stored, known, (role.count, 2, inner, width))
+    layer.placed(DOWN, plan.down.b, known, (role.count, width, inner))
+    return layer
+
+
+def experts_volume(layer: SplitExperts, rows: int, tokens: int, scores: Sequence[nn.Module]) -> Volume:
+    """Bytes of a step of a block of experts; exact for the routing of its last forward, else for an even one.
+
+    Args:
+        rows: of all ranks, with padding.
+        tokens: of one dp rank, without.
+        scores: modules with a weight [scores, hidden] that the block multiplies hidden states by: its router, a gate.
+    """
+    grid, plan, lies = layer.mesh.grid, layer.plan, layer.layouts.input
+    weight = layer.down_proj
+    size, wide = weight.element_size(), torch.promote_types(weight.dtype, torch.float32).itemsize
+    here = rows // plan.tokens.num_splits(0)
+    moved = layer.rows_volume(layer.flows(layer.last_counts or _even(layer, here)))
+    for source, target in ((lies, plan.tokens), (plan.tokens, lies)):
+        moved += RelayoutPlan(source, target).volume((rows, layer.width))
+    total = moved.in_bytes(size) + layer.counts_volume().in_bytes(4)
+    total += layer.gates_volume(here, layer.last_top_k).in_bytes(size)
+    outside, bare = Layout(grid, layer.frame.outside.dims[0], None), Layout(grid, None, None)
+    held = Layout(grid, plan.tokens.dims[0], None)
+    total += RelayoutPlan(outside, held).volume((rows, layer.last_top_k)).in_bytes(size)
+    inner = lies.dims[0][len(outside.dims[0]) :]
+    by_feature, by_row = Layout(grid, None, lies.dims[1]), Layout(grid, lies.dims[0], None)
+    for module in scores:
+        of: Any = module._parameters["weight"]
+        count = of.shape[0]
+        total += RelayoutPlan(by_row, outside, lies.dims[1]).volume((rows, count)).in_bytes(wide)
+        used = RelayoutPlan(bare, by_feature).volume((count, layer.width), of.requires_grad)
+        used += reduction_volume(grid, inner, (count, layer.width // lies.num_splits(1)), "dgrad")
+        total += used.in_bytes(of.element_size())
+        if count == 1:  # a gate, by which hidden states are multiplied where they lie
+            total += reduction_volume(grid, (*inner, *lies.dims[1]), (tokens, 1), "dgrad").in_bytes(of.element_size())
+    return total
+
+
+def _even(layer: SplitExperts, rows: int) -> list[list[int]]:
+    choices = rows * layer.last_top_k
+    return [list(even_split(choices, layer.count))] * layer.mesh.grid.size(layer.plan.count_axes)

@@ -1,0 +1,120 @@
+"""transformers' models with experts on a grid: logits, losses, gradients, generation, files; and what is left whole."""
+
+import warnings
+
+import pytest
+import torch
+from architectures import as_dense
+from products import mesh_of
+
+import ndtp
+from ndtp import Grid
+from ndtp.models.hidden import whole
+
+SIZES = {
+    "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 32, "head_dim": 8, "pad_token_id": 0, "attn_implementation": "sdpa",
+    "experts_implementation": "eager", "output_router_logits": True, "router_aux_loss_coef": 0.1,
+}  # fmt: skip
+QWEN = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+MODELS = {
+    "Mixtral": {"intermediate_size": 48, "num_local_experts": 4},
+    "Qwen2Moe": {"shared_expert_intermediate_size": 40, "intermediate_size": 48, **QWEN},
+    "Qwen3Moe": {"intermediate_size": 48, **QWEN},
+}
+
+
+def build(kind):
+    import transformers
+
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SIZES, **MODELS[kind]))
+    for name, parameter in model.named_parameters():
+        if "gate.weight" in name:  # some start at zero, where all experts are alike
+            torch.nn.init.normal_(parameter)
+    return model.double().eval()
+
+
+def check_models(cases):
+    for kind, grid, arguments in cases:
+        mesh, dense, model, where = mesh_of(grid), build(kind), build(kind), f"{kind} on {grid}, {arguments}"
+        data = [axis for axis in grid if axis in ("dp", "e")]
+        ids = torch.randint(3, 67, (4, 6), generator=torch.Generator().manual_seed(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # nothing is gathered
+            ndtp.parallelize(model, mesh, **arguments)
+            part = slice(mesh.grid.index(mesh.rank, data) * 4 // grid.size(data), None)
+            mine = ids[part][: 4 // grid.size(data)]
+            with ndtp.CommMeter() as meter:
+                out = model(input_ids=mine, labels=mine)
+                out.loss.backward()
+        predicted = model.ndtp_report.volume(*mine.shape)
+        if not data:  # the loss of the whole batch takes more
+            assert meter.volume.total == predicted.total, f"{where}: {meter.volume}\n{predicted}"
+        expected = dense(input_ids=ids, labels=ids)
+        expected.loss.backward()
+        assert not model.ndtp_report.kept, where
+        close(out.loss, expected.loss, f"{where}: loss")
+        close(out.aux_loss, expected.aux_loss, f"{where}: router loss")
+        close(whole(out.logits), expected.logits[part][: len(mine)], f"{where}: logits")
+        for (name, parameter), (_, theirs) in zip(model.named_parameters(), dense.named_parameters(), strict=True):
+            close(as_dense(parameter.grad.full_tensor(), theirs), theirs.grad, f"{where}: {name}")
+        if kind != "Mixtral":
+            continue
+        options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+        assert torch.equal(model.generate(mine, **options), dense.generate(mine, **options)), where
+
+
+def close(actual, expected, where):
+    """The models' own norms, softmaxes and losses are in fp32."""
+    torch.testing.assert_close(actual.detach(), expected.detach(), rtol=1e-5, atol=3e-7, msg=lambda m: f"{where}\n{m}")
+
+
+def test_models_equal_dense(ranks):
+    cases = [
+        ("Mixtral", Grid(e=2, x=2), {"scheme": "1d-sp"}),
+        ("Qwen2Moe", Grid(z=2, y=2), {"expert_axis": "y"}),
+        ("Qwen3Moe", Grid(x=2, y=2), {"expert_axis": ("x", "y")}),
+    ]
+    ranks(4).run(check_models, cases)
+
+
+def check_files(folder):
+    """Into dense files and back, on another grid; and `save_pretrained`'s state."""
+    from ndtp.models.saving import gathered_state
+
+    dense = build("Qwen2Moe")
+    model = ndtp.parallelize(build("Qwen2Moe"), mesh_of(Grid(e=2)))
+    ndtp.checkpoint.export_safetensors(model, folder)
+    other = ndtp.parallelize(build("Qwen2Moe"), mesh_of(Grid(y=2)))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    ndtp.checkpoint.load_safetensors(other, folder)
+    state = gathered_state(other, mesh_of(Grid(y=2)), True)
+    assert list(state) == list(dense.state_dict())
+    for name, value in dense.state_dict().items():
+        assert torch.equal(state[name], value), name
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert not any(other.load_state_dict(dense.state_dict()))  # dense tensors, in the dense shapes
+    again = gathered_state(other, mesh_of(Grid(y=2)), True)
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+    ndtp.checkpoint.save(other, None, f"{folder}/run")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    ndtp.checkpoint.load(model, None, f"{folder}/run")
+    moved = gathered_state(model, mesh_of(Grid(e=2)), True)
+    assert all(torch.equal(moved[name], value) for name, value in state.items())
+    clipped = build("Mixtral")
+    clipped.model.layers[0].mlp.experts.has_post_expert_norm = True
+    kept = ndtp.parallelize(clipped, mesh_of(Grid(e=2))).ndtp_report.kept
+    assert "more than an activation" in kept["model.layers.0.mlp.experts"], kept
+    with pytest.raises(ndtp.LayoutError, match="expert_axis"):
+        ndtp.parallelize(build("Mixtral"), mesh_of(Grid(e=2)), expert_axis="w")
+
+
+def test_files_are_the_dense_models(ranks, tmp_path):
+    ranks(2).run(check_files, str(tmp_path))
