@@ -82,7 +82,7 @@ def named_activation(function: Any) -> str | None:
 
 
 class SplitExperts(Adopted, Experts):
-    """The experts of a block: those of `ndtp.nn.Experts`, between hidden states that are split.
+    """The experts of a block: those of `ndtp.nn.experts.Experts`, between hidden states that are split.
 
     Attributes:
         layouts: of the hidden states, in and out.
