@@ -46,7 +46,7 @@ class Placed:
         return self._made.get(id(dense))
 
     def put(self, dense: nn.Parameter, own: nn.Parameter, layout: Layout) -> nn.Parameter:
-        own.ndtp_layout = layout  # type: ignore[attr-defined]
+        own.ndtp_layout, own.ndtp_real = layout, dense.shape  # type: ignore[attr-defined]
         if id(dense) in self._shared:
             self._made[id(dense)] = own
         return own
@@ -189,9 +189,12 @@ class Replicated(nn.Module):
         value: Any = super().__getattr__(name)
         if name in self.__dict__["_parameters"] and self.ndtp_frame.running and value is not None:
             mesh, full_name = self.ndtp_frame.mesh, f"{self.ndtp_name}.{name}"
-            layout = Layout(mesh.grid, *[None] * value.dim())
+            bare = Layout(mesh.grid, *[None] * value.dim())
             self.ndtp_frame.running[-1].append((value, version_of(value), f"'{full_name}'"))
-            return taken(value, RelayoutPlan(layout, layout, (), self.ndtp_sums, full_name), mesh)
+            # One that is shared with a layer on the grid is split, and may be padded.
+            plain = taken(value, RelayoutPlan(value.ndtp_layout, bare, (), self.ndtp_sums, full_name), mesh)
+            real = getattr(value, "ndtp_real", plain.shape)
+            return plain if plain.shape == real else plain[tuple(map(slice, real))]
         return value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,8 +215,11 @@ class Replicated(nn.Module):
         for name, own in self._parameters.items():
             value = state_dict.get(prefix + name)
             if own is not None and isinstance(value, Tensor):
-                layout = Layout(mesh.grid, *[None] * own.dim())
-                state_dict = {**state_dict, prefix + name: taken_from(value, own, layout, mesh, own.shape)}
+                layout: Any = own.ndtp_layout  # type: ignore[attr-defined]
+                state_dict = {
+                    **state_dict,
+                    prefix + name: taken_from(value, own, layout, mesh, getattr(own, "ndtp_real", own.shape)),
+                }
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

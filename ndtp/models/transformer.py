@@ -10,7 +10,7 @@ from torch import nn
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adapters import place_adapters, reason_against, wrappers_in
-from ndtp.models.adopted import Adopted, Placed, Replicated, SplitNorm, adopt, heads_alone
+from ndtp.models.adopted import Adopted, Placed, Replicated, SplitNorm, adopt, heads_alone, is_placed
 from ndtp.models.attention_core import AttentionModule, Core, place_core
 from ndtp.models.data_loss import average_loss
 from ndtp.models.expert_layers import experts_role, place_experts
@@ -274,11 +274,12 @@ class Split(Placing):
                 shared = self.known.get(parameter)
                 module._parameters[key] = parameter if shared is None else shared
             if own and not isinstance(module, (Adopted, Replicated)):
+                is_whole = any(not is_placed(p) for p in module._parameters.values() if p is not None)
                 self.replicate(module, name, self.frame.outside.dims[0])
                 if name.rpartition(".")[0] in {layer.name.rpartition(".")[0] for layer in self.experts}:
                     self.scores[name] = module
                     self.replaced[name] = "whole on every rank, which multiplies its own rows and features"
-                elif not any(name == other or name.startswith(other + ".") for other in self.kept):
+                elif is_whole and not any(name == other or name.startswith(other + ".") for other in self.kept):
                     self.kept[name] = "it is no part of attention, an MLP, a norm or a vocabulary"
         for name, module in modules.items():
             has_whole = any(isinstance(child, Replicated) for child in module.children())

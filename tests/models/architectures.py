@@ -70,6 +70,7 @@ ENCODERS = {
 ALL = CAUSAL | ENCODERS
 # Other heads on the same: what a small classifier, one of tokens or of spans gives.
 HEADS = {
+    "BertForMaskedLM": ENCODERS["BertForMaskedLM"],
     "BertForSequenceClassification": ("BertConfig", {"num_labels": 3}),
     "BertForTokenClassification": ("BertConfig", {"num_labels": 3}),
     "BertForQuestionAnswering": ("BertConfig", {}),

@@ -56,6 +56,7 @@ def check_models(names, sizes, scheme, batch=4, masked=False):
             expected.loss.backward()
             out.loss.backward()
         check_gradients(model, dense, where)
+        model.load_state_dict(dense.state_dict())  # padded or not, shared or not
         assert not mesh.collectives.in_flight, where
         if "labels" in given and "input_ids" in given:
             assert isinstance(out.logits, Hidden), f"{where}: logits stay split"
