@@ -31,6 +31,8 @@ def _check_table(op: str, options: Options) -> None:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Operands in autocast's dtype, if it is on: inside an op it would have no effect."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or tensors[0].dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return tensors

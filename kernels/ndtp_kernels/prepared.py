@@ -45,13 +45,15 @@ class Known(NamedTuple):
     descriptors: bool = False
     traced: tuple[Any, ...] = ()  # the arguments of `tracing.record`
 
-    def run(self, tensors: list[Tensor | None], device: torch.device) -> list[Tensor]:
-        """Launch on the device's current stream; returns the scratch tensors."""
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.scratch]
+    def run(self, tensors: list[Tensor | None], first: Tensor) -> list[Tensor]:
+        """Launch on the current stream of the device of `first`; returns the scratch tensors."""
+        made = [first.new_empty(shape, dtype=dtype) for shape, dtype in self.scratch]
         given = [*tensors, *made] if made else tensors
-        if device.type != "cuda":
+        if not first.is_cuda:
             self._start(given)
-        elif device.index in (None, torch.cuda.current_device()):
+            return made
+        device = first.device
+        if device.index in (None, torch.cuda.current_device()):
             self._start(given, stream=self._ready(device))
         else:
             with torch.cuda.device(device):

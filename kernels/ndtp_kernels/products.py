@@ -136,7 +136,7 @@ def _gemm_again(known: prepared.Known, operands: tuple[Tensor | None, ...], keep
     first, second = halves(pre, gated)
     m, n, k, batch, count = known.traced
     with tracing.record("gemm", m, n, k, batch, a, known.out_dtype, count):
-        made = known.run([a, b, b2, c, None, residual, None, first, second, bias, bias2, *scales, None, None], a.device)
+        made = known.run([a, b, b2, c, None, residual, None, first, second, bias, bias2, *scales, None, None], a)
     return Product(c, pre, None, None if known.row_sums is None else _rows_of(made[known.row_sums], m))
 
 
@@ -225,7 +225,7 @@ def backward_gemm(
         hidden = c.new_empty(known.c_shape[gated:]) if recompute else None
         m, n, k, batch, count = known.traced
         with tracing.record("gemm", m, n, k, batch, a, known.out_dtype, count):
-            made = known.run(_backward_tensors(operands, c, hidden, gated), a.device)
+            made = known.run(_backward_tensors(operands, c, hidden, gated), a)
         return Product(c, hidden, add_up(*(made[at] for at in known.sums)))
     options.check(op)
     va, vb, batch, shape = read(op, a, b, form, activation)

@@ -81,7 +81,7 @@ def reduce(
         pre = new_pre(c, gated) if keep_pre else None
         m, n = known.traced
         with tracing.record_pass("reduce", m, n, x, known.out_dtype):
-            known.run(_tensors(operands, c, pre, gated), x.device)
+            known.run(_tensors(operands, c, pre, gated), x)
         return Product(c, pre)
     blocks, shape, m, n = read_blocks(op, x, gated, activation)
     bias, bias2 = check_vector(op, "bias", bias, n), check_vector(op, "bias2", bias2, n)
@@ -149,7 +149,7 @@ def reduce_backward(
         hidden = c.new_empty(known.c_shape[gated:]) if recompute else None
         m, n = known.traced
         with tracing.record_pass("reduce_backward", m, n, x, known.out_dtype):
-            made = known.run(_backward_tensors(operands, c, hidden, gated), x.device)
+            made = known.run(_backward_tensors(operands, c, hidden, gated), x)
         return Product(c, hidden, add_up(*(made[at] for at in known.sums)))
     blocks, shape, m, n = read_blocks(op, x, False, activation)
     check_like(op, "pre", pre, [2, *shape] if gated else shape)
