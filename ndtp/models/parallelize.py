@@ -19,6 +19,7 @@ from ndtp.models.boundary import Boundary, BoundaryLinear
 from ndtp.models.left_alone import why_left
 from ndtp.models.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unfit
 from ndtp.models.placing import stock_model
+from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
 from ndtp.models.same_weights import check_same_weights
@@ -143,7 +144,9 @@ def parallelize(
             report.kept.setdefault(name, reason)
     report.carried = theirs.bring(model, mesh)
     replaced = len(report.replaced) - sum(len(s.replaced) - s.linears for s in report.stacks)
-    return _reported(model, mesh, report, count, replaced, strict)
+    _reported(model, mesh, report, count, replaced, strict)
+    report.plain = sum_plain_gradients_of(model, mesh, _axes_of_rows(model, report))
+    return model
 
 
 def _is_in(name: str, stack: str) -> bool:
@@ -184,6 +187,26 @@ def _outside(layouts: Sequence[Layout], axes: Sequence[str]) -> Layout:
     """Whole, but for the rows that axes split in every layout."""
     rows = [axis for axis in axes if all(axis in layout.dims[0] for layout in layouts)]
     return Layout(layouts[0].grid, rows, None)
+
+
+def _axes_of_rows(model: nn.Module, report: Report) -> tuple[str, ...]:
+    """The axes that split rows everywhere outside of what was replaced.
+
+    Raises:
+        LayoutError: layers between which rows lie now so, now otherwise.
+    """
+    outsides = {m.name: m.boundary.outside for m in model.modules() if isinstance(m, BoundaryLinear)}
+    outsides |= {stack.name or "the model": stack.frame.outside for stack in report.stacks}
+    found: dict[tuple[str, ...], str] = {}
+    for name, outside in outsides.items():
+        found.setdefault(outside.grid.nontrivial(outside.dims[0]), name)
+    if len(found) > 1:
+        (first, a), (second, b) = list(found.items())[:2]
+        raise LayoutError(
+            f"parallelize: outside of '{a}' rows are split over {list(first)}, outside of '{b}' over {list(second)}\n"
+            "  fix: layouts whose weights are split over the same axes, or a grid each"
+        )
+    return next(iter(found), ())
 
 
 def _replace_pair(

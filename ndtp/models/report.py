@@ -17,6 +17,7 @@ from ndtp.runtime.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
     from ndtp.models.boundary import BoundaryLinear
+    from ndtp.models.plain_gradients import PlainGradients
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -31,6 +32,7 @@ class Report:
         split: of a whole model, its modules on the grid.
         carried: what hung on the parameters that there were, and hangs on those in their place now.
         stacks: of any other model, torch's transformer modules on the grid.
+        plain: what sums the gradients of its other parameters, where axes split rows.
         planned: what scheme="auto" chose for it, and for what.
     """
 
@@ -44,6 +46,7 @@ class Report:
     carried: list[str] = field(default_factory=list)
     planned: str = ""
     stacks: list[Any] = field(default_factory=list, repr=False)
+    plain: PlainGradients | None = field(default=None, repr=False)
 
     @property
     def gathered(self) -> dict[str, int]:
@@ -55,7 +58,8 @@ class Report:
     def volume(self, tokens: int, sequence: int | None = None) -> Volume:
         """The exact traffic of a training step.
 
-        Of pairs of Linears, over `tokens` rows, boundaries included, in elements received per rank.  Of a whole model,
+        Of pairs of Linears, over `tokens` rows, boundaries and the sums of other parameters' gradients over `dp`
+        included, in elements received per rank.  Of a whole model,
         over `tokens` sequences (of one dp rank) of the length `sequence`, loss included, in bytes; that of operations
         in `gathered` is not in it.  So it is with torch's transformer layers in a model, of self-attention.
 
@@ -70,8 +74,9 @@ class Report:
             if sequence is None:
                 raise LayoutError("report.volume: a model with transformer layers takes volume(batch, sequence)")
             pairs = [layer.volume(tokens * sequence).in_bytes(layer.weight.element_size()) for layer in self.layers]
-            return sum((stack.volume(tokens, sequence) for stack in self.stacks), sum(pairs, Volume()))
-        return sum((layer.volume(tokens) for layer in self.layers), Volume())
+            plain = self.plain.volume(in_bytes=True) if self.plain else Volume()
+            return sum((stack.volume(tokens, sequence) for stack in self.stacks), sum(pairs, plain))
+        return sum((layer.volume(tokens) for layer in self.layers), self.plain.volume() if self.plain else Volume())
 
     def count(self, model: nn.Module, linears: int, replaced: int) -> None:
         """Take stock of the model as it is now."""

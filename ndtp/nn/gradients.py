@@ -167,13 +167,15 @@ def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
 def sum_plain_gradients(model: nn.Module, mesh: ProcessGrid, axes: Sequence[str]) -> None:
     """Sum the gradients of a model's plain parameters over axes that split rows (`dp`).
 
-    ndtp's own parameters need none of it: their gradients are already summed.
+    For a model that is put together of ndtp's modules and others.  ndtp's own parameters need none of it: their
+    gradients are already summed, as are all in a model that was parallelized.
     """
     from torch.distributed.tensor import DTensor
 
-    plain = (
-        (name, parameter.grad)
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not isinstance(parameter, DTensor)
-    )
-    all_reduce(plain, mesh, axes)
+    left: dict[tuple[str, ...], list[tuple[str, Tensor]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not isinstance(parameter, DTensor):
+            summed = getattr(parameter, "ndtp_summed_over", ())
+            left.setdefault(tuple(axis for axis in axes if axis not in summed), []).append((name, parameter.grad))
+    for over, plain in left.items():
+        all_reduce(plain, mesh, over)

@@ -210,6 +210,26 @@ def compiled(fullgraph):
     return with_a_compiler
 
 
+def compiled_step(program):
+    """A function that calls the model and `backward`."""
+    if program.mesh is None:
+        return run(program, sgd(program))
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def forward_and_backward(batch):
+        loss = program.model(**batch).loss
+        loss.backward()
+        return loss
+
+    optimizer, losses = sgd(program), []
+    for step in range(2):
+        losses.append(forward_and_backward(program.batch(step)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 def in_ddp(program):
     if program.mesh is not None:
         nn.parallel.DistributedDataParallel(program.model)
@@ -244,6 +264,7 @@ FEATURES = {
     "`Trainer` of transformers": trained,
     "`torch.compile`": compiled(False),
     "`torch.compile(fullgraph=True)`": compiled(True),
+    "`torch.compile` of a step, `backward` in it": compiled_step,
     "`DistributedDataParallel`": in_ddp,
     "`fully_shard` over another dim of the mesh": in_fsdp,
 }

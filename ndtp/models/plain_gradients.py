@@ -1,0 +1,165 @@
+"""Gradients of what `parallelize` left as it is, where ranks have rows of their own: summed by the end of backward.
+
+Each rank's gradient of a plain parameter is that of its rows.  As its gradient comes, it is set aside and nothing is
+added to `.grad`; when backward ends, all that were set aside are summed in the order of the model's parameters, in few
+collectives, and added.  So neither the order in which they come on a rank matters, nor whether one comes there at all.
+Source: the buckets of Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from ndtp.algebra.relayouts import reduction_volume
+from ndtp.algebra.volume import Volume
+from ndtp.errors import LayoutError
+from ndtp.ops.gradients import all_reduce
+from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.process_grid import ProcessGrid
+
+BUCKET = 2**23  # elements that are summed in one collective, or those of one parameter
+
+
+class PlainGradients:
+    """Sums the gradients of a model's plain parameters over axes that split its rows.
+
+    Args:
+        axes: those that split rows, `dp`.
+    """
+
+    def __init__(self, mesh: ProcessGrid, axes: Sequence[str]) -> None:
+        self.mesh, self.axes = mesh, mesh.grid.nontrivial(axes)
+        self._parameters: list[tuple[str, weakref.ref[nn.Parameter]]] = []
+        # What came of each parameter, by the backward that is going on: there may be one within another.
+        self._came: dict[int, dict[int, Tensor]] = {}
+
+    def __deepcopy__(self, memo: object) -> PlainGradients:
+        return PlainGradients(self.mesh, self.axes)  # hooks of parameters are not copied with these
+
+    def watch(self, model: nn.Module, *_: Any) -> None:
+        """Take all plain parameters that the model has by now; runs before each of its forwards."""
+        if torch.compiler.is_compiling():
+            return
+        if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+            self._came.clear()  # of a backward that was broken off
+        for name, parameter in model.named_parameters():
+            if not hasattr(parameter, "ndtp_summed_over") and _may_have_gradient(parameter):
+                _hook_first(parameter, partial(self._take, len(self._parameters)))
+                parameter.ndtp_summed_over = self.axes  # type: ignore[attr-defined]
+                self._parameters.append((name, weakref.ref(parameter)))
+
+    def volume(self, in_bytes: bool = False) -> Volume:
+        """Elements that a rank receives in a backward, or bytes."""
+        total = Volume()
+        for bucket in self._buckets():
+            elements = sum(1 + parameter.numel() for _, _, parameter in bucket)
+            volume = reduction_volume(self.mesh.grid, self.axes, (elements,), "wgrad")
+            total += volume.in_bytes(bucket[0][2].element_size()) if in_bytes else volume
+        return total
+
+    def _take(self, place: int, gradient: Tensor) -> Tensor | None:
+        """The hook of a parameter; the gradient that autograd goes on with."""
+        name, parameter = self._parameters[place][0], self._parameters[place][1]()
+        if parameter is None or not is_plain(gradient):
+            return None  # it was put on a grid since
+        if gradient.requires_grad:
+            raise LayoutError(
+                f"parallelize: create_graph=True: the gradient of '{name}' {tuple(gradient.shape)} is summed over "
+                f"{', '.join(self.axes)}, and sums over ranks have no second derivative\n  fix: create_graph=False"
+            )
+        if gradient.is_sparse or _is_seen(parameter):
+            gradient = gradient.clone()
+            all_reduce([(name, gradient)], self.mesh, self.axes)
+            return gradient
+        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        if task not in self._came:
+            self._came[task] = {}
+            Variable._execution_engine.queue_callback(partial(self._finish, task))  # type: ignore[attr-defined]
+        self._came[task][place] = gradient
+        return torch.zeros_like(gradient)
+
+    @torch.no_grad()
+    def _finish(self, task: int) -> None:
+        came = self._came.pop(task)
+        self.mesh.step.late.finish()  # theirs come first on every rank
+        for bucket in self._buckets():
+            is_here = [place in came for place, _, _ in bucket]
+            parts = [came.get(place, parameter.new_zeros(())).expand(parameter.shape) for place, _, parameter in bucket]
+            flat = torch.cat([parts[0].new_tensor(is_here), *(part.reshape(-1) for part in parts)])
+            all_reduce([("parameters left as they are", flat)], self.mesh, self.axes)
+            counts, *sums = flat.split([len(bucket), *(part.numel() for part in parts)])
+            is_anywhere = is_here if all(is_here) else (counts != 0).tolist()
+            for (_, _, parameter), total, has_come in zip(bucket, sums, is_anywhere, strict=True):
+                if not has_come:
+                    continue
+                if parameter.grad is None:  # it came on other ranks alone
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad += total.view_as(parameter)
+
+    def _buckets(self) -> Iterator[list[tuple[int, str, nn.Parameter]]]:
+        """Parameters that are summed together, in the order of the model: of one dtype, on one device."""
+        bucket: list[tuple[int, str, nn.Parameter]] = []
+        for place, (name, reference) in enumerate(self._parameters):
+            parameter = reference()
+            if parameter is None or not parameter.requires_grad:
+                continue
+            elements = parameter.numel() + sum(each.numel() for _, _, each in bucket)
+            alike = bucket and (bucket[0][2].dtype, bucket[0][2].device) == (parameter.dtype, parameter.device)
+            if bucket and (not alike or elements > BUCKET):
+                yield bucket
+                bucket = []
+            bucket.append((place, name, parameter))
+        if bucket:
+            yield bucket
+
+
+def _may_have_gradient(parameter: nn.Parameter) -> bool:
+    if not isinstance(parameter, nn.Parameter) or not is_plain(parameter) or parameter.is_inference():
+        return False  # one that somebody else put in its place for a while, or is on a grid
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def _hook_first(parameter: nn.Parameter, hook: Any) -> None:
+    """In front of all others, which must see what the dense model's gradient would be; of a frozen parameter, too."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_hook(hook)
+    parameter.requires_grad_(is_trained)
+    hooks: Any = parameter._backward_hooks
+    others = [(key, value) for key, value in hooks.items() if key != handle.id]
+    for key, value in others:  # torch goes by when they were put in
+        del hooks[key]
+        hooks[key] = value
+
+
+def _is_seen(parameter: nn.Parameter) -> bool:
+    """Whether anybody looks at this gradient before backward ends: hooks, or who called `torch.autograd.grad`."""
+    if len(parameter._backward_hooks or ()) > 1 or parameter._post_accumulate_grad_hooks:  # type: ignore[arg-type]
+        return True
+    try:
+        end = torch.autograd.graph.get_gradient_edge(parameter).node
+        return not torch._C._will_engine_execute_node(end)  # type: ignore[attr-defined]
+    except RuntimeError:  # torch's answer for a leaf that `torch.autograd.grad` was given
+        return True
+
+
+def sum_plain_gradients_of(model: nn.Module, mesh: ProcessGrid, axes: Sequence[str]) -> PlainGradients | None:
+    """Have the gradients of a model's plain parameters summed; None where no axes split rows.
+
+    Once a model: a second call takes what is plain still.
+    """
+    sums: PlainGradients | None = vars(model).get("ndtp_plain_gradients")
+    if sums is None:
+        if not mesh.grid.nontrivial(axes):
+            return None
+        sums = model.ndtp_plain_gradients = PlainGradients(mesh, axes)  # type: ignore[assignment]
+        model.register_forward_pre_hook(sums.watch, prepend=True)
+    sums.watch(model)
+    return sums
