@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.models.adopted import Placed, adopt, is_placed
-from ndtp.models.projections import Projection, order_of
+from ndtp.models.projections import Projection
 from ndtp.models.roles import is_wrapper
 from ndtp.nn.parameters import expressible
 
@@ -59,10 +59,10 @@ def place_adapters(wrapper: Any, prefix: str, base: Projection, known: Placed) -
         rank = first.out_features
         a = _place(first, f"{prefix}.lora_A.{name}", base, MatMulPlan(
             plan.a, Layout(grid, None, plan.a.dims[1]), between, transpose_b=True, name=f"{prefix}.lora_A.{name}"
-        ), (rank, base.width), (), known)  # fmt: skip
+        ), (rank, base.width), (), None, known)  # fmt: skip
         b = _place(second, f"{prefix}.lora_B.{name}", base, MatMulPlan(
             between, Layout(grid, plan.out.dims[1], None), plan.out, transpose_b=True, name=f"{prefix}.lora_B.{name}"
-        ), (base.out_width, rank), base.sections, known)  # fmt: skip
+        ), (base.out_width, rank), base.sections, base.order if base.gives == plan.out else None, known)  # fmt: skip
         a.core = base.core
         b.core = base.core if base.leads_in else None
         b.gives_features = True
@@ -71,17 +71,17 @@ def place_adapters(wrapper: Any, prefix: str, base: Projection, known: Placed) -
 
 def _place(
     layer: Any, name: str, base: Projection, plan: MatMulPlan, shape: tuple[int, int], sections: tuple[int, ...],
-    known: Placed,
+    order: Tensor | None, known: Placed,
 ) -> Projection:  # fmt: skip
     placed: Projection = adopt(layer, Projection, base.frame, name)
     # As stored no dim is in parts, and in an order that DTensor has.
-    rows = () if sections else expressible(plan.b.dims[0], base.mesh)
+    rows = () if order is not None else expressible(plan.b.dims[0], base.mesh)
     stored = Layout(plan.grid, rows, expressible(plan.b.dims[1], base.mesh))
     placed.plan, placed.stored, placed.leads_in, placed.is_conv = plan, stored, base.leads_in, False
     placed.out_width, placed.width = shape
     placed.sections, placed.group, placed.core, placed.loud = sections, None, None, True
     placed.adapts, placed.gives_features, placed.schedule = base, False, None
-    placed.order, placed.gives = order_of(sections, plan.out.num_splits(1)), plan.out
+    placed.order, placed.gives = order, plan.out
     plan.check_divides({"m": 0, "k": placed.width, "n": placed.out_width})
     placed.placed("weight", stored, known, shape)
     if placed._parameters.get("bias") is not None:

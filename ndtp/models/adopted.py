@@ -6,7 +6,8 @@ from its own, and its parameters DTensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -173,8 +174,29 @@ class SplitEmbedding(Adopted, nn.Embedding):
         return enter(y.view_as(y), passage)
 
 
+@dataclass(frozen=True)
+class OfHeads:
+    """A parameter with a number or a row a head, of which a rank uses those of its heads.
+
+    Attributes:
+        stored, used: how it lies, and what of it a rank takes.
+        dim: which goes by heads.
+        picked: the heads that a rank takes of all, where these are too few to split.
+    """
+
+    stored: Layout
+    used: Layout
+    dim: int
+    picked: list[int] | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        if self.picked is None:
+            return x
+        return x.index_select(self.dim, torch.tensor(self.picked, device=x.device))
+
+
 class Replicated(nn.Module):
-    """A module left as it is, whose own parameters are DTensors that every rank has whole.
+    """A module left as it is, whose own parameters are DTensors: every rank has them whole, but for those of heads.
 
     While its forward runs, or that of another such module which uses its parameters, reading one gives the plain
     tensor, whose gradient is summed over `ndtp_sums`.  Autograd does not see a DTensor's changes on that tensor: what
@@ -184,15 +206,26 @@ class Replicated(nn.Module):
     ndtp_frame: Frame
     ndtp_name: str
     ndtp_sums: tuple[str, ...]
+    ndtp_of_heads: Mapping[str, OfHeads] = {}
+
+    def ndtp_plan(self, name: str) -> RelayoutPlan:
+        """The way of a parameter to where this module's code reads it."""
+        value, frame = self._parameters[name], self.ndtp_frame
+        lies: Any = value.ndtp_layout  # type: ignore[union-attr]
+        of_heads = self.ndtp_of_heads.get(name)
+        used = Layout(frame.mesh.grid, *[None] * lies.ndim) if of_heads is None else of_heads.used
+        sums = tuple(axis for axis in self.ndtp_sums if axis not in used.axes)
+        return RelayoutPlan(lies, used, (), sums, f"{self.ndtp_name}.{name}")
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
         if name in self.__dict__["_parameters"] and self.ndtp_frame.running and value is not None:
-            mesh, full_name = self.ndtp_frame.mesh, f"{self.ndtp_name}.{name}"
-            bare = Layout(mesh.grid, *[None] * value.dim())
-            self.ndtp_frame.running[-1].append((value, version_of(value), f"'{full_name}'"))
+            plan, of_heads = self.ndtp_plan(name), self.ndtp_of_heads.get(name)
+            self.ndtp_frame.running[-1].append((value, version_of(value), f"'{plan.name}'"))
+            plain = taken(value, plan, self.ndtp_frame.mesh)
+            if of_heads is not None:
+                return of_heads.of(plain)
             # One that is shared with a layer on the grid is split, and may be padded.
-            plain = taken(value, RelayoutPlan(value.ndtp_layout, bare, (), self.ndtp_sums, full_name), mesh)
             real = getattr(value, "ndtp_real", plain.shape)
             return plain if plain.shape == real else plain[tuple(map(slice, real))]
         return value
@@ -228,33 +261,23 @@ def _refuse_changed(read: list[Any], _: Any) -> None:
         refuse_changed(*each)
 
 
-def replicate(module: nn.Module, frame: Frame, name: str, known: Placed, sums: Sequence[str]) -> None:
-    """The own parameters of a module as DTensors that every rank has whole."""
-    kind = HeadColumns if isinstance(module, HeadColumns) else Replicated
+def replicate(
+    module: nn.Module, frame: Frame, name: str, known: Placed, sums: Sequence[str], of_heads: Mapping[str, OfHeads]
+) -> None:
+    """The own parameters of a module as DTensors that every rank has whole, but for those that go by heads."""
     if not isinstance(module, Replicated):
-        module.__class__ = class_of(kind, type(module), False)
+        module.__class__ = class_of(Replicated, type(module), False)
     module.ndtp_frame, module.ndtp_name, module.ndtp_sums = frame, name, tuple(sums)  # type: ignore[assignment]
+    if of_heads:
+        module.ndtp_of_heads = of_heads  # type: ignore[assignment]
     for key, dense in list(module._parameters.items()):
         if dense is not None and not is_placed(dense):
-            layout = Layout(frame.mesh.grid, *[None] * dense.dim())
+            bare = Layout(frame.mesh.grid, *[None] * dense.dim())
+            layout = of_heads[key].stored if key in of_heads else bare
             own = known.get(dense)
             if own is None:
                 own = known.put(dense, _put(dense, layout, tuple(dense.shape), frame.mesh), layout)
             module._parameters[key] = own
-
-
-class HeadColumns(Replicated):
-    """An embedding of one number a head, of which a rank wants those of its heads: T5's relative positions."""
-
-    ndtp_columns: slice
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().forward(*args, **kwargs)[..., self.ndtp_columns]
-
-
-def heads_alone(module: nn.Module, columns: slice) -> None:
-    module.__class__ = class_of(HeadColumns, type(module), False)
-    module.ndtp_columns = columns  # type: ignore[assignment]
 
 
 def lying_as(x: Tensor, frame: Frame, layout: Layout, width: int, name: str) -> Hidden:

@@ -21,6 +21,7 @@ from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
 from ndtp.models.between import DROPOUTS, FACTS, SIZES
 from ndtp.models.frame import Frame, Passage
+from ndtp.models.fused_order import in_order
 from ndtp.models.hidden import Hidden, enter, hidden_in, split
 from ndtp.models.projections import Group, Projection, products
 from ndtp.ops.products import relayout
@@ -50,6 +51,9 @@ class Placeholder(Tensor):
             return func(torch.empty(args[0].seen, device="meta"), *args[1:], **(kwargs or {}))
         if func in DROPOUTS:  # in front of an adapter
             return _placeholder(func(args[0].source, *args[1:], **(kwargs or {})), args[0].seen)
+        if any(isinstance(x, Hidden) for x in args):  # a residual, added to what the module gives
+            given = [x.source if isinstance(x, Placeholder) else x for x in args]
+            return func(*given, **(kwargs or {}))
         name = str(getattr(func, "__name__", func)).strip("_")
         raise LayoutError(
             f"parallelize: an attention module computes {name} of its hidden states before it projects them, which are "
@@ -72,6 +76,8 @@ class Core:
         inner: the layout of what lies between the projections: rows of whole sequences, features of whole heads.
         inputs: projections of hidden states by their role, "q", "k", "v" or "qkv".
         output: leads back to hidden states, if it is a part of the module; else `beside` does.
+        order: of heads in a weight that has q, k and v in one, see `ndtp.models.fused_order`.
+        normed: projections whose few heads are brought together behind a norm over all of them.
     """
 
     frame: Frame
@@ -83,6 +89,8 @@ class Core:
     inputs: Mapping[str, Projection]
     output: Projection | None
     beside: Projection
+    order: str = ""
+    normed: tuple[Projection, ...] = ()
     lead: tuple[int, ...] = ()
     rows: int = 0
     groups: dict[int, Group] = field(default_factory=dict)
@@ -223,15 +231,19 @@ class Core:
 
     def _as_wanted(self, member: Projection, y: Tensor) -> Tensor:
         """What a projection gives, with the heads of keys and values that this rank's query heads use."""
+        if member in self.normed:
+            return y
         if member in (self.inputs.get("k"), self.inputs.get("v")):
-            return self._shared_heads(y)
+            return self.shared_heads(y)
         if member is not self.inputs.get("qkv") or self.kv_heads % self.inner.num_splits(1) == 0:
             return y
         splits = self.inner.num_splits(1)
-        q, k, v = y.split([size // splits for size in member.sections], dim=1)
-        return torch.cat((q, *(self._shared_heads(each.contiguous()) for each in (k, v))), dim=1)
+        sizes = [count * self.head_dim // splits for count in (self.heads, self.kv_heads, self.kv_heads)]
+        q, k, v = y.split(sizes, dim=1)
+        k, v = (self.shared_heads(each.contiguous()) for each in (k, v))
+        return in_order(self.order, (q, k, v), self.head_dim)
 
-    def _shared_heads(self, y: Tensor) -> Tensor:
+    def shared_heads(self, y: Tensor) -> Tensor:
         """Key or value heads of this rank's query heads, where there are too few to split."""
         if self.kv_heads % self.inner.num_splits(1) == 0:
             return y

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
-from ndtp.models.adopted import Placed, SplitEmbedding, SplitNorm, adopt, replicate
+from ndtp.models.adopted import OfHeads, Placed, SplitEmbedding, SplitNorm, adopt, replicate
 from ndtp.models.attention_core import Core
 from ndtp.models.expert_layers import SplitExperts
 from ndtp.models.frame import Frame
@@ -111,6 +111,8 @@ class Placing:
         self.replaced[name] = f"[{lookup.table.label('VK')}]"
         return embedding
 
-    def replicate(self, module: nn.Module, name: str, sums: tuple[str, ...]) -> None:
-        replicate(module, self.frame, name, self.known, sums)
+    def replicate(
+        self, module: nn.Module, name: str, sums: tuple[str, ...], of_heads: Mapping[str, OfHeads] | None = None
+    ) -> None:
+        replicate(module, self.frame, name, self.known, sums, of_heads or {})
         self.whole.append((module, sums))

@@ -199,6 +199,7 @@ def place_projection(
     leads_in: bool,
     width: int,
     sections: Sequence[int] = (),
+    order: Tensor | None = None,
     pad_to: int = 1,
     gives_hidden: bool = False,
     regather: tuple[str, ...] = (),
@@ -209,6 +210,7 @@ def place_projection(
     Args:
         width: of hidden states, with padding.
         sections: sizes of parts of its features, each of which is split by itself.
+        order: of its features, where the product wants another than the dense one and that of sections.
         pad_to: what is inside of a block is padded to a multiple of this.
         gives_hidden: one that leads in gives hidden states again.
         regather, chunks: as for `ndtp.nn.Linear`.
@@ -220,7 +222,8 @@ def place_projection(
     a, b, out = (layouts.input, layouts.up_weight, layouts.hidden) if leads_in else (
         layouts.hidden, layouts.down_weight, layouts.output
     )  # fmt: skip
-    stored, gives, order = b, out, order_of(sections, out.num_splits(1))
+    stored, gives = b, out
+    order = order_of(sections, out.num_splits(1)) if order is None else order
     if gives_hidden and leads_in:
         gives = layouts.output
         if _is_product(a, b, gives):

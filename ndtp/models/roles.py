@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ndtp.errors import LayoutError
+from ndtp.models.fused_order import heads_in_order
 
 # Names of projections by their role in an attention module.
 Q = ("q_proj", "query", "q", "q_lin", "to_q", "wq", "query_proj", "q_attn")
@@ -24,17 +25,25 @@ V = ("v_proj", "value", "v", "v_lin", "to_v", "wv", "value_proj")
 OUT = ("o_proj", "out_proj", "dense", "c_proj", "o", "out_lin", "to_out", "wo", "Wo", "proj")
 FUSED = ("query_key_value", "qkv_proj", "c_attn", "qkv", "Wqkv")
 # In which order a weight has q, k and v is in the code of an attention class alone: of another class it is left whole.
-BY_HEAD = (  # q, k and v of one head, then those of the next
-    "gpt_neox.GPTNeoXAttention", "gpt_neox_japanese.GPTNeoXJapaneseAttention", "bloom.BloomAttention",
-    "persimmon.PersimmonAttention",
-)  # fmt: skip
-BY_SECTION = (  # q of all heads, then k, then v
-    "gpt2.GPT2Attention", "phi3.Phi3Attention", "mpt.MptAttention", "modernbert.ModernBertAttention",
-    "openai.Attention", "decision_transformer.DecisionTransformerGPT2Attention",
-)  # fmt: skip
-BY_SECTION_IF_ONE = ("gpt_bigcode.GPTBigCodeAttention",)  # with one head of k and v; else by head
+ORDERS = {  # see `ndtp.models.fused_order`
+    **dict.fromkeys((
+        "gpt_neox.GPTNeoXAttention", "gpt_neox_japanese.GPTNeoXJapaneseAttention", "bloom.BloomAttention",
+        "persimmon.PersimmonAttention", "gpt_bigcode.GPTBigCodeAttention", "falcon.FalconAttention",
+    ), "groups"),
+    **dict.fromkeys((
+        "gpt2.GPT2Attention", "phi3.Phi3Attention", "mpt.MptAttention", "modernbert.ModernBertAttention",
+        "openai.Attention", "decision_transformer.DecisionTransformerGPT2Attention",
+    ), "sections"),
+    "codegen.CodeGenAttention": "quarters",
+}  # fmt: skip
+# Subclasses of nn.Linear whose forward is that of one.
+LINEARS = ("falcon.FalconLinear",)
 # Attention whose code projects what are no hidden states.
-BESIDES = {"deberta_v2.DisentangledSelfAttention": "it projects relative positions, too"}
+BESIDES = {
+    "deberta.DisentangledSelfAttention": "it projects relative positions, too, and takes its weights apart",
+    "deberta_v2.DisentangledSelfAttention": "it projects relative positions, too",
+    "blt.BltCrossAttention": "it norms hidden states before it projects them",
+}
 # Where the projection that leads back is in a module of its own, beside.
 OUT_BESIDE = ("output.dense", "out_proj", "output.out_proj")
 # In an MLP.
@@ -57,7 +66,7 @@ class AttentionRole:
     heads: int
     kv_heads: int
     head_dim: int
-    sections: tuple[int, ...] = ()
+    order: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,8 +80,11 @@ class MLPRole:
 
 
 def is_linear(module: Any) -> bool:
-    """An `nn.Linear` as it is, or transformers' Conv1D, which keeps its weight as [in, out]."""
-    return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    """An `nn.Linear` as it is, one of `LINEARS`, or transformers' Conv1D, which keeps its weight as [in, out]."""
+    if isinstance(module, nn.Linear):
+        kind = type(module)
+        return kind is nn.Linear or (nn.Linear in kind.__bases__ and _path(kind) in LINEARS)
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def is_wrapper(module: Any) -> bool:
@@ -131,6 +143,9 @@ def find_attention(model: nn.Module, hidden: int) -> tuple[list[AttentionRole], 
 
 
 def _attention(modules: dict[str, nn.Module], name: str, module: nn.Module, hidden: int) -> AttentionRole | str | None:
+    kinds = _kinds(module)
+    if reason := next((why for kind, why in BESIDES.items() if kind in kinds), None):
+        return reason
     one_of = lambda names: next((f for n in names if (f := linear_at(modules, join(name, n)))), None)  # noqa: E731
     separate = {role: one_of(names) for role, names in (("q", Q), ("k", K), ("v", V))}
     fused = one_of(FUSED)
@@ -140,9 +155,6 @@ def _attention(modules: dict[str, nn.Module], name: str, module: nn.Module, hidd
         inputs = {"qkv": fused}
     else:
         return None
-    kinds = _kinds(module)
-    if reason := next((why for kind, why in BESIDES.items() if kind in kinds), None):
-        return reason
     out = one_of(OUT)
     inside = out is not None
     output = str(out)
@@ -165,16 +177,12 @@ def _attention(modules: dict[str, nn.Module], name: str, module: nn.Module, hidd
     if "qkv" in inputs:
         total = sizes["qkv"][1]
         kv = (total - inner) // 2
-        known = {*BY_HEAD, *BY_SECTION, *BY_SECTION_IF_ONE}.intersection(kinds)
-        if not known:
+        order = next((ORDERS[kind] for kind in kinds if kind in ORDERS), None)
+        if order is None:
             return f"{inputs['qkv']} has q, k and v in one, in an order that is not known of {type(module).__name__}"
-        by_head = not known.intersection(BY_SECTION) and (kv == inner or not known.intersection(BY_SECTION_IF_ONE))
-        if by_head and kv != inner:
+        if total != inner + 2 * kv or kv % head_dim or not kv or not heads_in_order(order, heads, kv // head_dim):
             return f"{inputs['qkv']} has {total} features, which are not q, k and v of {heads} heads"
-        if total != inner + 2 * kv or kv % head_dim or not kv:
-            return f"{inputs['qkv']} has {total} features, which are not q, k and v of {heads} heads"
-        sections = () if by_head else (inner, kv, kv)
-        return AttentionRole(name, inputs, output, inside, heads, kv // head_dim, head_dim, sections)
+        return AttentionRole(name, inputs, output, inside, heads, kv // head_dim, head_dim, order)
     if sizes["q"][1] != inner or sizes["k"] != sizes["v"] or sizes["k"][1] % head_dim:
         return "q, k and v have sizes that are not those of heads"
     kv_heads = sizes["k"][1] // head_dim
@@ -185,8 +193,11 @@ def _attention(modules: dict[str, nn.Module], name: str, module: nn.Module, hidd
 
 def _kinds(module: nn.Module) -> set[str]:
     """`phi3.Phi3Attention` and the like: the classes of a module as the tables above have them."""
-    path = lambda kind: kind.__module__.rpartition(".")[2].removeprefix("modeling_")  # noqa: E731
-    return {f"{path(kind)}.{kind.__name__}" for kind in type(module).__mro__}
+    return {_path(kind) for kind in type(module).__mro__}
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__.rpartition('.')[2].removeprefix('modeling_')}.{kind.__name__}"
 
 
 def find_mlps(model: nn.Module, hidden: int, taken: set[str]) -> list[MLPRole]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,8 +48,15 @@ def step_volume(split: Split, batch: int, sequence: int) -> Volume:
         loss = LossPlan(split.head.plan.out, LossForm(split.head.real_out, 0.0, 0.0))
         total += loss.volume(rows, torch.float32).in_bytes(4)
     for module, sums in split.whole:
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.requires_grad:
+        of_heads: Any = getattr(module, "ndtp_of_heads", {})
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if name in of_heads:
+                plan: RelayoutPlan = module.ndtp_plan(name)  # type: ignore[operator]
+                volume = plan.volume(parameter.shape, parameter.requires_grad, "wgrad")
+                total += volume.in_bytes(parameter.element_size())
+            elif parameter.requires_grad:
                 volume = reduction_volume(frame.mesh.grid, sums, parameter.shape, "wgrad")
                 total += volume.in_bytes(parameter.element_size())
     return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -10,13 +11,16 @@ from torch import nn
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adapters import place_adapters, reason_against, wrappers_in
-from ndtp.models.adopted import Adopted, Placed, Replicated, SplitNorm, adopt, heads_alone, is_placed
+from ndtp.models.adopted import Adopted, Placed, Replicated, SplitNorm, adopt, is_placed
 from ndtp.models.attention_core import AttentionModule, Core, place_core
 from ndtp.models.data_loss import average_loss
 from ndtp.models.expert_layers import experts_role, place_experts
+from ndtp.models.fused_order import heads_in_order, rows_in_order
 from ndtp.models.head_loss import HeadSchedule, place_model
 from ndtp.models.left_alone import is_foreign, leave_alone, why_left
 from ndtp.models.not_replicated import not_replicated
+from ndtp.models.of_heads import place_beside
+from ndtp.models.of_heads import reason_against as not_of_heads
 from ndtp.models.one_schedule import MLPSchedule
 from ndtp.models.other_layers import NAMES, place_others, reads
 from ndtp.models.placing import Placing, stock_model
@@ -28,7 +32,6 @@ from ndtp.models.roles import (
     find_attention,
     find_mlps,
     is_linear,
-    is_wrapper,
     norm_role,
 )
 from ndtp.models.router_loss import whole_router_loss
@@ -117,26 +120,22 @@ class Split(Placing):
             return
         layouts = self.layouts
         place = self.place
+        splits, order = layouts.hidden.num_splits(1), None
+        if role.order:
+            order = rows_in_order(role.order, role.heads, role.kv_heads, role.head_dim, splits)
         inputs = {
-            kind: place_projection(modules[name], name, leads_in=True, sections=role.sections, **place)
+            kind: place_projection(modules[name], name, leads_in=True, order=order, **place)
             for kind, name in role.inputs.items()
         }
         output = place_projection(modules[role.output], role.output, leads_in=False, **place)
         core = Core(
             self.frame, role.name, layouts.hidden, role.heads, role.kv_heads, role.head_dim, inputs,
-            output if role.inside else None, output,
+            output if role.inside else None, output, role.order,
         )  # fmt: skip
-        module = modules[role.name]
-        for child in module.modules():
-            if isinstance(child, nn.Embedding) and child.embedding_dim == role.heads:
-                part = self.mesh.grid.index(self.mesh.rank, layouts.hidden.dims[1])
-                heads_alone(child, slice(part * core.local_heads, (part + 1) * core.local_heads))
-        mine = {id(each) for each in (*inputs.values(), output)}
-        mine |= {id(part) for child in module.modules() if is_wrapper(child) for part in child.modules()}
-        for name, child in module.named_modules(prefix=role.name):
-            if id(child) not in mine and child._parameters:
-                self.replicate(child, name, (*self.frame.outside.dims[0], *core.sums))
-        place_core(module, core)
+        place_core(modules[role.name], core)
+        for name, norm in place_beside(self, role, core, _projects(role)):
+            self.norms.append(norm)
+            self.replaced[name] = f"[{norm.norm_plan.layout.label('MK')}]"
         self.cores.append(core)
         for layer in (*inputs.values(), output):
             self.report(layer)
@@ -163,16 +162,10 @@ class Split(Placing):
         more = [n for n, _ in _linears_in(self.model, role.name) if n not in projections and ".lora_" not in n]
         if more and role.name:
             return f"{more[0]}, beside its projections"
-        wrapped = tuple(f"{name.removesuffix('.base_layer')}.lora_" for name in projections)
-        for name, child in modules[role.name].named_modules(prefix=role.name):
-            for key, parameter in child._parameters.items():
-                if name in projections or parameter is None or name.startswith(wrapped):
-                    continue
-                if parameter.shape not in ((role.head_dim,), ()) and not (
-                    isinstance(child, nn.Embedding) and child.embedding_dim == role.heads
-                ):
-                    return f"{name}.{key}, {tuple(parameter.shape)}, is a parameter over all of its heads"
-        return None
+        few = role.heads // splits, role.kv_heads // splits or 1
+        if role.order and role.kv_heads % splits == 0 and heads_in_order(role.order, *few) is None:
+            return f"its code takes q, k and v apart by {role.order}, which {few[0]} heads a rank do not have"
+        return not_of_heads(role, modules[role.name], _projects(role), self.hidden, self.width, splits)
 
     def _mlp(self, role: MLPRole, modules: dict[str, nn.Module]) -> None:
         if self.is_kept(role.name, *role.ups, role.down):
@@ -297,6 +290,13 @@ def _of_model(model: Any, name: str) -> Any:
 
 def _linears_in(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     return [(n, m) for n, m in model.get_submodule(name).named_modules(prefix=name) if is_linear(m)]
+
+
+def _projects(role: AttentionRole) -> Callable[[str], bool]:
+    """Whether a module of a name is one of the projections of an attention, or an adapter around one."""
+    projections = {*role.inputs.values(), role.output}
+    around = tuple(f"{name.removesuffix('.base_layer')}.lora_" for name in projections)
+    return lambda name: name in projections or name.startswith(around)
 
 
 def _sizes(grid: Any, axes: Any) -> str:

@@ -68,6 +68,14 @@ ENCODERS = {
     ),
 }  # fmt: skip
 ALL = CAUSAL | ENCODERS
+# What attention has beside its projections, or in another order: norms over all heads, groups of q, k and v.
+ATTENTION = {
+    "Olmo2ForCausalLM": ("Olmo2Config", {}),
+    "FalconForCausalLM": (
+        "FalconConfig",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48, "head_dim": None},
+    ),
+}
 # Other heads on the same: what a small classifier, one of tokens or of spans gives.
 HEADS = {
     "BertForMaskedLM": ENCODERS["BertForMaskedLM"],
@@ -92,11 +100,12 @@ def build(name, **changes):
     """In fp64, with values of a seed; sizes that an architecture does not know do it no harm."""
     import transformers
 
-    config_name, differs = (ALL | HEADS)[name]
+    config_name, differs = (ALL | ATTENTION | HEADS)[name]
     sizes = {} if name.startswith(("GPT2", "T5", "Bart")) else SIZES
     sizes = {"vocab_size": 67, "attn_implementation": "sdpa"} | sizes
     torch.manual_seed(7)
-    config = getattr(transformers, config_name)(**(sizes | NO_DROPOUT | differs | changes))
+    given = {key: x for key, x in (sizes | NO_DROPOUT | differs | changes).items() if x is not None}
+    config = getattr(transformers, config_name)(**given)
     model = getattr(transformers, name)(config).double()
     for parameter in model.parameters():  # biases and gains that tell themselves from zeros and ones
         if parameter.dim() == 1:

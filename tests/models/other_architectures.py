@@ -49,7 +49,8 @@ AUDIO = {
 OTHERS = {
     **{f"{name}ForCausalLM": {} for name in (
         "Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma", "Glm", "Glm4", "GptOss", "Granite", "Helium", "Nemotron",
-        "Olmo", "Olmo2", "Olmoe", "Persimmon", "Phi", "Qwen2Moe", "Qwen3Moe", "SmolLM3", "StableLm", "Starcoder2",
+        "Olmo", "Olmo2", "Olmo3", "Olmoe", "Persimmon", "Phi", "Qwen2Moe", "Qwen3Moe", "SmolLM3", "StableLm",
+        "Starcoder2",
     )},
     "AlbertForMaskedLM": {"embedding_size": 16},
     "BartForSequenceClassification": BOTH_STACKS | {"num_labels": 3},
@@ -60,7 +61,9 @@ OTHERS = {
     "CLIPModel": TOWERS | {"vision_config": OURS | PATCHES | {"projection_dim": 16}},
     "two widths, CLIPModel": TOWERS | {"vision_config": OURS | PATCHES | {"projection_dim": 16, "hidden_size": 48}},
     "CTRLLMHeadModel": GPT | {"dff": 48},
-    "CodeGenForCausalLM": GPT | {"rotary_dim": 4},
+    "CodeGenForCausalLM": GPT | {"rotary_dim": 4, "n_head": 8, "num_attention_heads": 8},
+    "normed heads, CohereForCausalLM": {"use_qk_norm": True},
+    "BitNetForCausalLM": {},
     "DebertaForMaskedLM": RELATIVE,
     "DebertaV2ForMaskedLM": RELATIVE | {"position_biased_input": False},
     "shared keys, DebertaV2ForMaskedLM": RELATIVE | {"share_att_key": True},
@@ -69,6 +72,8 @@ OTHERS = {
     "DistilBertForMaskedLM": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
     "ElectraForMaskedLM": {"embedding_size": 16},
     "FalconForCausalLM": {"multi_query": True, "ffn_hidden_size": 48},
+    "all heads, FalconForCausalLM": {"multi_query": False, "ffn_hidden_size": 48, "alibi": True},
+    "groups, FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48},
     "GPT2ForSequenceClassification": GPT | {"num_labels": 3},
     "GPTBigCodeForCausalLM": GPT,
     "all heads, GPTBigCodeForCausalLM": GPT | {"multi_query": False},
@@ -87,6 +92,7 @@ OTHERS = {
     "PegasusForConditionalGeneration": BOTH_STACKS,
     "RobertaForMaskedLM": LONG,
     "RobertaForSequenceClassification": LONG | {"num_labels": 3},
+    "norms a head, StableLmForCausalLM": {"qk_layernorm": True},
     "SiglipModel": {"text_config": OURS, "vision_config": OURS | PATCHES},
     "Wav2Vec2ForCTC": AUDIO,
     "WhisperForConditionalGeneration": BOTH_STACKS
@@ -97,7 +103,7 @@ OTHERS = {
 SAMPLE = (
     "BloomForCausalLM", "all heads, GPTBigCodeForCausalLM", "CodeGenForCausalLM", "DebertaV2ForMaskedLM",
     "shared keys, DebertaV2ForMaskedLM", "LEDForConditionalGeneration", "AlbertForMaskedLM", "OlmoForCausalLM",
-    "CLIPModel",
+    "CLIPModel", "GptOssForCausalLM", "norms a head, StableLmForCausalLM",
 )  # fmt: skip
 IN_FP32 = ("GptOss", "Olmoe", "Qwen2Moe", "Qwen3Moe", "XGLM")  # products of experts, or masks, of that alone
 
@@ -105,7 +111,7 @@ IN_FP32 = ("GptOss", "Olmoe", "Qwen2Moe", "Qwen3Moe", "XGLM")  # products of exp
 def build(name):
     kind = getattr(transformers, name.rpartition(" ")[2])
     ours = {} if "text_config" in OTHERS[name] else OURS
-    ours = {key: x for key, x in ours.items() if x is not None and (key, name[:6]) != ("head_dim", "Falcon")}
+    ours = {key: x for key, x in ours.items() if x is not None and (key, "Falcon" in name) != ("head_dim", True)}
     torch.manual_seed(7)
     model = kind(kind.config_class(**ours | OTHERS[name]))
     model = model.float() if name.startswith(IN_FP32) else model.double()
