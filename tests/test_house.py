@@ -51,11 +51,12 @@ KERNEL_FLOORS: dict[str, tuple[str, ...]] = {
     "torch_path": ("form",),
     "parts": ("launch",),
     "prepared": ("launch",),
+    "grouped": ("launch", "tracing"),
     "reductions": ("prepared", "checks", "torch_path", "tracing"),
     "products": ("reductions",),
     "autograd": ("products",),
     "interface": ("autograd",),
-    "": ("interface",),
+    "": ("grouped", "interface"),
     "tools": ("",),
     "aot": ("tools",),  # the door of `python -m ndtp_kernels.aot`
 }

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ndtp_kernels.choice.table import Table, choose, explain
     from ndtp_kernels.errors import KernelError, KernelFallback
     from ndtp_kernels.form import Form
+    from ndtp_kernels.grouped import grouped_gemm, grouped_wgrad
     from ndtp_kernels.interface import (
         backward_gemm,
         gated_gemm,
@@ -28,6 +29,8 @@ _HOME = {
     "backward_gemm": "interface",
     "reduce_blocks": "interface",
     "reduce_blocks_backward": "interface",
+    "grouped_gemm": "grouped",
+    "grouped_wgrad": "grouped",
     "Form": "form",
     "Options": "choice.selection",
     "Config": "choice.problem",
@@ -41,7 +44,7 @@ _HOME = {
 
 __all__ = [
     "Config", "Form", "KernelError", "KernelFallback", "Options", "Table", "backward_gemm", "choose", "explain",
-    "gated_gemm", "gemm", "reduce_blocks", "reduce_blocks_backward", "tune",
+    "gated_gemm", "gemm", "grouped_gemm", "grouped_wgrad", "reduce_blocks", "reduce_blocks_backward", "tune",
 ]  # fmt: skip
 
 

@@ -14,10 +14,10 @@ import pytest
 import triton
 from ndtp_kernels.choice import roof, table
 from ndtp_kernels.choice.problem import Config
-from ndtp_kernels.tools import aot, page
+from ndtp_kernels.tools import aot, cases, page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
-CASES = list(aot.quick_cases())
+CASES = list(cases.quick_cases())
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,8 @@ def report():
 
 def test_every_kind_of_every_target_is_looked_at(report):
     assert len(report) == len(CASES)
-    assert {row["target"] for row in report} == set(aot.TARGETS)
-    assert {case.kind for case in CASES if case.target == "sm_90"} == {case.kind for case in aot.cases(("sm_90",))}
+    assert {row["target"] for row in report} == set(cases.TARGETS)
+    assert {case.kind for case in CASES if case.target == "sm_90"} == {case.kind for case in cases.cases(("sm_90",))}
     assert all(set(row) == set(aot.REPORTED) for row in report)
     assert all(isinstance(row[key], int) for row in report for key in aot.NUMBERS)
     assert all(isinstance(row[key], str) for row in report for key in ("kernel", "target", "config"))
@@ -48,10 +48,10 @@ def test_every_kind_of_every_target_is_looked_at(report):
 def test_the_page_shows_every_configuration_as_it_compiles(report):
     """All shipped ones are there; where this Triton made the table, with the very numbers."""
     version, shown = page.lines(PAGE)
-    assert list(shown) == list(aot.TARGETS)
+    assert list(shown) == list(cases.TARGETS)
     for target, lines in shown.items():
         named = [line.split(" | ")[:2] for line in lines]
-        wanted = [[f"| {aot.name_of(case)}", aot.shown(case)] for case in aot.cases((target,))]
+        wanted = [[f"| {cases.name_of(case)}", cases.shown(case)] for case in cases.cases((target,))]
         assert named == wanted, "python -m ndtp_kernels.tools.aot --page docs/kernels.md"
     if version == triton.__version__:
         for row in report:
@@ -59,7 +59,7 @@ def test_the_page_shows_every_configuration_as_it_compiles(report):
 
 
 def test_nothing_spills_and_shared_memory_suffices(report):
-    limits = {target: aot.CHIPS[chip].shared_bytes for target, chip in aot.TARGETS.items()}
+    limits = {target: cases.CHIPS[chip].shared_bytes for target, chip in cases.TARGETS.items()}
     for case, row in zip(CASES, report, strict=True):
         assert row["spills"] == 0, row
         assert row["shared_bytes"] <= limits[row["target"]], row
@@ -72,7 +72,7 @@ def test_the_bound_on_shared_memory_holds(report):
     for case, row in zip(CASES, report, strict=True):
         if case.kind != "reduce":
             split = case.kind == "split"
-            problem = aot.call_of(case).problem()
+            problem = cases.problem_of(case)
             if split:  # fp32 sums, stored without staging
                 problem = replace(problem, out_bytes=4)
             assert row["shared_bytes"] <= roof.shared_bytes(problem, case.config, case.chip), row
@@ -110,15 +110,17 @@ def test_registers_and_shared_memory_bound_the_occupancy():
 
 def test_a_bad_configuration_is_found():
     """The checks can fail: too many stages, and too large a tile for its warps."""
-    large = aot.examine(aot.Case("sm_90", "bfloat16", "plain", Config("tma", 128, 256, 64, 5, 8)))
+    large = aot.examine(cases.Case("sm_90", "bfloat16", "plain", Config("tma", 128, 256, 64, 5, 8)))
     assert any("shared memory" in failure for failure in large["failures"])
-    spilling = aot.examine(aot.Case("sm_80", "bfloat16", "backward", Config("pointer", 128, 256, 32, 3, 8)))
+    spilling = aot.examine(cases.Case("sm_80", "bfloat16", "backward", Config("pointer", 128, 256, 32, 3, 8)))
     assert any("spills" in failure for failure in spilling["failures"])
-    slow = aot.examine(aot.Case("sm_90", "bfloat16", "plain", Config("tma", 128, 128, 64, 1, 8)))  # no pipeline
+    slow = aot.examine(cases.Case("sm_90", "bfloat16", "plain", Config("tma", 128, 128, 64, 1, 8)))  # no pipeline
     assert slow["failures"] == ["waits for all wgmma 1 times in a step of K"]
-    alike = aot.examine(aot.Case("sm_90", "bfloat16", "plain", Config("tma", 128, 128, 64, 5, 4, warp_specialize=True)))
+    alike = aot.examine(
+        cases.Case("sm_90", "bfloat16", "plain", Config("tma", 128, 128, 64, 5, 4, warp_specialize=True))
+    )
     assert alike["failures"] == ["lacks setmaxnreg"]  # the compiler gives all warps the same work, without a word
-    missing = aot.examine(aot.Case("sm_90", "bfloat16", "plain", Config("pointer", 32, 64, 64, 3, 4)))
+    missing = aot.examine(cases.Case("sm_90", "bfloat16", "plain", Config("pointer", 32, 64, 64, 3, 4)))
     assert missing["failures"] == []  # too few rows for wgmma, and not said to have it
     assert "wgmma" not in missing["instructions"]
 
@@ -126,7 +128,7 @@ def test_a_bad_configuration_is_found():
 def test_a_kernel_that_is_flattened_wrongly_is_found():
     """Two products in one flattened loop: ptxas lets every wgmma wait for the one before, and says so."""
     gated = next(case for case in CASES if (case.target, case.dtype, case.kind) == ("sm_90", "bfloat16", "gated"))
-    assert aot.launch_of(gated).constants["FLATTEN"] is False
+    assert cases.launch_of(gated).constants["FLATTEN"] is False
     failures = aot.examine(gated, FLATTEN=True)["failures"]
     assert "ptxas expects it to be slow: C7515" in failures
     assert "waits for all wgmma 8 times in a step of K" in failures

@@ -68,11 +68,14 @@ class Problem:
     batch: int = 1
     products: int = 1  # 2 for a gated pair
     out_bytes: int = 2
-    kind: str = "plain"  # plain, blocks (of an operand, nothing else), epilogue, gated, backward, wgrad
+    # plain, blocks (of an operand, nothing else), epilogue, gated, backward, wgrad; of experts, with m or k the mean of
+    # theirs and `batch` how many: grouped, grouped_dgrad, grouped_wgrad
+    kind: str = "plain"
     layout: str = "nt"  # A then B: n = contiguous along the second letter (k of A, n of B), t = along the first
     tma: bool = True  # strides and alignment allow tensor descriptors
     tma_out: bool = True  # of what is stored, too, as one matrix
     blocks: tuple[int, int, int] = (0, 0, 0)  # a tile of a TMA kernel may not cross these multiples of m, n, k
+    torch_launches: int = 1  # that torch needs for its product
     torch_passes: int = 0  # passes over C that torch needs after its product
     epilogue_bytes: int = 0  # that the fused epilogue reads and writes, per element of C
     copied_elements: int = 0  # that torch moves to join or cut blocks

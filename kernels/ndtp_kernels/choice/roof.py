@@ -116,7 +116,8 @@ def _estimate_torch(p: Problem, chip: Chip, flops: float, compulsory: float, ite
     compute = flops * loss / rate
     result = p.out_bytes * p.batch * p.m * p.n
     passes = p.torch_passes * 2.0 * result + p.copied_elements * 2.0 * item
-    seconds = max(compute, memory) + passes / chip.bandwidth + LAUNCH_SECONDS * (p.products + p.torch_passes)
+    launches = p.products * p.torch_launches + p.torch_passes
+    seconds = max(compute, memory) + passes / chip.bandwidth + LAUNCH_SECONDS * launches
     bound = "compute" if compute >= memory else "memory"
     return Roof(seconds, flops, compulsory + passes, tiles, tiles / sms, bound)
 

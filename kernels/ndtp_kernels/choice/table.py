@@ -154,7 +154,7 @@ def candidates(problem: Problem, chip: Chip, table: Table, unmeasured: bool = Fa
         if config.kernel == "gluon" and not unmeasured:
             continue
         found.append(config)
-        if config.warp_specialize or config.kernel == "gluon":
+        if config.warp_specialize or config.kernel == "gluon" or problem.kind.startswith("grouped"):
             continue
         tiles = problem.batch * roof.cdiv(problem.m, config.block_m) * roof.cdiv(problem.n, config.block_n)
         steps = roof.cdiv(problem.k, config.block_k)

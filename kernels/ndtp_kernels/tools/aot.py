@@ -13,8 +13,6 @@ gfx942, setmaxnreg where it claims warp specialization.  It also fails when ptxa
 wgmma that wait for each other), when its loop over K waits until every wgmma is done, or loads without pipelining.
 """
 
-# ruff: noqa: C408 (argument lists read better as calls)
-
 from __future__ import annotations
 
 import argparse
@@ -27,27 +25,19 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ndtp_kernels.call import Call
-from ndtp_kernels.choice.chips import CHIPS, Chip
-from ndtp_kernels.choice.problem import Config
-from ndtp_kernels.choice.table import shipped_table
-from ndtp_kernels.form import Form
-from ndtp_kernels.launch import Launch, gemm_launches, reduce_launch
-from ndtp_kernels.operands import matrix
+from ndtp_kernels.launch import Launch
 from ndtp_kernels.tools import page
+from ndtp_kernels.tools.cases import TARGETS, Case, cases, launch_of, name_of, quick_cases, shown
 from ndtp_kernels.tools.sass import Code
 
-TARGETS = {"sm_80": "a100", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200", "gfx942": "mi300x"}
-SIZE = 4096
 NUMBERS = ("registers", "shared_bytes", "spills", "scratch_bytes", "epilogue")
 REPORTED = ("kernel", "target", "config", *NUMBERS, "instructions", "warnings")
 INSTRUCTIONS = {
@@ -62,113 +52,12 @@ INSTRUCTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """One kernel to compile: a configuration, and what it is to do."""
-
-    target: str
-    dtype: str
-    kind: str
-    config: Config
-
-    @property
-    def chip(self) -> Chip:
-        return CHIPS[TARGETS[self.target]]
-
-    @property
-    def run(self) -> Config:
-        """What is compiled: of a split product, its configuration with K split."""
-        return replace(self.config, split_k=4) if self.kind == "split" else self.config
-
-
-def cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Case]:
-    """Every shipped configuration in each of its kinds, and the reduction."""
-    table = shipped_table()
-    for target in targets:
-        for dtype_class, configs in table.candidates[target].items():
-            dtype = {"half": "bfloat16", "tf32": "tf32", "fp32": "float32", "fp8": "float8_e4m3fn"}[dtype_class]
-            for config, kinds in configs:
-                for kind in kinds:
-                    yield Case(target, dtype, kind, config)
-        best = table.candidates[target]["half"][0].config
-        yield Case(target, "bfloat16", "split", best)
-        yield Case(target, "bfloat16", "reduce", Config(block_m=16, block_n=256))
-
-
-def quick_cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Case]:
-    """A quick look: on sm_90 the first kernel of each kind, and the plain and the backward one of each dtype; on
-    sm_100 a plain one with either way to share the work among warps; everywhere a gated one and the reduction."""
-    seen = set()
-    for case in cases(targets):
-        roles = case.kind == "plain" and case.config.kernel == "gluon"
-        short = (case.target, case.kind in ("gated", "reduce"), case.kind == "reduce")
-        key = {
-            "sm_90": (
-                *(case.target, case.kind, case.kind in ("plain", "backward") and case.dtype),
-                *(case.kind == "blocks" and case.config.kernel, roles),
-            ),
-            "sm_100": (*short, case.config.warp_specialize, roles),
-        }.get(case.target, short)
-        if key not in seen:
-            seen.add(key)
-            yield case
-
-
-def call_of(case: Case) -> Call:
-    """The product of a case, on meta tensors: a weight [N, K] and its gradients, as in a linear layer."""
-    dtype = torch.float32 if case.dtype == "tf32" else getattr(torch, case.dtype)
-    out = torch.bfloat16 if dtype.itemsize == 1 else dtype
-
-    def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, device="meta", dtype=dtype)
-
-    # Pointer kernels are for what TMA cannot take: ragged edges, which cost masks and registers.
-    m = n = SIZE + 16 if case.config.kernel == "pointer" else SIZE
-    k = SIZE
-    form = Form(False, True)
-    a, b, c, vector = new(m, k), new(n, k), new(m, n, dtype=out), new(n, dtype=out)
-    extra: dict[str, Any] = {}
-    if case.kind == "epilogue":
-        extra = dict(bias=vector, activation="gelu", pre=new(m, n, dtype=out))
-    if case.kind in ("gated", "reduce"):
-        pre, pre2 = new(m, n, dtype=out), new(m, n, dtype=out)
-        extra = dict(b2=new(n, k), activation="silu", gated=True, pre=pre, pre2=pre2)
-    if case.kind == "backward":
-        if dtype.itemsize > 1:  # fp8 wants k contiguous: the weight is transposed when it is quantized
-            form, b = Form(), new(k, n)
-        aux, aux2, c2, pre = (new(m, n, dtype=out) for _ in range(4))
-        extra = dict(
-            backward=True, gated=True, activation="silu", aux=aux, aux2=aux2, c2=c2, pre=pre, column_sums=True
-        )  # fmt: skip
-    if case.kind == "wgrad":
-        c = new(m, n, dtype=torch.float32)
-        if dtype.itemsize > 1:
-            form, a, b = Form(True, False), new(k, m), new(k, n)
-        extra = dict(accumulate=True, row_sums=dtype.itemsize > 1)
-    if case.kind == "blocks":  # gathered along K, scattered along N, as in a 2D product
-        form, a, b, c = Form(False, True, "k", None, "n", 4), new(4, m, k // 4), new(n, k), new(4, m, n // 4)
-    if dtype.itemsize == 1 and case.kind != "plain":
-        extra |= dict(scale_a=new(m, 1, dtype=torch.float32), scale_b=new(1, n, dtype=torch.float32))
-        extra |= dict(scale_b2=new(1, n, dtype=torch.float32)) if case.kind == "gated" else {}
-    view_c = matrix(c, "mn", False, form.c_blocks, op="aot", name="c")
-    return Call(
-        a=a,
-        b=b,
-        c=c,
-        view_a=matrix(a, "mk", form.transpose_a, form.a_blocks, op="aot", name="a"),
-        view_b=matrix(b, "kn", form.transpose_b, None, op="aot", name="b"),
-        view_c=view_c,
-        view_aux=view_c if "aux" in extra else None,
-        precision="tf32" if case.dtype == "tf32" else "ieee",
-        **extra,
-    )
-
-
 POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int32: "*i32",
 }
 
 
@@ -286,24 +175,6 @@ def expected(case: Case) -> tuple[str, ...]:
     return (matrix_unit, *loads, *(("setmaxnreg",) if roles else ()))
 
 
-def launch_of(case: Case) -> Launch:
-    """The kernel of a case with its arguments."""
-    call = call_of(case)
-    if case.kind == "reduce":
-        part = torch.empty(4, SIZE, SIZE, device="meta", dtype=torch.bfloat16)
-        return reduce_launch(call, part, part, call.view_c)[0]
-    return gemm_launches(call, case.run, case.chip)[0][0]
-
-
-def name_of(case: Case) -> str:
-    return f"{'reduce' if case.kind == 'reduce' else 'gemm'} {case.kind} {case.dtype}"
-
-
-def shown(case: Case) -> str:
-    """The configuration as reports name it."""
-    return "16x256" if case.kind == "reduce" else str(case.run)
-
-
 def examine(case: Case, **constants: Any) -> dict[str, Any]:
     """Compile one case and report it; "failures" is empty when all is well.
 
@@ -354,7 +225,7 @@ def report(of: Sequence[Case], workers: int | None = None) -> list[dict[str, Any
     # A server that has imported everything once, and has no threads: the parent may hold torch's.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["ndtp_kernels.tools.aot", "ndtp_kernels.triton_code.gemm", "ndtp_kernels.triton_code.reduce"]
+        [f"ndtp_kernels.{name}" for name in ("tools.aot", *(f"triton_code.{k}" for k in ("gemm", "grouped", "reduce")))]
     )
     with ProcessPoolExecutor(workers or len(os.sched_getaffinity(0)), mp_context=context) as pool:
         return list(pool.map(examine, of))

@@ -1,0 +1,175 @@
+"""What `ndtp_kernels.tools.aot` compiles: every shipped configuration in each of its kinds, with its arguments."""
+# ruff: noqa: C408 (argument lists read better as calls)
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndtp_kernels.call import Call
+from ndtp_kernels.choice.chips import CHIPS, Chip
+from ndtp_kernels.choice.problem import Config, Problem
+from ndtp_kernels.choice.selection import Options
+from ndtp_kernels.choice.table import shipped_table
+from ndtp_kernels.form import Form
+from ndtp_kernels.grouped import GroupedCall
+from ndtp_kernels.launch import Launch, gemm_launches, reduce_launch
+from ndtp_kernels.operands import matrix
+
+TARGETS = {"sm_80": "a100", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200", "gfx942": "mi300x"}
+SIZE = 4096
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel to compile: a configuration, and what it is to do."""
+
+    target: str
+    dtype: str
+    kind: str
+    config: Config
+
+    @property
+    def chip(self) -> Chip:
+        return CHIPS[TARGETS[self.target]]
+
+    @property
+    def run(self) -> Config:
+        """What is compiled: of a split product, its configuration with K split."""
+        return replace(self.config, split_k=4) if self.kind == "split" else self.config
+
+
+def cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Case]:
+    """Every shipped configuration in each of its kinds, and the reduction."""
+    table = shipped_table()
+    for target in targets:
+        for dtype_class, configs in table.candidates[target].items():
+            dtype = {"half": "bfloat16", "tf32": "tf32", "fp32": "float32", "fp8": "float8_e4m3fn"}[dtype_class]
+            for config, kinds in configs:
+                for kind in kinds:
+                    yield Case(target, dtype, kind, config)
+        best = table.candidates[target]["half"][0].config
+        yield Case(target, "bfloat16", "split", best)
+        yield Case(target, "bfloat16", "reduce", Config(block_m=16, block_n=256))
+
+
+def quick_cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Case]:
+    """A quick look: on sm_90 the first kernel of each kind, and the plain and the backward one of each dtype; on
+    sm_100 a plain one with either way to share the work among warps, and one of experts; everywhere a gated one and the
+    reduction."""
+    seen = set()
+    for case in cases(targets):
+        roles = case.kind == "plain" and case.config.kernel == "gluon"
+        short = (case.target, case.kind in ("gated", "reduce"), case.kind == "reduce")
+        key = {
+            "sm_90": (
+                *(case.target, case.kind, case.kind in ("plain", "backward") and case.dtype),
+                *(case.kind == "blocks" and case.config.kernel, roles),
+            ),
+            "sm_100": (*short, case.kind.startswith("grouped"), case.config.warp_specialize, roles),
+        }.get(case.target, short)
+        if key not in seen:
+            seen.add(key)
+            yield case
+
+
+def call_of(case: Case) -> Call:
+    """The product of a case, on meta tensors: a weight [N, K] and its gradients, as in a linear layer."""
+    dtype = torch.float32 if case.dtype == "tf32" else getattr(torch, case.dtype)
+    out = torch.bfloat16 if dtype.itemsize == 1 else dtype
+
+    def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, device="meta", dtype=dtype)
+
+    # Pointer kernels are for what TMA cannot take: ragged edges, which cost masks and registers.
+    m = n = SIZE + 16 if case.config.kernel == "pointer" else SIZE
+    k = SIZE
+    form = Form(False, True)
+    a, b, c, vector = new(m, k), new(n, k), new(m, n, dtype=out), new(n, dtype=out)
+    extra: dict[str, Any] = {}
+    if case.kind == "epilogue":
+        extra = dict(bias=vector, activation="gelu", pre=new(m, n, dtype=out))
+    if case.kind in ("gated", "reduce"):
+        pre, pre2 = new(m, n, dtype=out), new(m, n, dtype=out)
+        extra = dict(b2=new(n, k), activation="silu", gated=True, pre=pre, pre2=pre2)
+    if case.kind == "backward":
+        if dtype.itemsize > 1:  # fp8 wants k contiguous: the weight is transposed when it is quantized
+            form, b = Form(), new(k, n)
+        aux, aux2, c2, pre = (new(m, n, dtype=out) for _ in range(4))
+        extra = dict(
+            backward=True, gated=True, activation="silu", aux=aux, aux2=aux2, c2=c2, pre=pre, column_sums=True
+        )  # fmt: skip
+    if case.kind == "wgrad":
+        c = new(m, n, dtype=torch.float32)
+        if dtype.itemsize > 1:
+            form, a, b = Form(True, False), new(k, m), new(k, n)
+        extra = dict(accumulate=True, row_sums=dtype.itemsize > 1)
+    if case.kind == "blocks":  # gathered along K, scattered along N, as in a 2D product
+        form, a, b, c = Form(False, True, "k", None, "n", 4), new(4, m, k // 4), new(n, k), new(4, m, n // 4)
+    if dtype.itemsize == 1 and case.kind != "plain":
+        extra |= dict(scale_a=new(m, 1, dtype=torch.float32), scale_b=new(1, n, dtype=torch.float32))
+        extra |= dict(scale_b2=new(1, n, dtype=torch.float32)) if case.kind == "gated" else {}
+    view_c = matrix(c, "mn", False, form.c_blocks, op="aot", name="c")
+    return Call(
+        a=a,
+        b=b,
+        c=c,
+        view_a=matrix(a, "mk", form.transpose_a, form.a_blocks, op="aot", name="a"),
+        view_b=matrix(b, "kn", form.transpose_b, None, op="aot", name="b"),
+        view_c=view_c,
+        view_aux=view_c if "aux" in extra else None,
+        precision="tf32" if case.dtype == "tf32" else "ieee",
+        **extra,
+    )
+
+
+EXPERTS = 8
+
+
+def experts_call(case: Case) -> GroupedCall:
+    """Products of experts, on meta tensors: forward with weights [E, N, K], its dgrad, or the weights' gradient."""
+    dtype = torch.float32 if case.dtype == "tf32" else getattr(torch, case.dtype)
+    n = SIZE + 16 if case.config.kernel == "pointer" else SIZE
+    x, y, w = (
+        torch.empty(shape, device="meta", dtype=dtype) for shape in ((SIZE, SIZE), (SIZE, n), (EXPERTS, n, SIZE))
+    )
+    offsets = torch.empty(EXPERTS + 1, device="meta", dtype=torch.int32)
+    how = Options(config=case.config, precision="tf32" if case.dtype == "tf32" else "ieee")
+    if case.kind == "grouped_wgrad":
+        return GroupedCall(y, x, w, offsets, True, False, how)
+    return (
+        GroupedCall(x, w, y, offsets, False, True, how)
+        if case.kind == "grouped"
+        else GroupedCall(y, w, x, offsets, False, False, how)
+    )
+
+
+def problem_of(case: Case) -> Problem:
+    """What the choice is asked where a case is the answer."""
+    if case.kind.startswith("grouped"):
+        return experts_call(case).problem()
+    return call_of(case).problem()
+
+
+def launch_of(case: Case) -> Launch:
+    """The kernel of a case with its arguments."""
+    if case.kind.startswith("grouped"):
+        return experts_call(case).launch(case.config, case.chip)
+    call = call_of(case)
+    if case.kind == "reduce":
+        part = torch.empty(4, SIZE, SIZE, device="meta", dtype=torch.bfloat16)
+        return reduce_launch(call, part, part, call.view_c)[0]
+    return gemm_launches(call, case.run, case.chip)[0][0]
+
+
+def name_of(case: Case) -> str:
+    return f"{'reduce' if case.kind == 'reduce' else 'gemm'} {case.kind} {case.dtype}"
+
+
+def shown(case: Case) -> str:
+    """The configuration as reports name it."""
+    return "16x256" if case.kind == "reduce" else str(case.run)
