@@ -86,12 +86,15 @@ class RowFlow:
         rank: on the plan's grid.
         counts: for every position along `axes`, how many rows it has for each of all experts.
         axes: at least `plan.count_axes`, in the order that indexes `counts`.
+        margin: rows that this rank has more, or less, than its even part where rows are scattered: of flows that bound
+            others, which are rounded otherwise.
     """
 
     plan: ExpertPlan
     rank: int
     counts: Counts
     axes: tuple[str, ...]
+    margin: int = 0
 
     def held_by(self, rank: int) -> Sequence[int]:
         return self.counts[self.plan.grid.index(rank, self.axes)]
@@ -155,10 +158,18 @@ class RowFlow:
         rows = sum(self.sizes)
         for step in plan.up.relayouts["C"]:
             for axis in step.axes if is_of_rows(step) else ():
+                me = grid.coordinate(self.rank)[axis]
                 if axis not in found:
-                    found[axis] = even_split(rows, grid[axis])
-                rows = found[axis][grid.coordinate(self.rank)[axis]]
+                    found[axis] = self._scattered(rows, grid[axis], me)
+                rows = found[axis][me]
         return found
+
+    def _scattered(self, rows: int, parts: int, me: int) -> tuple[int, ...]:
+        sizes = even_split(rows, parts)
+        if not self.margin:
+            return sizes
+        mine = min(max(sizes[me] + self.margin, 0), rows)
+        return tuple(mine if i == me else (rows - mine) * (i == (me + 1) % parts) for i in range(parts))
 
     @cached_property
     def ways(self) -> tuple[Way, Way, Way, Way]:

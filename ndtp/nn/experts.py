@@ -137,17 +137,21 @@ class Experts(Sharded):
             )
         return order
 
-    def flows(self, counts: Counts, axes: tuple[str, ...] | None = None, rank: int | None = None) -> list[RowFlow]:
+    def flows(
+        self, counts: Counts, axes: tuple[str, ...] | None = None, rank: int | None = None, margin: int = 0
+    ) -> list[RowFlow]:
         """What moves, chunk by chunk.
 
         Args:
             counts: how many rows each position along `axes` (default: `plan.count_axes`) has for each expert.
             rank: default: this one.
+            margin: as of `RowFlow`.
         """
         axes, rank = self.plan.count_axes if axes is None else axes, self.mesh.rank if rank is None else rank
         if self.chunks == 1:
-            return [RowFlow(self.plan, rank, counts, axes)]
-        return [RowFlow(self.plan, rank, chunk_counts(counts, i, self.chunks), axes) for i in range(self.chunks)]
+            return [RowFlow(self.plan, rank, counts, axes, margin)]
+        parts = (chunk_counts(counts, i, self.chunks) for i in range(self.chunks))
+        return [RowFlow(self.plan, rank, part, axes, margin) for part in parts]
 
     # -------------------------------------------------------------------------------------------------------- volume
 

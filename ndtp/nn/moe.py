@@ -233,7 +233,7 @@ class MoE(BlockModule):
         Args:
             dgrad: whether the input needs a gradient.
             routing: [blocks of rows, experts] as `counts()` gives them; or "balanced"; or a bound: the "most" and the
-                "least" that the rank can receive, whatever is chosen (but for the rounding where rows are scattered).
+                "least" that the rank can receive, whatever is chosen.
             rank: default: this one; ranks receive different numbers of rows.
 
         Raises:
@@ -278,7 +278,8 @@ class MoE(BlockModule):
         blocks = grid.size(plan.row_axes)
         here = plan.tokens.shard_shape((tokens, self.hidden))[0]
         counts = self._table(routing, here, blocks, self.mesh.rank if rank is None else rank)
-        flows = self.experts.flows(counts, plan.row_axes, rank)
+        margin = {"most": 1, "least": -1}.get(routing, 0) if isinstance(routing, str) else 0
+        flows = self.experts.flows(counts, plan.row_axes, rank, margin)
         grads = dgrad or self.router.weight.requires_grad
         rows = self.experts.rows_volume(flows, dgrad)
         for way in self._ways:
@@ -331,7 +332,9 @@ class MoE(BlockModule):
             own = plan.local_experts(self.num_experts, peer)
             aims += [own] if own != mine else []
             rows = [_spread(choices, aim, self.num_experts) for aim in aims]
-            alone = [[none] * block + [row] + [none] * (blocks - block - 1) for row in rows]
+            # So many that nothing is rounded where they are cut: what they cost is in proportion to them.
+            many = [[count * self.experts.chunks * grid.num_ranks for count in row] for row in rows]
+            alone = [[none] * block + [row] + [none] * (blocks - block - 1) for row in many]
             costs = [self.experts.rows_volume(self.experts.flows(each, plan.row_axes, rank)).total for each in alone]
             best = max(costs) if most else min(costs)
             table = [*table[:block], rows[costs.index(best)], *table[block + 1 :]]

@@ -26,7 +26,11 @@ def drawn(tokens, columns, what):
 class Choice:
     """What a router decides, token by token: (expert, weight) pairs, and the losses of the batch."""
 
-    def __init__(self, name, x, weights, top_k, capacity=None, groups=1, balance=0.0, z_loss=0.0, normalize=True):
+    def __init__(
+        self, name, x, weights, top_k, capacity=None, groups=1, balance=0.0, z_loss=0.0, normalize=True,
+        expert_groups=1, top_groups=1,
+    ):  # fmt: skip
+        self.expert_groups, self.top_groups = expert_groups, top_groups
         self.tokens, self.experts, self.top_k = len(x), len(weights["weight"]), top_k
         self.logits = x @ weights["weight"].T
         self.weights, self.x, self.groups, self.balance = weights, x, groups, balance
@@ -54,7 +58,7 @@ class Choice:
         total = [sum(row[i] for i in of) if self.normalize else 1.0 for row, of in zip(scores, chosen, strict=True)]
         return [[(i, row[i] / norm) for i in of] for row, of, norm in zip(scores, chosen, total, strict=True)]
 
-    switch = mixtral
+    switch = qwen = mixtral
 
     def gshard(self):
         balance, self.balance = self.balance, 0.0
@@ -89,7 +93,7 @@ class Choice:
 
     def deepseek(self):
         scores, bias = 1 / (1 + (-self.logits).exp()), self.weights["bias_of_choice"]
-        chosen = [self.best(row + bias) for row in scores]
+        chosen = [self.best(self.within_groups(row + bias)) for row in scores]
         f = torch.tensor([sum(i in of for of in chosen) / self.tokens for i in range(self.experts)]).double()
         p = torch.stack([row / row.sum() for row in scores]).mean(0)
         self.loss = self.loss + self.balance * self.experts * (f * p).sum()
@@ -97,6 +101,14 @@ class Choice:
             [(i, row[i] / (1e-20 + sum(row[j] for j in of))) for i in of]
             for row, of in zip(scores, chosen, strict=True)
         ]
+
+    def within_groups(self, row):
+        """All but the groups of experts whose two best add up to most are out of the question."""
+        size = self.experts // self.expert_groups
+        groups = [row[g * size : (g + 1) * size] for g in range(self.expert_groups)]
+        sums = torch.stack([sum(sorted(of.tolist())[-2:]) * torch.ones(()) for of in groups])
+        allowed = self.best(sums, self.top_groups)
+        return torch.cat([of if g in allowed else of - torch.inf for g, of in enumerate(groups)])
 
     def drop(self, factor):
         size = self.tokens // self.groups
@@ -126,7 +138,9 @@ def dense(x, pairs, up, down, activation):
 
 
 def assert_close(actual, expected, where):
+    """The largest difference, which is one of rounding."""
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, msg=lambda text: f"{where}\n{text}")
+    return (actual - expected).abs().max().item() if actual.numel() else 0.0
 
 
 def whole(x):
@@ -139,7 +153,7 @@ def whole(x):
 
 
 def check(grid, router="mixtral", options=None, tokens=TOKENS, scheme="3d", gated=True, skew=0.0, **arguments):
-    """Output, losses, every gradient and every byte of a layer on a grid, against the loops."""
+    """Output, losses, every gradient and every byte of a layer on a grid, against the loops; what was found."""
     mesh, options = mesh_of(grid), options or {}
     where = f"{grid}, {scheme}, {router} {options}, {arguments}"
     moe = ndtp.nn.MoE(
@@ -156,7 +170,7 @@ def check(grid, router="mixtral", options=None, tokens=TOKENS, scheme="3d", gate
     }
     x_dense = x.clone().requires_grad_()
     weights = {name.removeprefix("router."): p for name, p in parameters.items() if name.startswith("router.")}
-    known = {"top_k", "capacity", "groups", "balance", "z_loss", "normalize"}
+    known = {"top_k", "capacity", "groups", "balance", "z_loss", "normalize", "expert_groups", "top_groups"}
     settings = {**getattr(type(moe.router), "defaults", {}), **options}
     settings = {key: value for key, value in settings.items() if key in known} | {"top_k": moe.top_k}
     torch.manual_seed(3)
@@ -171,23 +185,28 @@ def check(grid, router="mixtral", options=None, tokens=TOKENS, scheme="3d", gate
         y = moe(shard)
         loss = (y * moe.out_layout.shard(upstream, mesh.rank)).sum() + moe.aux_loss
         loss.backward()
-    assert_close(y.detach(), moe.out_layout.shard(expected.detach(), mesh.rank), f"{where}: y")
-    assert_close(moe.aux_loss.detach().double(), choice.loss.detach().double(), f"{where}: loss")
-    assert_close(shard.grad, moe.in_layout.shard(x_dense.grad, mesh.rank), f"{where}: dx")
+    errors = {
+        "y": assert_close(y.detach(), moe.out_layout.shard(expected.detach(), mesh.rank), f"{where}: y"),
+        "loss": assert_close(moe.aux_loss.detach().double(), choice.loss.detach().double(), f"{where}: loss"),
+        "dx": assert_close(shard.grad, moe.in_layout.shard(x_dense.grad, mesh.rank), f"{where}: dx"),
+    }
     for name, parameter in moe.named_parameters():
         grad = parameters[name].grad
         assert parameter.grad is not None, f"{where}: {name} has no gradient"
-        assert_close(
-            whole(parameter.grad), torch.zeros_like(parameters[name]) if grad is None else grad, f"{where}: d{name}"
-        )
+        grad = torch.zeros_like(parameters[name]) if grad is None else grad
+        errors[f"d{name}"] = assert_close(whole(parameter.grad), grad, f"{where}: d{name}")
     counts = moe.counts()
     predicted = moe.num_bytes(tokens, routing=counts)
     assert meter.volume == predicted, f"{where}: {meter.volume} is not {predicted}"
-    assert (
-        moe.num_bytes(tokens, routing="least").total <= predicted.total <= moe.num_bytes(tokens, routing="most").total
-    )
+    least, most = (moe.num_bytes(tokens, routing=bound).total for bound in ("least", "most"))
+    assert least <= predicted.total <= most, f"{where}: {predicted.total} is not from {least} to {most}"
     assert not mesh.collectives.in_flight, "handles left over"
-    return counts.sum(0).tolist()
+    return {
+        "loads": counts.sum(0).tolist(),
+        "errors": errors,
+        "metered": meter.volume.total,
+        "predicted": predicted.total,
+    }
 
 
 def check_all(cases):
