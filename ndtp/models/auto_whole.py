@@ -11,7 +11,7 @@ from torch import nn
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.errors import LayoutError
 from ndtp.models.auto import best_grid, best_layouts, whole_request
-from ndtp.models.roles import features, find_attention, find_mlps, hidden_size
+from ndtp.models.roles import around_layers, features, find_attention, find_mlps, hidden_size
 from ndtp.planner.block_cost import Block, Grids, volume
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.request import Request
@@ -24,9 +24,10 @@ def blocks_of(model: Any, tokens: int) -> list[Block]:
     attention, _ = find_attention(model, hidden)
     taken = {name for role in attention for name in (*role.inputs.values(), role.output)}
     table = model.get_input_embeddings()
-    blocks = [Block.vocabulary(tokens, hidden, table.num_embeddings)] if isinstance(table, nn.Embedding) else []
+    embedded, around = around_layers(model, modules, hidden)
+    blocks = [Block.vocabulary(tokens, embedded, table.num_embeddings)] if isinstance(table, nn.Embedding) else []
     blocks += [Block.attention(tokens, hidden, role.heads, role.kv_heads, role.head_dim) for role in attention]
-    for mlp in find_mlps(model, hidden, taken):
+    for mlp in find_mlps(model, hidden, taken | around):
         is_gated = len(mlp.ups) == 2 or bool(mlp.sections)
         blocks.append(Block.mlp(tokens, hidden, features(modules[mlp.down])[0], is_gated))
     return blocks

@@ -36,7 +36,7 @@ def place_others(split: Placing, modules: dict[str, nn.Module], cores: Collectio
         parent = modules[name.rpartition(".")[0]] if name else None
         if is_linear(module) and parent is not None:
             _linear(split, name, module, parent)
-        elif isinstance(module, nn.Embedding) and parent is not None and module.embedding_dim == split.hidden:
+        elif isinstance(module, nn.Embedding) and parent is not None and module.embedding_dim in split.widths:
             _table(split, name, module, parent)
 
 
@@ -46,7 +46,8 @@ def _is_in(name: str, around: Collection[str]) -> bool:
 
 
 def _linear(split: Placing, name: str, module: nn.Module, parent: nn.Module) -> None:
-    takes, gives = (size == split.hidden for size in features(module))
+    sizes = features(module)
+    takes, gives = (size in split.widths for size in sizes)
     if not takes and not gives:
         return
     if split.is_kept(name):
@@ -57,7 +58,7 @@ def _linear(split: Placing, name: str, module: nn.Module, parent: nn.Module) -> 
         return
     layer = place_projection(
         module, name, leads_in=takes, gives_hidden=takes and gives,
-        pad_to=split.mesh.grid.size(split.tensor_axes), **split.place,
+        pad_to=split.mesh.grid.size(split.tensor_axes), **split.place | {"width": split.widths[sizes[not takes]]},
     )  # fmt: skip
     layer.loud = gives
     split.others.append(layer)

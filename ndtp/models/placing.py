@@ -32,6 +32,7 @@ class Placing:
     """One model on its way to the grid.
 
     Attributes:
+        widths: sizes of activations that lie as hidden states do, with padding.
         replaced: what became of each layer, by name.
         kept: why others were left as they are.
         scores: layers beside experts whose few features every rank wants whole, by name.
@@ -79,6 +80,12 @@ class Placing:
         self.hidden = hidden_size(self.stock) if hidden is None else hidden
         multiple = grid.size(self.tensor_axes)
         self.width = -(-self.hidden // multiple) * multiple
+        self.widths = {self.hidden: self.width}
+
+    def take_width(self, features: int) -> None:
+        """Other activations lie as hidden states do: those between an embedding and a projection to hidden states."""
+        multiple = self.mesh.grid.size(self.tensor_axes)
+        self.widths.setdefault(features, -(-features // multiple) * multiple)
 
     @property
     def place(self) -> dict[str, Any]:
@@ -105,9 +112,10 @@ class Placing:
         self, module: nn.Embedding, name: str, lookup: LookupPlan, rows: int, for_all: LookupPlan | None = None
     ) -> SplitEmbedding:
         embedding: SplitEmbedding = adopt(module, SplitEmbedding, self.frame, name, behind=True)
-        embedding.lookup, embedding.for_all, embedding.padded_dim = lookup, for_all, self.width
+        width = self.widths[module.embedding_dim]
+        embedding.lookup, embedding.for_all, embedding.padded_dim = lookup, for_all, width
         embedding.is_for_all = for_all is not None
-        embedding.placed("weight", lookup.table, self.known, (rows, self.width))
+        embedding.placed("weight", lookup.table, self.known, (rows, width))
         self.replaced[name] = f"[{lookup.table.label('VK')}]"
         return embedding
 

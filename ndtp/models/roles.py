@@ -200,6 +200,24 @@ def _path(kind: type) -> str:
     return f"{kind.__module__.rpartition('.')[2].removeprefix('modeling_')}.{kind.__name__}"
 
 
+def around_layers(model: Any, modules: dict[str, nn.Module], hidden: int) -> tuple[int, set[str]]:
+    """Features of an embedding that are not those of hidden states, and the Linears that lead there and back.
+
+    They stand beside the layers, not in one; (hidden, none) where there are no such Linears.
+    """
+    try:
+        table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    except NotImplementedError:
+        table = None
+    size = table.embedding_dim if isinstance(table, nn.Embedding) else hidden
+    beside = {
+        name
+        for name, module in modules.items()
+        if is_linear(module) and {*features(module)} == {size, hidden} and not any(map(str.isdigit, name.split(".")))
+    }
+    return (size, beside) if size != hidden and beside else (hidden, set())
+
+
 def find_mlps(model: nn.Module, hidden: int, taken: set[str]) -> list[MLPRole]:
     """The MLPs of a model: layers whose names or, where there are two, whose sizes lead there and back."""
     modules = dict(model.named_modules())

@@ -28,6 +28,7 @@ from ndtp.models.projections import Projection, in_group, place_projection
 from ndtp.models.roles import (
     AttentionRole,
     MLPRole,
+    around_layers,
     features,
     find_attention,
     find_mlps,
@@ -73,7 +74,9 @@ class Split(Placing):
         attention, self.kept = find_attention(model, self.hidden)
         taken = {name for role in attention for name in (*role.inputs.values(), role.output)}
         taken |= {join for name in self.kept for join, _ in _linears_in(model, name)}
-        mlps = find_mlps(model, self.hidden, set(taken))
+        embedded, around = around_layers(self.stock, modules, self.hidden)
+        self.take_width(embedded)
+        mlps = find_mlps(model, self.hidden, taken | around)
         cores = {role.name for role in attention}
         for role in attention:
             self._attention(role, modules)
@@ -210,17 +213,19 @@ class Split(Placing):
         self.replaced[name] = str(layer.plan.up)
 
     def _norm(self, name: str, module: nn.Module) -> None:
-        role = "as asked" if self.is_kept(name) else norm_role(module, self.hidden)
+        size, role = next(((size, role) for size in self.widths if (role := norm_role(module, size))), (0, None))
+        if self.is_kept(name):
+            role = "as asked"
         if role is None or isinstance(role, str):
             if role:
                 self.kept[name] = role
             return
-        plan = NormPlan(self.layouts.input, self.hidden, self.width, role.centred, role.eps, name)
+        plan = NormPlan(self.layouts.input, size, self.widths[size], role.centred, role.eps, name)
         layer: SplitNorm = adopt(module, SplitNorm, self.frame, name)
         layer.norm_plan, layer.offset = plan, role.offset
         for key in ("weight", "bias"):
             if layer._parameters.get(key) is not None:
-                layer.placed(key, plan.parameter.source, self.known, (self.width,))
+                layer.placed(key, plan.parameter.source, self.known, (plan.width,))
         self.norms.append(layer)
         self.replaced[name] = f"[{plan.layout.label('MK')}]"
 
@@ -228,11 +233,11 @@ class Split(Placing):
         """The embedding and the head, which may share a weight."""
         model: Any = self.stock
         names = {id(module): name for name, module in modules.items()}
-        tables = [m for m in modules.values() if isinstance(m, nn.Embedding) and m.embedding_dim == self.hidden]
+        tables = [m for m in modules.values() if isinstance(m, nn.Embedding) and m.embedding_dim in self.widths]
         first, head = (_of_model(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
         shared = [m for m in tables if first is not None and (m is first or m.weight is getattr(first, "weight", None))]
         vocabulary = max([m.num_embeddings for m in shared], default=0)
-        if not is_linear(head) or features(head)[0] != self.hidden:
+        if not is_linear(head) or features(head)[0] not in self.widths:
             head = None
         is_tied = head is not None and any(table.weight is head.weight for table in shared)
         up = self.layouts.up_weight
@@ -240,7 +245,7 @@ class Split(Placing):
         if head is not None:
             layer: Projection = place_projection(
                 head, names[id(head)], self.frame, self.layouts, self.known,
-                leads_in=True, width=self.width, pad_to=multiple, chunks=self.options["chunks"],
+                leads_in=True, width=self.widths[features(head)[0]], pad_to=multiple, chunks=self.options["chunks"],
             )  # fmt: skip
             layer.loud, self.head = False, layer
             self.frame.head, layer.schedule = layer, HeadSchedule()

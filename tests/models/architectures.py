@@ -68,13 +68,14 @@ ENCODERS = {
     ),
 }  # fmt: skip
 ALL = CAUSAL | ENCODERS
-# What attention has beside its projections, or in another order: norms over all heads, groups of q, k and v.
-ATTENTION = {
+# What layers have besides: norms over all heads, groups of q, k and v in one, embeddings narrower than hidden states.
+BESIDES = {
     "Olmo2ForCausalLM": ("Olmo2Config", {}),
     "FalconForCausalLM": (
         "FalconConfig",
         {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48, "head_dim": None},
     ),
+    "ElectraForMaskedLM": ("ElectraConfig", {"embedding_size": 18}),
 }
 # Other heads on the same: what a small classifier, one of tokens or of spans gives.
 HEADS = {
@@ -100,7 +101,7 @@ def build(name, **changes):
     """In fp64, with values of a seed; sizes that an architecture does not know do it no harm."""
     import transformers
 
-    config_name, differs = (ALL | ATTENTION | HEADS)[name]
+    config_name, differs = (ALL | BESIDES | HEADS)[name]
     sizes = {} if name.startswith(("GPT2", "T5", "Bart")) else SIZES
     sizes = {"vocab_size": 67, "attn_implementation": "sdpa"} | sizes
     torch.manual_seed(7)

@@ -89,6 +89,7 @@ OTHERS = {
     "ModernBertForMaskedLM": {},
     "MptForCausalLM": {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 32},
     "OpenAIGPTLMHeadModel": GPT,
+    "OPTForCausalLM": {"word_embed_proj_dim": 16, "ffn_dim": 48, "do_layer_norm_before": False},
     "PegasusForConditionalGeneration": BOTH_STACKS,
     "RobertaForMaskedLM": LONG,
     "RobertaForSequenceClassification": LONG | {"num_labels": 3},
