@@ -42,27 +42,28 @@ def experts(
         forward  y = A2A_e( RS( act( RS( AG(A2A_e(x)) . up^T ) ) . down^T ) )
 
     Steps between the two all-to-alls are those of the plans' products, with as many rows as there are and no padding.
-    Chunk i's rows leave before chunk i - 1 is multiplied, in backward as in forward, and weights are gathered beside
-    the first one's way.
+    All chunks' rows leave before the first one is multiplied, and weights are gathered beside that one's way: the link
+    never waits for a product while there are rows to send, and what the experts made of chunk i travels beside the
+    products of those after it.  Backward likewise: all gradients leave first, and those of the tokens are waited for
+    when all products are done.
 
     Args:
         activation: of the gate, where there is one.
     """
     plan = flows[0].plan
-    first = _start(rows[0], flows[0].dispatch, mesh, name, _part(0, flows))
+    there = [_start(rows[0], flows[0].dispatch, mesh, name, _part(0, flows))]
     up, down = (
         taken(weight, weight_plan(of, weight.dim()), mesh)
         for weight, of in zip(weights, (plan.up, plan.down), strict=True)
     )
     up = up.flatten(1, 2) if gated else up
+    # Autograd goes back in the order in which nodes were made: these are the last that backward waits for.
+    there += [_start(rows[i], flows[i].dispatch, mesh, name, _part(i, flows)) for i in range(1, len(flows))]
     back = []
     for i, flow in enumerate(flows):
-        trip = first
-        if i + 1 < len(flows):
-            first = _start(rows[i + 1], flows[i + 1].dispatch, mesh, name, _part(i + 1, flows))
         entering, leaving, again, out = flow.ways
         order = None if flow.is_sorted else _Sorting(flow, rows[i].device)
-        x = _along(_finish(trip), entering, mesh, plan.up.name)
+        x = _along(_finish(there[i]), entering, mesh, plan.up.name)
         x = x if order is None else _Sorted.apply(x, order, False)  # type: ignore[no-untyped-call]
         h = grouped_product(x, up, flow.sizes)
         if gated and plan.moves_features:  # a split of features keeps gate and up together where they take turns

@@ -75,6 +75,18 @@ def test_overlap_checks_every_rival_and_tells_the_parts(ranks, tmp_path):
     assert all({"compute_ms", "communication_ms", "hidden_fraction", "predicted"} <= set(row) for row in ours)
 
 
+def test_experts_by_rows_and_by_masks_are_compared(ranks, tmp_path):
+    """Products asleep for a time of no account; the rivals agree before that, or the program ends with an error."""
+    out = tmp_path / "moe.json"
+    sizes = ("--tokens", 64, "--hidden", 16, "--inner", 32, "--experts", 4, "--chunks", 2, "--rounds", 1)
+    launch(ranks(2), BENCH / "moe.py", *sizes, "--paced", "--rate", "200mbit", "--out", out)
+    report = json.loads(out.read_text())
+    masked, rows, chunks = (report["rivals"][name] for name in ("masked", "rows", "rows in 2 chunks"))
+    assert report["error"] < 1e-3 and masked["MiB"] > rows["MiB"] == chunks["MiB"] > 0
+    assert rows["communication_ms"] == pytest.approx(rows["MiB"] * 2**20 * 8 / 2e5)
+    assert 0 < rows["products_ms"] < rows["ms"] and all(row["ms"] > 0 for row in (masked, chunks))
+
+
 def test_memory_predicts_what_it_counts(program, tmp_path):
     """On one of its grids: ops/test_memory.py has the others."""
     out = tmp_path / "memory.json"

@@ -9,7 +9,9 @@ from products import mesh_of
 
 import ndtp
 from ndtp import Grid
+from ndtp.compute import grouped
 from ndtp.nn.expert_keys import fused, separate
+from ndtp.ops.experts import _Trip
 from ndtp.ops.memory import measured
 
 LOSSES = {"balance": 0.1, "z_loss": 0.01}
@@ -62,6 +64,26 @@ def check_memory(moe, x):
         assert abs(mine - said) <= 0.1 * mine, f"{name}: {mine} bytes, {said} predicted"
 
 
+def check_order():
+    """All rows leave before the first product; a chunk's leave for home before the next one is multiplied, and are
+    waited for behind all products: s(end), w(ait), p(roduct), forward and backward."""
+    moe, events = ndtp.nn.MoE(HIDDEN, INNER, EXPERTS, mesh=mesh_of(Grid(e=2)), chunks=3, seed=1), []
+
+    def noted(letter, function):
+        return lambda *arguments: (events.append(letter), function(*arguments))[1]
+
+    x = torch.randn(12, HIDDEN, generator=torch.Generator().manual_seed(moe.mesh.rank), requires_grad=True)
+    with (
+        mock.patch.multiple(_Trip, start=noted("s", _Trip.start), wait=noted("w", _Trip.wait)),
+        mock.patch.multiple(grouped, multiplied=noted("p", grouped.multiplied), outer=noted("p", grouped.outer)),
+    ):
+        y = moe(x)
+        forward = "".join(events)
+        events.clear()
+        y.sum().backward()
+    assert forward == "sss" + 3 * "wpps" + "www" and "".join(events) == "sss" + 3 * "wpppps" + "www", (forward, events)
+
+
 def check_rest():
     mesh = mesh_of(Grid(e=2))
     arguments = {"mesh": mesh, "shared": 16, "shared_gate": True, "dtype": torch.float64, "seed": 4}
@@ -91,6 +113,7 @@ def check_rest():
     assert_close(other(whole_x), routed + shared, "shared")
     assert moe.volume(8).total > 0
     check_memory(moe, x)
+    check_order()
     # A bias moves towards experts that had less.
     balanced = ndtp.nn.MoE(HIDDEN, INNER, EXPERTS, router="deepseek", mesh=mesh, seed=1)
     balanced(torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(mesh.rank)))
