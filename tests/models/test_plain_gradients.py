@@ -160,6 +160,8 @@ def check_programs():
     model = make(mesh)
     with pytest.raises(ndtp.LayoutError, match="create_graph"):
         F.layer_norm(model.norm.weight.square(), (8,)).sum().backward(create_graph=True)
+    with pytest.raises(ndtp.LayoutError, match="DistributedDataParallel: parameters of this model are split"):
+        nn.parallel.DistributedDataParallel(model)
 
 
 def test_gradients_of_what_stays_are_those_of_all_rows(ranks):
