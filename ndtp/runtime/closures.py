@@ -123,6 +123,21 @@ def start_piece(slot: int, source: int, way: Way, whole: tuple[int, ...], rows: 
     return run
 
 
+def start_next(slot: int, piece: int | None) -> Run:
+    """The second collective of a gradient, or of a piece of it."""
+
+    def run(slots: Slots) -> None:
+        move = slots[slot]
+        (move if piece is None else move.moves[piece]).start_next()
+
+    return run
+
+
+def advance(slots: Slots) -> None:
+    """The second collectives of gradients that earlier chains left on their way."""
+    slots[STEP].late.start_next()
+
+
 def where_held(name: tuple[int, str], is_held: bool, runs: Sequence[Run]) -> Run:
     """Do these only if the gradient stops before an all-reduce in this call, or only if it does not."""
 

@@ -3,8 +3,8 @@
 The ranks of a grid must start collectives in one order.  The order in which autograd runs its nodes does not give one:
 where sequence numbers tie, or a gradient arrives, it depends on whatever else is in the graph of a rank.  So the
 collectives of a gradient start at points that depend on the order of products alone: the first behind its own product,
-the next ones behind the products that come after, and what is left at the end of backward, always oldest first.  A
-gradient that arrives earlier than that takes all older ones along.
+the next one a product later, and what is left at the end of backward, always oldest first.  A gradient that arrives
+earlier than that takes all older ones along, and those of its own chain.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LateGradient:
         self._is_kept = leaf is not None and sums.is_accumulating
 
     def start_next(self) -> None:
-        """Start the next collective, when the one under way has had the time of a chain of products."""
+        """Start the next collective, when the one under way has had the time of a product."""
         self.move.start_next()
         self._take_up()
 
@@ -113,12 +113,9 @@ class LateGradients:
             takes_up: what was left in partial sums, if it adds to the `.grad` of parameters.
         """
         if gradients:
+            self.start_next()  # where nothing of the chain was multiplied, or a third collective follows
             if len(self._chains) == WINDOW:
-                for late in self._chains.popleft():
-                    late.finish()
-            for chain in self._chains:
-                for late in chain:
-                    late.start_next()
+                self._finish_chain()
             self._chains.append(list(gradients))
         if gradients or takes_up is not None:
             self.end_with_backward(takes_up)
@@ -132,17 +129,33 @@ class LateGradients:
         if takes_up is not None and takes_up not in self._taken_up:
             self._taken_up.append(takes_up)
 
-    def finish_through(self, last: LateGradient) -> None:
-        """Finish a gradient, and all older ones; nothing where an older arrival, or a younger one, did so before."""
+    def start_next(self) -> None:
+        """Of every gradient, oldest first."""
         for chain in self._chains:
-            while chain and chain[0].number <= last.number:
-                chain.pop(0).finish()
+            for late in chain:
+                late.start_next()
+
+    def finish_through(self, last: LateGradient) -> None:
+        """Finish the gradients of a chain, and all older ones; nothing where another arrival did so before.
+
+        All of a chain, since which of its gradients arrives first is another matter on each rank.
+        """
+        while self._chains and self._chains[0][0].number <= last.number:
+            self._finish_chain()
+
+    def _finish_chain(self) -> None:
+        """The oldest one: each of its gradients goes on while others are waited for."""
+        chain = self._chains.popleft()
+        for late in chain:
+            late.start_next()
+        for late in chain:
+            late.finish()
 
     def finish(self) -> None:
         self._task = None
+        self.start_next()
         while self._chains:
-            for late in self._chains.popleft():
-                late.finish()
+            self._finish_chain()
 
     def break_off(self) -> bool:
         """After an exception: whether it ended a backward, of which the rest is finished now."""

@@ -177,6 +177,7 @@ class Pieces(Move):
         self.handle = self.moves[0].handle
 
     def wait(self) -> Tensor:
+        self.start_next()
         for move in self.moves:
             move.wait()
         self.handle = None

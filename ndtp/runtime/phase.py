@@ -36,6 +36,8 @@ class Phase(Slots):
     def add(self, tasks: Sequence[Task]) -> None:
         bind = {
             Action.START: self.start,
+            Action.START_NEXT: self._start_next,
+            Action.ADVANCE: self._advance,
             Action.WAIT: self.wait,
             Action.OWN: self._own,
             Action.MULTIPLY: self._multiply,
@@ -221,6 +223,20 @@ class Phase(Slots):
         self.moving[p, "dB", j] = Moving(slot, way, None)
         piece = closures.start_piece(slot, source, way, whole.shape, slice(j * height, (j + 1) * height))
         self.runs.append(closures.where_held(name, False, (piece,)))
+
+    def _start_next(self, p: int, name: str, i: int | None) -> None:
+        """Of a piece, or of the whole when the last piece would."""
+        name_of, is_cut = (p, "dB"), i is not None and self.cut_operands[p] is not None
+        moving = self.moving.get((p, "dB", None))
+        if moving is None or len(moving.way.legs) < 2:
+            return
+        runs = [(True, None)] * (i in (None, self.chunks - 1)) + [(False, i)] * is_cut
+        for is_held, piece in runs:
+            run = closures.start_next(moving.slot, piece)
+            self.runs.append(closures.where_held(name_of, is_held, (run,)) if is_cut else run)
+
+    def _advance(self, p: int, name: str, i: int | None) -> None:
+        self.runs.append(closures.advance)
 
     def _wgrad(self, p: int) -> int:
         gemm, plan = self.gemm, self.stages[p].plan

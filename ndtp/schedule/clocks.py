@@ -220,8 +220,16 @@ def _tasks(products: Sequence[Product], chunks: int, regather: bool) -> Iterator
     for k, chain in reversed(list(enumerate(chains))):
         yield "backward", chain[-1], Task(Action.ACTIVATE, "dC")
         for task in backward_tasks(chunks, (want,) * len(chain)):
-            yield "backward", chain[task.product], task
-        for i in chains[k + 1] if k + 1 < len(chains) else ():
-            yield from (("backward", i, Task(Action.START_NEXT, "dB", j)) for j in pieces(chunks))
-        for i in chains[k + WINDOW] if k + WINDOW < len(chains) else ():
-            yield from (("backward", i, Task(Action.WAIT, "dB", j)) for j in pieces(chunks))
+            if task.action is Action.ADVANCE:
+                yield from _gradients(Action.START_NEXT, chains[k + 1 : k + 2], chunks)
+            else:
+                yield "backward", chain[task.product], task
+        yield from _gradients(Action.WAIT, chains[k + WINDOW : k + WINDOW + 1], chunks)
+    yield from _gradients(Action.START_NEXT, chains[WINDOW - 1 :: -1], chunks)
+
+
+def _gradients(action: Action, chains: Sequence[Sequence[int]], chunks: int) -> Iterator[tuple[str, int, Task]]:
+    """The same for every piece of the gradients of weights of these chains."""
+    for chain in chains:
+        for i in reversed(chain):
+            yield from (("backward", i, Task(action, "dB", j)) for j in pieces(chunks))

@@ -35,7 +35,8 @@ class Action(str, Enum):
     """What a rank does with a tensor."""
 
     START = "start"  # its moves
-    START_NEXT = "start next"  # the second of its moves, when the first has had the time of a chain of products
+    START_NEXT = "start next"  # the second of its moves, when the first has had the time of a product
+    ADVANCE = "advance"  # the same with what the chains before it left on its way
     WAIT = "wait"  # for its moves
     OWN = "own"  # multiply this rank's own part of an operand that is still being gathered, towards this tensor
     MULTIPLY = "multiply"  # the rest of it, or all
@@ -124,7 +125,27 @@ def backward_tasks(chunks: int, wanted: tuple[Wanted, ...] = (Wanted(),)) -> tup
     dA's scatters fly while dB is multiplied, and what moves dB's first rows while its last ones are: in as many pieces
     as there are chunks.  dB and the bias's gradient are started here, and waited for at the end of the whole backward.
     """
-    return tuple(_backward(chunks, wanted))
+    return tuple(_with_second_moves(chunks, len(wanted) - 1, _backward(chunks, wanted)))
+
+
+def _with_second_moves(chunks: int, last: int, tasks: Iterator[Task]) -> Iterator[Task]:
+    """Where a gradient goes on that takes a second collective: a whole product after it set off.
+
+    Nobody can ask a collective whether it is done and start the next one on the answer: ranks would start theirs in
+    different orders, and hold different memory.  So this has a place in the order of tasks.  Waiting there costs
+    nothing where products take as long as what moves their results; earlier it would where links are the slower ones,
+    and what comes later leaves a link idle where they are the faster ones.  What is still owed where the chain ends is
+    done so far into the next one.
+    """
+    work, owed = 0, [(chunks, Task(Action.ADVANCE, "dB", None, last))]
+    for task in tasks:
+        yield task
+        if task.action is Action.START and task.tensor == "dB":
+            owed.append((work + chunks, task._replace(action=Action.START_NEXT)))
+        elif task.action is Action.MULTIPLY and task.tensor != "dbias":
+            work += 1 if task.chunk is not None else chunks
+            while owed and owed[0][0] <= work:
+                yield owed.pop(0)[1]
 
 
 def _backward(chunks: int, wanted: Sequence[Wanted]) -> Iterator[Task]:

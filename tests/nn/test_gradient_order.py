@@ -15,7 +15,7 @@ TOKENS, WIDTH, DEPTH = 32, 16, 3
 
 
 def second_collectives(accumulated):
-    """dp's all-reduce of a chain starts behind the next chain's products, before anything waits for the gradient."""
+    """dp's all-reduce starts a product after z's reduce-scatter, before anything waits for the gradient."""
     mesh = mesh_of(Grid(dp=2, z=2, x=1, y=2))
     dense = dense_nn.Sequential(*(dense_nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2 * DEPTH)))
     with torch.no_grad():
@@ -41,11 +41,14 @@ def second_collectives(accumulated):
                 for block in blocks:
                     y = block(y)
                 y.sum().backward()
-    for block in (2, 1):
-        own = started.index((f"block{block}.up", "all_reduce"))
-        assert started.index((f"block{block - 1}.up", "reduce_scatter")) < own, started
-        if block == 2:
-            assert own < started.index(("block0.up", "reduce_scatter")), started
+    first, second = "reduce_scatter", "all_reduce"
+    order = [("down", first)] + [("down", second)] * (not accumulated) + [("up", first)]
+    expected = [(f"block2.{name}", kind) for name, kind in order]
+    for block in (1, 0):  # whose first product hides what the one before left
+        expected += [(f"block{block + 1}.{name}", second) for name in ["up"] + ["down"] * accumulated]
+        expected += [(f"block{block}.{name}", kind) for name, kind in order]
+    expected += [(f"block0.{name}", second) for name in ["up"] + ["down"] * accumulated]
+    assert started == expected
     dense(x).sum().backward()
     for parameter, expected in zip(torch.nn.ModuleList(blocks).parameters(), dense.parameters(), strict=True):
         assert_equal(parameter.grad.full_tensor(), (1 + accumulated) * expected.grad, "gradient")

@@ -12,20 +12,21 @@ from ndtp.runtime.partial_sums import PartialSums
 
 
 class NotedMove:
-    """A move of one collective that notes when it is finished."""
+    """A move of three collectives that notes which one it starts."""
 
     is_held = False
 
     def __init__(self, name: str, noted: list[str]) -> None:
-        self.name, self.noted, self.is_done = name, noted, False
+        self.name, self.noted, self.started = name, noted, 1
 
     def start_next(self) -> None:
-        pass
+        if self.started < 3:
+            self.started += 1
+            self.noted.append(f"{self.started} of {self.name}")
 
     def wait(self) -> None:
-        if not self.is_done:
-            self.is_done = True
-            self.noted.append(self.name)
+        while self.started < 3:
+            self.start_next()
 
     def take(self) -> torch.Tensor:
         return torch.zeros(())
@@ -50,10 +51,13 @@ def test_gradients_of_one_product_take_no_younger_ones_along_whichever_arrives_f
         def backward(ctx, grad):
             for product in ("second", "first"):
                 queue.came_through([of_product[product, name] for name in ("weight", "bias")], None)
+            expected = ["2 of weight of second", "2 of bias of second"]
+            assert noted == expected, "where the chain that follows is through"
             for name in arrivals:
                 of_product["second", name].arrive()
-            assert sorted(noted) == ["bias of second", "weight of second"]
+            assert noted == [*expected, "3 of weight of second", "3 of bias of second"]
+            noted.clear()
             return grad
 
     Backward.apply(torch.ones((), requires_grad=True)).backward()
-    assert noted == ["weight of second", "bias of second", "weight of first", "bias of first"]
+    assert noted == [f"{i} of {name} of first" for i in (2, 3) for name in ("weight", "bias")]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ndtp import Grid, Layout, MatMulPlan
-from ndtp.schedule.tasks import LOOKAHEAD, Action, RowChunks, Task, Wanted, backward_tasks, forward_tasks
+from ndtp.schedule.tasks import LOOKAHEAD, Action, RowChunks, Task, Wanted, backward_tasks, forward_tasks, pieces
 
 CHUNKS = [1, 2, 3, 5]
 MANY = range(1, 10)
@@ -158,6 +158,24 @@ def test_weight_gradients_are_multiplied_while_something_flies(chunks):
         for task in tasks[:at]:
             flying[task.tensor, task.product] += {Action.START: 1, Action.WAIT: -1}.get(task.action, 0)
         assert flying["dA", 0] + flying["dC", 0] + flying["dA", 1] > 0, f"nothing hides behind dB of product {p}"
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_a_second_collective_starts_a_whole_product_after_the_first(chunks):
+    work, started, advanced = 0, {}, 0
+    for task in backward_tasks(chunks, (Wanted(bias=True),) * 3):
+        key = task.product, task.chunk
+        if task.action is Action.MULTIPLY and task.tensor != "dbias":
+            work += chunks if task.chunk is None else 1
+        elif task.tensor == "dB" and task.action is Action.START:
+            started[key] = work
+        elif task.action is Action.START_NEXT:
+            assert work - started.pop(key) == chunks
+        elif task.action is Action.ADVANCE:
+            assert work == chunks, "so is what earlier chains left"
+            advanced += 1
+    assert advanced == 1
+    assert started == {(0, j): work - (chunks - 1 - (j or 0)) for j in pieces(chunks)}, "the next chain's to advance"
 
 
 def test_the_next_weight_is_gathered_behind_the_gathers_and_before_the_last_product():
