@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,23 @@ def split(tensor: np.ndarray, count: int, dim: int = 0) -> Shards:
 
 def shard(dense: np.ndarray, grid: Any, dims: Any, rank: int) -> np.ndarray:
     """The block of `rank`: each axis, major to minor, cuts what it is given into equal blocks."""
+    return dense[block(dense.shape, grid, tuple(dims), rank)]
+
+
+@cache
+def block(shape: tuple[int, ...], grid: Any, dims: tuple[tuple[str, ...], ...], rank: int) -> tuple[slice, ...]:
+    """Where it lies; cut out of the numbers of rows, of columns and so on."""
     position = dict(zip(grid.names, np.unravel_index(rank, grid.shape), strict=True))
-    for dim, axes in enumerate(dims):
+    slices = []
+    for size, axes in zip(shape, dims, strict=True):
+        places = np.arange(size)
         for axis in axes:
-            dense = part(dense, position[axis], grid[axis], dim)
-    return dense
+            places = part(places, position[axis], grid[axis], 0)
+        slices.append(slice(int(places[0]), int(places[-1]) + 1) if places.size else slice(0, 0))
+    return tuple(slices)
 
 
+@cache
 def groups(grid: Any, axes: tuple[str, ...]) -> np.ndarray:
     """One row a group of the ranks along `axes`, in the order of their coordinates there, the first axis major."""
     ranks = np.arange(int(np.prod(grid.shape))).reshape(grid.shape)
@@ -144,6 +155,8 @@ def swapped(tensor: np.ndarray, yes: bool) -> np.ndarray:
 
 def summed_to(tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """The sum over the batch dims that a tensor of `shape` lacks or broadcasts."""
+    if tensor.shape == shape:
+        return tensor
     tensor = tensor.sum(axis=tuple(range(tensor.ndim - len(shape))))
     wide = tuple(dim for dim, size in enumerate(shape) if size == 1 and tensor.shape[dim] != 1)
     return tensor.sum(axis=wide, keepdims=True)

@@ -58,9 +58,12 @@ def check_reports(kind, by_rank):
     assert "rank 2 (y=1, x=0) waited for rank 3" in by_rank[2], by_rank[2]
 
 
-def stall_in_every_kind():
+STALLED = ("all_gather", "all_reduce bf16", "backward")  # each timeout takes its time; a death is told of every kind
+
+
+def stall():
     reports = {}
-    for kind in KINDS:
+    for kind in STALLED:
         mesh = ProcessGrid(GRID, timeout=3.0)
         reports[kind] = attempt(kind, mesh, lambda: time.sleep(4))
         assert not mesh.collectives.in_flight, f"{kind}: handles left over"
@@ -69,8 +72,8 @@ def stall_in_every_kind():
 
 
 def test_a_stalled_rank_becomes_an_error_that_names_axis_and_ranks(ranks):
-    reports = ranks(4).run(stall_in_every_kind, timeout=200)
-    for kind in KINDS:
+    reports = ranks(4).run(stall, timeout=200)
+    for kind in STALLED:
         check_reports(kind, [report[kind] for report in reports])
 
 
