@@ -19,10 +19,8 @@ from torch import Tensor, nn
 
 from ndtp.algebra.expert_plan import expert_plan
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.relayouts import RelayoutPlan, reduction_volume
 from ndtp.algebra.row_flow import even_split
 from ndtp.algebra.schemes import BlockLayouts
-from ndtp.algebra.volume import Volume
 from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.models.adopted import Adopted, Placed, adopt
 from ndtp.models.frame import Frame
@@ -87,12 +85,12 @@ class SplitExperts(Adopted, Experts):
     Attributes:
         layouts: of the hidden states, in and out.
         width: their features with padding.
-        last_top_k: experts a token in the last forward.
+        last: leading dims of the last forward's tokens.
     """
 
     layouts: BlockLayouts
     width: int
-    last_top_k: int
+    last: tuple[int, ...]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
         lies, tokens, mesh, frame = self.layouts.input, self.plan.tokens, self.mesh, self.frame
@@ -104,7 +102,12 @@ class SplitExperts(Adopted, Experts):
         passage, rows = x.passage, leave(x)
         if passage.width != passage.features:
             rows = zero_padding(rows, lies, mesh, passage.features)
-        count, (real, self.last_top_k) = passage.rows, top_k_index.shape
+        count, (real, top_k) = passage.rows, top_k_index.shape
+        if rows.is_meta:  # in a dry run: routed as the last forward, or evenly
+            here = count // frame.splits(tokens) * top_k
+            even = [list(even_split(here, self.count))] * mesh.grid.size(self.plan.count_axes)
+            self.expected = self.last_counts if self.last == passage.lead and self.last_counts else even
+        self.last = passage.lead
         held = Layout(mesh.grid, tokens.dims[0], None)
         outside = Layout(mesh.grid, frame.outside.dims[0], None)
         padding = (0, 0, 0, count - real)
@@ -144,49 +147,10 @@ def place_experts(
     layer.layouts, layer.plan, layer.width, layer.chunks = layouts, plan, width, 1
     layer.hidden, layer.inner, layer.count = width, inner, role.count
     layer.activation, layer.is_gated, layer.up_name = role.activation, True, UP
-    layer.expected, layer.last_counts, layer.last_top_k = (), [], 2
+    layer.expected, layer.last_counts, layer.last = (), [], ()
     dense: Any = layer._parameters[UP]
     layer._parameters[UP] = nn.Parameter(dense.detach().unflatten(1, (2, role.inner)), dense.requires_grad)
     stored = Layout(plan.grid, plan.up.b.dims[0], None, *plan.up.b.dims[1:])
     layer.placed(UP, stored, known, (role.count, 2, inner, width))
     layer.placed(DOWN, plan.down.b, known, (role.count, width, inner))
     return layer
-
-
-def experts_volume(layer: SplitExperts, rows: int, tokens: int, scores: Sequence[nn.Module]) -> Volume:
-    """Bytes of a step of a block of experts; exact for the routing of its last forward, else for an even one.
-
-    Args:
-        rows: of all ranks, with padding.
-        tokens: of one dp rank, without.
-        scores: modules with a weight [scores, hidden] that the block multiplies hidden states by: its router, a gate.
-    """
-    grid, plan, lies = layer.mesh.grid, layer.plan, layer.layouts.input
-    weight = layer.down_proj
-    size, wide = weight.element_size(), torch.promote_types(weight.dtype, torch.float32).itemsize
-    here = rows // plan.tokens.num_splits(0)
-    moved = layer.rows_volume(layer.flows(layer.last_counts or _even(layer, here)))
-    for source, target in ((lies, plan.tokens), (plan.tokens, lies)):
-        moved += RelayoutPlan(source, target).volume((rows, layer.width))
-    total = moved.in_bytes(size) + layer.counts_volume().in_bytes(4)
-    total += layer.gates_volume(here, layer.last_top_k).in_bytes(size)
-    outside, bare = Layout(grid, layer.frame.outside.dims[0], None), Layout(grid, None, None)
-    held = Layout(grid, plan.tokens.dims[0], None)
-    total += RelayoutPlan(outside, held).volume((rows, layer.last_top_k)).in_bytes(size)
-    inner = lies.dims[0][len(outside.dims[0]) :]
-    by_feature, by_row = Layout(grid, None, lies.dims[1]), Layout(grid, lies.dims[0], None)
-    for module in scores:
-        of: Any = module._parameters["weight"]
-        count = of.shape[0]
-        total += RelayoutPlan(by_row, outside, lies.dims[1]).volume((rows, count)).in_bytes(wide)
-        used = RelayoutPlan(bare, by_feature).volume((count, layer.width), of.requires_grad)
-        used += reduction_volume(grid, inner, (count, layer.width // lies.num_splits(1)), "dgrad")
-        total += used.in_bytes(of.element_size())
-        if count == 1:  # a gate, by which hidden states are multiplied where they lie
-            total += reduction_volume(grid, (*inner, *lies.dims[1]), (tokens, 1), "dgrad").in_bytes(of.element_size())
-    return total
-
-
-def _even(layer: SplitExperts, rows: int) -> list[list[int]]:
-    choices = rows * layer.last_top_k
-    return [list(even_split(choices, layer.count))] * layer.mesh.grid.size(layer.plan.count_axes)

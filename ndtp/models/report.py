@@ -11,7 +11,7 @@ from torch import nn
 
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
-from ndtp.models.step_volume import step_volume
+from ndtp.models.dry_step import step_volume, usual_inputs
 from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -55,21 +55,29 @@ class Report:
             return self.split.frame.gathered
         return {key: count for stack in self.stacks for key, count in stack.frame.gathered.items()}
 
-    def volume(self, tokens: int, sequence: int | None = None) -> Volume:
+    def volume(
+        self, tokens: int | None = None, sequence: int | None = None, target: int | None = None, **inputs: Any
+    ) -> Volume:
         """The exact traffic of a training step.
 
         Of pairs of Linears, over `tokens` rows, boundaries and the sums of other parameters' gradients over `dp`
-        included, in elements received per rank.  Of a whole model,
-        over `tokens` sequences (of one dp rank) of the length `sequence`, loss included, in bytes; that of operations
-        in `gathered` is not in it.  So it is with torch's transformer layers in a model, of self-attention.
+        included, in elements received per rank.  Of a whole model, over `tokens` sequences or images (of one dp rank),
+        loss and whatever is `gathered` included, in bytes: its own code runs, on tensors without memory and a grid that
+        sends nothing.  Of torch's transformer layers in a model, over so many sequences, of self-attention, in bytes.
+
+        Args:
+            sequence: the length of the sequences.
+            target: that of a decoder's; default: the same.
+            inputs: what a whole model is called with, instead; of tensors only sizes matter, they may be on meta.
 
         Raises:
-            LayoutError: a whole model without `sequence`.
+            LayoutError: a whole model without `sequence`, or inputs of anything else.
         """
         if self.split is not None:
-            if sequence is None:
-                raise LayoutError("report.volume: a whole model takes volume(batch, sequence)")
-            return step_volume(self.split, tokens, sequence)
+            inputs = inputs or usual_inputs(self.split.stock, tokens, sequence, target)
+            return step_volume(self.split.model, self.split.mesh, inputs)
+        if inputs or target is not None or tokens is None:
+            raise LayoutError("report.volume: this model takes volume(tokens), or volume(batch, sequence)")
         if self.stacks:
             if sequence is None:
                 raise LayoutError("report.volume: a model with transformer layers takes volume(batch, sequence)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +29,9 @@ def scores(shard: Tensor, weight: Tensor, bias: Tensor | None, passage: Passage)
     inner = layout.dims[0][len(frame.outside.dims[0]) :]
     bare, by_feature = Layout(mesh.grid, None, None), Layout(mesh.grid, None, layout.dims[1])
     device, dtype = shard.device.type, torch.result_type(shard, weight)
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
-    with torch.autocast(device, enabled=False):
+    is_cast = not shard.is_meta and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if is_cast else dtype
+    with nullcontext() if shard.is_meta else torch.autocast(device, enabled=False):
         wide = torch.promote_types(dtype, torch.float32)
         mine = relayout(F.pad(weight, (0, passage.width - passage.features)), bare, by_feature, mesh, name)
         mine = used_over(mine, by_feature, inner, mesh, name)

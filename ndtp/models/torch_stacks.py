@@ -19,9 +19,9 @@ from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
 from ndtp.models.frame import Frame
 from ndtp.models.hidden import Hidden, split, whole
+from ndtp.models.layer_volume import mlp_volume, norm_volume, product_volume
 from ndtp.models.roles import MLPRole, join
 from ndtp.models.run_eagerly import run_eagerly
-from ndtp.models.step_volume import mlp_volume, norm_volume, product_volume
 from ndtp.models.torch_attention import SplitMultihead, place_multihead, reason_against
 from ndtp.models.transformer import Split
 from ndtp.runtime.process_grid import ProcessGrid

@@ -15,7 +15,7 @@ from ndtp.errors import LayoutError
 from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, full, taken
 from ndtp.ops.memory import Memory, measured
 from ndtp.runtime.arrival import local_shard
-from ndtp.runtime.dry_grid import DryGrid
+from ndtp.runtime.dry_grid import SILENT, DryGrid
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -139,16 +139,33 @@ def memory_of(
         out: the shape of this rank's shard of the result.
         backend: "gloo" or "nccl"; default: that of the mesh.
     """
+    shadow, _ = shadow_of(module, mesh, backend)
+    dtype = next(x.dtype for x in (*inputs, *shadow.parameters()) if x.is_floating_point())
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *shadow.parameters()))
+    return measured(lambda: shadow(*inputs), torch.empty(out, dtype=dtype, device="meta") if wanted else None)
+
+
+def shadow_of(module: nn.Module, mesh: ProcessGrid, backend: str | None = None, leave: Any = None) -> tuple[Any, Any]:
+    """A copy of a module whose parameters are shards without memory, and the grid in the place of `mesh`, on which it
+    sends nothing.
+
+    Args:
+        backend: "gloo" or "nccl"; default: that of the mesh.
+        leave: an object that the copy shares with the module.
+    """
     meshes = {id(mesh): mesh}
     for part in module.modules():
         meshes.update({id(value): value for value in vars(part).values() if isinstance(value, ProcessGrid)})
     backend = backend or mesh.backend or "gloo"
+    backend = backend if backend in SILENT else "gloo"
     memo: dict[int, Any] = {key: DryGrid(value.grid, value.rank, backend) for key, value in meshes.items()}
+    dry = memo[id(mesh)]
     for parameter in module.parameters():
         local = torch.empty_like(local_shard(parameter.detach()), device="meta")
-        memo[id(parameter)] = nn.Parameter(local, parameter.requires_grad)
+        made = nn.Parameter(local, parameter.requires_grad)
+        vars(made).update(vars(parameter))
+        memo[id(parameter)] = made
     memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
-    shadow = copy.deepcopy(module, memo)
-    dtype = next(x.dtype for x in (*inputs, *shadow.parameters()) if x.is_floating_point())
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *shadow.parameters()))
-    return measured(lambda: shadow(*inputs), torch.empty(out, dtype=dtype, device="meta") if wanted else None)
+    if leave is not None:
+        memo[id(leave)] = leave
+    return copy.deepcopy(module, memo), dry

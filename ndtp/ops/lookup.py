@@ -152,9 +152,9 @@ def look_up(
             compiled_layers.check_rows(wrong[0], f"Embedding '{plan.name}': ids that are no row of the table")
     else:
         ids = moved(ids.long(), plan.gather.steps, mesh, plan.name, "forward")
-    if checks and not is_compiling and not ids.is_meta:
+    if checks and not is_compiling:
         wrong = moved(((ids < 0) | (ids >= size)).sum().view(1), plan.check, mesh, plan.name, "forward")
-        if int(wrong):
+        if not wrong.is_meta and int(wrong):
             raise RangeError(
                 f"Embedding '{plan.name}': {int(wrong)} of {shape[0]} ids are not among the {size} rows of the table\n"
                 f"  fix: ids from 0 to {size - 1}"

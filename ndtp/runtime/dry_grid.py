@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from ndtp.algebra.grid import Grid
+from ndtp.algebra.volume import Traffic, Volume
 from ndtp.collectives.axis_groups import AxisGroups
 from ndtp.collectives.buffer_ring import BufferRing
 from ndtp.collectives.collectives import Collectives, GlooCollectives
+from ndtp.collectives.handles import Handle, Route
 from ndtp.compute.gemm import TorchGemm
 from ndtp.runtime.late_gradients import LateGradients
 from ndtp.runtime.program import Programs
@@ -17,7 +21,23 @@ from ndtp.runtime.step_state import StepState
 
 
 class _Silent:
-    """Collectives that prepare what they would send, make room for what they would receive, and send nothing."""
+    """Collectives that prepare what they would send, make room for what they would receive, and send nothing.
+
+    Attributes:
+        moved: bytes and calls of each kind of collective so far, as the algebra of its step has them.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.moved: dict[tuple[str, str, tuple[str, ...]], tuple[int, int]] = {}
+
+    def launch(self, route: Route, tensor: Tensor, out: Tensor | None = None, ahead: bool = False) -> Handle:
+        if not route.follows:  # what it ends was counted as a whole
+            key = route.phase, route.kind, route.axes
+            amount, calls = self.moved.get(key, (0, 0))
+            self.moved[key] = amount + route.received * tensor.element_size(), calls + 1
+        handle: Handle = super().launch(route, tensor, out, ahead)  # type: ignore[misc]
+        return handle
 
     def _send(self, *_: Any) -> None:
         return None
@@ -70,6 +90,12 @@ class DryGrid:
         self.step, self.programs = StepState(LateGradients()), Programs()
         self.backend = backend
         self.collectives = SILENT[backend](_DryGroups(grid, rank, backend), BufferRing(0), self.step.recording)
+
+    @property
+    def volume(self) -> Volume:
+        """What would have been received so far, in bytes."""
+        silent: Any = self.collectives
+        return Volume.of(Traffic(*key, *counts) for key, counts in silent.moved.items())
 
     def refine(self, **axes: Sequence[int]) -> DryGrid:
         """See `ProcessGrid.refine`."""

@@ -180,7 +180,7 @@ def compare(name: str, sizes: dict[str, int], scheme: str, dense: dict, last_onl
             result[case] = distances(gathered(found, dense[case][0]), *(_rows(each, rows) for each in dense[case]))
             result[case]["repeats"] = is_repeated(found, again)
             if "bytes" not in result:
-                predicted = model.ndtp_report.volume(*_sequences(model, mine)).total
+                predicted = model.ndtp_report.volume(*next(iter(mine.values())).shape[:2]).total
                 result["bytes"] = {"measured": meter.volume.total, "predicted": predicted}
                 result["gathered"] = gathered_by
         if dense["tokens"] is not None:
@@ -198,12 +198,6 @@ def _rows(step: Step, rows: slice) -> Step:
     return Step(step.logits[rows], step.loss, step.gradients)
 
 
-def _sequences(model, given) -> tuple[int, int]:
-    if "input_ids" in given:
-        return tuple(given["input_ids"].shape)
-    return len(given["pixel_values"]), model.vit.embeddings.position_embeddings.shape[1]
-
-
 def failures(row: dict, cases: list[str]) -> list[str]:
     found = []
     for case in cases:
@@ -215,6 +209,8 @@ def failures(row: dict, cases: list[str]) -> list[str]:
                 found.append(f"{case}: a {kind} is not within {CLOSE:g} of the dense one")
         if not row[case]["repeats"]:
             found.append(f"{case}: a repeat differs")
+    if row["bytes"]["measured"] != row["bytes"]["predicted"]:
+        found.append(f"a step takes {row['bytes']['measured']} bytes, not {row['bytes']['predicted']}")
     if row.get("generation") is False:
         found.append("other tokens are generated")
     return found

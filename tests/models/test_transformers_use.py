@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import transformers
 import transformers.modeling_layers
 import transformers.modeling_utils  # so that ranks are forked with it
-from architectures import build, inputs
+from architectures import ALL, HEADS, build, inputs
 from test_transformers_whole import check_gradients, gradient
 
 
@@ -97,21 +97,21 @@ def check_data_parallel_loss_of_whole_logits():
         model(**(mine | {"labels": torch.full_like(mine["labels"], -100)}))
 
 
-VOLUMES = (
-    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM", "GPTNeoXForCausalLM",
-    "GPT2LMHeadModel", "OPTForCausalLM",
-)  # fmt: skip
-
-
 def check_volume():
-    mesh = mesh_of(Grid(x=2, y=2))
-    for name in VOLUMES:
-        model = ndtp.parallelize(build(name), mesh, scheme="2d")
+    """Of other heads, and of an encoder and a decoder of different lengths; `against_dense` has the other models."""
+    mesh = mesh_of(Grid(x=2))
+    for name in (*[each for each in HEADS if each not in ALL], "T5ForConditionalGeneration"):
+        model = ndtp.parallelize(build(name, num_hidden_layers=1), mesh, scheme="1d-sp")
+        given, lengths = inputs(name), (6,)
+        if model.config.is_encoder_decoder:
+            given["labels"], lengths = given["labels"][:, :4].contiguous(), (6, 4)
         with CommMeter() as meter:
-            model(**inputs(name)).loss.backward()
-        predicted = model.ndtp_report.volume(4, 6)
-        assert meter.volume == predicted, f"{name}: measured {meter.volume}, predicted {predicted}"
-        assert not model.ndtp_report.gathered, name
+            model(**given).loss.backward()
+        report = model.ndtp_report
+        for predicted in (report.volume(4, *lengths), report.volume(**given)):
+            assert meter.volume == predicted, f"{name}: measured {meter.volume}, predicted {predicted}"
+    with pytest.raises(LayoutError, match=r"takes volume\(batch, sequence\)"):
+        report.volume(4)
 
 
 def test_generation(ranks):
@@ -128,7 +128,7 @@ def test_data_parallel(ranks):
 
 
 def test_volume_is_exact(ranks):
-    ranks(4).run(check_volume)
+    ranks(2).run(check_volume)
 
 
 class Unknown(nn.Module):
