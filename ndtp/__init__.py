@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ndtp.errors import CheckpointError, CommunicationError, GridError, LayoutError, MismatchError
     from ndtp.models import checkpoint as checkpoint
     from ndtp.models.parallelize import parallelize
+    from ndtp.models.profile import use_profile
     from ndtp.ops.mapped import Mapped, einsum
     from ndtp.ops.products import batch_matmul, matmul, relayout
     from ndtp.ops.resharding import reshard
@@ -56,6 +57,7 @@ _HOME = {
     "plan_sequence": "planner.sequence",
     "relayout": "ops.products",
     "reshard": "ops.resharding",
+    "use_profile": "models.profile",
 }
 # Modules whose paths are shorter than where they lie, or were documented before there were packages.
 _MOVED = {
@@ -93,6 +95,7 @@ __all__ = [
     "plan_sequence",
     "relayout",
     "reshard",
+    "use_profile",
 ]
 
 

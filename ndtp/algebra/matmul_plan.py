@@ -37,9 +37,9 @@ class MatMulPlan(LoopNest):
         roles: letters ("m", "n", "k", "batch") for axes that shall not follow the rule.
         transpose_a, transpose_b: the operand's two last dims are swapped, as `torch.matmul(a, b.mT)` would have it.
         regather: the operands ("a", "b") that backward gathers again instead of keeping them gathered since forward.
-        chunks: the number of chunks of rows whose communication and GEMMs overlap, or "auto": chosen where the product
-            first runs, by `ndtp.runtime.chunk_count`; `ProcessGrid.chunks_chosen` tells.  Default: what the layout of A
-            asks for (`interleaved_parallel`), else 1.
+        chunks: the number of chunks of rows whose communication and GEMMs overlap; default: what the layout of A asks
+            for (`interleaved_parallel`), else 1.  Or "auto": what the layout of A asks for, else chosen where the
+            product first runs, by `ndtp.runtime.chunk_count`; `ProcessGrid.chunks_chosen` tells.
             Fewer are used where the rows do not divide, or an all-reduce would send more in chunks.
         name: what errors and profiles call the product.
         a_units, b_units: batch dims of an operand that have size 1 and are broadcast; `bind` finds them from shapes.
@@ -97,8 +97,8 @@ class MatMulPlan(LoopNest):
         assigned = rule.assign((of_a, of_b), classes, roles or {})
         orders = {letter: rule.order(where, letter, assigned, (of_a, of_b), of_c) for letter in (*c_letters, "k")}
         out = rule.mirror(of_a, c_letters, classes, assigned, orders) if out is None else out
-        if not chunks:
-            chunks = a.chunks[1] if a.chunks and of_a.letters[a.chunks[0]] == "m" else 1
+        if not chunks or chunks == "auto":
+            chunks = a.chunks[1] if a.chunks and of_a.letters[a.chunks[0]] == "m" else chunks or 1
         vars(self).update(
             a=a,
             b=b,
@@ -226,8 +226,7 @@ class MatMulPlan(LoopNest):
 
     def __str__(self) -> str:
         moves = [str(s) for s in self.steps if s.phase == "forward"]
-        waits = "; chunks: auto, chosen where it first runs" if self.chunks == "auto" else ""
-        return f"{self.equation}: {', '.join(moves) if moves else 'no communication'}{waits}"
+        return f"{self.equation}: {', '.join(moves) if moves else 'no communication'}"
 
 
 def _check_layouts(where: str, a: Layout, b: Layout, out: Layout | None) -> None:

@@ -105,7 +105,7 @@ class StagedModel:
 
     def save(self, optimizer: Optimizer, folder: Path, extra: Mapping[str, Any]) -> None:
         """Each stage in a folder of its own."""
-        save(self._saved, optimizer, folder / f"stage{self.stage.index}", extra=extra)
+        save(self._saved, optimizer, folder / f"stage{self.stage.index}", extra=extra, chunks=True)
 
     def load(self, optimizer: Optimizer, folder: Path) -> dict[str, Any]:
         """

@@ -74,7 +74,7 @@ def train(
     clip: Annotated[float, typer.Option(callback=must_be(Number(0, 1e9)), help="Largest norm of the gradient.")] = 1.0,
     seed: Annotated[int, typer.Option(callback=must_be(Number(0, 10**6, integer=True)))] = 0,
     save_every: Annotated[int, typer.Option(callback=COUNT, help="Steps between checkpoints.")] = 100,
-    chunks: Annotated[str, typer.Option(help="Of rows, for overlap: a number or auto.")] = "1",
+    chunks: Annotated[str, typer.Option(help="Of rows, for overlap: a number or auto.")] = "auto",
     dtype: Annotated[str, typer.Option(callback=one_of("float32", "float64", "bfloat16"))] = "float32",
     tensorboard: Annotated[bool, typer.Option(help="Log for TensorBoard, too.")] = False,
     compare: Annotated[

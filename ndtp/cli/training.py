@@ -142,7 +142,7 @@ class Model:
         return float(clip_grad_norm_(self.module.parameters(), max_norm))
 
     def save(self, optimizer: torch.optim.Optimizer, folder: Path, extra: Mapping[str, Any]) -> None:
-        save(self.module, optimizer, folder, extra=extra)
+        save(self.module, optimizer, folder, extra=extra, chunks=True)
 
     def load(self, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
         return load(self.module, optimizer, folder)

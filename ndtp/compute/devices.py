@@ -17,12 +17,15 @@ class DeviceKind:
         probe_side: of a square product that shows the rate of products.
         probe_gathers: the most gathers at a time beside which products are timed, for 0.1 s where ranks share
             processors; each takes the memory of its result.
+        chunks_from: multiply-adds of a rank's forward, and bytes that it receives in a forward and backward, below
+            which chunks of rows hide next to nothing: less than some milliseconds a step on a CPU, of 100 us on a GPU.
     """
 
     own_part_from: int
     probe_bytes: int
     probe_side: int
     probe_gathers: int
+    chunks_from: tuple[int, int]
 
 
 # CPU: measured.  gloo moves half a MiB in some milliseconds, a product of 384 takes some, too.
@@ -30,8 +33,12 @@ class DeviceKind:
 # first and its last tiles), in which 4e14 multiply-adds a second are 2^32.  NVLink moves 32 MiB in 90 us, a call of
 # NCCL that moves nothing takes 10 to 20; a product of 4096 takes 200.
 KINDS = {
-    "cpu": DeviceKind(own_part_from=2**20, probe_bytes=2**19, probe_side=384, probe_gathers=16),
-    "cuda": DeviceKind(own_part_from=2**32, probe_bytes=2**25, probe_side=4096, probe_gathers=4),
+    "cpu": DeviceKind(
+        own_part_from=2**20, probe_bytes=2**19, probe_side=384, probe_gathers=16, chunks_from=(2**24, 2**17)
+    ),
+    "cuda": DeviceKind(
+        own_part_from=2**32, probe_bytes=2**25, probe_side=4096, probe_gathers=4, chunks_from=(2**35, 2**22)
+    ),
 }
 
 

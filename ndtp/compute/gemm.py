@@ -30,9 +30,11 @@ class TorchGemm(TorchEpilogues):
 
     Attributes:
         own_part_from: see `ndtp.compute.devices.DeviceKind`, whose it is by default.
+        takes_processors: whether those of a CPU multiply, on which other ranks may have to wait.
     """
 
     own_part_from: int | None = None
+    takes_processors = True
 
     def bound(
         self,

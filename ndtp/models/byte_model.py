@@ -75,7 +75,7 @@ class ByteModel(nn.Module):
         self.norm: Any = nn.LayerNorm(sizes.width)
         self.head: Any = nn.Linear(sizes.width, VOCABULARY, bias=False)
 
-    def to_grid(self, mesh: ProcessGrid, scheme: str, chunks: int | str = 0) -> ByteModel:
+    def to_grid(self, mesh: ProcessGrid, scheme: str, chunks: int | str = "auto") -> ByteModel:
         """Raises LayoutError: sizes that the grid does not divide, with those that it would."""
         on: dict[str, Any] = {"mesh": mesh, "scheme": scheme}
         self.mesh = mesh

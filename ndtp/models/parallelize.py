@@ -21,6 +21,7 @@ from ndtp.models.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unf
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.placing import stock_model
 from ndtp.models.plain_gradients import sum_plain_gradients_of
+from ndtp.models.profile import use_measured
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
 from ndtp.models.same_weights import check_same_weights
@@ -44,7 +45,7 @@ def parallelize(
     axes: Sequence[str] | None = None,
     pad: bool = True,
     regather: tuple[str, ...] = (),
-    chunks: int | str = 0,
+    chunks: int | str = "auto",
     tokens: int | None = None,
     hardware: str | Hardware = "h100-ib",
     keep: Sequence[str] = (),
@@ -70,6 +71,7 @@ def parallelize(
             `model.ndtp_report.mesh`.
         scheme, axes: as for `ndtp.nn.MLP`; "auto" takes the layouts by which a step on `mesh` takes least.
         tokens, hardware: what "auto" plans for: rows of a step, and a preset or profile of `ndtp.planner.hardware`.
+            By a profile that was measured (`ndtp bench calibrate`) numbers of chunks are chosen, too.
         pad: pad sizes that do not divide; without it they are an error.
         regather, chunks: as for `ndtp.nn.Linear`.
         keep: names of layers of a transformer that stay whole, with wildcards; what they belong to stays whole too.
@@ -101,6 +103,7 @@ def parallelize(
             layouts = block_layouts(mesh.grid, scheme, axes)  # type: ignore[union-attr]
         assert mesh is not None
         check_same_weights(model, mesh)
+        use_measured(mesh, hardware)
         split_by = (expert_axis,) if isinstance(expert_axis, str) else expert_axis
         split = Split(
             model, mesh, layouts, keep, regather=regather, chunks=chunks, fuse=fuse, expert_axes=split_by
@@ -122,6 +125,7 @@ def parallelize(
     else:
         layouts = block_layouts(mesh.grid, scheme, axes)
     check_same_weights(model, mesh)
+    use_measured(mesh, hardware)
     options: dict[str, Any] = {"regather": regather, "chunks": chunks}
     report.kept = {key: why for key, why in report.kept.items() if not any(_is_in(key, name) for name in stacks)}
     for name, stack in stacks.items():

@@ -129,6 +129,8 @@ class Report:
         lines += [f"replaced {line}" for line in _grouped(self.replaced)]
         lines += [f"kept     {line}" for line in _grouped(self.kept)]
         lines += [f"carried  {line}" for line in self.carried]
+        chosen = {} if self.mesh is None else self.mesh.step.chunks.by_name()
+        lines += [f"overlaps {line}" for line in _grouped({k: v for k, v in chosen.items() if k in self.replaced})]
         return "\n".join(lines + [f"gathered {name}: {times} times" for name, times in self.gathered.items()])
 
 

@@ -27,6 +27,7 @@ from ndtp.models.dcp_part import Part
 from ndtp.models.optimizer_state import Kept, fresh_state, kept_by, restore_groups
 from ndtp.models.saving import raise_everywhere
 from ndtp.models.state_entries import entries_of, mesh_of_model, replaced, tensors_of
+from ndtp.runtime.chunk_choices import ChunkChoices
 from ndtp.runtime.process_grid import ProcessGrid
 
 RUN = "training.json"
@@ -40,6 +41,7 @@ def save(
     folder: str | os.PathLike[str],
     *,
     extra: Mapping[str, Any] | None = None,
+    chunks: bool = False,
 ) -> None:
     """Write a model and its optimizer, dense or on any grid, as a folder of torch's distributed checkpoints.
 
@@ -52,6 +54,8 @@ def save(
         folder: on a file system that all ranks see.
         extra: what else the program wants back, of numbers, texts, lists and dicts: its step, a scheduler's state.
             That of rank 0 is kept.
+        chunks: keep what `chunks="auto"` has come to, so that a run that goes on with this on the same grid measures
+            nothing, and cuts its products alike.
 
     Raises:
         CheckpointError: an optimizer of other parameters than the model's, a value that JSON does not have, a parameter
@@ -67,6 +71,8 @@ def save(
     parts = {f"model.{entry.keys[0]}": Part(entry, rank) for entry in entries}
     kept = Kept() if optimizer is None else kept_by(optimizer, model, mesh)
     run = {"format": FORMAT, "groups": kept.groups, "values": kept.values, "extra": dict(extra or {})}
+    if chunks and mesh is not None:
+        run["chunks"] = {"grid": str(mesh.grid), **mesh.step.chunks.to_json()}
     try:
         text = json.dumps(run)
     except (TypeError, ValueError) as error:
@@ -94,7 +100,8 @@ def load(model: nn.Module, optimizer: Optimizer | None, folder: str | os.PathLik
     """Read what `save` wrote, on any grid, into a model and its optimizer on any other, or on none.
 
     A collective.  Everything is read into new memory first, a copy of this rank's parameters, so that an error changes
-    nothing.  The settings of the optimizer's groups come back, too, but for how it runs (`foreach`, `fused`).
+    nothing.  The settings of the optimizer's groups come back, too, but for how it runs (`foreach`, `fused`); and, on
+    the same grid, the numbers of chunks that `save` was asked to keep, for products that have not run here yet.
 
     Returns:
         The `extra` of `save`.
@@ -132,6 +139,8 @@ def load(model: nn.Module, optimizer: Optimizer | None, folder: str | os.PathLik
         optimizer.state.clear()
         optimizer.state.update(found[3].states)
         restore_groups(optimizer, found[3], run["groups"])
+    if mesh is not None and run.get("chunks", {}).get("grid") == str(mesh.grid):
+        mesh.step.chunks.restore(run["chunks"])
     return run["extra"]
 
 
@@ -166,6 +175,8 @@ def _read(folder: Path) -> tuple[Metadata, dict[str, Any]]:
         raise CheckpointError(f"{folder}: there is no such folder\n  fix: one that ndtp.checkpoint.save wrote")
     try:
         run = json.loads((folder / RUN).read_text())
+        if isinstance(run, dict) and "chunks" in run:
+            ChunkChoices().restore(run["chunks"])
         metadata = dcp.FileSystemReader(folder).read_metadata()
     except Exception as error:  # pickle raises whatever a foreign file makes it
         raise CheckpointError(

@@ -105,7 +105,7 @@ class Attention(BlockModule):
         fused: str | None = None,
         fused_order: str = "parts",
         regather: tuple[str, ...] = (),
-        chunks: int | str = 0,
+        chunks: int | str = "auto",
         seed: int | None = None,
         name: str = "attention",
     ) -> None:

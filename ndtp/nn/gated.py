@@ -58,7 +58,7 @@ class GatedMLP(MLP):
         layouts: BlockLayouts | None = None,
         pad: bool | int = False,
         regather: tuple[str, ...] = (),
-        chunks: int | str = 0,
+        chunks: int | str = "auto",
         seed: int | None = None,
         name: str = "mlp",
     ) -> None:

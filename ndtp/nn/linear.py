@@ -20,6 +20,7 @@ from ndtp.nn.random import given_or_drawn
 from ndtp.nn.sharded import Sharded
 from ndtp.ops.memory import Memory, memory
 from ndtp.ops.products import chain
+from ndtp.runtime.chunk_choices import in_words
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -44,7 +45,9 @@ class Linear(Sharded):
             y are then shards of padded tensors; results and gradients are those of the unpadded problem.  A pair of
             integers pads `in` and `out` to multiples of these, so that one checkpoint fits many grids.
         regather: "a" and/or "b": operands that backward gathers again instead of keeping.
-        chunks: the number of chunks of rows whose communication and GEMMs overlap, or "auto"; default: one.
+        chunks: the number of chunks of rows whose communication and GEMMs overlap.  Default: what the layout of x asks
+            for, else as many as pay (`ndtp.runtime.chunk_count`); where that is worth a measurement all ranks of the
+            grid measure together, once, where a product first runs.
         seed: default: drawn from torch's generator, which must be seeded alike on every rank.
         name: what errors, profiles and the initialisation call this layer.
 
@@ -69,7 +72,7 @@ class Linear(Sharded):
         out_layout: Layout | None = None,
         pad: bool | tuple[int, int] = False,
         regather: tuple[str, ...] = (),
-        chunks: int | str = 0,
+        chunks: int | str = "auto",
         seed: int | None = None,
         name: str = "linear",
     ) -> None:
@@ -209,8 +212,8 @@ class Linear(Sharded):
         return dense
 
     def extra_repr(self) -> str:
-        chosen = self.mesh.chunks_chosen(self.plan).items()
-        chunks = "".join(f"; {count} chunk{'s' * (count > 1)} of {m} rows: {why}" for m, (count, why) in chosen)
+        chosen = in_words(self.mesh.chunks_chosen(self.plan), by_speeds=True)
+        chunks = f"; {chosen}" if chosen else ""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.plan}{chunks}"
 
 

@@ -82,7 +82,7 @@ class MLP(BlockModule):
         layouts: BlockLayouts | None = None,
         pad: bool | int = False,
         regather: tuple[str, ...] = (),
-        chunks: int | str = 0,
+        chunks: int | str = "auto",
         seed: int | None = None,
         name: str = "mlp",
     ) -> None:

@@ -99,14 +99,15 @@ class ChainSpec(NamedTuple):
         biases = [next(rest) if has else missing for has in self.has_bias]
         return (*given[: len(self.plans) + 1], *biases)
 
-    def program(self, forms: Forms, needs: Sequence[bool]) -> Program:
-        """Where the number of chunks is left open all ranks measure together, which may be while they compile."""
+    def program(self, forms: Forms, needs: Sequence[bool], may_measure: bool = True) -> Program:
+        """Where the number of chunks is left open all ranks may measure together, while they compile."""
         return program_of(
-            self.in_place(forms), self.plans, self.activations, self.mesh, self.in_place(needs, missing=False)
-        )
+            self.in_place(forms), self.plans, self.activations, self.mesh, self.in_place(needs, missing=False),
+            may_measure=may_measure,
+        )  # fmt: skip
 
-    def outline(self, forms: Forms, needs: Sequence[bool]) -> _Outline:
-        chunks = self.program(forms, needs).setting.rows[0].count
+    def outline(self, forms: Forms, needs: Sequence[bool], may_measure: bool = True) -> _Outline:
+        chunks = self.program(forms, needs, may_measure).setting.rows[0].count
         return _outline(self.mesh.grid, self.mesh.rank, self[1:], forms, tuple(needs), chunks)
 
 
@@ -215,7 +216,8 @@ _mlp = torch.library.custom_op("ndtp::mlp", _run_mlp, mutates_args=())
 
 @_mlp.register_fake
 def _(tensors: Sequence[Tensor], chain: str, needs: Sequence[bool]) -> list[Tensor]:
-    outline, a = ChainSpec.parse(chain).outline(_forms(tensors), needs), tensors[0]
+    # Ranks that infer need not compile together: what they compile for may be theirs alone.
+    outline, a = ChainSpec.parse(chain).outline(_forms(tensors), needs, may_measure=any(needs)), tensors[0]
     return [
         a.new_empty(outline.shape),
         *(a.new_empty(entry.shape if entry.is_new else (0,), dtype=entry.dtype) for entry in outline.kept),

@@ -8,7 +8,7 @@ as it takes one of eight.  `ndtp.planner.block_cost.memory` is the closed form f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,8 @@ from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.errors import LayoutError
 from ndtp.ops.products import matmul, mlp
+from ndtp.runtime.chain import asked_of
+from ndtp.runtime.chunk_count import ahead
 from ndtp.runtime.dry_grid import SILENT, DryGrid
 
 if TYPE_CHECKING:
@@ -106,17 +108,21 @@ def measured(forward: Callable[[], Tensor], grad: Tensor | None) -> Memory:
     return Memory(after - ours, done, peak, live.now - ours)
 
 
-def _decided(plan: MatMulPlan, rows: int, mesh: ProcessGrid | None) -> MatMulPlan:
-    """The plan with the number of chunks that "auto" chose for so many rows."""
-    if plan.chunks != "auto":
-        return plan
-    chosen = {} if mesh is None else mesh.chunks_chosen(plan)
-    if rows not in chosen:
+def _decided(
+    plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], mesh: ProcessGrid | None, dtype: torch.dtype
+) -> tuple[MatMulPlan, ...]:
+    """The plans with the number of chunks that "auto" chose, or will choose without measuring."""
+    if asked_of(plans) is not None:
+        return tuple(plans)
+    plan, rows, choice = plans[0], sizes[0]["m"], None
+    if mesh is not None:
+        choice = mesh.chunks_chosen(plan).get(rows) or ahead(plans, sizes, mesh, dtype, mesh.device_type)
+    if choice is None:
         raise LayoutError(
             f"memory: '{plan.name}' has not chosen its number of chunks for {rows} rows yet\n"
             "  fix: run it once and say on which mesh, or give a number in the place of chunks='auto'"
         )
-    return replace(plan, chunks=chosen[rows][0])
+    return tuple(replace(plan, chunks=choice[0]) for plan in plans)
 
 
 def memory(
@@ -145,7 +151,7 @@ def memory(
         bias, bias_grad: which products have a bias, and whether it wants a gradient.  These three may be given for
             every product.
         backend: "gloo" or "nccl": they receive partial sums differently.
-        mesh: the one on which plans with `chunks="auto"` have chosen a number.
+        mesh: the one on which plans with `chunks="auto"` have chosen a number, or do so without measuring.
 
     Raises:
         LayoutError: sizes that do not fit the plans, or a number of chunks that is not chosen yet.
@@ -166,7 +172,7 @@ def memory(
 
     widths = (*(ACTIVATIONS[activation].width for _ in plans[1:]), 1)
     sizes = [plan.sizes((*lead, k, w * n)) for plan, w, (k, n) in zip(plans, widths, pairwise(features), strict=True)]
-    plans = tuple(_decided(plan, size["m"], mesh) for plan, size in zip(plans, sizes, strict=True))
+    plans = _decided(plans, sizes, mesh, dtype)
     per_product = [[flag] * len(plans) if isinstance(flag, bool) else list(flag) for flag in (wgrad, bias, bias_grad)]
     a = made(plans[0].shard_shape("A", sizes[0]), dgrad)
     weights, biases = [], []

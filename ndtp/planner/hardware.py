@@ -20,6 +20,7 @@ from ndtp.dtypes import SIZES
 from ndtp.errors import GridError
 from ndtp.planner.fields import Either, Kind, Number, Record, Size, Table, Word, read_parsed, shown
 
+DATA_SHEETS = "data sheets"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 MAX_RANKS = 2**20
 
@@ -115,7 +116,7 @@ class Hardware:
     memory_gbs: float = 2000.0
     launch_us: float = 5.0
     contention: float = 0.0
-    source: str = "data sheets"
+    source: str = DATA_SHEETS
 
     def __post_init__(self) -> None:
         Record(MACHINE).check("Hardware", "", {name: getattr(self, name) for name in MACHINE})

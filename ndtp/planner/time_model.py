@@ -56,6 +56,22 @@ class Reach:
         return cls(local, -(-size // local))
 
 
+def cost_of(hardware: Hardware, collective: str, size: Any, reach: Reach) -> tuple[Any, Any]:
+    """Seconds per byte received, and seconds of latency, of a collective over groups of a size.
+
+    Across nodes the members on one node share the traffic between nodes over all of their links.
+    """
+    intra, inter = hardware.intra, hardware.inter
+    times = 2 if collective == "all_reduce" else 1
+    side = size / np.maximum(1, size - 1)  # the larger side, per byte received
+    per_byte = inter.seconds_per_byte(collective, size)
+    between = side * (reach.nodes - 1) / reach.nodes / reach.local * per_byte
+    inside = (reach.local > 1) * intra.seconds_per_byte(collective, size)
+    across = inter.latency_us + times * ((reach.nodes - 1) * inter.hop_us + (reach.local - 1) * intra.hop_us)
+    latency = np.where(reach.nodes > 1, across, intra.latency_us + times * (size - 1) * intra.hop_us)
+    return np.maximum(between, inside), latency * 1e-6
+
+
 @dataclass(frozen=True)
 class Network:
     """The axes of many grids in one rank order, on one machine."""
@@ -72,22 +88,10 @@ class Network:
         return cls(g, hardware, {a: Reach.of(getattr(g, a), steps[a], g.ranks, per_node) for a in AXES})
 
     def cost(self, collective: str, axis: str) -> tuple[Any, Any]:
-        """Seconds per byte received, and seconds of latency, of a collective over an axis.
-
-        Across nodes the members on one node share the traffic between nodes over all of their links.
-        """
+        """`cost_of` a collective over an axis."""
         key = (collective, axis)
         if key not in self.costs:
-            size, reach = getattr(self.g, axis), self.reach[axis]
-            intra, inter = self.hardware.intra, self.hardware.inter
-            times = 2 if collective == "all_reduce" else 1
-            side = size / np.maximum(1, size - 1)  # the larger side, per byte received
-            per_byte = inter.seconds_per_byte(collective, size)
-            between = side * (reach.nodes - 1) / reach.nodes / reach.local * per_byte
-            inside = (reach.local > 1) * intra.seconds_per_byte(collective, size)
-            across = inter.latency_us + times * ((reach.nodes - 1) * inter.hop_us + (reach.local - 1) * intra.hop_us)
-            latency = np.where(reach.nodes > 1, across, intra.latency_us + times * (size - 1) * intra.hop_us)
-            self.costs[key] = np.maximum(between, inside), latency * 1e-6
+            self.costs[key] = cost_of(self.hardware, collective, getattr(self.g, axis), self.reach[axis])
         return self.costs[key]
 
     def seconds(self, collective: str, axis: str, received: Any) -> Any:

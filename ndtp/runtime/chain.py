@@ -34,6 +34,7 @@ def program_of(
     mesh: ProcessGrid,
     needs: tuple[bool, ...],
     chunks: int | None = None,
+    may_measure: bool = True,
 ) -> Program:
     """The bound chain for shards of these forms: found, or bound where they are met first.
 
@@ -44,6 +45,7 @@ def program_of(
         forms: shape, dtype and device of A, the weights, and the biases or None.
         needs: of which of them gradients are wanted.
         chunks: at most so many; default: what the plans ask for.
+        may_measure: whether a number of chunks that is left open is worth a measurement.
 
     Raises:
         LayoutError: shards that do not fit each other or the plans.
@@ -53,7 +55,7 @@ def program_of(
     program = mesh.programs.find(key)
     if program is None:
         with _disable_current_modes(), no_python_dispatcher():  # while a compiler traces, too
-            program = mesh.programs.add(key, _bind(forms, plans, activations, mesh, needs, chunks))
+            program = mesh.programs.add(key, _bind(forms, plans, activations, mesh, needs, chunks, may_measure))
     return program
 
 
@@ -64,17 +66,17 @@ def _bind(
     mesh: ProcessGrid,
     needs: Sequence[bool],
     chunks: int | None,
+    may_measure: bool,
 ) -> Program:
     a, count = forms[0], len(plans)
     assert a is not None
     stages = _stages(forms, plans, activations, mesh)
-    if chunks is None and any(plan.chunks == "auto" for plan in plans):
+    chunks = asked_of(plans) if chunks is None else chunks
+    if chunks is None:
         from ndtp.runtime.chunk_count import resolve
 
         sizes = [stage.sizes for stage in stages]
-        chunks = resolve(plans, sizes, mesh.collectives, mesh.gemm, mesh.step, *a[1:])
-    elif chunks is None:
-        chunks = min(int(plan.chunks) for plan in plans)
+        chunks = resolve(plans, sizes, mesh, *a[1:], trains=any(needs), may_measure=may_measure)
     rows = RowChunks.of([stage.plan for stage in stages], [stage.sizes for stage in stages], chunks)
     wanted = [
         Wanted(any(needs[: p + 1]) or any(needs[count + 1 : count + 1 + p]), needs[p + 1], needs[count + 1 + p], again)
@@ -82,6 +84,14 @@ def _bind(
     ]
     setting = Setting(tuple(stages), rows, mesh.collectives, mesh.gemm, a[1])
     return Program(setting, [None if form is None else tuple(form[0]) for form in forms], needs, wanted)
+
+
+def asked_of(plans: Sequence[MatMulPlan]) -> int | None:
+    """The number of chunks that the plans of a chain ask for; None where they leave it open."""
+    numbers = [int(plan.chunks) for plan in plans if plan.chunks != "auto"]
+    if len(numbers) < len(plans):  # one product of a chain may ask for chunks, none for one: it is every plan's default
+        numbers = [number for number in numbers if number > 1]
+    return min(numbers, default=None)
 
 
 def _stages(
@@ -147,10 +157,10 @@ def _description(a: Tensor, plan: MatMulPlan, b: Tensor, bias: Tensor | None, ac
 
 def _state(mesh: ProcessGrid, plans: Sequence[MatMulPlan], needs: Sequence[bool] | None) -> str:
     """What a grid has come to that decides collectives or bits too."""
-    measures = mesh.step.speeds is None and any(plan.chunks == "auto" for plan in plans)
+    rests_on = f"; chunks by {mesh.step.chunks.standing}" if asked_of(plans) is None else ""
     return (
         f"; by {type(mesh.gemm).__name__}" * (type(mesh.gemm) is not TorchGemm)
-        + "; speeds are measured first" * measures
+        + rests_on
         + "; accumulating" * mesh.step.partial_sums.is_accumulating
         + (f"; gradients wanted {list(needs)}" if needs is not None else "")
     )

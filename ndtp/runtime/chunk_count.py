@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -16,45 +17,140 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.steps import Step
+from ndtp.collectives.handles import Watch
+from ndtp.collectives.labels import Label
+from ndtp.collectives.processors import shared_processors
 from ndtp.compute.devices import kind_of
-from ndtp.schedule.chunk_choice import Speeds, choose
+from ndtp.runtime.chunk_choices import Choice
+from ndtp.schedule.chunk_choice import SETTLED, SMALL, Speeds, choose, is_small, settled
 
 if TYPE_CHECKING:
     from ndtp.collectives.collectives import Collectives
     from ndtp.compute.gemm import TorchGemm
-    from ndtp.runtime.step_state import StepState
+    from ndtp.runtime.process_grid import ProcessGrid
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+MOST_BYTES = 2**28  # of a gathered probe: a long axis must not take the memory of the model
 logger = logging.getLogger("ndtp")
 
 
 def resolve(
     plans: Sequence[MatMulPlan],
     sizes: Sequence[Mapping[str, int]],
-    collectives: Collectives,
-    gemm: TorchGemm,
-    step: StepState,
+    mesh: ProcessGrid,
     dtype: torch.dtype,
     device: torch.device,
+    trains: bool = True,
+    may_measure: bool = True,
 ) -> int:
     """The number of chunks for a chain of products that leave it open ("auto"), chosen once for each number of rows.
 
-    The first choice of a grid measures its `Speeds`, which all its ranks do together.
+    The first choice that depends on speeds measures them, which all ranks of the grid do together.
+
+    Args:
+        trains: whether gradients are wanted; without, what was chosen with them holds, too.
+        may_measure: whether that would be worth it.
     """
-    each = zip(plans, sizes, strict=True)
-    key = (dtype, *((plan.name, plan.equation, plan.regather, *size.items()) for plan, size in each))
-    if key not in step.chunk_choices:
-        if step.speeds is None:
-            # Not a part of what a meter counts.  And gloo hands a compiler's Python dispatcher on to its threads, which
-            # would wait for the interpreter's lock while this thread holds it and waits for them.
-            with _disable_current_modes(), no_python_dispatcher():
-                step.speeds = measure(collectives, gemm, torch.empty(1, dtype=dtype, device=device))
-        step.chunk_choices[key] = choose(plans, sizes, dtype.itemsize, step.speeds)
-        if collectives.groups.rank == 0:
-            logger.info("%s: chunks: %d, %s", ", ".join(plan.name for plan in plans), *step.chunk_choices[key])
-    for plan in plans:
-        step.chunks_chosen.setdefault(plan, {})[sizes[0]["m"]] = step.chunk_choices[key]
-    return step.chunk_choices[key][0]
+    if device.type == "meta":  # a dry run
+        return 1
+    choices, key = mesh.step.chunks, key_of(plans, sizes, mesh, dtype)
+    choice = choices.find(key, trains)
+    if choice is None:
+        choice = ahead(plans, sizes, mesh, dtype, device.type)
+        if choice is None:
+            choice = _measured(plans, sizes, mesh, dtype, device) if may_measure else (1, "nothing was measured before")
+        if mesh.rank == 0:
+            level = logging.DEBUG if choice[1] in SETTLED else logging.INFO
+            logger.log(level, "%s: chunks: %d, %s", ", ".join(plan.name for plan in plans), *choice)
+    choices.add(key, trains, plans, sizes[0]["m"], choice)
+    return choice[0]
+
+
+def key_of(
+    plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], mesh: ProcessGrid, dtype: torch.dtype
+) -> str:
+    """All that a choice depends on, but for speeds: layers alike share one."""
+    products = [
+        f"{plan.equation} {sorted(plan.roles.items())} again {sorted(plan.regather)} of {sorted(size.items())}"
+        for plan, size in zip(plans, sizes, strict=True)
+    ]
+    return f"{mesh.grid}, {_name(dtype)}: " + "; then ".join(products)
+
+
+def ahead(
+    plans: Sequence[MatMulPlan],
+    sizes: Sequence[Mapping[str, int]],
+    mesh: ProcessGrid,
+    dtype: torch.dtype,
+    device_type: str,
+) -> Choice | None:
+    """What can be said without measuring: no collective, the same on every rank.
+
+    What is given, by a profile or a checkpoint, holds for small products as well; what was measured does not, which
+    would make them depend on what ran before.
+    """
+    choices = mesh.step.chunks
+    if why := settled(plans, sizes):
+        return 1, why
+    if given := choices.given(mesh.grid, _name(dtype)):
+        return choose(plans, sizes, dtype.itemsize, given)
+    if is_small(plans, sizes, dtype.itemsize, kind_of(device_type).chunks_from):
+        return 1, SMALL
+    if mesh.backend == "fake":
+        return 1, "a fake process group sends nothing"
+    if torch.are_deterministic_algorithms_enabled():
+        return 1, "deterministic algorithms: nothing is measured"
+    if choices.crowd:
+        return 1, _crowded(choices.crowd)
+    measured = choices.measured.get((str(mesh.grid), _name(dtype)))
+    return None if measured is None else choose(plans, sizes, dtype.itemsize, measured)
+
+
+def _measured(
+    plans: Sequence[MatMulPlan],
+    sizes: Sequence[Mapping[str, int]],
+    mesh: ProcessGrid,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Choice:
+    choices = mesh.step.chunks
+    with _unseen(mesh):
+        if choices.crowd is None:
+            may_share = mesh.backend == "gloo" and device.type == "cpu" and mesh.gemm.takes_processors
+            choices.crowd = shared_processors(mesh.groups) if may_share else 0
+        if choices.crowd:
+            return 1, _crowded(choices.crowd)
+        if mesh.rank == 0:
+            logger.info("chunks: grid %s measures its links and its %s products", mesh.grid, _name(dtype))
+        like = torch.empty(1, dtype=dtype, device=device)
+        known = next(iter(choices.measured.values()), None)
+        speeds = measure(mesh.collectives, mesh.gemm, like, known=known)
+    choices.measured[str(mesh.grid), _name(dtype)] = speeds
+    return choose(plans, sizes, dtype.itemsize, speeds)
+
+
+@contextmanager
+def _unseen(mesh: ProcessGrid) -> Iterator[None]:
+    """Not a part of what a meter counts, or a recorder sees.
+
+    And gloo hands a compiler's Python dispatcher on to its threads, which would wait for the interpreter's lock while
+    this thread holds it and waits for them.
+    """
+    recording = mesh.step.recording
+    recorder, recording.recorder = recording.recorder, None
+    try:
+        with _disable_current_modes(), no_python_dispatcher():
+            yield
+    finally:
+        recording.recorder = recorder
+
+
+def _crowded(processors: int) -> str:
+    return f"the ranks share {processors} processors: overlap takes from products what it hides"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Probe:
@@ -74,7 +170,8 @@ class Probe:
         times, groups, device = [], self.collectives.groups, self.like.device
         for repeat in range(self.repeats + 1):
             if self.axes:
-                dist.barrier(group=groups.group(self.axes[:1]))
+                with Watch(groups.describe, Label(("speeds",), "forward", "barrier", self.axes[:1])):
+                    dist.barrier(group=groups.group(self.axes[:1]))
             begin = time.perf_counter()
             action()
             if device.type == "cuda":
@@ -85,8 +182,10 @@ class Probe:
     def slowest(self, times: list[float]) -> list[float]:
         """The most that any rank has found."""
         everywhere = torch.tensor(times, dtype=torch.float64, device=self.like.device)
+        groups = self.collectives.groups
         for axis in self.axes:  # the slowest rank along every axis in turn is the slowest of all
-            dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=self.collectives.groups.group((axis,)))
+            with Watch(groups.describe, Label(("speeds",), "forward", "all_reduce", (axis,))):
+                dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=groups.group((axis,)))
         return everywhere.tolist()  # type: ignore[no-any-return]
 
     def start(self, kind: str, axis: str, count: int) -> Any:
@@ -94,15 +193,21 @@ class Probe:
         step = Step(kind, (axis,), None if kind == "all_reduce" else 0, 0)
         return self.collectives.start(step, self.like.new_zeros(count), ("speeds",), "forward")
 
-    def links(self, probe_bytes: int, kinds: Sequence[str] = KINDS) -> list[float]:
+    def share(self, probe_bytes: int, axis: str) -> int:
+        """Elements of a rank's share."""
+        return min(probe_bytes, MOST_BYTES // self.collectives.groups.grid[axis]) // self.like.element_size()
+
+    def links(self, probe_bytes: int, kinds: Sequence[str] = KINDS, axes: Sequence[str] | None = None) -> list[float]:
         """On this rank, of each axis and kind of collective: seconds of a call, and those of a byte received.
 
         Args:
             probe_bytes: of a rank's share.
+            axes: default: all.
         """
-        elements, found = probe_bytes // self.like.element_size(), []
-        for axis in self.axes:
+        found = []
+        for axis in self.axes if axes is None else axes:
             ranks = self.collectives.groups.grid[axis]
+            elements = self.share(probe_bytes, axis)
             for kind in kinds:
                 share = 1 if kind == "all_gather" else ranks
                 small, large = (
@@ -114,18 +219,23 @@ class Probe:
         return found
 
 
-def measure(collectives: Collectives, gemm: TorchGemm, like: torch.Tensor, repeats: int = 3) -> Speeds:
+def measure(
+    collectives: Collectives, gemm: TorchGemm, like: torch.Tensor, repeats: int = 3, known: Speeds | None = None
+) -> Speeds:
     """Time small and large collectives over every axis, products, and both at once; on all ranks together.
 
     Of sizes that tell something on this kind of device (`ndtp.compute.devices`), by what multiplies here.
 
     Args:
         like: a tensor of the dtype and device that count.
+        known: measured with another dtype, or on a grid of which this is a refinement: links are not measured twice.
     """
     figures, probe = kind_of(like.device.type), Probe(collectives, like, repeats)
     side, device, axes = figures.probe_side, like.device, probe.axes
-    elements, seconds, slowest = figures.probe_bytes // like.element_size(), probe.seconds, probe.slowest
-    found = probe.links(figures.probe_bytes)
+    seconds, slowest = probe.seconds, probe.slowest
+    latency, per_byte = ({}, {}) if known is None else (dict(known.latency), dict(known.per_byte))
+    new = [axis for axis in axes if (KINDS[0], axis) not in latency]
+    found = probe.links(figures.probe_bytes, axes=new)
     # Random: a chip that multiplies ones draws less power, and runs faster.  Not out of the user's own random numbers.
     generator = torch.Generator(device).manual_seed(0)
     big, tiny = (torch.randn(n, n, generator=generator, device=device).to(like.dtype) for n in (side, 16))
@@ -135,13 +245,14 @@ def measure(collectives: Collectives, gemm: TorchGemm, like: torch.Tensor, repea
     )
     launch, product = seconds(multiply_tiny), seconds(lambda: [multiply_big() for _ in range(4)]) / 4
     found = slowest([*found, product / (2.0 * side**3), launch])
-    keys = [(kind, axis) for axis in axes for kind in KINDS]
+    keys = [(kind, axis) for axis in new for kind in KINDS]
     links = len(keys)
-    latency = dict(zip(keys, found[: 2 * links : 2], strict=True))
-    per_byte = dict(zip(keys, found[1 : 2 * links : 2], strict=True))
+    latency |= zip(keys, found[: 2 * links : 2], strict=True)
+    per_byte |= zip(keys, found[1 : 2 * links : 2], strict=True)
     per_flop, launch = found[2 * links :]
-    if not axes:
-        return Speeds(latency, per_byte, per_flop, launch, 0.0)
+    if known is not None or not axes:
+        return Speeds(latency, per_byte, per_flop, launch, 0.0 if known is None else known.contention)
+    elements = probe.share(figures.probe_bytes, axes[-1])
 
     def together(num_gathers: int, num_products: int) -> float:
         def run() -> None:

@@ -303,7 +303,7 @@ class ProcessGrid:
 
     def chunks_chosen(self, plan: MatMulPlan) -> dict[int, tuple[int, str]]:
         """What `chunks="auto"` of a plan has come to here so far: rows -> the number of chunks, and why."""
-        return dict(self.step.chunks_chosen.get(plan, {}))
+        return self.step.chunks.of_plan(plan)
 
     def describe(self, axes: Sequence[str] = ()) -> str:
         """This rank and its coordinate, and the peers along `axes`: for errors."""

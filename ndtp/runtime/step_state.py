@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 from ndtp.collectives.recorder import Recording
+from ndtp.runtime.chunk_choices import ChunkChoices
 from ndtp.runtime.late_gradients import LateGradients
 from ndtp.runtime.partial_sums import PartialSums
 from ndtp.runtime.weight_prefetch import WeightPrefetch
-
-if TYPE_CHECKING:
-    from ndtp.algebra.matmul_plan import MatMulPlan
-    from ndtp.schedule.chunk_choice import Speeds
 
 
 class StepState:
@@ -27,9 +22,7 @@ class StepState:
         late: gradients on their way; grids that share process groups share them.
 
     Attributes:
-        speeds: measured where a number of chunks is first chosen.
-        chunk_choices: the numbers of chunks that were chosen, and why, by all that a choice depends on.
-        chunks_chosen: the same, by plan and number of rows.
+        chunks: the numbers of chunks that were chosen, and what they rest on.
         recording: who looks on, if anybody does.
     """
 
@@ -37,9 +30,7 @@ class StepState:
         self.prefetch, self.prefetch_backward = WeightPrefetch(is_forward=True), WeightPrefetch(is_forward=False)
         self.partial_sums = PartialSums()
         self.late = late
-        self.speeds: Speeds | None = None
-        self.chunk_choices: dict[tuple[object, ...], tuple[int, str]] = {}
-        self.chunks_chosen: WeakKeyDictionary[MatMulPlan, dict[int, tuple[int, str]]] = WeakKeyDictionary()
+        self.chunks = ChunkChoices()
         self.recording = Recording()
 
     @contextmanager

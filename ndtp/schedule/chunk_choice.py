@@ -18,6 +18,12 @@ from ndtp.schedule.tasks import RowChunks
 COUNTS = (1, 2, 3, 4, 6, 8)
 WORTHWHILE = 0.97  # of the time in one chunk: predictions are not better than that
 
+# Why one chunk is as good as any, whatever the speeds.
+NOTHING = "nothing is communicated"
+UNCUT = "its rows cannot be cut for all ranks alike"
+SMALL = "too little to measure anything for"
+SETTLED = frozenset((NOTHING, UNCUT, SMALL))
+
 
 @dataclass(frozen=True)
 class Speeds:
@@ -45,17 +51,51 @@ class Speeds:
     def crosses(self, axes: Any) -> bool:
         return False  # every collective in one queue: axes mostly share a rank's link
 
+    def to_json(self) -> dict[str, Any]:
+        links = {" ".join(key): [self.latency[key], self.per_byte[key]] for key in self.latency}
+        return {"links": links, "products": [self.per_flop, self.launch, self.contention]}
+
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any]) -> Speeds:
+        links = {(kind, axis): both for key, both in kept["links"].items() for kind, axis in [key.split(" ")]}
+        latency, per_byte = ({key: float(both[i]) for key, both in links.items()} for i in (0, 1))
+        return cls(latency, per_byte, *map(float, kept["products"]))
+
+
+def settled(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]]) -> str:
+    """Why one chunk it is, whatever the speeds; "" where it depends on them."""
+    if not any(plan.steps for plan in plans):
+        return NOTHING
+    return "" if len(_possible(plans, sizes)) > 1 else UNCUT
+
+
+def is_small(
+    plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], itemsize: int, least: tuple[int, int]
+) -> bool:
+    """Whether a rank multiplies or receives so little that overlap hides next to nothing, at any speeds.
+
+    Args:
+        least: multiply-adds of a forward, and bytes received in a forward and backward, that are worth a measurement.
+    """
+    products = sum(prod(plan.held_shape(plan.letters, size)) for plan, size in zip(plans, sizes, strict=True))
+    if products < least[0]:
+        return True
+    moved = (messages_of(plan, size, itemsize).values() for plan, size in zip(plans, sizes, strict=True))
+    return sum(received for moves in moved for move in moves for _, _, received in move) < least[1]
+
+
+def _possible(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]]) -> list[int]:
+    return [n for n in COUNTS if RowChunks.of(plans, sizes, n)[0].count == n]
+
 
 def choose(
     plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], itemsize: int, speeds: Speeds
 ) -> tuple[int, str]:
     """The best number of chunks of a forward and backward, and why; pure."""
-    possible = [n for n in COUNTS if RowChunks.of(plans, sizes, n)[0].count == n]
+    if why := settled(plans, sizes):
+        return 1, why
+    possible = _possible(plans, sizes)
     predicted = {n: seconds_of(plans, sizes, itemsize, speeds, n) for n in possible}
-    if not any(plan.steps for plan in plans):
-        return 1, "nothing is communicated"
-    if len(possible) == 1:
-        return 1, "its rows cannot be cut for all ranks alike"
     best = min(predicted, key=lambda n: predicted[n])
     if predicted[best] < WORTHWHILE * predicted[1]:
         return best, f"a step in {predicted[best] * 1e3:.3g} ms, in one chunk {predicted[1] * 1e3:.3g} ms (predicted)"

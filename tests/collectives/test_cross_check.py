@@ -82,7 +82,7 @@ def test_the_deviating_rank_is_named_on_all_ranks(ranks, how):
     word = {"shape": "(6, 2)", "dtype": "float64", "out": "C[M, N_y]", "grid": "x=4"}.get(how, "")
     word = {
         "activation": "; silu",
-        "chunks": "speeds are measured first",
+        "chunks": "chunks by nothing measured",
         "accumulate": "accumulating",
         "needs": "[True, True]",
     }.get(how, word)

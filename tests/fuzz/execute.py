@@ -110,8 +110,7 @@ def _dense(program: Program, is_exact: bool) -> Dense:
 def _parallel(program: Program) -> Parallel:
     meshes = [ndtp.ProcessGrid(grid, **dict(program.options)) for grid in program.all_grids]
     for mesh in meshes:  # not measured, which takes a second: "auto" cuts into many chunks
-        links = {(kind, axis): 1e-9 for kind in KINDS for axis in mesh.grid}
-        mesh.step.speeds = Speeds(dict.fromkeys(links, 0.0), links, 1e-9, 0.0, 0.0)
+        mesh.step.chunks.profile = _free_calls
     side = Parallel(program, meshes)
     register_module_hooks(side)
     for index, step in enumerate(program.steps):
@@ -121,6 +120,11 @@ def _parallel(program: Program) -> Parallel:
     if any(unit.compiled for unit in program.units):
         torch._dynamo.reset()
     return side
+
+
+def _free_calls(grid: ndtp.Grid, _: str) -> Speeds:
+    links = {(kind, axis): 1e-9 for kind in KINDS for axis in grid}
+    return Speeds(dict.fromkeys(links, 0.0), links, 1e-9, 0.0, 0.0)
 
 
 def mismatches(actual: Sequence[Record], expected: Sequence[Record], exact: Sequence[Record]) -> list[str]:

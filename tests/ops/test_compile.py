@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ndtp
 from ndtp import CommMeter, Grid, Layout, LayoutError, MatMulPlan, ProcessGrid
 from ndtp.algebra.schemes import block_layouts
+from ndtp.compute.devices import KINDS
 from ndtp.ops.products import mlp
 from ndtp.runtime import chunk_count
 from ndtp.testing import assert_equal, small_integers
@@ -200,15 +202,25 @@ def measured_while_compiling():
     block = with_integers(ndtp.nn.MLP(HIDDEN, INNER, "relu", mesh=mesh, scheme="1d-sp", chunks="auto"), mesh)
     x = shard_of(block.in_layout, (ROWS, HIDDEN), mesh, 1)
     traced, measure, seen = compiled(block), chunk_count.measure, []
+    cpu = replace(KINDS["cpu"], chunks_from=(0, 0), probe_bytes=2**12, probe_side=32, probe_gathers=1)
 
-    def noting(*arguments):
+    def noting(*arguments, **options):
         # gloo's threads inherit it, and then wait for the interpreter's lock: a deadlock, now and then.
         seen.append(torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher))
-        return measure(*arguments)
+        return measure(*arguments, **options)
 
-    with mock.patch.object(chunk_count, "measure", noting):
+    with (
+        mock.patch.dict(KINDS, cpu=cpu),
+        mock.patch.object(chunk_count, "shared_processors", return_value=0),
+        mock.patch.object(chunk_count, "measure", noting),
+    ):
+        with torch.no_grad():
+            inferred = traced(x)
+            assert not seen, "nobody waits for others while it compiles for inference"
+            assert_equal(inferred, block(x), "inference")
+            assert not seen, "compiled and eager code choose alike"
         traced(x)
-    assert mesh.step.speeds is not None and seen == [False], seen
+    assert seen == [False], seen
     assert_same_step(block, traced, x, list(block.parameters()), "auto")
 
 

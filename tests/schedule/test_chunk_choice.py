@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from ndtp import Grid
 from ndtp.algebra.schemes import block_layouts
-from ndtp.schedule.chunk_choice import COUNTS, Speeds, choose, messages_of, products_of, seconds_of
+from ndtp.schedule.chunk_choice import COUNTS, Speeds, choose, is_small, messages_of, products_of, seconds_of
 from ndtp.schedule.clocks import replayed
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
@@ -47,6 +49,21 @@ def test_more_chunks_where_calls_are_cheaper():
 def test_what_cannot_be_cut_or_is_not_sent():
     assert choose(*chain(rows=4), 4, speeds()) == (1, "its rows cannot be cut for all ranks alike")
     assert choose(*chain(Grid(z=1, x=1, y=1)), 4, speeds()) == (1, "nothing is communicated")
+
+
+def test_what_is_small():
+    """By products and by bytes, on each rank; exactly at the least it is not."""
+    plans, sizes = chain()
+    products = 2 * ROWS * HIDDEN * INNER // 8
+    volumes = [plan.volume((size["m"], size["k"], size["n"])) for plan, size in zip(plans, sizes, strict=True)]
+    moved = sum(volume.in_bytes(4).total for volume in volumes)
+    small = {least: is_small(plans, sizes, 4, least) for d in (0, 1) for least in ((products + d, 0), (0, moved + d))}
+    assert list(small.values()) == [False, False, True, True]
+
+
+def test_speeds_are_kept_as_json():
+    kept = speeds(contention=0.25)
+    assert Speeds.from_json(json.loads(json.dumps(kept.to_json()))) == kept
 
 
 @pytest.mark.parametrize("regather", [(), ("a", "b")], ids=str)

@@ -1,0 +1,102 @@
+"""What `chunks="auto"` has come to on a process grid, and what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ndtp.schedule.chunk_choice import SETTLED, Speeds
+
+if TYPE_CHECKING:
+    from ndtp.algebra.grid import Grid
+    from ndtp.algebra.matmul_plan import MatMulPlan
+
+Choice = tuple[int, str]  # the number of chunks, and why
+MOST = 1024  # numbers of rows may differ from step to step
+SHOWN = 2
+
+
+class ChunkChoices:
+    """The same on every rank, since speeds are those of the slowest one, and all that is given is given to all.
+
+    Attributes:
+        measured: speeds by grid and dtype; a grid and its refinements share what they have in common.
+        profile: (grid, dtype) -> the speeds by which to choose instead, or None where it does not know.
+        crowd: how many processors the ranks share with nobody to spare; 0: others, or None: not known yet.
+    """
+
+    def __init__(self) -> None:
+        self.measured: dict[tuple[str, str], Speeds] = {}
+        self.profile: Callable[[Grid, str], Speeds | None] | None = None
+        self.crowd: int | None = None
+        self._kept: dict[tuple[str, str], Speeds] = {}
+        self._made: dict[str, Choice] = {}
+        self._of_plan: WeakKeyDictionary[MatMulPlan, dict[int, Choice]] = WeakKeyDictionary()
+
+    @property
+    def standing(self) -> str:
+        """What the next choice rests on, in words."""
+        given = "a profile" if self.profile else "a checkpoint" if self._kept else ""
+        by = given or ("speeds measured" if self.measured else "nothing measured")
+        return by + ", deterministic" * torch.are_deterministic_algorithms_enabled()
+
+    def given(self, grid: Grid, dtype: str) -> Speeds | None:
+        """Speeds that a profile or a checkpoint knows."""
+        speeds = None if self.profile is None else self.profile(grid, dtype)
+        return speeds or self._kept.get((str(grid), dtype))
+
+    def find(self, key: str, trains: bool) -> Choice | None:
+        """What was chosen; without gradients, else what was chosen with them."""
+        return self._made.get(key) if trains else self._made.get(f"{key}, forward") or self._made.get(key)
+
+    def add(self, key: str, trains: bool, plans: Sequence[MatMulPlan], rows: int, choice: Choice) -> None:
+        _put(self._made, key if trains else f"{key}, forward", choice)
+        for plan in plans:
+            found = self._of_plan.setdefault(plan, {})
+            if trains or rows not in found:
+                _put(found, rows, choice)
+
+    def of_plan(self, plan: MatMulPlan) -> dict[int, Choice]:
+        """Rows -> what was chosen."""
+        return dict(self._of_plan.get(plan, {}))
+
+    def by_name(self) -> dict[str, str]:
+        """Name of a product -> what was chosen by speeds, in words."""
+        every = ((plan.name, in_words(found, by_speeds=True)) for plan, found in sorted_by_name(self._of_plan))
+        return {name: text for name, text in every if text}
+
+    def to_json(self) -> dict[str, Any]:
+        """What makes another run choose the same, on the same grid."""
+        speeds = self.measured | self._kept
+        return {
+            "speeds": [[*key, each.to_json()] for key, each in speeds.items()],
+            "made": {key: list(choice) for key, choice in self._made.items() if choice[1] not in SETTLED},
+        }
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """What was chosen here before stays: programs and compiled code are bound to it."""
+        self._kept |= {(grid, dtype): Speeds.from_json(each) for grid, dtype, each in kept["speeds"]}
+        for key, (count, why) in kept["made"].items():
+            self._made.setdefault(str(key), (int(count), str(why)))
+
+
+def in_words(found: Mapping[int, Choice], by_speeds: bool = False) -> str:
+    """`4 chunks of 4096 rows: why`, of the last numbers of rows."""
+    chosen = [(rows, *choice) for rows, choice in found.items() if not by_speeds or choice[1] not in SETTLED]
+    more = [f"and {len(chosen) - SHOWN} other numbers of rows"] if len(chosen) > SHOWN else []
+    texts = [f"{count} chunk{'s' * (count > 1)} of {rows} rows: {why}" for rows, count, why in chosen[-SHOWN:]]
+    return "; ".join(texts + more)
+
+
+def sorted_by_name(found: Mapping[MatMulPlan, Any]) -> list[tuple[MatMulPlan, Any]]:
+    return sorted(found.items(), key=lambda item: item[0].name)
+
+
+def _put(table: dict[Any, Choice], key: Any, choice: Choice) -> None:
+    table.pop(key, None)
+    table[key] = choice
+    if len(table) > MOST:
+        del table[next(iter(table))]
