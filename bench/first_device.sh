@@ -78,6 +78,7 @@ step info 60 "${ours[@]}" info --json "$out/info.json"
 tests tests_kernels 200 tests/kernels/test_parts.py
 tests tests_on_device 200 tests/kernels/test_on_device.py
 step gemm_quick 240 "$python" bench/gemm.py --plain --fused --block --quick --seconds 200 --out "$out/gemm_quick.json"
+step grouped_gemm 260 "$python" bench/grouped_gemm.py --seconds 220 --out "$out/grouped_gemm.json"
 tests tests_cuda 400 tests/test_cuda.py
 tests graphs 200 tests/test_cuda.py -k captured
 tests tests_symmetric 200 tests/collectives/test_symmetric.py tests/collectives/test_recorder.py

@@ -26,7 +26,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,7 +37,7 @@ from torch import Tensor
 
 import ndtp
 from ndtp.compute import grouped
-from ndtp.compute.grouped import grouped_product
+from ndtp.compute.grouped import Groups, grouped_product
 
 
 class Summed(torch.autograd.Function):
@@ -90,13 +90,13 @@ def paced(gflops: float) -> Iterator[list[float]]:
         naps.append(flops / (gflops * 1e9))
         time.sleep(naps[-1])
 
-    def multiplied(x: Tensor, b: Tensor, sizes: Sequence[int]) -> Tensor:
+    def multiplied(x: Tensor, b: Tensor, groups: Groups) -> Tensor:
         nap(2.0 * x.shape[0] * b.shape[1] * b.shape[2])
         return x.new_zeros(x.shape[0], b.shape[2])
 
-    def outer(grad: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor:
+    def outer(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
         nap(2.0 * x.shape[0] * x.shape[1] * grad.shape[1])
-        return x.new_zeros(len(sizes), grad.shape[1], x.shape[1])
+        return x.new_zeros(len(groups.sizes), grad.shape[1], x.shape[1])
 
     with mock.patch.multiple(grouped, multiplied=multiplied, outer=outer):
         yield naps

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ndtp import dtypes
 from ndtp.compute.epilogues import KernelEpilogues, TorchEpilogues
+from ndtp.compute.grouped import KernelGrouped, TorchGrouped
 
 LOW_PRECISION = tuple(getattr(torch, name) for name in dtypes.LOW_PRECISION)
 Letters = tuple[str | None, ...]
@@ -25,8 +26,8 @@ Shape = tuple[int, ...]
 Product = Callable[..., Tensor]
 
 
-class TorchGemm(TorchEpilogues):
-    """Products by torch; what follows them by `ndtp.compute.epilogues`.
+class TorchGemm(TorchEpilogues, TorchGrouped):
+    """Products by torch; what follows them by `ndtp.compute.epilogues`, those of experts by `ndtp.compute.grouped`.
 
     Attributes:
         own_part_from: see `ndtp.compute.devices.DeviceKind`, whose it is by default.
@@ -146,7 +147,7 @@ class TorchGemm(TorchEpilogues):
         return out
 
 
-class KernelGemm(KernelEpilogues, TorchGemm):
+class KernelGemm(KernelEpilogues, KernelGrouped, TorchGemm):
     """Products by `ndtp_kernels.gemm`: Triton on a GPU, torch where a kernel cannot run.
 
     Args:

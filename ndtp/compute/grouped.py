@@ -3,26 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from ndtp_kernels import Options
+
 ALIGNMENT = 16  # bytes, of the rows of operands: what torch's grouped product asks for
 
 
-def grouped_product(x: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
+@dataclass(frozen=True)
+class Groups:
+    """How many rows each expert has, and on a device where each one's begin."""
+
+    sizes: tuple[int, ...]
+    device: torch.device
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """int32 [experts + 1], made once for all products of a step."""
+        # From memory that is not pinned, a copy would hold the host until all before it is done.
+        pinned = self.device.type == "cuda"
+        starts = torch.tensor(list(accumulate(self.sizes, initial=0)), dtype=torch.int32, pin_memory=pinned)
+        return starts.to(self.device, non_blocking=pinned)
+
+    def of(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Each expert's rows."""
+        return rows.split(list(self.sizes))
+
+
+def grouped_product(x: Tensor, weights: Tensor, groups: Groups | Sequence[int], gemm: Any = None) -> Tensor:
     """`y[i] = x[i] W_e^T` for the rows i of each expert e.
 
         x        [sum(sizes), K]     rows sorted by expert
         weights  [experts, N, K]
         returns  [sum(sizes), N]
 
-    torch's grouped product where a device has it (bf16 on a GPU), else a loop over experts.  The weight of an expert
-    without rows has a gradient of zeros.
+    The weight of an expert without rows has a gradient of zeros.
+
+    Args:
+        groups: or the sizes alone, of rows on the device of x.
+        gemm: what multiplies, of `ndtp.compute.gemm`; default: torch.
     """
-    result: Tensor = _Grouped.apply(x, weights, tuple(sizes))  # type: ignore[no-untyped-call]
+    if not isinstance(groups, Groups):
+        groups = Groups(tuple(groups), x.device)
+    by = TorchGrouped() if gemm is None else gemm
+    result: Tensor = _Grouped.apply(x, weights, groups, by)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -33,44 +64,83 @@ def tally(x: Tensor, values: int) -> Tensor:
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, groups: Groups, gemm: TorchGrouped) -> Tensor:
         ctx.save_for_backward(x, weights)
-        ctx.sizes = sizes
-        return multiplied(x, weights.mT, sizes)
+        ctx.groups, ctx.gemm = groups, gemm
+        return gemm.grouped(x, weights.mT, groups)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weights = ctx.saved_tensors
-        wants_x, wants_weights, _ = ctx.needs_input_grad
+        wants_x, wants_weights, *_ = ctx.needs_input_grad
         grad = grad.contiguous()
         return (
-            multiplied(grad, weights, ctx.sizes) if wants_x else None,
-            outer(grad, x, ctx.sizes) if wants_weights else None,
+            ctx.gemm.grouped(grad, weights, ctx.groups) if wants_x else None,
+            ctx.gemm.grouped_outer(grad, x, ctx.groups) if wants_weights else None,
+            None,
             None,
         )
 
 
-def multiplied(x: Tensor, b: Tensor, sizes: Sequence[int]) -> Tensor:
+class TorchGrouped:
+    """torch's grouped product where a device has it (bf16 on a GPU), else a loop over experts."""
+
+    def grouped(self, x: Tensor, b: Tensor, groups: Groups) -> Tensor:
+        """[rows, K] . [experts, K, N] -> [rows, N]"""
+        return multiplied(x, b, groups)
+
+    def grouped_outer(self, grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
+        """[rows, N], [rows, K] -> [experts, N, K]: `grad^T x` of each expert's rows; zeros where it has none."""
+        return outer(grad, x, groups)
+
+
+class KernelGrouped(TorchGrouped):
+    """`ndtp_kernels.grouped_gemm`: of its kernel and torch's grouped product what its table, or its model, prefers.
+
+    Which is faster was not measured.  On CPUs a loop over experts, as without kernels.
+    """
+
+    options: Options
+
+    def _takes(self, x: Tensor) -> bool:
+        return x.dtype is not torch.float64 and (x.is_cuda or self.options.backend != "auto")
+
+    def grouped(self, x: Tensor, b: Tensor, groups: Groups) -> Tensor:
+        import ndtp_kernels
+
+        if not self._takes(x):
+            return super().grouped(x, b, groups)
+        return ndtp_kernels.grouped_gemm(x, b, groups.offsets, sizes=groups.sizes, options=self.options)
+
+    def grouped_outer(self, grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
+        import ndtp_kernels
+
+        if not self._takes(x):
+            return super().grouped_outer(grad, x, groups)
+        return ndtp_kernels.grouped_wgrad(grad, x, groups.offsets, sizes=groups.sizes, options=self.options)
+
+
+def multiplied(x: Tensor, b: Tensor, groups: Groups) -> Tensor:
     """[rows, K] . [experts, K, N] -> [rows, N]"""
     if _fused(x, b):
-        return torch._grouped_mm(x, b, offs=_ends(sizes, x.device))
+        return torch._grouped_mm(x, b, offs=groups.offsets[1:])
     result = x.new_empty((x.shape[0], b.shape[2]))
-    for rows, one, out in zip(x.split(list(sizes)), b.unbind(), result.split(list(sizes)), strict=True):
+    for rows, one, out in zip(groups.of(x), b.unbind(), groups.of(result), strict=True):
         if rows.shape[0]:
             torch.mm(rows, one, out=out)
     return result
 
 
-def outer(grad: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """[rows, N], [rows, K] -> [experts, N, K]: `grad^T x` of each expert's rows; zeros where it has none."""
+def outer(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
+    """[rows, N], [rows, K] -> [experts, N, K]"""
     if _fused(grad, x):
-        result = torch._grouped_mm(grad.mT, x, offs=_ends(sizes, x.device))
-        for out, size in zip(result.unbind(), sizes, strict=True):
+        result = torch._grouped_mm(grad.mT, x, offs=groups.offsets[1:])
+        for out, size in zip(result.unbind(), groups.sizes, strict=True):
             if not size:
                 out.zero_()  # a product over nothing: nobody promises what is in it
         return result
-    result = x.new_empty((len(sizes), grad.shape[1], x.shape[1]))
-    for of_grad, rows, out in zip(grad.split(list(sizes)), x.split(list(sizes)), result.unbind(), strict=True):
+    result = x.new_empty((len(groups.sizes), grad.shape[1], x.shape[1]))
+    for of_grad, rows, out in zip(groups.of(grad), groups.of(x), result.unbind(), strict=True):
         if rows.shape[0]:
             torch.mm(of_grad.mT, rows, out=out)
         else:
@@ -79,9 +149,6 @@ def outer(grad: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _fused(a: Tensor, b: Tensor) -> bool:
-    aligned = all(x.shape[-1] * x.element_size() % ALIGNMENT == 0 for x in (a, b, b.mT))
+    strides = (a.shape[-1], *b.shape[-1 if b.dim() == 2 else -2 :])  # how many rows there are does not matter
+    aligned = all(stride * a.element_size() % ALIGNMENT == 0 for stride in strides)
     return a.is_cuda and a.dtype == torch.bfloat16 and aligned and a.shape[0] > 0
-
-
-def _ends(sizes: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)

@@ -16,7 +16,7 @@ from ndtp.algebra.row_flow import Moves, RowFlow, RowMove, Way, sorting_index
 from ndtp.algebra.steps import Step
 from ndtp.collectives.rows_exchange import start_rows
 from ndtp.compute.activations import activation_named
-from ndtp.compute.grouped import grouped_product
+from ndtp.compute.grouped import Groups, grouped_product
 from ndtp.ops.moving import moved, refuse_second, taken
 
 if TYPE_CHECKING:
@@ -65,11 +65,12 @@ def experts(
         order = None if flow.is_sorted else _Sorting(flow, rows[i].device)
         x = _along(_finish(there[i]), entering, mesh, plan.up.name)
         x = x if order is None else _Sorted.apply(x, order, False)  # type: ignore[no-untyped-call]
-        h = grouped_product(x, up, flow.sizes)
+        groups = Groups(flow.sizes, x.device)
+        h = grouped_product(x, up, groups, mesh.gemm)
         if gated and plan.moves_features:  # a split of features keeps gate and up together where they take turns
             h = h.unflatten(1, (2, -1)).mT.flatten(1)
         h = _activated(_along(h, leaving, mesh, plan.up.name), activation, gated, plan.moves_features)
-        y = grouped_product(_along(h, again, mesh, plan.down.name), down, flow.sizes)
+        y = grouped_product(_along(h, again, mesh, plan.down.name), down, groups, mesh.gemm)
         y = y if order is None else _Sorted.apply(y, order, True)  # type: ignore[no-untyped-call]
         back.append(_start(_along(y, out, mesh, plan.down.name), flow.combine, mesh, name, _part(i, flows)))
     return [_finish(trip) for trip in back]

@@ -1,25 +1,45 @@
-"""Products of experts: torch's grouped product, which GPUs take, against the loop; torch has it on CPUs, too."""
+"""Products of experts: torch's grouped product and the kernels' interface, which GPUs take, against the loop."""
 
 from unittest import mock
 
+import pytest
 import torch
 
+import ndtp
+from ndtp import Grid
 from ndtp.compute import grouped
-from ndtp.compute.grouped import grouped_product, tally
+from ndtp.compute.gemm import KernelGemm, TorchGemm
+from ndtp.compute.grouped import Groups, grouped_product, tally
 
 
-def test_the_fused_product_is_the_loop():
+@pytest.mark.filterwarnings("ignore::ndtp_kernels.errors.KernelFallback")
+def test_the_fused_product_and_the_kernels_are_the_loop():
+    """`backend="triton"` goes through `ndtp_kernels`, which has torch here; in the interpreter: tests/kernels."""
     generator = torch.Generator().manual_seed(0)
     sizes = [3, 0, 5, 2]
     x, w, grad = (torch.randn(size, generator=generator).bfloat16() for size in ((10, 16), (4, 24, 16), (10, 24)))
     results = []
-    for fused in (False, True):
+    for fused, gemm in ((False, None), (True, None), (False, KernelGemm(backend="triton")), (False, KernelGemm())):
         rows, weights = x.clone().requires_grad_(), w.clone().requires_grad_()
         with mock.patch.object(grouped, "_fused", lambda *_, fused=fused: fused):
-            y = grouped_product(rows, weights, sizes)
+            y = grouped_product(rows, weights, sizes, gemm)
             y.backward(grad)
         results.append((y.detach(), rows.grad, weights.grad))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
-    assert not results[1][2][1].any()  # an expert without rows
+    for one, *others in zip(*results, strict=True):
+        for other in others:
+            torch.testing.assert_close(one, other)
+    assert not any(found[2][1].any() for found in results)  # an expert without rows
     assert tally(torch.tensor([2, 0, 2]), 4).tolist() == [1, 0, 2, 0]
+    assert Groups((3, 0, 5), x.device).offsets.tolist() == [0, 3, 3, 8]
+
+
+def test_a_layer_multiplies_by_what_its_grid_says():
+    """Six products of experts in a step, all of them by the grid's."""
+    for name, of in (("torch", TorchGemm), ("kernels", KernelGemm)):
+        moe = ndtp.nn.MoE(8, 16, 2, mesh=ndtp.ProcessGrid(Grid(x=1), gemm=name), seed=0)
+        with (
+            mock.patch.object(of, "grouped", autospec=True, side_effect=of.grouped) as rows,
+            mock.patch.object(of, "grouped_outer", autospec=True, side_effect=of.grouped_outer) as weights,
+        ):
+            moe(torch.randn(4, 8, requires_grad=True)).sum().backward()
+        assert (rows.call_count, weights.call_count) == (4, 2)

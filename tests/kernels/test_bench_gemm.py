@@ -20,6 +20,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 import gemm as bench  # noqa: E402
 import gemm_contest as contest  # noqa: E402
+import grouped_gemm  # noqa: E402
 import tensor_core_counters  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -250,3 +251,19 @@ def test_the_persistent_rival_takes_the_fast_path():
     compiled = aot.compile_launch(launch, "sm_90")
     assert all(word in compiled.asm["ptx"] for word in ("wgmma.mma_async", "cp.async.bulk.tensor"))
     assert aot.numbers(compiled, "sm_90")[0]["spills"] == 0 and compiled.metadata.shared <= H200.shared_bytes
+
+
+@pytest.mark.filterwarnings("ignore::ndtp_kernels.errors.KernelFallback")
+def test_products_of_experts_are_compared(monkeypatch):
+    """All three, even and uneven; a kernel with wrong numbers is named and not timed."""
+    monkeypatch.setattr(grouped_gemm, "time_in_turns", lambda runs, rounds: [[1e-6] for _ in runs])
+    monkeypatch.setattr(grouped_gemm, "LAYERS", {"tiny": (4, 16, 24, 40)})
+    report = grouped_gemm.measure(CPU, H200, contest.Deadline.after(100))
+    rows = json.loads(json.dumps(report))["rows"]
+    assert not report["failed"] and not any(row["failed"] for row in rows)
+    assert [row["kind"] for row in rows] == [*grouped_gemm.KINDS] * 2 and all(sum(r["sizes"]) == 40 for r in rows)
+    assert rows[0]["sizes"] == [10] * 4 and 0 in rows[3]["sizes"]
+    assert all(row["against_loop"] == 1 and row["chosen"] in row["microseconds"] for row in rows)
+    monkeypatch.setattr(grouped_gemm, "grouped_gemm", lambda a, b, *_, **__: a.new_zeros(40, 24))
+    first = grouped_gemm.measure(CPU, H200, contest.Deadline.after(100))["rows"][0]
+    assert list(first["microseconds"]) == ["loop"] and all("wrong numbers" in why for why in first["failed"].values())

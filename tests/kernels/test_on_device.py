@@ -56,6 +56,46 @@ def test_a_block_is_captured():
     assert torch.equal(result, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [(768, 512), (328, 200), (50, 36)], ids=str)
+def test_products_of_experts(size, dtype):
+    """Every shipped configuration against a loop; two routings, of which the host is told nothing."""
+    n, k = size
+    chip = detect(torch.device("cuda", torch.cuda.current_device()))
+    routings = [(300, 0, 1, 129, 82), (0, 0, 512, 0, 0)]
+    a, b, grad = integers(512, k).to(dtype), integers(5, n, k).to(dtype), integers(512, n).to(dtype)
+    calls = {
+        "grouped": lambda how, offsets: kernels.grouped_gemm(a, b, offsets, transpose_b=True, **how),
+        "grouped_dgrad": lambda how, offsets: kernels.grouped_gemm(grad, b, offsets, **how),
+        "grouped_wgrad": lambda how, offsets: kernels.grouped_wgrad(grad, a, offsets, **how),
+    }
+    loops = {
+        "grouped": lambda sizes: torch.cat([x @ w.mT for x, w in zip(a.float().split(sizes), b.float(), strict=True)]),
+        "grouped_dgrad": lambda sizes: torch.cat(
+            [x @ w for x, w in zip(grad.float().split(sizes), b.float(), strict=True)]
+        ),
+        "grouped_wgrad": lambda sizes: torch.stack(
+            [y.mT @ x for y, x in zip(grad.float().split(sizes), a.float().split(sizes), strict=True)]
+        ),
+    }
+    tried = 0
+    for kind, call in calls.items():
+        problem = Problem(128, n, k, str(dtype).removeprefix("torch."), batch=5, kind=kind, tma=n % 8 == k % 8 == 0)
+        for config in (each for each in candidates(problem, chip, shipped_table()) if each.kernel != "torch"):
+            how = {"options": replace(OPTIONS, config=config), "out_dtype": torch.float32}
+            for sizes in routings:
+                offsets = torch.tensor([0, *sizes], dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
+                call(how, offsets)  # compiled, before nothing may wait for the device
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    got = call(how, offsets)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                assert torch.equal(got, loops[kind](list(sizes))), (kind, config, sizes)
+                tried += 1
+    assert tried >= 3 * len(routings)
+
+
 @pytest.mark.parametrize("transposes", [(False, True), (False, False), (True, False)], ids=str)
 @pytest.mark.parametrize("size", [(512, 768, 1024), (1000, 328, 200), (128, 128, 64)], ids=str)
 def test_kernels_in_gluon(size, transposes):
