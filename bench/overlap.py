@@ -1,12 +1,17 @@
-"""How much of the communication of a block is hidden: torch's tensor parallelism, ndtp plain, ndtp overlapped.
+"""How much of the communication of a block is hidden: torch's tensor parallelism, AxoNN-like layers, ndtp.
 
     python bench/slow_network.py --ranks 8 --rate 500mbit -- python bench/overlap.py --out bench/results/overlap.json
 
 Forward and backward of MatMul -> GELU -> MatMul on every grid of the ranks at hand, one grid after another, each
-interleaved with torch; median of the slowest rank.  Each rival is checked against the dense block first.  "compute" is
+interleaved with torch, and on 3D grids with layers that all-reduce activations and gather weights over z; median of the
+slowest rank.  `--blocks 4`: four residual ones.  Each rival is checked against the dense blocks first.  "compute" is
 the same step with collectives that move nothing, "communication" the same step with products that compute nothing,
 "busy" what all processors of the machine would need for the step if they never idled, the network's share included:
 ranks that share processors cannot be faster.  Wire bytes are read from the link's own counter, headers included.
+
+    python bench/slow_network.py --ranks 8 --rate 200mbit --timeout 3600 -- \
+        python bench/overlap.py --blocks 4 --grids 1d-sp:x=8 3d:z=2,x=2,y=2 3d:z=4,x=1,y=2 --rate 200mbit \
+        --out bench/results/overlap-blocks-200.json
 
     python bench/slow_network.py --ranks 8 --rate 200mbit --timeout 5400 -- \
         python bench/overlap.py --paced --rate 200mbit --out bench/results/paced.json
@@ -27,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -43,15 +48,26 @@ from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.direct_exchange import exchange
 from ndtp.compute.gemm import TorchGemm
 from ndtp.measure.rivals import wait_until_there
+from ndtp.measure.whole_activations import WholeBlocks3D
 
 # Where DTensor looks up its reduce-scatter, which torch 2.13 renamed.
 functional = torch.distributed._functional_collectives
 RENAMED = "reduce_scatter_single" if hasattr(functional, "reduce_scatter_single") else "reduce_scatter_tensor"
 TORCH = "torch sequence parallel"
 TORCH_WITH_OURS = "  with ndtp's reduce-scatter"
+WHOLE = "AxoNN-like 3D"
 PROCESSORS = Path("/proc/stat")
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 Step = Callable[[], None]
+
+
+class Sizes(NamedTuple):
+    tokens: int
+    hidden: int
+    inner: int
+    blocks: int
+
+
 Rows = dict[str, dict[str, float | None]]
 
 
@@ -89,28 +105,48 @@ class _Done:
         return self.result
 
 
-def dense_block(hidden: int, inner: int) -> nn.Sequential:
+class Blocks(nn.ModuleList):
+    """One block, or residual ones in a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = x + block(x) if len(self) > 1 else block(x)
+        return x
+
+
+def dense_blocks(sizes: Sizes) -> Blocks:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(hidden, inner), nn.GELU(), nn.Linear(inner, hidden))
+    wide, narrow = (sizes.hidden, sizes.inner), (sizes.inner, sizes.hidden)
+    return Blocks(nn.Sequential(nn.Linear(*wide), nn.GELU(), nn.Linear(*narrow)) for _ in range(sizes.blocks))
 
 
-def torch_sequence_parallel(tokens: int, hidden: int, inner: int) -> tuple[Step, Callable[[Tensor], Tensor]]:
-    """torch's ColwiseParallel and RowwiseParallel, activations split by tokens outside of the block."""
-    ranks = dist.get_world_size()
-    block = parallelize_module(
-        dense_block(hidden, inner),
-        init_device_mesh("cpu", (ranks,)),
-        {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))},
-    )
-    x = torch.randn(tokens // ranks, hidden, requires_grad=True)
-    grad = torch.randn(tokens // ranks, hidden)
+def torch_sequence_parallel(sizes: Sizes) -> tuple[Step, Callable[[Tensor], Tensor]]:
+    """torch's ColwiseParallel and RowwiseParallel, activations split by tokens outside of the blocks."""
+    ranks, model = dist.get_world_size(), dense_blocks(sizes)
+    styles = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
+    for block in model:
+        parallelize_module(block, init_device_mesh("cpu", (ranks,)), styles)
+    x = torch.randn(sizes.tokens // ranks, sizes.hidden, requires_grad=True)
+    grad = torch.randn_like(x)
 
     def step() -> None:
-        y = block(x)
+        y = model(x)
         y.backward(grad)
         wait_until_there(y, x.grad)
 
-    return step, lambda whole: block(whole.chunk(ranks)[dist.get_rank()])
+    return step, lambda whole: model(whole.chunk(ranks)[dist.get_rank()])
+
+
+def whole_activations(mesh: ndtp.ProcessGrid, sizes: Sizes) -> tuple[Step, Callable[[Tensor], Tensor], WholeBlocks3D]:
+    model = WholeBlocks3D([tuple(block) for block in dense_blocks(sizes)], mesh)
+    x = model.shard(torch.randn(sizes.tokens, sizes.hidden)).requires_grad_()
+    grad = torch.randn_like(x)
+
+    def step() -> None:
+        model(x).backward(grad)
+        model.finish()
+
+    return step, lambda whole: model(model.shard(whole)), model
 
 
 def reduce_scatter_by_all_to_all(x: Tensor, reduce_op: str, scatter_dim: int, group, tag: str = "") -> Tensor:
@@ -130,26 +166,26 @@ def ndtps_reduce_scatter() -> Iterator[None]:
         yield
 
 
-def ndtp_block(
-    mesh: ndtp.ProcessGrid, scheme: str, chunks: int | str, tokens: int, hidden: int, inner: int
-) -> tuple[Step, Callable[[Tensor], Tensor], ndtp.nn.MLP]:
-    dense = dense_block(hidden, inner)
-    mlp = ndtp.nn.MLP.from_dense(dense[0], dense[2], mesh=mesh, scheme=scheme, chunks=chunks)
-    x = torch.randn(mlp.in_layout.shard_shape((tokens, hidden)), requires_grad=True)
+def ndtp_blocks(
+    mesh: ndtp.ProcessGrid, scheme: str, chunks: int | str, sizes: Sizes
+) -> tuple[Step, Callable[[Tensor], Tensor], Blocks]:
+    how = {"mesh": mesh, "scheme": scheme, "chunks": chunks}
+    model = Blocks(ndtp.nn.MLP.from_dense(up, down, **how) for up, _, down in dense_blocks(sizes))
+    layout = model[0].in_layout
+    x = torch.randn(layout.shard_shape((sizes.tokens, sizes.hidden)), requires_grad=True)
     grad = torch.randn_like(x)
 
     def step() -> None:
-        mlp(x).backward(grad)
+        model(x).backward(grad)
 
-    return step, lambda whole: mlp(mlp.in_layout.shard(whole, mesh.rank)), mlp
+    return step, lambda whole: model(layout.shard(whole, mesh.rank)), model
 
 
-def check(forward: Callable[[Tensor], Tensor], mine: Callable[[Tensor], Tensor], sizes: tuple[int, int, int]) -> None:
-    """The rival's shard of the result is that of the dense block."""
-    tokens, hidden, inner = sizes
-    whole = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(1))
+def check(forward: Callable[[Tensor], Tensor], mine: Callable[[Tensor], Tensor], sizes: Sizes) -> None:
+    """The rival's shard of the result is that of the dense blocks."""
+    whole = torch.randn(sizes.tokens, sizes.hidden, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        torch.testing.assert_close(forward(whole), mine(dense_block(hidden, inner)(whole)), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(forward(whole), mine(dense_blocks(sizes)(whole)), rtol=1e-4, atol=1e-4)
 
 
 def timed(step: Step) -> float:
@@ -189,20 +225,24 @@ def busy_seconds(step: Step, repetitions: int) -> float | None:
     return (sum(spent) - idle) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1) / repetitions
 
 
-def alone(step: Step, mlp: ndtp.nn.MLP, repetitions: int) -> dict[str, float]:
+def alone(step: Step, model: Blocks, repetitions: int) -> dict[str, float]:
     """Medians of the step with collectives that move nothing, and with products that compute nothing."""
-    mesh = mlp.mesh
+    mesh = model[0].mesh
     collectives, mesh.collectives = mesh.collectives, NoCommunication(mesh.groups, mesh.ring, mesh.step.recording)
     try:
         compute = statistics.median(timed(step) for _ in range(repetitions))
     finally:
         mesh.collectives = collectives
     products, mesh.gemm = mesh.gemm, NoProducts()
-    activation, mlp.activation_name = mlp.activation_name, "identity"
+    activation = model[0].activation_name
+    for mlp in model:
+        mlp.activation_name = "identity"
     try:
         communication = statistics.median(timed(step) for _ in range(repetitions))
     finally:
-        mesh.gemm, mlp.activation_name = products, activation
+        mesh.gemm = products
+        for mlp in model:
+            mlp.activation_name = activation
     return {"compute": compute, "communication": communication}
 
 
@@ -218,8 +258,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--paced", action="store_true", help="local work is a clock's: schedules and nothing else")
     parser.add_argument("--balances", type=float, nargs="*", default=[1.0, 0.5, 2.0], help="with --paced")
-    parser.add_argument("--blocks", type=int, nargs="*", default=[1, 4], help="with --paced: residual ones in a row")
+    parser.add_argument("--blocks", type=int, nargs="*", help="residual ones in a row; default: 1, with --paced 1 4")
     arguments = parser.parse_args()
+    arguments.blocks = arguments.blocks or ([1, 4] if arguments.paced else [1])
     _store, rank, ranks = next(dist.rendezvous("env://"))  # whoever serves it, torchrun or rank 0, serves all grids
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if arguments.paced:
@@ -229,6 +270,7 @@ def main() -> None:
         return
     cases = dict.fromkeys(arguments.grids or [f"1d-sp:x={ranks}", *(f"3d:{named(g)}" for g in ndtp.Grid.all(ranks))])
     found: dict[str, Rows] = {}
+    cases = [f"{case} in {count} blocks" if count > 1 else case for count in arguments.blocks for case in cases]
     for i, case in enumerate(cases):
         found[case] = in_a_process_of_its_own(case, arguments, measured)
         if rank == 0:
@@ -260,35 +302,41 @@ def measured(case: str, arguments: argparse.Namespace) -> Rows:
     torch.set_num_threads(1)
     store, rank, ranks = next(dist.rendezvous("env://"))
     dist.init_process_group("gloo", store=dist.PrefixStore(case, store), rank=rank, world_size=ranks)
-    sizes = arguments.tokens, arguments.hidden, arguments.inner
-    torch_step, forward = torch_sequence_parallel(*sizes)
+    named_grid, _, count = case.removesuffix(" blocks").partition(" in ")
+    sizes = Sizes(arguments.tokens, arguments.hidden, arguments.inner, int(count or 1))
+    torch_step, forward = torch_sequence_parallel(sizes)
     steps = {TORCH: torch_step, TORCH_WITH_OURS: ndtps_reduce_scatter()(torch_step)}
     for around in (contextlib.nullcontext, ndtps_reduce_scatter):
         with around():
             check(forward, lambda y: y.chunk(ranks)[rank], sizes)
-    scheme, _, axes = case.partition(":")
+    scheme, _, axes = named_grid.partition(":")
     grid = grid_of(axes)
-    blocks: dict[str, ndtp.nn.MLP] = {}
+    if scheme == "3d":
+        steps[WHOLE], forward, whole = whole_activations(ndtp.ProcessGrid(grid), sizes)
+        check(forward, whole.shard, sizes)
+    models: dict[str, Blocks] = {}
     for kind, chunks in (("plain", 1), ("overlapped", arguments.chunks), ("auto", "auto")):
         name = f"{scheme} {grid}, {kind}"
         mesh = ndtp.ProcessGrid(grid)  # of its own: a grid gathers ahead what it expects to come next
-        steps[name], forward, mlp = ndtp_block(mesh, scheme, chunks, *sizes)
-        check(forward, lambda y, mlp=mlp: mlp.out_layout.shard(y, rank), sizes)
-        blocks[name] = mlp
+        steps[name], forward, model = ndtp_blocks(mesh, scheme, chunks, sizes)
+        check(forward, lambda y, layout=model[0].out_layout: layout.shard(y, rank), sizes)
+        models[name] = model
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(arguments.repetitions):
         for name, step in steps.items():
             times[name].append(timed(step))
-    base = statistics.median(times[TORCH])
+    base, whole_s = (statistics.median(times[name]) if name in times else None for name in (TORCH, WHOLE))
     rows: Rows = {}
     for name, step in steps.items():
         step_s = statistics.median(times[name])
         row: dict[str, float | None] = {"step_ms": step_s * 1e3, "speedup": base / step_s, "wire": wire_bytes(step)}
-        if (mlp := blocks.get(name)) is not None:
-            row["predicted"] = mlp.volume(arguments.tokens).in_bytes(4).total
-            plan = mlp.up.plan
-            row["chunks"] = mlp.mesh.chunks_chosen(plan)[arguments.tokens][0] if plan.chunks == "auto" else plan.chunks
-            parts = alone(step, mlp, 3)
+        if whole_s is not None:
+            row["speedup_over_whole"] = whole_s / step_s
+        if (model := models.get(name)) is not None:
+            row["predicted"] = sum(mlp.volume(arguments.tokens).in_bytes(4).total for mlp in model)
+            plan, mesh = model[0].up.plan, model[0].mesh
+            row["chunks"] = mesh.chunks_chosen(plan)[arguments.tokens][0] if plan.chunks == "auto" else plan.chunks
+            parts = alone(step, model, 3)
             exposed = max(0.0, step_s - parts["compute"])
             row |= {f"{part}_ms": value * 1e3 for part, value in parts.items()}
             row["hidden_fraction"] = max(0.0, 1 - exposed / parts["communication"]) if parts["communication"] else 1.0
@@ -306,15 +354,16 @@ def named(grid: ndtp.Grid) -> str:
 
 
 def report(grids: dict[str, Rows]) -> None:
-    heads = ("step", "compute", "comm.", "busy", "hidden", "speedup"), ("wire/predicted", "chunks")
+    heads = ("step", "compute", "comm.", "busy", "hidden", "speedup", "/ AxoNN"), ("wire/predicted", "chunks")
     print(" " * 34, *(f"{head:>{width}}" for width, group in zip((8, 15), heads, strict=True) for head in group))
     for name, row in (item for rows in grids.values() for item in rows.items()):
         wire = f"{row['wire'] / row['predicted']:.3f}" if row["wire"] and row.get("predicted") else "-"
         parts = [row.get(key) for key in ("compute_ms", "communication_ms", "busy_ms")]
         times = " ".join(f"{'-':>8}" if part is None else f"{part:8.0f}" for part in parts)
         hidden = f"{row['hidden_fraction']:8.0%}" if "hidden_fraction" in row else f"{'-':>8}"
-        chunks = row.get("chunks", "-")
-        print(f"{name:34} {row['step_ms']:8.0f} {times} {hidden} {row['speedup']:7.2f}x {wire:>15} {chunks:>15}")
+        chunks, whole = row.get("chunks", "-"), row.get("speedup_over_whole")
+        ratios = f"{row['speedup']:7.2f}x {'-' if whole is None else f'{whole:.2f}x':>8}"
+        print(f"{name:34} {row['step_ms']:8.0f} {times} {hidden} {ratios} {wire:>15} {chunks:>15}")
 
 
 def write(grids: dict[str, Rows], arguments: argparse.Namespace) -> None:

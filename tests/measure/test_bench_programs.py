@@ -69,7 +69,9 @@ def test_overlap_checks_every_rival_and_tells_the_parts(ranks, tmp_path):
     grids = ("--grids", "1d-sp:x=2", "3d:z=2,x=1,y=1")
     launch(ranks(2), BENCH / "overlap.py", *sizes, *grids)
     grids = json.loads(out.read_text())["grids"]
-    assert len(grids) == 2 and all(len(rows) == 5 for rows in grids.values()), "each with both rivals"
+    assert [len(rows) for rows in grids.values()] == [5, 6], (
+        "each with both of torch, the 3D grid with AxoNN-like layers"
+    )
     ours = [row for rows in grids.values() for row in rows.values() if "predicted" in row]
     assert len(ours) == 6, "on either grid: plain, overlapped, and in as many chunks as pay"
     assert all({"compute_ms", "communication_ms", "hidden_fraction", "predicted"} <= set(row) for row in ours)
