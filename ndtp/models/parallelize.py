@@ -18,6 +18,7 @@ from ndtp.models.belongings import Belongings, in_place_of
 from ndtp.models.boundary import Boundary, BoundaryLinear
 from ndtp.models.left_alone import why_left
 from ndtp.models.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unfit
+from ndtp.models.mixed_reads import name_reads
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.placing import stock_model
 from ndtp.models.plain_gradients import sum_plain_gradients_of
@@ -150,6 +151,7 @@ def parallelize(
     report.carried = theirs.bring(model, mesh)
     replaced = len(report.replaced) - sum(len(s.replaced) - s.linears for s in report.stacks)
     _reported(model, mesh, report, count, replaced, strict)
+    name_reads(model)
     not_replicated(model)
     report.plain = sum_plain_gradients_of(model, mesh, _axes_of_rows(model, report))
     return model

@@ -18,6 +18,7 @@ from ndtp.models.expert_layers import experts_role, place_experts
 from ndtp.models.fused_order import heads_in_order, rows_in_order
 from ndtp.models.head_loss import HeadSchedule, place_model
 from ndtp.models.left_alone import is_foreign, leave_alone, why_left
+from ndtp.models.mixed_reads import name_reads
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.of_heads import place_beside
 from ndtp.models.of_heads import reason_against as not_of_heads
@@ -98,6 +99,7 @@ class Split(Placing):
         self.known.let_go()
         if self.frame.head is not None and self.frame.fuse:
             place_model(self.stock, self.frame)
+        name_reads(self.stock)
         run_eagerly(self.stock)
         saved_whole(self.model)
         not_replicated(self.model)
@@ -280,7 +282,7 @@ class Split(Placing):
                 elif is_whole and not any(name == other or name.startswith(other + ".") for other in self.kept):
                     self.kept[name] = "it is no part of attention, an MLP, a norm or a vocabulary"
         for name, module in modules.items():
-            has_whole = any(isinstance(child, Replicated) for child in module.children())
+            has_whole = any(isinstance(part, Replicated) for part in module.modules())
             if has_whole and not isinstance(module, (Adopted, Replicated, AttentionModule)) and reads(module, *NAMES):
                 self.replicate(module, name, self.frame.outside.dims[0])
 

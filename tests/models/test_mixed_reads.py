@@ -1,0 +1,120 @@
+"""Model code that takes a layer's weight for a plain tensor: named, with a fix that works."""
+
+import ast
+import re
+import warnings
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import torch.nn.functional as F
+import transformers.modeling_layers
+import transformers.modeling_utils  # noqa: F401  # so that ranks are forked with it
+from architectures import as_dense, build
+from products import mesh_of
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaModel
+
+import ndtp
+from ndtp import Grid, LayoutError
+
+
+class MLPThatReads(LlamaMLP):
+    def forward(self, x):
+        gate = F.linear(x, self.gate_proj.weight)
+        return F.linear(self.act_fn(gate) * self.up_proj(x), self.down_proj.weight)
+
+
+class AttentionThatReads(LlamaAttention):
+    def forward(self, hidden_states, **others):
+        y, scores = super().forward(hidden_states, **others)
+        w = self.o_proj.weight.to(y.dtype)
+        return y + (torch.ones(1, len(w), dtype=y.dtype) @ w).sum(), scores
+
+
+class ModelThatReads(LlamaModel):
+    def forward(self, *args, **others):
+        out = super().forward(*args, **others)
+        assert self.layers[0].mlp.up_proj.weight.dtype == torch.float64  # which tells no numbers
+        out.last_hidden_state = out.last_hidden_state * self.norm.weight
+        return out
+
+
+READERS = {"model.layers.0.mlp": MLPThatReads, "model.layers.1.self_attn": AttentionThatReads, "model": ModelThatReads}
+
+
+def read_by(name, kind):
+    model = build("LlamaForCausalLM")
+    model.get_submodule(name).__class__ = kind
+    return model
+
+
+def check_models():
+    """What each is told, and that what it is told helps."""
+    mesh, ids = mesh_of(Grid(x=1, y=2)), torch.arange(24).view(4, 6)
+    told = {}
+    for name, kind in READERS.items():
+        dense, keep = read_by(name, kind), []
+        for _ in range(3):
+            model = ndtp.parallelize(read_by(name, kind), mesh, scheme="2d", keep=keep)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of what is gathered for a layer that is whole
+                try:
+                    loss = model(input_ids=ids, labels=ids).loss
+                    break
+                except LayoutError as error:
+                    told.setdefault(name, str(error))
+                    keep += ast.literal_eval(re.search(r"keep=(\[.*?\])", str(error))[1])
+        expected = dense(input_ids=ids, labels=ids).loss
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        expected.backward()
+        for (key, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+            grad = as_dense(mine.grad.full_tensor(), theirs)
+            torch.testing.assert_close(grad, theirs.grad, msg=lambda text, key=key: f"{key}: {text}")
+    return told
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class PairThatIsRead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pair = Pair()
+
+    def forward(self, x):
+        return F.linear(self.pair(x), self.pair.up.weight)
+
+
+def check_pairs():
+    torch.manual_seed(0)
+    model = ndtp.parallelize(PairThatIsRead(), mesh_of(Grid(x=2)), scheme="1d")
+    with pytest.raises(LayoutError) as error:
+        model(torch.randn(4, 8))
+    return str(error.value)
+
+
+def test_what_is_read_is_named_and_the_fix_helps(ranks):
+    told = ranks(2).run(check_models)[0]
+    line = r"on the grid, beside tensors that are not\n  at .*test_mixed_reads.py, line \d+\n"
+    for name, read in (
+        ("model.layers.0.mlp", r"MLPThatReads reads 'model.layers.0.mlp.gate_proj.weight' \(48, 32\), "),
+        ("model.layers.1.self_attn", r"AttentionThatReads reads 'model.layers.1.self_attn.o_proj.weight' \(32, 32\), "),
+        ("model", r"ModelThatReads reads 'model.norm.weight' \(32,\), "),
+    ):
+        assert re.search(read + line + r"  fix: call the layers; or keep=\['model\.", told[name]), told[name]
+
+
+def test_of_a_pair(ranks):
+    told = ranks(2).run(check_pairs)[0]
+    assert "PairThatIsRead reads 'pair.up.weight' (16, 8), on the grid" in told
+    assert told.endswith("fix: call the layers; or name the pairs that are to be replaced in plan=, without pair.up")
