@@ -89,7 +89,7 @@ def traffic(grid: Grid, steps: Sequence[Step], shape: Sequence[int], phase: str)
             yield Traffic(phase, step.kind, step.axes, amount)
 
 
-def lower_bound(m: int, n: int, k: int, ranks: int) -> float:
+def lower_bound(m: float, n: float, k: float, ranks: float) -> float:
     """Words that some rank must receive to multiply [m, k] by [k, n] on `ranks` ranks, one copy of each operand.
 
     Source: Al Daas, Ballard, Grigori, Kumar and Rouse, "Tight memory-independent parallel matrix multiplication

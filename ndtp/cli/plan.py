@@ -37,6 +37,11 @@ def plan(
     hidden: Annotated[int | None, typer.Option(help="Features outside of the block.")] = None,
     ffn: Annotated[int | None, typer.Option(help="Features inside of the block.")] = None,
     gated: Annotated[bool, typer.Option("--gated", help="An MLP with a gate beside its up projection.")] = False,
+    experts: Annotated[
+        int | None, typer.Option(help="So many MLPs of --ffn features, of which a token goes through --top-k.")
+    ] = None,
+    top_k: Annotated[int, typer.Option("--top-k", help="Experts of a token.")] = 2,
+    shared: Annotated[int, typer.Option(help="Features of an MLP beside experts, for every token.")] = 0,
     model: Annotated[
         str | None,
         typer.Option(
@@ -68,18 +73,22 @@ def plan(
 
     Example: ndtp plan --tokens 8192 --hidden 4096 --ffn 16384 --ranks 64 --hardware h100-ib
     """
-    from ndtp.planner.block_cost import AXES
+    from ndtp.planner.block_cost import AXES, EXPERT_AXES
     from ndtp.planner.hardware import Hardware
     from ndtp.planner.request import Request, check_arguments
     from ndtp.planner.search import search
 
-    sizes = _model(model, hidden, ffn, gated, layers)
-    check_arguments({"tokens": tokens}, {})
-    blocks = _blocks(tokens, hidden, ffn, gated) if sizes is None else sizes.blocks(tokens)
+    sizes = _model(model, hidden, ffn, gated or experts is not None, layers)
+    check_arguments({"tokens": tokens}, {"experts": experts})
+    if sizes is None:
+        blocks = _blocks(tokens, hidden, ffn, gated, (experts or 0, top_k, shared))
+    else:
+        blocks = sizes.blocks(tokens)
+    axes = EXPERT_AXES if any(block.experts for block in blocks) else AXES
     request = Request(
         blocks, ranks, Hardware.load(hardware), layers=layers if sizes is None and layers is not None else 1,
         objective=objective, dtype=SHORT.get(dtype, dtype), optimizer=optimizer, memory_limit_gib=memory_limit,
-        fixed=axis_sizes(" ".join(fix or []), "--fix", AXES), tp_within_node=tp_within_node, pad=not no_pad,
+        fixed=axis_sizes(" ".join(fix or []), "--fix", axes), tp_within_node=tp_within_node, pad=not no_pad,
         chunks=chunks,
     )  # fmt: skip
     plans = search(request)
@@ -102,7 +111,7 @@ def _model(
 
     if model is not None:
         if hidden is not None or ffn is not None or gated:
-            raise GridError("plan: --model gives --hidden, --ffn and --gated; leave them out")
+            raise GridError("plan: --model gives --hidden, --ffn, --gated and --experts; leave them out")
         sizes = read_config(model)
         if layers is None:
             return sizes
@@ -112,13 +121,15 @@ def _model(
     return None
 
 
-def _blocks(tokens: int, hidden: int | None, ffn: int | None, gated: bool) -> tuple[Block, ...]:
-    from ndtp.planner.block_cost import Block
+def _blocks(
+    tokens: int, hidden: int | None, ffn: int | None, gated: bool, of: tuple[int, int, int]
+) -> tuple[Block, ...]:
     from ndtp.planner.request import check_arguments
+    from ndtp.planner.search import mlp_or_experts
 
     assert hidden is not None and ffn is not None
     check_arguments({"hidden": hidden, "ffn": ffn}, {})
-    return (Block.mlp(tokens, hidden, ffn, gated),)
+    return tuple(mlp_or_experts(tokens, hidden, ffn, gated, *of))
 
 
 def _say_model(out: Any, sizes: ModelSizes) -> None:
@@ -127,9 +138,14 @@ def _say_model(out: Any, sizes: ModelSizes) -> None:
     for stack in sizes.stacks:
         heads = f"{stack.heads} heads" + (f" ({stack.kv_heads} of k and v)" if stack.kv_heads != stack.heads else "")
         mlp = f"{'gated ' if stack.gated else ''}MLP {stack.hidden} x {stack.ffn}"
+        if (of := stack.mixture) is not None:
+            shared = f", and {of.shared} for every token" * bool(of.shared)
+            some = f" in {of.layers} of them, else {mlp}" * (of.layers < stack.layers)
+            mlp = f"{of.count} experts {stack.hidden} x {of.ffn}, {of.top_k} a token{shared}{some}"
+        heads = "latent attention" if stack.latent else f"{heads} of {stack.head_size}"
         crosses = ", cross attention" if stack.crosses else ""
         name = "" if stack.name == "layers" else f" of the {stack.name}"
-        parts.append(f"{stack.layers} layers{name}: {heads} of {stack.head_size}{crosses}, {mlp}")
+        parts.append(f"{stack.layers} layers{name}: {heads}{crosses}, {mlp}")
     if sizes.vocabulary:
         head = "no head" if not sizes.head else "the head has its weight" if sizes.tied else "a head beside"
         parts.append(f"embedding {sizes.vocabulary} x {sizes.width}, {head}")
@@ -155,7 +171,7 @@ def _table(plans: list[GridPlan], count: int) -> Table:
         table.add_row(
             str(i),
             grid_text(each),
-            each.kind.replace("data parallel", "DP"),
+            each.kind.replace("data parallel", "DP").replace("expert parallel", "EP"),
             f"{mib:,.0f}" if 1e4 <= mib < 1e9 else f"{mib:,.4g}",
             f"{each.bound_ratio:.3g}",
             f"{each.step_ms:.4g}",
@@ -173,6 +189,8 @@ def grid_text(plan: GridPlan) -> str:
     """Axes of one rank say nothing."""
     axes = plan.grid.nontrivial(plan.grid.names)
     text = " ".join(f"{axis}={plan.grid[axis]}" for axis in axes) or "one rank"
+    folded = [axis for axis in plan.expert_axis or () if axis != "e"]
+    text += f" experts {' '.join(plan.expert_axis or ())}" * bool(folded)
     return text + (f" regather {''.join(plan.regather)}" if plan.regather else "")
 
 
@@ -188,8 +206,18 @@ def _say_best(out: Any, best: GridPlan, whole: bool) -> None:
     block = best.request.main
     extra = "".join(f", {name}={value!r}" for name, value in (("regather", best.regather), ("pad", best.pad)) if value)
     out.print(f"  mesh = ndtp.ProcessGrid(ndtp.Grid({grid}))", highlight=False, soft_wrap=True)
+    if best.expert_axis is not None:  # e, if the grid has it, need not be named
+        extra = f", expert_axis={best.expert_axis!r}" if best.expert_axis != ("e",) else ""
+    if best.expert_axis is not None and not whole:
+        experts = next(b for b in best.request.blocks if b.experts)
+        beside = next((f", shared={b.inner}" for b in best.request.blocks if not b.experts and b.inner), "")
+        call = f"{experts.hidden}, {experts.inner}, experts={experts.experts}, top_k={experts.top_k}{beside}"
+        call = f'ndtp.nn.MoE({call}, mesh=mesh, scheme="{best.scheme}"{extra})'
+        out.print(f"  layer = {call}", highlight=False, soft_wrap=True)
+        return
     if whole:  # which pads by itself
-        extra = f", regather={best.regather!r}" if best.regather else ""
+        extra = extra if best.expert_axis is not None else ""
+        extra += f", regather={best.regather!r}" if best.regather else ""
         call = f'ndtp.parallelize(model, mesh, scheme="{best.scheme}"{extra})'
         out.print(f"  model = {call}", highlight=False, soft_wrap=True)
         return
@@ -219,7 +247,7 @@ def _result(plans: list[GridPlan]) -> dict[str, Any]:
         "request": {
             "blocks": [
                 {"name": b.name, "tokens": b.tokens, "hidden": b.hidden, "outs": list(b.outs), "inner": b.inner,
-                 "times": b.times}
+                 "times": b.times, **({"experts": b.experts, "top_k": b.top_k} if b.experts else {})}
                 for b in request.blocks
             ],
             "ranks": request.ranks, "layers": request.layers, "dtype": request.dtype,

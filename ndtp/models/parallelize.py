@@ -67,7 +67,7 @@ def parallelize(
         plan: names instead of a search, with wildcards: `{"encoder.*.fc1": "up", "encoder.*.fc2": "down"}`, or layouts
             of one layer: `{"head": (in_layout, weight_layout, out_layout)}`, the last of which may be left out.  Rows
             that axes split in both activations and that split no weight stay split outside.
-            Or what `ndtp.plan` returns, which gives the scheme.
+            Or what `ndtp.plan` returns, which gives the scheme and the axes of experts.
         mesh: may be left out with scheme="auto", which then takes the best grid of all ranks; it is in
             `model.ndtp_report.mesh`.
         scheme, axes: as for `ndtp.nn.MLP`; "auto" takes the layouts by which a step on `mesh` takes least.
@@ -88,6 +88,7 @@ def parallelize(
     report, theirs = Report(), Belongings(model)
     count = sum(isinstance(m, (nn.Linear, BoundaryLinear)) or is_linear(m) for m in model.modules())
     if isinstance(plan, GridPlan):
+        expert_axis = plan.expert_axis if expert_axis is None else expert_axis
         scheme, regather, plan = plan.scheme, plan.regather, None
     earlier: Report | None = vars(stock_model(model) or model).get("ndtp_report")
     if earlier is not None and earlier.split is not None:

@@ -160,9 +160,9 @@ class Experts(Sharded):
         grads = (dgrad, self.up.requires_grad, self.down_proj.requires_grad)
         width = 1 + self.is_gated
         moved = sum((flow.volume(self.hidden, self.inner, width, grads) for flow in flows), Volume())
-        for parameter, plan in ((self.up, self.plan.up), (self.down_proj, self.plan.down)):
-            of = weight_plan(plan, parameter.dim())
-            moved += of.volume(parameter.shape, parameter.requires_grad, "wgrad")
+        for name, plan in ((self.up_name, self.plan.up), ("down_proj", self.plan.down)):
+            shape = self.lies[name].shape
+            moved += weight_plan(plan, len(shape)).volume(shape, getattr(self, name).requires_grad, "wgrad")
         return moved
 
     def counts_volume(self) -> Volume:

@@ -130,7 +130,8 @@ def combined(y: Tensor, order: Tensor, gates: Tensor) -> Tensor:
         gates: [tokens, top_k].
     """
     tokens, top_k = gates.shape
-    each = y.new_zeros(tokens * top_k, y.shape[1]).index_copy(0, order, y).view(tokens, top_k, -1)
+    each: Tensor = _Placed.apply(y, order, tokens * top_k)  # type: ignore[no-untyped-call]
+    each = each.view(tokens, top_k, -1)
     return (each * gates.to(y.dtype).unsqueeze(-1)).sum(1)
 
 
@@ -148,6 +149,20 @@ class _Dispatched(torch.autograd.Function):
         (order,), (tokens, features) = ctx.saved_tensors, ctx.shape
         each = grad.new_zeros(tokens * ctx.top_k, features).index_copy_(0, order, grad)
         return each.view(tokens, ctx.top_k, features).sum(1), None, None
+
+
+class _Placed(torch.autograd.Function):
+    """Rows at their places among zeros.  torch's `index_copy` would keep them from forward to backward, for nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, order: Tensor, places: int) -> Tensor:
+        ctx.save_for_backward(order)
+        return y.new_zeros(places, y.shape[1]).index_copy_(0, order, y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return grad.index_select(0, order), None, None
 
 
 # ----------------------------------------------------------------------------------------------- sent off, waited for

@@ -4,6 +4,10 @@ A block is two products with the first's result, or a part of it, entering the s
 projections around attention.  It lies as the 3D scheme says, of which 1D (x = z = 1), 2D (z = 1), FSDP (z alone) and
 data parallelism (dp alone) are special cases.  `MatMulPlan.volume` of the two plans gives the same numbers,
 one grid at a time.
+
+Experts are the same block with as many weights as there are experts, and `top_k` rows a token.  The axis e, and any of
+z, x and y besides, split the experts; the others are for each of them what they are for an MLP.  Routing is taken to
+be even, as `MoE.num_bytes` takes it where nothing else is said.
 """
 
 from __future__ import annotations
@@ -15,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from ndtp.algebra.grid import divisors
 from ndtp.algebra.volume import lower_bound
+from ndtp.planner.grids import AXES, EXPERT_AXES, FOLDED, Grids
 
-AXES = ("dp", "z", "x", "y")
+__all__ = ["AXES", "EXPERT_AXES", "Block", "Grids", "divides", "gemms", "memory", "messages", "num_bytes", "volume"]
 
 # Of a tensor's dims.  Costs are exact up to it, and their products far below what a float holds.
 LARGEST_SIZE = 10**15
@@ -39,6 +43,7 @@ class Block:
         key_heads, key_features: those of keys and values together. Where y divides the features of each but not their
             heads, these are gathered over y, for every rank to take those that its queries use.
         times: how often it is repeated in a layer.
+        experts: how many MLPs there are, of which a token goes through `top_k`, by a router; 0: one MLP, without.
     """
 
     tokens: int
@@ -52,6 +57,13 @@ class Block:
     looked_up: int = 0
     tied: bool = False
     times: int = 1
+    experts: int = 0
+    top_k: int = 1
+
+    @classmethod
+    def moe(cls, tokens: int, hidden: int, ffn: int, experts: int, top_k: int, gated: bool = True) -> Block:
+        outs = (ffn,) * (1 + gated)
+        return cls(tokens, hidden, outs, ffn, name="experts", experts=experts, top_k=top_k)
 
     @classmethod
     def mlp(cls, tokens: int, hidden: int, ffn: int, gated: bool = False) -> Block:
@@ -75,12 +87,19 @@ class Block:
     @property
     def bounds(self) -> tuple[tuple[int, int, int], ...]:
         """(M, K, N) of the products."""
-        both = (self.tokens, self.hidden, sum(self.outs)), (self.tokens, self.inner, self.hidden)
+        rows = self.tokens * self.top_k
+        both = (rows, self.hidden, sum(self.outs)), (rows, self.inner, self.hidden)
         return tuple(product for product in both if all(product))
 
     def lower_bound(self, ranks: int) -> float:
-        """Elements that a rank must receive in forward: the sum of the products' bounds."""
-        return self.times * sum(lower_bound(m, n, k, ranks) for m, k, n in self.bounds)
+        """Elements that a rank must receive in forward: the sum of the products' bounds.
+
+        Each expert is taken to have its part of the ranks, and the rows to be there: as many ranks need nothing.
+        """
+        count = self.experts or 1
+        if 1 < ranks <= count:
+            return 0.0
+        return self.times * sum(lower_bound(m / count, n, k, ranks / count) for m, k, n in self.bounds)
 
     @property
     def table(self) -> int:
@@ -90,45 +109,14 @@ class Block:
     @property
     def parameters(self) -> int:
         """Of one of its repetitions."""
-        return self.hidden * (sum(self.outs) + self.table + self.inner)
-
-
-@dataclass(frozen=True)
-class Grids:
-    """Sizes of the four axes of many grids: arrays of one shape (integers do as well)."""
-
-    dp: Any
-    z: Any
-    x: Any
-    y: Any
-
-    @property
-    def ranks(self) -> Any:
-        return self.dp * self.z * self.x * self.y
-
-    @classmethod
-    def all(cls, ranks: int) -> Grids:
-        """Every factorization of a number of ranks."""
-        below = {n: divisors(n) for n in divisors(ranks)}
-        sizes = [
-            (dp, z, x, ranks // (dp * z * x))
-            for dp in below[ranks]
-            for z in below[ranks // dp]
-            for x in below[ranks // (dp * z)]
-        ]
-        return cls(*np.array(sizes, dtype=np.int64).T)
-
-    def take(self, index: Any) -> Grids:
-        return Grids(*(getattr(self, axis)[index] for axis in AXES))
-
-    def unbounded(self) -> Grids:
-        """The same as Python's integers, which do not overflow, and take ten times as long."""
-        return Grids(*(getattr(self, axis).astype(object) for axis in AXES))
+        return self.hidden * ((sum(self.outs) + self.inner) * (self.experts or 1) + self.table + self.experts)
 
 
 def divides(block: Block, g: Grids, pad: bool) -> Any:
-    """Which grids a block fits on.  Heads are never padded; sizes are where `pad` says so."""
+    """Which grids a block fits on.  Heads and experts are never padded; sizes are where `pad` says so."""
     fits = np.ones(np.shape(g.ranks), dtype=bool)
+    if block.experts:
+        fits &= block.experts % g.over(block.experts) == 0
     for size in block.heads:
         fits &= size % g.y == 0
     if block.key_heads:
@@ -154,7 +142,7 @@ def row_multiple(g: Grids) -> Any:
     """What the rows must be a multiple of, for every split of them to divide."""
     # numpy would make 64 bits of Python's integers, which what is multiplied by this may outgrow.
     lcm = math.lcm(g.x, g.y) if isinstance(g.x, int) else np.lcm(g.x, g.y)
-    return g.dp * g.z * lcm
+    return g.dp * g.e * g.z * lcm
 
 
 def padded(block: Block, g: Grids) -> Sizes:
@@ -163,30 +151,47 @@ def padded(block: Block, g: Grids) -> Sizes:
     def to(size: int, multiple: Any) -> Any:
         return -(-size // multiple) * multiple
 
-    inner = to(block.inner, g.y * g.z)
-    up = sum((inner if size == block.inner else to(size, g.y)) for size in block.outs)
-    return Sizes(to(block.tokens, row_multiple(g)), to(block.hidden, g.x * g.z), inner, up)
+    i, rows = g.inside(block.experts), row_multiple(g)
+    if block.experts:  # where x splits experts, it splits rows beside y
+        rows = rows + (g.ranks - rows) * (g.fold >> FOLDED["x"] & 1)
+    inner = to(block.inner, i.y * i.z)
+    up = sum((inner if size == block.inner else to(size, i.y)) for size in block.outs)
+    return Sizes(to(block.tokens, rows), to(block.hidden, g.x * g.z), inner, up)
 
 
 @dataclass(frozen=True)
 class Message:
-    """One collective of a step: elements received per rank, for each grid."""
+    """One collective of a step: elements received per rank, for each grid.
+
+    Attributes:
+        axis: one, or a set of them: see `Grids.splits`.
+        kind: "wide": in fp32 at least; "counts": four bytes each.
+    """
 
     phase: str
     tensor: str
     collective: str
     axis: str
     elements: Any
+    kind: str = ""
+
+    def num_bytes(self, itemsize: int) -> Any:
+        return self.elements * {"": itemsize, "wide": max(4, itemsize), "counts": 4}[self.kind]
 
 
 def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -> Iterator[Message]:
     """Every collective of a forward and backward.  `regather_*` is 1 where backward gathers the operand again."""
-    s, ranks = padded(block, g), g.ranks
-    outside = s.tokens * s.hidden // ranks * (g.y - 1)  # activations [tokens, hidden] over y
-    inside = s.tokens * s.inner // ranks * (g.x - 1)
+    s, ranks, i, over = padded(block, g), g.ranks, g.inside(block.experts), g.over(block.experts)
+    copies, data_axis = (block.experts, "dp") if block.experts else (1, g.data_axis)
+    if block.experts:  # which keep what they gathered
+        regather_a = regather_b = 0
+        yield from _sent(block, g, s)
+    rows = s.tokens * block.top_k
+    outside = rows * s.hidden // ranks * (i.y - 1)  # activations [rows, hidden] over y
+    inside = rows * s.inner // ranks * (i.x - 1)
     products = []
     if block.outs:
-        products.append(("up", s.hidden * s.up, outside, s.tokens * s.up // ranks * (g.x - 1), "y", "x"))
+        products.append(("up", s.hidden * s.up, outside, rows * s.up // ranks * (i.x - 1), "y", "x"))
     if block.inner:
         products.append(("down", s.hidden * s.inner, inside, outside, "x", "y"))
     if block.tied:
@@ -200,14 +205,14 @@ def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -
                 found = s.tokens * s.hidden // ranks // others * (getattr(g, axis) - 1) // getattr(g, axis)
                 yield Message(phase, f"up {tensor}", "all_to_all", axis, found)
         table = s.hidden * block.looked_up // (g.z * g.x * g.y)
-        yield Message("wgrad", "up dB", "all_reduce", "dp", 2 * (g.dp - 1) * -(-table // g.dp))
+        yield Message("wgrad", "up dB", "all_reduce", data_axis, all_reduced(table, i.dp))
     if block.key_heads:
         keys = s.tokens * block.key_features // ranks * (g.y - 1) * (block.key_heads % g.y != 0)
         yield Message("forward", "up C", "all_gather", "y", keys)
         yield Message("dgrad", "up dC", "reduce_scatter", "y", keys)
     for name, width, a, c, a_axis, c_axis in products:
-        shard = width // (g.z * g.x * g.y)
-        weight = shard * (g.z - 1)
+        shard = copies * width // (over * i.z * i.x * i.y)
+        weight = shard * (i.z - 1)
         yield Message("forward", f"{name} A", "all_gather", a_axis, a)
         yield Message("forward", f"{name} B", "all_gather", "z", weight)
         yield Message("forward", f"{name} C", "reduce_scatter", c_axis, c)
@@ -216,7 +221,48 @@ def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -
         yield Message("dgrad", f"{name} dA", "reduce_scatter", a_axis, a)
         yield Message("wgrad", f"{name} A", "all_gather", a_axis, a * regather_a)
         yield Message("wgrad", f"{name} dB", "reduce_scatter", "z", weight)
-        yield Message("wgrad", f"{name} dB", "all_reduce", "dp", 2 * (g.dp - 1) * -(-shard // g.dp))
+        yield Message("wgrad", f"{name} dB", "all_reduce", data_axis, all_reduced(shard, i.dp))
+    if block.experts:
+        yield from _returned(block, g, s)
+
+
+def all_reduced(elements: Any, ranks: Any) -> Any:
+    """What a rank receives: twice all parts but its own."""
+    return 2 * (ranks - 1) * -(-elements // ranks)
+
+
+def _sent(block: Block, g: Grids, s: Sizes) -> Iterator[Message]:
+    """Of a layer of experts, what comes before the products: the router's logits, and rows on their way to experts.
+
+    Its router has features of tokens as they lie, and every weight whole: `ndtp.nn.router.Router` without losses.
+    """
+    i, here = g.inside(block.experts), s.tokens * s.hidden // g.ranks
+    logits = s.tokens * i.x // g.ranks * block.experts
+    yield Message("forward", "up A", "all_to_all", "x", _of_others(here, g.x // i.x))
+    yield Message("forward", "up A", "all_reduce", "x", all_reduced(logits, i.x), "wide")
+    others = math.prod(g.splits("counts").values())
+    yield Message("forward", "up A", "all_gather", "counts", (others - 1) * block.experts, "counts")
+    yield Message("forward", "up A", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
+    yield Message("dgrad", "down dC", "all_to_all", "x", _of_others(here, g.x // i.x))
+    yield Message("dgrad", "down dC", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
+
+
+def _returned(block: Block, g: Grids, s: Sizes) -> Iterator[Message]:
+    """What comes behind them: rows on their way back, and gradients of the gates and of the router's weight."""
+    i, here = g.inside(block.experts), s.tokens * s.hidden // g.ranks
+    yield Message("forward", "down C", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
+    yield Message("forward", "down C", "all_to_all", "x", _of_others(here, g.x // i.x))
+    yield Message("dgrad", "up dA", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
+    gates = s.tokens * i.x // g.ranks * block.top_k
+    yield Message("dgrad", "up dA", "all_reduce", "x", all_reduced(gates, i.x), "wide")
+    yield Message("dgrad", "up dA", "all_to_all", "x", _of_others(here, g.x // i.x))
+    router = block.experts * s.hidden // i.x
+    yield Message("wgrad", "up dB", "all_reduce", "rows", all_reduced(router, g.ranks // i.x), "wide")
+
+
+def _of_others(elements: Any, ranks: Any) -> Any:
+    """What a rank receives of as many elements that go to all evenly."""
+    return elements // ranks * (ranks - 1)
 
 
 def volume(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -> Any:
@@ -224,11 +270,16 @@ def volume(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -> 
     return sum(message.elements for message in messages(block, g, regather_a, regather_b))
 
 
+def num_bytes(block: Block, g: Grids, itemsize: int, regather_a: Any = 0, regather_b: Any = 0) -> Any:
+    """The same in bytes."""
+    return sum(message.num_bytes(itemsize) for message in messages(block, g, regather_a, regather_b))
+
+
 def gemms(block: Block, g: Grids) -> tuple[tuple[Any, Any, Any], ...]:
-    """(m, n, k) of a rank's forward products; dgrad and wgrad permute them."""
-    s = padded(block, g)
-    rows = s.tokens // (g.dp * g.z)
-    both = (rows, s.up // g.y, s.hidden // g.x), (rows, s.hidden // g.x, s.inner // g.y)
+    """(m, n, k) of a rank's forward products, of each of its experts; dgrad and wgrad permute them."""
+    s, i = padded(block, g), g.inside(block.experts)
+    rows = -(-s.tokens * block.top_k // ((block.experts or 1) * i.dp * i.z))
+    both = (rows, s.up // i.y, s.hidden // i.x), (rows, s.hidden // i.x, s.inner // i.y)
     return tuple(sizes for sizes, is_there in zip(both, (block.outs, block.inner), strict=True) if is_there)
 
 
@@ -238,8 +289,11 @@ def largest_integer(blocks: Sequence[Block], ranks: int, layers: int) -> int:
     Padding adds less than the number of ranks to a size.  Before it is divided among ranks an operand is multiplied by
     the ranks that gather it; after that, no collective brings a rank more than the whole operand.
     """
-    widest = max(sum(block.outs) + block.looked_up + block.inner + block.hidden + 8 * ranks for block in blocks)
-    rows = max(max(block.tokens, block.hidden) + ranks for block in blocks)
+    widest = max(
+        (sum(block.outs) + block.inner) * max(1, block.experts) + block.looked_up + block.hidden + 8 * ranks
+        for block in blocks
+    )
+    rows = max(max(block.tokens * block.top_k, block.hidden) + ranks for block in blocks)
     return rows * widest * max(4 * ranks, 1024 * layers * sum(block.times for block in blocks))
 
 
@@ -270,16 +324,27 @@ def memory(
     Optimizers keep fp32 state, and an fp32 copy of parameters of two bytes.  Kept activations: both products' A and B
     (gathered, or as stored where backward gathers them again), and the input of the activation function.
     """
-    s = padded(block, g)
-    shard = s.hidden * (s.up + block.table + s.inner) // (g.z * g.x * g.y)
-    gathered_b = s.hidden * (s.up + s.inner) // (g.x * g.y) * (g.z > 1)  # beside the stored shard
+    s, i, over, copies = padded(block, g), g.inside(block.experts), g.over(block.experts), block.experts or 1
+    rows = s.tokens * block.top_k
+    shard = s.hidden * (copies * (s.up + s.inner) + block.table * over) // (over * i.z * i.x * i.y)
+    gathered_b = copies * s.hidden * (s.up + s.inner) // (over * i.x * i.y) * (i.z > 1)  # beside the stored shard
     # An MLP's activations are made again from the input of the activation function, which is kept anyway; what lies
     # between the projections of heads is not.
-    stored_a = s.tokens * (s.hidden + s.inner * bool(block.heads)) // g.ranks
-    gathered_a = s.tokens * s.hidden * (g.y if block.outs else 1) // g.ranks + s.tokens * s.inner * g.x // g.ranks
+    stored_a = rows * (s.hidden + s.inner * bool(block.heads)) // g.ranks
+    gathered_a = rows * s.hidden * (i.y if block.outs else 1) // g.ranks + rows * s.inner * i.x // g.ranks
     # Of the logits of a head there is a chunk at a time.
-    between = s.tokens * s.up // g.ranks * bool(block.inner)
-    kept = np.where(regather_a, stored_a, gathered_a) + between + np.where(regather_b, 0, gathered_b)
-    working = between * g.x + (gathered_a - stored_a) * regather_a + gathered_b * (1 + regather_b)
+    between = rows * s.up // g.ranks * bool(block.inner)
     state = OPTIMIZERS[optimizer][0 if itemsize >= 4 else 1]
+    if block.experts:
+        # Autograd keeps what each step takes: besides, what a gate gives, and rows that came back, for the gates'
+        # gradient; and the router the tokens, in fp32, with its logits and what it makes of them.
+        between = between + rows * (s.inner * (len(block.outs) > 1) + s.hidden) // g.ranks
+        router = block.experts * s.hidden // i.x * max(4, itemsize)
+        wide = s.tokens * (s.hidden + 2 * i.x * block.experts) // g.ranks
+        kept = (gathered_a + between + gathered_b) * itemsize + wide * max(4, itemsize)
+        weights = shard * itemsize + router
+        states = shard * state + router // max(4, itemsize) * OPTIMIZERS[optimizer][0]
+        return BlockMemory(weights, weights, states, kept, gathered_b * itemsize)
+    kept = np.where(regather_a, stored_a, gathered_a) + between + np.where(regather_b, 0, gathered_b)
+    working = between * i.x + (gathered_a - stored_a) * regather_a + gathered_b * (1 + regather_b)
     return BlockMemory(shard * itemsize, shard * itemsize, shard * state, kept * itemsize, working * itemsize)

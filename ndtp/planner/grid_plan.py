@@ -7,7 +7,7 @@ from typing import Any
 
 from ndtp.algebra.grid import Grid
 from ndtp.planner import block_cost
-from ndtp.planner.block_cost import Grids
+from ndtp.planner.grids import Grids, grids_of
 from ndtp.planner.request import Request
 
 SOURCES = {
@@ -15,6 +15,10 @@ SOURCES = {
     "y": "activations outside the block, over y",
     "z": "weights, over z",
     "dp": "weight gradients, over dp",
+    "data": "weight gradients, over dp and e",
+    "experts": "rows on their way to experts and back",
+    "counts": "numbers of rows",
+    "rows": "gradients of routers",
 }
 
 
@@ -32,6 +36,7 @@ class GridPlan:
         bound_ratio: `volume_bytes` over twice the sum of the products' lower bounds, a reference: it assumes that
             gathered tensors are kept.
         step_ms: predicted, of which `gemm_ms` compute and `exposed_ms` wait for communication.
+        expert_axis: the axes that split experts; None where there are none.
     """
 
     grid: Grid
@@ -47,10 +52,14 @@ class GridPlan:
     exposed_ms: float
     comm_ms: float
     request: Request = field(repr=False)
+    expert_axis: tuple[str, ...] | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `ndtp.nn.MLP` and `ndtp.parallelize`."""
+        """Keyword arguments for `ndtp.nn.MLP` and `ndtp.parallelize`; with experts for `ndtp.nn.MoE` and the latter."""
+        if self.expert_axis is not None:
+            again = {"regather": self.regather} if self.regather else {}
+            return {"scheme": self.scheme, "expert_axis": self.expert_axis, **again}
         return {"scheme": self.scheme, "regather": self.regather, "pad": self.pad}
 
     @property
@@ -62,6 +71,8 @@ class GridPlan:
         parts = [f"{self.kind} receives {_mib(self.volume_bytes)} a step and rank, {_against_1d(self)}"]
         axis, share = _largest_part(self)
         parts.append(f"{share:.0%} of it {SOURCES[axis]}")
+        if self.expert_axis is not None:
+            parts.append(_inside_experts(self))
         waited = self.exposed_ms / self.step_ms
         parts.append(f"{waited:.0%} of the step waits for it on {request.hardware.name}")
         if self.regather:
@@ -83,6 +94,15 @@ class GridPlan:
         }
 
 
+def _inside_experts(plan: GridPlan) -> str:
+    over = plan.expert_axis or ()
+    inside = [axis for axis in ("x", "y") if plan.grid[axis] > 1 and axis not in over]
+    where = f"experts lie over {' '.join(over)}" if over else "every rank has a part of every expert"
+    if not inside:
+        return f"{where}, no tensor parallelism inside of them" if over else "every rank has all experts"
+    return f"{where}, and inside of each tensors over {' '.join(inside)}"
+
+
 def _mib(count: float) -> str:
     return f"{count / 2**20:.3g} MiB" if count < 1000 * 2**20 else f"{count / 2**30:.3g} GiB"
 
@@ -99,16 +119,16 @@ def _against_1d(plan: GridPlan) -> str:
 
 def _largest_part(plan: GridPlan) -> tuple[str, float]:
     """The axis that carries the most, and its share."""
-    g = Grids(*(plan.grid[axis] for axis in block_cost.AXES))
-    by_axis: dict[str, int] = dict.fromkeys(block_cost.AXES, 0)
+    g = grids_of(plan.grid, plan.expert_axis)
+    by_axis: dict[str, int] = dict.fromkeys(SOURCES, 0)
     for block in plan.request.blocks:
         for message in block_cost.messages(block, g, int("a" in plan.regather), int("b" in plan.regather)):
-            by_axis[message.axis] += block.times * int(message.elements)
+            by_axis[message.axis] += block.times * int(message.num_bytes(plan.request.itemsize))
     axis = max(by_axis, key=lambda name: by_axis[name])
     return axis, by_axis[axis] / max(1, sum(by_axis.values()))
 
 
 def _total(plan: GridPlan, g: Grids) -> int:
     request = plan.request
-    total = sum(block.times * int(block_cost.volume(block, g)) for block in request.blocks)
-    return total * request.itemsize * request.layers
+    size = request.itemsize
+    return sum(block.times * int(block_cost.num_bytes(block, g, size)) for block in request.blocks) * request.layers

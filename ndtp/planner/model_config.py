@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ndtp.errors import GridError
-from ndtp.planner.block_cost import LARGEST_SIZE, Block
+from ndtp.planner.block_cost import Block
 from ndtp.planner.fields import Number, read_parsed, shown
 from ndtp.planner.model_families import ENCODER_DECODERS, GATED, PLAIN, WITHOUT_VOCABULARY
 from ndtp.planner.request import SIZE
@@ -35,9 +35,31 @@ DECODER_LAYERS = ("num_decoder_layers", "decoder_layers", *LAYERS)
 # Four times the hidden size where the file names no inner size.
 FOURFOLD = ("gpt2", "bloom", "gptj", "gpt_neo", "gpt_bigcode", "codegen", "falcon", "mpt", "openai-gpt", "xlm")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+# Families whose layers are attention and experts, in some of them an MLP; LATENT attention is not counted.
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+LATENT = ("deepseek_v2", "deepseek_v3")
 PARTS = ("text_config",)
 # Endings of the names of classes that have a head over the vocabulary.
 WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Experts instead of an MLP, in some layers of a stack.
+
+    Attributes:
+        layers: how many have them.
+        count, top_k, ffn: how many experts, those of a token, and features inside of each.
+        shared: features of the MLP beside them that all tokens go through.
+        gate: whether a gate of one feature weighs that one.
+    """
+
+    layers: int
+    count: int
+    top_k: int
+    ffn: int
+    shared: int = 0
+    gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +68,8 @@ class Stack:
 
     Attributes:
         crosses: whether each attends to the encoder, too.
+        mixture: of experts, in some of them.
+        latent: whether attention goes by latent vectors, which is not counted.
     """
 
     name: str
@@ -57,17 +81,29 @@ class Stack:
     kv_heads: int
     head_size: int
     crosses: bool = False
+    mixture: Mixture | None = None
+    latent: bool = False
 
     def blocks(self, tokens: int) -> tuple[Block, ...]:
         """What the planner weighs: each block `times` the number of layers."""
         inner = self.heads * self.head_size
-        found = [Block.attention(tokens, self.hidden, self.heads, self.kv_heads, self.head_size)]
+        found = []
+        if not self.latent:
+            found.append(Block.attention(tokens, self.hidden, self.heads, self.kv_heads, self.head_size))
         if self.crosses:
             width = self.kv_heads * self.head_size
             found.append(Block(tokens, self.hidden, (inner,), inner, (self.heads,), name="cross attention"))
             found.append(Block(tokens, self.hidden, (width, width), 0, (), self.kv_heads, 2 * width, "cross keys"))
-        found.append(Block.mlp(tokens, self.hidden, self.ffn, self.gated))
-        return tuple(replace(block, times=self.layers) for block in found)
+        mlp, of = Block.mlp(tokens, self.hidden, self.ffn, self.gated), self.mixture
+        if of is None:
+            return tuple(replace(block, times=self.layers) for block in (*found, mlp))
+        found = [replace(block, times=self.layers) for block in found]
+        found += [replace(mlp, times=self.layers - of.layers)] * (of.layers < self.layers)
+        experts = Block.moe(tokens, self.hidden, of.ffn, of.count, of.top_k, self.gated)
+        shared = [replace(Block.mlp(tokens, self.hidden, of.shared, self.gated), name="shared expert")] * bool(
+            of.shared
+        )
+        return (*found, *(replace(block, times=of.layers) for block in (experts, *shared)))
 
 
 @dataclass(frozen=True)
@@ -98,15 +134,15 @@ class ModelSizes:
     @property
     def parameters(self) -> int:
         """Of weights that are matrices; biases, norms and positions are not counted."""
-        return sum(block.times * block.parameters for block in self.blocks(1))
+        gates = sum(s.hidden * s.mixture.layers * s.mixture.gate for s in self.stacks if s.mixture)
+        return gates + sum(block.times * block.parameters for block in self.blocks(1))
 
 
 def read_config(path: str | Path) -> ModelSizes:
     """The sizes in a `config.json`, or in the one of a model's folder.
 
     Raises:
-        GridError: no such file, no JSON, a size that is missing or no size, layers of another kind (experts), or a
-            `model_type` that is not known.
+        GridError: no such file, no JSON, a size that is missing or no size, or a `model_type` that is not known.
     """
     path = Path(path)
     path = path / "config.json" if os.path.isdir(path) else path
@@ -133,16 +169,17 @@ def sizes_of(config: dict[str, Any], what: str = "model config") -> ModelSizes:
         if nested:
             left_out = tuple(key for key, value in config.items() if key.endswith("_config") and key != name and value)
             config = config | {key: value for key, value in nested.items() if value is not None}
+    kind = config.get("model_type")
     for name in EXPERTS:
         if config.get(name) is not None:
-            Number(0, LARGEST_SIZE, integer=True).check(what, name, config[name])
-            if config[name] > 1:
+            Number(0, 10**6, integer=True).check(what, name, config[name])
+            if config[name] > 1 and kind not in MIXTURES:
                 raise GridError(
-                    f"{what} describes mixture-of-experts layers ({name}={config[name]}), which the planner does not "
-                    "weigh\n  fix: plan one expert's MLP with --hidden and --ffn"
+                    f"{what} describes mixture-of-experts layers ({name}={config[name]}) of model_type={shown(kind)}, "
+                    f"which the planner does not read; it reads {', '.join(MIXTURES)}\n"
+                    "  fix: give the sizes of its experts with --hidden, --ffn, --experts and --top-k"
                 )
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in (*GATED, *PLAIN):
+    if not isinstance(kind, str) or kind not in (*GATED, *PLAIN, *MIXTURES):
         raise GridError(
             f"{what}: model_type={shown(kind)} is no family whose layers the planner knows to be attention and an MLP\n"
             "  fix: give the sizes of its MLP with --hidden, --ffn and, if it has a gate, --gated"
@@ -150,6 +187,8 @@ def sizes_of(config: dict[str, Any], what: str = "model config") -> ModelSizes:
     vocabulary = 0 if kind in WITHOUT_VOCABULARY else _find(config, ("vocab_size", "n_vocab"), what, 0, smallest=0)
     tied = config.get("tie_word_embeddings")
     stacks = _stacks(config, kind, what)
+    if any(stack.latent for stack in stacks):
+        left_out = (*left_out, "latent attention")
     return ModelSizes(
         kind,
         stacks,
@@ -163,7 +202,7 @@ def sizes_of(config: dict[str, Any], what: str = "model config") -> ModelSizes:
 
 def _stacks(config: Mapping[str, Any], kind: str, what: str) -> tuple[Stack, ...]:
     hidden = _find(config, HIDDEN, what)
-    gated, inner = kind in GATED, 4 * hidden if kind in FOURFOLD else None
+    gated, inner = kind in (*GATED, *MIXTURES), 4 * hidden if kind in FOURFOLD else None
     ratio = config.get("mlp_ratio")  # of models of images
     if inner is None and isinstance(ratio, (int, float)) and 0 < ratio < 1024:
         inner = int(hidden * ratio)
@@ -180,12 +219,33 @@ def _stacks(config: Mapping[str, Any], kind: str, what: str) -> tuple[Stack, ...
             crosses,
         )  # fmt: skip
 
+    if kind in MIXTURES:
+        plain = stack("layers", LAYERS, FFN, HEADS, False)
+        mixture = _mixture(config, plain.layers, plain.ffn, what)
+        return (replace(plain, mixture=mixture, latent=kind in LATENT),)
     if kind not in ENCODER_DECODERS:
         return (stack("layers", LAYERS, FFN, HEADS, False),)
     return (
         stack("encoder", ENCODER_LAYERS, ENCODER_FFN, ENCODER_HEADS, False),
         stack("decoder", DECODER_LAYERS, ("decoder_ffn_dim", *FFN), ("decoder_attention_heads", *HEADS), True),
     )
+
+
+def _mixture(config: Mapping[str, Any], layers: int, ffn: int, what: str) -> Mixture | None:
+    """Its experts; None where no layer has them."""
+    step = _find(config, ("decoder_sparse_step", "moe_layer_freq"), what, 1)
+    first = _find(config, ("first_k_dense_replace",), what, 0, smallest=0)
+    dense = config.get("mlp_only_layers") or ()
+    sparse = sum(i >= first and i not in dense and (i + 1) % step == 0 for i in range(layers))
+    count = _find(config, EXPERTS, what, 0, smallest=0)
+    if not sparse or count < 2:
+        return None
+    inner = _find(config, ("moe_intermediate_size",), what, ffn)
+    times = _find(config, ("n_shared_experts",), what, 0, smallest=0)
+    shared = _find(config, ("shared_expert_intermediate_size",), what, times * inner, smallest=0)
+    top_k = _find(config, ("num_experts_per_tok",), what)
+    Number(1, count, integer=True).check(what, "num_experts_per_tok", top_k)
+    return Mixture(sparse, count, top_k, inner, shared, gate="shared_expert_intermediate_size" in config)
 
 
 def _has_head(config: Mapping[str, Any], what: str) -> bool:

@@ -20,7 +20,7 @@ def explain_none(request: Request, constraint: str, least: float = 0.0) -> str:
     if constraint == "fixed":
         given = " ".join(f"{axis}={size}" for axis, size in request.fixed.items())
         product = math.prod(request.fixed.values())
-        near = nearest(ranks, lambda n: n % product == 0 and (len(request.fixed) < 4 or n == product))
+        near = nearest(ranks, lambda n: n % product == 0 and (len(request.fixed) < len(request.axes) or n == product))
         return (
             f"plan: no grid of {ranks} ranks has {given}\n"
             f"  fix: sizes whose product divides {ranks} (of {_short(divisors(ranks))})"
@@ -58,7 +58,7 @@ def _fits(request: Request, ranks: int) -> bool:
         return False
     if not request.pad and any(block.tokens * block.hidden * block.inner % ranks for block in request.blocks):
         return False
-    g = Grids.all(ranks)
+    g = Grids.all(ranks, request.has_experts)
     keep = np.ones(g.ranks.shape, dtype=bool)
     for axis, size in request.fixed.items():
         keep &= getattr(g, axis) == size
@@ -75,6 +75,9 @@ def nearest(value: int, valid: Callable[[int], bool], reach: int = 4096) -> list
 
 def _sizes(request: Request) -> str:
     block = request.main
+    experts = [f"{block.experts} experts" for block in request.blocks if block.experts]
+    if experts:
+        return f"{experts[0]} as asked, with tokens={block.tokens}, hidden={block.hidden}, ffn={block.inner}"
     return f"tokens={block.tokens}, hidden={block.hidden}, ffn={block.inner}"
 
 

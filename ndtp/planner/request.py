@@ -9,7 +9,7 @@ from typing import Any
 from ndtp.dtypes import SIZES
 from ndtp.errors import GridError
 from ndtp.planner import block_cost
-from ndtp.planner.block_cost import AXES, LARGEST_SIZE, Block
+from ndtp.planner.block_cost import AXES, EXPERT_AXES, LARGEST_SIZE, Block
 from ndtp.planner.fields import Kind, Number, Table, Word
 from ndtp.planner.hardware import MAX_RANKS, Hardware
 
@@ -26,12 +26,11 @@ FIELDS: dict[str, Kind] = {
     "objective": Word(OBJECTIVES),
     "dtype": Word(tuple(SIZES)),
     "optimizer": Word(tuple(block_cost.OPTIMIZERS)),
-    "fixed": Table(Word(AXES), AXIS, empty=True),
 }
 TIMES = FIELDS["layers"]
 OPTIONAL: dict[str, Kind] = {
     "memory_limit_gib": Number(1e-6, 1e12),
-    "heads": SIZE, "kv_heads": SIZE, "head_size": SIZE, "limit": SIZE,
+    "experts": Number(1, 10**6, integer=True), "heads": SIZE, "kv_heads": SIZE, "head_size": SIZE, "limit": SIZE,
 }  # fmt: skip
 
 
@@ -71,6 +70,15 @@ class Request:
         return next((block for block in reversed(self.blocks) if block.inner), self.blocks[-1])
 
     @property
+    def has_experts(self) -> bool:
+        return any(block.experts for block in self.blocks)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those of its grids."""
+        return EXPERT_AXES if self.has_experts else AXES
+
+    @property
     def itemsize(self) -> int:
         return SIZES[self.dtype]
 
@@ -106,7 +114,10 @@ def check_request(request: Request) -> None:
         TIMES.check("plan", f"times of {block.name}", block.times)
         for size in (*block.outs, *block.heads, block.looked_up or 1):
             SIZE.check("plan", f"a size of {block.name}", size)
-    for name, kind in FIELDS.items():
+        if block.experts:
+            check_arguments({}, {"experts": block.experts})
+            Number(1, block.experts, integer=True).check("plan", "top_k", block.top_k)
+    for name, kind in (*FIELDS.items(), ("fixed", Table(Word(request.axes), AXIS, empty=True))):
         kind.check("plan", name, getattr(request, name))
     check_arguments({}, {"memory_limit_gib": request.memory_limit_gib})
     request.hardware.flops_per_second(request.dtype)

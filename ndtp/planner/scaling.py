@@ -59,7 +59,7 @@ def scaling(request: Request, counts: Sequence[int]) -> Scaling:
 
 
 def _family(name: str, g: Grids) -> Any:
-    tensor = (g.dp == 1) & (g.x * g.y > 1)
+    tensor = (g.dp == 1) & (g.e == 1) & (g.x * g.y > 1)
     split = (g.x > 1) & (g.y > 1)
     return {
         "1D": tensor & (g.z == 1) & ~split,

@@ -8,7 +8,7 @@ mlp = ndtp.nn.MLP(4096, 16384, mesh=mesh, **best.arguments)     # or ndtp.parall
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,13 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.schemes import scheme_of
 from ndtp.errors import GridError
 from ndtp.planner import block_cost
-from ndtp.planner.block_cost import AXES, Block, Grids
+from ndtp.planner.block_cost import Block, Grids
 from ndtp.planner.grid_plan import GridPlan
+from ndtp.planner.grids import FOLDED, grids_of
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.refusals import explain_none
 from ndtp.planner.request import GIB, Request, check_arguments
-from ndtp.planner.time_model import ORDERS, Network, Time, Work
+from ndtp.planner.time_model import EXPERT_ORDERS, ORDERS, Network, Time, Work
 from ndtp.schedule.clocks import Span
 
 # Operands that backward gathers again, in the order in which they are tried against a memory limit.
@@ -37,6 +38,9 @@ def plan(
     hardware: str | Hardware = "h100-ib",
     *,
     gated: bool = False,
+    experts: int | None = None,
+    top_k: int = 2,
+    shared: int = 0,
     heads: int | None = None,
     kv_heads: int | None = None,
     head_size: int | None = None,
@@ -54,11 +58,14 @@ def plan(
     """Grids for a block of `tokens` rows (of the whole job), best first.
 
     Every factorization of `ranks` into (dp, z, x, y) is weighed in every rank order; each grid is listed once, in its
-    fastest order.
+    fastest order.  With experts it is (dp, e, z, x, y), and experts lie over e and over each choice of z, x and y
+    besides.
 
     Args:
         hardware: a preset (`ndtp.planner.hardware.PRESETS`), a `.toml` file, or a `Hardware`.
         gated: an MLP with a gate beside its up projection.
+        experts, top_k: so many MLPs of `ffn` features, of which a token goes through `top_k`, evenly: `ndtp.nn.MoE`.
+        shared: features of an MLP beside them that every token goes through.
         heads, kv_heads, head_size: attention projections before the MLP, in the same grid.
         layers: how often the block is repeated.
         objective: "time", "volume" or "memory" of a training step, forward and backward.  Ties go to less memory.
@@ -76,9 +83,9 @@ def plan(
     """
     check_arguments(
         {"tokens": tokens, "hidden": hidden, "ffn": ffn},
-        {"heads": heads, "kv_heads": kv_heads, "head_size": head_size, "limit": limit},
+        {"experts": experts, "heads": heads, "kv_heads": kv_heads, "head_size": head_size, "limit": limit},
     )
-    blocks = [Block.mlp(tokens, hidden, ffn, gated)]
+    blocks = mlp_or_experts(tokens, hidden, ffn, gated, experts or 0, top_k, shared)
     if heads:
         blocks.insert(0, Block.attention(tokens, hidden, heads, kv_heads, head_size))
     request = Request(
@@ -98,6 +105,15 @@ def plan(
     return search(request, limit)
 
 
+def mlp_or_experts(
+    tokens: int, hidden: int, ffn: int, gated: bool, experts: int, top_k: int, shared: int
+) -> list[Block]:
+    if not experts:
+        return [Block.mlp(tokens, hidden, ffn, gated)]
+    beside = [replace(Block.mlp(tokens, hidden, shared, gated), name="shared expert")] if shared else []
+    return [Block.moe(tokens, hidden, ffn, experts, top_k, gated), *beside]
+
+
 @dataclass(frozen=True)
 class Candidates:
     """Everything that is known of the grids that a request allows, as arrays."""
@@ -111,12 +127,15 @@ class Candidates:
 
     def ranked(self, objective: str) -> Any:
         """Indices, best first."""
+        time, folded = self.time.total, []
+        if not isinstance(self.g.fold, int):  # many are as fast to the last bits: the plainest of them comes first
+            time, folded = np.round(time / time.min(), 9), [sum(self.g.fold >> bit & 1 for bit in FOLDED.values())]
         keys = {
-            "time": (self.volume, self.memory, self.time.total),
-            "volume": (self.time.total, self.memory, self.volume),
-            "memory": (self.time.total, self.volume, self.memory),
+            "time": (self.volume, self.memory, time),
+            "volume": (time, self.memory, self.volume),
+            "memory": (time, self.volume, self.memory),
         }[objective]
-        return np.lexsort(keys)
+        return np.lexsort((*folded, *keys))
 
 
 def search(request: Request, limit: int | None = None) -> list[GridPlan]:
@@ -132,7 +151,7 @@ def search(request: Request, limit: int | None = None) -> list[GridPlan]:
 
 
 def candidates(request: Request) -> Candidates:
-    g = Grids.all(request.ranks)
+    g = Grids.all(request.ranks, request.has_experts)
     keep = np.ones(g.ranks.shape, dtype=bool)
     for axis, size in request.fixed.items():
         keep &= getattr(g, axis) == size
@@ -169,8 +188,8 @@ def _costs(request: Request, g: Grids, regather: Sequence[str]) -> tuple[Any, An
     parts = [block_cost.memory(bl, g, request.itemsize, request.optimizer, a, b) for bl in request.blocks]
     times = [block.times for block in request.blocks]
     kept = sum(n * (part.total - part.working) for n, part in zip(times, parts, strict=True)) * request.layers
-    volume = sum(block.times * block_cost.volume(block, g, a, b) for block in request.blocks)
-    return volume * request.itemsize * request.layers, kept + np.maximum.reduce([part.working for part in parts])
+    volume = sum(block.times * block_cost.num_bytes(block, g, request.itemsize, a, b) for block in request.blocks)
+    return volume * request.layers, kept + np.maximum.reduce([part.working for part in parts])
 
 
 def _with_regather(request: Request, g: Grids) -> tuple[Any, Any, Any]:
@@ -195,11 +214,12 @@ def _fastest_order(request: Request, g: Grids, variant: Any) -> tuple[Any, Time]
         request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks,
         regather_a=_mask("a", variant), regather_b=_mask("b", variant),
     )  # fmt: skip
-    lies = Grids(*(np.asarray(getattr(g, axis), dtype=np.int64) for axis in AXES))
+    lies = g.bounded()
     best_order = np.full(g.ranks.shape, -1)
     best = Time(*(np.full(g.ranks.shape, np.inf) for _ in range(4)))
     one_node = request.ranks <= request.hardware.ranks_per_node
-    for index, order in enumerate(ORDERS[:1] if one_node else ORDERS):
+    orders = orders_of(request)
+    for index, order in enumerate(orders[:1] if one_node else orders):
         network = Network.of(lies, order, request.hardware)
         time = work.time(network)
         # A tie within rounding keeps the earlier order.
@@ -209,6 +229,10 @@ def _fastest_order(request: Request, g: Grids, variant: Any) -> tuple[Any, Time]
         best_order = np.where(better, index, best_order)
         best = _select(better, time, best)
     return best_order, best
+
+
+def orders_of(request: Request) -> tuple[tuple[str, ...], ...]:
+    return EXPERT_ORDERS if request.has_experts else ORDERS
 
 
 def _mask(operand: str, variant: Any) -> Any:
@@ -228,12 +252,13 @@ def _take_time(time: Time, index: Any) -> Time:
 
 
 def _grid_plan(request: Request, found: Candidates, i: int, pad: bool, bound: float) -> GridPlan:
-    grid = Grid({axis: int(getattr(found.g, axis)[i]) for axis in ORDERS[int(found.order[i])]})
+    grid = Grid({axis: int(getattr(found.g, axis)[i]) for axis in orders_of(request)[int(found.order[i])]})
+    expert_axis = axes_of_experts(grid, int(found.g.fold[i])) if request.has_experts else None
     volume = int(found.volume[i])
     return GridPlan(
         grid=grid,
         scheme=scheme_of(grid),
-        kind=kind_of(grid),
+        kind=kind_of(grid, expert_axis),
         regather=REGATHERS[int(found.regather[i])],
         pad=bool(pad),
         volume_bytes=volume,
@@ -244,12 +269,19 @@ def _grid_plan(request: Request, found: Candidates, i: int, pad: bool, bound: fl
         exposed_ms=float(found.time.exposed[i]) * 1e3,
         comm_ms=float(found.time.communication[i]) * 1e3,
         request=request,
+        expert_axis=expert_axis,
     )
 
 
-def predict(request: Request, grid: Grid) -> Time:
+def axes_of_experts(grid: Grid, fold: int) -> tuple[str, ...]:
+    """In the order in which a `ProcessGrid` has its parameters: that of the ranks, but z last."""
+    split = {"e": grid["e"] > 1, **{axis: bool(fold >> FOLDED[axis] & 1) for axis in FOLDED}}
+    return tuple(sorted((axis for axis in grid if split.get(axis)), key="z".__eq__))
+
+
+def predict(request: Request, grid: Grid, expert_axis: Sequence[str] = ()) -> Time:
     """The time of a step on one grid, in the order in which it is given."""
-    work, network = _on(request, grid)
+    work, network = _on(request, grid, expert_axis)
     return work.time(network)
 
 
@@ -259,20 +291,21 @@ def timeline(request: Request, grid: Grid, product: int | None = None) -> list[S
     return work.spans(network, product)
 
 
-def _on(request: Request, grid: Grid) -> tuple[Work, Network]:
-    sizes = dict.fromkeys(AXES, 1) | dict(zip(grid.names, grid.shape, strict=True))
-    order = (*(axis for axis in AXES if axis not in grid), *grid.names)
-    g = Grids(**sizes)
+def _on(request: Request, grid: Grid, expert_axis: Sequence[str] = ()) -> tuple[Work, Network]:
+    order = (*(axis for axis in request.axes if axis not in grid), *grid.names)
+    g = grids_of(grid, expert_axis)
     work = Work.of(request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks)
     return work, Network.of(g, order, request.hardware)
 
 
-def kind_of(grid: Grid) -> str:
-    """What the field calls a grid of dp, x, y and z."""
+def kind_of(grid: Grid, expert_axis: Sequence[str] | None = None) -> str:
+    """What the field calls a grid of dp, x, y and z, and of e, which is data parallel but for experts."""
     split = [axis for axis in ("x", "y") if grid[axis] > 1]
     parts = ["1D" if len(split) == 1 else "2D"] if split else []
     if grid["z"] > 1:
         parts = ["3D"] if len(split) == 2 else [*parts, "FSDP"]
-    if grid["dp"] > 1:
+    if grid["dp"] > 1 or ("e" in grid and grid["e"] > 1):
         parts.append("data parallel")
+    if expert_axis:
+        parts.append("expert parallel")
     return " + ".join(parts) or "one rank"

@@ -6,6 +6,7 @@ executed. The order of the axes on the ranks decides which collectives leave a n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, permutations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ndtp.dtypes import SIZES
-from ndtp.planner.block_cost import AXES, Block, Grids, gemms, messages, padded
+from ndtp.planner.block_cost import AXES, EXPERT_AXES, Block, Grids, gemms, messages, padded
 from ndtp.planner.hardware import Hardware
 from ndtp.schedule.clocks import Messages, Product, Span, step_seconds
 
@@ -24,8 +25,9 @@ MOVES = (
     ("wgrad", "A"), ("wgrad", "dB"),
 )  # fmt: skip
 
-# Rank orders of the four axes, slowest first; of equally fast ones the first wins.
+# Rank orders of the axes, slowest first; of equally fast ones the first wins.
 ORDERS = tuple(permutations(AXES))
+EXPERT_ORDERS = tuple(permutations(EXPERT_AXES))
 
 
 def strides(g: Grids, order: Sequence[str]) -> dict[str, Any]:
@@ -74,24 +76,40 @@ def cost_of(hardware: Hardware, collective: str, size: Any, reach: Reach) -> tup
 
 @dataclass(frozen=True)
 class Network:
-    """The axes of many grids in one rank order, on one machine."""
+    """The axes of many grids in one rank order, on one machine; of sets of axes (`Grids.splits`) what these make."""
 
     g: Grids
     hardware: Hardware
     reach: dict[str, Reach]
+    sizes: dict[str, Any] = field(default_factory=dict, repr=False)
     costs: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, g: Grids, order: Sequence[str], hardware: Hardware) -> Network:
         steps = strides(g, order)
         per_node = hardware.ranks_per_node
-        return cls(g, hardware, {a: Reach.of(getattr(g, a), steps[a], g.ranks, per_node) for a in AXES})
+        return cls(g, hardware, {a: Reach.of(getattr(g, a), steps[a], g.ranks, per_node) for a in order})
+
+    def reach_of(self, axis: str) -> Reach:
+        if axis not in self.reach:
+            local: Any = 1
+            nodes: Any = 1
+            for each, size in self.g.splits(axis).items():
+                one, is_in = self.reach[each], np.asarray(size) > 1
+                local, nodes = local * np.where(is_in, one.local, 1), nodes * np.where(is_in, one.nodes, 1)
+            self.reach[axis] = Reach(local, nodes)
+        return self.reach[axis]
+
+    def size(self, axis: str) -> Any:
+        if axis not in self.sizes:
+            self.sizes[axis] = math.prod(self.g.splits(axis).values())
+        return self.sizes[axis]
 
     def cost(self, collective: str, axis: str) -> tuple[Any, Any]:
         """`cost_of` a collective over an axis."""
         key = (collective, axis)
         if key not in self.costs:
-            self.costs[key] = cost_of(self.hardware, collective, getattr(self.g, axis), self.reach[axis])
+            self.costs[key] = cost_of(self.hardware, collective, self.size(axis), self.reach_of(axis))
         return self.costs[key]
 
     def seconds(self, collective: str, axis: str, received: Any) -> Any:
@@ -101,20 +119,20 @@ class Network:
 
     def crosses(self, axis: str) -> Any:
         """Whether the groups of an axis leave their node."""
-        return self.reach[axis].nodes > 1
+        return self.reach_of(axis).nodes > 1
 
     def inside_node(self, axes: Sequence[str]) -> Any:
         """Whether every group of these axes lies on one node."""
         return np.logical_and.reduce([self.reach[axis].nodes == 1 for axis in axes])
 
 
-def gemm_seconds(hardware: Hardware, m: Any, n: Any, k: Any, dtype: str) -> Any:
-    """A local product: the roof of its arithmetic, less where dims are short, and of the memory it touches."""
+def gemm_seconds(hardware: Hardware, m: Any, n: Any, k: Any, dtype: str, count: Any = 1.0) -> Any:
+    """Local products: the roof of their arithmetic, less where dims are short, and of the memory they touch."""
     m, n, k = _real(m), _real(n), _real(k)
     half = hardware.gemm_half
     rate = hardware.flops_per_second(dtype) / ((1 + half / m) * (1 + half / n) * (1 + half / k))
     touched = (m * k + k * n + m * n) * SIZES[dtype] / (hardware.memory_gbs * 1e9)
-    return np.maximum(2.0 * m * n * k / rate, touched) + hardware.launch_us * 1e-6
+    return np.maximum(2.0 * m * n * k / rate, touched) * count + hardware.launch_us * 1e-6
 
 
 def _real(x: Any) -> Any:
@@ -214,22 +232,25 @@ def _products(
     moved: dict[str, dict[tuple[str, str], Messages]] = {name: {key: [] for key in MOVES} for name in ("up", "down")}
     for message in messages(block, g, regather_a, regather_b):
         name, tensor = message.tensor.split()
-        entry = (message.collective, message.axis, _real(message.elements) * itemsize)
+        entry = (message.collective, message.axis, _real(message.num_bytes(SIZES[dtype])))
         moved[name][message.phase, tensor].append(entry)
-    s = padded(block, g)
-    # Forward reads what enters the activation and writes what leaves it; nothing follows the second product.
-    activation = (_real(s.up + s.inner) * _real(s.tokens) / _real(g.ranks), 0)
-    own = [np.where(size > 1, 1 / size, 0.0) for size in (_real(g.y), _real(g.x))]
+    s, i = padded(block, g), g.inside(block.experts)
+    count: Any = _real(block.experts) / _real(g.over(block.experts)) if block.experts else 1.0  # of products one by one
+    rows = _real(s.tokens) * block.top_k / _real(g.ranks)
+    # Forward reads what enters the activation and writes what leaves it; nothing follows the second product, but that
+    # rows from experts are put in order and added up.
+    activation = (_real(s.up + s.inner) * rows, 4 * _real(s.hidden) * rows * bool(block.experts))
+    own = [np.where((size > 1) & (not block.experts), 1 / size, 0.0) for size in (_real(i.y), _real(i.x))]
     per_element = itemsize / (hardware.memory_gbs * 1e9)
     for name, (m, n, k), elements in zip(("up", "down"), gemms(block, g) or [(0, 0, 0)], activation, strict=False):
         yield Product(
             moved[name],
-            gemm_seconds(hardware, m, n, k, dtype) if block.outs else 0.0,
-            gemm_seconds(hardware, _real(m) / chunks, n, k, dtype) if block.outs else 0.0,
+            gemm_seconds(hardware, m, n, k, dtype, count) if block.outs else 0.0,
+            gemm_seconds(hardware, _real(m) / chunks, n, k, dtype, count) if block.outs else 0.0,
             elements * per_element,
             # Weights [out, in] are gathered over z along their last dim; low precision joins the blocks before it sums.
-            2 * _real(n) * _real(k) * per_element * ((g.z > 1) & (itemsize < 4)),
+            2 * count * _real(n) * _real(k) * per_element * ((i.z > 1) & (itemsize < 4)),
             # Rows of A come from y and of dC from x in the first product; the other way round in the second.
             (own[0], own[1]) if name == "up" else (own[1], own[0]),
-            chained=name == "up" and len(block.outs) == 1 and bool(block.inner),
+            chained=name == "up" and len(block.outs) == 1 and bool(block.inner) and not block.experts,
         )

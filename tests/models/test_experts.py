@@ -1,5 +1,6 @@
 """transformers' models with experts on a grid: logits, losses, gradients, generation, files; and what is left whole."""
 
+import textwrap
 import warnings
 
 import pytest
@@ -37,12 +38,19 @@ def build(kind):
 
 def check_models(cases):
     for kind, grid, arguments in cases:
-        mesh, dense, model, where = mesh_of(grid), build(kind), build(kind), f"{kind} on {grid}, {arguments}"
+        dense, model, where = build(kind), build(kind), f"{kind} on {grid}, {arguments}"
+        if isinstance(arguments, str):  # what the planner said to write
+            names = {"ndtp": ndtp, "model": model}
+            exec(arguments, names)
+            mesh, grid = names["mesh"], names["mesh"].grid
+        else:
+            mesh = mesh_of(grid)
         data = [axis for axis in grid if axis in ("dp", "e")]
         ids = torch.randint(3, 67, (4, 6), generator=torch.Generator().manual_seed(1))
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # nothing is gathered
-            ndtp.parallelize(model, mesh, **arguments)
+            if not isinstance(arguments, str):
+                ndtp.parallelize(model, mesh, **arguments)
             part = slice(mesh.grid.index(mesh.rank, data) * 4 // grid.size(data), None)
             mine = ids[part][: 4 // grid.size(data)]
             with ndtp.CommMeter() as meter:
@@ -70,11 +78,27 @@ def close(actual, expected, where):
     torch.testing.assert_close(actual.detach(), expected.detach(), rtol=1e-5, atol=3e-7, msg=lambda m: f"{where}\n{m}")
 
 
-def test_models_equal_dense(ranks):
+def planned(kind, path, monkeypatch, capsys, *words):
+    """The lines that `ndtp plan` ends with, for a model."""
+    from ndtp.cli import main
+
+    build(kind).config.to_json_file(path)
+    monkeypatch.setattr("sys.argv", ["ndtp", "plan", "--model", str(path), "--tokens", "24", "--ranks", "4", *words])
+    with pytest.raises(SystemExit):
+        main()
+    return textwrap.dedent("\n".join(capsys.readouterr().out.splitlines()[-2:]))
+
+
+def test_models_equal_dense(ranks, tmp_path, monkeypatch, capsys):
+    """One of them as the planner says."""
+    lines = planned(
+        "Qwen3Moe", tmp_path / "config.json", monkeypatch, capsys, "--fix", "x=2,y=2", "--objective", "volume"
+    )
+    assert "mesh = ndtp.ProcessGrid(ndtp.Grid(x=2, y=2))" in lines and "expert_axis=('x', 'y')" in lines
     cases = [
         ("Mixtral", Grid(e=2, x=2), {"scheme": "1d-sp"}),
         ("Qwen2Moe", Grid(z=2, y=2), {"expert_axis": "y"}),
-        ("Qwen3Moe", Grid(x=2, y=2), {"expert_axis": ("x", "y")}),
+        ("Qwen3Moe", "the planner's grid", lines),
     ]
     ranks(4).run(check_models, cases)
 

@@ -32,7 +32,7 @@ def test_the_table_is_one():
     assert {"llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"} <= set(GATED)
 
 
-@pytest.mark.parametrize("kind", ["swin", "albert", "mamba", "deepseek_v3", "switch_transformers"])
+@pytest.mark.parametrize("kind", ["swin", "albert", "mamba", "gpt_oss", "switch_transformers"])
 def test_what_is_built_otherwise_is_refused_by_name(kind):
     with pytest.raises(GridError, match=rf"model_type='{kind}' is no family|mixture-of-experts|must be an integer"):
         sizes_of(config_of(kind).to_dict())
