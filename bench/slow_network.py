@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
@@ -81,7 +82,7 @@ def cluster(ranks: int, rate: str, burst: str = "256kb") -> Iterator[list[str]]:
 
 def launch(names: Sequence[str], command: Sequence[str], timeout: float) -> int:
     """Run one rank of the command in every namespace; the first that fails, or the timeout, ends all."""
-    processes = []
+    processes, errors = [], []
     for rank, name in enumerate(names):
         environment = {
             **os.environ,
@@ -94,13 +95,13 @@ def launch(names: Sequence[str], command: Sequence[str], timeout: float) -> int:
             "OMP_NUM_THREADS": "1",
             **KEEP_MEMORY,
         }
-        output = None if rank == 0 else subprocess.DEVNULL
+        errors.append(tempfile.TemporaryFile())  # noqa: SIM115
         processes.append(
             subprocess.Popen(
                 ["ip", "netns", "exec", name, *command],
                 env=environment,
-                stdout=output,
-                stderr=output,
+                stdout=None if rank == 0 else subprocess.DEVNULL,
+                stderr=None if rank == 0 else errors[rank],
                 start_new_session=True,
             )
         )
@@ -110,6 +111,9 @@ def launch(names: Sequence[str], command: Sequence[str], timeout: float) -> int:
             failed = [rank for rank, process in enumerate(processes) if process.poll()]
             if failed or time.monotonic() > deadline:
                 print(f"ranks {failed} failed" if failed else f"timeout after {timeout} s", file=sys.stderr)
+                for rank in failed[:1]:
+                    errors[rank].seek(0)
+                    print(errors[rank].read().decode(errors="replace")[-4000:], file=sys.stderr)
                 return 1
             time.sleep(0.05)
         return max(abs(process.returncode) for process in processes)

@@ -7,6 +7,7 @@ idle group is not free: one of gloo has three threads that wake a hundred times 
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -149,6 +150,19 @@ def never_destroy() -> None:
     """
     for group in {dist.group.WORLD, *_GROUPS.values()}:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def let_go_of_world() -> None:
+    """Have torch's functions hold on to the world no longer than `destroy_process_group` says.
+
+    `torch.distributed.nn`, which DTensor imports, has the world of that moment as the default of arguments.  Held by
+    these, gloo's threads outlive the interpreter, and abort a program now and then.  Imported early it has None there.
+    """
+    functional, world = sys.modules.get("torch.distributed.nn.functional"), dist.group.WORLD
+    for function in vars(functional).values() if functional and world else ():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(each is world for each in defaults):
+            function.__defaults__ = tuple(None if each is world else each for each in defaults)
 
 
 def _is_registered(group: ProcessGroup) -> bool:

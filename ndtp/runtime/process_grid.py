@@ -19,7 +19,7 @@ from ndtp.collectives import nccl
 from ndtp.collectives.axis_groups import DIRECTIONS, AxisGroups, Made
 from ndtp.collectives.buffer_ring import DEFAULT_BYTES, BufferRing
 from ndtp.collectives.direct_exchange import past_of
-from ndtp.collectives.groups import end, never_destroy
+from ndtp.collectives.groups import end, let_go_of_world, never_destroy
 from ndtp.collectives.movers import collectives_of
 from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.errors import GridError
@@ -154,6 +154,7 @@ class ProcessGrid:
 
             count_list_operations()
             refuse_joining()
+            let_go_of_world()
             spare_advice(self.mesh_axes)
             ranks = torch.tensor(global_ranks, dtype=torch.int).reshape(grid.shape)
             ranks = ranks.permute([grid.names.index(axis) for axis in in_order])

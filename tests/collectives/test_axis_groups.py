@@ -1,12 +1,14 @@
 """Process groups along the axes: who shares them, when they are made, and when they end."""
 
 import gc
+import importlib
 import os
 import time
 import weakref
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional
 from products import message_of, product_on
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -226,6 +228,21 @@ def check_parameters_outlive_their_grid():
 
 def test_parameters_outlive_their_grid(ranks):
     ranks(4).run(check_parameters_outlive_their_grid)
+
+
+def check_nobody_keeps_the_world():
+    """Torch's functions would, where DTensor is imported when there is one already: see `let_go_of_world`."""
+    functional = importlib.reload(torch.distributed.nn.functional)
+    world = dist.group.WORLD
+    assert functional.all_reduce.__defaults__[-1] is world, "or torch has mended it"
+    ProcessGrid(Grid(x=2))
+    held = [name for name, each in vars(functional).items() if world in (getattr(each, "__defaults__", None) or ())]
+    assert not held, held
+    assert functional.all_reduce(torch.ones(())) == 2
+
+
+def test_nobody_keeps_the_world(ranks):
+    ranks(2).run(check_nobody_keeps_the_world)
 
 
 def check_a_new_world(path):
