@@ -180,6 +180,17 @@ def console(json_file: str | None) -> Console:
     return Console(stderr=stderr, width=width, quiet=not is_first_rank(), markup=False)
 
 
+def print_title(out: Console, *parts: str) -> None:
+    """Parts of a title, as many on a line as fit; what is longer than a line breaks between words."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 1 + len(part) <= out.width:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(part)
+    out.print("\n".join(lines) + "\n", highlight=False, style="bold")
+
+
 def print_table(out: Console, table: Table) -> None:
     """A table, or, where it does not fit, each row as lines of heading and value.
 

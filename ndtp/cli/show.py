@@ -17,6 +17,7 @@ from ndtp.cli.common import (
     console,
     numbers,
     one_of,
+    print_title,
     writable,
     write_json,
     writing,
@@ -59,7 +60,7 @@ def show_layout(
     parsed.shard_shape(sizes)
     title = f"{str(parsed)[1:-1]} of {'x'.join(map(str, sizes))} on grid {parsed.grid}"
     panel = Panel(title, parsed, sizes)
-    _show([[panel]], title, output, json_file, {"grid": _json(parsed.grid), **panel.as_json()})
+    _show([[panel]], [title], output, json_file, {"grid": _json(parsed.grid), **panel.as_json()})
 
 
 @show.command("plan")
@@ -95,7 +96,8 @@ def show_plan(
     rows = plan_panels(plan, sizes, phase)
     volume = plan.volume(sizes)
     moved = volume.by("phase").get(phase, 0)
-    title = f"{phase} of {plan.equation} on grid {ranks}"
+    product, made = plan.equation.split(" -> ")
+    title = [f"{phase} of {product}", f"-> {made}", f"on grid {ranks}:", f"every rank receives {moved:,} elements"]
     result = {
         "grid": _json(ranks),
         "equation": plan.equation,
@@ -106,7 +108,7 @@ def show_plan(
             {"tensor": row[0].title.split("[")[0], "stages": [panel.as_json() for panel in row]} for row in rows
         ],
     }
-    _show(rows, f"{title}: every rank receives {moved:,} elements", output, json_file, result)
+    _show(rows, title, output, json_file, result)
 
 
 @show.command("schedule")
@@ -141,9 +143,10 @@ def show_schedule(
     )  # fmt: skip
     end = max(span.end for span in spans)
     busy = {lane: sum(s.end - s.begin for s in spans if s.lane == lane) / end for lane in lanes_of(spans)}
-    title = f"{product} of {tokens} x {hidden} x {ffn} on grid {ranks}, chunks={chunks}, {hardware}: {end * 1e3:.4g} ms"
+    title = [f"{product} of {tokens} x {hidden} x {ffn}", f"on grid {ranks}, chunks={chunks}, {hardware}:"]
+    title += [f"{end * 1e3:.4g} ms"]
     out = console(json_file)
-    out.print(f"{title}, predicted\n", highlight=False, style="bold", soft_wrap=True)
+    print_title(out, *title[:-1], f"{title[-1]}, predicted")
     for text in as_text(spans, out.width):
         out.print(text, highlight=False, no_wrap=True, overflow="ignore", crop=False)
     numbers = "0 up, 1 down" if product == "block" else f"0 {product}"
@@ -163,7 +166,7 @@ def show_schedule(
             )
     if output is not None:
         with writing(output):
-            save_timeline(output, spans, title)
+            save_timeline(output, spans, " ".join(title))
         out.print(f"{output} written", highlight=False)
     write_json(json_file, {
         "grid": _json(ranks), "tokens": tokens, "hidden": hidden, "ffn": ffn, "product": product, "chunks": chunks,
@@ -179,11 +182,11 @@ def show_schedule(
 
 
 def _show(
-    rows: list[list[Panel]], title: str, output: Path | None, json_file: str | None, result: dict[str, Any]
+    rows: list[list[Panel]], title: list[str], output: Path | None, json_file: str | None, result: dict[str, Any]
 ) -> None:
     out = console(json_file)
     if sum(map(len, rows)) > 1:
-        out.print(f"{title}\n", highlight=False, style="bold", soft_wrap=True)
+        print_title(out, *title)
     for row in rows:
         pictures = [as_text(panel, out.width) for panel in row]
         widths = [max(map(len, picture.plain.splitlines())) for picture in pictures]
@@ -196,7 +199,7 @@ def _show(
                 out.print(picture, highlight=False, no_wrap=True, overflow="ignore", crop=False)
     if output is not None:
         with writing(output):
-            save(output, rows, title)
+            save(output, rows, " ".join(title))
         out.print(f"{output} written", highlight=False)
     write_json(json_file, result)
 

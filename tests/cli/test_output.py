@@ -17,6 +17,12 @@ NARROW = {
     "bench gemm --shape 128,128,128": ["estimated us", "bound by"],
     "info --gemm 128 128 128": ["pointer 32x64x64 stages 4 warps 4", "TFLOP/s"],
     "info": ["torch threads"],
+    "show layout --grid x=16,y=4 --layout x --shape 1048576": ["x of 1048576", "0:65536"],
+    "show plan --grid z=2,x=2,y=2 --a (z,y),x --b (x,z),y --phase wgrad": [
+        "wgrad of A[M_zy, K_x] . B[K_xz, N_y] -> C[M_zx, N_y]",
+        "on grid z=2 x=2 y=2: every rank receives 32 elements",
+    ],
+    "show schedule --grid z=2,x=2,y=2 --chunks 4": ["on grid z=2 x=2 y=2, chunks=4, h100-ib: 1.572 ms, predicted"],
 }
 
 
