@@ -29,7 +29,8 @@ ELEMENTWISE = (
     "detach", "double", "elu", "erf", "exp", "expm1", "float", "gelu", "half", "hardshrink", "hardsigmoid",
     "hardswish", "hardtanh", "leaky_relu", "log", "log1p", "logsigmoid", "mish", "nan_to_num", "neg", "negative",
     "ones_like", "pos", "positive", "reciprocal", "relu", "relu6", "rsqrt", "selu", "sigmoid", "sign", "silu", "sin",
-    "softplus", "softshrink", "softsign", "sqrt", "square", "tanh", "tanhshrink", "threshold", "to", "zeros_like",
+    "softplus", "softshrink", "softsign", "sqrt", "square", "tanh", "tanhshrink", "threshold", "to", "type", "type_as",
+    "zeros_like",
     # Of two, each of which is a number or lies between the same pair.
     "add", "div", "divide", "eq", "ge", "gt", "le", "lt", "masked_fill", "maximum", "minimum", "mul", "multiply", "ne",
     "pow", "rsub", "sub", "subtract", "true_divide", "truediv", "view_as", "where",
