@@ -150,7 +150,7 @@ def _rows_by_torch(a: Tensor, b: Tensor, c: Tensor, offsets: Tensor, sizes: Sequ
     each = _sizes(offsets, sizes)
     for rows, one, out in zip(a.split(each), b.unbind(), c.split(each), strict=True):
         if rows.shape[0]:
-            out.copy_(rows @ one) if c.dtype != a.dtype else torch.mm(rows, one, out=out)
+            _product(rows, one, out)
     return c
 
 
@@ -160,10 +160,15 @@ def _outer_by_torch(a: Tensor, b: Tensor, c: Tensor, offsets: Tensor, sizes: Seq
         return c.masked_fill_((offsets[1:] == offsets[:-1])[:, None, None], 0)  # nobody promises what is there
     each = _sizes(offsets, sizes)
     for left, right, out in zip(a.split(each), b.split(each), c.unbind(), strict=True):
-        if c.dtype == torch.float32 != a.dtype:  # not rounded first
-            left, right = left.float(), right.float()
-        torch.mm(left.mT, right, out=out)
+        _product(left.mT, right, out)
     return c
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    else:  # not rounded to the operands' dtype first
+        out.copy_(left.float() @ right.float())
 
 
 def _sizes(offsets: Tensor, sizes: Sequence[int] | None) -> list[int]:
