@@ -14,6 +14,7 @@ from torch import nn
 from ndtp.models.adopted import Adopted
 from ndtp.models.hidden import Hidden
 from ndtp.models.pending import Pending
+from ndtp.runtime.eagerly import backwards_as_they_are
 
 WHY = (
     "ndtp: a model that was parallelized as a whole runs eagerly: its hidden states have the sizes of the whole and "
@@ -27,9 +28,7 @@ def run_eagerly(model: nn.Module) -> None:
 
     With `fullgraph=True` their error says why.
     """
-    for function in torch.autograd.Function.__subclasses__():
-        if function.__module__.startswith("ndtp."):
-            _leave_to_python(function.backward)
+    backwards_as_they_are()
     torch._dynamo.config.nontraceable_tensor_subclasses |= {Hidden, Pending}  # where one is an argument
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     layers = [layer for stack in stacks for layer in stack if any(isinstance(m, Adopted) for m in layer.modules())]
@@ -39,12 +38,3 @@ def run_eagerly(model: nn.Module) -> None:
             forward = torch.compiler.disable(theirs.forward, reason=WHY)
             made = {"__module__": theirs.__module__, "forward": forward}
             module.__class__ = type(theirs.__name__, (theirs,), made)
-
-
-def _leave_to_python(function: Any) -> None:
-    """Have a compiler run a function, and all that it calls, as they are: code that a compiled program comes to by way
-    of autograd, where that program itself calls `backward`."""
-    from torch._C._dynamo import eval_frame as frames
-
-    as_it_is = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    frames.set_code_exec_strategy(function.__code__, as_it_is)

@@ -23,7 +23,13 @@ from ndtp.nn.random import given_or_drawn
 from ndtp.nn.sharded import Sharded
 from ndtp.ops.experts import combined, dispatched, experts, known_counts, weight_plan
 from ndtp.ops.reductions import used_over
+from ndtp.runtime.eagerly import backwards_as_they_are, eagerly
 from ndtp.runtime.process_grid import ProcessGrid
+
+WHY = (
+    "ndtp: a layer of experts runs eagerly between two graphs: how many rows go to whom are numbers of the batch, "
+    "which no graph can hold. fix: leave out fullgraph=True"
+)
 
 
 class Experts(Sharded):
@@ -67,6 +73,7 @@ class Experts(Sharded):
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise LayoutError(f"MoE '{name}': chunks={chunks!r} is not a number of chunks")
         plan.check(hidden, inner, count)
+        backwards_as_they_are()
         self.hidden, self.inner, self.count, self.plan, self.chunks = hidden, inner, count, plan, chunks
         self.activation, self.is_gated = activation, gated
         self.expected: Counts = ()  # of rows without memory
@@ -95,6 +102,7 @@ class Experts(Sharded):
 
     # ------------------------------------------------------------------------------------------------------- forward
 
+    @eagerly(WHY)
     def forward(self, x: Tensor, choice: Tensor, gates: Tensor, kept: Tensor | None = None) -> Tensor:
         """
         Args:

@@ -17,7 +17,7 @@ from ndtp.algebra.schemes import BlockLayouts, block_layouts
 from ndtp.algebra.volume import Volume
 from ndtp.compute.grouped import tally
 from ndtp.errors import LayoutError
-from ndtp.nn.experts import Experts
+from ndtp.nn.experts import WHY, Experts
 from ndtp.nn.gated import GatedMLP
 from ndtp.nn.mlp import MLP
 from ndtp.nn.padding import as_rows, with_leading_dims
@@ -30,6 +30,7 @@ from ndtp.ops.memory import Memory
 from ndtp.ops.moving import enter
 from ndtp.ops.reductions import reduce
 from ndtp.ops.resharding import reshard
+from ndtp.runtime.eagerly import eagerly
 from ndtp.runtime.process_grid import ProcessGrid
 
 Routes = str | Counts | Tensor
@@ -146,6 +147,7 @@ class MoE(BlockModule):
 
     # ------------------------------------------------------------------------------------------------------- forward
 
+    @eagerly(WHY)
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(x, self.name)
         width = self.hidden // self.mesh.grid.size(self.in_layout.dims[1])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from module_case import close, randn
 from products import mesh_of
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import ndtp
 from ndtp import Grid, Layout
@@ -21,6 +22,15 @@ class DecoderLayer(torch.nn.Module):
     def forward(self, x, length):
         x = x + self.attention(self.norms[0](x), length)
         return x + self.mlp(self.norms[1](x))
+
+
+class Residual(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x.tanh()).tanh()
 
 
 def modules(mesh, scheme):
@@ -73,6 +83,29 @@ def check_compiled(sizes, scheme):
     embedding = torch.compile(table, fullgraph=True, backend="aot_eager")
     with pytest.raises(RuntimeError, match="no row of the table"):
         embedding(torch.full((8,), 20))
+    check_experts(mesh, scheme)
+
+
+def check_experts(mesh, scheme):
+    """A graph before a layer of experts, and one behind it, for all routings; and why not one alone."""
+    on = {"mesh": mesh, "scheme": scheme, "dtype": torch.float64}
+    moe = ndtp.nn.MoE(16, 24, 4, seed=1, chunks=2, **on)
+    model = Residual(moe)
+    counted = CompileCounterWithBackend("aot_eager")
+    for seed in range(3):
+        x = moe.in_layout.shard(randn(8, 16, seed=seed), mesh.rank)
+        found, expected = run(torch.compile(model, backend=counted), model, [x]), run(model, model, [x])
+        for mine, theirs in zip(found, expected, strict=True):
+            close(mine, theirs, f"experts, {mesh.grid}")
+    assert counted.frame_count == 2
+    x = x.clone().requires_grad_()
+    torch.compile(lambda x: model(x).square().sum().backward(), backend="aot_eager")(x)  # a step as a whole
+    close(x.grad, expected[1], "a compiled step")
+    alone = torch.compile(moe, backend=counted)
+    close(alone(x), moe(x), "experts alone")
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="numbers of the batch"):
+        torch.compile(model, fullgraph=True, backend=counted)(x)
 
 
 def test_one_graph(ranks):
