@@ -35,10 +35,13 @@ def run_chain(
         layers: the modules of which the weights are, if they are of any.
     """
     call = _Call(program, step)
-    if shards is not tensors or program.late:
+    # Where nothing comes before it backward ends with it, and there is nothing to leave anything to.
+    call.defers = program.may_defer and not given[0].is_leaf
+    if shards is not tensors or program.late or call.defers:
+        late = program.late + program.late_if_deferred * call.defers
         shards = list(shards)
         for i, x in enumerate(tensors):
-            if i in program.late:
+            if i in late:
                 shards[i], call.deferred[i] = taken_in(x, step.late.window_start, given[i])
             elif program.needs[i] and x is not shards[i]:
                 shards[i], call.specs[i] = x, spec_of(x)
@@ -75,9 +78,10 @@ class _Call:
         specs: how DTensors lie that autograd sees as they are, by their places.
         watched: operands that backward multiplies by, and the versions that forward saw.
         ahead, ahead_backward: the weights that are needed first, and by what their order is known.
+        defers: whether backward leaves a part of a weight's gradient to the chain that it goes on to.
     """
 
-    __slots__ = ("ahead", "ahead_backward", "deferred", "program", "specs", "step", "watched")
+    __slots__ = ("ahead", "ahead_backward", "deferred", "defers", "program", "specs", "step", "watched")
 
     def __init__(self, program: Program, step: StepState) -> None:
         self.program, self.step = program, step
@@ -85,6 +89,7 @@ class _Call:
         self.specs: dict[int, Any] = {}
         self.watched: list[tuple[int, Any, tuple[int, ...]]] = []
         self.ahead = self.ahead_backward = _NOTHING
+        self.defers = False
 
     def check_unchanged(self) -> None:
         """Of the operands that backward multiplies by, whether or not a gathered copy was kept.
@@ -102,7 +107,7 @@ class _Call:
         for i, shape in enumerate(self.program.shapes):
             arrival = None if shape is None else next(edges)[0]  # there is one for every tensor
             deferred = self.deferred.get(i)
-            if deferred is not None and deferred.accumulates(arrival):
+            if deferred is not None and i in self.program.late and deferred.accumulates(arrival):
                 held.add((i - 1, "dB") if i <= count else (i - 1 - count, "dbias"))
         return held
 
@@ -138,8 +143,8 @@ class _Chain(torch.autograd.Function):
         kept = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each goes when its product is done
         held = call.held(ctx.next_functions) if step.partial_sums.holds_back else ()
-        gradients = program.backward(step, grad, kept, held, *call.ahead_backward)
-        if program.late:
+        gradients = program.backward(step, grad, kept, held, *call.ahead_backward, defers=call.defers)
+        if call.deferred:
             _expect(call, gradients, grad, bool(held))
         for i, spec in call.specs.items():
             gradients[i] = wrapped(gradients[i], spec)
@@ -153,7 +158,7 @@ def _expect(call: _Call, gradients: list[Any], grad: Tensor, takes_up: bool) -> 
         if not isinstance(move, Move):
             continue
         deferred = call.deferred.get(i)
-        if deferred is not None and (move.handle is not None or move.is_held):
+        if deferred is not None and move.is_under_way:
             deferred.late = late.expect(move, deferred.leaf if move.hold else None, sums)
             started.append(deferred.late)
             gradients[i] = grad.new_zeros(()).expand(call.program.shapes[i] or ())  # which the arrival drops

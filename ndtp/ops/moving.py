@@ -85,7 +85,7 @@ class _Used(torch.autograd.Function):
         refuse_second(plan.name)
         held = sums.holds_back and deferred is not None and deferred.accumulates(ctx.next_functions[0][0])
         move = Move(_way(grad, plan.back.steps, mesh, plan.name, "wgrad"), grad, hold=held).start()
-        if deferred is None or not (move.handle is not None or move.is_held):
+        if deferred is None or not move.is_under_way:
             return move.wait(), None, None, None
         deferred.late = late.expect(move, deferred.leaf if held else None, sums)
         late.came_through([deferred.late], sums if held else None)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import _profiler_enabled
 
+from ndtp.collectives.recorder import NOTHING, span
 from ndtp.runtime.moves import Cut, Move, Pieces, Way
 from ndtp.schedule.tasks import RowChunks
 
@@ -19,7 +21,7 @@ Run = Callable[[Slots], None]
 Get = Callable[[Slots], Tensor]
 
 # The first slots of every phase: what a call brings beside its tensors.
-STEP, WEIGHT, OWNER, HELD, FIRST = range(5)
+STEP, WEIGHT, OWNER, HELD, DEFERS, FIRST = range(6)
 
 
 class Place(NamedTuple):
@@ -136,6 +138,62 @@ def start_next(slot: int, piece: int | None) -> Run:
 def advance(slots: Slots) -> None:
     """The second collectives of gradients that earlier chains left on their way."""
     slots[STEP].late.start_next()
+
+
+def catch_up(slots: Slots) -> None:
+    """Do what the chain before it deferred."""
+    slots[STEP].late.catch_up()
+
+
+def defer(runs: Sequence[Run], needed: Sequence[int | None], title: tuple[str, str, str, str]) -> Run:
+    """Do these later, with what is in the slots that they need by now; at once if the call defers nothing.
+
+    Args:
+        title: what a profiler calls the first of them.
+    """
+    product, *rest = runs
+
+    def do(slots: Any, recorder: Any) -> None:
+        watched = recorder is not None or _profiler_enabled()
+        with span(recorder, *title) if watched else NOTHING:
+            product(slots)
+        for each in rest:
+            each(slots)
+
+    def run(slots: Slots) -> None:
+        step = slots[STEP]
+        if not slots[DEFERS]:
+            do(slots, step.recording.recorder)
+            return
+        kept = {slot: slots[slot] for slot in needed if slot is not None}
+        step.late.defer(lambda: do(kept, step.recording.recorder))
+
+    return run
+
+
+def where_deferred(is_deferred: bool, runs: Sequence[Run]) -> Run:
+    """Do these only if the call leaves pieces of a gradient to the next chain, or only if it does not."""
+
+    def run(slots: Slots) -> None:
+        if slots[DEFERS] is is_deferred:
+            for each in runs:
+                each(slots)
+
+    return run
+
+
+def multiply_rows_of_whole(
+    slot: int, product: Product, one: Get, other: Get, whole: tuple[int, ...], rows: slice
+) -> Run:
+    """Rows of a gradient that is put together where it stays."""
+
+    def run(slots: Slots) -> None:
+        x = one(slots)
+        if slots[slot] is None:
+            slots[slot] = Pieces(x.new_empty(whole), is_deferred=True)
+        product(x, other(slots), out=slots[slot].tensor[rows])
+
+    return run
 
 
 def where_held(name: tuple[int, str], is_held: bool, runs: Sequence[Run]) -> Run:

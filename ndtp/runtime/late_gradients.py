@@ -10,7 +10,7 @@ earlier than that takes all older ones along, and those of its own chain.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -80,6 +80,7 @@ class LateGradients:
         self._chains: deque[list[LateGradient]] = deque()
         self._count = 0
         self._task: int | None = None  # the backward that is going on, by the number that autograd gives it
+        self._deferred: deque[Callable[[], None]] = deque()
         self._taken_up: list[PartialSums] = []  # what it ends of what was left in partial sums
         # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
         # past the oldest of them.  Two products hide a reduction, and bound the gradients that are held unreduced.
@@ -113,7 +114,6 @@ class LateGradients:
             takes_up: what was left in partial sums, if it adds to the `.grad` of parameters.
         """
         if gradients:
-            self.start_next()  # where nothing of the chain was multiplied, or a third collective follows
             if len(self._chains) == WINDOW:
                 self._finish_chain()
             self._chains.append(list(gradients))
@@ -129,8 +129,23 @@ class LateGradients:
         if takes_up is not None and takes_up not in self._taken_up:
             self._taken_up.append(takes_up)
 
+    def defer(self, rest: Callable[[], None]) -> None:
+        """Leave a part of a gradient that is expected to `catch_up`: at most until the next chain has a first product.
+
+        Until then it holds its operands: those of one product of one chain.
+        """
+        self._deferred.append(rest)
+        self.end_with_backward(None)
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Multiply what was deferred, and start to reduce it."""
+        while self._deferred:
+            self._deferred.popleft()()
+
     def start_next(self) -> None:
         """Of every gradient, oldest first."""
+        self.catch_up()
         for chain in self._chains:
             for late in chain:
                 late.start_next()
@@ -145,6 +160,7 @@ class LateGradients:
 
     def _finish_chain(self) -> None:
         """The oldest one: each of its gradients goes on while others are waited for."""
+        self.catch_up()
         chain = self._chains.popleft()
         for late in chain:
             late.start_next()

@@ -136,6 +136,11 @@ class Move:
             self.start()
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether it is waited for: for a collective, or for what is held back."""
+        return self.handle is not None or self.is_held
+
+    @property
     def is_held(self) -> bool:
         """Whether an all-reduce comes next, and is held back."""
         if not self.hold or self._taken == len(self.way.legs):
@@ -163,18 +168,27 @@ class Move:
 
 
 class Pieces(Move):
-    """A gradient on its way in pieces of rows, each of which lands where it belongs in the whole."""
+    """A gradient on its way in pieces of rows, each of which lands where it belongs in the whole.
 
-    __slots__ = ("moves",)
+    Args:
+        is_deferred: pieces that go nowhere are yet to be multiplied.
+    """
 
-    def __init__(self, whole: Tensor) -> None:
+    __slots__ = ("is_deferred", "moves")
+
+    def __init__(self, whole: Tensor, is_deferred: bool = False) -> None:
         self.moves: list[Move] = []
+        self.is_deferred = is_deferred
         self.tensor, self.hold, self.handle = whole, False, None
 
     def add_piece(self, way: Way, piece: Tensor, rows: slice) -> None:
         assert self.tensor is not None
         self.moves.append(Move(way, piece, self.tensor[rows]).start())
         self.handle = self.moves[0].handle
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.is_deferred or super().is_under_way
 
     def wait(self) -> Tensor:
         self.start_next()

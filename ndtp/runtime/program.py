@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled
 
 from ndtp.collectives.recorder import NOTHING, span
-from ndtp.runtime.closures import FIRST, HELD, OWNER, STEP, WEIGHT, Run
+from ndtp.runtime.closures import DEFERS, FIRST, HELD, OWNER, STEP, WEIGHT, Run
 from ndtp.runtime.moves import Move
 from ndtp.runtime.phase import Phase
 from ndtp.runtime.slots import Key, Setting
@@ -37,6 +37,8 @@ class Program:
         ends: the products whose weights forward and backward need first, where these may have been gathered ahead.
         operands: those of A and the weights that backward multiplies by, by their places among the tensors.
         late: the weights and biases whose gradients take steps, by their places.
+        may_defer: whether backward can leave a part of a weight's gradient to the chain that follows.
+        late_if_deferred: the weight whose gradient takes no steps, and is late if it does.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Program:
         self.operands = [0] * wanted[0].wgrad + [p + 1 for p in range(count) if wanted[p].dgrad]
         self.late = [1 + p for p in range(count) if wanted[p].wgrad and plans[p].relayouts["dB"]]
         self.late += [1 + count + p for p in range(count) if wanted[p].bias and plans[p].relayouts["dbias"]]
+        self.may_defer, self.late_if_deferred = False, list[int]()
         self.kept, kept_shapes = self._bind_forward(stored, first)
         self._bind_backward(dict(zip(self.kept, kept_shapes, strict=True)), stored, last)
 
@@ -88,6 +91,9 @@ class Program:
         self._gradients = [phase.result(0, "dA") if self.wanted[0].dgrad else None]
         self._gradients += [phase.outcome(p, name) for name in ("dB", "dbias") for p in products]
         phase.end_of_task("finish")
+        self.may_defer = phase.deferred is not None
+        if phase.deferred is not None and not self.plans[phase.deferred].relayouts["dB"]:
+            self.late_if_deferred = [1 + phase.deferred]
         self._backward = _Runner(phase)
 
     def __str__(self) -> str:
@@ -123,6 +129,7 @@ class Program:
         held: Container[tuple[int, str]] = (),
         weight: Tensor | None = None,
         owner: Any = None,
+        defers: bool = False,
     ) -> list[Tensor | Move | None]:
         """dA of the first product as it is stored; dB and dbias of every product, or their moves, not waited for.
 
@@ -130,9 +137,10 @@ class Program:
             kept: what forward kept; emptied, since what is used up must not live until the end of the chain.
             held: gradients (product, "dB" or "dbias") whose moves stop before an all-reduce.
             weight, owner: as for forward, of the weight that backward needs first.
+            defers: leave a part of the last gradient of a weight to the chain that follows, see `may_defer`.
         """
         slots: list[Any] = [None] * self._backward.size
-        slots[STEP], slots[WEIGHT], slots[OWNER], slots[HELD] = step, weight, owner, held
+        slots[STEP], slots[WEIGHT], slots[OWNER], slots[HELD], slots[DEFERS] = step, weight, owner, held, defers
         slots[FIRST] = grad
         slots[FIRST + 1 : FIRST + 1 + len(self._kept)] = kept
         kept.clear()

@@ -13,7 +13,7 @@ from ndtp.algebra.matmul_plan import Letters, MatMulPlan
 from ndtp.algebra.steps import phase_of
 from ndtp.runtime import closures
 from ndtp.runtime.closures import FIRST, Get, Place, Run
-from ndtp.runtime.moves import Way, is_matrix
+from ndtp.runtime.moves import Way, blocks_of_result, is_matrix
 from ndtp.schedule.tasks import Action, RowChunks, Task, Wanted
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ class Slots:
         self.side_by_side: dict[tuple[int, str], int] = {}  # the gathered chunks of an operand
         self.begun: dict[Key, int] = {}  # results of which this rank's own part is multiplied
         self.complete: set[int] = set()  # those of them of which all parts are
-        self.cut_operands: dict[int, str | None] = {}  # see `Phase._cut_operand`
+        self.cut_operands: dict[int, str | None] = {}  # see `WeightGradients._cut_operand`
+        self.cut_when_deferred: str | None = None  # the same of the one that takes no collectives
+        self.deferred: int | None = None  # the product of which pieces of dB may be left to the next chain
 
     def end_of_task(self, line: str, title: Title | None = None) -> None:
         if self.runs:
@@ -109,6 +111,12 @@ class Slots:
     def slot(self, shape: Shape) -> int:
         self.shapes.append(tuple(shape))
         return len(self.shapes) - 1
+
+    def result_of(self, p: int, name: str, chunks: int) -> int:
+        """A slot for a product, which falls into blocks of columns where it leaves so."""
+        stage = self.stages[p]
+        shape, blocks = stage.held(letters_of(stage.plan, name)[2], chunks), blocks_of_result(stage.plan, name)
+        return self.slot((blocks, shape[0], shape[1] // blocks) if blocks > 1 else shape)
 
     def let_go(self, *slots: int | None) -> tuple[int, ...]:
         """Those of these slots that nothing stands for any more; what was passed in is the caller's."""
@@ -289,3 +297,14 @@ class Slots:
             return [(chunk, closures.get_part(whole, dim, i * chunk[dim], chunk[dim])) for i in range(count)]
         slots = [self.tensors[p, name, i] for i in range(count)]
         return [(self.shapes[slot], closures.get(slot)) for slot in slots]
+
+
+def letters_of(plan: MatMulPlan, name: str) -> tuple[Letters, Letters, Letters]:
+    """Those of both operands of a product, and of its result.
+
+    "C"   C[.., M, N] = A . B       of A and B
+    "dA"  dA = dC . B^T             of dC and B; stored as A is, summed over batch dims that A lacks
+    "dB"  dB = A^T . dC             of dC and A; stored as B is, summed over batch dims that B lacks
+    """
+    a, b, c = plan.a_letters, plan.b_letters, plan.c_letters
+    return {"C": (a, b, c), "dA": (c, b, a), "dB": (c, a, b)}[name]

@@ -1,9 +1,9 @@
 """A training step on two clocks, one that computes and one a link: the tasks of `ndtp.schedule.tasks`, timed.  Pure.
 
 What a program does in order is replayed here in order, for many grids at once: a start puts a collective behind
-those already on its link, a wait holds the computation until it is done, the next weight is gathered ahead, and the
-reduction of a weight's gradient is waited for two chains later, or at the end.  Of one grid the clocks can be kept,
-span by span: what `ndtp show schedule` draws.
+those already on its link, a wait holds the computation until it is done, the next weight is gathered ahead, a part of
+a weight's gradient is left to the chain that follows, and its reduction is waited for two chains later, or at the end.
+Of one grid the clocks can be kept, span by span: what `ndtp show schedule` draws.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ndtp.algebra.steps import phase_of
-from ndtp.schedule.tasks import WINDOW, Action, Task, Wanted, backward_tasks, forward_tasks, pieces
+from ndtp.schedule.tasks import WINDOW, Action, Task, Wanted, backward_tasks, first_deferred, forward_tasks, pieces
 
 # (collective, axis, bytes received per rank), one after another.
 Messages = list[tuple[str, str, Any]]
@@ -222,10 +222,21 @@ def _tasks(products: Sequence[Product], chunks: int, regather: bool) -> Iterator
         for task in backward_tasks(chunks, (want,) * len(chain)):
             if task.action is Action.ADVANCE:
                 yield from _gradients(Action.START_NEXT, chains[k + 1 : k + 2], chunks)
+            elif task.action is Action.CATCH_UP:
+                for i in chains[k + 1][:1] if k + 1 < len(chains) else ():
+                    yield from _deferred(i, chunks)
+            elif task.action is Action.DEFER:
+                if k == 0 and task.chunk == first_deferred(chunks):
+                    yield from _deferred(chain[0], chunks)
             else:
                 yield "backward", chain[task.product], task
         yield from _gradients(Action.WAIT, chains[k + WINDOW : k + WINDOW + 1], chunks)
     yield from _gradients(Action.START_NEXT, chains[WINDOW - 1 :: -1], chunks)
+
+
+def _deferred(product: int, chunks: int) -> Iterator[tuple[str, int, Task]]:
+    for j in range(first_deferred(chunks), chunks):
+        yield from (("backward", product, Task(action, "dB", j)) for action in (Action.MULTIPLY, Action.START))
 
 
 def _gradients(action: Action, chains: Sequence[Sequence[int]], chunks: int) -> Iterator[tuple[str, int, Task]]:

@@ -41,6 +41,8 @@ class Action(str, Enum):
     OWN = "own"  # multiply this rank's own part of an operand that is still being gathered, towards this tensor
     MULTIPLY = "multiply"  # the rest of it, or all
     ACTIVATE = "activate"  # make "A" of the C before it, or "dC" of the dA behind it
+    DEFER = "defer"  # multiply and start it, but in the next chain if backward goes on to one
+    CATCH_UP = "catch up"  # with what the chain before it deferred
     PREFETCH = "prefetch"  # start the gather of the weight that follows the chain, if it is known
     RELEASE = "release"  # let go of an operand, unless backward wants it
 
@@ -124,6 +126,9 @@ def backward_tasks(chunks: int, wanted: tuple[Wanted, ...] = (Wanted(),)) -> tup
 
     dA's scatters fly while dB is multiplied, and what moves dB's first rows while its last ones are: in as many pieces
     as there are chunks.  dB and the bias's gradient are started here, and waited for at the end of the whole backward.
+
+    The last pieces of the last dB are left to the next chain, half of them, where they fill what its first gather
+    takes: what else could be multiplied waits for that.  The others hide the last scatter of this one.
     """
     return tuple(_with_second_moves(chunks, len(wanted) - 1, _backward(chunks, wanted)))
 
@@ -154,11 +159,13 @@ def _backward(chunks: int, wanted: Sequence[Wanted]) -> Iterator[Task]:
     if wanted[last].again("b"):
         yield Task(Action.START, "B", None, last)
     yield from (Task(Action.START, "dC", i, last) for i in range(min(LOOKAHEAD, chunks)))
+    yield Task(Action.CATCH_UP, "dB", None, last)
     for p, i in _wavefront(chunks, range(last, first - 1, -1)):
         enter = _enter("dA", "dC", i - 1, p, p - 1) if p > first and i > 0 else ()
         if i == chunks:
             # Either hides something: the gather into which the last chunk goes, or the scatter from which one comes.
-            weights = _weight_gradients(chunks, wanted[p], p)
+            kept = first_deferred(chunks) if p == first and wanted[p].dgrad else chunks
+            weights = _weight_gradients(chunks, wanted[p], p, kept)
             yield from (*enter, *weights) if chunks > 1 else (*weights, *enter)
         else:
             yield from _dgrad(chunks, wanted, p, i, first)
@@ -196,18 +203,24 @@ def _dgrad(chunks: int, wanted: Sequence[Wanted], p: int, i: int, first: int) ->
         yield Task(Action.START, "dA", i, p)
 
 
+def first_deferred(chunks: int) -> int:
+    """The piece of a weight's gradient from which on they may be left to the next chain; `chunks`: none."""
+    return chunks - chunks // 2
+
+
 def pieces(chunks: int) -> Sequence[int | None]:
     """Those of a weight's gradient; None where it is one."""
     return range(chunks) if chunks > 1 else (None,)
 
 
-def _weight_gradients(chunks: int, want: Wanted, p: int) -> Iterator[Task]:
+def _weight_gradients(chunks: int, want: Wanted, p: int, deferred: int) -> Iterator[Task]:
     if want.wgrad:
         if want.again("a"):
             yield from (Task(Action.WAIT, "A", j, p) for j in range(chunks))
-        for j in pieces(chunks):
+        for j in pieces(chunks)[:deferred]:
             yield Task(Action.MULTIPLY, "dB", j, p)
             yield Task(Action.START, "dB", j, p)
+        yield from (Task(Action.DEFER, "dB", j, p) for j in range(deferred, chunks))
     if want.bias:
         yield Task(Action.MULTIPLY, "dbias", None, p)
         yield Task(Action.START, "dbias", None, p)

@@ -11,7 +11,7 @@ import ndtp
 from ndtp import Grid, GridError, Layout, MatMulPlan
 from ndtp.algebra.binding import bind
 from ndtp.compute.gemm import KernelGemm, TorchGemm
-from ndtp.runtime.phase import letters_of
+from ndtp.runtime.slots import letters_of
 from ndtp.testing import assert_equal, small_integers
 
 ONE = Grid(x=1)

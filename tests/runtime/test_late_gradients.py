@@ -49,10 +49,12 @@ def test_gradients_of_one_product_take_no_younger_ones_along_whichever_arrives_f
 
         @staticmethod
         def backward(ctx, grad):
-            for product in ("second", "first"):
-                queue.came_through([of_product[product, name] for name in ("weight", "bias")], None)
-            expected = ["2 of weight of second", "2 of bias of second"]
-            assert noted == expected, "where the chain that follows is through"
+            queue.came_through([of_product["second", name] for name in ("weight", "bias")], None)
+            queue.defer(lambda: noted.append("rest of second"))
+            queue.start_next()  # where the chain that follows has multiplied enough
+            queue.came_through([of_product["first", name] for name in ("weight", "bias")], None)
+            expected = ["rest of second", "2 of weight of second", "2 of bias of second"]
+            assert noted == expected
             for name in arrivals:
                 of_product["second", name].arrive()
             assert noted == [*expected, "3 of weight of second", "3 of bias of second"]

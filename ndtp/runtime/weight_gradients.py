@@ -1,0 +1,211 @@
+"""Gradients of weights while backward of a chain is bound: whole, or in pieces of rows that go one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from ndtp.algebra.steps import apply
+from ndtp.compute.gemm import joined
+from ndtp.runtime import closures
+from ndtp.runtime.closures import HELD, Get, Run
+from ndtp.runtime.moves import blocks_of_result, is_matrix
+from ndtp.runtime.slots import Moving, Slots, letters_of
+from ndtp.schedule.tasks import cut_alike, first_deferred
+
+if TYPE_CHECKING:
+    from ndtp.collectives.handles import Shape
+    from ndtp.compute.gemm import Product
+
+
+class WeightGradients(Slots):
+    """What `ndtp.runtime.phase.Phase` does for "dB" and "dbias"; see `Slots`."""
+
+    def start(self, p: int, name: str, i: int | None) -> None:
+        if name == "dB" and i is not None:
+            self._start_piece(p, i)
+        else:
+            super().start(p, name, i)
+
+    def _cut_operand(self, p: int) -> str | None:
+        """That operand of dB whose columns make pieces of its rows; None where dB goes whole.
+
+        Rows of its pieces are rows of the gradient: nothing on its way cuts or scatters them.
+        """
+        plan, steps = self.stages[p].plan, self.stages[p].plan.relayouts["dB"]
+        if not steps or any(0 in (step.dim, step.source) for step in steps):
+            return None
+        if any(step.kind not in ("reduce_scatter", "all_reduce") for step in steps):
+            return None
+        reduced = [
+            (prod(after), plan.grid.size(step.axes))
+            for step, after, _ in apply(plan.grid, steps, self.stages[p].held(plan.b_letters))
+            if step.kind == "all_reduce"
+        ]
+        return self._rows_operand(p) if cut_alike(reduced, self.chunks) else None
+
+    def _rows_operand(self, p: int) -> str | None:
+        """That operand of dB whose columns are its rows; None where these are not cut."""
+        plan = self.stages[p].plan
+        if not is_matrix(plan) or self.stages[p].held(plan.b_letters)[0] % self.chunks:
+            return None
+        operands = [self.whole(p, name) for name in ("dC", "A")]
+        if any(slot is None or len(self.shapes[slot]) != 2 for slot in operands):
+            return None
+        return "dC" if plan.b_letters[0] in plan.c_letters else "A"
+
+    def _part(self, p: int, cut: str, start: int, stop: int, blocks: int | None) -> tuple[Product, Get, Get]:
+        """A product that gives these pieces of dB, and its operands."""
+        plan, slots = self.stages[p].plan, {name: self.tensors[p, name, None] for name in ("dC", "A")}
+        shapes = {name: self.shapes[slot] for name, slot in slots.items()}
+        gets = {name: closures.get(slot) for name, slot in slots.items()}
+        dim = letters_of(plan, "dB")[cut == "A"].index(plan.b_letters[0])
+        size = shapes[cut][dim] // self.chunks
+        shapes[cut] = (*shapes[cut][:dim], (stop - start) * size, *shapes[cut][dim + 1 :])
+        gets[cut] = closures.get_part(slots[cut], dim, start * size, (stop - start) * size)
+        product = self.gemm.bound(letters_of(plan, "dB"), shapes["dC"], shapes["A"], blocks=blocks)
+        return product, gets["dC"], gets["A"]
+
+    def multiply_piece(self, p: int, j: int) -> None:
+        if j == 0:
+            self.cut_operands[p] = self._cut_operand(p)
+        cut = self.cut_operands[p]
+        if cut is None:
+            if j == 0:
+                self._multiply_whole(p)
+            return
+        if j == 0:  # what is held back is added to what was, whole
+            self.runs, runs = [], self.runs
+            self.tensors[p, "dB", None] = self.wgrad(p)
+            self.runs = [*runs, closures.where_held((p, "dB"), True, self.runs)]
+        plan = self.stages[p].plan
+        rows, columns = self.stages[p].held(plan.b_letters)
+        blocks = blocks_of_result(plan, "dB")
+        shape = (rows // self.chunks, columns)
+        self.tensors[p, "dB", j] = result = self.slot((blocks, shape[0], columns // blocks) if blocks > 1 else shape)
+        run = closures.multiply_joined(result, *self._part(p, cut, j, j + 1, blocks if blocks > 1 else None))
+        self.runs.append(closures.where_held((p, "dB"), False, (run,)))
+
+    def _start_piece(self, p: int, j: int) -> None:
+        name = p, "dB"
+        if self.cut_operands[p] is None:
+            if j == 0:
+                super().start(p, "dB", None)
+            return
+        if j == 0:
+            self.runs, runs = [], self.runs
+            super().start(p, "dB", None)
+            self.runs = [*runs, closures.where_held(name, True, self.runs)]
+        slot, whole, _ = self.moving[p, "dB", None]
+        source = self.tensors.pop((p, "dB", j))
+        way = self._way(p, "dB", j, source, False)
+        height = way.shape[0]
+        self.moving[p, "dB", j] = Moving(slot, way, None)
+        piece = closures.start_piece(slot, source, way, whole.shape, slice(j * height, (j + 1) * height))
+        self.runs.append(closures.where_held(name, False, (piece,)))
+
+    # ------------------------------------------------------------------------------------------ pieces that come later
+
+    def _multiply_whole(self, p: int) -> None:
+        """A gradient that takes no collectives: one product, or two, of which the second may come later."""
+        plans = [stage.plan for stage in self.stages]
+        waits = self.wanted[0].dgrad and (plans[0].relayouts["dA"] or plans[-1].relayouts["dC"])
+        cut = self._rows_operand(p) if p == 0 and waits and not plans[p].relayouts["dB"] else None
+        self.runs, runs = [], self.runs
+        self.tensors[p, "dB", None] = self.wgrad(p)
+        if cut is None:
+            self.runs = runs + self.runs
+            return
+        self.cut_when_deferred = cut
+        first = self._rows_of_whole(p, 0, first_deferred(self.chunks))
+        self.runs = [*runs, closures.where_deferred(False, self.runs), closures.where_deferred(True, (first,))]
+
+    def _rows_of_whole(self, p: int, start: int, stop: int) -> Run:
+        assert self.cut_when_deferred is not None
+        slot, shape = self.tensors[p, "dB", None], self.stages[p].held(self.stages[p].plan.b_letters)
+        height = shape[0] // self.chunks
+        product, one, other = self._part(p, self.cut_when_deferred, start, stop, blocks=1)
+        return closures.multiply_rows_of_whole(slot, product, one, other, shape, slice(start * height, stop * height))
+
+    def defer(self, p: int, name: str, j: int | None) -> None:
+        """A piece, to the chain that follows; of what goes whole, all that comes later at once."""
+        assert j is not None
+        operands = [self.tensors.get((p, operand, None)) for operand in ("dC", "A")]
+        title = "gemm", "dB", self.part(j), self.stages[p].plan.name
+        self.runs, runs = [], self.runs
+        if self.cut_operands[p] is not None:
+            self.multiply_piece(p, j)
+            self._start_piece(p, j)
+            needed = [*operands, self.moving[p, "dB", None].slot, HELD]
+            self.runs = [*runs, closures.where_held((p, "dB"), False, (closures.defer(self.runs, needed, title),))]
+        elif self.cut_when_deferred is not None and j == first_deferred(self.chunks):
+            rest = (self._rows_of_whole(p, j, self.chunks),)
+            needed = [*operands, self.tensors[p, "dB", None]]
+            self.runs = [*runs, closures.where_deferred(True, (closures.defer(rest, needed, title),))]
+        else:
+            self.runs = runs
+            return
+        self.deferred = p
+
+    def catch_up(self, p: int, name: str, i: int | None) -> None:
+        self.runs.append(closures.catch_up)
+
+    # ---------------------------------------------------------------------------------------------------- on their way
+
+    def start_next(self, p: int, name: str, i: int | None) -> None:
+        """Of a piece, or of the whole when the last piece would."""
+        name_of, is_cut = (p, "dB"), i is not None and self.cut_operands[p] is not None
+        moving = self.moving.get((p, "dB", None))
+        if moving is None or len(moving.way.legs) < 2:
+            return
+        runs = [(True, None)] * (i in (None, self.chunks - 1)) + [(False, i)] * is_cut
+        for is_held, piece in runs:
+            run = closures.start_next(moving.slot, piece)
+            self.runs.append(closures.where_held(name_of, is_held, (run,)) if is_cut else run)
+
+    def advance(self, p: int, name: str, i: int | None) -> None:
+        self.runs.append(closures.advance)
+
+    def wgrad(self, p: int) -> int:
+        gemm, plan = self.gemm, self.stages[p].plan
+        blocks, letters = blocks_of_result(plan, "dB"), letters_of(plan, "dB")
+        first = blocks if blocks > 1 else None
+        result = self.result_of(p, "dB", 1)
+        a, grad = self.whole(p, "A"), self.whole(p, "dC")
+        if a is not None and grad is not None:
+            product = gemm.bound(letters, self.shapes[grad], self.shapes[a], blocks=first)
+            self.runs.append(closures.multiply(result, product, grad, a))
+            return result
+        grads, operands = (self.chunks_of(p, name) for name in ("dC", "A"))
+        if not gemm.sums_parts(self.dtype):
+            joint = [self._joint(chunks, self.rows[p].place(x)[0]) for chunks, x in ((grads, "dC"), (operands, "A"))]
+            (grad_shape, joint_grad), (a_shape, joint_a) = joint
+            product = gemm.bound(letters, grad_shape, a_shape, blocks=first)
+            self.runs.append(closures.multiply_joined(result, product, joint_grad, joint_a))
+            return result
+        products = [
+            gemm.bound(letters, one, other, blocks=blocks if j else first, accumulate=j > 0)
+            for j, ((one, _), (other, _)) in enumerate(zip(grads, operands, strict=True))
+        ]
+        ones, others = ([get for _, get in chunks] for chunks in (grads, operands))
+        self.runs.append(closures.multiply_chunks(result, products, ones, others))
+        return result
+
+    @staticmethod
+    def _joint(chunks: Sequence[tuple[Shape, Get]], dim: int) -> tuple[Shape, Get]:
+        """Chunks that may lie as blocks of columns, put together."""
+        shape, getters = chunks[0][0], [get for _, get in chunks]
+        matrix = (shape[1], shape[0] * shape[2]) if len(shape) == 3 else shape
+        whole = (*matrix[:dim], len(chunks) * matrix[dim], *matrix[dim + 1 :])
+        return whole, lambda slots: torch.cat([joined(get(slots)) for get in getters], dim)
+
+    def bias_gradient(self, p: int) -> int:
+        stage = self.stages[p]
+        whole, matrix = self.whole(p, "dC"), is_matrix(stage.plan)
+        chunks = self.chunks_of(p, "dC") if whole is None else [(self.shapes[whole], closures.get(whole))]
+        result = self.slot(stage.held(("n",)))
+        self.runs.append(closures.sum_rows(result, [(get, matrix and len(shape) == 3) for shape, get in chunks]))
+        return result
