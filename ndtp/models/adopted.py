@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -174,6 +174,18 @@ class SplitEmbedding(Adopted, nn.Embedding):
         return enter(y.view_as(y), passage)
 
 
+class Part(Protocol):
+    """Of a parameter that a module's code reads, what a rank takes; it lies as `stored`, and comes as `used`."""
+
+    @property
+    def stored(self) -> Layout: ...
+
+    @property
+    def used(self) -> Layout: ...
+
+    def of(self, x: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class OfHeads:
     """A parameter with a number or a row a head, of which a rank uses those of its heads.
@@ -196,7 +208,7 @@ class OfHeads:
 
 
 class Replicated(nn.Module):
-    """A module left as it is, whose own parameters are DTensors: every rank has them whole, but for those of heads.
+    """A module left as it is, whose own parameters are DTensors: every rank has them whole, but for `ndtp_parts`.
 
     While its forward runs, or that of another such module which uses its parameters, reading one gives the plain
     tensor, whose gradient is summed over `ndtp_sums`.  Autograd does not see a DTensor's changes on that tensor: what
@@ -206,25 +218,25 @@ class Replicated(nn.Module):
     ndtp_frame: Frame
     ndtp_name: str
     ndtp_sums: tuple[str, ...]
-    ndtp_of_heads: Mapping[str, OfHeads] = {}
+    ndtp_parts: Mapping[str, Part] = {}
 
     def ndtp_plan(self, name: str) -> RelayoutPlan:
         """The way of a parameter to where this module's code reads it."""
         value, frame = self._parameters[name], self.ndtp_frame
         lies: Any = value.ndtp_layout  # type: ignore[union-attr]
-        of_heads = self.ndtp_of_heads.get(name)
-        used = Layout(frame.mesh.grid, *[None] * lies.ndim) if of_heads is None else of_heads.used
+        part = self.ndtp_parts.get(name)
+        used = Layout(frame.mesh.grid, *[None] * lies.ndim) if part is None else part.used
         sums = tuple(axis for axis in self.ndtp_sums if axis not in used.axes)
         return RelayoutPlan(lies, used, (), sums, f"{self.ndtp_name}.{name}")
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
         if name in self.__dict__["_parameters"] and self.ndtp_frame.running and value is not None:
-            plan, of_heads = self.ndtp_plan(name), self.ndtp_of_heads.get(name)
+            plan, part = self.ndtp_plan(name), self.ndtp_parts.get(name)
             self.ndtp_frame.running[-1].append((value, version_of(value), f"'{plan.name}'"))
             plain = taken(value, plan, self.ndtp_frame.mesh)
-            if of_heads is not None:
-                return of_heads.of(plain)
+            if part is not None:
+                return part.of(plain)
             # One that is shared with a layer on the grid is split, and may be padded.
             real = getattr(value, "ndtp_real", plain.shape)
             return plain if plain.shape == real else plain[tuple(map(slice, real))]
@@ -262,21 +274,22 @@ def _refuse_changed(read: list[Any], _: Any) -> None:
 
 
 def replicate(
-    module: nn.Module, frame: Frame, name: str, known: Placed, sums: Sequence[str], of_heads: Mapping[str, OfHeads]
+    module: nn.Module, frame: Frame, name: str, known: Placed, sums: Sequence[str], parts: Mapping[str, Part]
 ) -> None:
     """The own parameters of a module as DTensors that every rank has whole, but for those that go by heads."""
     if not isinstance(module, Replicated):
         module.__class__ = class_of(Replicated, type(module), False)
     module.ndtp_frame, module.ndtp_name, module.ndtp_sums = frame, name, tuple(sums)  # type: ignore[assignment]
-    if of_heads:
-        module.ndtp_of_heads = of_heads  # type: ignore[assignment]
+    if parts:
+        module.ndtp_parts = parts  # type: ignore[assignment]
     for key, dense in list(module._parameters.items()):
         if dense is not None and not is_placed(dense):
             bare = Layout(frame.mesh.grid, *[None] * dense.dim())
-            layout = of_heads[key].stored if key in of_heads else bare
+            layout = parts[key].stored if key in parts else bare
             own = known.get(dense)
             if own is None:
-                own = known.put(dense, _put(dense, layout, tuple(dense.shape), frame.mesh), layout)
+                shape = getattr(parts.get(key), "shape", tuple(dense.shape))
+                own = known.put(dense, _put(dense, layout, shape, frame.mesh), layout)
             module._parameters[key] = own
 
 

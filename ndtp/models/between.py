@@ -48,6 +48,7 @@ def getters(*names: str) -> set[Any]:
 
 
 KNOWN = _named(*ELEMENTWISE)
+IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 DROPOUTS = {F.dropout, torch.dropout, torch.dropout_}
 # What does not depend on the numbers, nor on how they lie.
 FACTS = {
@@ -161,6 +162,12 @@ def leave(x: Tensor) -> Tensor:
     """The shard, as a plain tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.view_as(x)
+
+
+def writes(func: Any) -> bool:
+    """Whether a function of torch changes its first operand, by its name."""
+    name = str(getattr(func, "__name__", ""))
+    return name == "__setitem__" or name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _tensors(operands: Sequence[Any]) -> list[Any]:

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
-from ndtp.models.between import DROPOUTS, FACTS, KNOWN, SIZES, is_in_backward
+from ndtp.models.between import DROPOUTS, FACTS, KNOWN, SIZES, is_in_backward, writes
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.rows import broadcasts, is_brought, picked_rows, rows_of
 from ndtp.models.scores import scores
+from ndtp.models.sequences import expanded, joined
 from ndtp.nn.dropout import drop
 from ndtp.nn.losses import cross_entropy
 from ndtp.nn.padding import RowBlocks
@@ -37,7 +38,6 @@ OWN = FACTS | {
 }
 RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten}
 PARTS = {Tensor.chunk, torch.chunk, Tensor.split, torch.split}
-IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 
 
 class Hidden(Tensor):
@@ -272,6 +272,16 @@ def _picked(x: Tensor, key: Any) -> Any:
     return enter(shard.view_as(shard), replace(passage, lead=lead, rows=rows))
 
 
+def _expanded(x: Tensor, *sizes: Any) -> Any:
+    found = expanded(leave(x), x.passage, *sizes) if isinstance(x, Hidden) else None
+    return NotImplemented if found is None else enter(*found)
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Any:
+    found = joined(parts, dim, _brought)
+    return NotImplemented if found is None else enter(*found)
+
+
 def _feature(x: Hidden, key: Any) -> Any:
     """`x[..., -1]`, one feature of all rows, on every rank: of its number no more is moved than of a row's."""
     passage, frame = x.passage, x.passage.frame
@@ -341,6 +351,8 @@ FORMS: dict[Any, Callable[..., Any]] = {
     **{func: lambda *a, _f=func, **k: _reshape(_f, *a, **k) for func in RESHAPES},
     **{func: lambda *a, _f=func, **k: _parts(_f, *a, **k) for func in PARTS},
     Tensor.__getitem__: _picked,
+    Tensor.expand: _expanded,
+    torch.cat: _joined,
     F.cross_entropy: _cross_entropy,
     F.linear: _linear,
     torch.autograd.backward: _backward,
@@ -362,12 +374,6 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         into.copy_(_cut(given[0], into.passage))
     return into if result is given[0] else result
-
-
-def writes(func: Any) -> bool:
-    """Whether a function of torch changes its first operand, by its name."""
-    name = str(getattr(func, "__name__", ""))
-    return name == "__setitem__" or name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def hidden_in(x: Any) -> list[Hidden]:

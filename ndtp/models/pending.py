@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.errors import LayoutError
-from ndtp.models.between import DROPOUTS, KNOWN, SIZES, getters
-from ndtp.models.hidden import PARTS, RESHAPES, Hidden, for_every_row, is_dropout_off, leave, writes
+from ndtp.models.between import DROPOUTS, KNOWN, SIZES, getters, writes
+from ndtp.models.hidden import PARTS, RESHAPES, Hidden, for_every_row, is_dropout_off, leave
 from ndtp.models.rows import picked_rows
 from ndtp.runtime.versions import version_of
 

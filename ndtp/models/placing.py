@@ -10,7 +10,7 @@ from torch import nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
-from ndtp.models.adopted import OfHeads, Placed, SplitEmbedding, SplitNorm, adopt, replicate
+from ndtp.models.adopted import Part, Placed, SplitEmbedding, SplitNorm, adopt, replicate
 from ndtp.models.attention_core import Core
 from ndtp.models.expert_layers import SplitExperts
 from ndtp.models.frame import Frame
@@ -120,7 +120,7 @@ class Placing:
         return embedding
 
     def replicate(
-        self, module: nn.Module, name: str, sums: tuple[str, ...], of_heads: Mapping[str, OfHeads] | None = None
+        self, module: nn.Module, name: str, sums: tuple[str, ...], parts: Mapping[str, Part] | None = None
     ) -> None:
-        replicate(module, self.frame, name, self.known, sums, of_heads or {})
+        replicate(module, self.frame, name, self.known, sums, parts or {})
         self.whole.append((module, sums))

@@ -96,6 +96,9 @@ def _real_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
         start = f"{prefix}." if prefix else ""
         if isinstance(module, Sharded):
             found |= {f"{start}{name}": lies.real for name, lies in module.lies.items()}
+        elif isinstance(module, Replicated):
+            own = {name: p for name, p in module._parameters.items() if p is not None}
+            found |= {f"{start}{name}": p.ndtp_real for name, p in own.items() if hasattr(p, "ndtp_real")}
         elif isinstance(module, Linear):
             found |= {f"{start}weight": (module.out_features, module.in_features)}
             found |= {f"{start}bias": (module.out_features,)}

@@ -24,6 +24,7 @@ from ndtp.models.of_heads import place_beside
 from ndtp.models.of_heads import reason_against as not_of_heads
 from ndtp.models.one_schedule import MLPSchedule
 from ndtp.models.other_layers import NAMES, place_others, reads
+from ndtp.models.patches import place_patches, states_of
 from ndtp.models.placing import Placing, stock_model
 from ndtp.models.projections import Projection, in_group, place_projection
 from ndtp.models.roles import (
@@ -92,6 +93,7 @@ class Split(Placing):
                 self._norm(name, module)
         blocks = {layer.name.rpartition(".")[0] for layer in self.experts}  # whose scores every rank wants whole
         place_others(self, modules, {*cores, *blocks})
+        place_patches(self, modules)
         self._others(modules)
         if self.experts:
             whole_router_loss(self.stock, self.frame)
@@ -274,8 +276,9 @@ class Split(Placing):
                 shared = self.known.get(parameter)
                 module._parameters[key] = parameter if shared is None else shared
             if own and not isinstance(module, (Adopted, Replicated)):
-                is_whole = any(not is_placed(p) for p in module._parameters.values() if p is not None)
-                self.replicate(module, name, self.frame.outside.dims[0])
+                states = {} if self.is_kept(name) else states_of(self, module, name)
+                is_whole = any(not is_placed(p) for key, p in own.items() if key not in states)
+                self.replicate(module, name, self.frame.outside.dims[0], states)
                 if name.rpartition(".")[0] in {layer.name.rpartition(".")[0] for layer in self.experts}:
                     self.scores[name] = module
                     self.replaced[name] = "whole on every rank, which multiplies its own rows and features"
