@@ -343,7 +343,7 @@ class GlooCollectives(Collectives):
             both = self.ring.borrow((2, count), x)
             own = both[me]
             own.view(shape).copy_(x.detach())
-            work = self._gather(both, own, to)
+            work = self._gather(both, own, to, False)
 
             def finish() -> Tensor:
                 return summed_up(both, None if out is None else out.view(-1)).view(shape)
@@ -352,15 +352,16 @@ class GlooCollectives(Collectives):
 
         return begin
 
-    def _gather(self, landing: Tensor, x: Tensor, to: Channel) -> Any:
+    def _gather(self, landing: Tensor, x: Tensor, to: Channel, own: bool = True) -> Any:
         ranks = to.group.size()
         landings = landing.detach().view(ranks, *x.shape).unbind()
-        return exchange(to.group, [x.detach()] * ranks, landings, to.purpose)
+        return exchange(to.group, [x.detach()] * ranks, landings, to.purpose, own=own)
 
-    def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel) -> Any:
+    def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel, own: bool = True) -> Any:
+        """`own`: whether this rank's block must be in `landing`, too."""
         ranks = to.group.size()
         sent, received = (x.detach().view(ranks, x.numel() // ranks).unbind() for x in (blocks, landing))
-        return exchange(to.group, sent, received, to.purpose)
+        return exchange(to.group, sent, received, to.purpose, own=own)
 
     def exchange_parts(self, landings: Sequence[Tensor], parts: Sequence[Tensor], to: Channel) -> Any:
         return exchange(to.group, parts, landings, to.purpose, empties=False)
@@ -369,9 +370,18 @@ class GlooCollectives(Collectives):
         return Exchange([*announce(to.group, x, to.purpose), super()._sum_everywhere(x, to)])
 
     def _reduce(self, to: Channel, ranks: int, shape: Shape) -> Begin:
+        me = to.group.rank()
+
         def begin(sent: Tensor, out: Tensor | None) -> Started:
             received = self.ring.borrow(sent.shape, sent)
             work = self._exchange(received, sent, to)
             return work, lambda: summed_up(received.view(ranks, *shape), out), (sent, received), (received,)
 
-        return begin
+        def begin_pair(sent: Tensor, out: Tensor | None) -> Started:
+            """Of two, the order of ranks is any, and this rank's block is added from where it is."""
+            received = self.ring.borrow(sent.shape, sent)
+            work = self._exchange(received, sent, to, False)
+            mine, theirs = sent.detach().view(2, *shape)[me], received.view(2, *shape)[1 - me]
+            return work, lambda: torch.add(mine, theirs, out=out), (sent, received), (received,)
+
+        return begin_pair if ranks == 2 else begin

@@ -59,7 +59,12 @@ def past_of(group: ProcessGroup) -> Past:
 
 
 def exchange(
-    group: ProcessGroup, sent: Sequence[Tensor], landing: Sequence[Tensor], purpose: int = 0, empties: bool = True
+    group: ProcessGroup,
+    sent: Sequence[Tensor],
+    landing: Sequence[Tensor],
+    purpose: int = 0,
+    empties: bool = True,
+    own: bool = True,
 ) -> Exchange:
     """Send `sent[j]` to rank j of the group, and receive `landing[j]` from it; both are contiguous.
 
@@ -69,15 +74,18 @@ def exchange(
 
     Args:
         empties: send messages without elements, too, which say that both ranks mean the same.
+        own: copy this rank's part as well.
     """
     ranks, me, past = group.size(), group.rank(), past_of(group)
     purpose += past.started
     past.started += 1
     peers = [(me + distance) % ranks for distance in range(1, ranks)]
     sources, targets = ([j for j in peers if empties or x[j].numel()] for x in (landing, sent))
+    # Receives first: a peer sends when it hears of one, which must not queue behind what this rank sends.
     works = [group.recv([landing[j]], j, _tag(purpose, landing[j].nbytes)) for j in reversed(sources)]
     works += [group.send([sent[j]], j, _tag(purpose, sent[j].nbytes)) for j in targets]
-    landing[me].copy_(sent[me])
+    if own:
+        landing[me].copy_(sent[me])
     return Exchange(works)
 
 

@@ -136,7 +136,7 @@ class PacedCollectives(GlooCollectives):
     def _reduce(self, to: Channel, ranks: int, shape: Shape) -> Begin:
         def begin(sent: Tensor, out: Tensor | None) -> Started:
             received = self.ring.borrow(sent.shape, sent)
-            work = self._exchange(received, sent, to)
+            work = self._exchange(received, sent, to, ranks > 2)
 
             def finish() -> Tensor:
                 summed = sent.new_empty(shape) if out is None else out

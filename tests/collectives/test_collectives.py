@@ -127,9 +127,9 @@ def wire_bytes():
     sent = []
     exchange = collectives.exchange
 
-    def spy(group, blocks, landing, purpose):
+    def spy(group, blocks, landing, purpose, **how):
         sent.extend(block.numel() for j, block in enumerate(blocks) if j != group.rank())
-        return exchange(group, blocks, landing, purpose)
+        return exchange(group, blocks, landing, purpose, **how)
 
     with mock.patch.object(collectives, "exchange", spy), CommMeter() as meter:
         mesh.collectives.start(Step("reduce_scatter", ("x",), 0), torch.ones(8, 3), ("test",), "forward").wait()

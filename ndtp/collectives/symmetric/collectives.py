@@ -81,11 +81,11 @@ class SymmetricCollectives(GlooCollectives):
 
     # ---------------------------------------------------------------------------------------------------- handing over
 
-    def _gather(self, landing: Tensor, x: Tensor, to: Channel) -> Any:
+    def _gather(self, landing: Tensor, x: Tensor, to: Channel, own: bool = True) -> Any:
         ranks, flat = to.group.size(), _bytes(x)
         return self._pull([flat] * ranks, _bytes(landing).view(ranks, flat.numel()), False, to)
 
-    def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel) -> Any:
+    def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel, own: bool = True) -> Any:
         ranks = to.group.size()
         sent, received = (_bytes(x).view(ranks, x.nbytes // ranks) for x in (blocks, landing))
         return self._pull(sent.unbind(), received, True, to)
