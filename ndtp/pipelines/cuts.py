@@ -106,12 +106,17 @@ class _Trial:
             for p, _ in wanted:
                 p.requires_grad_(True)
             with torch.random.fork_rng(), torch.enable_grad():
-                model(input_ids=ids, use_cache=False)
+                found = model(input_ids=ids, use_cache=False)
         finally:
             for p, before in wanted:
                 p.requires_grad_(before)
             for handle in handles:
                 handle.remove()
+        if getattr(found, "aux_loss", None) is not None:
+            raise LayoutError(
+                f"pipeline: {type(model).__name__} adds aux_loss to its loss, of the routers of all layers; stages "
+                "pass on hidden states alone, and it would be lost\n  fix: config.output_router_logits = False"
+            )
 
     def _ran(self, name: str) -> None:
         self.order.setdefault(name, self.count)

@@ -35,7 +35,20 @@ def gpt2():
     return GPT2LMHeadModel(config).double()
 
 
+def mixtral(router_loss=False):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=30, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=16,
+        output_router_logits=router_loss, experts_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return MixtralForCausalLM(config).double()
+
+
 CASES = {
+    "mixtral": (mixtral, [Grid(dp=2, e=2), Grid(e=2, x=2)], {}, ScheduleGPipe),
     "gpt2": (gpt2, [Grid(x=1), Grid(dp=1, x=2), Grid(y=1)], {"layers": [1, 1, 1]}, ScheduleGPipe),
     "in turns": (
         lambda: llama(4),
@@ -48,13 +61,18 @@ CASES = {
 
 def whole(x, like):
     x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    x = x.reshape(like.shape) if x.numel() == like.numel() else x  # gates and ups of experts side by side
     return x[tuple(slice(size) for size in like.shape)]
+
+
+STAGES = []  # of the last case, on this rank
 
 
 def check_case(name):
     make, grids, options, kind = CASES[name]
     dense = make()
     stages = ndtp.pipeline_stages(copy.deepcopy(dense), grids, BATCH, LENGTH, **options)
+    STAGES[:] = stages
     mine = stages if "groups" in options else stages[0]
     schedule = kind(mine, n_microbatches=MICRO_BATCHES, loss_fn=stages[-1].loss, scale_grads=False)
     ours = torch.optim.SGD([p for stage in stages for p in stage.model.parameters()], lr=0.1, momentum=0.9)
@@ -92,6 +110,30 @@ def check_case(name):
             optimizer.step()
             optimizer.zero_grad()
     return [{key: whole(p.detach(), named[key]) for key, p in stage.model.named_parameters()} for stage in stages]
+
+
+def check_experts(folder):
+    """Also: the stages' files together are the dense model's, on any grid and on none."""
+    parts = check_case("mixtral")
+    stage, one = STAGES[0], ndtp.parallelize(mixtral(), ndtp.ProcessGrid(Grid(e=2, z=2, y=2)))
+    ndtp.checkpoint.export_safetensors(stage.model, f"{folder}/{stage.index}")
+    torch.distributed.barrier()
+    for model in (one, dense := mixtral()):
+        for i in range(2):
+            ndtp.checkpoint.load_safetensors(model, f"{folder}/{i}", strict=False)
+    theirs = dense.state_dict()
+    on_one = {key: whole(p.detach(), theirs[key]) for key, p in one.named_parameters()}
+    for part in parts:
+        for key, x in part.items():
+            assert torch.equal(theirs[key], x) and torch.equal(on_one[key], x), key
+    return sorted(key for part in parts for key in part)
+
+
+def test_a_model_with_experts(ranks, tmp_path):
+    by_rank = ranks(8).run(check_experts, str(tmp_path))
+    assert sorted(by_rank[0] + by_rank[4]) == sorted(key for key, _ in mixtral().named_parameters())
+    with pytest.raises(LayoutError, match=r"aux_loss.*it would be lost\n  fix: config.output_router_logits = False"):
+        ndtp.pipeline_stages(mixtral(router_loss=True), [Grid(dp=2), Grid(x=2)], batch=4, length=6)
 
 
 def tied_weights(results):
