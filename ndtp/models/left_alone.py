@@ -13,9 +13,20 @@ from ndtp.runtime.arrival import is_plain
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """Whether its parameters are of a kind that only its own code reads: quantised, or a tensor class of its own."""
+    """Whether only its own code reads its weights: quantised ones, of a tensor class of its own, or no parameters."""
     own = [p for p in module._parameters.values() if p is not None]
-    return any(is_plain(p) and (type(p) is not nn.Parameter or not p.is_floating_point()) for p in own)
+    return any(map(_is_own, own)) or _hides_weight(module)
+
+
+def _is_own(p: nn.Parameter) -> bool:
+    return is_plain(p) and (type(p) is not nn.Parameter or not p.is_floating_point())
+
+
+def _hides_weight(module: Any) -> bool:
+    """A layer like a Linear without a matrix among its parameters: packed, or of integers in buffers."""
+    if "Linear" not in type(module).__name__ or is_linear(module) or not hasattr(module, "in_features"):
+        return False
+    return all(p.dim() < 2 for p in module.parameters())
 
 
 def why_left(module: Any) -> str | None:
@@ -23,8 +34,10 @@ def why_left(module: Any) -> str | None:
     own = {key: p for key, p in module._parameters.items() if p is not None}
     weight: Any = getattr(module, "weight", None) if "weight" in own or isinstance(module, nn.Linear) else None
     kind = type(module).__name__
+    if _hides_weight(module):
+        return f"it is a {module._get_name()}, whose weight is no parameter: quantised, and only its own code reads it"
     if is_foreign(module):
-        key, first = next((k, p) for k, p in own.items() if type(p) is not nn.Parameter or not p.is_floating_point())
+        key, first = next((k, p) for k, p in own.items() if _is_own(p))
         of = f"{str(first.dtype).removeprefix('torch.')}" if not first.is_floating_point() else type(first).__name__
         return f"it is a {kind}, whose {key} is of {of}: quantised, or a tensor class that only its own code reads"
     if is_linear(module):

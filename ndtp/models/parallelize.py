@@ -167,7 +167,7 @@ def _reported(
     model: nn.Module, mesh: ProcessGrid, report: Report, linears: int, replaced: int, strict: bool
 ) -> nn.Module:
     if strict:
-        report.refuse_nothing()
+        report.refuse_nothing(replaced)
     report.mesh = mesh
     report.count(model, linears, replaced)
     earlier = vars(model).get("ndtp_report")

@@ -106,11 +106,21 @@ class Report:
         self.split = self.split or earlier.split
         self.carried = [*earlier.carried, *self.carried]
 
-    def refuse_nothing(self) -> None:
+    def refuse_nothing(self, linears: int) -> None:
         """
+        Args:
+            linears: how many Linears were replaced.
+
         Raises:
-            LayoutError: nothing was replaced; the same on every rank.
+            LayoutError: nothing was replaced, or no layer of a model that is quantised; the same on every rank.
         """
+        quantised = [line for line in _grouped(self.kept) if "quantised" in line]
+        if self.replaced and not linears and quantised:
+            raise LayoutError(
+                "parallelize: no Linear was replaced, hidden states would be gathered for each\n"
+                + "\n".join(f"  {line}" for line in quantised[:8])
+                + "\n  fix: load the model without quantisation, or strict=False to go on"
+            )
         if self.replaced:
             return
         reasons = "\n".join(f"  {line}" for line in _grouped(self.kept)[:8]) or "  it has no nn.Linear"

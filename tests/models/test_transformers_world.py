@@ -215,5 +215,37 @@ def check_other_kinds():
     assert set(report.kept) == {"3", "4"} and "Scaled, a subclass" in report.kept["3"], report.kept
 
 
+def quantised(names):
+    """Eight bits a weight, packed by torch, in the Linears of these names; the others are as they were."""
+    model = build(LLAMA).float()
+    found = {name for name, m in model.named_modules() if type(m) is nn.Linear and any(n in name for n in names)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would have another package do it
+        by_name = dict.fromkeys(found, torch.ao.quantization.default_dynamic_qconfig)
+        return torch.ao.quantization.quantize_dynamic(model, by_name, inplace=True)
+
+
+def check_quantised():
+    mesh = mesh_of(Grid(x=1, y=2))
+    ids = inputs(LLAMA)["input_ids"]
+    names = ("0.mlp.down_proj", "1.self_attn", "1.mlp.gate_proj")
+    dense, model = quantised(names), ndtp.parallelize(quantised(names), mesh, scheme="2d")
+    report = model.ndtp_report
+    assert "DynamicQuantizedLinear" in report.kept["model.layers.1.self_attn.q_proj"], report.kept
+    assert report.linears[1] >= 6, str(report)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+        assert torch.equal(model.generate(ids, **options), dense.generate(ids, **options))
+    told = r"(?s)no Linear was replaced.*\n  lm_head: it is a DynamicQuantizedLinear"
+    with pytest.raises(LayoutError, match=told) as error:
+        ndtp.parallelize(quantised(("",)), mesh, scheme="2d")
+    assert "fix: load the model without quantisation" in str(error.value)
+
+
+def test_quantised_layers_beside_split_ones(ranks):
+    ranks(2).run(check_quantised)
+
+
 def test_layers_of_other_kinds_are_left_alone(ranks):
     ranks(2).run(check_other_kinds)
