@@ -56,6 +56,8 @@ def _fits(request: Request, ranks: int) -> bool:
     # Thousands of numbers are tried, and few of them divide what they would have to.
     if ranks % math.prod(request.fixed.values()):
         return False
+    if any(block.experts and block.experts % request.fixed.get("e", 1) for block in request.blocks):
+        return False
     if not request.pad and any(block.tokens * block.hidden * block.inner % ranks for block in request.blocks):
         return False
     g = Grids.all(ranks, request.has_experts)

@@ -79,8 +79,14 @@ def _bind(
         chunks = resolve(plans, sizes, mesh, *a[1:], trains=any(needs), may_measure=may_measure)
     rows = RowChunks.of([stage.plan for stage in stages], [stage.sizes for stage in stages], chunks)
     wanted = [
-        Wanted(any(needs[: p + 1]) or any(needs[count + 1 : count + 1 + p]), needs[p + 1], needs[count + 1 + p], again)
-        for p, again in enumerate(plan.regather for plan in plans)
+        Wanted(
+            dgrad=any(needs[: p + 1]) or any(needs[count + 1 : count + 1 + p]),
+            wgrad=needs[p + 1],
+            bias=needs[count + 1 + p],
+            regather=plan.regather,
+            whole=any(step.kind == "all_reduce" for step in plan.relayouts["dB"]),
+        )
+        for p, plan in enumerate(plans)
     ]
     setting = Setting(tuple(stages), rows, mesh.collectives, mesh.gemm, a[1])
     return Program(setting, [None if form is None else tuple(form[0]) for form in forms], needs, wanted)

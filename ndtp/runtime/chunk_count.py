@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+ROWS = 2**10  # of a rank, for which a weight is worth a measurement, where ranks may have other numbers of rows
 MOST_BYTES = 2**28  # of a gathered probe: a long axis must not take the memory of the model
 logger = logging.getLogger("ndtp")
 
@@ -56,6 +57,7 @@ def resolve(
     choices, key = mesh.step.chunks, key_of(plans, sizes, mesh, dtype)
     choice = choices.find(key, trains)
     if choice is None:
+        may_measure = may_measure and _measured_alike(plans, sizes, mesh, dtype, device)
         choice = ahead(plans, sizes, mesh, dtype, device.type)
         if choice is None:
             choice = _measured(plans, sizes, mesh, dtype, device) if may_measure else (1, "nothing was measured before")
@@ -64,6 +66,25 @@ def resolve(
             logger.log(level, "%s: chunks: %d, %s", ", ".join(plan.name for plan in plans), *choice)
     choices.add(key, trains, plans, sizes[0]["m"], choice)
     return choice[0]
+
+
+def _measured_alike(
+    plans: Sequence[MatMulPlan],
+    sizes: Sequence[Mapping[str, int]],
+    mesh: ProcessGrid,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Whether a measurement may depend on the number of rows; if not, it is made here, where the weights are worth it.
+
+    Ranks of `dp` may have other numbers of rows than this one, and must come to it at the same product.
+    """
+    if not any(step.kind == "all_reduce" for plan in plans for step in plan.relayouts["dB"]):
+        return True
+    usual = [{**size, "m": ROWS * mesh.grid.num_ranks} for size in sizes]
+    if ahead(plans, usual, mesh, dtype, device.type) is None:
+        _measured(plans, usual, mesh, dtype, device)
+    return False
 
 
 def key_of(

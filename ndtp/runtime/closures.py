@@ -196,17 +196,6 @@ def multiply_rows_of_whole(
     return run
 
 
-def where_held(name: tuple[int, str], is_held: bool, runs: Sequence[Run]) -> Run:
-    """Do these only if the gradient stops before an all-reduce in this call, or only if it does not."""
-
-    def run(slots: Slots) -> None:
-        if (name in slots[HELD]) is is_held:
-            for each in runs:
-                each(slots)
-
-    return run
-
-
 def take_or_start(slot: int, source: int, way: Way, is_forward: bool) -> Run:
     """Take the gather of a weight over if it was started ahead."""
 

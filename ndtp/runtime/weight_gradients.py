@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
-from ndtp.algebra.steps import apply
 from ndtp.compute.gemm import joined
 from ndtp.runtime import closures
-from ndtp.runtime.closures import HELD, Get, Run
+from ndtp.runtime.closures import Get, Run
 from ndtp.runtime.moves import blocks_of_result, is_matrix
 from ndtp.runtime.slots import Moving, Slots, letters_of
-from ndtp.schedule.tasks import cut_alike, first_deferred
+from ndtp.schedule.tasks import first_deferred
 
 if TYPE_CHECKING:
     from ndtp.collectives.handles import Shape
@@ -35,17 +33,10 @@ class WeightGradients(Slots):
 
         Rows of its pieces are rows of the gradient: nothing on its way cuts or scatters them.
         """
-        plan, steps = self.stages[p].plan, self.stages[p].plan.relayouts["dB"]
-        if not steps or any(0 in (step.dim, step.source) for step in steps):
+        steps = self.stages[p].plan.relayouts["dB"]
+        if not steps or any(0 in (step.dim, step.source) or step.kind != "reduce_scatter" for step in steps):
             return None
-        if any(step.kind not in ("reduce_scatter", "all_reduce") for step in steps):
-            return None
-        reduced = [
-            (prod(after), plan.grid.size(step.axes))
-            for step, after, _ in apply(plan.grid, steps, self.stages[p].held(plan.b_letters))
-            if step.kind == "all_reduce"
-        ]
-        return self._rows_operand(p) if cut_alike(reduced, self.chunks) else None
+        return self._rows_operand(p)
 
     def _rows_operand(self, p: int) -> str | None:
         """That operand of dB whose columns are its rows; None where these are not cut."""
@@ -77,35 +68,32 @@ class WeightGradients(Slots):
             if j == 0:
                 self._multiply_whole(p)
             return
-        if j == 0:  # what is held back is added to what was, whole
-            self.runs, runs = [], self.runs
-            self.tensors[p, "dB", None] = self.wgrad(p)
-            self.runs = [*runs, closures.where_held((p, "dB"), True, self.runs)]
         plan = self.stages[p].plan
         rows, columns = self.stages[p].held(plan.b_letters)
         blocks = blocks_of_result(plan, "dB")
         shape = (rows // self.chunks, columns)
         self.tensors[p, "dB", j] = result = self.slot((blocks, shape[0], columns // blocks) if blocks > 1 else shape)
-        run = closures.multiply_joined(result, *self._part(p, cut, j, j + 1, blocks if blocks > 1 else None))
-        self.runs.append(closures.where_held((p, "dB"), False, (run,)))
+        self.runs.append(
+            closures.multiply_joined(result, *self._part(p, cut, j, j + 1, blocks if blocks > 1 else None))
+        )
 
     def _start_piece(self, p: int, j: int) -> None:
-        name = p, "dB"
         if self.cut_operands[p] is None:
             if j == 0:
                 super().start(p, "dB", None)
             return
-        if j == 0:
+        if j == 0:  # the slot of them all, and the shape of the whole
             self.runs, runs = [], self.runs
+            self.tensors[p, "dB", None] = self.result_of(p, "dB", 1)
             super().start(p, "dB", None)
-            self.runs = [*runs, closures.where_held(name, True, self.runs)]
+            self.runs = runs
         slot, whole, _ = self.moving[p, "dB", None]
         source = self.tensors.pop((p, "dB", j))
         way = self._way(p, "dB", j, source, False)
         height = way.shape[0]
         self.moving[p, "dB", j] = Moving(slot, way, None)
-        piece = closures.start_piece(slot, source, way, whole.shape, slice(j * height, (j + 1) * height))
-        self.runs.append(closures.where_held(name, False, (piece,)))
+        rows = slice(j * height, (j + 1) * height)
+        self.runs.append(closures.start_piece(slot, source, way, whole.shape, rows))
 
     # ------------------------------------------------------------------------------------------ pieces that come later
 
@@ -139,8 +127,8 @@ class WeightGradients(Slots):
         if self.cut_operands[p] is not None:
             self.multiply_piece(p, j)
             self._start_piece(p, j)
-            needed = [*operands, self.moving[p, "dB", None].slot, HELD]
-            self.runs = [*runs, closures.where_held((p, "dB"), False, (closures.defer(self.runs, needed, title),))]
+            needed = [*operands, self.moving[p, "dB", None].slot]
+            self.runs = [*runs, closures.defer(self.runs, needed, title)]
         elif self.cut_when_deferred is not None and j == first_deferred(self.chunks):
             rest = (self._rows_of_whole(p, j, self.chunks),)
             needed = [*operands, self.tensors[p, "dB", None]]
@@ -157,14 +145,10 @@ class WeightGradients(Slots):
 
     def start_next(self, p: int, name: str, i: int | None) -> None:
         """Of a piece, or of the whole when the last piece would."""
-        name_of, is_cut = (p, "dB"), i is not None and self.cut_operands[p] is not None
+        is_cut = i is not None and self.cut_operands[p] is not None
         moving = self.moving.get((p, "dB", None))
-        if moving is None or len(moving.way.legs) < 2:
-            return
-        runs = [(True, None)] * (i in (None, self.chunks - 1)) + [(False, i)] * is_cut
-        for is_held, piece in runs:
-            run = closures.start_next(moving.slot, piece)
-            self.runs.append(closures.where_held(name_of, is_held, (run,)) if is_cut else run)
+        if moving is not None and len(moving.way.legs) > 1 and (is_cut or i in (None, self.chunks - 1)):
+            self.runs.append(closures.start_next(moving.slot, i if is_cut else None))
 
     def advance(self, p: int, name: str, i: int | None) -> None:
         self.runs.append(closures.advance)

@@ -54,6 +54,12 @@ class Product:
     own: tuple[Any, Any] = (0.0, 0.0)
     chained: bool = False
 
+    @property
+    def whole(self) -> bool:
+        """Whether the weight's gradient is in one piece, see `ndtp.schedule.tasks.pieces`; of many grids, on all."""
+        moves = [move for (_, tensor), moves in self.messages.items() if tensor == "dB" for move in moves]
+        return any(kind == "all_reduce" and bool(np.all(np.asarray(received) > 0)) for kind, _, received in moves)
+
 
 @dataclass(frozen=True)
 class Span:
@@ -216,22 +222,23 @@ def _tasks(products: Sequence[Product], chunks: int, regather: bool) -> Iterator
         for task in forward_tasks(chunks, (False,) * len(chain)):
             yield "forward", chain[task.product], task
         yield "forward", chain[-1], Task(Action.ACTIVATE, "C")
-    want = Wanted(regather=("a", "b") if regather else ())
+    again = ("a", "b") if regather else ()
+    wanted = [Wanted(regather=again, whole=product.whole) for product in products]
     for k, chain in reversed(list(enumerate(chains))):
         yield "backward", chain[-1], Task(Action.ACTIVATE, "dC")
-        for task in backward_tasks(chunks, (want,) * len(chain)):
+        for task in backward_tasks(chunks, tuple(wanted[i] for i in chain)):
             if task.action is Action.ADVANCE:
-                yield from _gradients(Action.START_NEXT, chains[k + 1 : k + 2], chunks)
+                yield from _gradients(Action.START_NEXT, chains[k + 1 : k + 2], chunks, products)
             elif task.action is Action.CATCH_UP:
                 for i in chains[k + 1][:1] if k + 1 < len(chains) else ():
-                    yield from _deferred(i, chunks)
+                    yield from _deferred(i, chunks) if not products[i].whole else ()
             elif task.action is Action.DEFER:
                 if k == 0 and task.chunk == first_deferred(chunks):
                     yield from _deferred(chain[0], chunks)
             else:
                 yield "backward", chain[task.product], task
-        yield from _gradients(Action.WAIT, chains[k + WINDOW : k + WINDOW + 1], chunks)
-    yield from _gradients(Action.START_NEXT, chains[WINDOW - 1 :: -1], chunks)
+        yield from _gradients(Action.WAIT, chains[k + WINDOW : k + WINDOW + 1], chunks, products)
+    yield from _gradients(Action.START_NEXT, chains[WINDOW - 1 :: -1], chunks, products)
 
 
 def _deferred(product: int, chunks: int) -> Iterator[tuple[str, int, Task]]:
@@ -239,8 +246,10 @@ def _deferred(product: int, chunks: int) -> Iterator[tuple[str, int, Task]]:
         yield from (("backward", product, Task(action, "dB", j)) for action in (Action.MULTIPLY, Action.START))
 
 
-def _gradients(action: Action, chains: Sequence[Sequence[int]], chunks: int) -> Iterator[tuple[str, int, Task]]:
+def _gradients(
+    action: Action, chains: Sequence[Sequence[int]], chunks: int, products: Sequence[Product]
+) -> Iterator[tuple[str, int, Task]]:
     """The same for every piece of the gradients of weights of these chains."""
     for chain in chains:
         for i in reversed(chain):
-            yield from (("backward", i, Task(action, "dB", j)) for j in pieces(chunks))
+            yield from (("backward", i, Task(action, "dB", j)) for j in pieces(chunks, products[i].whole))

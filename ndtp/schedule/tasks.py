@@ -70,12 +70,14 @@ class Wanted:
     Attributes:
         dgrad, wgrad, bias: the gradients that are wanted.
         regather: the operands ("a", "b") that are gathered again.
+        whole: its wgrad is in one piece, see `pieces`.
     """
 
     dgrad: bool = True
     wgrad: bool = True
     bias: bool = False
     regather: tuple[str, ...] = ()
+    whole: bool = False
 
     def again(self, operand: str) -> bool:
         """Whether backward gathers "a" or "b" again: A serves wgrad, B serves dgrad."""
@@ -130,22 +132,29 @@ def backward_tasks(chunks: int, wanted: tuple[Wanted, ...] = (Wanted(),)) -> tup
     The last pieces of the last dB are left to the next chain, half of them, where they fill what its first gather
     takes: what else could be multiplied waits for that.  The others hide the last scatter of this one.
     """
-    return tuple(_with_second_moves(chunks, len(wanted) - 1, _backward(chunks, wanted)))
+    return tuple(_with_second_moves(chunks, wanted, _backward(chunks, wanted)))
 
 
-def _with_second_moves(chunks: int, last: int, tasks: Iterator[Task]) -> Iterator[Task]:
+def _with_second_moves(chunks: int, wanted: Sequence[Wanted], tasks: Iterator[Task]) -> Iterator[Task]:
     """Where a gradient goes on that takes a second collective: a whole product after it set off.
 
     Nobody can ask a collective whether it is done and start the next one on the answer: ranks would start theirs in
     different orders, and hold different memory.  So this has a place in the order of tasks.  Waiting there costs
     nothing where products take as long as what moves their results; earlier it would where links are the slower ones,
     and what comes later leaves a link idle where they are the faster ones.  What is still owed where the chain ends is
-    done so far into the next one.
+    done so far into the next one.  Of a gradient in one piece it is where the next product begins with its own: at the
+    same place among these, whatever the number of chunks.
     """
-    work, owed = 0, [(chunks, Task(Action.ADVANCE, "dB", None, last))]
+    work, owed = 0, [(chunks, Task(Action.ADVANCE, "dB", None, len(wanted) - 1))]
+    whole: list[Task] = []
     for task in tasks:
+        is_end = task.tensor in ("dB", "dbias") or task.action is Action.RELEASE
+        while is_end and whole and whole[0].product > task.product:
+            yield whole.pop(0)
         yield task
-        if task.action is Action.START and task.tensor == "dB":
+        if task.action is Action.START and task.tensor == "dB" and wanted[task.product].whole:
+            whole.append(task._replace(action=Action.START_NEXT))
+        elif task.action is Action.START and task.tensor == "dB":
             owed.append((work + chunks, task._replace(action=Action.START_NEXT)))
         elif task.action is Action.MULTIPLY and task.tensor != "dbias":
             work += 1 if task.chunk is not None else chunks
@@ -164,7 +173,7 @@ def _backward(chunks: int, wanted: Sequence[Wanted]) -> Iterator[Task]:
         enter = _enter("dA", "dC", i - 1, p, p - 1) if p > first and i > 0 else ()
         if i == chunks:
             # Either hides something: the gather into which the last chunk goes, or the scatter from which one comes.
-            kept = first_deferred(chunks) if p == first and wanted[p].dgrad else chunks
+            kept = first_deferred(chunks) if p == first and wanted[p].dgrad and not wanted[p].whole else chunks
             weights = _weight_gradients(chunks, wanted[p], p, kept)
             yield from (*enter, *weights) if chunks > 1 else (*weights, *enter)
         else:
@@ -208,16 +217,20 @@ def first_deferred(chunks: int) -> int:
     return chunks - chunks // 2
 
 
-def pieces(chunks: int) -> Sequence[int | None]:
-    """Those of a weight's gradient; None where it is one."""
-    return range(chunks) if chunks > 1 else (None,)
+def pieces(chunks: int, whole: bool = False) -> Sequence[int | None]:
+    """Those of a weight's gradient; None where it is one.
+
+    So it is of a gradient that is summed over ranks with rows of their own, `dp`: these may have other numbers of rows,
+    which are cut into other numbers of chunks, and must come to the same collectives in the same order.
+    """
+    return (None,) if whole or chunks == 1 else range(chunks)
 
 
 def _weight_gradients(chunks: int, want: Wanted, p: int, deferred: int) -> Iterator[Task]:
     if want.wgrad:
         if want.again("a"):
             yield from (Task(Action.WAIT, "A", j, p) for j in range(chunks))
-        for j in pieces(chunks)[:deferred]:
+        for j in pieces(chunks, want.whole)[:deferred]:
             yield Task(Action.MULTIPLY, "dB", j, p)
             yield Task(Action.START, "dB", j, p)
         yield from (Task(Action.DEFER, "dB", j, p) for j in range(deferred, chunks))

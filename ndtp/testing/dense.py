@@ -132,7 +132,6 @@ def assert_matches_dense(
     ends = _Ends(parallel, mesh)
     shards = [ends.shard(what, x) for what, x in _named_inputs(inputs)]
     actual = _run(parallel, shards, lambda _: ends.shard("output", upstream))
-    ends.sum_over_rows(actual)
     for what, result in actual.items():
         name = what.removeprefix(OF_PARAMETER)
         key = OF_PARAMETER + theirs[name][0] if name != what else what
@@ -222,12 +221,6 @@ class _Ends:
         x = _fit(x, layout)
         x = F.pad(x, (0, self.widths[what] - x.shape[-1])) if what in self.widths else x
         return layout.shard(x, self.mesh.rank).contiguous()
-
-    def sum_over_rows(self, results: Results) -> None:
-        """Where rows are split outside of the pairs, the gradient of a plain parameter is a partial sum."""
-        for what, result in results.items():
-            if self.rows and what.startswith(OF_PARAMETER) and type(result) is Tensor:
-                dist.all_reduce(result, group=self.mesh.group(self.rows))
 
 
 def _run(module: nn.Module, inputs: Sequence[Tensor], upstream: Callable[[Tensor], Tensor]) -> Results:

@@ -61,3 +61,32 @@ def test_both_collectives_of_a_weight_gradient_run_under_products(ranks):
 
 def test_the_all_reduce_that_ends_an_accumulation_runs_under_products(ranks):
     ranks(8).run(second_collectives, 1)
+
+
+def check_rows_of_each():
+    """Ranks of `dp` have numbers of rows of their own, which are cut into other numbers of chunks, or none."""
+    mesh = mesh_of(Grid(dp=2, z=2))
+    rows = (64, 20)  # of the global tensors, had all ranks as many
+    blocks = [
+        ndtp.nn.MLP(8, 16, mesh=mesh, scheme="3d", seed=seed, chunks=chunks, dtype=torch.float64)
+        for seed, chunks in enumerate((4, 8, 4))
+    ]
+    whole = torch.randn(sum(rows), 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    part = whole.split(rows)[mesh.coordinate["dp"]].chunk(2)[mesh.coordinate["z"]].clone().requires_grad_()
+    x = part
+    for block in blocks:
+        x = x + block(x)
+    x.square().sum().backward()
+    dense = [block.to_dense() for block in blocks]
+    given = whole.clone().requires_grad_()
+    x = given
+    for block in dense:
+        x = x + block(x)
+    x.square().sum().backward()
+    for block, theirs in zip(blocks, dense, strict=True):
+        for ours, expected in zip(block.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), expected.grad)
+
+
+def test_ranks_of_dp_may_have_other_numbers_of_rows(ranks):
+    ranks(4).run(check_rows_of_each)

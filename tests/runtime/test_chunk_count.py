@@ -171,6 +171,19 @@ def test_what_is_not_worth_a_measurement():
     assert chunk_count.resolve(plans, sizes, mesh, torch.float32, meta) == 1 and not mesh.step.chunks.of_plan(plans[0])
 
 
+def check_measured_whatever_the_rows():
+    """Rows that cannot be cut need no measurement; the ranks of `dp` that have others do, and would wait."""
+    mesh = mesh_of(Grid(dp=2, z=2))
+    with measuring_everything() as measured:
+        block = ndtp.nn.MLP(16, 32, mesh=mesh, scheme="3d")
+        block(torch.randn((8, 7)[mesh.coordinate["dp"]], 16)).sum().backward()
+        assert measured.call_count == 1
+
+
+def test_ranks_of_dp_measure_together_whatever_their_rows(ranks):
+    ranks(4).run(check_measured_whatever_the_rows)
+
+
 def test_only_so_many_numbers_of_rows_are_remembered():
     choices, (plan, _) = ChunkChoices(), plans_in("auto")
     for rows in range(2 * MOST):

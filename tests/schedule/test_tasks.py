@@ -198,6 +198,27 @@ def test_a_second_collective_starts_a_whole_product_after_the_first(chunks):
     assert started == {(0, j): work - len(kept) + 1 + (j or 0) for j in kept}, "the next chain's"
 
 
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_sums_over_ranks_with_other_rows_come_in_one_order_whatever_the_chunks(products):
+    """Ranks of `dp` may have other numbers of rows, and with them other numbers of chunks."""
+    kinds = [Wanted(dgrad, wgrad, True, again, whole) for dgrad in (True, False) for wgrad in (True, False)
+             for again in ((), ("a", "b")) for whole in (True, False)]  # fmt: skip
+
+    def is_over_dp(task):
+        if task.tensor == "dB" and task.action in (Action.START, Action.START_NEXT):
+            return wanted[task.product].whole
+        return task.action is Action.ADVANCE or (task.action, task.tensor) == (Action.START, "dbias")
+
+    for wanted in product(kinds, repeat=products):
+        orders = {
+            tuple(
+                (task.action, task.tensor, task.product) for task in backward_tasks(chunks, wanted) if is_over_dp(task)
+            )
+            for chunks in (1, 2, 3, 5)
+        }
+        assert len(orders) == 1, (wanted, orders)
+
+
 def test_the_next_weight_is_gathered_behind_the_gathers_and_before_the_last_product():
     for tasks, operand, result in ((forward_tasks(3), "A", "C"), (backward_tasks(3), "dC", "dA")):
         prefetch = tasks.index(Task(Action.PREFETCH, "B"))
