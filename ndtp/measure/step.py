@@ -95,6 +95,7 @@ def _prepare(case: Case, job: Job) -> Entry:
         bias=False,
         mesh=mesh,
         scheme=case.scheme,
+        chunks=0,  # what plans are for
         dtype=dtype,
         device=job.device,
         seed=0,

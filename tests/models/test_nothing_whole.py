@@ -114,14 +114,12 @@ BASE = {
     "decoder_attention_heads": 12, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072,
 }  # fmt: skip
 LLAMA_3 = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8}
-# Models as they are published; where a config is empty, its defaults are those of one.
+# Models as they are published; where a config is empty, its defaults are those of one.  One of each kind of layers.
 REAL = {
-    "BertForMaskedLM": {}, "BertForSequenceClassification": {}, "BertForQuestionAnswering": {},
-    "ViTForImageClassification": {"num_labels": 1000}, "T5ForConditionalGeneration": WIDE_AND_DEEP,
-    "BartForConditionalGeneration": BASE, "GPT2LMHeadModel": {}, "OPTForCausalLM": {}, "GPTNeoXForCausalLM": {},
-    "LlamaForCausalLM": LLAMA_3, "LlamaForSequenceClassification": LLAMA_3, "MistralForCausalLM": {},
-    "Qwen2ForCausalLM": {}, "Qwen3ForCausalLM": {}, "Gemma2ForCausalLM": {}, "Gemma3ForCausalLM": {},
-    "Phi3ForCausalLM": {}, "MixtralForCausalLM": {},
+    "BertForMaskedLM": {}, "BertForSequenceClassification": {}, "ViTForImageClassification": {"num_labels": 1000},
+    "T5ForConditionalGeneration": WIDE_AND_DEEP, "BartForConditionalGeneration": BASE, "GPT2LMHeadModel": {},
+    "OPTForCausalLM": {}, "GPTNeoXForCausalLM": {}, "LlamaForCausalLM": LLAMA_3, "Qwen3ForCausalLM": {},
+    "Gemma3ForCausalLM": {}, "Phi3ForCausalLM": {}, "MixtralForCausalLM": {},
 }  # fmt: skip
 
 

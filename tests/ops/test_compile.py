@@ -272,10 +272,10 @@ class Named(nn.Module):
         return x + self.down(self.between(self.up(x), self.gate(x)).to(self.down.weight.dtype))
 
 
-def named(between):
+def named(between, ranks):
     torch.manual_seed(0)
     plan = {"up": "up", "gate": "gate", "down": "down"}
-    model = ndtp.parallelize(Named(between), mesh_of(Grid(x=2)), plan, scheme="1d-sp")
+    model = ndtp.parallelize(Named(between), mesh_of(Grid(x=ranks)), plan, scheme="1d-sp")
     return model, torch.randn(5, 3, 6)
 
 
@@ -284,14 +284,17 @@ def named_pairs():
         g = torch.where(g > 0, F.silu(g), 0.1 * g.pow(2)) * (g.numel() / g.shape[-1])
         return F.relu(h.clamp(max=0.5) + 1, inplace=True) * g
 
-    model, x = named(known)
+    model, x = named(known, ranks=2)
     expected, _ = outcome(model, x, list(model.parameters()))
     for one, other in zip(outcome(compiled(model), x, list(model.parameters()))[0], expected, strict=True):
         torch.testing.assert_close(one, other)
-    model, x = named(lambda h, g: torch.softmax(h, -1) * g)
+
+
+def test_what_is_refused_or_drawn_between_a_named_pair():
+    model, x = named(lambda h, g: torch.softmax(h, -1) * g, ranks=1)
     with pytest.raises(LayoutError, match="softmax"):
         torch.compile(model, backend="aot_eager")(x)
-    model, x = named(lambda h, g: F.dropout(h, 0.5) * g)
+    model, x = named(lambda h, g: F.dropout(h, 0.5) * g, ranks=1)
     results = []
     for run in (model, torch.compile(model, backend="aot_eager")):
         torch.manual_seed(3)
