@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,10 +64,18 @@ def measure(job: Job) -> None:
     if any(entry.wrong for entry in entries):
         return
     for round_ in range(-job.warmup, job.rounds):
-        times = torch.tensor([[_timed(e.step, job), _timed(e.local, job) if e.local else 0.0] for e in entries])
+        times = torch.zeros(len(entries), 2)
+        for i in _turns(len(entries), round_):
+            entry = entries[i]
+            times[i] = torch.tensor([_timed(entry.step, job), _timed(entry.local, job) if entry.local else 0.0])
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         if rank0:
             _append(job.log, {"round": round_, "step_ms": times[:, 0].tolist(), "local_ms": times[:, 1].tolist()})
+
+
+def _turns(count: int, round_: int) -> list[int]:
+    """The order of a round: another one each time, the same on all ranks.  Who comes behind a long step pays for it."""
+    return random.Random(round_).sample(range(count), count)
 
 
 def _append(path: str, line: dict[str, Any]) -> None:

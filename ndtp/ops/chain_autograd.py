@@ -35,10 +35,8 @@ def run_chain(
         layers: the modules of which the weights are, if they are of any.
     """
     call = _Call(program, step)
-    # Where nothing comes before it backward ends with it, and there is nothing to leave anything to.
-    call.defers = program.may_defer and not given[0].is_leaf
-    if shards is not tensors or program.late or call.defers:
-        late = program.late + program.late_if_deferred * call.defers
+    if shards is not tensors or program.late or program.may_defer:
+        late = program.late + program.late_if_deferred
         shards = list(shards)
         for i, x in enumerate(tensors):
             if i in late:
@@ -78,10 +76,9 @@ class _Call:
         specs: how DTensors lie that autograd sees as they are, by their places.
         watched: operands that backward multiplies by, and the versions that forward saw.
         ahead, ahead_backward: the weights that are needed first, and by what their order is known.
-        defers: whether backward leaves a part of a weight's gradient to the chain that it goes on to.
     """
 
-    __slots__ = ("ahead", "ahead_backward", "deferred", "defers", "program", "specs", "step", "watched")
+    __slots__ = ("ahead", "ahead_backward", "deferred", "program", "specs", "step", "watched")
 
     def __init__(self, program: Program, step: StepState) -> None:
         self.program, self.step = program, step
@@ -89,7 +86,6 @@ class _Call:
         self.specs: dict[int, Any] = {}
         self.watched: list[tuple[int, Any, tuple[int, ...]]] = []
         self.ahead = self.ahead_backward = _NOTHING
-        self.defers = False
 
     def check_unchanged(self) -> None:
         """Of the operands that backward multiplies by, whether or not a gathered copy was kept.
@@ -143,7 +139,7 @@ class _Chain(torch.autograd.Function):
         kept = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each goes when its product is done
         held = call.held(ctx.next_functions) if step.partial_sums.holds_back else ()
-        gradients = program.backward(step, grad, kept, held, *call.ahead_backward, defers=call.defers)
+        gradients = program.backward(step, grad, kept, held, *call.ahead_backward, defers=program.may_defer)
         if call.deferred:
             _expect(call, gradients, grad, bool(held))
         for i, spec in call.specs.items():

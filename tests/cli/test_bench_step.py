@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 from ndtp.cli import bench_step
 from ndtp.measure import rivals
-from ndtp.measure.step import Job, _stepper, count_wrong_of_rival, ranks_of, read_log
+from ndtp.measure.step import Job, _stepper, _turns, count_wrong_of_rival, ranks_of, read_log
 from ndtp.measure.volume import Shape
 
 TINY = ("--tokens", "64", "--hidden", "16", "--ffn", "32", "--warmup", "1")
@@ -30,6 +30,13 @@ def test_grids_and_rivals_in_one_run(ndtp):
     assert sorted(row["planner_rank"] for row in planned) == list(range(1, len(planned) + 1))
     for row in planned:
         assert row["exposed_ms"] == pytest.approx(max(0, row["step_ms"] - row["local_ms"]))
+
+
+def test_nobody_comes_behind_the_same_step_in_every_round():
+    rounds = [_turns(5, i) for i in range(-2, 15)]
+    assert all(sorted(turns) == list(range(5)) for turns in rounds)
+    before_the_last = {turns[turns.index(4) - 1] for turns in rounds if turns.index(4)}
+    assert before_the_last == set(range(4)) and {turns[0] for turns in rounds} == set(range(5))
 
 
 def test_a_wrong_result_exits_1_and_is_not_timed(ndtp, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -31,9 +32,18 @@ def test_a_product_of_the_clock_is_shaped_and_counted_as_the_real_one(one, how, 
 
 def test_a_clock_lasts_as_long_as_its_work_and_no_wait_adds_up():
     clock = Clock(10.0, rate=1e3)
-    begin = time.perf_counter()
-    for _ in range(10):
-        clock.multiply(1)
-    clock.touch(torch.ones(1, dtype=torch.uint8))
-    assert time.perf_counter() - begin >= 0.018  # 20 flops; the last sleep may be shorter by what the others were late
+    now, late = 0.0, 0.0005
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds + late
+
+    with (
+        mock.patch.object(time, "perf_counter", lambda: now),
+        mock.patch.object(time, "sleep", sleep),
+    ):
+        for _ in range(10):
+            clock.multiply(1)
+        clock.touch(torch.ones(1, dtype=torch.uint8))
     assert clock.work == 20
+    assert now == pytest.approx(0.02 + late), "20 flops: each sleep is shorter by what the one before was late"

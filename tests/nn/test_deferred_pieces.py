@@ -79,8 +79,8 @@ def check(grid, scheme):
         return step(inside)
 
     is_right(fresh_step())
-    # Every block leaves a part to the one before it, but for the first, to which nothing comes.
-    assert events.count("defer") == events.count("rest") == (DEPTH - 1) * (1 if scheme == "1d-sp" else CHUNKS // 2)
+    # Every block leaves a part to the one before it, and the first to the end of backward.
+    assert events.count("defer") == events.count("rest") == DEPTH * (1 if scheme == "1d-sp" else CHUNKS // 2)
     if scheme == "1d-sp":  # where it waits for its first rows
         gather = ("block1.down", "dC", "all_gather")
         assert events.index((*gather, "2/4")) < events.index("rest") < events.index((*gather, "3/4"))
