@@ -38,39 +38,12 @@ from torch import Tensor
 import ndtp
 from ndtp.compute import grouped
 from ndtp.compute.grouped import Groups, grouped_product
-
-
-class Summed(torch.autograd.Function):
-    """An all-reduce forward, for partial results."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class Used(torch.autograd.Function):
-    """An all-reduce backward, for what every rank uses for its own experts."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        grad = grad.clone()
-        dist.all_reduce(grad)
-        return grad
+from ndtp.measure.rivals import CopyIn, SumOut
 
 
 def masked(moe: ndtp.nn.MoE, x: Tensor, choice: Tensor, gates: Tensor) -> Tensor:
     """The same layer where every rank has all tokens x [tokens, hidden]: its own experts' part, all-reduced."""
-    x, gates = Used.apply(x), Used.apply(gates)
+    x, gates = CopyIn.apply(x), CopyIn.apply(gates)
     mine = moe.plan.local_experts(moe.num_experts, moe.mesh.rank)
     weights = [p.to_local() if hasattr(p, "to_local") else p for p in (moe.experts.up, moe.experts.down_proj)]
     places = [(choice == expert).nonzero() for expert in mine]
@@ -78,7 +51,7 @@ def masked(moe: ndtp.nn.MoE, x: Tensor, choice: Tensor, gates: Tensor) -> Tensor
     sizes = [len(place) for place in places]
     gate, up = grouped_product(x[token], weights[0].flatten(1, 2), sizes).chunk(2, 1)
     y = grouped_product(torch.nn.functional.silu(gate) * up, weights[1], sizes)
-    return Summed.apply(torch.zeros_like(x).index_add(0, token, y * gates[token, which, None]))
+    return SumOut.apply(torch.zeros_like(x).index_add(0, token, y * gates[token, which, None]))
 
 
 @contextlib.contextmanager

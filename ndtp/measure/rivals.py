@@ -46,8 +46,8 @@ def torch_plan(dense: DenseBlock, device_type: str, sequence_parallel: bool) -> 
     return parallelize_module(dense, mesh, styles)  # type: ignore[arg-type]
 
 
-class _CopyIn(torch.autograd.Function):
-    """Megatron's f: forward nothing, backward an all-reduce."""
+class CopyIn(torch.autograd.Function):
+    """Megatron's f: forward nothing, backward an all-reduce over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -60,8 +60,8 @@ class _CopyIn(torch.autograd.Function):
         return grad
 
 
-class _SumOut(torch.autograd.Function):
-    """Megatron's g: forward an all-reduce, backward nothing."""
+class SumOut(torch.autograd.Function):
+    """Megatron's g: forward an all-reduce over all ranks, backward nothing."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class MegatronBlock(nn.Module):
         self.down = nn.Parameter(dense.down.weight.detach().chunk(ranks, 1)[rank].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        return _SumOut.apply(F.linear(self.activation(F.linear(_CopyIn.apply(x), self.up)), self.down))
+        return SumOut.apply(F.linear(self.activation(F.linear(CopyIn.apply(x), self.up)), self.down))
 
 
 # name -> (builder from a dense block, whether rows are split outside)
