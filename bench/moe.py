@@ -39,6 +39,7 @@ import ndtp
 from ndtp.compute import grouped
 from ndtp.compute.grouped import Groups, grouped_product
 from ndtp.measure.rivals import CopyIn, SumOut
+from ndtp.measure.step import turns
 
 
 def masked(moe: ndtp.nn.MoE, x: Tensor, choice: Tensor, gates: Tensor) -> Tensor:
@@ -130,12 +131,12 @@ def main() -> None:
         rows[name] = {"MiB": slowest(meter.volume.total) / 2**20}
     times: dict[str, list[float]] = {name: [] for name in rivals}
     with paced(arguments.gflops) if arguments.paced else contextlib.nullcontext([]) as naps:
-        for _ in range(arguments.rounds):
-            for name, rival in rivals.items():
+        for round_ in range(arguments.rounds):
+            for name in turns(rivals, round_):
                 dist.barrier()
                 naps.clear()
                 start = time.perf_counter()
-                rival()
+                rivals[name]()
                 times[name].append(slowest(time.perf_counter() - start))
                 rows[name]["products_ms"] = 1e3 * slowest(sum(naps))
     for name, row in rows.items():

@@ -48,6 +48,7 @@ from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.direct_exchange import exchange
 from ndtp.compute.gemm import TorchGemm
 from ndtp.measure.rivals import wait_until_there
+from ndtp.measure.step import turns
 from ndtp.measure.whole_activations import WholeBlocks3D
 
 # Where DTensor looks up its reduce-scatter, which torch 2.13 renamed.
@@ -322,9 +323,9 @@ def measured(case: str, arguments: argparse.Namespace) -> Rows:
         check(forward, lambda y, layout=model[0].out_layout: layout.shard(y, rank), sizes)
         models[name] = model
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(arguments.repetitions):
-        for name, step in steps.items():
-            times[name].append(timed(step))
+    for round_ in range(arguments.repetitions):
+        for name in turns(steps, round_):
+            times[name].append(timed(steps[name]))
     base, whole_s = (statistics.median(times[name]) if name in times else None for name in (TORCH, WHOLE))
     rows: Rows = {}
     for name, step in steps.items():

@@ -40,6 +40,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import ndtp
+from ndtp.measure.step import turns
 from ndtp.planner.block_cost import Block
 from ndtp.planner.model_config import ModelSizes, sizes_of
 from ndtp.planner.request import Request
@@ -198,9 +199,9 @@ def main() -> None:
         if rank == 0:
             print(f"{name}: as the dense model", flush=True)
     times: dict[str, list[float]] = {name: [] for name in rivals}
-    for _ in range(arguments.repetitions):
-        for name, (model, step) in rivals.items():
-            times[name].append(timed(model, step, ids))
+    for round_ in range(arguments.repetitions):
+        for name in turns(rivals, round_):
+            times[name].append(timed(*rivals[name], ids))
     if rank == 0:
         medians = {name: statistics.median(each) * 1e3 for name, each in times.items()}
         rows = {name: {"step_ms": ms, "speedup": medians[TORCH] / ms} for name, ms in medians.items()}

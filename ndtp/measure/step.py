@@ -6,11 +6,11 @@ import copy
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from ndtp.measure.rivals import RIVALS, DenseBlock, wait_until_there
 from ndtp.measure.volume import Case, Shape, meter_step, scaled_down
 from ndtp.nn import MLP
 from ndtp.runtime.process_grid import ProcessGrid
+
+Rival = TypeVar("Rival")
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def measure(job: Job) -> None:
         return
     for round_ in range(-job.warmup, job.rounds):
         times = torch.zeros(len(entries), 2)
-        for i in _turns(len(entries), round_):
+        for i in turns(range(len(entries)), round_):
             entry = entries[i]
             times[i] = torch.tensor([_timed(entry.step, job), _timed(entry.local, job) if entry.local else 0.0])
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
@@ -73,9 +75,10 @@ def measure(job: Job) -> None:
             _append(job.log, {"round": round_, "step_ms": times[:, 0].tolist(), "local_ms": times[:, 1].tolist()})
 
 
-def _turns(count: int, round_: int) -> list[int]:
+def turns(rivals: Iterable[Rival], round_: int) -> list[Rival]:
     """The order of a round: another one each time, the same on all ranks.  Who comes behind a long step pays for it."""
-    return random.Random(round_).sample(range(count), count)
+    rivals = list(rivals)
+    return random.Random(round_).sample(rivals, len(rivals))
 
 
 def _append(path: str, line: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 from ndtp.cli import bench_step
 from ndtp.measure import rivals
-from ndtp.measure.step import Job, _stepper, _turns, count_wrong_of_rival, ranks_of, read_log
+from ndtp.measure.step import Job, _stepper, count_wrong_of_rival, ranks_of, read_log, turns
 from ndtp.measure.volume import Shape
 
 TINY = ("--tokens", "64", "--hidden", "16", "--ffn", "32", "--warmup", "1")
@@ -33,10 +33,10 @@ def test_grids_and_rivals_in_one_run(ndtp):
 
 
 def test_nobody_comes_behind_the_same_step_in_every_round():
-    rounds = [_turns(5, i) for i in range(-2, 15)]
-    assert all(sorted(turns) == list(range(5)) for turns in rounds)
-    before_the_last = {turns[turns.index(4) - 1] for turns in rounds if turns.index(4)}
-    assert before_the_last == set(range(4)) and {turns[0] for turns in rounds} == set(range(5))
+    rounds = [turns(range(5), i) for i in range(-2, 15)]
+    assert all(sorted(order) == list(range(5)) for order in rounds)
+    before_the_last = {order[order.index(4) - 1] for order in rounds if order.index(4)}
+    assert before_the_last == set(range(4)) and {order[0] for order in rounds} == set(range(5))
 
 
 def test_a_wrong_result_exits_1_and_is_not_timed(ndtp, monkeypatch):
