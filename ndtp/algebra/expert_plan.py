@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ndtp.algebra.grid import Grid
-from ndtp.algebra.layout import Layout
+from ndtp.algebra.layout import Layout, default_mesh_axes
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.algebra.steps import Step
@@ -115,16 +115,20 @@ def expert_plan(layouts: BlockLayouts, expert_axes: Sequence[str], name: str = "
     An axis of experts splits tokens.  Where it does so in `layouts` already, as `dp` does, or y in the 3D scheme, rows
     need not move to be sent to experts; where it splits features, or nothing, they are relaid out before.
 
+    Args:
+        expert_axes: in any order.  Experts lie in the order of parameters, which DTensors on the grid can express.
+
     Raises:
         LayoutError: axes that are not there, or that are named twice.
     """
-    grid, experts = layouts.input.grid, tuple(expert_axes)
-    for axis in experts:
-        if axis not in grid or experts.count(axis) > 1:
+    grid, named = layouts.input.grid, tuple(expert_axes)
+    for axis in named:
+        if axis not in grid or named.count(axis) > 1:
             raise LayoutError(
-                f"MoE '{name}': expert_axis={experts} does not name axes of grid {grid}, each once\n"
+                f"MoE '{name}': expert_axis={named} does not name axes of grid {grid}, each once\n"
                 f"  fix: some of {', '.join(grid)}, or () for all experts on every rank"
             )
+    experts = tuple(axis for axis in default_mesh_axes(grid) if axis in named)
 
     def inside(axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if axis not in experts)

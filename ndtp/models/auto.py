@@ -1,20 +1,27 @@
-"""`scheme="auto"`: the planner's answer for the Linear pairs of a model.  Pure."""
+"""`scheme="auto"`: the planner's answer for pairs of Linears or the blocks of a whole model.  Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import permutations
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from itertools import combinations, permutations
+from typing import Any
+
+import numpy as np
 
 from ndtp.algebra.grid import Grid
-from ndtp.algebra.layout import Layout
+from ndtp.algebra.layout import Layout, default_mesh_axes
 from ndtp.algebra.schemes import SCHEMES, BlockLayouts
 from ndtp.dtypes import SIZES
 from ndtp.errors import LayoutError
-from ndtp.planner.block_cost import AXES, Block, Grids, divides, volume
+from ndtp.planner.block_cost import Block, divides, volume
+from ndtp.planner.grids import FOLDED, Grids, grids_of
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.request import Request
-from ndtp.planner.search import predict, search
+from ndtp.planner.search import search, weigh
 
+# Axes along which ranks are given rows of their own: `e` where there are experts, which it splits.
+DATA = ("dp", "e")
 # (hidden, inner, whether it is gated) of each pair.
 Pairs = Sequence[tuple[int, int, bool]]
 
@@ -31,7 +38,7 @@ def request_for(pairs: Pairs, tokens: int, ranks: int, hardware: str | Hardware,
 
 
 def whole_request(blocks: Sequence[Block], ranks: int, hardware: str | Hardware, dtype: str) -> Request:
-    """What the planner is asked of a whole model: all of its blocks on one grid.
+    """What the planner is asked of a whole model: all of its blocks on one grid, along which none has rows of its own.
 
     Raises:
         LayoutError: no rate of products of this dtype is known.
@@ -39,56 +46,165 @@ def whole_request(blocks: Sequence[Block], ranks: int, hardware: str | Hardware,
     profile = Hardware.load(hardware)
     if dtype not in SIZES or dtype not in profile.tflops:
         raise LayoutError(f"parallelize: scheme='auto' has no rate of {dtype} products on hardware {profile.name!r}")
-    return Request(tuple(blocks), ranks, profile, dtype=dtype, fixed={"dp": 1})
+    own_rows = DATA if any(block.experts for block in blocks) else DATA[:1]
+    return Request(tuple(blocks), ranks, profile, dtype=dtype, fixed=dict.fromkeys(own_rows, 1))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a model is to lie.
+
+    Attributes:
+        grid: axes of the process grid.
+        layouts: of its blocks.
+        experts: the axes that split its experts.
+        sizes: the same as the planner has it.
+    """
+
+    grid: Grid
+    layouts: BlockLayouts
+    experts: tuple[str, ...]
+    sizes: Grids
 
 
 def best_grid(request: Request) -> Grid:
     """The grid for a model whose `dp` is 1."""
-    best = search(request, limit=1)[0]
-    return Grid({axis: best.grid[axis] for axis in best.grid if axis != "dp"})
+    return _without_data(search(request, limit=1)[0].grid)
 
 
-def best_layouts(request: Request, grid: Grid, stays_split: bool = False) -> BlockLayouts:
-    """The layouts on a grid that is given: each axis but `dp` plays x, y or z, so that the step takes least.
+def _without_data(grid: Grid) -> Grid:
+    return Grid({axis: grid[axis] for axis in grid if axis not in DATA})
+
+
+def best_of_all_grids(request: Request, experts: Sequence[str] | None = None) -> Choice:
+    """The planner's answer.
+
+    Args:
+        experts: the axes of experts, where they are given.
+
+    Raises:
+        LayoutError: experts lie over these axes in no answer.
+    """
+    given = None if experts is None or not request.has_experts else set(experts)
+    plans = search(request, limit=1 if given is None else None)
+    plan = next((plan for plan in plans if given in (None, set(plan.expert_axis or ()))), None)
+    if plan is None:
+        raise LayoutError(
+            f"parallelize: scheme='auto' and no mesh: no grid of {request.ranks} ranks has experts over "
+            f"{' '.join(experts or ())}\n  fix: some of x, y and z; or leave expert_axis out, which is planned then"
+        )
+    grid = _without_data(plan.grid)
+    roles = tuple(grid.nontrivial((axis,)) for axis in "xyz")
+    return Choice(grid, _placed(grid, "3d", roles), plan.expert_axis or (), grids_of(plan.grid, plan.expert_axis))
+
+
+def best_on_grid(request: Request, grid: Grid, experts: Sequence[str] | None = None) -> Choice:
+    """On a grid that is given: each axis but `dp` plays x, y or z, and experts lie so, that the step takes least.
+
+    Where there are experts, `e` splits rows as `dp` does, and experts besides; further ones may split these, too.
+
+    Args:
+        experts: the axes of experts, where they are given.
+
+    Raises:
+        LayoutError: too many axes, or none of their roles divides the heads and the experts.
+    """
+    data = DATA if request.has_experts else DATA[:1]
+    axes = [axis for axis in grid.nontrivial(grid.names) if axis not in data]
+    if len(axes) > 3:
+        raise LayoutError(f"parallelize: scheme='auto' on grid {grid} has {len(axes)} axes to place; it takes 3")
+    over = _over(grid, experts) if request.has_experts else [()]
+    weighed = [
+        option
+        for roles in permutations("xyz", len(axes))
+        for option in _weighed(request, grid, dict(zip(axes, roles, strict=True)), over)
+    ]
+    if not weighed:
+        heads = sorted({size for block in request.blocks for size in block.heads})
+        counts = sorted({block.experts for block in request.blocks if block.experts})
+        what = " and ".join([f"{heads} heads"] * bool(heads) + [f"{counts} experts"] * bool(counts))
+        raise LayoutError(f"parallelize: scheme='auto': no axis of grid {grid} divides {what}")
+    least = min(option.seconds for option in weighed)
+    best = min(weighed, key=lambda option: option.rank(least))
+    where = tuple(tuple(axis for axis in axes if best.role_of[axis] == role) for role in "xyz")
+    return Choice(grid, _placed(grid, "3d", where), best.experts, best.sizes)
+
+
+@dataclass(frozen=True)
+class _Option:
+    role_of: Mapping[str, str]
+    experts: tuple[str, ...]
+    sizes: Grids
+    seconds: float
+    memory: int
+    volume: int
+
+    def rank(self, least: float) -> tuple[Any, ...]:
+        """Many are as fast to the last bits: of these, as in the planner's answer, what needs the least memory."""
+        time = round(self.seconds / least, 9)
+        return time, self.memory, self.volume, len(self.experts), tuple(self.role_of.values()), self.experts
+
+
+def _weighed(
+    request: Request, grid: Grid, role_of: Mapping[str, str], over: Sequence[tuple[str, ...]]
+) -> Iterator[_Option]:
+    """With axes in these roles each choice of those that split experts, where sizes allow for it."""
+    sizes = _as_planned(grid, role_of, over)
+    fits = np.logical_and.reduce([divides(block, sizes, request.pad) for block in request.blocks])
+    data = [axis for axis in DATA if axis in grid and axis not in role_of]
+    order: list[str] = []  # ranks of dp that split experts are the planner's e, at the same place
+    for axis in grid:
+        order += [role_of[axis]] if axis in role_of else () if axis not in data else [axis] if data == [*DATA] else DATA
+    order = [axis for axis in order if axis in request.axes]
+    for i, (seconds, memory, moved) in enumerate(zip(*weigh(request, sizes, order), strict=True)):
+        if fits[i]:
+            one = Grids(*(int(size) for size in astuple(sizes.take(i))))
+            yield _Option(role_of, over[i], one, float(seconds), int(memory), int(moved))
+
+
+def _over(grid: Grid, experts: Sequence[str] | None) -> list[tuple[str, ...]]:
+    """Which axes may split experts: those that are given, or `e` and each choice of others."""
+    axes = grid.nontrivial(default_mesh_axes(grid))
+    if experts is not None:
+        return [tuple(axis for axis in axes if axis in experts)]
+    others = [axis for axis in axes if axis != "e"]
+    chosen = [set(some) for count in range(len(others) + 1) for some in combinations(others, count)]
+    return [tuple(axis for axis in axes if axis == "e" or axis in some) for some in chosen]
+
+
+def _as_planned(grid: Grid, role_of: Mapping[str, str], over: Sequence[tuple[str, ...]]) -> Grids:
+    """A grid as the planner names its axes, for each choice of those that split experts."""
+    data = [axis for axis in grid if axis in DATA and axis not in role_of]
+    sizes = dict.fromkeys("zxy", 1) | {role: grid[axis] for axis, role in role_of.items()}
+    rows = []
+    for some in over:
+        with_experts = grid.size([axis for axis in data if axis in some])
+        fold = sum(1 << FOLDED[role] for axis, role in role_of.items() if axis in some)
+        rows.append((grid.size(data) // with_experts, *(sizes[role] for role in "zxy"), with_experts, fold))
+    columns = np.array(rows, dtype=np.int64).T
+    return Grids(*columns) if any(over) else Grids(*columns[:4])
+
+
+def best_layouts(request: Request, grid: Grid) -> BlockLayouts:
+    """The layouts of pairs of Linears on a grid that is given: those of `best_on_grid`, or 1D.
 
     Outside of a pair activations are whole, so that layouts which split them pay a gather at its end, and one in
     backward at its begin; 1D with whole activations does not.
 
-    Args:
-        stays_split: activations are not whole outside, but lie there as blocks take and leave them.
-
     Raises:
-        LayoutError: too many axes, or none of their roles divides the heads.
+        LayoutError: too many axes.
     """
+    best = best_on_grid(request, grid)
     axes = [axis for axis in grid.nontrivial(grid.names) if axis != "dp"]
-    if len(axes) > 3:
-        raise LayoutError(f"parallelize: scheme='auto' on grid {grid} has {len(axes)} axes to place; it takes 3")
-    choices = []
-    for roles in permutations("xyz", len(axes)):
-        role_of = dict(zip(axes, roles, strict=True))
-        kept = [axis for axis in grid if axis in role_of or axis == "dp"]
-        renamed = Grid({role_of.get(axis, axis): grid[axis] for axis in kept} or {"x": 1})
-        sizes = Grids(**(dict.fromkeys(AXES, 1) | dict(zip(renamed.names, renamed.shape, strict=True))))
-        if not all(divides(block, sizes, request.pad) for block in request.blocks):
-            continue
-        choices.append((float(predict(request, renamed).total), roles))
-    if not choices:
-        heads = sorted({size for block in request.blocks for size in block.heads})
-        raise LayoutError(f"parallelize: scheme='auto': no axis of grid {grid} divides {heads} heads")
-    _, roles = min(choices)
-    where = {role: (axis,) for axis, role in zip(axes, roles, strict=True)}
-    if axes and not stays_split and _whole_is_cheaper(request, grid, where):
+    if axes and _whole_is_cheaper(request, best.sizes):
         return _placed(grid, "1d", (tuple(axes),))
-    return _placed(grid, "3d", tuple(where.get(role, ()) for role in "xyz"))
+    return best.layouts
 
 
-def _whole_is_cheaper(request: Request, grid: Grid, where: Mapping[str, tuple[str, ...]]) -> bool:
-    dp = grid["dp"] if "dp" in grid else 1
-    x, y, z = (grid.size(where.get(role, ())) for role in "xyz")
-    tensor = x * y * z
-    split = Grids(dp, z, x, y)
-    whole = sum(volume(block, Grids(dp, 1, 1, tensor)) for block in request.blocks)
-    ends = sum(2 * block.tokens * block.hidden // dp * (tensor - 1) // tensor for block in request.blocks)
+def _whole_is_cheaper(request: Request, split: Grids) -> bool:
+    tensor = split.x * split.y * split.z
+    whole = sum(volume(block, Grids(split.dp, 1, 1, tensor)) for block in request.blocks)
+    ends = sum(2 * block.tokens * block.hidden // split.dp * (tensor - 1) // tensor for block in request.blocks)
     return bool(whole <= sum(volume(block, split) for block in request.blocks) + ends)
 
 

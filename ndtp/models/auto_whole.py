@@ -1,8 +1,10 @@
-"""`scheme="auto"` for a whole model: its attention, MLPs, embedding and head planned together, on one grid."""
+"""`scheme="auto"` for a whole model: attention, MLPs, experts, embedding and head planned together, on one grid."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -10,56 +12,105 @@ from torch import nn
 
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.errors import LayoutError
-from ndtp.models.auto import best_grid, best_layouts, whole_request
-from ndtp.models.roles import around_layers, features, find_attention, find_mlps, hidden_size
-from ndtp.planner.block_cost import Block, Grids, volume
+from ndtp.models.auto import Choice, best_of_all_grids, best_on_grid, whole_request
+from ndtp.models.expert_layers import ExpertsRole, experts_role
+from ndtp.models.roles import around_layers, features, find_attention, find_mlps, hidden_size, is_linear, vocabulary_of
+from ndtp.planner.block_cost import Block, num_bytes
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.request import Request
 from ndtp.runtime.process_grid import ProcessGrid
 
 
 def blocks_of(model: Any, tokens: int) -> list[Block]:
-    """What the planner knows of a model's layers: of what stays whole, nothing."""
+    """What the planner knows of a model's layers, each as often as it is there: of what stays whole, nothing.
+
+    The order is that of a layer, as `ndtp.planner.model_config` has it: of a model that it reads, these are its blocks.
+    """
     hidden, modules = hidden_size(model), dict(model.named_modules())
-    attention, _ = find_attention(model, hidden)
+    roles = {name: experts_role(module, hidden) for name, module in modules.items()}
+    experts = {name: role for name, role in roles.items() if isinstance(role, ExpertsRole)}
+    around_experts = {name.rpartition(".")[0] for name in experts}
+    attention, others = find_attention(model, hidden)
     taken = {name for role in attention for name in (*role.inputs.values(), role.output)}
-    table = model.get_input_embeddings()
+    taken |= {name for name, module in modules.items() if is_linear(module) and any(_is_in(name, a) for a in others)}
     embedded, around = around_layers(model, modules, hidden)
-    blocks = [Block.vocabulary(tokens, embedded, table.num_embeddings)] if isinstance(table, nn.Embedding) else []
-    blocks += [Block.attention(tokens, hidden, role.heads, role.kv_heads, role.head_dim) for role in attention]
+    found = [Block.attention(tokens, hidden, role.heads, role.kv_heads, role.head_dim) for role in attention]
+    beside: list[Block] = []
     for mlp in find_mlps(model, hidden, taken | around):
         is_gated = len(mlp.ups) == 2 or bool(mlp.sections)
-        blocks.append(Block.mlp(tokens, hidden, features(modules[mlp.down])[0], is_gated))
-    return blocks
+        block = Block.mlp(tokens, hidden, features(modules[mlp.down])[0], is_gated)
+        is_shared = mlp.name.rpartition(".")[0] in around_experts
+        (beside if is_shared else found).append(replace(block, name="shared expert") if is_shared else block)
+    for name, role in experts.items():
+        top_k = _top_k(model, modules[name.rpartition(".")[0]], name)
+        found.append(Block.moe(tokens, hidden, role.inner, role.count, top_k, whole_scores=True))
+    repeated = [replace(block, times=times) for block, times in Counter([*found, *beside]).items()]
+    return repeated + _vocabulary(model, tokens, embedded)
+
+
+def _is_in(name: str, module: str) -> bool:
+    return name.startswith(f"{module}.")
+
+
+def _vocabulary(model: Any, tokens: int, width: int) -> list[Block]:
+    table, head = (vocabulary_of(model, which) for which in ("get_input_embeddings", "get_output_embeddings"))
+    if not isinstance(table, nn.Embedding):
+        return []
+    is_head = head is not None and is_linear(head)
+    tied = is_head and head.weight is table.weight
+    return [Block.vocabulary(tokens, width, table.num_embeddings, tied, is_head)]
+
+
+def _top_k(model: Any, block: nn.Module, name: str) -> int:
+    """Of how many experts a token makes use: what the block, its router or the config says.
+
+    Raises:
+        LayoutError: none of them does.
+    """
+    text = model.config.get_text_config()
+    for owner in (block, getattr(block, "gate", None), getattr(block, "router", None), text):
+        for key in ("top_k", "num_experts_per_tok"):
+            if isinstance(found := getattr(owner, key, None), int):
+                return found
+    raise LayoutError(
+        f"parallelize: scheme='auto': '{name}' does not tell how many experts a token goes through\n"
+        "  fix: num_experts_per_tok in the model's config, or a scheme by name"
+    )
 
 
 def plan_whole(
-    model: nn.Module, mesh: ProcessGrid | None, tokens: int | None, hardware: str | Hardware
-) -> tuple[ProcessGrid, BlockLayouts, str]:
-    """The mesh, the layouts, and a line for the report.  The same on every rank: sizes alone decide.
+    model: nn.Module,
+    mesh: ProcessGrid | None,
+    tokens: int | None,
+    hardware: str | Hardware,
+    expert_axis: Sequence[str] | None = None,
+) -> tuple[ProcessGrid, BlockLayouts, Sequence[str] | None, str]:
+    """The mesh, the layouts, the axes of experts, and a line for the report.  The same on every rank: sizes decide.
+
+    Args:
+        expert_axis: the axes of experts, where they are given.
 
     Raises:
-        LayoutError: no number of rows to plan for; heads that nothing divides.
+        LayoutError: no number of rows to plan for; heads or experts that nothing divides.
     """
     if tokens is None:
         raise LayoutError("parallelize: scheme='auto' plans for a number of rows; give tokens=, those of a step")
     ranks = mesh.grid.num_ranks if mesh else dist.get_world_size() if dist.is_initialized() else 1
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     request = whole_request(blocks_of(model, tokens), ranks, hardware, dtype)
-    mesh = mesh or ProcessGrid(best_grid(request))
-    layouts = best_layouts(request, mesh.grid, stays_split=True)
-    return mesh, layouts, _said(request, mesh, layouts)
+    best = best_on_grid(request, mesh.grid, expert_axis) if mesh else best_of_all_grids(request, expert_axis)
+    mesh = mesh or ProcessGrid(best.grid)
+    return mesh, best.layouts, best.experts if request.has_experts else expert_axis, _said(request, best)
 
 
-def _said(request: Request, mesh: ProcessGrid, layouts: BlockLayouts) -> str:
-    grid = mesh.grid
-    x, y = (grid.size(layout.dims[1]) for layout in (layouts.input, layouts.hidden))
-    dp = grid["dp"] if "dp" in grid else 1
-    sizes = Grids(dp, grid.num_ranks // (dp * x * y), x, y)
-    moved = sum(volume(block, sizes) for block in request.blocks) * request.itemsize
-    names = Counter(block.name for block in request.blocks)
+def _said(request: Request, best: Choice) -> str:
+    moved = sum(block.times * int(num_bytes(block, best.sizes, request.itemsize)) for block in request.blocks)
+    names: Counter[str] = Counter()
+    for block in request.blocks:
+        names[block.name] += block.times
     what = ", ".join(f"{count} {name}" for name, count in names.items())
+    experts = f", experts over {' '.join(best.experts) or 'no axis'}" * request.has_experts
     return (
-        f"for {request.blocks[0].tokens} rows on {request.hardware.name}: {what} on grid {grid}, hidden states "
-        f"[{layouts.input.label('MK')}]; {moved / 2**20:.1f} MiB received in a step"
+        f"for {request.blocks[0].tokens} rows on {request.hardware.name}: {what} on grid {best.grid}, hidden states "
+        f"[{best.layouts.input.label('MK')}]{experts}; {moved / 2**20:.1f} MiB received in a step"
     )

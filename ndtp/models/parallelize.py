@@ -76,7 +76,8 @@ def parallelize(
         pad: pad sizes that do not divide; without it they are an error.
         regather, chunks: as for `ndtp.nn.Linear`.
         keep: names of layers of a transformer that stay whole, with wildcards; what they belong to stays whole too.
-        expert_axis: the axes that split the experts of a transformer, as for `ndtp.nn.MoE`.
+        expert_axis: the axes that split the experts of a transformer, as for `ndtp.nn.MoE`; "auto" chooses them where
+            none are given.
         fuse: whether the products of an MLP run as one schedule, and the head with the loss in chunks of rows, where a
             whole model's code puts nothing between them that forbids it.
         strict: nothing to replace is an error.
@@ -99,14 +100,14 @@ def parallelize(
         model.ndtp_report = report  # type: ignore[assignment]
         return model
     if plan is None and is_transformer(model) and (mesh is not None or scheme == "auto"):
+        split_by = (expert_axis,) if isinstance(expert_axis, str) else expert_axis
         if scheme == "auto":
-            mesh, layouts, report.planned = plan_whole(model, mesh, tokens, hardware)
+            mesh, layouts, split_by, report.planned = plan_whole(model, mesh, tokens, hardware, split_by)
         else:
             layouts = block_layouts(mesh.grid, scheme, axes)  # type: ignore[union-attr]
         assert mesh is not None
         check_same_weights(model, mesh)
         use_measured(mesh, hardware)
-        split_by = (expert_axis,) if isinstance(expert_axis, str) else expert_axis
         split = Split(
             model, mesh, layouts, keep, regather=regather, chunks=chunks, fuse=fuse, expert_axes=split_by
         )  # fmt: skip

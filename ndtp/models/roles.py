@@ -200,15 +200,20 @@ def _path(kind: type) -> str:
     return f"{kind.__module__.rpartition('.')[2].removeprefix('modeling_')}.{kind.__name__}"
 
 
+def vocabulary_of(model: Any, which: str) -> Any:
+    """What its `get_input_embeddings` or `get_output_embeddings` gives; None where it has none."""
+    try:
+        return getattr(model, which)() if hasattr(model, which) else None
+    except NotImplementedError:
+        return None
+
+
 def around_layers(model: Any, modules: dict[str, nn.Module], hidden: int) -> tuple[int, set[str]]:
     """Features of an embedding that are not those of hidden states, and the Linears that lead there and back.
 
     They stand beside the layers, not in one; (hidden, none) where there are no such Linears.
     """
-    try:
-        table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    except NotImplementedError:
-        table = None
+    table = vocabulary_of(model, "get_input_embeddings")
     size = table.embedding_dim if isinstance(table, nn.Embedding) else hidden
     beside = {
         name

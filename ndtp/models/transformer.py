@@ -36,6 +36,7 @@ from ndtp.models.roles import (
     find_mlps,
     is_linear,
     norm_role,
+    vocabulary_of,
 )
 from ndtp.models.router_loss import whole_router_loss
 from ndtp.models.run_eagerly import run_eagerly
@@ -238,7 +239,7 @@ class Split(Placing):
         model: Any = self.stock
         names = {id(module): name for name, module in modules.items()}
         tables = [m for m in modules.values() if isinstance(m, nn.Embedding) and m.embedding_dim in self.widths]
-        first, head = (_of_model(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
+        first, head = (vocabulary_of(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
         shared = [m for m in tables if first is not None and (m is first or m.weight is getattr(first, "weight", None))]
         vocabulary = max([m.num_embeddings for m in shared], default=0)
         if not is_linear(head) or features(head)[0] not in self.widths:
@@ -288,14 +289,6 @@ class Split(Placing):
             has_whole = any(isinstance(part, Replicated) for part in module.modules())
             if has_whole and not isinstance(module, (Adopted, Replicated, AttentionModule)) and reads(module, *NAMES):
                 self.replicate(module, name, self.frame.outside.dims[0])
-
-
-def _of_model(model: Any, name: str) -> Any:
-    """Its embedding or head, by its own word; None of a model that has none."""
-    try:
-        return getattr(model, name)() if hasattr(model, name) else None
-    except NotImplementedError:
-        return None
 
 
 def _linears_in(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:

@@ -44,6 +44,8 @@ class Block:
             heads, these are gathered over y, for every rank to take those that its queries use.
         times: how often it is repeated in a layer.
         experts: how many MLPs there are, of which a token goes through `top_k`, by a router; 0: one MLP, without.
+        whole_scores: every rank gets what the router says of all rows of its dp and e, as transformers' routers want it
+            (`ndtp.models.scores`); otherwise of its own alone, as `ndtp.nn.MoE`'s.
     """
 
     tokens: int
@@ -59,11 +61,23 @@ class Block:
     times: int = 1
     experts: int = 0
     top_k: int = 1
+    whole_scores: bool = False
 
     @classmethod
-    def moe(cls, tokens: int, hidden: int, ffn: int, experts: int, top_k: int, gated: bool = True) -> Block:
+    def moe(
+        cls,
+        tokens: int,
+        hidden: int,
+        ffn: int,
+        experts: int,
+        top_k: int,
+        gated: bool = True,
+        whole_scores: bool = False,
+    ) -> Block:
         outs = (ffn,) * (1 + gated)
-        return cls(tokens, hidden, outs, ffn, name="experts", experts=experts, top_k=top_k)
+        return cls(
+            tokens, hidden, outs, ffn, name="experts", experts=experts, top_k=top_k, whole_scores=whole_scores
+        )  # fmt: skip
 
     @classmethod
     def mlp(cls, tokens: int, hidden: int, ffn: int, gated: bool = False) -> Block:
@@ -237,9 +251,12 @@ def _sent(block: Block, g: Grids, s: Sizes) -> Iterator[Message]:
     Its router has features of tokens as they lie, and every weight whole: `ndtp.nn.router.Router` without losses.
     """
     i, here = g.inside(block.experts), s.tokens * s.hidden // g.ranks
-    logits = s.tokens * i.x // g.ranks * block.experts
+    x = g.x if block.whole_scores else i.x
+    logits = s.tokens * x // g.ranks * block.experts
     yield Message("forward", "up A", "all_to_all", "x", _of_others(here, g.x // i.x))
-    yield Message("forward", "up A", "all_reduce", "x", all_reduced(logits, i.x), "wide")
+    yield Message("forward", "up A", "all_reduce", "x", all_reduced(logits, x), "wide")
+    if block.whole_scores:
+        yield Message("forward", "up A", "all_gather", "scores", (g.z * g.y - 1) * logits, "wide")
     others = math.prod(g.splits("counts").values())
     yield Message("forward", "up A", "all_gather", "counts", (others - 1) * block.experts, "counts")
     yield Message("forward", "up A", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
@@ -256,6 +273,14 @@ def _returned(block: Block, g: Grids, s: Sizes) -> Iterator[Message]:
     gates = s.tokens * i.x // g.ranks * block.top_k
     yield Message("dgrad", "up dA", "all_reduce", "x", all_reduced(gates, i.x), "wide")
     yield Message("dgrad", "up dA", "all_to_all", "x", _of_others(here, g.x // i.x))
+    if block.whole_scores:  # gates are whole, too, and so is the router's weight on every rank
+        others = math.prod(g.splits("gates").values()) - 1
+        yield Message("dgrad", "up dA", "all_gather", "gates", others * gates, "wide")
+        part = block.experts * s.hidden // g.x
+        yield Message("wgrad", "up dB", "all_reduce", "scores", all_reduced(part, g.z * g.y))
+        yield Message("wgrad", "up dB", "all_gather", "x", (g.x - 1) * part)
+        yield Message("wgrad", "up dB", "all_reduce", "data", all_reduced(block.experts * block.hidden, g.dp * g.e))
+        return
     router = block.experts * s.hidden // i.x
     yield Message("wgrad", "up dB", "all_reduce", "rows", all_reduced(router, g.ranks // i.x), "wide")
 

@@ -19,6 +19,8 @@ SOURCES = {
     "experts": "rows on their way to experts and back",
     "counts": "numbers of rows",
     "rows": "gradients of routers",
+    "scores": "what routers say, for every rank",
+    "gates": "gradients of what routers say",
 }
 
 

@@ -69,6 +69,8 @@ class Grids:
             "data": {"dp": self.dp, "e": self.e},
             "experts": {"e": self.e, **folded},
             "counts": {"e": self.e, **folded, "y": self.y},  # gathered over y, or split by it
+            "scores": {"z": self.z, "y": self.y},
+            "gates": {"z": self.z, "y": self.y, "x": folded["x"]},
             "rows": {"dp": self.dp, "e": self.e, "z": self.z, "y": self.y, "x": folded["x"]},
         }[name]
 

@@ -99,7 +99,7 @@ class Stack:
             return tuple(replace(block, times=self.layers) for block in (*found, mlp))
         found = [replace(block, times=self.layers) for block in found]
         found += [replace(mlp, times=self.layers - of.layers)] * (of.layers < self.layers)
-        experts = Block.moe(tokens, self.hidden, of.ffn, of.count, of.top_k, self.gated)
+        experts = Block.moe(tokens, self.hidden, of.ffn, of.count, of.top_k, self.gated, whole_scores=True)
         shared = [replace(Block.mlp(tokens, self.hidden, of.shared, self.gated), name="shared expert")] * bool(
             of.shared
         )

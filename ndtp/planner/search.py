@@ -285,6 +285,14 @@ def predict(request: Request, grid: Grid, expert_axis: Sequence[str] = ()) -> Ti
     return work.time(network)
 
 
+def weigh(request: Request, g: Grids, order: Sequence[str]) -> tuple[Any, Any, Any]:
+    """Of each grid a step's seconds, and its memory and volume in bytes, with the axes in this order on the ranks."""
+    order = (*(axis for axis in request.axes if axis not in order), *order)
+    work = Work.of(request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks)
+    volumes, memories = _costs(request, g, ())
+    return work.time(Network.of(g, order, request.hardware)).total, memories, volumes
+
+
 def timeline(request: Request, grid: Grid, product: int | None = None) -> list[Span]:
     """What computes and what communicates when in a step of one layer, or of one of its products, on one grid."""
     work, network = _on(request, grid)

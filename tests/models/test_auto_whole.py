@@ -1,12 +1,16 @@
 """`scheme="auto"`, `chunks` and `regather` for whole models; the planner's block of a vocabulary."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from products import mesh_of
 
 import ndtp
 from ndtp import CommMeter, Grid, LayoutError
-from ndtp.planner.block_cost import Block, Grids, divides, gemms, memory, volume
+from ndtp.planner.block_cost import EXPERT_AXES, Block, Grids, divides, gemms, memory, num_bytes, volume
+from ndtp.planner.grids import grids_of
+from ndtp.planner.search import axes_of_experts, predict, search
 
 pytest.importorskip("transformers")
 
@@ -15,18 +19,18 @@ import transformers.modeling_utils  # noqa: F401  # so that ranks are forked wit
 from architectures import build, inputs
 from test_transformers_whole import check_gradients
 
-from ndtp.models.auto import best_grid, best_layouts, whole_request
+from ndtp.models.auto import best_grid, best_of_all_grids, best_on_grid, whole_request
 from ndtp.models.auto_whole import blocks_of
 
 
 def test_blocks_of_models():
     """Attention, MLPs and vocabulary with their sizes; T5 has attention between its stacks, too."""
-    llama = blocks_of(build("LlamaForCausalLM"), 64)
-    assert [block.name for block in llama] == ["vocabulary", *["attention"] * 2, *["gated mlp"] * 2]
-    assert llama[0] == Block.vocabulary(64, 32, 67) and llama[1].outs == (32, 16, 16) and llama[3].inner == 48
-    names = [block.name for block in blocks_of(build("T5ForConditionalGeneration"), 64)]
-    assert (names.count("attention"), names.count("mlp")) == (6, 4)
-    assert [b.outs for b in blocks_of(build("Phi3ForCausalLM"), 64) if b.inner == 48] == [(48, 48)] * 2
+    attention, mlp, vocabulary = llama = blocks_of(build("LlamaForCausalLM"), 64)
+    assert [(block.name, block.times) for block in llama] == [("attention", 2), ("gated mlp", 2), ("vocabulary", 1)]
+    assert vocabulary == Block.vocabulary(64, 32, 67) and attention.outs == (32, 16, 16) and mlp.inner == 48
+    found = {block.name: block for block in blocks_of(build("T5ForConditionalGeneration"), 64)}
+    assert (found["attention"].times, found["mlp"].times, found["vocabulary"].tied) == (6, 4, True)
+    assert [(b.outs, b.times) for b in blocks_of(build("Phi3ForCausalLM"), 64) if b.inner == 48] == [((48, 48), 2)]
 
 
 @pytest.mark.parametrize("grid", [Grid(z=2, x=2, y=2), Grid(x=4, y=2), Grid(z=8), Grid(y=8)], ids=str)
@@ -74,11 +78,54 @@ def test_a_large_vocabulary_keeps_the_head_off_x():
     ]
     assert best_grid(choices[1])["x"] == 1
     for asked in choices:
-        layouts = best_layouts(asked, Grid(a=2, b=4), stays_split=True)
+        layouts = best_on_grid(asked, Grid(a=2, b=4)).layouts
         assert layouts.input.num_splits(0) * layouts.input.num_splits(1) == 8
     asked = whole_request([Block.attention(54, 30, 5, 5)], 27, "cpu", "float32")
     with pytest.raises(LayoutError, match=r"no axis of grid a=3 b=3 c=3 divides \[5\] heads"):
-        best_layouts(asked, Grid(a=3, b=3, c=3), stays_split=True)
+        best_on_grid(asked, Grid(a=3, b=3, c=3))
+
+
+@pytest.mark.parametrize("tokens", [512, 65536])
+@pytest.mark.parametrize(
+    ("grid", "fixed"),
+    [
+        (Grid(e=4, a=2), {"dp": 1, "e": 4}),
+        (Grid(a=2, e=2, b=2), {"dp": 1, "e": 2}),
+        (Grid(a=4, b=2), {"dp": 1, "e": 1}),
+        (Grid(dp=4, a=2), {}),
+    ],
+    ids=str,
+)
+def test_experts_lie_as_the_planner_says(tokens, grid, fixed):
+    """A step takes what the best of the planner's answers with these sizes takes; dp may split experts, as its e."""
+    blocks = [
+        Block.attention(tokens, 1024, 16, 4), Block.moe(tokens, 1024, 4096, 8, 2, whole_scores=True),
+        Block.vocabulary(tokens, 1024, 32000),
+    ]  # fmt: skip
+    asked = whole_request(blocks, 8, "h100-ib", "bfloat16")
+    answers = [
+        plan
+        for plan in search(replace(asked, fixed=fixed))
+        if sorted(
+            s for axis, s in zip(plan.grid.names, plan.grid.shape, strict=True) if s > 1 and axis not in ("dp", "e")
+        )
+        == sorted(grid[axis] for axis in grid if axis not in ("dp", "e"))
+    ]
+    found = best_on_grid(asked, grid)
+    planned = Grid({axis: getattr(found.sizes, axis) for axis in EXPERT_AXES})
+    time = predict(asked, planned, axes_of_experts(planned, found.sizes.fold)).total
+    moved = sum(num_bytes(block, found.sizes, 2) for block in blocks)
+    assert (moved, time) == (answers[0].volume_bytes, pytest.approx(answers[0].step_ms / 1e3))
+    whole = best_of_all_grids(asked)
+    best = search(asked, limit=1)[0]
+    assert whole.sizes == grids_of(best.grid, best.expert_axis) and set(whole.experts) == set(best.expert_axis)
+    assert not {"dp", "e"} & set(whole.grid), "no rank has rows of its own"
+    over = best_of_all_grids(asked, ("y",))
+    assert over.experts == ("y",) and over.sizes.y > 1
+    with pytest.raises(LayoutError, match="has experts over w"):
+        best_of_all_grids(asked, ("w",))
+    with pytest.raises(LayoutError, match=r"grid e=3 a=2 divides \[16\] heads and \[8\] experts"):
+        best_on_grid(asked, Grid(e=3, a=2))
 
 
 def check_auto():
@@ -89,7 +136,7 @@ def check_auto():
         torch.testing.assert_close(model(**given).loss, dense(**given).loss, rtol=1e-5, atol=1e-6)
         report = model.ndtp_report
         assert report.mesh.grid.num_ranks == 4 and (mesh is None or report.mesh is mesh)
-        assert "1 vocabulary, 2 attention, 2 gated mlp on grid" in str(report), report
+        assert "2 attention, 2 gated mlp, 1 vocabulary on grid" in str(report), report
         lines.append(report.planned)
     with pytest.raises(LayoutError, match="give tokens="):
         ndtp.parallelize(build("LlamaForCausalLM"), scheme="auto")

@@ -10,7 +10,11 @@ from products import mesh_of
 
 import ndtp
 from ndtp import Grid
+from ndtp.models.auto_whole import blocks_of
 from ndtp.models.hidden import whole
+from ndtp.models.layer_volume import norm_volume
+from ndtp.planner.block_cost import EXPERT_AXES, num_bytes
+from ndtp.planner.grids import grids_of
 
 SIZES = {
     "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -32,13 +36,15 @@ MODELS = {
     "DeepseekV3": DEEPSEEK,
 }
 
+AUTO = {"scheme": "auto", "tokens": 24, "hardware": "cpu"}
 
-def build(kind):
+
+def build(kind, **more):
     import transformers
 
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(
-        getattr(transformers, f"{kind}Config")(**{**SIZES, **MODELS[kind]})
+        getattr(transformers, f"{kind}Config")(**{**SIZES, **MODELS[kind], **more})
     )
     for name, parameter in model.named_parameters():
         if "gate.weight" in name:  # some start at zero, where all experts are alike
@@ -52,20 +58,18 @@ def build(kind):
 def check_models(cases):
     for kind, grid, arguments in cases:
         dense, model, where = build(kind), build(kind), f"{kind} on {grid}, {arguments}"
-        if isinstance(arguments, str):  # what the planner said to write
-            names = {"ndtp": ndtp, "model": model}
-            exec(arguments, names)
-            mesh, grid = names["mesh"], names["mesh"].grid
-        else:
-            mesh = mesh_of(grid)
-        data = [axis for axis in grid if axis in ("dp", "e")]
-        ids = torch.randint(3, 67, (4, 6), generator=torch.Generator().manual_seed(1))
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # nothing is gathered
-            if not isinstance(arguments, str):
-                ndtp.parallelize(model, mesh, **arguments)
-            part = slice(mesh.grid.index(mesh.rank, data) * 4 // grid.size(data), None)
-            mine = ids[part][: 4 // grid.size(data)]
+            if isinstance(arguments, str):  # what the planner said to write
+                exec(arguments, {"ndtp": ndtp, "model": model})
+            else:
+                ndtp.parallelize(model, None if grid is None else mesh_of(grid), **arguments)
+            mesh = model.ndtp_report.mesh
+            data = [axis for axis in mesh.grid if axis in ("dp", "e")]
+            ids = torch.randint(3, 67, (4, 6), generator=torch.Generator().manual_seed(1))
+            count = 4 // mesh.grid.size(data)
+            part = slice(mesh.grid.index(mesh.rank, data) * count, None)
+            mine = ids[part][:count]
             with ndtp.CommMeter() as meter:
                 out = model(input_ids=mine, labels=mine)
                 out.loss.backward()
@@ -105,17 +109,38 @@ def planned(kind, path, monkeypatch, capsys, *words):
 
 
 def test_models_equal_dense(ranks, tmp_path, monkeypatch, capsys):
-    """One of them as the planner says."""
+    """One as the planner says, one as it chooses on a grid that is given, one on the best of all grids."""
     lines = planned(
         "Qwen3Moe", tmp_path / "config.json", monkeypatch, capsys, "--fix", "x=2,y=2", "--objective", "volume"
     )
     assert "mesh = ndtp.ProcessGrid(ndtp.Grid(x=2, y=2))" in lines and "expert_axis=('x', 'y')" in lines
     cases = [
-        ("Mixtral", Grid(e=2, x=2), {"scheme": "1d-sp"}),
+        ("Mixtral", Grid(e=2, a=2), AUTO),
         ("Qwen2Moe", Grid(z=2, y=2), {"expert_axis": "y"}),
         ("Qwen3Moe", "the planner's grid", lines),
+        ("Qwen2Moe", None, AUTO),
     ]
     ranks(4).run(check_models, cases)
+
+
+def check_planned_bytes():
+    """What a layer more moves is what the planner says of attention and experts, and what two norms move."""
+    for grid, over in ((Grid(z=2, x=2), ("x",)), (Grid(e=2, y=2), ("y", "e"))):
+        moved = []
+        for layers in (1, 2):
+            with torch.device("meta"):
+                model = build("Mixtral", num_hidden_layers=layers, output_router_logits=False).bfloat16()
+            blocks = blocks_of(model, 8 * 6)
+            ndtp.parallelize(model, mesh_of(grid), expert_axis=over)
+            moved.append(model.ndtp_report.volume(8 // grid.size([axis for axis in grid if axis == "e"]), 6).total)
+        norms = 2 * norm_volume(model.ndtp_report.split.norms[0], 8 * 6).total
+        sizes = grids_of(Grid({axis: grid[axis] if axis in grid else 1 for axis in EXPERT_AXES}), over)
+        planned = sum(int(num_bytes(block, sizes, 2)) for block in blocks if block.name != "vocabulary")
+        assert moved[1] - moved[0] == planned + norms, f"{grid}, experts over {over}"
+
+
+def test_layers_take_the_bytes_that_were_planned(ranks):
+    ranks(4).run(check_planned_bytes)
 
 
 def test_latent_attention_and_scores_of_sigmoids(ranks):
@@ -126,8 +151,8 @@ def test_latent_attention_and_scores_of_sigmoids(ranks):
     cases = [
         ("DeepseekV3", Grid(e=2, x=2), {"scheme": "1d-sp"}),
         ("DeepseekV3", Grid(z=2, y=2), {"expert_axis": "y"}),
-        ("DeepseekV3", Grid(x=2, y=2), {"scheme": "2d", "expert_axis": ("x", "y")}),
-        ("DeepseekV2", Grid(dp=2, e=2), {}),
+        ("DeepseekV3", Grid(x=2, y=2), {"scheme": "2d", "expert_axis": ("y", "x")}),
+        ("DeepseekV2", Grid(dp=2, e=2), {"expert_axis": ("e", "dp")}),
     ]
     ranks(4).run(check_models, cases)
 

@@ -93,9 +93,15 @@ def meta_model(kind, **sizes):
     ],
 )
 def test_configs_are_read_as_the_models_are(kind, sizes, layers):
-    """All matrices, of experts and shared ones, dense layers, routers and gates, but latent attention."""
+    """All matrices, of experts and shared ones, dense layers, routers and gates, but latent attention.
+
+    And by scheme="auto", which looks at the model, as by `ndtp plan --model`.
+    """
+    from ndtp.models.auto_whole import blocks_of
+
     model, config = meta_model(kind, **sizes)
     read = sizes_of(config)
+    assert tuple(blocks_of(model, 8)) == read.blocks(8)
     wanted = {name: p.numel() for name, p in model.named_parameters() if p.dim() > 1}
     if kind.startswith("Deepseek"):
         assert read.left_out == ("latent attention",)
