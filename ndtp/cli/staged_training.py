@@ -16,7 +16,6 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import block_layouts
 from ndtp.cli.job import Job
-from ndtp.errors import CheckpointError
 from ndtp.models.byte_model import ByteModel
 from ndtp.models.training_state import load, save
 from ndtp.nn.losses import linear_cross_entropy
@@ -104,31 +103,10 @@ class StagedModel:
         return clip_grad_norm_([self.stage], max_norm).item()
 
     def save(self, optimizer: Optimizer, folder: Path, extra: Mapping[str, Any]) -> None:
-        """Each stage in a folder of its own."""
-        save(self._saved, optimizer, folder / f"stage{self.stage.index}", extra=extra, chunks=True)
+        save(self.stage, optimizer, folder, extra=extra, chunks=True)
 
     def load(self, optimizer: Optimizer, folder: Path) -> dict[str, Any]:
-        """
-        Raises:
-            CheckpointError: of a run with another number of stages, or stages that were saved at different steps; the
-                same on every rank.
-        """
-        count = len(list(folder.glob("stage*[0-9]")))
-        if count != self.pipeline.num_stages:
-            raise CheckpointError(
-                f"{folder} is of {count or 'no'} stages, this run has {self.pipeline.num_stages}\n"
-                "  fix: the same --stages, on any grid"
-            )
-        extra = load(self._saved, optimizer, folder / f"stage{self.stage.index}")
-        steps: list[Any] = [None] * len(self.pipeline.all_ranks)
-        dist.all_gather_object(steps, extra["step"], group=self.pipeline.group)
-        if len(set(steps)) > 1:
-            raise CheckpointError(f"{folder} was interrupted: its stages were saved after steps {sorted(set(steps))}")
-        return extra
-
-    @property
-    def _saved(self) -> nn.Module:
-        return self.module if self.is_ours else self.stage.model
+        return load(self.stage, optimizer, folder)
 
     def any_rank(self, mine: bool) -> bool:
         flag = torch.tensor(int(mine), device=self.stage.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,8 @@ from ndtp.collectives.labels import Label
 from ndtp.errors import MismatchError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from ndtp.collectives.axis_groups import AxisGroups
 
 DIGEST_BYTES = 32
@@ -28,19 +31,29 @@ def differing(groups: AxisGroups, signature: str) -> dict[int, str] | None:
         return None
     axes = groups.grid.nontrivial(groups.grid.names)
     group = groups.group(axes)
-    digest = hashlib.blake2b(signature.encode(), digest_size=DIGEST_BYTES).digest()
-    own = torch.tensor(list(digest), dtype=torch.uint8, device=groups.device_type)
-    digests = own.new_empty(DIGEST_BYTES * groups.grid.num_ranks)
-    label = Label(("cross-check",), "check", "all_gather", axes)
-    with Watch(groups.describe, label):
-        _all_gather_single(digests, own, group=group)
-        if len({tuple(row) for row in digests.view(-1, DIGEST_BYTES).tolist()}) == 1:
-            return None
-        signatures: list[str] = [""] * groups.grid.num_ranks
-        dist.all_gather_object(signatures, signature, group=group)
+    signatures = differing_among(group, groups.device_type, signature, groups.describe, axes)
+    if signatures is None:
+        return None
     members = dist.get_process_group_ranks(group)
     by_rank = {groups.global_ranks.index(member): text for member, text in zip(members, signatures, strict=True)}  # type: ignore[union-attr]
     return dict(sorted(by_rank.items()))
+
+
+def differing_among(
+    group: ProcessGroup, device_type: str, signature: str, describe: Callable[[Sequence[str]], str], axes: Sequence[str]
+) -> list[str] | None:
+    """As `differing`, of any group, in its order."""
+    digest = hashlib.blake2b(signature.encode(), digest_size=DIGEST_BYTES).digest()
+    own = torch.tensor(list(digest), dtype=torch.uint8, device=device_type)
+    digests = own.new_empty(DIGEST_BYTES * group.size())
+    label = Label(("cross-check",), "check", "all_gather", tuple(axes))
+    with Watch(describe, label):
+        _all_gather_single(digests, own, group=group)
+        if len({tuple(row) for row in digests.view(-1, DIGEST_BYTES).tolist()}) == 1:
+            return None
+        signatures: list[str] = [""] * group.size()
+        dist.all_gather_object(signatures, signature, group=group)
+    return signatures
 
 
 def cross_check(groups: AxisGroups, signature: str, topic: str = "a product", fix: str | None = None) -> None:

@@ -1,7 +1,7 @@
 """`ndtp.checkpoint`: training runs and safetensors files, in and out of a model on any grid.
 
 ndtp.checkpoint.save(model, optimizer, "run")            # a training run, to go on with on any other grid
-ndtp.checkpoint.load(model, optimizer, "run")
+ndtp.checkpoint.load(model, optimizer, "run")            # model: or the stages of a pipeline
 
 model = ndtp.parallelize(model, mesh)                    # made on the meta device, or not
 ndtp.checkpoint.load_safetensors(model, "folder")        # reads this rank's parts
@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ndtp.collectives.cross_check import differing
 from ndtp.errors import CheckpointError
+from ndtp.models.crew import Crew
 from ndtp.models.from_meta import initialize as initialize
 from ndtp.models.from_meta import materialise
+from ndtp.models.pieces import Piece, Staged, whole_of
 from ndtp.models.safetensors_file import BLOCK_BYTES, INDEX, NAMES, Stored, Writer, read_part, tensors_in
-from ndtp.models.saving import blocks, raise_everywhere
-from ndtp.models.state_entries import Entry, entries_of, mesh_of_model
+from ndtp.models.saving import blocks
+from ndtp.models.state_entries import Entry
 from ndtp.models.training_state import load as load
 from ndtp.models.training_state import save as save
-from ndtp.runtime.process_grid import ProcessGrid
 
 __all__ = ["export_safetensors", "initialize", "load", "load_safetensors", "save"]
 
@@ -37,9 +37,13 @@ FILE_BYTES = 5 * 10**9
 
 
 def load_safetensors(
-    model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, device: Any = None,
+    model: nn.Module | Staged | Sequence[Staged],
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    device: Any = None,
     block_bytes: int = BLOCK_BYTES,
-) -> None:  # fmt: skip
+) -> None:
     """Fill a model, dense or on a grid, from the safetensors files of its dense twin.
 
     Each rank reads its parts of the tensors, through blocks of rows.  What is on the meta device gets memory for this
@@ -47,6 +51,7 @@ def load_safetensors(
     dtypes.  Keys may be those of the model without its head (`layers.0..` for `model.layers.0..`), and the other way.
 
     Args:
+        model: or the stages of a pipeline that this rank has, of which all ranks read theirs.
         path: a folder, a file, or the index of several files.
         strict: keys that the model or the files lack are an error; else what the files lack stays as it is.
         device: for what was on the meta device; default: that of the grid.
@@ -58,40 +63,45 @@ def load_safetensors(
             is changed.
         CommunicationError: a file could not be read after all was checked; on every rank.
     """
-    mesh = mesh_of_model(model)
-    entries = entries_of(model, mesh)
-    chosen: list[Stored | None] = []
+    whole = whole_of(model)
+    crew = whole.crew
+    whole.meet(f"load_safetensors: {path}")
+    stored: dict[str, Stored] = {}
+    chosen: list[list[Stored | None]] = []
     failure = ""
     try:
         stored = tensors_in(path)
-        chosen = _chosen(model, entries, stored, strict, path)
     except (CheckpointError, OSError) as error:
         failure = str(error)
     # Names and sizes, not paths: nodes may have the files in different places.
-    signature = failure or "\n".join(f"{e.keys[0]} {s}" for e, s in zip(entries, chosen, strict=True))
-    _agree(mesh, signature, failure)
-    if failure:
-        raise CheckpointError(failure)
-    if materialise(model, device):
-        entries = entries_of(model, mesh)
+    _agree(crew, failure or "\n".join(f"{key} {each}" for key, each in sorted(stored.items())))
     try:
-        with torch.no_grad():
-            for entry, source in zip(entries, chosen, strict=True):
-                if source is not None:
-                    _fill(entry, source, mesh, block_bytes)
+        if not failure:
+            chosen = [_chosen(piece, whole.keys, stored, strict, path) for piece in whole.pieces]
+    except CheckpointError as error:
+        failure = str(error)
+    crew.agree(failure)
+    try:
+        for piece, sources in zip(whole.pieces, chosen, strict=True):
+            materialise(piece.module, device)
+            with torch.no_grad():
+                for entry, source in zip(piece.entries(), sources, strict=True):
+                    if source is not None:
+                        _fill(entry, source, piece, block_bytes)
     except OSError as error:
         failure = str(error)
-    raise_everywhere(mesh, failure, f"load_safetensors: {path}: the model is half filled")
+    crew.raise_everywhere(failure, f"load_safetensors: {path}: the model is half filled")
 
 
 def _chosen(
-    model: nn.Module, entries: Sequence[Entry], stored: dict[str, Stored], strict: bool, path: Any
+    piece: Piece, every: Sequence[tuple[str, ...]], stored: dict[str, Stored], strict: bool, path: Any
 ) -> list[Stored | None]:
-    """What each entry is filled from."""
+    """What each entry of a piece is filled from; `every` has the keys of the whole model."""
+    model, entries = piece.module, piece.entries()
     prefix = str(getattr(model, "base_model_prefix", "") or "")
     theirs: dict[str, str] = {}
-    for entry in entries:
-        for key in entry.keys:
+    for keys in every:
+        for key in keys:
             for name in (key, key.removeprefix(f"{prefix}."), f"{prefix}.{key}"):
                 if name in stored and name not in theirs:
                     theirs[name] = key
@@ -128,29 +138,35 @@ def _more(keys: Sequence[str]) -> str:
     return f"{rest}\n  fix: the files of this model, or strict=False"
 
 
-def _fill(entry: Entry, source: Stored, mesh: ProcessGrid | None, block_bytes: int) -> None:
-    part = entry.part(0 if mesh is None else mesh.rank)
+def _fill(entry: Entry, source: Stored, piece: Piece, block_bytes: int) -> None:
+    part = entry.part(piece.rank)
     if entry.stored != entry.real:
         entry.local.zero_()
     mine = entry.local[tuple(slice(0, each.stop - each.start) for each in part)]
     read_part(source._replace(shape=entry.real), part, mine, block_bytes)
 
 
-def _agree(mesh: ProcessGrid | None, signature: str, failure: str) -> None:
+def _agree(crew: Crew, signature: str) -> None:
     """That all ranks found the same in their files, whatever it is."""
-    by_rank = None if mesh is None else differing(mesh.groups, signature)
+    by_rank = crew.differing(signature)
     if by_rank is None:
         return
-    lines = [text.split("\n")[0] for text in by_rank.values()]
-    rank = next((r for r, text in by_rank.items() if text != next(iter(by_rank.values()))), 0)
+    (first, one), *others = by_rank.items()
+    rank, other = next((rank, text) for rank, text in others if text != one)
+    pairs = zip(one.split("\n"), other.split("\n"), strict=False)
+    mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), (one.split("\n")[-1], other.split("\n")[-1]))
     raise CheckpointError(
-        f"load_safetensors: ranks find different files: rank {next(iter(by_rank))}: {lines[0]}; rank {rank}: "
-        f"{by_rank[rank].split(chr(10))[0]}\n  fix: the same files on every machine"
+        f"load_safetensors: ranks find different files: rank {first}: {mine}; rank {rank}: {theirs}\n"
+        "  fix: the same files on every machine"
     )
 
 
 def export_safetensors(
-    model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int = FILE_BYTES, block_bytes: int = BLOCK_BYTES
+    model: nn.Module | Staged | Sequence[Staged],
+    folder: str | os.PathLike[str],
+    *,
+    file_bytes: int = FILE_BYTES,
+    block_bytes: int = BLOCK_BYTES,
 ) -> None:
     """Write a model, dense or on a grid, as safetensors files of its dense twin, with its config if it has one.
 
@@ -158,70 +174,93 @@ def export_safetensors(
     `from_pretrained` of transformers reads the folder.  Files have their names when they are complete, the index last.
 
     Args:
+        model: or the stages of a pipeline that this rank has: the first rank of each stage writes files of its own, at
+            the same time as others, with one index of all.
         file_bytes: files of this size at most, as far as one tensor is no larger; several have an index.
         block_bytes: of rows that are gathered at a time.
 
     Raises:
-        CheckpointError: a parameter on the meta device, or of a dtype that the format does not have.
-        CommunicationError: rank 0 could not write; on every rank.
+        CheckpointError: a parameter on the meta device, or of a dtype that the format does not have; other ranks, which
+            are no part of this, write to the folder, too.
+        CommunicationError: a rank could not write; on every rank.
     """
-    mesh, folder = mesh_of_model(model), Path(folder)
-    entries = entries_of(model, mesh)
-    for entry in entries:
-        if entry.local.is_meta or entry.local.dtype not in NAMES:
-            what = "on the meta device" if entry.local.is_meta else f"of {entry.local.dtype}"
-            raise CheckpointError(f"export_safetensors: '{entry.keys[0]}' is {what}, which no file can hold")
-    named = [(_key(model, entry), entry) for entry in entries]
-    files = _files(named, file_bytes)
-    writes = mesh is None or mesh.rank == 0
+    whole, folder = whole_of(model), Path(folder)
+    crew = whole.crew
+    whole.meet(f"export_safetensors: {folder}")
+    crew.agree("; ".join(filter(None, (*map(_unwritable, whole.pieces), crew.only_writer(folder)))), EXPORT)
+    parts = {piece.index: _files(piece, file_bytes) for piece in whole.pieces}
+    said = whole.per_piece(lambda piece: [({key: _bytes(e) for key, e in part}) for part in parts[piece.index]])
+    table = [(index, sizes) for index in sorted(said) for sizes in said[index]]
+    names = [f"model-{i + 1:05}-of-{len(table):05}.safetensors" for i in range(len(table))]
+    names = names if len(names) > 1 else ["model.safetensors"]
     failure = ""
-    for name, members in files.items():
-        writer = None
-        if writes and not failure:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                writer = Writer(folder / name, {key: (e.local.dtype, e.dense) for key, e in members})
-            except OSError as error:
-                failure = str(error)
-        for key, entry in members:
-            for row, values in blocks(entry, mesh, block_bytes):
-                if writer is not None and not failure:
-                    try:
-                        writer.write(key, row, values)
-                    except OSError as error:
-                        failure = str(error)
-        if writer is not None:
-            writer.close(complete=not failure)
-    if writes and not failure:
+    for piece in whole.pieces:
+        own = [name for name, (index, _) in zip(names, table, strict=True) if index == piece.index]
+        for name, members in zip(own, parts[piece.index], strict=True):
+            failure = _write(folder / name, members, piece, block_bytes) or failure
+    crew.raise_everywhere(failure, f"export_safetensors: {folder} is not complete")
+    if crew.is_first:
         try:
-            _finish(model, folder, files)
+            _finish(whole.pieces[0].module, folder, dict(zip(names, (sizes for _, sizes in table), strict=True)))
         except OSError as error:
             failure = str(error)
-    raise_everywhere(mesh, failure, f"export_safetensors: {folder} is not complete")
+    crew.raise_everywhere(failure, f"export_safetensors: {folder} is not complete")
 
 
-def _key(model: nn.Module, entry: Entry) -> str:
-    """Of the names of a tied tensor, the one that transformers keeps."""
-    tied: Any = getattr(model, "all_tied_weights_keys", None) or {}
-    return next((key for key in entry.keys if key not in tied), entry.keys[0])
+EXPORT = "export_safetensors: {}"
 
 
-def _files(named: Sequence[tuple[str, Entry]], file_bytes: int) -> dict[str, list[tuple[str, Entry]]]:
+def _unwritable(piece: Piece) -> str:
+    for entry in piece.entries():
+        if entry.local.is_meta or entry.local.dtype not in NAMES:
+            what = "on the meta device" if entry.local.is_meta else f"of {entry.local.dtype}"
+            return f"'{entry.keys[0]}' is {what}, which no file can hold"
+    return ""
+
+
+def _write(path: Path, members: Sequence[tuple[str, Entry]], piece: Piece, block_bytes: int) -> str:
+    """One file, on the first rank of its piece; what went wrong."""
+    writer, failure = None, ""
+    if piece.rank == 0:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            writer = Writer(path, {key: (e.local.dtype, e.dense) for key, e in members})
+        except OSError as error:
+            failure = str(error)
+    for key, entry in members:
+        for row, values in blocks(entry, piece.mesh, block_bytes):
+            if writer is not None and not failure:
+                try:
+                    writer.write(key, row, values)
+                except OSError as error:
+                    failure = str(error)
+    if writer is not None:
+        writer.close(complete=not failure)
+    return failure
+
+
+def _files(piece: Piece, file_bytes: int) -> list[list[tuple[str, Entry]]]:
+    """What a piece writes, file by file."""
+    # Of the names of a tied tensor, the one that transformers keeps.
+    tied: Any = getattr(piece.module, "all_tied_weights_keys", None) or {}
     parts: list[list[tuple[str, Entry]]] = [[]]
     filled = 0
-    for key, entry in named:
-        size = entry.local.element_size() * int(torch.Size(entry.real).numel())
-        if parts[-1] and filled + size > file_bytes:
+    for entry in piece.entries():
+        if entry.keys[0] in piece.elsewhere:
+            continue
+        if parts[-1] and filled + _bytes(entry) > file_bytes:
             parts.append([])
             filled = 0
-        parts[-1].append((key, entry))
-        filled += size
-    if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    return {f"model-{i + 1:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts)}
+        parts[-1].append((next((key for key in entry.keys if key not in tied), entry.keys[0]), entry))
+        filled += _bytes(entry)
+    return parts
 
 
-def _finish(model: Any, folder: Path, files: dict[str, list[tuple[str, Entry]]]) -> None:
+def _bytes(entry: Entry) -> int:
+    return entry.local.element_size() * int(torch.Size(entry.real).numel())
+
+
+def _finish(model: Any, folder: Path, files: dict[str, dict[str, int]]) -> None:
     """The index, and what says which model it is."""
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
@@ -233,9 +272,9 @@ def _finish(model: Any, folder: Path, files: dict[str, list[tuple[str, Entry]]])
     if len(files) == 1:
         index.unlink(missing_ok=True)
         return
-    sizes = sum(e.local.element_size() * torch.Size(e.real).numel() for part in files.values() for _, e in part)
-    places = {key: name for name, part in files.items() for key, _ in part}
+    sizes = sum(sum(part.values()) for part in files.values())
+    places = {key: name for name, part in files.items() for key in part}
     partial = index.with_name(f"{index.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps({"metadata": {"total_size": int(sizes)}, "weight_map": places}, indent=2))
+    partial.write_text(json.dumps({"metadata": {"total_size": sizes}, "weight_map": places}, indent=2))
     os.replace(partial, index)
     (folder / "model.safetensors").unlink(missing_ok=True)

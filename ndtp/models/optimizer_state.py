@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from ndtp.errors import CheckpointError
 from ndtp.models.dcp_part import Part
-from ndtp.models.state_entries import entries_of, replaced
+from ndtp.models.pieces import Piece, Whole
+from ndtp.models.state_entries import replaced
 from ndtp.runtime.arrival import is_plain
-from ndtp.runtime.process_grid import ProcessGrid
 
 START = "optimizer.state."
 # How an optimizer runs, not what it computes: stays as the program has it.
@@ -41,57 +42,96 @@ class Kept:
     names: dict[Tensor, list[str]] = field(default_factory=dict)
 
 
-def kept_by(optimizer: Optimizer, model: nn.Module, mesh: ProcessGrid | None) -> Kept:
-    """All that an optimizer keeps, without a copy.
+def kept_by(optimizer: Optimizer, pieces: Sequence[Piece]) -> list[Kept]:
+    """All that an optimizer keeps, without a copy, piece by piece; of what pieces share, for the one that writes it.
 
     Raises:
         CheckpointError: it has a parameter that the model does not have.
     """
-    kept = Kept(names=_dense_keys(model, mesh), states=dict(optimizer.state))
-    kept.groups = []
+    names = [_dense_keys(piece) for piece in pieces]
     for i, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if parameter not in kept.names:
+            if not any(parameter in each for each in names):
                 raise CheckpointError(
                     f"the optimizer's group {i} has a parameter {tuple(parameter.shape)} that is none of the model's\n"
                     "  fix: make the optimizer after parallelize"
                 )
+    return [_kept_for(optimizer, piece, mine) for piece, mine in zip(pieces, names, strict=True)]
+
+
+def _kept_for(optimizer: Optimizer, piece: Piece, names: dict[Tensor, list[str]]) -> Kept:
+    kept = Kept(names=names, states={p: state for p, state in optimizer.state.items() if p in names})
+    kept.groups = []
+    for group in optimizer.param_groups:
         settings = {key: _plain(value) for key, value in group.items() if key not in WAYS_TO_RUN}
-        kept.groups.append({"params": [key for p in group["params"] for key in kept.names[p]], **settings})
+        keys = [key for p in group["params"] for key in names.get(p, ())]
+        kept.groups.append({"params": keys, **settings})
     shaped: dict[str, dict[int, Tensor]] = {}
-    for parameter, state in optimizer.state.items():
+    for parameter, state in kept.states.items():
         for name, value in state.items():
             if not isinstance(value, Tensor):
-                for key in kept.names[parameter]:
+                for key in names[parameter]:
                     kept.values.setdefault(key, {})[name] = value
             elif _is_shaped(name, value.shape, parameter):
                 shaped.setdefault(name, {})[id(parameter)] = value
             else:
-                kept.tensors |= {f"{START}{key}.{name}": value for key in kept.names[parameter]}
-    _add_parts(kept, shaped, model, mesh)
+                kept.tensors |= {f"{START}{key}.{name}": value for key in names[parameter]}
+    _add_parts(kept, shaped, piece)
+    kept.tensors = {key: x for key, x in kept.tensors.items() if _key_and_name(key)[0] not in piece.elsewhere}
     return kept
 
 
+def together(parts: Iterable[tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]]) -> tuple[Any, Any]:
+    """Groups and values of all pieces; groups of the same settings are one, whose parameters are those of all."""
+    groups: list[dict[str, Any]] = []
+    values: dict[str, dict[str, Any]] = {}
+    for theirs, found in parts:
+        values = {**found, **values}
+        for group in theirs:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            same = (each for each in groups if {key: v for key, v in each.items() if key != "params"} == settings)
+            one = next(same, None)
+            if one is None:
+                groups.append(one := {"params": [], **settings})
+            one["params"] = list(dict.fromkeys([*one["params"], *group["params"]]))
+    return groups, values
+
+
 def fresh_state(
-    optimizer: Optimizer,
-    model: nn.Module,
-    mesh: ProcessGrid | None,
-    metadata: Metadata,
-    run: dict[str, Any],
-    folder: Path,
-) -> Kept:
-    """New memory for what a checkpoint has of an optimizer.
+    optimizer: Optimizer, whole: Whole, metadata: Metadata, run: dict[str, Any], folder: Path
+) -> list[Kept]:
+    """New memory for what a checkpoint has of an optimizer, piece by piece.
 
     Raises:
         CheckpointError: it has nothing of one, or of other parameters, or other groups.
     """
-    kept = Kept(names=_dense_keys(model, mesh))
-    _check_groups(optimizer, kept, run["groups"], folder)
-    stored = _by_key(metadata, {key for keys in kept.names.values() for key in keys})
+    every = [Kept(names=_dense_keys(piece)) for piece in whole.pieces]
+    _check_groups(optimizer, names_in(every), run["groups"], folder)
+    stored = _by_key(metadata, {key for keys in whole.keys for key in keys})
+    for kept, piece in zip(every, whole.pieces, strict=True):
+        _make_room(kept, piece, optimizer, stored, run, folder)
+    return every
+
+
+def names_in(every: Iterable[Kept]) -> dict[Tensor, list[str]]:
+    """Of all pieces."""
+    return {parameter: keys for kept in every for parameter, keys in kept.names.items()}
+
+
+def _make_room(
+    kept: Kept,
+    piece: Piece,
+    optimizer: Optimizer,
+    stored: dict[str, dict[str, TensorStorageMetadata]],
+    run: dict[str, Any],
+    folder: Path,
+) -> None:
     shaped: dict[str, dict[int, Tensor]] = {}
-    real = {key: entry.dense for entry in entries_of(model, mesh) for key in entry.keys}
+    real = {key: entry.dense for entry in piece.entries() for key in entry.keys}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if parameter not in kept.names:
+                continue
             first, *others = kept.names[parameter]
             state: dict[str, Any] = dict(run["values"].get(first, {}))
             for name, there in stored.get(first, {}).items():
@@ -108,17 +148,16 @@ def fresh_state(
                     kept.tensors[f"{START}{first}.{name}"] = state[name]
             if state:
                 kept.states[parameter] = state
-    _add_parts(kept, shaped, model, mesh)
-    return kept
+    _add_parts(kept, shaped, piece)
 
 
-def restore_groups(optimizer: Optimizer, kept: Kept, groups: list[dict[str, Any]]) -> None:
+def restore_groups(optimizer: Optimizer, names: dict[Tensor, list[str]], groups: list[dict[str, Any]]) -> None:
     """Settings of the groups, as they were saved."""
     by_key = {key: group for group in groups for key in group["params"]}
     for group in optimizer.param_groups:
         if not group["params"]:
             continue
-        for name, value in by_key[kept.names[group["params"][0]][0]].items():
+        for name, value in by_key[names[group["params"][0]][0]].items():
             if name in WAYS_TO_RUN:
                 continue
             own = group.get(name)
@@ -128,12 +167,12 @@ def restore_groups(optimizer: Optimizer, kept: Kept, groups: list[dict[str, Any]
                 group[name] = tuple(value) if isinstance(own, tuple) else value
 
 
-def _dense_keys(model: nn.Module, mesh: ProcessGrid | None) -> dict[Tensor, list[str]]:
+def _dense_keys(piece: Piece) -> dict[Tensor, list[str]]:
     """Of every parameter: the entries of a state dict that are views of it."""
     stores: dict[int, list[str]] = {}
-    for entry in entries_of(model, mesh):
+    for entry in piece.entries():
         stores.setdefault(_store(entry.local), []).append(entry.keys[0])
-    return {p: stores.get(_store(p if is_plain(p) else p._local_tensor), []) for p in model.parameters()}  # type: ignore[attr-defined]
+    return {p: stores.get(_store(p if is_plain(p) else p._local_tensor), []) for p in piece.module.parameters()}  # type: ignore[attr-defined]
 
 
 def _store(x: Tensor) -> int:
@@ -147,21 +186,20 @@ def _is_shaped(name: str, shape: Any, parameter: Tensor, real: tuple[int, ...] |
     )
 
 
-def _add_parts(kept: Kept, shaped: dict[str, dict[int, Tensor]], model: nn.Module, mesh: ProcessGrid | None) -> None:
+def _add_parts(kept: Kept, shaped: dict[str, dict[int, Tensor]], piece: Piece) -> None:
     """What has a parameter's shape goes through the model's own state dict, in the parameter's place."""
-    rank = 0 if mesh is None else mesh.rank
     for name, tensors in shaped.items():
         mine = {_store(x if is_plain(x) else x._local_tensor) for x in tensors.values()}  # type: ignore[attr-defined]
-        with replaced(model, tensors):
-            entries = [entry for entry in entries_of(model, mesh) if _store(entry.local) in mine]
-        kept.tensors |= {f"{START}{entry.keys[0]}.{name}": Part(entry, rank) for entry in entries}
+        with replaced(piece.module, tensors):
+            entries = [entry for entry in piece.entries() if _store(entry.local) in mine]
+        kept.tensors |= {f"{START}{entry.keys[0]}.{name}": Part(entry, piece.rank) for entry in entries}
 
 
 def _by_key(metadata: Metadata, keys: set[str]) -> dict[str, dict[str, TensorStorageMetadata]]:
     """Dense key -> name -> what a checkpoint has under these."""
     found: dict[str, dict[str, TensorStorageMetadata]] = {}
     for entry, there in metadata.state_dict_metadata.items():
-        key, _, name = entry.removeprefix(START).rpartition(".")
+        key, name = _key_and_name(entry)
         if entry.startswith(START) and isinstance(there, TensorStorageMetadata):
             if key not in keys:
                 raise CheckpointError(f"the checkpoint has '{name}' of '{key}', which is no parameter of the model")
@@ -169,12 +207,19 @@ def _by_key(metadata: Metadata, keys: set[str]) -> dict[str, dict[str, TensorSto
     return found
 
 
-def _check_groups(optimizer: Optimizer, kept: Kept, groups: list[dict[str, Any]] | None, folder: Path) -> None:
+def _key_and_name(entry: str) -> tuple[str, str]:
+    key, _, name = entry.removeprefix(START).rpartition(".")
+    return key, name
+
+
+def _check_groups(
+    optimizer: Optimizer, names: dict[Tensor, list[str]], groups: list[dict[str, Any]] | None, folder: Path
+) -> None:
     if groups is None:
         raise CheckpointError(f"{folder}: was saved without an optimizer\n  fix: optimizer=None")
     of_key = {key: i for i, group in enumerate(groups) for key in group["params"]}
     for i, group in enumerate(optimizer.param_groups):
-        keys = [key for p in group["params"] for key in kept.names.get(p, [""])]
+        keys = [key for p in group["params"] for key in names.get(p, [""])]
         theirs = {key: of_key.get(key) for key in keys}
         missing = [key for key, there in theirs.items() if there is None]
         if missing:

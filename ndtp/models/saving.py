@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.collectives.cross_check import differing
-from ndtp.errors import CommunicationError
 from ndtp.models.adopted import class_of
+from ndtp.models.crew import crew_of
 from ndtp.models.state_entries import Entry, entries_of, mesh_of_model
 from ndtp.ops.products import relayout
 from ndtp.runtime.process_grid import ProcessGrid
@@ -25,9 +24,12 @@ class SavedWhole:
         """A collective; on rank 0 the whole model is in the host's memory (see `ndtp.checkpoint` for one that is not).
 
         Raises:
+            CheckpointError: other ranks, which have no part of this model, write to the folder, too.
             CommunicationError: rank 0 could not write; on every rank.
         """
         mesh = mesh_of_model(self)  # type: ignore[arg-type]
+        crew = crew_of(mesh)
+        crew.agree(crew.only_writer(save_directory), "save_pretrained: {}")
         writes = mesh is None or mesh.rank == 0
         state = kwargs.pop("state_dict", None)
         if state is None:
@@ -38,7 +40,7 @@ class SavedWhole:
                 result = super().save_pretrained(save_directory, *args, state_dict=state, **kwargs)  # type: ignore[misc]
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
-        raise_everywhere(mesh, failure, f"save_pretrained: {save_directory} is not complete")
+        crew.raise_everywhere(failure, f"save_pretrained: {save_directory} is not complete")
         return result
 
 
@@ -94,15 +96,3 @@ def blocks(entry: Entry, mesh: ProcessGrid | None, block_bytes: int) -> Iterator
             if count > 0:
                 part_of = (slice(0, count), *columns)
                 yield start, block[part_of]
-
-
-def raise_everywhere(mesh: ProcessGrid | None, failure: str, what: str) -> None:
-    """What went wrong on some ranks, on all of them.
-
-    Raises:
-        CommunicationError: names a rank and what it said.
-    """
-    by_rank = {0: failure} if mesh is None or mesh.grid.num_ranks == 1 else differing(mesh.groups, failure)
-    for rank, text in (by_rank or {0: failure}).items():
-        if text:
-            raise CommunicationError(f"{what}; rank {rank}: {text}")

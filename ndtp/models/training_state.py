@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from ndtp.collectives.cross_check import differing
 from ndtp.errors import CheckpointError
 from ndtp.models.dcp_part import Part
-from ndtp.models.optimizer_state import Kept, fresh_state, kept_by, restore_groups
-from ndtp.models.saving import raise_everywhere
-from ndtp.models.state_entries import entries_of, mesh_of_model, replaced, tensors_of
+from ndtp.models.optimizer_state import Kept, fresh_state, kept_by, names_in, restore_groups, together
+from ndtp.models.pieces import Piece, Staged, Whole, whole_of
+from ndtp.models.state_entries import replaced, tensors_of
 from ndtp.runtime.chunk_choices import ChunkChoices
-from ndtp.runtime.process_grid import ProcessGrid
 
 RUN = "training.json"
 FORMAT = 1
@@ -36,7 +34,7 @@ _FAILURES = (OSError, RuntimeError, ValueError, CheckpointException)
 
 
 def save(
-    model: nn.Module,
+    model: nn.Module | Staged | Sequence[Staged],
     optimizer: Optimizer | None,
     folder: str | os.PathLike[str],
     *,
@@ -50,7 +48,9 @@ def save(
     written to `<folder>.partial` and renamed when it is complete: a save that is interrupted leaves the one before.
 
     Args:
-        optimizer: any of torch's; None: the model alone.
+        model: or the stages of a pipeline that this rank has, one or several: all ranks of all stages write the whole
+            model, of which a tied weight is written once.
+        optimizer: any of torch's; of all parameters of this rank's stages; None: the model alone.
         folder: on a file system that all ranks see.
         extra: what else the program wants back, of numbers, texts, lists and dicts: its step, a scheduler's state.
             That of rank 0 is kept.
@@ -59,49 +59,90 @@ def save(
 
     Raises:
         CheckpointError: an optimizer of other parameters than the model's, a value that JSON does not have, a parameter
-            on the meta device; before anything is written.
+            on the meta device; other ranks, which are no part of this, write to the folder, too.  Before anything is
+            written.
         CommunicationError: a rank could not write; on every rank.  The checkpoint of before stays.
     """
-    folder, mesh = Path(folder), mesh_of_model(model)
-    rank = 0 if mesh is None else mesh.rank
-    entries = entries_of(model, mesh)
-    for entry in entries:
-        if entry.local.is_meta:
-            raise CheckpointError(f"save: '{entry.keys[0]}' is on the meta device, and has no values")
-    parts = {f"model.{entry.keys[0]}": Part(entry, rank) for entry in entries}
-    kept = Kept() if optimizer is None else kept_by(optimizer, model, mesh)
-    run = {"format": FORMAT, "groups": kept.groups, "values": kept.values, "extra": dict(extra or {})}
-    if chunks and mesh is not None:
-        run["chunks"] = {"grid": str(mesh.grid), **mesh.step.chunks.to_json()}
-    try:
-        text = json.dumps(run)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"save: JSON lacks what extra or a group of the optimizer has: {error}") from None
+    folder, whole = Path(folder), whole_of(model)
+    crew = whole.crew
+    whole.meet(f"save: {folder}")
     partial = folder.with_name(f"{folder.name}.partial")
+    parts: dict[str, Any] = {}
+    every: list[Kept] = []
+
+    def describe() -> None:
+        for piece in whole.pieces:
+            for entry in piece.entries():
+                if entry.local.is_meta:
+                    raise CheckpointError(f"save: '{entry.keys[0]}' is on the meta device, and has no values")
+                if entry.keys[0] not in piece.elsewhere:
+                    parts[f"model.{entry.keys[0]}"] = Part(entry, piece.rank)
+        every.extend([Kept()] * len(whole.pieces) if optimizer is None else kept_by(optimizer, whole.pieces))
+        if failure := crew.only_writer(folder):
+            raise CheckpointError(f"save: {failure}")
+
+    crew.agree(_failure(describe))
+    run = _run(whole, every, chunks, dict(extra or {}))
+    text = ""
+
+    def write_down() -> None:
+        nonlocal text
+        try:
+            text = json.dumps(run)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"save: JSON lacks what extra or a group of the optimizer has: {error}") from None
+
+    crew.agree(_failure(write_down))
 
     def prepare() -> None:
-        if rank == 0:
+        if crew.is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
     def write() -> None:
-        dcp.save(parts | kept.tensors, checkpoint_id=partial, **_group(mesh))
+        for kept in every:
+            parts.update(kept.tensors)
+        dcp.save(parts, checkpoint_id=partial, **crew.for_dcp)
 
     def finish() -> None:
-        if rank == 0:
+        if crew.is_first:
             (partial / RUN).write_text(text)
             _swap(partial, folder)
 
     for step in (prepare, write, finish):
-        raise_everywhere(mesh, _failure(step), f"save: {folder} stays as it was")
+        crew.raise_everywhere(_failure(step), f"save: {folder} stays as it was")
 
 
-def load(model: nn.Module, optimizer: Optimizer | None, folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read what `save` wrote, on any grid, into a model and its optimizer on any other, or on none.
+def _run(whole: Whole, every: Sequence[Kept], chunks: bool, extra: dict[str, Any]) -> dict[str, Any]:
+    """What is no tensor, of all pieces."""
+
+    def chosen(piece: Piece) -> dict[str, Any] | None:
+        mesh = piece.mesh
+        return {"grid": str(mesh.grid), **mesh.step.chunks.to_json()} if chunks and mesh is not None else None
+
+    kept = {piece.index: each for piece, each in zip(whole.pieces, every, strict=True)}
+    said = whole.per_piece(lambda piece: (kept[piece.index].groups, kept[piece.index].values, chosen(piece)))
+    parts = [said[index] for index in sorted(said)]
+    groups, values, choices = parts[0]
+    if whole.count > 1:
+        if groups is not None:
+            groups, values = together((each or [], more) for each, more, _ in parts)
+        choices = [each for *_, each in parts] if chunks else None
+    run = {"format": FORMAT, "groups": groups, "values": values, "extra": extra}
+    return run if choices is None else run | {"chunks": choices}
+
+
+def load(
+    model: nn.Module | Staged | Sequence[Staged], optimizer: Optimizer | None, folder: str | os.PathLike[str]
+) -> dict[str, Any]:
+    """Read what `save` wrote, on any grid or in stages, into a model and its optimizer on any other, or on none.
 
     A collective.  Everything is read into new memory first, a copy of this rank's parameters, so that an error changes
     nothing.  The settings of the optimizer's groups come back, too, but for how it runs (`foreach`, `fused`); and, on
     the same grid, the numbers of chunks that `save` was asked to keep, for products that have not run here yet.
+
+    Args:
+        model, optimizer: as for `save`; the stages may be others, and as many or not.
 
     Returns:
         The `extra` of `save`.
@@ -110,45 +151,63 @@ def load(model: nn.Module, optimizer: Optimizer | None, folder: str | os.PathLik
         CheckpointError: no checkpoint, one that is cut short, of another model or optimizer; names the key.  The same
             on every rank, and nothing is changed.
     """
-    mesh, folder = mesh_of_model(model), _complete(Path(folder))
-    rank = 0 if mesh is None else mesh.rank
+    whole, folder = whole_of(model), _complete(Path(folder))
+    crew = whole.crew
+    whole.meet(f"load: {folder}")
     found: list[Any] = []
+    every: list[Kept] = []
 
     def look() -> None:
         metadata, run = _read(folder)
-        found.extend((metadata, run, _keys(model, mesh, metadata, folder)))
+        found.extend((run, [_keys(piece, whole, metadata, folder) for piece in whole.pieces]))
         if optimizer is not None:
-            found.append(fresh_state(optimizer, model, mesh, metadata, run, folder))
+            every.extend(fresh_state(optimizer, whole, metadata, run, folder))
 
-    _agree(mesh, _failure(look), folder)
-    _, run, keys = found[:3]
-    fresh = {id(x): torch.zeros_like(x) for x in tensors_of(model)}
-    with replaced(model, fresh):
-        wanted: dict[str, Any] = {keys[entry.keys]: Part(entry, rank) for entry in entries_of(model, mesh)}
-    if optimizer is not None:
-        wanted |= found[3].tensors
+    frame = "load: {}; nothing was changed"
+    crew.agree(_failure(look), frame)
+    run, keys = found
+    fresh = {id(x): torch.zeros_like(x) for piece in whole.pieces for x in tensors_of(piece.module)}
+    # One after the other: two stages of a rank may have a weight in common, each another part of it.
+    wanted: list[dict[str, Any]] = [{} for _ in range(whole.rounds)]
+    for i, piece in enumerate(whole.pieces):
+        with replaced(piece.module, fresh):
+            wanted[i] = {keys[i][entry.keys]: Part(entry, piece.rank) for entry in piece.entries()}
+        if optimizer is not None:
+            wanted[i] |= every[i].tensors
 
     def read() -> None:
-        dcp.load(wanted, checkpoint_id=folder, **_group(mesh))
+        for each in wanted:
+            dcp.load(each, checkpoint_id=folder, **crew.for_dcp)
 
-    _agree(mesh, _failure(read), folder)
+    crew.agree(_failure(read), frame)
     with torch.no_grad():
-        for x in tensors_of(model):
-            x.copy_(fresh[id(x)])
+        for piece in whole.pieces:
+            for x in tensors_of(piece.module):
+                x.copy_(fresh[id(x)])
     if optimizer is not None:
         optimizer.state.clear()
-        optimizer.state.update(found[3].states)
-        restore_groups(optimizer, found[3], run["groups"])
-    if mesh is not None and run.get("chunks", {}).get("grid") == str(mesh.grid):
-        mesh.step.chunks.restore(run["chunks"])
+        for kept in every:
+            optimizer.state.update(kept.states)
+        restore_groups(optimizer, names_in(every), run["groups"])
+    choices = _choices(run)
+    for piece in whole.pieces:
+        kept_ones = choices[piece.index] if len(choices) == whole.count else None
+        if piece.mesh is not None and kept_ones and kept_ones.get("grid") == str(piece.mesh.grid):
+            piece.mesh.step.chunks.restore(kept_ones)
     return run["extra"]
 
 
-def _keys(model: nn.Module, mesh: ProcessGrid | None, metadata: Metadata, folder: Path) -> dict[tuple[str, ...], str]:
+def _choices(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of chunks, by the stage."""
+    choices = run.get("chunks", [])
+    return choices if isinstance(choices, list) else [choices]
+
+
+def _keys(piece: Piece, whole: Whole, metadata: Metadata, folder: Path) -> dict[tuple[str, ...], str]:
     """Keys of a tensor -> that under which the checkpoint has it; that the two have the same tensors."""
     stored = {k.removeprefix("model."): v for k, v in metadata.state_dict_metadata.items() if k.startswith("model.")}
     keys: dict[tuple[str, ...], str] = {}
-    for entry in entries_of(model, mesh):
+    for entry in piece.entries():
         key = next((key for key in entry.keys if key in stored), None)
         if key is None:
             raise CheckpointError(f"{folder}: '{entry.keys[0]}', a key of the model, is not in it")
@@ -161,7 +220,7 @@ def _keys(model: nn.Module, mesh: ProcessGrid | None, metadata: Metadata, folder
                 f"{folder}: '{key}' is {there.properties.dtype}, that of the model {entry.local.dtype}"
             )
         keys[entry.keys] = f"model.{key}"
-    known = {key for group in keys for key in group}
+    known = {key for group in whole.keys for key in group}
     foreign = [key for key in stored if key not in known]
     if foreign:
         more = f", nor are {len(foreign) - 1} more" if len(foreign) > 1 else ""
@@ -175,8 +234,8 @@ def _read(folder: Path) -> tuple[Metadata, dict[str, Any]]:
         raise CheckpointError(f"{folder}: there is no such folder\n  fix: one that ndtp.checkpoint.save wrote")
     try:
         run = json.loads((folder / RUN).read_text())
-        if isinstance(run, dict) and "chunks" in run:
-            ChunkChoices().restore(run["chunks"])
+        for choices in _choices(run) if isinstance(run, dict) else ():
+            ChunkChoices().restore(choices)
         metadata = dcp.FileSystemReader(folder).read_metadata()
     except Exception as error:  # pickle raises whatever a foreign file makes it
         raise CheckpointError(
@@ -211,13 +270,6 @@ def _swap(partial: Path, folder: Path) -> None:
     shutil.rmtree(before, ignore_errors=True)
 
 
-def _group(mesh: ProcessGrid | None) -> dict[str, Any]:
-    """For DCP: the ranks of the grid."""
-    if mesh is None or mesh.grid.num_ranks == 1:
-        return {"no_dist": True}
-    return {"process_group": mesh.groups.group(mesh.grid.nontrivial(mesh.grid.names))}
-
-
 def _failure(step: Callable[[], None]) -> str:
     """What a step failed with, in one line; nothing if it did not."""
     try:
@@ -232,12 +284,3 @@ def _failure(step: Callable[[], None]) -> str:
     except _FAILURES as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def _agree(mesh: ProcessGrid | None, failure: str, folder: Path) -> None:
-    """Raises CheckpointError: a rank that could not, on every rank."""
-    by_rank = {0: failure} if mesh is None else differing(mesh.groups, failure) or {0: failure}
-    for rank, text in by_rank.items():
-        if text:
-            where = f"rank {rank}: " if len(by_rank) > 1 else ""
-            raise CheckpointError(f"load: {where}{text}; nothing was changed")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +17,9 @@ from ndtp.algebra.resharding import Box, ReshardPlan, volume_of
 from ndtp.collectives.labels import Label
 from ndtp.collectives.uneven_exchange import cut, landing_in, part_of, sendable
 from ndtp.errors import GridError, LayoutError
+from ndtp.models.crew import Crew
+from ndtp.models.pieces import Piece, Whole
+from ndtp.models.state_entries import mesh_of_model
 from ndtp.pipelines.pipeline import Pipeline
 
 
@@ -40,10 +43,13 @@ class PipelineStage(torch_pipelining.PipelineStage):
         pipeline, index, mesh: where it is.
         finishing: called when this rank has its gradients of a step, in order; see `ndtp.pipelines.tied`.
         shared_with_first: parameters that the first stage has, too.
+        known_as: the same, by name: that in this stage's model -> that in the first one's.
 
     Raises:
         GridError: this rank has no part of the stage, or of several and no index is given.
     """
+
+    shares_names = False  # with other stages: of the same tensors
 
     def __init__(
         self,
@@ -72,11 +78,27 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.finishing: list[Callable[[], None]] = []
         self.shared_with_first: list[nn.Parameter] = []
+        self.known_as: dict[str, str] = {}
         self._runtime_validate = False  # of metadata that is not there
         self._arriving: dict[tuple[str, int], tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
         self._agreed: set[str] = set()
 
     # ---------------------------------------------------------------------------------------------------- what it knows
+
+    @property
+    def model(self) -> nn.Module:
+        """What has the names of the whole model: by these a checkpoint of all stages goes."""
+        return self.submod  # type: ignore[no-any-return]
+
+    def whole(self, stages: Sequence[PipelineStage]) -> Whole:
+        """These stages, all that this rank has, as parts of one model that is written or read (`ndtp.checkpoint`)."""
+        pipeline = self.pipeline
+        pieces = [
+            Piece(each.model, mesh_of_model(each.model) or each.mesh, each.index, each.known_as, each.shares_names)
+            for each in sorted(stages, key=lambda stage: stage.index)
+        ]
+        crew = Crew(pipeline.group, pipeline.all_ranks, self.mesh.device_type, (AXIS,))
+        return Whole(pieces, crew, pipeline.num_stages, max(map(pipeline.places.count, pipeline.places)))
 
     @property
     def in_layout(self) -> Layout:

@@ -107,6 +107,7 @@ def tie(stages: Sequence[PipelineStage], pipeline: Pipeline, names: Sequence[tup
             found.append(TiedWeight(plan, pipeline, own[i]))
     if True in ends:
         ends[True].shared_with_first += [each[True] for each in own]
+        ends[True].known_as |= {theirs: first for first, theirs in names}
     _at_the_end(stages, found)
     return found
 

@@ -214,6 +214,7 @@ class ModelStage(PipelineStage):
 
     submod: StageModule
     tied: list[TiedWeight]
+    shares_names = True
 
     @property
     def model(self) -> nn.Module:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -16,6 +17,7 @@ from ndtp import CommMeter, Grid, Pipeline, PipelineStage
 from ndtp.algebra.expert_plan import expert_plan
 from ndtp.algebra.schemes import block_layouts
 from ndtp.algebra.volume import Traffic, Volume
+from ndtp.errors import CheckpointError
 
 SHAPE, MICRO_BATCHES = (4, 8), 4
 
@@ -96,13 +98,37 @@ def check_case(grids, where, kind):
             )
 
 
-def check_all():
+def check_files(folder):
+    """Two halves of the world that know nothing of each other, and stages whose names say nothing of the model."""
+    half = ndtp.ProcessGrid.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "x"))["x"])
+    pipeline, said = Pipeline([Grid(x=2), Grid(y=2)], SHAPE), []
+    stage = PipelineStage(ndtp.nn.MLP(8, 16, mesh=pipeline.mesh()), pipeline)
+    for model in (ndtp.nn.MLP(8, 16, mesh=half), stage, stage.submod):
+        for write in (lambda m, at: ndtp.checkpoint.save(m, None, at), ndtp.checkpoint.export_safetensors):
+            try:
+                write(model, f"{folder}/{len(said)}")
+                said.append("")
+            except CheckpointError as error:
+                said.append(str(error))
+    return said
+
+
+def check_all(folder):
     for case in CASES:
         check_case(*case)
+    return check_files(folder)
 
 
-def test_any_grids_under_any_schedule(ranks):
-    ranks(4).run(check_all)
+def test_any_grids_under_any_schedule(ranks, tmp_path):
+    first, *_, last = by_rank = ranks(4).run(check_all, str(tmp_path))
+    assert by_rank == [first, first, last, last]
+    for i in (0, 1, 4, 5):  # who came second has an error, who came first a checkpoint
+        own, others = ("0, 1", "2, 3") if first[i] else ("2, 3", "0, 1")
+        assert "" in (first[i], last[i])
+        assert f"{i}: ranks {others} write their model there; that of ranks {own} would" in first[i] + last[i]
+        assert "give the stages instead" in first[i] + last[i] and list((tmp_path / str(i)).iterdir())
+    for i, name in ((2, "save"), (3, "export_safetensors")):
+        assert first[i] == last[i] and f"{name}: {tmp_path}/{i}: stages 0 and 1 both have 'up.weight'" in first[i]
 
 
 def check_experts():

@@ -65,18 +65,18 @@ def whole(x, like):
     return x[tuple(slice(size) for size in like.shape)]
 
 
-STAGES = []  # of the last case, on this rank
+LAST = {}  # of the last case, on this rank: the stages and their optimizer
 
 
 def check_case(name):
     make, grids, options, kind = CASES[name]
     dense = make()
     stages = ndtp.pipeline_stages(copy.deepcopy(dense), grids, BATCH, LENGTH, **options)
-    STAGES[:] = stages
     mine = stages if "groups" in options else stages[0]
     schedule = kind(mine, n_microbatches=MICRO_BATCHES, loss_fn=stages[-1].loss, scale_grads=False)
     ours = torch.optim.SGD([p for stage in stages for p in stage.model.parameters()], lr=0.1, momentum=0.9)
     theirs = torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9)
+    LAST.update(stages=stages, optimizer=ours)
     for step in range(2):
         ids = torch.randint(30, (MICRO_BATCHES * BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
         labels, mask = ids.clone(), torch.ones_like(ids)
@@ -113,14 +113,12 @@ def check_case(name):
 
 
 def check_experts(folder):
-    """Also: the stages' files together are the dense model's, on any grid and on none."""
+    """Also: the stages write one folder, the dense model's, for any grid and for none."""
     parts = check_case("mixtral")
-    stage, one = STAGES[0], ndtp.parallelize(mixtral(), ndtp.ProcessGrid(Grid(e=2, z=2, y=2)))
-    ndtp.checkpoint.export_safetensors(stage.model, f"{folder}/{stage.index}")
-    torch.distributed.barrier()
-    for model in (one, dense := mixtral()):
-        for i in range(2):
-            ndtp.checkpoint.load_safetensors(model, f"{folder}/{i}", strict=False)
+    one, dense = ndtp.parallelize(mixtral(), ndtp.ProcessGrid(Grid(e=2, z=2, y=2))), mixtral()
+    ndtp.checkpoint.export_safetensors(LAST["stages"], folder)
+    for model in (one, dense):
+        ndtp.checkpoint.load_safetensors(model, folder)
     theirs = dense.state_dict()
     on_one = {key: whole(p.detach(), theirs[key]) for key, p in one.named_parameters()}
     for part in parts:
@@ -142,13 +140,66 @@ def tied_weights(results):
     return [x for rank in results for stage in rank for key, x in stage.items() if any(w in key for w in words)]
 
 
-def check_all(names):
-    return [check_case(name) for name in names]
+def same_run(stages, optimizer, dense, theirs):
+    """Every parameter, and what the optimizer keeps for it."""
+    named = dict(dense.named_parameters(remove_duplicate=False))
+    for stage in stages:
+        for key, p in stage.model.named_parameters():
+            (kept,), (other,) = optimizer.state[p].values(), theirs.state[named[key]].values()
+            assert torch.equal(whole(p.detach(), named[key]), named[key]), f"stage {stage.index}, {key}"
+            assert torch.equal(whole(kept, other), other), f"stage {stage.index}, momentum of {key}"
 
 
-def test_training_on_four_ranks(ranks):
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
+
+
+def check_one_folder(folder):
+    """A run of four stages goes on in three, which lie there and back, on one grid, and dense; weights alone, too."""
+    save, load = ndtp.checkpoint.save, ndtp.checkpoint.load
+    save(LAST["stages"], LAST["optimizer"], f"{folder}/run", extra={"step": 2})
+    save(LAST["stages"], LAST["optimizer"], f"{folder}/run", extra={"step": 3})
+    ndtp.checkpoint.export_safetensors(LAST["stages"], f"{folder}/files")
+
+    dense, at_start = llama(4), llama(4)
+    theirs = momentum(dense.parameters())
+    assert load(dense, theirs, f"{folder}/run") == {"step": 3} and theirs.param_groups[0]["lr"] == 0.1
+    same_run(LAST["stages"], LAST["optimizer"], dense, theirs)
+    ranks = {"grids": [Grid(y=2), Grid(x=2), Grid(z=2)], "ranks": [(0, 1), (2, 3), (0, 1)]}
+    for _ in range(2):  # what these wrote, too
+        stages = ndtp.pipeline_stages(at_start, batch=BATCH, length=LENGTH, **ranks)
+        optimizer = momentum([p for stage in stages for p in stage.model.parameters()])
+        load(stages, optimizer, f"{folder}/run")
+        same_run(stages, optimizer, dense, theirs)
+        save(stages, optimizer, f"{folder}/run")
+    split = ndtp.parallelize(llama(4), ndtp.ProcessGrid(Grid(z=2, y=2)))
+    load(split, optimizer := momentum(split.parameters()), f"{folder}/run")
+    for (key, p), q in zip(split.named_parameters(), dense.parameters(), strict=True):
+        buffers = (each.state[p_]["momentum_buffer"] for each, p_ in ((optimizer, p), (theirs, q)))
+        assert torch.equal(whole(p.detach(), q), q) and torch.equal(*(whole(x, q) for x in buffers)), key
+
+    stages = ndtp.pipeline_stages(llama(4), batch=BATCH, length=LENGTH, **ranks)
+    ndtp.checkpoint.load_safetensors(stages, f"{folder}/files")
+    for stage in stages:
+        for key, p in stage.model.named_parameters():
+            assert torch.equal(whole(p.detach(), dense.get_parameter(key)), dense.get_parameter(key)), key
+    for given, where, words in (
+        (stages[:1], "run", "" if len(stages) == 1 else "stages .* are missing"),
+        (stages, f"of {torch.distributed.get_rank()}", "about to do different things: save: .*of 0; save: .*of 1"),
+    ):
+        with pytest.raises(ndtp.errors.CheckpointError, match=words):
+            save(given, None, f"{folder}/{where}")
+
+
+def check_all(names, folder):
+    found = [check_case(name) for name in names]
+    check_one_folder(folder)
+    return found
+
+
+def test_training_on_four_ranks(ranks, tmp_path):
     names = ["gpt2", "in turns"]
-    for name, *results in zip(names, *ranks(4).run(check_all, names), strict=True):
+    for name, *results in zip(names, *ranks(4).run(check_all, names, str(tmp_path)), strict=True):
         tied = tied_weights(results)
         assert len(tied) > 1, name
         assert all((x == tied[0]).all() for x in tied), f"{name}: to the last bit"

@@ -1,0 +1,121 @@
+"""The ranks that write or read files together: who they are, how they agree, and that nobody else writes there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ndtp.collectives.claims import claimed_by
+from ndtp.collectives.cross_check import differing_among
+from ndtp.collectives.handles import Watch
+from ndtp.collectives.labels import Label
+from ndtp.errors import CheckpointError, CommunicationError
+from ndtp.runtime.process_grid import ProcessGrid
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Crew:
+    """Ranks in one group; or this process alone.
+
+    Args:
+        group: None: alone.
+        names: what errors call its members, in its order; the least of them writes what one rank writes.
+        axes: what the group spans, for errors.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None = None,
+        names: Sequence[int] = (0,),
+        device_type: str = "cpu",
+        axes: Sequence[str] = (),
+    ) -> None:
+        self.group, self.names, self.device_type, self.axes = group, list(names), device_type, tuple(axes)
+        self.rank = self.names[0 if group is None else dist.get_rank(group)]
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == min(self.names)
+
+    @property
+    def for_dcp(self) -> dict[str, Any]:
+        """What torch's distributed checkpoints take to come to the same ranks."""
+        return {"no_dist": True} if self.group is None else {"process_group": self.group}
+
+    def gather(self, x: Any) -> list[Any]:
+        """What each rank says, of anything that can be pickled; a collective."""
+        if self.group is None:
+            return [x]
+        said: list[Any] = [None] * len(self.names)
+        with Watch(self._describe, Label(("files",), "check", "all_gather", self.axes)):
+            dist.all_gather_object(said, x, group=self.group)
+        return said
+
+    def differing(self, text: str) -> dict[int, str] | None:
+        """What each rank says, if they do not all say the same; a collective."""
+        if self.group is None:
+            return None
+        said = differing_among(self.group, self.device_type, text, self._describe, self.axes)
+        return None if said is None else dict(sorted(zip(self.names, said, strict=True)))
+
+    def _describe(self, axes: Sequence[str]) -> str:
+        return f"rank {self.rank} waited for the others of {sorted(self.names)}"
+
+    def agree(self, failure: str, frame: str = "{}") -> None:
+        """What went wrong on some ranks, on all of them; a collective.
+
+        Raises:
+            CheckpointError: names a rank, where not all say the same, and what it said.
+        """
+        by_rank = self.differing(failure) or {0: failure}
+        for rank, text in by_rank.items():
+            if text:
+                raise CheckpointError(frame.format(f"rank {rank}: {text}" if len(by_rank) > 1 else text))
+
+    def raise_everywhere(self, failure: str, what: str) -> None:
+        """The same, where a machine failed.
+
+        Raises:
+            CommunicationError: names a rank and what it said.
+        """
+        for rank, text in (self.differing(failure) or {0: failure}).items():
+            if text:
+                raise CommunicationError(f"{what}; rank {rank}: {text}")
+
+    def only_writer(self, folder: Path) -> str:
+        """What forbids these ranks to write to a folder, on the first of them: others do, and know nothing of these.
+
+        Two that write there at once, each as if alone, give their files the same names: who is faster loses them, and
+        who fails leaves its peers elsewhere waiting.  A collective for nobody.
+        """
+        if not self.is_first or not dist.is_initialized():
+            return ""
+        ranks = [dist.get_rank()] if self.group is None else sorted(dist.get_process_group_ranks(self.group))
+        others = claimed_by(str(Path(folder).resolve()), ranks)
+        if not others:
+            return ""
+        return (
+            f"{folder}: ranks {_some(others)} write their model there; that of ranks {_some(ranks)} would spoil it\n"
+            "  fix: a folder for each; for stages of one model, give the stages instead of their modules: "
+            "ndtp.checkpoint.save(stages, optimizer, folder), export_safetensors(stages, folder)"
+        )
+
+
+def crew_of(mesh: ProcessGrid | None) -> Crew:
+    """The ranks of a grid."""
+    if mesh is None or mesh.grid.num_ranks == 1:
+        return Crew()
+    axes = mesh.grid.nontrivial(mesh.grid.names)
+    group = mesh.groups.group(axes)
+    where: Any = mesh.groups.global_ranks
+    names = [where.index(member) for member in dist.get_process_group_ranks(group)]
+    return Crew(group, names, mesh.device_type, axes)
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{min(ranks)} to {max(ranks)} ({len(ranks)} of them)"
