@@ -140,9 +140,7 @@ class Experts(Sharded):
         if self.chunks > 1:
             of, starts = wanted[order], counts.cumsum(0) - counts
             place = torch.arange(rows, device=order.device) - starts[of]
-            order = (
-                order if order.is_meta else order[(((place + 1) * self.chunks - 1) // counts[of]).argsort(stable=True)]
-            )
+            order = order[(((place + 1) * self.chunks - 1) // counts[of]).argsort(stable=True)]
         return order
 
     def flows(

@@ -269,11 +269,13 @@ class _Sorting:
 
     @cached_property
     def index(self) -> Tensor:
-        """Where the i-th of the sorted rows lies."""
-        starts, counts = torch.tensor(list(sorting_index(self.flow.segments)), dtype=torch.int64).unbind(1)
+        """Where the i-th of the sorted rows lies.  Computed on the host, on meta like any other: it is memory, too."""
+        segments = list(sorting_index(self.flow.segments))
+        count, host = sum(rows for _, rows in segments), "meta" if self.device.type == "meta" else "cpu"
+        starts, counts = torch.tensor(segments, dtype=torch.int64, device=host).unbind(1)
         ends = counts.cumsum(0)
-        index = torch.repeat_interleave(starts - (ends - counts), counts) + torch.arange(int(ends[-1]))
-        return index.to(self.device)
+        index = torch.repeat_interleave(starts - (ends - counts), counts, output_size=count)
+        return (index + torch.arange(count, device=host)).to(self.device)
 
     @cached_property
     def inverse(self) -> Tensor:
@@ -282,8 +284,6 @@ class _Sorting:
         return inverse
 
     def __call__(self, x: Tensor, back: bool) -> Tensor:
-        if x.is_meta:
-            return torch.empty_like(x)
         return x.index_select(0, self.inverse if back else self.index)
 
 

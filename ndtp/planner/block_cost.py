@@ -362,14 +362,28 @@ def memory(
     state = OPTIMIZERS[optimizer][0 if itemsize >= 4 else 1]
     if block.experts:
         # Autograd keeps what each step takes: besides, what a gate gives, and rows that came back, for the gates'
-        # gradient; and the router the tokens, in fp32, with its logits and what it makes of them.
+        # gradient.
         between = between + rows * (s.inner * (len(block.outs) > 1) + s.hidden) // g.ranks
-        router = block.experts * s.hidden // i.x * max(4, itemsize)
-        wide = s.tokens * (s.hidden + 2 * i.x * block.experts) // g.ranks
-        kept = (gathered_a + between + gathered_b) * itemsize + wide * max(4, itemsize)
-        weights = shard * itemsize + router
-        states = shard * state + router // max(4, itemsize) * OPTIMIZERS[optimizer][0]
+        kept = (gathered_a + between + gathered_b) * itemsize + _of_routing(block, g, s, itemsize)
+        wide = itemsize if block.whole_scores else max(4, itemsize)
+        router = block.experts * (block.hidden if block.whole_scores else s.hidden // i.x)
+        state_of_router = OPTIMIZERS[optimizer][0 if wide >= 4 else 1]
+        weights, states = shard * itemsize + router * wide, shard * state + router * state_of_router
         return BlockMemory(weights, weights, states, kept, gathered_b * itemsize)
     kept = np.where(regather_a, stored_a, gathered_a) + between + np.where(regather_b, 0, gathered_b)
     working = between * i.x + (gathered_a - stored_a) * regather_a + gathered_b * (1 + regather_b)
     return BlockMemory(shard * itemsize, shard * itemsize, shard * state, kept * itemsize, working * itemsize)
+
+
+def _of_routing(block: Block, g: Grids, s: Sizes, itemsize: int) -> Any:
+    """Bytes that a layer of experts keeps of its choices: of Mixtral's router, which others differ from by little."""
+    i, over, wide = g.inside(block.experts), g.over(block.experts), max(4, itemsize)
+    narrow, top_k = itemsize < 4, block.top_k
+    here = s.tokens * i.x // g.ranks  # tokens of a rank
+    scored = s.tokens // (g.dp * g.e) if block.whole_scores else here
+    # The tokens in fp32, logits, their softmax, the best of it, their sum and the quotients.
+    moved = 1 - (1 - narrow) * (g.x == i.x)
+    scores = here * (s.hidden // i.x) * moved + scored * (2 * block.experts + 2 * top_k + 1)
+    # Which experts were chosen, the choices in their order, and the order of rows where these come from several ranks.
+    arrived = s.tokens * top_k // (over * i.dp * i.z) * ((over * i.y > 1) & (block.experts > over))
+    return scores * wide + 8 * top_k * (scored + here) + 16 * arrived + here * top_k * itemsize * narrow

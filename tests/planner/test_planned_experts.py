@@ -25,20 +25,22 @@ def layers(ranks):
         grid = Grid({axis: int(getattr(g, axis)[i]) for axis in EXPERT_AXES})
         over = axes_of_experts(grid, int(g.fold[i]))
         moe = ndtp.nn.MoE(
-            HIDDEN, INNER, EXPERTS, TOP_K, mesh=DryGrid(grid), expert_axis=over, device="meta", dtype=torch.bfloat16
-        )
+            HIDDEN, INNER, EXPERTS, TOP_K, mesh=DryGrid(grid), expert_axis=over, device="meta",
+            dtype=torch.float32 if i % 32 else torch.bfloat16,
+        )  # fmt: skip
         yield g.take(slice(i, i + 1)), f"{grid}, experts over {over}", moe
 
 
 def test_bytes_and_memory_are_those_of_the_layer():
     block, count = Block.moe(TOKENS, HIDDEN, INNER, EXPERTS, TOP_K), 0
     for i, (g, where, moe) in enumerate(layers(8)):
-        (mine,), exact = num_bytes(block, g, 2), moe.num_bytes(TOKENS)
+        itemsize = moe.experts.down_proj.element_size()
+        (mine,), exact = num_bytes(block, g, itemsize), moe.num_bytes(TOKENS)
         assert mine == exact.total, f"{where}: {mine} is not {exact}"
-        closed = memory(block, g, 2)
+        closed = memory(block, g, itemsize)
         assert closed.weights[0] == sum(p.numel() * p.element_size() for p in moe.parameters()), where
         if i % 16 == 0:  # a run of each would take longer
-            assert closed.activations[0] == pytest.approx(moe.memory(TOKENS).kept, rel=0.05), where
+            assert closed.activations[0] == moe.memory(TOKENS).kept, where
         count += 1
     assert count > 80
 
