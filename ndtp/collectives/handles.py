@@ -10,6 +10,7 @@ from torch import Tensor
 from ndtp.algebra.steps import Step
 from ndtp.collectives.labels import LABEL, Label
 from ndtp.collectives.meter import arrived
+from ndtp.collectives.turns import TURN, hand_over
 from ndtp.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ class Handle:
         finish, work = self._finish, self._work
         if finish is None:
             raise ValueError(f"{self._route.label()} was waited for already; its result is given once")
+        if TURN.get() is not None and work is not None:
+            hand_over()
         if self._label is not None and self._label.ahead is not None:
             arrived(self._label)
         try:
@@ -149,6 +152,7 @@ class Handle:
         """
         ranks, work = self._route.channel.group.size(), self._work
         each = getattr(work, "parts", None)
+        hand_over()
         try:
             if each is None and work is not None:
                 work.wait()

@@ -20,6 +20,7 @@ from ndtp.algebra.steps import Step
 from ndtp.collectives.handles import Watch
 from ndtp.collectives.labels import Label
 from ndtp.collectives.processors import shared_processors
+from ndtp.collectives.turns import staying
 from ndtp.compute.devices import kind_of
 from ndtp.runtime.chunk_choices import Choice
 from ndtp.schedule.chunk_choice import SETTLED, SMALL, Speeds, choose, is_small, settled
@@ -160,7 +161,7 @@ def _unseen(mesh: ProcessGrid) -> Iterator[None]:
     recording = mesh.step.recording
     recorder, recording.recorder = recording.recorder, None
     try:
-        with _disable_current_modes(), no_python_dispatcher():
+        with _disable_current_modes(), no_python_dispatcher(), staying():
             yield
     finally:
         recording.recorder = recorder

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from ndtp.collectives.turns import TURN, staying
 from ndtp.runtime.partial_sums import PartialSums
 from ndtp.schedule.tasks import WINDOW
 
@@ -37,19 +39,25 @@ class LateGradient:
         sums: where it is kept then, or takes up what was kept of earlier ones.
     """
 
-    __slots__ = ("_is_kept", "_queue", "leaf", "move", "number", "sums")
+    __slots__ = ("_is_handed_in", "_is_kept", "_queue", "leaf", "move", "number", "sums")
 
     def __init__(self, queue: LateGradients, number: int, move: Move, leaf: Tensor | None, sums: PartialSums) -> None:
         self._queue, self.number, self.move, self.leaf, self.sums = queue, number, move, leaf, sums
-        self._is_kept = leaf is not None and sums.is_accumulating
+        self._is_kept, self._is_handed_in = leaf is not None and sums.is_accumulating, False
+        if leaf is not None and self._is_kept and TURN.get() is not None:
+            sums.expect(leaf, self)
 
     def start_next(self) -> None:
         """Start the next collective, when the one under way has had the time of a product."""
+        if self._is_handed_in:
+            return
         self.move.start_next()
         self._take_up()
 
     def finish(self) -> None:
         """Wait for all collectives, or for those before an all-reduce that is left out."""
+        if self._is_handed_in:
+            return
         self.move.wait()
         if self._take_up():
             self.move.wait()
@@ -63,9 +71,16 @@ class LateGradient:
         self.move.release_hold().start()
         return True
 
+    def hand_in(self) -> Tensor:
+        """The gradient of a part that runs in turns with another one, which reduces both, before it arrives."""
+        self._is_handed_in = True
+        return self.move.take()
+
     def arrive(self) -> Tensor | None:
         """The finished gradient; None if it is kept in the partial sums."""
         self._queue.finish_through(self)
+        if self._is_handed_in:
+            return None
         gradient = self.move.take()
         if self.leaf is None or not self.move.is_held:
             return gradient
@@ -73,30 +88,52 @@ class LateGradient:
         return None
 
 
+@dataclass
+class Backward:
+    """What a backward has left on its way.
+
+    Attributes:
+        chains: gradients, oldest first.
+        task: the backward, if one is going on, by the number that autograd gives it.
+        deferred: parts of gradients, to be multiplied later.
+        taken_up: what it ends of what was left in partial sums.
+        window: sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has
+            gone past the oldest of them.  Two products hide a reduction, and bound the gradients that are held
+            unreduced.
+    """
+
+    chains: deque[list[LateGradient]] = field(default_factory=deque)
+    task: int | None = None
+    deferred: deque[Callable[[], None]] = field(default_factory=deque)
+    taken_up: list[PartialSums] = field(default_factory=list)
+    window: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    @property
+    def is_going_on(self) -> bool:
+        return self.task is not None
+
+
+_BROKEN_OFF = -2  # no number of autograd's
+
+
 class LateGradients:
     """All of them, oldest first: of all grids of a process, which may share process groups."""
 
     def __init__(self) -> None:
-        self._chains: deque[list[LateGradient]] = deque()
         self._count = 0
-        self._task: int | None = None  # the backward that is going on, by the number that autograd gives it
-        self._deferred: deque[Callable[[], None]] = deque()
-        self._taken_up: list[PartialSums] = []  # what it ends of what was left in partial sums
-        # Sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has gone
-        # past the oldest of them.  Two products hide a reduction, and bound the gradients that are held unreduced.
-        self._window: deque[int] = deque(maxlen=WINDOW)
+        self.backward = Backward()  # parts that run in turns have one each
 
     @property
     def window_start(self) -> int:
         """The sequence number behind which a gradient arrives."""
-        return self._window[0] if len(self._window) == WINDOW else 0
+        return self.backward.window[0] if len(self.backward.window) == WINDOW else 0
 
     def note_chain(self, sequence_number: int) -> None:
         """Of the product, or chain of products, whose forward just ran and whose weights want gradients.
 
         Gradients arrive under the number before it, which that of one of its own weights was: no product has it.
         """
-        self._window.append(sequence_number - 1)
+        self.backward.window.append(sequence_number - 1)
 
     def expect(self, move: Move, leaf: Tensor | None, sums: PartialSums) -> LateGradient:
         self._count += 1
@@ -104,7 +141,7 @@ class LateGradients:
 
     def enter(self) -> None:
         """At the beginning of every operation: end what a backward that was broken off, or interrupted, has left."""
-        if self._task is not None and torch._C._current_graph_task_id() != self._task:  # type: ignore[attr-defined]
+        if self.backward.task is not None and torch._C._current_graph_task_id() != self.backward.task:  # type: ignore[attr-defined]
             self.finish()
 
     def came_through(self, gradients: Sequence[LateGradient], takes_up: PartialSums | None) -> None:
@@ -114,74 +151,84 @@ class LateGradients:
             takes_up: what was left in partial sums, if it adds to the `.grad` of parameters.
         """
         if gradients:
-            if len(self._chains) == WINDOW:
+            if len(self.backward.chains) == WINDOW:
                 self._finish_chain()
-            self._chains.append(list(gradients))
+            self.backward.chains.append(list(gradients))
         if gradients or takes_up is not None:
             self.end_with_backward(takes_up)
 
     def end_with_backward(self, takes_up: PartialSums | None) -> None:
         """Have autograd end what is still on its way when its backward does, and what was left in partial sums."""
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
-        if self._task != task:
-            self._task, self._taken_up = task, []
+        if self.backward.task != task:
+            self.backward.task, self.backward.taken_up = task, []
             Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
-        if takes_up is not None and takes_up not in self._taken_up:
-            self._taken_up.append(takes_up)
+        if takes_up is not None and takes_up not in self.backward.taken_up:
+            self.backward.taken_up.append(takes_up)
 
     def defer(self, rest: Callable[[], None]) -> None:
         """Leave a part of a gradient that is expected to `catch_up`: at most until the next chain has a first product.
 
         Until then it holds its operands: those of one product of one chain.
         """
-        self._deferred.append(rest)
+        self.backward.deferred.append(rest)
         self.end_with_backward(None)
 
     @torch.no_grad()
     def catch_up(self) -> None:
         """Multiply what was deferred, and start to reduce it."""
-        while self._deferred:
-            self._deferred.popleft()()
+        deferred = self.backward.deferred
+        while deferred:
+            deferred.popleft()()
 
     def start_next(self) -> None:
         """Of every gradient, oldest first."""
         self.catch_up()
-        for chain in self._chains:
-            for late in chain:
-                late.start_next()
+        with staying():
+            for chain in self.backward.chains:
+                for late in chain:
+                    late.start_next()
 
     def finish_through(self, last: LateGradient) -> None:
         """Finish the gradients of a chain, and all older ones; nothing where another arrival did so before.
 
         All of a chain, since which of its gradients arrives first is another matter on each rank.
         """
-        while self._chains and self._chains[0][0].number <= last.number:
+        while self.backward.chains and self.backward.chains[0][0].number <= last.number:
             self._finish_chain()
 
     def _finish_chain(self) -> None:
         """The oldest one: each of its gradients goes on while others are waited for."""
         self.catch_up()
-        chain = self._chains.popleft()
-        for late in chain:
-            late.start_next()
-        for late in chain:
-            late.finish()
+        chain = self.backward.chains.popleft()
+        with staying():
+            for late in chain:
+                late.start_next()
+            for late in chain:
+                late.finish()
 
     def finish(self) -> None:
-        self._task = None
+        self.backward.task = None
         self.start_next()
-        while self._chains:
+        while self.backward.chains:
             self._finish_chain()
 
     def break_off(self) -> bool:
         """After an exception: whether it ended a backward, of which the rest is finished now."""
-        is_broken = self._task is not None
+        is_broken = self.backward.is_going_on
         if is_broken:
             self.finish()
         return is_broken
 
+    def leave(self, backwards: Sequence[Backward]) -> None:
+        """Those of parts that were broken off: they are ended as one, when the next operation begins."""
+        for each in backwards:
+            self.backward.chains += each.chains
+            self.backward.deferred += each.deferred
+        self.backward.task = _BROKEN_OFF
+
     def _end(self) -> None:
-        taken_up, self._taken_up = self._taken_up, []
+        taken_up, self.backward.taken_up = self.backward.taken_up, []
         self.finish()
         for sums in taken_up:
             if not sums.is_accumulating:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ndtp.collectives.turns import staying
 from ndtp.runtime.versions import version_of
 from ndtp.schedule.tasks import LOOKAHEAD
 
 if TYPE_CHECKING:
+    from ndtp.runtime.late_gradients import LateGradient
     from ndtp.runtime.moves import Move
 
 
@@ -35,6 +37,9 @@ class PartialSums:
     def __init__(self) -> None:
         self.depth = 0  # of the contexts in which gradients are accumulated
         self._sums: dict[int, _Sum] = {}  # by the identity of the weight
+        # Those that parts in turns with this one will hold, by the weight: what takes them up need not wait for these.
+        self._expected: dict[int, list[LateGradient]] = {}
+        self.in_turns = False  # whether there may be any
 
     def __bool__(self) -> bool:
         return bool(self._sums)
@@ -46,10 +51,17 @@ class PartialSums:
     @property
     def holds_back(self) -> bool:
         """Whether an all-reduce that backward comes to has to wait: for later gradients, or to take up earlier ones."""
-        return self.is_accumulating or bool(self._sums)
+        return self.is_accumulating or bool(self._sums) or self.in_turns
+
+    def expect(self, leaf: Tensor, late: LateGradient) -> None:
+        """One that will be held when it arrives."""
+        self._expected.setdefault(id(leaf), []).append(late)
 
     def hold(self, leaf: Tensor, number: int, gradient: Tensor, move: Move) -> None:
         """Keep the gradient of a micro-batch, which the rest of its `move` would reduce."""
+        if self._expected:
+            left = [late for late in self._expected.pop(id(leaf), ()) if late.number != number]
+            self._expected |= {id(leaf): left} if left else {}
         earlier = self._sums.pop(id(leaf), None)
         total = gradient.to(leaf.dtype)  # autocast multiplies in another
         if earlier is not None:
@@ -60,7 +72,12 @@ class PartialSums:
     def take(self, leaf: Tensor) -> Tensor | None:
         """The sum of a weight, which is added to a gradient that goes on to its all-reduce."""
         found = self._sums.pop(id(leaf), None)
-        return None if found is None else found.tensor
+        total = None if found is None else found.tensor
+        for late in self._expected.pop(id(leaf), ()):
+            gradient = late.hand_in().to(leaf.dtype)
+            total = gradient if total is None else total + gradient
+            _spare_hooks(leaf)
+        return total
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -72,13 +89,15 @@ class PartialSums:
         self._sums.clear()
         for each in waiting:
             each.move.resume(each.tensor)
-        for i, each in enumerate(waiting):
-            for following in waiting[i : i + LOOKAHEAD]:  # the second flies while the first is waited for
-                following.move.release_hold().start()
-            _accumulate(each.leaf, each.move.wait().to(each.leaf.dtype))
+        with staying():
+            for i, each in enumerate(waiting):
+                for following in waiting[i : i + LOOKAHEAD]:  # the second flies while the first is waited for
+                    following.move.release_hold().start()
+                _accumulate(each.leaf, each.move.wait().to(each.leaf.dtype))
 
     def discard(self) -> None:
         self._sums.clear()
+        self._expected.clear()
 
 
 def _accumulate(leaf: Any, total: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.errors import GridError
 from ndtp.runtime.foreign_meshes import refuse_joining, spare_advice
 from ndtp.runtime.grid_options import check_device_type, check_options, checked_timeout, sms_to_leave
+from ndtp.runtime.interleave import interleave
 from ndtp.runtime.late_gradients import late_gradients_of
 from ndtp.runtime.list_operations import count_list_operations
 from ndtp.runtime.program import Programs
@@ -293,6 +294,27 @@ class ProcessGrid:
         an exception too, unless it ends a backward: then nobody can say what they hold, and all are dropped.
         """
         return self.step.accumulate()
+
+    def interleave(self, step: Callable[..., Any], *parts: Sequence[Any]) -> list[Any]:
+        """`list(map(step, *parts))`, where the parts of a batch run in turns: one computes while another communicates.
+
+            def step(x, y):
+                loss = loss_of(model(x), y) / 2
+                loss.backward()
+                return loss
+
+            losses = mesh.interleave(step, inputs.chunk(2), targets.chunk(2))
+
+        Each part runs forward and backward in a thread of its own; it hands over where it would wait for a collective,
+        at the same points on every rank.  Gradients add up, and all-reduces that `accumulate` would hold back run once.
+        Results come without their graphs.  Parts but the first draw random numbers of their own, the same on every
+        grid.  An exception in one part ends all.  See docs/overlap.md for when it pays.
+
+        Raises:
+            GridError: no parts, or called in a part, in a backward, or by compiled code.
+            ValueError: sequences of different lengths.
+        """
+        return interleave(self, step, list(zip(*parts, strict=True)))
 
     def reduce_gradients(self) -> None:
         """Finish the gradients that `accumulate` held back, and add them to `.grad`; a collective."""

@@ -73,6 +73,12 @@ class WeightPrefetch:
         self._last: _Weight | None = None
         self._ahead: _Ahead | None = None
 
+    def for_part(self) -> WeightPrefetch:
+        """For one of several parts of a batch, which run in turns: the order is that of all, each gathers its own."""
+        own = WeightPrefetch(self._is_forward)
+        own._known = self._known
+        return own
+
     def take(self, weight: Tensor, owner: Any, way: Way) -> Move | None:
         """The gather of `weight` if it is under way; called once a product that gathers B, in order of execution."""
         if self._is_forward and torch._C._current_autograd_node() is not None:
