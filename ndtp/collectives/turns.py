@@ -155,32 +155,3 @@ def _staying(turn: Turn) -> Iterator[None]:
         yield
     finally:
         turn.stays = False
-
-
-class OfTurn:
-    """An attribute that holds between calls what is true of one forward or backward: each thread has its own.
-
-    Args:
-        default: makes its first value.
-    """
-
-    def __init__(self, default: Callable[[], Any] = lambda: None) -> None:
-        self._default = default
-
-    def __set_name__(self, kind: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        if owner is None:
-            return self
-        values = self._values(owner)
-        if self._name not in values:
-            values[self._name] = self._default()
-        return values[self._name]
-
-    def __set__(self, owner: Any, value: Any) -> None:
-        self._values(owner)[self._name] = value
-
-    def _values(self, owner: Any) -> dict[str, Any]:
-        turn = TURN.get()
-        return vars(owner) if turn is None else turn.of(owner)

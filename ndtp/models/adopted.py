@@ -28,6 +28,7 @@ from ndtp.nn.sharded import Lies, Sharded
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
 from ndtp.ops.norms import NormPlan, norm
+from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.versions import refuse_changed, version_of
 
 
@@ -157,7 +158,7 @@ class SplitEmbedding(Adopted, nn.Embedding):
 
     lookup: LookupPlan
     for_all: LookupPlan | None
-    is_for_all: bool
+    is_for_all = OfTurn(bool)
     padded_dim: int
 
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]

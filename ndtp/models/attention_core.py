@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ndtp.models.hidden import Hidden, enter, hidden_in, split
 from ndtp.models.projections import Group, Projection, products
 from ndtp.ops.products import relayout
 from ndtp.ops.reductions import used_over
+from ndtp.runtime.of_turn import OfTurn
 
 HIDDEN = ("hidden_states", "key_value_states", "encoder_hidden_states")
 PASSED = ("residual",)  # what is added to the result, which are hidden states again
@@ -91,9 +92,9 @@ class Core:
     beside: Projection
     order: str = ""
     normed: tuple[Projection, ...] = ()
-    lead: tuple[int, ...] = ()
-    rows: int = 0
-    groups: dict[int, Group] = field(default_factory=dict)
+    lead = OfTurn(tuple)
+    rows = OfTurn(int)
+    groups = OfTurn(dict)
 
     @property
     def local_heads(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ndtp.algebra.layout import Layout
+from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -31,14 +32,14 @@ class Frame:
     outside: Layout
     sequences: int
     gathered: dict[str, int] = field(default_factory=dict)
-    running: list[list[Any]] = field(default_factory=list)
     fuse: bool = True
     loss_rows: int = 1024
     head: Any = None
-    has_labels: bool = False
-    has_split_loss: bool = False
     activations: dict[Any, Any] = field(default_factory=dict)
     losses: dict[Any, Any] = field(default_factory=dict)
+    running = OfTurn(list)
+    has_labels = OfTurn(bool)
+    has_split_loss = OfTurn(bool)
 
     def note(self, who: str, passage: Passage) -> None:
         """That somebody takes the whole of what is split; a word where it is the first time."""

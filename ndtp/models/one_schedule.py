@@ -16,6 +16,7 @@ from ndtp.models.projections import Projection, products
 from ndtp.nn.hooks import has_hooks
 from ndtp.ops.products import mlp
 from ndtp.runtime.arrival import local_shard
+from ndtp.runtime.of_turn import OfTurn
 
 
 @dataclass(eq=False)
@@ -29,7 +30,7 @@ class MLPSchedule:
     ups: tuple[Projection, ...]
     down: Projection
     inside: tuple[nn.Module, ...]
-    call: Call | None = None
+    call = OfTurn()
 
     def called(self, member: Projection, x: Any) -> Hidden | None:
         return self._led_back(x) if member is self.down else self._ahead(member, x)
@@ -115,7 +116,9 @@ def activation_of(x: Pending) -> tuple[str, list[tuple[int, int | None]]] | None
     given = {leaf: at.clone().requires_grad_() for leaf, at in zip(leaves, (_AT, _GATES_AT), strict=False)}
     if len(given) != len(leaves):
         return None
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    # A checkpoint, which compares what forward and the forward again save, must not count what is tried once.
+    unseen = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False), unseen:
         y = x.formula(given)
         if y.dtype != torch.float64 or not y.requires_grad:
             return None

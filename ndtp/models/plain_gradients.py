@@ -22,6 +22,7 @@ from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 from ndtp.ops.gradients import all_reduce
 from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 
 BUCKET = 2**23  # elements that are summed in one collective, or those of one parameter
@@ -34,11 +35,12 @@ class PlainGradients:
         axes: those that split rows, `dp`.
     """
 
+    # What came of each parameter, by the backward that is going on: there may be one within another.
+    _came = OfTurn(dict)
+
     def __init__(self, mesh: ProcessGrid, axes: Sequence[str]) -> None:
         self.mesh, self.axes = mesh, mesh.grid.nontrivial(axes)
         self._parameters: list[tuple[str, weakref.ref[nn.Parameter]]] = []
-        # What came of each parameter, by the backward that is going on: there may be one within another.
-        self._came: dict[int, dict[int, Tensor]] = {}
 
     def __deepcopy__(self, memo: object) -> PlainGradients:
         return PlainGradients(self.mesh, self.axes)  # hooks of parameters are not copied with these

@@ -7,7 +7,7 @@ shards of their weights, one after the other, are its shard of a weight whose fe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from ndtp.models.frame import Frame, Passage
 from ndtp.models.hidden import Hidden, enter, leave
 from ndtp.ops.products import chain, relayout
 from ndtp.runtime.arrival import local_shard
+from ndtp.runtime.of_turn import OfTurn
 
 
 @dataclass(eq=False)
@@ -29,15 +30,15 @@ class Group:
     """Projections of one input, as one product; results wait here for the projection that asks for its own."""
 
     members: list[Projection]
-    source: Any = None
-    results: dict[int, Tensor] = field(default_factory=dict)
+    source = OfTurn()
+    results = OfTurn(dict)
 
     def result(self, member: Projection, x: Tensor) -> Tensor:
         if self.source is not x or id(member) not in self.results:
             self.source = x
             made = products(self.members, member.taken(x))
             self.results = {id(m): y for m, y in zip(self.members, made, strict=True)}
-        found = self.results.pop(id(member))
+        found: Tensor = self.results.pop(id(member))
         if not self.results:
             self.source = None
         return found

@@ -31,6 +31,7 @@ from ndtp.ops.moving import enter
 from ndtp.ops.reductions import reduce
 from ndtp.ops.resharding import reshard
 from ndtp.runtime.eagerly import eagerly
+from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 
 Routes = str | Counts | Tensor
@@ -70,6 +71,8 @@ class MoE(BlockModule):
         LayoutError: axes, layouts or sizes that do not fit.
         ValueError: an unknown router or activation.
     """
+
+    routing = OfTurn()
 
     def __init__(
         self,
@@ -130,7 +133,6 @@ class MoE(BlockModule):
             self.shared_gate = Router(
                 hidden, 1, 1, tokens=self.in_layout, name=f"{name}.shared_gate", **shared_arguments
             )
-        self.routing: Routing | None = None
         self._ways = [
             _way(source, target, f"{name}.{end}")
             for end, source, target in (

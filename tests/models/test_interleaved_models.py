@@ -1,0 +1,56 @@
+"""Whole models whose parts of a batch run in turns: a module's state between calls is that of its own part."""
+
+from __future__ import annotations
+
+import torch
+from architectures import build, inputs
+from products import mesh_of
+
+import ndtp
+from ndtp import CommMeter, Grid
+
+CASES = [("LlamaForCausalLM", Grid(z=2, x=1, y=2)), ("MixtralForCausalLM", Grid(dp=2, x=2))]
+
+
+def check(name, grid):
+    mesh = mesh_of(grid)
+    model = build(name)
+    ndtp.parallelize(model, mesh)
+    if name.startswith("Llama"):
+        model.gradient_checkpointing_enable()
+    model.train()
+    given = inputs(name, batch=4 * grid.size(("dp",)) if "dp" in grid else 4)
+    me = mesh.coordinate.get("dp", 0)
+    ids, labels = (given[key].chunk(grid.size(("dp",)) if "dp" in grid else 1)[me] for key in ("input_ids", "labels"))
+
+    def step(ids, labels):
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        return loss
+
+    def gradients():
+        found = {key: p.grad.full_tensor() for key, p in model.named_parameters()}
+        model.zero_grad()
+        return found
+
+    halves = list(zip(ids.chunk(2), labels.chunk(2), strict=True))
+    with CommMeter() as expected:
+        with mesh.accumulate():
+            losses = [step(*halves[0])]
+        losses.append(step(*halves[1]))
+    wanted = gradients()
+    with CommMeter() as meter:
+        found = mesh.interleave(step, ids.chunk(2), labels.chunk(2))
+    torch.testing.assert_close(found, [loss.detach() for loss in losses])
+    torch.testing.assert_close(gradients(), wanted, rtol=1e-11, atol=1e-13)
+    assert str(meter.volume) == str(expected.volume)
+    assert not any(loss.requires_grad for loss in found)
+
+
+def every_case():
+    for case in CASES:
+        check(*case)
+
+
+def test_stock_models(ranks):
+    ranks(4).run(every_case)
