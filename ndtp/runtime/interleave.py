@@ -25,18 +25,21 @@ from ndtp.runtime.thread_state import state_of_thread
 from ndtp.runtime.weight_prefetch import WeightPrefetch
 
 if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.step_state import StepState
 
 
-def interleave(mesh: ProcessGrid, step: Callable[..., Any], parts: Sequence[tuple[Any, ...]]) -> list[Any]:
+def interleave(
+    state: StepState, device_type: str, step: Callable[..., Any], parts: Sequence[tuple[Any, ...]]
+) -> list[Any]:
     """See `ProcessGrid.interleave`.
 
     Args:
+        state: what its grid has learnt.
         parts: the arguments of each call.
     """
-    _check(mesh, len(parts))
-    mesh.step.late.enter()
-    switch = _Switch(mesh, len(parts))
+    _check(state, len(parts))
+    state.late.enter()
+    switch = _Switch(state, device_type, len(parts))
     turns = Turns(len(parts), switch)
     results: list[Any] = [None] * len(parts)
 
@@ -45,7 +48,7 @@ def interleave(mesh: ProcessGrid, step: Callable[..., Any], parts: Sequence[tupl
         with torch.autograd.set_multithreading_enabled(False):
             results[number] = turns.run(number, lambda: tree_map_only(Tensor, _without_graph, step(*parts[number])))
 
-    as_here = state_of_thread(mesh.device_type)
+    as_here = state_of_thread(device_type)
 
     def run_elsewhere(number: int) -> None:
         with as_here():
@@ -55,7 +58,7 @@ def interleave(mesh: ProcessGrid, step: Callable[..., Any], parts: Sequence[tupl
         threading.Thread(target=contextvars.copy_context().run, args=(run_elsewhere, i), name=f"part {i}", daemon=True)
         for i in range(1, len(parts))
     ]
-    mesh.step.partial_sums.in_turns = True
+    state.partial_sums.in_turns = True
     try:
         for thread in threads:
             thread.start()
@@ -63,15 +66,15 @@ def interleave(mesh: ProcessGrid, step: Callable[..., Any], parts: Sequence[tupl
         for thread in threads:
             thread.join()
     finally:
-        mesh.step.partial_sums.in_turns = False
+        state.partial_sums.in_turns = False
         switch.back(turns.error)
     if turns.error is not None:
         raise turns.error
     return results
 
 
-def _check(mesh: ProcessGrid, count: int) -> None:
-    if TURN.get() is not None or mesh.step.partial_sums.in_turns:
+def _check(state: StepState, count: int) -> None:
+    if TURN.get() is not None or state.partial_sums.in_turns:
         raise GridError("interleave: a part is not interleaved itself\n  fix: give the outer one more parts")
     if torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
         raise GridError("interleave: called in a backward\n  fix: call it with a step that runs forward and backward")
@@ -109,10 +112,10 @@ class _Switch:
     parts hand over.  All but the last accumulate.
     """
 
-    def __init__(self, mesh: ProcessGrid, count: int) -> None:
-        self.step = step = mesh.step
+    def __init__(self, step: StepState, device_type: str, count: int) -> None:
+        self.step = step
         self._generators = [torch.default_generator]
-        if mesh.device_type == "cuda":
+        if device_type == "cuda":
             self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         self._before, self._now = self._standing(), 0
         seeds = [int(torch.randint(2**62, (), device="cpu")) for _ in range(1, count)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,15 @@ from ndtp.runtime.versions import version_of
 from ndtp.schedule.tasks import LOOKAHEAD
 
 if TYPE_CHECKING:
-    from ndtp.runtime.late_gradients import LateGradient
     from ndtp.runtime.moves import Move
+
+
+class _Expected(Protocol):
+    """A gradient on its way, that will be held when it arrives."""
+
+    number: int
+
+    def hand_in(self) -> Tensor: ...
 
 
 @dataclass
@@ -38,7 +45,7 @@ class PartialSums:
         self.depth = 0  # of the contexts in which gradients are accumulated
         self._sums: dict[int, _Sum] = {}  # by the identity of the weight
         # Those that parts in turns with this one will hold, by the weight: what takes them up need not wait for these.
-        self._expected: dict[int, list[LateGradient]] = {}
+        self._expected: dict[int, list[_Expected]] = {}
         self.in_turns = False  # whether there may be any
 
     def __bool__(self) -> bool:
@@ -53,7 +60,7 @@ class PartialSums:
         """Whether an all-reduce that backward comes to has to wait: for later gradients, or to take up earlier ones."""
         return self.is_accumulating or bool(self._sums) or self.in_turns
 
-    def expect(self, leaf: Tensor, late: LateGradient) -> None:
+    def expect(self, leaf: Tensor, late: _Expected) -> None:
         """One that will be held when it arrives."""
         self._expected.setdefault(id(leaf), []).append(late)
 

@@ -314,7 +314,7 @@ class ProcessGrid:
             GridError: no parts, or called in a part, in a backward, or by compiled code.
             ValueError: sequences of different lengths.
         """
-        return interleave(self, step, list(zip(*parts, strict=True)))
+        return interleave(self.step, self.device_type, step, list(zip(*parts, strict=True)))
 
     def reduce_gradients(self) -> None:
         """Finish the gradients that `accumulate` held back, and add them to `.grad`; a collective."""

@@ -50,7 +50,7 @@ def check(grid, scheme):
 
     def deferred(self, rest):
         events.append("defer")
-        assert len(self._deferred) < CHUNKS // 2, "more than one product of one chain is held"
+        assert len(self.backward.deferred) < CHUNKS // 2, "more than one product of one chain is held"
         defer(self, lambda: (events.append("rest"), rest()))
 
     def step(inside=None):
@@ -72,7 +72,7 @@ def check(grid, scheme):
             assert_equal(
                 one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad, times * other.grad, ""
             )
-        assert not mesh.collectives.in_flight and not mesh.step.late._deferred
+        assert not mesh.collectives.in_flight and not mesh.step.late.backward.deferred
 
     def fresh_step(inside=None):
         blocks.zero_grad()
