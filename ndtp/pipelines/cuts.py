@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ndtp.errors import LayoutError
+from ndtp.pipelines.balance import Balance, balance_of
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Anatomy:
         front, back: names of modules with parameters of their own that run before the layers, and behind them.
         in_tuples: whether a layer gives its hidden states as the first of a tuple; of how many.
         shared: parameters that something in front and something at the back share: (name, name).
+        balance: the loss of the routers of all layers, if the model adds one to its own.
     """
 
     layers: list[str]
@@ -34,6 +36,7 @@ class Anatomy:
     back: list[str]
     in_tuples: int = 0
     shared: list[tuple[str, str]] = field(default_factory=list)
+    balance: Balance | None = None
 
 
 def anatomy_of(model: nn.Module) -> Anatomy:
@@ -55,7 +58,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     between = set(outside) - {*front, *back}
     if between:
         raise LayoutError(f"pipeline: {', '.join(sorted(between))} runs between layers; the model cannot be cut there")
-    found = Anatomy(layers, front, back, trial.in_tuples)
+    found = Anatomy(layers, front, back, trial.in_tuples, balance=balance_of(model) if trial.has_balance else None)
     known = {id(p): f"{name}.{key}" for name in front for key, p in owners[name]._parameters.items() if p is not None}
     for name in back:
         for key, p in owners[name]._parameters.items():
@@ -82,12 +85,13 @@ class _Trial:
 
     Attributes:
         order: names of modules with parameters -> how many layers had run when they first did.
+        has_balance: whether there is a loss of routers beside that of labels.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
         self.model, self.layers = model, layers
         self.order: dict[str, int] = {}
-        self.count, self.in_tuples = 0, 0
+        self.count, self.in_tuples, self.has_balance = 0, 0, False
         self.passed: Any = None
 
     def run(self) -> None:
@@ -112,11 +116,7 @@ class _Trial:
                 p.requires_grad_(before)
             for handle in handles:
                 handle.remove()
-        if getattr(found, "aux_loss", None) is not None:
-            raise LayoutError(
-                f"pipeline: {type(model).__name__} adds aux_loss to its loss, of the routers of all layers; stages "
-                "pass on hidden states alone, and it would be lost\n  fix: config.output_router_logits = False"
-            )
+        self.has_balance = getattr(found, "aux_loss", None) is not None
 
     def _ran(self, name: str) -> None:
         self.order.setdefault(name, self.count)

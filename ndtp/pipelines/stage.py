@@ -12,8 +12,9 @@ import torch.distributed.pipelining as torch_pipelining
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.pipeline_plan import AXIS
+from ndtp.algebra.pipeline_plan import AXIS, PipelinePlan
 from ndtp.algebra.resharding import Box, ReshardPlan, volume_of
+from ndtp.algebra.volume import Volume
 from ndtp.collectives.labels import Label
 from ndtp.collectives.uneven_exchange import cut, landing_in, part_of, sendable
 from ndtp.errors import GridError, LayoutError
@@ -26,8 +27,8 @@ from ndtp.pipelines.pipeline import Pipeline
 class PipelineStage(torch_pipelining.PipelineStage):
     """A stage of a pipeline, for any of torch's schedules, which know nothing of grids.
 
-    The module takes and gives this rank's shard of one tensor: as the plan's layouts of the stage say, of the shape
-    that the plan has.  Shards move by point-to-point messages between the ranks of two grids, see
+    The module takes and gives this rank's shard of one tensor, or of several: as the plan's layouts of the stage say,
+    of the shape that the plan has.  Shards move by point-to-point messages between the ranks of two grids, see
     `ndtp.algebra.resharding.ReshardPlan`: each rank receives each element of its shard once.  Nothing is inferred in
     a first run: what moves is settled by the plan.
 
@@ -37,6 +38,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
         module: on `pipeline.mesh(index)`.
         index: default: the only stage of this rank.
         dtype: of what passes between stages.  Default: torch's default dtype.
+        also: what passes beside, if modules take and give several tensors: of each further one the plan, of the same
+            stages on the same ranks, and its dtype.
         dw_builder: as for torch's.
 
     Attributes:
@@ -46,7 +49,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
         known_as: the same, by name: that in this stage's model -> that in the first one's.
 
     Raises:
-        GridError: this rank has no part of the stage, or of several and no index is given.
+        GridError: this rank has no part of the stage, or of several and no index is given; a plan in `also` that has
+            the stages on other ranks.
     """
 
     shares_names = False  # with other stages: of the same tensors
@@ -58,9 +62,13 @@ class PipelineStage(torch_pipelining.PipelineStage):
         index: int | None = None,
         *,
         dtype: torch.dtype | None = None,
+        also: Sequence[tuple[PipelinePlan, torch.dtype]] = (),
         dw_builder: Callable[[], Callable[..., None]] | None = None,
     ) -> None:
         index = pipeline.own_stage(index)
+        for plan, _ in also:
+            if plan.ranks_of != pipeline.ranks_of:
+                raise GridError(f"pipeline: also= has {plan}, the pipeline {pipeline}\n  fix: the same ranks=")
         self.mesh = mesh = pipeline.mesh(index)
         where = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
         # torch wants a group with one rank of every stage.  Stages of unequal grids have none: no group, then, and what
@@ -76,11 +84,12 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self.pipeline, self.index = pipeline, index
         self.rank = dist.get_rank()
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.passing = ((pipeline, self.dtype), *also)
         self.finishing: list[Callable[[], None]] = []
         self.shared_with_first: list[nn.Parameter] = []
         self.known_as: dict[str, str] = {}
         self._runtime_validate = False  # of metadata that is not there
-        self._arriving: dict[tuple[str, int], tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
+        self._arriving: dict[tuple[str, int, int], tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
         self._agreed: set[str] = set()
 
     # ---------------------------------------------------------------------------------------------------- what it knows
@@ -108,17 +117,20 @@ class PipelineStage(torch_pipelining.PipelineStage):
     def out_layout(self) -> Layout:
         return self.pipeline.stage_layouts[self.index][1]
 
-    @property
-    def _before(self) -> ReshardPlan:
-        return self.pipeline.crossings[self.index - 1]
+    def volume(self, micro_batches: int) -> Volume:
+        """The exact traffic between stages in a step, all stages of this rank together, in bytes that it receives."""
+        parts = (
+            plan.volume(self.rank, micro_batches, _has_gradient(dtype)).in_bytes(dtype.itemsize)
+            for plan, dtype in self.passing
+        )
+        return sum(parts, Volume())
 
-    @property
-    def _after(self) -> ReshardPlan:
-        return self.pipeline.crossings[self.index]
-
-    @property
-    def _has_gradients(self) -> bool:
-        return self.has_backward and (self.dtype.is_floating_point or self.dtype.is_complex)
+    def _ways(self, at: int, phase: str) -> list[tuple[int, ReshardPlan, torch.dtype]]:
+        """What passes between a stage and the next one, by its number: (number, plan, dtype)."""
+        every = [(i, plan.crossings[at], dtype) for i, (plan, dtype) in enumerate(self.passing)]
+        if phase == "forward":
+            return every
+        return [(i, plan.back, dtype) for i, plan, dtype in every if self.has_backward and _has_gradient(dtype)]
 
     def rows(self, whole: Tensor, micro_batches: int, layout: Layout | None = None) -> Tensor:
         """This rank's part of every micro-batch, one behind the other: what `schedule.step` takes and cuts again.
@@ -150,9 +162,11 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self.args_recv_info = {}.fromkeys(range(num_microbatches), ())
         meta: Any = getattr(self, "_stage_meta", None)
         if meta is not None:
-            meta.inputs = (None,) * (len(args) if self.is_first and isinstance(args, tuple) else 1)
+            taken = len(args) if isinstance(args, tuple) else 1
+            meta.inputs = (None,) * (taken if self.is_first else len(self.passing))
         wants = ", with gradients" * self.has_backward
-        what = f"{num_microbatches} micro-batches of {self.dtype}{wants}; {self.pipeline}, {self.pipeline.shapes}"
+        tensors = ", ".join(f"{plan.shapes} of {dtype}" for plan, dtype in self.passing)
+        what = f"{num_microbatches} micro-batches{wants}; {self.pipeline}, {tensors}"
         first = self.pipeline.stages_of(self.rank)[0] == self.index
         if first and what not in self._agreed:
             self._agreed.add(what)
@@ -179,43 +193,45 @@ class PipelineStage(torch_pipelining.PipelineStage):
     # --------------------------------------------------------------------------------------------------------- messages
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return [] if self.is_first else self._receive(self._before, "forward", fwd_chunk_id)
+        return [] if self.is_first else self._receive_all(self.index - 1, "forward", fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_last or not self._has_gradients:
-            return []
-        return self._receive(self._after.back, "dgrad", bwd_chunk_id)
+        return [] if self.is_last else self._receive_all(self.index, "dgrad", bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
             return []
-        return self._send(self._after, self._passed_on(self.fwd_cache[fwd_chunk_id][0], self._after))
+        outputs = self._passed_on(self.fwd_cache[fwd_chunk_id][0], self.index)
+        return [op for i, plan, _ in self._ways(self.index, "forward") for op in self._send(plan, outputs[i])]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first or not self.has_backward:
             return []
-        grad = self.bwd_cache.pop(bwd_chunk_id)[0]
-        if not self._has_gradients:
-            return []
-        return self._send(self._before.back, self._gradient(grad, self._before))
+        grads = self.bwd_cache.pop(bwd_chunk_id)
+        ways = self._ways(self.index - 1, "dgrad")
+        return [op for i, plan, dtype in ways for op in self._send(plan, self._gradient(grads[i], plan, dtype))]
 
-    def _receive(self, plan: ReshardPlan, phase: str, micro_batch: int) -> list[dist.P2POp]:
+    def _receive_all(self, at: int, phase: str, micro_batch: int) -> list[dist.P2POp]:
+        ways = self._ways(at, phase)
+        return [op for i, plan, dtype in ways for op in self._receive(plan, dtype, (phase, i, micro_batch))]
+
+    def _receive(self, plan: ReshardPlan, dtype: torch.dtype, key: tuple[str, int, int]) -> list[dist.P2POp]:
         """What this rank lacks of its shard, into one that is made now."""
         wanted, kept = plan.wanted(self.rank), plan.kept(self.rank)
         assert wanted is not None
         messages = plan.receives(self.rank)
         held = sum(map(volume_of, (*(message.box for message in messages), *([kept] if kept else []))))
         made = torch.zeros if held < volume_of(wanted) else torch.empty
-        result = made(_shape(wanted), dtype=self.dtype, device=self.device)
+        result = made(_shape(wanted), dtype=dtype, device=self.device)
         late, ops = [], []
         for message in messages:
             room, landing = landing_in(result, message.box, wanted)
             if landing is not room:
                 late.append((room, landing))
             buffer: Any = sendable(landing)
-            buffer.ndtp_label = Label((plan.name,), phase, "receive", (AXIS,))
+            buffer.ndtp_label = Label((plan.name,), key[0], "receive", (AXIS,))
             ops.append(dist.P2POp(dist.irecv, buffer, message.sender, self.group))
-        self._arriving[phase, micro_batch] = result, late
+        self._arriving[key] = result, late
         return ops
 
     def _send(self, plan: ReshardPlan, x: Tensor) -> list[dist.P2POp]:
@@ -224,65 +240,74 @@ class PipelineStage(torch_pipelining.PipelineStage):
         parts = ((message.receiver, part_of(x, message.box, mine)) for message in plan.sends(self.rank))
         return [dist.P2POp(dist.isend, sendable(part), receiver, self.group) for receiver, part in parts]
 
-    def _passed_on(self, outputs: Any, plan: ReshardPlan) -> Tensor:
-        """What a module gave of a micro-batch.
+    def _passed_on(self, outputs: Any, at: int) -> list[Tensor]:
+        """What the module of stage `at` gave of a micro-batch.
 
         Raises:
-            LayoutError: it is no tensor of the shape and dtype that the plan has.
+            LayoutError: these are no tensors of the shapes and dtypes that the plans have.
         """
         outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-        held = plan.held(self.rank)
-        assert held is not None
+        ways = self._ways(at, "forward")
+        held = [(_shape(plan.held(self.rank)), dtype) for _, plan, dtype in ways]
         found = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in outputs]
-        if found != [(_shape(held), self.dtype)]:
-            raise LayoutError(
-                f"pipeline, {plan.name}: the module gave {', '.join(map(str, found))}; rank {self.rank} passes on its "
-                f"shard {_shape(held)}, {self.dtype}, of {plan.shape} as {plan.source}\n  fix: one tensor for each "
-                "micro-batch, of the pipeline's shape=, cut as rows() does, and dtype="
+        if found != held:
+            shards = ", and ".join(
+                f"{shape}, {dtype}, of {plan.shape} as {plan.source}"
+                for (shape, dtype), (_, plan, _) in zip(held, ways, strict=True)
             )
-        return outputs[0].detach()  # type: ignore[no-any-return]
+            raise LayoutError(
+                f"pipeline, {ways[0][1].name}: the module gave {', '.join(map(str, found))}; rank {self.rank} passes "
+                f"on its shard{'s' * (len(held) > 1)} {shards}\n  fix: {_counted(len(held))} for each micro-batch, of "
+                "the pipeline's shape=, cut as rows() does, and dtype=; what passes beside has a plan in also="
+            )
+        return [x.detach() for x in outputs]
 
-    def _gradient(self, grad: Tensor | None, plan: ReshardPlan) -> Tensor:
-        """Of what came by `plan`; zeros where the module does not use it."""
-        wanted = plan.wanted(self.rank)
-        assert wanted is not None
-        return torch.zeros(_shape(wanted), dtype=self.dtype, device=self.device) if grad is None else grad.detach()
+    def _gradient(self, grad: Tensor | None, plan: ReshardPlan, dtype: torch.dtype) -> Tensor:
+        """Of what came, to go back by `plan`; zeros where the module does not use it."""
+        if grad is not None:
+            return grad.detach()
+        return torch.zeros(_shape(plan.held(self.rank)), dtype=dtype, device=self.device)
 
-    def _taken(self, phase: str, micro_batch: int) -> Tensor:
+    def _taken(self, phase: str, i: int, micro_batch: int) -> Tensor:
         """What has come of a micro-batch, each part where it belongs."""
-        result, late = self._arriving.pop((phase, micro_batch))
+        result, late = self._arriving.pop((phase, i, micro_batch))
         for room, landing in late:
             room.copy_(landing)
         return result
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        x = self._taken("forward", fwd_chunk_id)
-        return (x.requires_grad_(self._has_gradients and torch.is_grad_enabled()),)
+        wants = self.has_backward and torch.is_grad_enabled()
+        return tuple(
+            self._taken("forward", i, fwd_chunk_id).requires_grad_(wants and _has_gradient(dtype))
+            for i, (_, dtype) in enumerate(self.passing)
+        )
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
-        return (self._taken("dgrad", bwd_chunk_id) if self._has_gradients else None,)
+        coming = {i for i, *_ in self._ways(self.index, "dgrad")}
+        return tuple(self._taken("dgrad", i, bwd_chunk_id) if i in coming else None for i in range(len(self.passing)))
 
     # ---------------------------------------------------------------------------- from stage to stage of the same ranks
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        x = self._passed_on(prev_stage_outputs, self._before)
-        self._arriving["forward", mb_index] = self._moved(self._before, x, "forward"), []
+        outputs = self._passed_on(prev_stage_outputs, self.index - 1)
+        for i, plan, dtype in self._ways(self.index - 1, "forward"):
+            self._arriving["forward", i, mb_index] = self._moved(plan, outputs[i], dtype, "forward"), []
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        if self._has_gradients:
-            grad = self._gradient(next_stage_bwd_outputs[0], self._after)
-            self._arriving["dgrad", mb_index] = self._moved(self._after.back, grad, "dgrad"), []
+        for i, plan, dtype in self._ways(self.index, "dgrad"):
+            grad = self._gradient(next_stage_bwd_outputs[i], plan, dtype)
+            self._arriving["dgrad", i, mb_index] = self._moved(plan, grad, dtype, "dgrad"), []
 
-    def _moved(self, plan: ReshardPlan, x: Tensor, phase: str) -> Tensor:
+    def _moved(self, plan: ReshardPlan, x: Tensor, dtype: torch.dtype, phase: str) -> Tensor:
         """At once: all ranks of both stages come here together."""
         if plan.is_local:
             return cut(x, plan, self.rank)
         held, wanted, kept = plan.held(self.rank), plan.wanted(self.rank), plan.kept(self.rank)
         assert held is not None and wanted is not None
-        ops = [*self._receive(plan, phase, -1), *self._send(plan, x)]
+        ops = [*self._receive(plan, dtype, (phase, 0, -1)), *self._send(plan, x)]
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
-        result = self._taken(phase, -1)
+        result = self._taken(phase, 0, -1)
         if kept is not None:
             landing_in(result, kept, wanted)[0].copy_(part_of(x, kept, held))
         return result
@@ -303,5 +328,14 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self._arriving.clear()
 
 
-def _shape(box: Box) -> tuple[int, ...]:
+def _shape(box: Box | None) -> tuple[int, ...]:
+    assert box is not None
     return tuple(stop - start for start, stop in box)
+
+
+def _has_gradient(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _counted(tensors: int) -> str:
+    return "one tensor" if tensors == 1 else f"{tensors} tensors"

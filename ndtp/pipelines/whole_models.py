@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.pipeline_plan import Shape
+from ndtp.algebra.pipeline_plan import PipelinePlan, Shape
 from ndtp.algebra.schemes import BlockLayouts, block_layouts
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
@@ -20,6 +20,8 @@ from ndtp.models.hidden import Hidden, enter, leave
 from ndtp.models.parallelize import parallelize
 from ndtp.models.roles import hidden_size
 from ndtp.nn.padding import row_multiple
+from ndtp.ops.reductions import sum_over
+from ndtp.pipelines.balance import Balance, taking
 from ndtp.pipelines.cuts import Anatomy, Arrived, Traveller, anatomy_of, part_of_model
 from ndtp.pipelines.pipeline import Pipeline
 from ndtp.pipelines.stage import PipelineStage
@@ -68,6 +70,7 @@ def pipeline_stages(
     pipeline = Pipeline(
         grids, shapes, layouts=[(block.input, block.output) for block in blocks], ranks=ranks, groups=groups
     )
+    also = [] if anatomy.balance is None else [(_passed_whole(pipeline, anatomy.balance.shape), torch.float32)]
     stages = []
     for i in pipeline.stages_of(dist.get_rank()):
         traveller = Traveller()
@@ -76,7 +79,8 @@ def pipeline_stages(
         parallelize(part, mesh, scheme=schemes[i], **options)
         data = blocks[i].input.dims[0][: _data_axes(blocks[i])]
         module = StageModule(part, traveller, (batch, length), Layout(grids[i], data), mesh.rank, takes_ids=i == 0)
-        stages.append(ModelStage(module, pipeline, i, dtype=next(model.parameters()).dtype))
+        module.balance_with(anatomy.balance)
+        stages.append(ModelStage(module, pipeline, i, dtype=next(model.parameters()).dtype, also=also))
     tied = tie(stages, pipeline, anatomy.shared) if anatomy.shared and len(grids) > 1 else []
     for stage in stages:
         stage.tied = tied
@@ -92,6 +96,12 @@ def _parts(anatomy: Anatomy, count: int, layers: Sequence[int] | None) -> list[r
             f"least 1, {total} together"
         )
     return [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(count)]
+
+
+def _passed_whole(pipeline: Pipeline, shape: tuple[int, int]) -> PipelinePlan:
+    """The plan of a small tensor that each rank of every stage has whole."""
+    bare = [(Layout(grid, None, None), Layout(grid, None, None)) for grid in pipeline.grids]
+    return PipelinePlan(pipeline.grids, shape, layouts=bare, ranks=pipeline.ranks_of)
 
 
 def _data_axes(block: BlockLayouts) -> int:
@@ -139,6 +149,7 @@ class StageModule(nn.Module):
     ids      [batch / dp, length]      this rank's sequences of a micro-batch
     hidden   [rows / .., features / ..]  as the stage's layout says
     logits   [rows / .., vocabulary / ..]
+    sums     [2, experts]                beside hidden states, of a model whose routers have a loss; see `Balance`
 
     Other tensors, such as attention masks, are those of a whole micro-batch, [batch, ..], on every rank.
     """
@@ -160,13 +171,22 @@ class StageModule(nn.Module):
         self.takes_ids = takes_ids
         self.logits: Passage | None = None
         self.traveller = traveller
+        self.balance: Balance | None = None
+        self.routed: list[Tensor] = []
 
     @property
     def split(self) -> Any:
         report: Any = self.model.ndtp_report
         return report.split
 
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+    def balance_with(self, balance: Balance | None) -> None:
+        """Take the logits of this stage's routers from now on."""
+        self.balance = balance
+        if balance is not None:
+            for router in balance.routers(self.model):
+                router.register_forward_hook(taking(balance, self.routed))
+
+    def forward(self, x: Tensor, sums: Tensor | None = None, **kwargs: Any) -> Any:
         ids = x
         if not self.takes_ids:
             # Only their number counts; padding among them would be worth a warning to some models.
@@ -178,14 +198,32 @@ class StageModule(nn.Module):
         for name, value in kwargs.items():
             if isinstance(value, Tensor) and value.dim() and len(value) == self.batch:
                 kwargs[name] = value[self.mine]
+        if self.balance is not None:
+            kwargs["output_router_logits"] = False  # which would make a loss of this stage's layers alone
+        self.routed.clear()
+        found: Any = None
         try:
             found = self.model(input_ids=ids, use_cache=False, **kwargs)
         except Arrived:
-            return self._left(self.traveller.hidden)
+            hidden = self.traveller.hidden
         finally:
             self.traveller.hidden = None
+            routed, self.routed[:] = list(self.routed), []
+        if self.balance is not None:
+            sums = self._summed(self.balance.sums(routed, kwargs.get("attention_mask")), sums)
+        if found is None:
+            return self._left(hidden) if sums is None else (self._left(hidden), sums)
         self.logits = found.logits.passage if isinstance(found.logits, Hidden) else None
-        return leave(found.logits)
+        logits: Any = leave(found.logits)
+        logits.ndtp_sums = sums
+        return logits
+
+    def _summed(self, mine: Tensor, before: Tensor | None) -> Tensor:
+        """Of all sequences of this stage's layers, and of the layers of stages before."""
+        frame: Frame = self.split.frame
+        axes, bare = frame.mesh.grid.nontrivial(frame.outside.dims[0]), Layout(frame.mesh.grid, None, None)
+        mine = sum_over(mine.to(frame.mesh.device_type), bare, axes, frame.mesh, "routers")
+        return mine if before is None else before + mine
 
     def _passage(self) -> Passage:
         split = self.split
@@ -201,7 +239,16 @@ class StageModule(nn.Module):
     def loss(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
         own: Any = self.model
         whole: Any = logits if self.logits is None else enter(logits.view_as(logits), self.logits)
-        return own.loss_function(logits=whole, labels=labels, vocab_size=own.config.vocab_size, **kwargs)  # type: ignore[no-any-return]
+        loss: Tensor = own.loss_function(logits=whole, labels=labels, vocab_size=own.config.vocab_size, **kwargs)
+        if self.balance is None:
+            return loss
+        sums = getattr(logits, "ndtp_sums", None)
+        if sums is None:
+            raise LayoutError(
+                "pipeline: the loss of the routers goes with the logits that the last stage gave; these are others\n"
+                "  fix: stage.loss of those, as they are"
+            )
+        return loss + self.balance.coefficient * self.balance.loss(sums).to(loss)
 
 
 class ModelStage(PipelineStage):
@@ -225,9 +272,9 @@ class ModelStage(PipelineStage):
         return super().rows(whole, micro_batches, self.submod.sequences if layout is None else layout)
 
     def volume(self, micro_batches: int) -> Volume:
-        """The exact traffic between stages in a step, all stages of this rank together, in bytes that it receives."""
-        between = self.pipeline.volume(self.rank, micro_batches)
-        return sum((weight.volume for weight in self.tied), between).in_bytes(self.dtype.itemsize)
+        """As ever, with the weights that two stages share."""
+        shared = sum((weight.volume for weight in self.tied), Volume())
+        return super().volume(micro_batches) + shared.in_bytes(self.dtype.itemsize)
 
     def loss(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
         """The dense model's own loss of a micro-batch, on every rank of the last stage: a schedule's `loss_fn`.

@@ -60,3 +60,22 @@ def test_what_cannot_be_cut():
     inner.layers[2].register_forward_pre_hook(lambda layer, args: (args[0] + 0, *args[1:]))
     with pytest.raises(LayoutError, match=r"layers\.2 takes something else than what the layer before it gave"):
         anatomy_of(model)
+
+
+def test_a_loss_of_routers_that_is_not_the_common_one(monkeypatch):
+    model = model_of("Mixtral", num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
+    assert anatomy_of(model).balance.shape == (2, 4)
+    words = r"MixtralForCausalLM adds aux_loss .* not as transformers' .*\n  fix: config.output_router_logits = False"
+
+    def twice(model, args, out):
+        if out.loss is not None:
+            out.loss = 2 * out.loss
+
+    handle = model.register_forward_hook(twice)
+    with pytest.raises(LayoutError, match=words):
+        anatomy_of(model)
+    handle.remove()
+    formula = f"{type(model).__module__}.load_balancing_loss_func"
+    monkeypatch.setattr(formula, lambda logits, *_: sum(each.square().mean() for each in logits))
+    with pytest.raises(LayoutError, match=words):
+        anatomy_of(model)

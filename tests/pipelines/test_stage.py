@@ -15,6 +15,8 @@ from torch.distributed.pipelining import (
 import ndtp
 from ndtp import CommMeter, Grid, Pipeline, PipelineStage
 from ndtp.algebra.expert_plan import expert_plan
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.pipeline_plan import PipelinePlan
 from ndtp.algebra.schemes import block_layouts
 from ndtp.algebra.volume import Traffic, Volume
 from ndtp.errors import CheckpointError
@@ -31,8 +33,20 @@ class Residual(nn.Module):
         return x + self.block(x)
 
 
+class WithFactors(Residual):
+    """Beside x, which is split, passes the product of all stages' factors, which each rank has whole."""
+
+    def __init__(self, block, stage):
+        super().__init__(block)
+        self.factors = nn.Parameter(torch.tensor([1.0 + stage, -2.0], dtype=torch.float64))
+
+    def forward(self, x, product=1.0):
+        return super().forward(x), product * self.factors
+
+
 def summed_error(y, target):
-    return ((y - target) ** 2).sum()
+    y, product = y if isinstance(y, tuple) else (y, torch.zeros(1))
+    return ((y - target) ** 2).sum() + product.sum()
 
 
 def within(stages):
@@ -57,12 +71,14 @@ CASES = [
 def check_case(grids, where, kind):
     pipeline = Pipeline(grids, SHAPE, **where)
     blocks = {
-        i: Residual(
-            ndtp.nn.MLP(8, 16, mesh=pipeline.mesh(i), scheme="3d", seed=i, dtype=torch.float64, activation="relu")
+        i: WithFactors(
+            ndtp.nn.MLP(8, 16, mesh=pipeline.mesh(i), scheme="3d", seed=i, dtype=torch.float64, activation="relu"), i
         )
         for i in pipeline.stages_of(torch.distributed.get_rank())
     }
-    stages = [PipelineStage(block, pipeline, i, dtype=torch.float64) for i, block in blocks.items()]
+    bare = [(Layout(grid, None), Layout(grid, None)) for grid in grids]
+    also = [(PipelinePlan(grids, (2,), layouts=bare, ranks=pipeline.ranks_of), torch.float64)]
+    stages = [PipelineStage(block, pipeline, i, dtype=torch.float64, also=also) for i, block in blocks.items()]
     single = kind in (Schedule1F1B, ScheduleGPipe)
     schedule = kind(
         stages[0] if single else stages, n_microbatches=MICRO_BATCHES, loss_fn=summed_error, scale_grads=False
@@ -77,7 +93,7 @@ def check_case(grids, where, kind):
         with CommMeter() as meter:
             schedule.step(*x, target=target)
         between = Volume(tuple(entry for entry in meter.volume if entry.collective == "receive"))
-        planned = pipeline.volume(torch.distributed.get_rank(), MICRO_BATCHES).in_bytes(8)
+        planned = stages[0].volume(MICRO_BATCHES)
         if kind in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):  # others ask for gradients twice
             inside = Volume(tuple(e for e in meter.volume if e.collective != "receive" and e.phase != "check"))
             assert inside == Volume.of(within(stages)), f"{inside}, {Volume.of(within(stages))}"
@@ -87,7 +103,10 @@ def check_case(grids, where, kind):
                                activation="relu").to_dense()) for i in range(len(grids)))
     )  # fmt: skip
     (2 * summed_error(dense(whole_x), whole_y)).backward()  # two steps
+    every = [torch.tensor([1.0 + i, -2.0], dtype=torch.float64) for i in range(len(grids))]
     for i, block in blocks.items():
+        others = torch.stack([each for j, each in enumerate(every) if j != i]).prod(0)
+        torch.testing.assert_close(block.factors.grad, 2 * MICRO_BATCHES * others)
         mine = dict(block.block.named_parameters())
         for name, parameter in dense[i].block.named_parameters():
             name = name.replace("0.", "up.").replace("2.", "down.")
@@ -103,6 +122,9 @@ def check_files(folder):
     half = ndtp.ProcessGrid.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "x"))["x"])
     pipeline, said = Pipeline([Grid(x=2), Grid(y=2)], SHAPE), []
     stage = PipelineStage(ndtp.nn.MLP(8, 16, mesh=pipeline.mesh()), pipeline)
+    elsewhere = PipelinePlan(pipeline.grids, SHAPE, ranks=[(0, 2), (1, 3)])
+    with pytest.raises(ndtp.GridError, match=r"also= has stage 0: .*\n  fix: the same ranks="):
+        PipelineStage(stage.submod, pipeline, also=[(elsewhere, torch.float64)])
     for model in (ndtp.nn.MLP(8, 16, mesh=half), stage, stage.submod):
         for write in (lambda m, at: ndtp.checkpoint.save(m, None, at), ndtp.checkpoint.export_safetensors):
             try:
