@@ -210,15 +210,15 @@ def _agreed(value: float) -> float:
 
 def links_of(mesh: ProcessGrid, like: Tensor) -> Speeds:
     """What the links do, measured; products take no time."""
-    latency, per_byte = {}, {}
+    latency, per_byte, gap = {}, {}, {}
     probe = Probe(mesh.collectives, like)
     for axis in probe.axes:
         share = PROBE_BYTES // (mesh.grid[axis] - 1)
         for kind in KINDS:
             one = Probe(mesh.collectives, like)
             one.axes = (axis,)
-            latency[kind, axis], per_byte[kind, axis] = probe.slowest(one.links(share, (kind,)))
-    return Speeds(latency, per_byte, 0.0, 0.0, 0.0)
+            latency[kind, axis], per_byte[kind, axis], gap[kind, axis] = probe.slowest(one.links(share, (kind,)))
+    return Speeds(latency, per_byte, 0.0, 0.0, 0.0, gap)
 
 
 def _communication(plans: Any, sizes: Any, itemsize: int, wire: Speeds, phases: tuple[str, ...]) -> float:
@@ -241,7 +241,7 @@ def _predicted(
     for axis in job.case.grid.nontrivial(job.case.grid.names):  # what was received is read, and the sum is written
         ranks = job.case.grid[axis]
         per_byte["reduce_scatter", axis] += (ranks + 1) / (ranks - 1) * clock.flops_per_byte / clock.rate
-    speeds = Speeds(wire.latency, per_byte, 1 / clock.rate, 0.0, 0.0)
+    speeds = Speeds(wire.latency, per_byte, 1 / clock.rate, 0.0, 0.0, wire.gap)
     elements = plans[0].out.shard_shape((job.shape.tokens, job.shape.ffn))
     after = 2 * itemsize * elements[0] * elements[1] * clock.flops_per_byte / clock.rate
     products = products_of(plans, sizes, itemsize, speeds, chunks, after)

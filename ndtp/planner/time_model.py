@@ -117,6 +117,10 @@ class Network:
         per_byte, latency = self.cost(collective, axis)
         return received * per_byte + (np.asarray(received) > 0) * latency
 
+    def occupied(self, collective: str, axis: str, received: Any) -> Any:
+        """Until the link is free: a profile does not say what part of a latency goes by beside other bytes."""
+        return self.seconds(collective, axis, received)
+
     def crosses(self, axis: str) -> Any:
         """Whether the groups of an axis leave their node."""
         return self.reach_of(axis).nodes > 1

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 ROWS = 2**10  # of a rank, for which a weight is worth a measurement, where ranks may have other numbers of rows
+CALLS = 4  # together, to see what of a latency goes by while others move
 MOST_BYTES = 2**28  # of a gathered probe: a long axis must not take the memory of the model
 logger = logging.getLogger("ndtp")
 
@@ -215,12 +216,18 @@ class Probe:
         step = Step(kind, (axis,), None if kind == "all_reduce" else 0, 0)
         return self.collectives.start(step, self.like.new_zeros(count), ("speeds",), "forward")
 
+    def calls(self, kind: str, axis: str, count: int, calls: int) -> None:
+        """Collectives that are under way together, until all are done."""
+        for handle in [self.start(kind, axis, count) for _ in range(calls)]:
+            handle.wait()
+
     def share(self, probe_bytes: int, axis: str) -> int:
         """Elements of a rank's share."""
         return min(probe_bytes, MOST_BYTES // self.collectives.groups.grid[axis]) // self.like.element_size()
 
     def links(self, probe_bytes: int, kinds: Sequence[str] = KINDS, axes: Sequence[str] | None = None) -> list[float]:
-        """On this rank, of each axis and kind of collective: seconds of a call, and those of a byte received.
+        """On this rank, of each axis and kind of collective: seconds of a call, those of a byte received, and those
+        between calls that are under way together.
 
         Args:
             probe_bytes: of a rank's share.
@@ -232,12 +239,13 @@ class Probe:
             elements = self.share(probe_bytes, axis)
             for kind in kinds:
                 share = 1 if kind == "all_gather" else ranks
-                small, large = (
-                    self.seconds(lambda kind=kind, axis=axis, count=count: self.start(kind, axis, count).wait())  # type: ignore[misc]
-                    for count in (64 * share, elements * share)
+                small, many, large = (
+                    self.seconds(partial(self.calls, kind, axis, count, calls))
+                    for count, calls in ((64 * share, 1), (64 * share, CALLS), (elements * share, 1))
                 )
                 received = elements * self.like.element_size() * (ranks - 1) * (2 if kind == "all_reduce" else 1)
-                found += [small, max(large - small, 0.0) / received]
+                gap = min(small, max(0.0, many - small) / (CALLS - 1))
+                found += [small, max(large - small, 0.0) / received, gap]
         return found
 
 
@@ -255,8 +263,8 @@ def measure(
     figures, probe = kind_of(like.device.type), Probe(collectives, like, repeats)
     side, device, axes = figures.probe_side, like.device, probe.axes
     seconds, slowest = probe.seconds, probe.slowest
-    latency, per_byte = ({}, {}) if known is None else (dict(known.latency), dict(known.per_byte))
-    new = [axis for axis in axes if (KINDS[0], axis) not in latency]
+    links = ({}, {}, {}) if known is None else (dict(known.latency), dict(known.per_byte), dict(known.gap))
+    new = [axis for axis in axes if (KINDS[0], axis) not in links[0]]
     found = probe.links(figures.probe_bytes, axes=new)
     # Random: a chip that multiplies ones draws less power, and runs faster.  Not out of the user's own random numbers.
     generator = torch.Generator(device).manual_seed(0)
@@ -267,13 +275,12 @@ def measure(
     )
     launch, product = seconds(multiply_tiny), seconds(lambda: [multiply_big() for _ in range(4)]) / 4
     found = slowest([*found, product / (2.0 * side**3), launch])
-    keys = [(kind, axis) for axis in new for kind in KINDS]
-    links = len(keys)
-    latency |= zip(keys, found[: 2 * links : 2], strict=True)
-    per_byte |= zip(keys, found[1 : 2 * links : 2], strict=True)
-    per_flop, launch = found[2 * links :]
+    *of_links, per_flop, launch = found
+    for i, link in enumerate(links):
+        link |= zip([(kind, axis) for axis in new for kind in KINDS], of_links[i::3], strict=True)
+    latency, per_byte, gap = links
     if known is not None or not axes:
-        return Speeds(latency, per_byte, per_flop, launch, 0.0 if known is None else known.contention)
+        return Speeds(latency, per_byte, per_flop, launch, 0.0 if known is None else known.contention, gap)
     elements = probe.share(figures.probe_bytes, axes[-1])
 
     def together(num_gathers: int, num_products: int) -> float:
@@ -292,4 +299,4 @@ def measure(
     num_products = max(1, round(gathers / (per_flop * 2.0 * side**3)))
     products, both = together(0, num_products), together(num_gathers, num_products)
     hidden = (gathers + products - both) / min(gathers, products)
-    return Speeds(latency, per_byte, per_flop, launch, min(1.0, max(0.0, 1 - hidden)))
+    return Speeds(latency, per_byte, per_flop, launch, min(1.0, max(0.0, 1 - hidden)), gap)

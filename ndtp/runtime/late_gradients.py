@@ -96,6 +96,8 @@ class Backward:
         chains: gradients, oldest first.
         task: the backward, if one is going on, by the number that autograd gives it.
         deferred: parts of gradients, to be multiplied later.
+        defers: whether the chain that it is in has left them.
+        owner: the gradients of the chain that has, once it is through.
         taken_up: what it ends of what was left in partial sums.
         window: sequence numbers in autograd of the last products: a weight's gradient is waited for when backward has
             gone past the oldest of them.  Two products hide a reduction, and bound the gradients that are held
@@ -105,6 +107,8 @@ class Backward:
     chains: deque[list[LateGradient]] = field(default_factory=deque)
     task: int | None = None
     deferred: deque[Callable[[], None]] = field(default_factory=deque)
+    defers: bool = False
+    owner: list[LateGradient] | None = None
     taken_up: list[PartialSums] = field(default_factory=list)
     window: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
@@ -154,6 +158,8 @@ class LateGradients:
             if len(self.backward.chains) == WINDOW:
                 self._finish_chain()
             self.backward.chains.append(list(gradients))
+            if self.backward.defers:
+                self.backward.defers, self.backward.owner = False, self.backward.chains[-1]
         if gradients or takes_up is not None:
             self.end_with_backward(takes_up)
 
@@ -172,11 +178,13 @@ class LateGradients:
         Until then it holds its operands: those of one product of one chain.
         """
         self.backward.deferred.append(rest)
+        self.backward.defers = True
         self.end_with_backward(None)
 
     @torch.no_grad()
     def catch_up(self) -> None:
         """Multiply what was deferred, and start to reduce it."""
+        self.backward.defers, self.backward.owner = False, None
         deferred = self.backward.deferred
         while deferred:
             deferred.popleft()()
@@ -199,8 +207,9 @@ class LateGradients:
 
     def _finish_chain(self) -> None:
         """The oldest one: each of its gradients goes on while others are waited for."""
-        self.catch_up()
         chain = self.backward.chains.popleft()
+        if chain is self.backward.owner:
+            self.catch_up()
         with staying():
             for late in chain:
                 late.start_next()

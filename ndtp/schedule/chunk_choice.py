@@ -6,7 +6,7 @@ A chunk more hides more of the collectives behind the products, and costs the fi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -34,6 +34,10 @@ class Speeds:
         per_byte: (collective, axis) -> seconds per byte received.
         per_flop, launch: of local products, all ranks at once; seconds of each, and of a product that is tiny.
         contention: how much of the time of a collective beside products these lose by it, from 0 to 1.
+        gap: (collective, axis) -> seconds for which a call keeps the next one from the link, beside those of its bytes:
+            of its latency what does not go by while another's bytes are moved; default: all.
+
+    Source of the three figures of a link: Alexandrov et al., "LogGP", 1995.
     """
 
     latency: Mapping[tuple[str, str], float]
@@ -41,25 +45,36 @@ class Speeds:
     per_flop: float
     launch: float
     contention: float
+    gap: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def seconds(self, collective: str, axes: Any, received: Any) -> float:
         """A collective over axes, of which the slowest counts; nothing where nothing moves."""
+        return self._slowest(self.latency, collective, axes, received)
+
+    def occupied(self, collective: str, axes: Any, received: Any) -> float:
+        """Until the link is free for the next collective."""
+        return self._slowest(self.gap or self.latency, collective, axes, received)
+
+    def _slowest(self, fixed: Mapping[tuple[str, str], float], collective: str, axes: Any, received: Any) -> float:
         if not received:
             return 0.0
-        return max(self.latency[collective, axis] + received * self.per_byte[collective, axis] for axis in axes)
+        return max(fixed[collective, axis] + received * self.per_byte[collective, axis] for axis in axes)
 
     def crosses(self, axes: Any) -> bool:
         return False  # every collective in one queue: axes mostly share a rank's link
 
     def to_json(self) -> dict[str, Any]:
-        links = {" ".join(key): [self.latency[key], self.per_byte[key]] for key in self.latency}
+        figures = (self.latency, self.per_byte, self.gap or self.latency)
+        links = {" ".join(key): [figure[key] for figure in figures] for key in self.latency}
         return {"links": links, "products": [self.per_flop, self.launch, self.contention]}
 
     @classmethod
     def from_json(cls, kept: Mapping[str, Any]) -> Speeds:
-        links = {(kind, axis): both for key, both in kept["links"].items() for kind, axis in [key.split(" ")]}
-        latency, per_byte = ({key: float(both[i]) for key, both in links.items()} for i in (0, 1))
-        return cls(latency, per_byte, *map(float, kept["products"]))
+        links = {(kind, axis): link for key, link in kept["links"].items() for kind, axis in [key.split(" ")]}
+        # Files of earlier versions say nothing of gaps.
+        latency, per_byte, gap = ({key: float(x[i]) for key, x in links.items() if i < len(x)} for i in range(3))
+        per_flop, launch, contention = map(float, kept["products"])
+        return cls(latency, per_byte, per_flop, launch, contention, gap)
 
 
 def settled(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]]) -> str:

@@ -29,6 +29,8 @@ class Links(Protocol):
 
     def seconds(self, collective: str, axis: str, received: Any) -> Any: ...
 
+    def occupied(self, collective: str, axis: str, received: Any) -> Any: ...
+
     def crosses(self, axis: str) -> Any: ...
 
 
@@ -144,8 +146,9 @@ class Timeline:
         crosses = self.links.crosses(axis)
         begin = np.maximum(self.now, np.where(crosses, self.across, self.inside))
         end, moves = begin + seconds, seconds > 0
-        self.across = np.where(moves & crosses, end, self.across)
-        self.inside = np.where(moves & ~crosses, end, self.inside)
+        free = begin + self.links.occupied(collective, axis, received)
+        self.across = np.where(moves & crosses, free, self.across)
+        self.inside = np.where(moves & ~crosses, free, self.inside)
         self._keep(axis, key, collective, begin, end)
         return np.where(moves, begin, self.now), np.where(moves, end, self.now)
 
@@ -230,20 +233,21 @@ def _tasks(products: Sequence[Product], chunks: int, regather: bool) -> Iterator
             if task.action is Action.ADVANCE:
                 yield from _gradients(Action.START_NEXT, chains[k + 1 : k + 2], chunks, products)
             elif task.action is Action.CATCH_UP:
-                for i in chains[k + 1][:1] if k + 1 < len(chains) else ():
-                    yield from _deferred(i, chunks) if not products[i].whole else ()
-            elif task.action is Action.DEFER:
-                if k == 0 and task.chunk == first_deferred(chunks):
-                    yield from _deferred(chain[0], chunks)
-            else:
+                yield from _deferred(chains[k + 1 : k + 2], chunks, products)
+            elif task.action is not Action.DEFER:
                 yield "backward", chain[task.product], task
         yield from _gradients(Action.WAIT, chains[k + WINDOW : k + WINDOW + 1], chunks, products)
+    yield from _deferred(chains[:1], chunks, products)
     yield from _gradients(Action.START_NEXT, chains[WINDOW - 1 :: -1], chunks, products)
 
 
-def _deferred(product: int, chunks: int) -> Iterator[tuple[str, int, Task]]:
-    for j in range(first_deferred(chunks), chunks):
-        yield from (("backward", product, Task(action, "dB", j)) for action in (Action.MULTIPLY, Action.START))
+def _deferred(
+    chains: Sequence[Sequence[int]], chunks: int, products: Sequence[Product]
+) -> Iterator[tuple[str, int, Task]]:
+    """What these chains left of a weight's gradient."""
+    for first, *_ in chains:
+        for j in () if products[first].whole else range(first_deferred(chunks), chunks):
+            yield from (("backward", first, Task(action, "dB", j)) for action in (Action.MULTIPLY, Action.START))
 
 
 def _gradients(

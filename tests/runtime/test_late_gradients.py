@@ -49,8 +49,8 @@ def test_gradients_of_one_product_take_no_younger_ones_along_whichever_arrives_f
 
         @staticmethod
         def backward(ctx, grad):
-            queue.came_through([of_product["second", name] for name in ("weight", "bias")], None)
             queue.defer(lambda: noted.append("rest of second"))
+            queue.came_through([of_product["second", name] for name in ("weight", "bias")], None)
             queue.start_next()  # where the chain that follows has multiplied enough
             queue.came_through([of_product["first", name] for name in ("weight", "bias")], None)
             expected = ["rest of second", "2 of weight of second", "2 of bias of second"]
@@ -63,3 +63,31 @@ def test_gradients_of_one_product_take_no_younger_ones_along_whichever_arrives_f
 
     Backward.apply(torch.ones((), requires_grad=True)).backward()
     assert noted == [f"{i} of {name} of first" for i in (2, 3) for name in ("weight", "bias")]
+
+
+def test_what_a_chain_defers_is_done_where_its_gradients_are_waited_for_and_no_earlier():
+    """The window moves on at the end of every chain; what that one deferred is for the gather of the next."""
+    queue, noted, sums = LateGradients(), [], PartialSums()
+
+    def chain(name, defers=True):
+        if defers:
+            queue.defer(lambda: noted.append(f"rest of {name}"))
+        queue.came_through([queue.expect(NotedMove(name, noted), None, sums)], None)
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            chain("third", defers=False)
+            chain("second", defers=False)
+            chain("first")
+            assert noted == ["2 of third", "3 of third"]
+            for norm in ("its norm", "and that one's input"):  # weights of no product, which has nothing to fill
+                chain(norm, defers=False)
+            assert noted[4:] == ["rest of first", "2 of first", "3 of first"]
+            return grad
+
+    Backward.apply(torch.ones((), requires_grad=True)).backward()

@@ -21,11 +21,11 @@ def chain(grid=CUBE, rows=ROWS):
     return plans, [{"m": rows, "k": HIDDEN, "n": INNER}, {"m": rows, "k": INNER, "n": HIDDEN}]
 
 
-def speeds(gigabytes=0.1, latency=1e-4, gigaflops=20.0, launch=1e-5, contention=0.0):
+def speeds(gigabytes=0.1, latency=1e-4, gigaflops=20.0, launch=1e-5, contention=0.0, gap=None):
     keys = [(kind, axis) for kind in KINDS for axis in "zxy"]
-    return Speeds(
-        dict.fromkeys(keys, latency), dict.fromkeys(keys, 1e-9 / gigabytes), 1e-9 / gigaflops, launch, contention
-    )
+    links = dict.fromkeys(keys, latency), dict.fromkeys(keys, 1e-9 / gigabytes)
+    gaps = {} if gap is None else dict.fromkeys(keys, gap)
+    return Speeds(*links, 1e-9 / gigaflops, launch, contention, gaps)
 
 
 def test_chunks_where_there_is_something_to_hide_and_something_to_hide_it_behind():
@@ -61,9 +61,21 @@ def test_what_is_small():
     assert list(small.values()) == [False, False, True, True]
 
 
+def test_a_latency_that_goes_by_beside_other_bytes_costs_nothing_but_at_the_ends():
+    one, many = (seconds_of(*chain(), 4, speeds(latency=1e-2, gap=0.0), n) for n in (1, 8))
+    serial = seconds_of(*chain(), 4, speeds(latency=1e-2), 8)
+    free = seconds_of(*chain(), 4, speeds(latency=0.0), 8)
+    assert free < many < serial and many - free < (serial - free) / 2
+    assert choose(*chain(), 4, speeds(latency=1e-2, gap=0.0))[0] > choose(*chain(), 4, speeds(latency=1e-2))[0]
+    assert many < one
+
+
 def test_speeds_are_kept_as_json():
-    kept = speeds(contention=0.25)
+    kept = speeds(contention=0.25, gap=3e-5)
     assert Speeds.from_json(json.loads(json.dumps(kept.to_json()))) == kept
+    earlier = kept.to_json()
+    earlier["links"] = {key: link[:2] for key, link in earlier["links"].items()}  # of a file without gaps
+    assert Speeds.from_json(earlier) == speeds(contention=0.25)
 
 
 @pytest.mark.parametrize("regather", [(), ("a", "b")], ids=str)
