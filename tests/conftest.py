@@ -1,36 +1,43 @@
 import gc
+import importlib
 from collections.abc import Iterator
 
 import pytest
-
-from ndtp.testing.pool import close_shared_pools
-from ndtp.testing.pytest_plugin import ranks
-
-__all__ = ["ranks"]
 
 # What takes longest comes first: at the end a worker would wait for the other one's last file.
 LONGEST = (
     "test_aot.py", "test_interpreter.py", "test_bench_programs.py", "test_failures.py", "test_launch.py",
     "test_docs.py", "test_compile.py", "test_mlp.py",
 )  # fmt: skip
+FEW = 10  # files, of which perhaps none compiles
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is imported, of which nothing is garbage: a tenth of the time that it takes
     config.option.loadscopereorder = False  # pytest-xdist would take the files with the most tests first
+    # Who only hands out tests has no ranks, and imports no torch.
+    if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
+        config.pluginmanager.import_plugin("ndtp.testing.pytest_plugin")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported so far stays: no collection of garbage need look at it again."""
+    if len({item.path for item in session.items}) > FEW:
+        importlib.import_module("torch._inductor.compile_fx")  # then ranks find it imported, of which twenty compile
+    gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _ranks_end_with_their_file() -> Iterator[None]:
     """Ranks that idle take a tenth of a core: gloo's threads wake a hundred times a second.  New ones start as fast."""
+    from ndtp.testing.pool import close_shared_pools
+
     yield
     close_shared_pools()
