@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.belongings import Belongings
+from ndtp.models.pieces import Staged, whole_of
 from ndtp.models.state_entries import Entry, empty_like_it, entries_of, mesh_of_model, meta_tensors
 from ndtp.nn.linear import Linear
 from ndtp.nn.random import draw_seed, key_of, uniform
@@ -85,7 +87,7 @@ def _compute(root: Any, buffers: list[tuple[nn.Module, str, str]]) -> None:
             )
 
 
-def initialize(model: nn.Module, seed: int | None = None, device: Any = None) -> None:
+def initialize(model: nn.Module | Staged | Sequence[Staged], seed: int | None = None, device: Any = None) -> None:
     """First values for a model on a grid, each rank for what it has: for one that was made on the meta device.
 
     The model's own code draws (`initialize_weights` of transformers, else `reset_parameters` of the modules); what it
@@ -93,10 +95,19 @@ def initialize(model: nn.Module, seed: int | None = None, device: Any = None) ->
     every grid.  It is not what torch's generator would give the dense model.
 
     Args:
+        model: or the stages of a pipeline that this rank has: what two of them share gets the first one's values.
         seed: default: drawn from torch's generator, which must be seeded alike on every rank.
         device: default: that of the grid.
     """
     seed = draw_seed() if seed is None else seed
+    whole = whole_of(model)
+    for piece in whole.pieces:
+        _initialize(piece.module, seed, device)
+    for settle in whole.settling:
+        settle()
+
+
+def _initialize(model: nn.Module, seed: int, device: Any) -> None:
     materialise(model, device)
     mesh = mesh_of_model(model)
     entries = entries_of(model, mesh)
@@ -145,7 +156,6 @@ class _Draws(TorchDispatchMode):
         super().__init__()
         self.rank, self.seed = 0 if mesh is None else mesh.rank, seed
         self.entries = {_memory(e.local): e for e in entries}
-        self.times: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -171,12 +181,12 @@ class _Draws(TorchDispatchMode):
         return target
 
     def _draw(self, entry: Entry, name: str, first: float | None, second: float | None) -> None:
+        # What is drawn twice, as a tied weight is for each of its names, is the same both times: the last one stays.
         key = entry.keys[0]
-        self.times[key] = time = self.times.get(key, 0) + 1
         part = entry.part(self.rank)
         shape, parts = entry.real or (1,), part or (slice(0, 1),)
         one, other = (
-            uniform(shape, parts, key_of(self.seed, f"{key} {time} {which}"), entry.local.device)
+            uniform(shape, parts, key_of(self.seed, f"{key} 1 {which}"), entry.local.device)
             for which in ("first", "second")
         )
         if name == "uniform_":

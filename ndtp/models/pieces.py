@@ -59,11 +59,20 @@ class Whole:
         crew: the ranks that have all of it together.
         count: of pieces, on all ranks.
         rounds: the most pieces that a rank has.
+        settling: called when all pieces have got their first values: what makes equal what they share.
         keys: of every tensor of the whole model, of each all keys.
     """
 
-    def __init__(self, pieces: Sequence[Piece], crew: Crew, count: int = 1, rounds: int = 1) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        crew: Crew,
+        count: int = 1,
+        rounds: int = 1,
+        settling: Sequence[Callable[[], None]] = (),
+    ) -> None:
         self.pieces, self.crew, self.count, self.rounds = list(pieces), crew, count, rounds
+        self.settling = settling
         self.keys: list[tuple[str, ...]] = []
 
     def meet(self, what: str) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ndtp.errors import LayoutError
 from ndtp.models.router_loss import FORMULA
+from ndtp.pipelines.without_numbers import runnable
 
 RECORDED = "_can_record_outputs"  # transformers: of which modules the router logits are an output
 
@@ -130,7 +131,7 @@ def _is_added(model: Any, balance: Balance) -> bool:
     logits: list[Tensor] = []
     handles = [each.register_forward_hook(taking(balance, logits)) for each in balance.routers(model)]
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), runnable(model):
             out = model(input_ids=ids, labels=ids, use_cache=False)
     finally:
         for handle in handles:

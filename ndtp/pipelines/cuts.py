@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ndtp.errors import LayoutError
 from ndtp.pipelines.balance import Balance, balance_of
+from ndtp.pipelines.without_numbers import runnable
 
 
 @dataclass
@@ -109,7 +110,7 @@ class _Trial:
         try:
             for p, _ in wanted:
                 p.requires_grad_(True)
-            with torch.random.fork_rng(), torch.enable_grad():
+            with torch.random.fork_rng(), torch.enable_grad(), runnable(model):
                 found = model(input_ids=ids, use_cache=False)
         finally:
             for p, before in wanted:

@@ -39,5 +39,5 @@ def clip_grad_norm_(stages: Sequence[PipelineStage], max_norm: float) -> Tensor:
 
 def _counted(stage: PipelineStage) -> list[nn.Parameter]:
     """The parameters of a stage, but for those that the first stage counts."""
-    elsewhere = {id(weight) for weight in stage.shared_with_first}
+    elsewhere = {id(stage.model.get_parameter(name)) for name in stage.known_as}
     return [each for each in stage.submod.parameters() if id(each) not in elsewhere]

@@ -45,8 +45,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
     Attributes:
         pipeline, index, mesh: where it is.
         finishing: called when this rank has its gradients of a step, in order; see `ndtp.pipelines.tied`.
-        shared_with_first: parameters that the first stage has, too.
-        known_as: the same, by name: that in this stage's model -> that in the first one's.
+        known_as: of what the first stage has, too: the name in this stage's model -> that in the first one's.
+        settling: called when parameters have got their first values where they lie, in order.
 
     Raises:
         GridError: this rank has no part of the stage, or of several and no index is given; a plan in `also` that has
@@ -86,8 +86,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.passing = ((pipeline, self.dtype), *also)
         self.finishing: list[Callable[[], None]] = []
-        self.shared_with_first: list[nn.Parameter] = []
         self.known_as: dict[str, str] = {}
+        self.settling: list[Callable[[], None]] = []
         self._runtime_validate = False  # of metadata that is not there
         self._arriving: dict[tuple[str, int, int], tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
         self._agreed: set[str] = set()
@@ -107,7 +107,9 @@ class PipelineStage(torch_pipelining.PipelineStage):
             for each in sorted(stages, key=lambda stage: stage.index)
         ]
         crew = Crew(pipeline.group, pipeline.all_ranks, self.mesh.device_type, (AXIS,))
-        return Whole(pieces, crew, pipeline.num_stages, max(map(pipeline.places.count, pipeline.places)))
+        rounds = max(map(pipeline.places.count, pipeline.places))
+        settling = list(dict.fromkeys(each for stage in stages for each in stage.settling))
+        return Whole(pieces, crew, pipeline.num_stages, rounds, settling)
 
     @property
     def in_layout(self) -> Layout:

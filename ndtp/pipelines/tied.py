@@ -27,17 +27,28 @@ class TiedWeight:
 
     Args:
         plan: from the shards of the first stage to those of the last.
-        own: this rank's parameters, by whether they are those of the last stage.
+        where: this rank's stages that have it, and by which name; by whether it is the last one.
     """
 
-    def __init__(self, plan: ReshardPlan, pipeline: Pipeline, own: Mapping[bool, nn.Parameter]) -> None:
-        self.plan, self.pipeline, self.own = plan, pipeline, own
+    def __init__(self, plan: ReshardPlan, pipeline: Pipeline, where: Mapping[bool, tuple[PipelineStage, str]]) -> None:
+        self.plan, self.pipeline, self.where = plan, pipeline, where
         self.rank = dist.get_rank()
+
+    @property
+    def own(self) -> dict[bool, nn.Parameter]:
+        """This rank's parameters; one that was on the meta device is another when it has values."""
+        return {is_last: stage.model.get_parameter(name) for is_last, (stage, name) in self.where.items()}
+
+    @property
+    def trains(self) -> bool:
+        return any(weight.requires_grad for weight in self.own.values())
 
     @property
     def volume(self) -> Volume:
         """The exact traffic of a step, in elements that this rank receives."""
-        ways = (self.plan if is_last else self.plan.back for is_last in self.own)
+        if not self.trains:
+            return Volume()
+        ways = (self.plan if is_last else self.plan.back for is_last in self.where)
         return Volume.of(Traffic("wgrad", "receive", (AXIS,), way.received(self.rank)) for way in ways)
 
     @torch.no_grad()
@@ -46,7 +57,8 @@ class TiedWeight:
         ops: list[dist.P2POp] = []
         sums: list[tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]] = []
         group = self.pipeline.group
-        for is_last, weight in self.own.items():
+        own = self.own
+        for is_last, weight in own.items():
             there, back = (self.plan.back, self.plan) if is_last else (self.plan, self.plan.back)
             gradient, held = _gradient(weight), there.held(self.rank)
             assert held is not None
@@ -61,7 +73,7 @@ class TiedWeight:
                 ops.append(dist.P2POp(dist.irecv, buffer, message.sender, group))
             kept, other = back.kept(self.rank), back.held(self.rank)
             if kept is not None and other is not None:
-                landing_in(theirs, kept, held)[0].copy_(part_of(_gradient(self.own[not is_last]), kept, other))
+                landing_in(theirs, kept, held)[0].copy_(part_of(_gradient(own[not is_last]), kept, other))
             sums.append((gradient, theirs, late))
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
@@ -69,6 +81,34 @@ class TiedWeight:
             for room, landing in late:
                 room.copy_(landing)
             gradient += theirs
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """The first stage's values to the last one, for weights that were made where they lie."""
+        ops: list[dist.P2POp] = []
+        late: list[tuple[Tensor, Tensor]] = []
+        plan, own, group = self.plan, self.own, self.pipeline.group
+        held, wanted, kept = plan.held(self.rank), plan.wanted(self.rank), plan.kept(self.rank)
+        if held is not None:
+            mine = _local(own[False])
+            for message in plan.sends(self.rank):
+                ops.append(dist.P2POp(dist.isend, part_of(mine, message.box, held), message.receiver, group))
+        if wanted is not None:
+            for message in plan.receives(self.rank):
+                room, landing = landing_in(_local(own[True]), message.box, wanted)
+                late += [(room, landing)] * (landing is not room)
+                ops.append(dist.P2POp(dist.irecv, landing, message.sender, group))
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+        for room, landing in late:
+            room.copy_(landing)
+        if kept is not None and held is not None and wanted is not None:
+            landing_in(_local(own[True]), kept, wanted)[0].copy_(part_of(mine, kept, held))
+
+
+def _local(weight: Any) -> Tensor:
+    weight = weight.detach()
+    return weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[no-any-return]
 
 
 def _gradient(weight: Any) -> Tensor:
@@ -89,7 +129,10 @@ def tie(stages: Sequence[PipelineStage], pipeline: Pipeline, names: Sequence[tup
     """
     last = pipeline.num_stages - 1
     ends = {stage.is_last: stage for stage in stages if stage.is_first or stage.is_last}
-    own: list[dict[bool, Any]] = [{end: _parameter(stage, pair[end]) for end, stage in ends.items()} for pair in names]
+    where = [{end: (stage, pair[end]) for end, stage in ends.items()} for pair in names]
+    own: list[dict[bool, Any]] = [
+        {end: stage.model.get_parameter(name) for end, (stage, name) in each.items()} for each in where
+    ]
     said: list[Any] = [None] * len(pipeline.all_ranks)
     lies = [{end: (weight.ndtp_layout.dims, tuple(weight.shape)) for end, weight in each.items()} for each in own]
     dist.all_gather_object(said, lies, group=pipeline.group)
@@ -103,18 +146,11 @@ def tie(stages: Sequence[PipelineStage], pipeline: Pipeline, names: Sequence[tup
             Layout(pipeline.grids[0], *dims), Layout(pipeline.grids[last], *last_dims), shape, last_shape,
             ranks=pipeline.ranks_of[0], target_ranks=pipeline.ranks_of[last], name=first_name,
         )  # fmt: skip
-        if any(weight.requires_grad for weight in own[i].values()):
-            found.append(TiedWeight(plan, pipeline, own[i]))
+        found.append(TiedWeight(plan, pipeline, where[i]))
     if True in ends:
-        ends[True].shared_with_first += [each[True] for each in own]
         ends[True].known_as |= {theirs: first for first, theirs in names}
     _at_the_end(stages, found)
     return found
-
-
-def _parameter(stage: PipelineStage, name: str) -> nn.Parameter:
-    model: Any = stage.submod.model
-    return model.get_parameter(name)  # type: ignore[no-any-return]
 
 
 def _at_the_end(stages: Sequence[PipelineStage], tied: Sequence[TiedWeight]) -> None:
@@ -126,7 +162,8 @@ def _at_the_end(stages: Sequence[PipelineStage], tied: Sequence[TiedWeight]) -> 
         if len(left) == len(stages):
             left.clear()
             for weight in tied:
-                weight.add_gradients()
+                if weight.trains:
+                    weight.add_gradients()
 
     for stage in stages:
         stage.finishing.append(finish)

@@ -84,6 +84,7 @@ def pipeline_stages(
     tied = tie(stages, pipeline, anatomy.shared) if anatomy.shared and len(grids) > 1 else []
     for stage in stages:
         stage.tied = tied
+        stage.settling += [weight.copy for weight in tied]
     return stages
 
 

@@ -179,13 +179,19 @@ def check_one_folder(folder):
         buffers = (each.state[p_]["momentum_buffer"] for each, p_ in ((optimizer, p), (theirs, q)))
         assert torch.equal(whole(p.detach(), q), q) and torch.equal(*(whole(x, q) for x in buffers)), key
 
-    stages = ndtp.pipeline_stages(mixtral(4, tied=True), batch=BATCH, length=LENGTH, **ranks)
-    ndtp.checkpoint.load_safetensors(stages, f"{folder}/files")
-    for stage in stages:
-        for key, p in stage.model.named_parameters():
-            assert torch.equal(whole(p.detach(), dense.get_parameter(key)), dense.get_parameter(key)), key
+    with torch.device("meta"):
+        nowhere, bare = mixtral(4, tied=True), mixtral(4, tied=True)
+    stages = ndtp.pipeline_stages(nowhere, batch=BATCH, length=LENGTH, **ranks)
+    initialize = ndtp.checkpoint.initialize
+    for fill in (lambda m: initialize(m, 5), lambda m: ndtp.checkpoint.load_safetensors(m, f"{folder}/files")):
+        fill(stages)
+        fill(bare)
+        for stage in stages:
+            for key, p in stage.model.named_parameters():
+                assert torch.equal(whole(p.detach(), bare.get_parameter(key)), bare.get_parameter(key)), key
+    assert torch.equal(bare.lm_head.weight, dense.lm_head.weight)
     for given, where, words in (
-        (stages[:1], "run", "" if len(stages) == 1 else "stages .* are missing"),
+        (stages[:1], "run", "stages .2. are missing"),
         (stages, f"of {torch.distributed.get_rank()}", "about to do different things: save: .*of 0; save: .*of 1"),
     ):
         with pytest.raises(ndtp.errors.CheckpointError, match=words):
