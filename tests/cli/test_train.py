@@ -77,11 +77,11 @@ def test_stages(tmp_path):
     """On the dense loss, also where the run goes on on another grid, or with another number of stages."""
     words, dense, staged = ("--layers", 2, "--steps"), tmp_path / "dense", tmp_path / "staged"
     assert train(*words, 4, "--output", dense).exit_code == 0
-    for steps, *where in ((2, "--stages", 2, "--grid", "dp=2"), (3, "--grid", "x=2"), (4, "--stages", 2)):
+    for steps, *where in ((2, "--stages", 2), (3,), (4, "--stages", 2, "--grid", "dp=2")):
         result = train(*words, steps, *where, "--output", staged)
         assert result.exit_code == 0, result.output
     assert losses(staged) == pytest.approx(losses(dense), rel=1e-7)
-    assert [row["grid"] for row in read_log(staged / "log.csv")][1:] == ["2 stages of dp=2", "x=2", "2 stages of x=1"]
+    assert [row["grid"] for row in read_log(staged / "log.csv")][1:] == ["2 stages of x=1", "dense", "2 stages of dp=2"]
     result = train("--layers", 1, "--stages", 2)
     assert result.exit_code == 2 and "1 layers make no 2 stages" in result.output
 

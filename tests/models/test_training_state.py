@@ -15,6 +15,7 @@ from products import mesh_of
 import ndtp
 from ndtp import Grid
 from ndtp.errors import CheckpointError, CommunicationError
+from ndtp.models.optimizer_state import together
 from ndtp.models.training_state import RUN
 
 transformers = pytest.importorskip("transformers")
@@ -178,6 +179,16 @@ def test_other_models_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="JSON lacks"):
         save(model, None, tmp_path / "no", extra={"x": torch.zeros(1)})
     assert not (tmp_path / "no").exists()
+
+
+def test_groups_of_stages_are_those_of_the_whole_model():
+    """By their settings: a stage may lack a group, or have another order of them."""
+    decayed, others = {"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.0}
+    first = [{"params": ["a.weight"], **decayed}, {"params": ["a.bias"], **others}]
+    last = [{"params": ["b.bias", "a.bias"], **others}, {"params": [], **decayed}]
+    groups, values = together([(first, {"a.bias": {"step": 1}}), (last, {"b.bias": {"step": 1}})])
+    assert groups == [{"params": ["a.weight"], **decayed}, {"params": ["a.bias", "b.bias"], **others}]
+    assert values == {"a.bias": {"step": 1}, "b.bias": {"step": 1}}
 
 
 def test_an_interrupted_save_leaves_the_one_before(tmp_path, monkeypatch):
