@@ -1,4 +1,4 @@
-"""Einsums, drawn at random and read a second time: what they give, what is legal, and what of it moves."""
+"""Einsums, drawn at random and read a second time: what torch makes of them, what is legal, and what of it moves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 
 import legal
 import numpy as np
+import torch
 from simulate import Run, shard
 
 from ndtp import Grid, Layout, LayoutError
@@ -14,7 +15,7 @@ from ndtp.algebra.einsum import OPERANDS, EinsumPlan
 
 
 def contracted(tensors, letters, result, sizes):
-    """The einsum of arrays whose dims have letters, None for a dim of size 1; letters that none has are repeated."""
+    """A rank's einsum of arrays whose dims have letters, None for a dim of size 1; others are repeated."""
     used = sorted({letter for of in (*letters, result) for letter in of if letter})
     arguments = []
     for tensor, of in zip(tensors, letters, strict=True):
@@ -32,13 +33,28 @@ def dense_gradients(tensors, letters, result, dc, sizes):
         yield contracted([dc, *(t for t, _ in others)], [result, *(o for _, o in others)], of, sizes)
 
 
-def assert_exact(plan, shapes, seed=0):
-    """C and all gradients on every rank, and every element that moves."""
+def in_torchs_words(expression):
+    """`torch.einsum`'s: a letter for each name."""
+    names = dict.fromkeys(expression.replace(",", " ").replace("->", " ").split())
+    letters = {name: chr(ord("a") + i) for i, name in enumerate(names)}
+    return "".join(letters.get(word, word) for word in expression.replace(",", " , ").split())
+
+
+def by_torch(expression, tensors, dc):
+    """What `torch.einsum` makes of arrays of integers, in fp64, where they are exact; and its gradients of them all."""
+    dense = [torch.tensor(tensor, dtype=torch.float64, requires_grad=True) for tensor in tensors]
+    c = torch.einsum(in_torchs_words(expression), *dense)
+    grads = torch.autograd.grad(c, dense, torch.tensor(dc, dtype=torch.float64))
+    return c.detach().numpy(), [grad.numpy() for grad in grads]
+
+
+def assert_exact(case, plan, seed=0):
+    """C and all gradients on every rank are torch's, and every element that moves is as planned."""
     rng = np.random.default_rng(seed)
-    tensors = [rng.integers(-3, 4, shape) for shape in shapes]
+    tensors = [rng.integers(-3, 4, shape) for shape in case.shapes]
     letters = [plan.stored[name].letters for name in plan.operand_names]
-    c = contracted(tensors, letters, plan.result, plan.sizes)
-    dc = rng.integers(-3, 4, c.shape)
+    dc = rng.integers(-3, 4, plan.shape)
+    c, gradients_of_torch = by_torch(case.expression, tensors, dc)
     run, ranks = Run(plan.grid), range(plan.grid.num_ranks)
 
     def lies(dense, layout):
@@ -56,12 +72,10 @@ def assert_exact(plan, shapes, seed=0):
         list(dense_gradients([each[rank] for each in held], letters, plan.result, dc_held[rank], local))
         for rank in ranks
     ]
+    wanted = {"C": (c, plan.out)}
     for i, name in enumerate(plan.operand_names):
-        phase = "wgrad" if i else "dgrad"
-        found[f"d{name}"] = run.move(phase, f"d{name}", plan, [own[i] for own in gradients])
-    wanted = {f"d{name}": (d, plan.stored[name].layout) for name, d in zip(
-        plan.operand_names, dense_gradients(tensors, letters, plan.result, dc, plan.sizes), strict=True
-    )} | {"C": (c, plan.out)}  # fmt: skip
+        found[f"d{name}"] = run.move("wgrad" if i else "dgrad", f"d{name}", plan, [own[i] for own in gradients])
+        wanted[f"d{name}"] = gradients_of_torch[i], plan.stored[name].layout
     for name, shards in found.items():
         dense, layout = wanted[name]
         for rank, own in enumerate(shards):
@@ -126,7 +140,7 @@ class Case:
             g: r for g, r in self.of_axis.items() if self.sizes[g] > 1
         }
         assert self.legal
-        assert_exact(plan, self.shapes)
+        assert_exact(self, plan)
         return True
 
     def check_fix(self, error):
@@ -143,7 +157,7 @@ class Case:
             except LayoutError as another:
                 error = another
                 continue
-            assert_exact(plan, self.shapes)
+            assert_exact(self, plan)
             return
         raise AssertionError(f"no end of fixes: {error}")
 

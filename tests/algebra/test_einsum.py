@@ -1,4 +1,4 @@
-"""Random einsums on random layouts against NumPy's, forward and backward, exact; and none refused that is legal."""
+"""Random einsums on random layouts against torch's, forward and backward, exact; and none refused that is legal."""
 
 from __future__ import annotations
 
