@@ -61,6 +61,7 @@ class ReshardPlan:
         ranks: what the plan calls the ranks of the source's grid, in its order; default: 0, 1, ...
         target_ranks: the same of the target's grid.  A rank that is on both grids has one name.  Default: as `ranks`.
         name: what errors and profiles call it.
+        end: where in the frame the tensor ends, if padding lies behind: no block goes further, and none of that moves.
 
     Raises:
         GridError: `ranks` or `target_ranks` that are not as many as their grid has, each once.
@@ -76,6 +77,7 @@ class ReshardPlan:
     ranks: tuple[int, ...] | None = None
     target_ranks: tuple[int, ...] | None = None
     name: str = "reshard"
+    end: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         one, other, where = self.source.grid, self.target.grid, f"reshard '{self.name}'"
@@ -91,7 +93,7 @@ class ReshardPlan:
                     f"{where}: grid {grid} has {grid.num_ranks} ranks, which are named {', '.join(map(str, ranks))}\n"
                     "  fix: a name for each, all different"
                 )
-        lengths = {len(x) for x in (self.shape, self.target_shape, self.start, self.target_start) if x}
+        lengths = {len(x) for x in (self.shape, self.target_shape, self.start, self.target_start, self.end) if x}
         if self.source.ndim != self.target.ndim or lengths - {self.source.ndim}:
             raise LayoutError(
                 f"{where}: from {self.source} to {self.target} for shape {self.shape}"
@@ -105,7 +107,7 @@ class ReshardPlan:
         ranks, target_ranks = (self.ranks, None) if self.target_ranks is None else (self.target_ranks, self.ids)
         return ReshardPlan(
             self.target, self.source, self.end_shape, self.shape, self.target_start, self.start,
-            ranks, target_ranks, self.name,
+            ranks, target_ranks, self.name, self.end,
         )  # fmt: skip
 
     @cached_property
@@ -146,10 +148,14 @@ class ReshardPlan:
     @cached_property
     def _boxes(self) -> tuple[dict[int, Box], dict[int, Box]]:
         """What every rank holds, and what it wants."""
-        return (
-            {r: _box(self.source, seat, self.shape, self.start) for seat, r in enumerate(self.ids)},
-            {r: _box(self.target, seat, self.end_shape, self.target_start) for seat, r in enumerate(self.target_ids)},
+        sides = (self.source, self.shape, self.start, self.ids), (
+            self.target, self.end_shape, self.target_start, self.target_ids
+        )  # fmt: skip
+        held, wanted = (
+            {rank: _box(layout, seat, shape, start, self.end) for seat, rank in enumerate(ids)}
+            for layout, shape, start, ids in sides
         )
+        return held, wanted
 
     @cached_property
     def _replicas(self) -> dict[Box, tuple[int, ...]]:
@@ -245,10 +251,11 @@ class ReshardPlan:
         return f"from {self.source} on grid {self.source.grid} to {self.target} on grid {self.target.grid}"
 
 
-def _box(layout: Layout, rank: int, shape: Sequence[int], start: Sequence[int]) -> Box:
+def _box(layout: Layout, rank: int, shape: Sequence[int], start: Sequence[int], end: Sequence[int]) -> Box:
     origin = start or (0,) * len(shape)
     slices = layout.slices(rank, shape, uneven=True)
-    return tuple((at + s.start, at + s.stop) for at, s in zip(origin, slices, strict=True))
+    box = tuple((at + s.start, at + s.stop) for at, s in zip(origin, slices, strict=True))
+    return tuple((min(a, last), min(b, last)) for (a, b), last in zip(box, end, strict=True)) if end else box
 
 
 def _ranks_by_block(boxes: Mapping[int, Box]) -> dict[Box, tuple[int, ...]]:

@@ -30,8 +30,10 @@ from ndtp.models.saving import blocks
 from ndtp.models.state_entries import Entry
 from ndtp.models.training_state import load as load
 from ndtp.models.training_state import save as save
+from ndtp.models.transfer import transfer as transfer
+from ndtp.models.transfer import transfer_volume as transfer_volume
 
-__all__ = ["export_safetensors", "initialize", "load", "load_safetensors", "save"]
+__all__ = ["export_safetensors", "initialize", "load", "load_safetensors", "save", "transfer", "transfer_volume"]
 
 FILE_BYTES = 5 * 10**9
 

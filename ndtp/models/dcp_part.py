@@ -19,11 +19,13 @@ class Part(Tensor):
     rank that has nothing else has none.
     """
 
+    entry: Entry
     _boxes: dict[torch.Size, Tensor]
 
     @staticmethod
     def __new__(cls, entry: Entry, rank: int) -> Part:
         made = Tensor._make_wrapper_subclass(cls, entry.dense, dtype=entry.local.dtype, device=entry.local.device)
+        made.entry = entry
         made._boxes = {torch.Size(start): box for start, box in entry.boxes(rank)}
         return made
 
