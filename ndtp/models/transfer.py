@@ -6,6 +6,7 @@ element once, and no padding.  What an optimizer keeps for a parameter goes the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from ndtp.models.from_meta import materialise
 from ndtp.models.optimizer_state import START, Kept, fresh_state, kept_by, restore_groups
 from ndtp.models.pieces import whole_of
 from ndtp.models.state_entries import Entry, entries_of, mesh_of_model, tensors_of
-from ndtp.ops.resharding import seats_of
+from ndtp.ops.resharding import known, seats_of
 from ndtp.runtime.process_grid import ProcessGrid
 
 PHASE = "transfer"
@@ -210,9 +211,10 @@ class _Route:
             entry.layout or Layout(grid.grid, *[None] * len(entry.real))
             for entry, grid in ((theirs, self.mesh), (mine, self.other))
         )
-        plan = ReshardPlan(
-            source, target, theirs.stored, mine.stored, target_ranks=self.seats, name=name, end=mine.real
-        )  # fmt: skip
+        # Layers that are alike have one plan, which finds its messages once, however often a run goes this way.
+        plan = known(
+            ReshardPlan(source, target, theirs.stored, mine.stored, target_ranks=self.seats, name=PHASE, end=mine.real)
+        )
         shards = (
             entry.local[tuple(slice(0, part.stop - part.start) for part in entry.part(grid.rank))]
             for entry, grid in ((theirs, self.mesh), (mine, self.other))
@@ -254,8 +256,8 @@ def _landed(way: _Way, handle: Handle) -> int:
 
 
 def _bytes(way: _Way) -> int:
-    """What it may take on any rank: the same everywhere, for all ranks to wait for the same."""
-    return way.plan.busiest * way.dtype.itemsize
+    """The most that it may take on any rank: the same everywhere, for all ranks to wait for the same."""
+    return math.prod(way.plan.target.shard_shape(way.plan.end_shape)) * way.dtype.itemsize
 
 
 def _failure(step: Callable[[], None]) -> str:

@@ -68,7 +68,7 @@ def resharded(x: Tensor, plan: ReshardPlan, mesh: ProcessGrid, to: ProcessGrid) 
     Raises:
         LayoutError: a shard that is not as the plan says.
     """
-    plan = _kept(plan)
+    plan = known(plan)
     block = plan.held(plan.ids[mesh.rank])
     assert block is not None
     held = tuple(stop - start for start, stop in block)
@@ -100,7 +100,7 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _kept(plan: ReshardPlan) -> ReshardPlan:
+def known(plan: ReshardPlan) -> ReshardPlan:
     """The same plan, which knows its messages already where it is used again."""
     return plan
 
@@ -121,4 +121,4 @@ class _Reshard(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, mesh, to = ctx.arguments
         # By itself, the other way: so a gradient of gradients is right, too.
-        return _Reshard.apply(grad, _kept(plan.back), to, mesh, "dgrad"), None, None, None, None  # type: ignore[no-untyped-call]
+        return _Reshard.apply(grad, known(plan.back), to, mesh, "dgrad"), None, None, None, None  # type: ignore[no-untyped-call]

@@ -189,3 +189,19 @@ def test_a_thousand_ranks():
 def test_what_is_refused(make, error, word):
     with pytest.raises(error, match=word):
         make()
+
+
+def test_padding_stays_where_it_is():
+    """Ten rows, padded to twelve and to sixteen: of them alone a rank receives what it lacks."""
+    one, other = Grid(x=2, z=2), Grid(y=4)
+    for source, target in itertools.product((("x", "z"), ("z", None)), (("y", None), (None, "y"), (None, None))):
+        source, target = Layout(one, *source), Layout(other, *target)
+        plan = ReshardPlan(source, target, (12, 8), (16, 8), end=(10, 8))
+        for rank in range(4):
+            has, wants = (np.zeros((16, 8), bool) for _ in range(2))
+            has[source.slices(rank, (12, 8))] = True
+            wants[target.slices(rank, (16, 8))] = True
+            has[10:] = wants[10:] = False
+            assert plan.received(rank) == (wants & ~has).sum(), (source, target, rank)
+            assert sum(m.elements for m in plan.back.receives(rank)) == (has & ~wants).sum(), (source, target, rank)
+        assert all(end <= 10 for message in plan.messages for (_, end), *_ in [message.box])
