@@ -89,6 +89,17 @@ def test_experts_by_rows_and_by_masks_are_compared(ranks, tmp_path):
     assert 0 < rows["products_ms"] < rows["ms"] and all(row["ms"] > 0 for row in (masked, chunks))
 
 
+def test_halves_in_turns_are_compared_with_chunks(ranks, tmp_path):
+    """Bytes and orders are checked before, or the program ends with an error."""
+    out = tmp_path / "interleave.json"
+    sizes = ("--tokens", 32, "--hidden", 16, "--inner", 16, "--blocks", 2)
+    words = ("--models", "blocks", "--grids", "1d-sp:x=2", "--repetitions", 1, "--out", out)
+    launch(ranks(2), BENCH / "interleave.py", *sizes, *words)
+    ((case, found),) = json.loads(out.read_text())["cases"].items()
+    assert case == "blocks 1d-sp:x=2" and len(found["rivals"]) == 5
+    assert all(row["ms"] > 0 and row["over_bound"] > 0 for row in found["rivals"].values())
+
+
 def test_memory_predicts_what_it_counts(program, tmp_path):
     """On one of its grids: ops/test_memory.py has the others."""
     out = tmp_path / "memory.json"
