@@ -68,9 +68,12 @@ def interleave(
     finally:
         state.partial_sums.in_turns = False
         switch.back(turns.error)
-    if turns.error is not None:
+    if turns.error is None:
+        return results
+    try:
         raise turns.error
-    return results
+    finally:
+        turns.error = None  # which would hold on to itself, and to what was on its way
 
 
 def _check(state: StepState, count: int) -> None:
