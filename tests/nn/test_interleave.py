@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import random
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -15,12 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ndtp
 from ndtp import CommMeter, Grid
-from ndtp.collectives.recorder import Recorder
+from ndtp.collectives.turns import TURN
 from ndtp.errors import GridError, LayoutError
 from ndtp.testing import assert_equal
 
 GRIDS = [
-    (Grid(z=2, x=1, y=2), "3d", 2, 2),
     (Grid(dp=2, z=2, x=1, y=1), "3d", 1, 2),
     (Grid(dp=2, x=2), "1d", 2, 3),
 ]
@@ -35,10 +36,14 @@ class Stack(Case):
         like = {"mesh": self.mesh, "scheme": scheme, "chunks": chunks}
         more = [ndtp.nn.MLP.from_dense(*self.dense, "relu", **like) for _ in range(1, DEPTH)]
         self.blocks = torch.nn.ModuleList([self.block, *more])
+        self.came: list[int] = []  # the parts, block by block
 
     def loss(self, part, uses=1):
         x, grad = (self.block.in_layout.shard(each, self.mesh.rank) for each in part)
         for block in self.blocks:
+            if TURN.get() is not None:
+                self.came.append(TURN.get().number)
+                time.sleep(2e-3 * random.random())  # ranks are late at other points: nothing may go by that
             x = x + (block(x) - 1).clamp(-1, 1)
         return (x * grad).sum()
 
@@ -58,9 +63,11 @@ class Stack(Case):
     def in_turns(self, parts, what):
         """What collectives were for, in the order in which they were started."""
         wanted, volume = self.one_after_the_other(parts)
+        self.came.clear()
         with CommMeter() as meter, issued() as order:
             threads = self.mesh.interleave(lambda part: [self.run(part), threading.get_ident()][1], parts)
         assert len(set(threads)) == len(parts), what
+        assert self.came == [*range(len(parts))] * DEPTH, f"{what}: each goes on while the others wait"
         for own, other in zip(self.gradients(), wanted, strict=True):
             assert_equal(own, other, what)
         assert meter.volume == volume, what
@@ -69,21 +76,11 @@ class Stack(Case):
         return order
 
 
-def hidden_by_another(spans):
-    """Products between the start of a collective and its wait, of the other part alone: the chain waits at once."""
-    first = next(i for i, span in enumerate(spans) if span.kind == "wait")
-    return sum(span.kind == "collective" for span in spans[:first]) > 1
-
-
 def as_micro_batches():
     for grid, scheme, chunks, count in GRIDS:
         stack = Stack(grid, scheme, chunks)
         for what in (f"first {grid}", f"with weights gathered ahead {grid}"):
             assert_same_on_every_rank(stack.in_turns(stack.parts[:count], what), what)
-        with Recorder(stack.mesh) as recorder:
-            stack.mesh.interleave(stack.run, stack.parts[:count])
-        assert hidden_by_another(recorder.spans()), "no part computes while the collectives of another are on their way"
-        stack.blocks.zero_grad()
         with stack.mesh.accumulate():
             stack.mesh.interleave(stack.run, stack.parts[:2])
         stack.run(stack.parts[2])
