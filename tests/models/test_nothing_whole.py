@@ -80,8 +80,18 @@ def share_split(mine, whole, ranks):
 
 CUBE = {"z": 2, "x": 2, "y": 2}
 GATHERED = {"split of what 'qa_outputs' gave"}  # two numbers a token
-# Of parameters: biases and gains weigh much in models as small as these; see below for those of real sizes.
-SHARES = {"parameters": 0.985, "arithmetic": 0.99}
+SPLIT = 0.99  # of the arithmetic of every model, and of the parameters of all but these:
+# Biases and gains lie in halves, which is one part in a hundred of models as small as these that have one of either
+# with every product; see below for models of real sizes.
+PARAMETERS_SPLIT = {
+    "GPT2LMHeadModel": 0.986,  # and every rank has the biases of queries, keys and values in one
+    "OPTForCausalLM": 0.989,
+    "BertForMaskedLM": 0.987,
+    "BertForTokenClassification": 0.989,
+    "BertForQuestionAnswering": 0.989,
+    "ViTForImageClassification": 0.988,
+    "BartForConditionalGeneration": 0.989,
+}
 
 
 def check_nothing_whole(names, mesh, scheme):
@@ -94,9 +104,10 @@ def check_nothing_whole(names, mesh, scheme):
         whole_flops, (whole_size, _) = counted(dense, given)
         assert whole_size >= limit, f"{where}: the dense model has such tensors, and they are seen"
         total, _, held = model.ndtp_report.parameters
-        for kind, mine, whole in (("parameters", held, total), ("arithmetic", flops, whole_flops)):
+        least = PARAMETERS_SPLIT.get(name, SPLIT)
+        for kind, mine, whole, part in (("parameters", held, total, least), ("arithmetic", flops, whole_flops, SPLIT)):
             share = share_split(mine, whole, mesh.grid.num_ranks)
-            assert share >= SHARES[kind], f"{where}: of its {kind} {share:.2%} are split"
+            assert share >= part, f"{where}: of its {kind} {share:.2%} are split"
         assert not set(model.ndtp_report.gathered) - GATHERED, where
 
 
@@ -142,4 +153,4 @@ def test_models_of_real_sizes():
                             count[1] += parameter.numel()
             for what, (held, total) in counts.items():
                 share = share_split(held, total, 8)
-                assert share >= 0.99, f"{name}, {mesh.grid}: of its {what} {share:.2%} are split"
+                assert share >= SPLIT, f"{name}, {mesh.grid}: of its {what} {share:.2%} are split"
