@@ -26,7 +26,9 @@ ROWS, HIDDEN, INNER = 32, 8, 16
 def compiled(function, backend="aot_eager", ops=None):
     """The names of all operations in its graphs are appended to `ops`."""
     import torch._dynamo
+    import torch._inductor.config
 
+    torch._inductor.config.compile_threads = 1  # or every rank starts processes for it, which import torch
     torch.compiler.config.force_disable_caches = True  # they do not see that an op's autograd formula changed
 
     torch._dynamo.reset()
