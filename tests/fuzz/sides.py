@@ -108,9 +108,6 @@ class Dense:
     def discard(self) -> None:
         pass
 
-    def sum_plain(self, model: nn.Module) -> None:
-        pass
-
     def move(self, dtype: torch.dtype) -> None:
         """Models to another dtype of the data; an exact side rounds its values to it."""
         self.data_dtype = dtype
@@ -133,10 +130,6 @@ class Parallel(Dense):
             theirs = dense_model(program, program.seed + i)
             self.real = {name: tuple(p.shape) for name, p in theirs.named_parameters()}
             self.models[name], self.start, self.end = parallel_model(program, meshes, theirs, self.noise)
-        self.partial_axes = ()
-        if program.family == "model":
-            assert self.start.layout is not None
-            self.partial_axes = self.start.mesh.grid.nontrivial(self.start.layout.dims[0])
         self.freeze_first()
 
     def cut(self, whole: Tensor, place: Place) -> Tensor:
@@ -189,10 +182,6 @@ class Parallel(Dense):
         elif value is not None and (place := self._plain_place(name)) is not None:
             assert place.layout is not None
             self.records.append(Record(label, value.detach().clone(), place.layout.slices(place.mesh.rank, real)))
-        elif value is not None and self.partial_axes and "value" not in label:
-            value = value.detach().clone()
-            dist.all_reduce(value, group=self.start.mesh.group(self.partial_axes))
-            super().record(label, value)
         else:
             super().record(label, value)
 
@@ -233,10 +222,6 @@ class Parallel(Dense):
     def discard(self) -> None:
         for mesh in self.meshes:
             mesh.discard_gradients()
-
-    def sum_plain(self, model: nn.Module) -> None:
-        if self.partial_axes:
-            ndtp.nn.sum_plain_gradients(model, self.start.mesh, self.partial_axes)
 
     def move(self, dtype: torch.dtype) -> None:
         self.data_dtype = dtype

@@ -16,7 +16,6 @@ def optimizer(side: Dense, step: Step, label: str) -> None:
     model, how = side.models[step.model], set(step.how)
     model.zero_grad()
     train(side, Step("train", step.seed, step.model), label)
-    side.sum_plain(model)
     parameters = [p for p in model.parameters() if p.grad is not None]
     if not parameters:
         return
