@@ -102,6 +102,8 @@ def llama(grid: ndtp.Grid, scheme: str, chunks: int | str, clock: Clock, argumen
     import transformers
 
     mesh = paced_mesh(grid, clock)
+    if arguments.tokens // arguments.length % (PARTS * grid.num_ranks):
+        raise ValueError(f"--length {arguments.length}: sequences of a half are padded to one a rank; fix: shorter ones")
     config = transformers.LlamaConfig(
         hidden_size=arguments.hidden, intermediate_size=arguments.inner, num_hidden_layers=arguments.layers,
         num_attention_heads=8, num_key_value_heads=8, vocab_size=arguments.vocabulary, use_cache=False,
@@ -129,7 +131,7 @@ MODELS = {"blocks": blocks, "llama": llama}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--length", type=int, default=512, help="of a sequence of the Llama")
+    parser.add_argument("--length", type=int, default=128, help="of a sequence of the Llama")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--inner", type=int, default=2048)
     parser.add_argument("--blocks", type=int, default=4)
