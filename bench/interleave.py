@@ -103,7 +103,9 @@ def llama(grid: ndtp.Grid, scheme: str, chunks: int | str, clock: Clock, argumen
 
     mesh = paced_mesh(grid, clock)
     if arguments.tokens // arguments.length % (PARTS * grid.num_ranks):
-        raise ValueError(f"--length {arguments.length}: sequences of a half are padded to one a rank; fix: shorter ones")
+        raise ValueError(
+            f"--length {arguments.length}: sequences of a half are padded to one a rank; fix: shorter ones"
+        )
     config = transformers.LlamaConfig(
         hidden_size=arguments.hidden, intermediate_size=arguments.inner, num_hidden_layers=arguments.layers,
         num_attention_heads=8, num_key_value_heads=8, vocab_size=arguments.vocabulary, use_cache=False,
