@@ -1,5 +1,6 @@
 import gc
 import importlib
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -27,7 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported so far stays: no collection of garbage need look at it again."""
     if len({item.path for item in session.items}) > FEW:
-        importlib.import_module("torch._inductor.compile_fx")  # then ranks find it imported, of which twenty compile
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch finds deprecated in itself
+            importlib.import_module("torch._inductor.compile_fx")  # ranks find it imported then, and twenty compile
     gc.enable()
     gc.collect()
     gc.freeze()
