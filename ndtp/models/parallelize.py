@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -36,7 +38,22 @@ from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
 from ndtp.runtime.process_grid import ProcessGrid
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _whatever_the_default_device(function: Callable[P, R]) -> Callable[P, R]:
+    """What a model is tried with is on the CPU, also where the user makes theirs elsewhere, or on meta."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return run
+
+
+@_whatever_the_default_device
 def parallelize(
     model: nn.Module,
     mesh: ProcessGrid | None = None,
