@@ -27,7 +27,7 @@ from ndtp.measure.volume import Case, Shape
 from ndtp.runtime.process_grid import ProcessGrid
 
 GRIDS = ("1d-sp:x=8", "2d:x=2,y=4", "3d:z=4,y=2", "3d:z=2,x=2,y=2")
-CHUNKS = ("1", "4", "auto")
+CHUNKS = ("1", "auto")
 Rows = list[dict[str, Any]]
 
 
