@@ -26,7 +26,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 kernels: $(READY)   ## compile the Triton kernels ahead of time for every target; no GPU needed
-	$(BIN)/python -m ndtp_kernels.tools.aot
+	$(BIN)/python -m ndtp_kernels.tools.aot --compare docs/kernels.md
 
 first-device: $(READY)  ## every step of the first hour on a GPU, as far as it goes without one
 	PYTHON=$(BIN)/python bench/first_device.sh --dry-run

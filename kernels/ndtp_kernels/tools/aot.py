@@ -2,14 +2,16 @@
 
     python -m ndtp_kernels.tools.aot [--json FILE] [--target sm_90]     FILE - is stdout; exit status 1 when one fails
     python -m ndtp_kernels.tools.aot --page docs/kernels.md             writes the table of all of them into the page
+    python -m ndtp_kernels.tools.aot --compare docs/kernels.md          fails where the page says anything else
 
 The JSON is {"configurations": [{"kernel", "target", "config", "registers", "shared_bytes", "spills", "scratch_bytes",
 "epilogue", "instructions", "warnings"}]}; of a configuration that does not compile the numbers are null.  `epilogue` is
 the instructions that each warp that multiplies issues between two tiles; occupancy is in the printed table.
 
-A configuration fails when it does not compile, spills registers, needs more shared memory than a block may have, or
-lacks the instruction that makes it worth having: wgmma and TMA on sm_90, tcgen05 on sm_100, mma on sm_80, mfma on
-gfx942, setmaxnreg where it claims warp specialization.  It also fails when ptxas expects it to be slow (C7510 to C7519:
+A configuration fails when it does not compile, spills registers, needs more shared memory than a block may have or than
+the bound that launches are chosen by (`roof.shared_bytes`), has too many registers for a block on an SM, or lacks the
+instruction that makes it worth having: wgmma and TMA on sm_90, tcgen05 on sm_100, mma on sm_80, mfma on gfx942,
+setmaxnreg where it claims warp specialization.  It also fails when ptxas expects it to be slow (C7510 to C7519:
 wgmma that wait for each other), when its loop over K waits until every wgmma is done, or loads without pipelining.
 """
 
@@ -27,15 +29,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ndtp_kernels.choice import roof
 from ndtp_kernels.launch import Launch
 from ndtp_kernels.tools import page
-from ndtp_kernels.tools.cases import TARGETS, Case, cases, launch_of, name_of, quick_cases, shown
+from ndtp_kernels.tools.cases import TARGETS, Case, cases, launch_of, name_of, problem_of, quick_cases, shown
 from ndtp_kernels.tools.sass import Code
 
 NUMBERS = ("registers", "shared_bytes", "spills", "scratch_bytes", "epilogue")
@@ -209,7 +213,21 @@ def examine(case: Case, **constants: Any) -> dict[str, Any]:
         failures.append(f"shared memory {row['shared_bytes']} > {case.chip.shared_bytes}")
     threads = case.config.num_warps * (64 if case.target == "gfx942" else 32)
     fit = occupancy(row["registers"], threads, row["shared_bytes"], case.target)
+    if row["shared_bytes"] > (bound := shared_bound(case)):
+        failures.append(f"shared memory {row['shared_bytes']} > {bound}, the bound that launches are chosen by")
+    if not fit and row["shared_bytes"] <= case.chip.shared_bytes:
+        failures.append(f"no block of {threads} threads with {row['registers']} registers fits on an SM")
     return {**row, "occupancy": fit, "failures": failures}
+
+
+def shared_bound(case: Case) -> int:
+    """What `fits` takes for a block's shared memory."""
+    if case.kind == "reduce":  # is not chosen: it has none to speak of
+        return case.chip.shared_bytes
+    problem = problem_of(case)
+    if case.kind == "split":  # fp32 sums, stored without staging
+        problem = replace(problem, out_bytes=4)
+    return roof.shared_bytes(problem, case.config, case.chip)
 
 
 def occupancy(registers: int, threads: int, shared: int, target: str) -> int:
@@ -239,10 +257,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", action="append", choices=tuple(TARGETS), help="only this one; may be repeated")
     parser.add_argument("--quick", action="store_true", help="only some of them: see quick_cases")
     parser.add_argument("--page", metavar="FILE", help="write the table into this page, between its marks")
+    parser.add_argument("--compare", metavar="FILE", help="fail where this page, if this Triton made it, differs")
     parser.add_argument("--workers", type=int, help="processes; default: one for each core")
     chosen = parser.parse_args(arguments)
     choose = quick_cases if chosen.quick else cases
     rows = report(list(choose(tuple(chosen.target or TARGETS))), chosen.workers)
+    if chosen.compare:
+        for row in page.other(Path(chosen.compare), rows):
+            row["failures"].append(f"{chosen.compare} says otherwise; fix: --page {chosen.compare}")
     failed = [row for row in rows if row["failures"]]
     text = json.dumps({"configurations": [{key: row[key] for key in REPORTED} for row in rows]}, indent=1)
     if chosen.json == "-":

@@ -1,4 +1,4 @@
-"""The table of compiled configurations in docs/kernels.md: written by `aot --page`, read by the test that compares."""
+"""The table of compiled configurations in docs/kernels.md: written by `aot --page`, compared by `aot --compare`."""
 
 from __future__ import annotations
 
@@ -56,3 +56,11 @@ def lines(path: Path) -> tuple[str, dict[str, list[str]]]:
         part.partition(":")[0]: [row for row in part.splitlines() if row.startswith("| ") and row != HEAD]
         for part in parts
     }
+
+
+def other(path: Path, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows that the page shows with other numbers, or not at all; none where another Triton has made it."""
+    import triton
+
+    version, shown = lines(path)
+    return [row for row in rows if version == triton.__version__ and line(row) not in shown.get(row["target"], ())]
