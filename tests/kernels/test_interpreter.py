@@ -1,4 +1,4 @@
-"""Runs the kernels in Triton's interpreter, in processes of their own.
+"""Runs the kernels in Triton's interpreter, in a process of their own.
 
 The switch is read when kernels are imported, and would turn every other Triton user of this process into an interpreted
 one.
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,27 +18,20 @@ FILES = sorted(path.name for path in FOLDER.glob("case_*.py"))
 LIMIT = 600
 
 
-def run_files(names, report):
-    """In one process, as importing torch and Triton takes as long as many cases.  Cases by file, as JUnit has them."""
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """All files in one process, as importing torch and Triton takes as long as many cases; by file, from JUnit."""
+    report = tmp_path_factory.mktemp("interpreted") / "cases.xml"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    files = [str(FOLDER / name) for name in names]
+    files = [str(FOLDER / name) for name in FILES]
     options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", f"--junitxml={report}"]
     command = [sys.executable, "-m", "pytest", *options, *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode in (0, 1), done.stdout[-6000:] + done.stderr[-2000:]
-    cases = defaultdict(list)
+    found = defaultdict(list)
     for case in ElementTree.parse(report).iter("testcase"):
-        cases[case.get("classname").rpartition(".")[2] + ".py"].append(case)
-    return cases
-
-
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory):
-    """All files, in two processes."""
-    folder = tmp_path_factory.mktemp("interpreted")
-    with ThreadPoolExecutor(2) as pool:
-        halves = pool.map(run_files, (FILES[::2], FILES[1::2]), (folder / "even.xml", folder / "odd.xml"))
-        return {name: found for half in halves for name, found in half.items()}
+        found[case.get("classname").rpartition(".")[2] + ".py"].append(case)
+    return found
 
 
 @pytest.mark.timeout(LIMIT)

@@ -117,12 +117,13 @@ def test_a_grid_that_is_gone_is_named():
 
 # ---- products and blocks ----
 
+FIXED, TRAINED = (True, False), (True, True)  # the bias beside its weight
 PRODUCTS = [
-    (Grid(x=2, y=2), "None (x y)", "x y", {}),
-    (Grid(x=2, y=2), "y x", "x y", {"regather": ("a",)}),
-    (Grid(x=2, z=2), "z x", "(x z) None", {"chunks": 2}),
-    (Grid(x=2, z=2), "z x", "(x z) None", {"chunks": "auto", "regather": ("b",)}),
-    (Grid(x=4), "None x", "x None", {}),
+    (Grid(x=2, y=2), "None (x y)", "x y", {}, (FIXED,)),
+    (Grid(x=2, y=2), "y x", "x y", {"regather": ("a",)}, (TRAINED, FIXED)),
+    (Grid(x=2, z=2), "z x", "(x z) None", {"chunks": 2}, (TRAINED,)),
+    (Grid(x=2, z=2), "z x", "(x z) None", {"chunks": "auto", "regather": ("b",)}, (FIXED,)),
+    (Grid(x=4), "None x", "x None", {}, (TRAINED,)),
 ]
 
 
@@ -134,21 +135,21 @@ def products():
 
     ops = []
     traced = compiled(product, ops=ops)
-    for grid, a, b, options in PRODUCTS:
+    for grid, a, b, options, trained in PRODUCTS:
         mesh = mesh_of(grid)
         plan = MatMulPlan(Layout.parse(grid, a), Layout.parse(grid, b), **options)
         x, weight, bias = (
             shard_of(layout, shape, mesh, seed)
             for seed, (layout, shape) in enumerate(((plan.a, (ROWS, 8)), (plan.b, (8, 16)), (plan.bias, (16,))))
         )
-        for needs in ((True, True), (True, False)) if options else ((True, False),):
+        for needs in trained:
             leaves = [tensor.requires_grad_(need) for tensor, need in zip((weight, bias), needs, strict=True)]
             eager, other = (
                 (lambda x, f=function: f(x, weight, bias, plan, mesh)) for function in (product, traced)  # noqa: B023
             )  # fmt: skip
             volume = assert_same_step(eager, other, x, leaves, f"{grid} {a} {b} {options} {needs}")
-        planned = plan.volume((ROWS, 8, 16), wgrad=True, bias=True, bias_grad=False).in_bytes(4)
-        assert volume == planned
+            planned = plan.volume((ROWS, 8, 16), wgrad=True, bias=True, bias_grad=needs[1]).in_bytes(4)
+            assert volume == planned
         assert not mesh.collectives.in_flight
     named = {op for op in ops if "built-in" not in op}
     assert named == {"ndtp.mlp.default"}, named
