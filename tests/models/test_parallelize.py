@@ -128,15 +128,17 @@ def check_models(grid, scheme, names=tuple(MODELS)):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_models_equal_their_dense_selves(ranks, scheme):
-    """Each under every scheme, and under two of four beside data parallelism."""
-    alone, beside = {
-        "1d": (Grid(x=4), Grid(dp=2, x=2)),
-        "1d-sp": (Grid(x=8), Grid(dp=2, x=2)),
-        "2d": (Grid(x=2, y=4), Grid(dp=2, x=2, y=2)),
-        "2d-features": (Grid(x=2, y=2), None),
-        "3d": (Grid(z=2, x=2, y=2), Grid(dp=2, z=2, x=1, y=1)),
+    """Each under every scheme, by turns on the larger or the smaller grid, and under two of four beside dp."""
+    turn = list(SCHEMES).index(scheme) % 2
+    first, second, beside = {
+        "1d": (Grid(x=4), Grid(x=4), Grid(dp=2, x=2)),
+        "1d-sp": (Grid(x=8), Grid(x=4), Grid(dp=2, x=2)),
+        "2d": (Grid(x=2, y=4), Grid(x=2, y=2), Grid(dp=2, x=2, y=2)),
+        "2d-features": (Grid(x=2, y=2), Grid(x=2, y=2), None),
+        "3d": (Grid(z=2, x=2, y=2), Grid(z=2, x=1, y=2), Grid(dp=2, z=2, x=1, y=1)),
     }[scheme]
-    ranks(alone.num_ranks).run(check_models, alone, scheme)
+    for grid, names in ((first, tuple(MODELS)[turn::2]), (second, tuple(MODELS)[1 - turn :: 2])):
+        ranks(grid.num_ranks).run(check_models, grid, scheme, names)
     if beside is not None:
         turn = ["1d", "2d", "1d-sp", "3d"].index(scheme) % 2
         ranks(beside.num_ranks).run(check_models, beside, scheme, tuple(MODELS)[turn::2])
