@@ -237,11 +237,11 @@ def _predicted(
     job: PacedJob, plans: Any, sizes: Any, itemsize: int, wire: Speeds, clock: Clock, chunks: int
 ) -> tuple[float, float]:
     """What the timeline says of forward and backward."""
-    per_byte = dict(wire.per_byte)
-    for axis in job.case.grid.nontrivial(job.case.grid.names):  # what was received is read, and the sum is written
+    sums = {}  # what was received is read, and the sum is written
+    for axis in job.case.grid.nontrivial(job.case.grid.names):
         ranks = job.case.grid[axis]
-        per_byte["reduce_scatter", axis] += (ranks + 1) / (ranks - 1) * clock.flops_per_byte / clock.rate
-    speeds = Speeds(wire.latency, per_byte, 1 / clock.rate, 0.0, 0.0, wire.gap)
+        sums["reduce_scatter", axis] = (ranks + 1) / (ranks - 1) * clock.flops_per_byte / clock.rate
+    speeds = Speeds(wire.latency, wire.per_byte, 1 / clock.rate, 0.0, 0.0, wire.gap, sums)
     elements = plans[0].out.shard_shape((job.shape.tokens, job.shape.ffn))
     after = 2 * itemsize * elements[0] * elements[1] * clock.flops_per_byte / clock.rate
     products = products_of(plans, sizes, itemsize, speeds, chunks, after)

@@ -121,6 +121,10 @@ class Network:
         """Until the link is free: a profile does not say what part of a latency goes by beside other bytes."""
         return self.seconds(collective, axis, received)
 
+    def summed(self, collective: str, axis: str, received: Any) -> float:
+        """Nothing: sums are a part of a profile's collectives."""
+        return 0.0
+
     def crosses(self, axis: str) -> Any:
         """Whether the groups of an axis leave their node."""
         return self.reach_of(axis).nodes > 1

@@ -36,6 +36,8 @@ class Speeds:
         contention: how much of the time of a collective beside products these lose by it, from 0 to 1.
         gap: (collective, axis) -> seconds for which a call keeps the next one from the link, beside those of its bytes:
             of its latency what does not go by while another's bytes are moved; default: all.
+        sum_per_byte: (collective, axis) -> seconds per byte received in which the rank itself sums up what has arrived;
+            default: a part of `per_byte`, as measured.
 
     Source of the three figures of a link: Alexandrov et al., "LogGP", 1995.
     """
@@ -46,6 +48,7 @@ class Speeds:
     launch: float
     contention: float
     gap: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    sum_per_byte: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def seconds(self, collective: str, axes: Any, received: Any) -> float:
         """A collective over axes, of which the slowest counts; nothing where nothing moves."""
@@ -54,6 +57,10 @@ class Speeds:
     def occupied(self, collective: str, axes: Any, received: Any) -> float:
         """Until the link is free for the next collective."""
         return self._slowest(self.gap or self.latency, collective, axes, received)
+
+    def summed(self, collective: str, axes: Any, received: Any) -> float:
+        """For which the rank works at what has arrived."""
+        return max((received * self.sum_per_byte.get((collective, axis), 0.0) for axis in axes), default=0.0)
 
     def _slowest(self, fixed: Mapping[tuple[str, str], float], collective: str, axes: Any, received: Any) -> float:
         if not received:

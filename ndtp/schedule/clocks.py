@@ -25,11 +25,17 @@ Key = tuple[str, int, str, int | None]
 
 
 class Links(Protocol):
-    """What `ndtp.planner.time_model.Network` tells of collectives."""
+    """What `ndtp.planner.time_model.Network` tells of collectives, in seconds.
+
+    Of `received` bytes: how long they take, how long they keep the next ones from the link, and how long a rank itself
+    works at their sum when they have arrived.
+    """
 
     def seconds(self, collective: str, axis: str, received: Any) -> Any: ...
 
     def occupied(self, collective: str, axis: str, received: Any) -> Any: ...
+
+    def summed(self, collective: str, axis: str, received: Any) -> Any: ...
 
     def crosses(self, axis: str) -> Any: ...
 
@@ -81,6 +87,16 @@ class Span:
 
 
 @dataclass
+class _Move:
+    """What is under way: from when to when, the rank's work when it has arrived, and the collectives that follow."""
+
+    begin: Any
+    end: Any
+    sums: Any = 0.0
+    rest: Messages = field(default_factory=list)
+
+
+@dataclass
 class Timeline:
     """The clocks: `now` of the rank, and when each link becomes free.
 
@@ -97,15 +113,15 @@ class Timeline:
     forward: Any = 0.0
     inside: Any = 0.0
     across: Any = 0.0
-    pending: dict[Key, tuple[Any, Any, Messages]] = field(default_factory=dict)
+    pending: dict[Key, _Move] = field(default_factory=dict)
 
     def compute(self, key: Key, what: str, seconds: Any) -> None:
         """Work of the rank; beside collectives it goes on at `1 - contention` of its speed."""
         begin, slowed = self.now, seconds
         if self.contention:
             beside: Any = 0.0
-            for left, right, _ in self.pending.values():
-                beside = beside + np.maximum(0.0, right - np.maximum(begin, left))
+            for move in self.pending.values():
+                beside = beside + np.maximum(0.0, move.end - np.maximum(begin, move.begin))
             slowed = np.minimum(seconds / max(1e-9, 1 - self.contention), seconds + self.contention * beside)
         self.now = begin + slowed
         self._keep("compute", key, what, begin, begin + seconds)
@@ -118,30 +134,40 @@ class Timeline:
         """
         if key in self.pending:
             return
-        begin, end, idle, later = self.now, self.now, True, []
+        move, idle = _Move(self.now, self.now), True
         for collective, axis, received in messages:
-            began, sent = self._send(key, collective, axis, np.where(idle, received, 0) / cut)
-            begin, end = np.maximum(begin, began), np.maximum(end, sent)
-            later.append((collective, axis, np.where(idle, 0, received) / cut))
+            self._send(key, move, (collective, axis, np.where(idle, received, 0) / cut))
+            move.rest.append((collective, axis, np.where(idle, 0, received) / cut))
             idle = idle & (np.asarray(received) == 0)
-        self.pending[key] = begin, end, later[1:]
+        del move.rest[:1]
+        self.pending[key] = move
 
     def wait(self, key: Key) -> None:
         """Hold the computation until a move is done."""
-        _, end, rest = self.pending.pop(key)
-        self.now = np.maximum(self.now, end)
-        for message in rest:
-            self.now = np.maximum(self.now, self._send(key, *message)[1])
+        move = self.pending.pop(key)
+        self._arrive(key, move)
+        for message in move.rest:
+            self._send(key, move, message)
+            self._arrive(key, move)
 
     def start_next(self, key: Key) -> None:
         """Put the second collective of a move on its link, when its first is done."""
-        begin, end, rest = self.pending[key]
-        if rest:
-            self.now = np.where(np.asarray(rest[0][2]) > 0, np.maximum(self.now, end), self.now)
-            self.pending[key] = begin, np.maximum(end, self._send(key, *rest[0])[1]), rest[1:]
+        move = self.pending[key]
+        if move.rest:
+            message = move.rest.pop(0)
+            self._arrive(key, move, np.asarray(message[2]) > 0)
+            self._send(key, move, message)
 
-    def _send(self, key: Key, collective: str, axis: str, received: Any) -> tuple[Any, Any]:
-        """When it begins and ends."""
+    def _arrive(self, key: Key, move: _Move, there: Any = True) -> None:
+        """What has arrived is summed up by the rank, where collectives leave that to it."""
+        begin, self.now = np.maximum(self.now, move.end), np.where(there, np.maximum(self.now, move.end), self.now)
+        self.now = self.now + np.where(there, move.sums, 0.0)
+        move.sums = np.where(there, 0.0, move.sums)
+        self._keep("compute", key, "sum", begin, self.now)
+
+    def _send(self, key: Key, move: _Move, message: tuple[str, str, Any]) -> None:
+        """Put a collective behind those on its link."""
+        collective, axis, received = message
         seconds = self.links.seconds(collective, axis, received)
         crosses = self.links.crosses(axis)
         begin = np.maximum(self.now, np.where(crosses, self.across, self.inside))
@@ -150,7 +176,9 @@ class Timeline:
         self.across = np.where(moves & crosses, free, self.across)
         self.inside = np.where(moves & ~crosses, free, self.inside)
         self._keep(axis, key, collective, begin, end)
-        return np.where(moves, begin, self.now), np.where(moves, end, self.now)
+        move.begin = np.where(moves, np.maximum(move.begin, begin), move.begin)
+        move.end = np.where(moves, np.maximum(move.end, end), move.end)
+        move.sums = move.sums + self.links.summed(collective, axis, received)
 
     def _keep(self, lane: str, key: Key, what: str, begin: Any, end: Any) -> None:
         if self.spans is not None and end > begin:

@@ -9,7 +9,7 @@ import pytest
 from ndtp import Grid
 from ndtp.algebra.schemes import block_layouts
 from ndtp.schedule.chunk_choice import COUNTS, Speeds, choose, is_small, messages_of, products_of, seconds_of
-from ndtp.schedule.clocks import replayed
+from ndtp.schedule.clocks import Product, replayed
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 ROWS, HIDDEN, INNER = 4096, 512, 2048
@@ -68,6 +68,17 @@ def test_a_latency_that_goes_by_beside_other_bytes_costs_nothing_but_at_the_ends
     assert free < many < serial and many - free < (serial - free) / 2
     assert choose(*chain(), 4, speeds(latency=1e-2, gap=0.0))[0] > choose(*chain(), 4, speeds(latency=1e-2))[0]
     assert many < one
+
+
+def test_sums_are_work_of_the_rank_beside_the_next_bytes():
+    """Two chunks of 0.1 s of products and 50 bytes in 0.5 s; a byte keeps the rank busy for 5 ms, and the link not."""
+    link = {("reduce_scatter", "y"): 0.01}
+    product = Product({("forward", "C"): [("reduce_scatter", ("y",), 100)]}, 0.2, 0.1, 0.0)
+    for sums, forward in (({}, 0.1 + 2 * 0.5), (dict.fromkeys(link, 5e-3), 0.1 + 2 * 0.5 + 0.25)):
+        speeds = Speeds(dict.fromkeys(link, 0.0), link, 0.0, 0.0, 0.0, sum_per_byte=sums)
+        spans = []
+        assert replayed([product], speeds, 2, spans=spans).forward == pytest.approx(forward)
+        assert [each.lane for each in spans if each.what == "sum"] == ["compute"] * 2 * bool(sums)
 
 
 def test_speeds_are_kept_as_json():
