@@ -312,7 +312,7 @@ def measured(case: str, arguments: argparse.Namespace) -> Rows:
             check(forward, lambda y: y.chunk(ranks)[rank], sizes)
     scheme, _, axes = named_grid.partition(":")
     grid = grid_of(axes)
-    if scheme == "3d":
+    if scheme == "3d" and grid["dp"] == 1:
         steps[WHOLE], forward, whole = whole_activations(ndtp.ProcessGrid(grid), sizes)
         check(forward, whole.shard, sizes)
     models: dict[str, Blocks] = {}
