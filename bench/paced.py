@@ -27,7 +27,6 @@ from ndtp.measure.volume import Case, Shape
 from ndtp.runtime.process_grid import ProcessGrid
 
 GRIDS = ("1d-sp:x=8", "2d:x=2,y=4", "3d:z=4,y=2", "3d:z=2,x=2,y=2")
-CHUNKS = ("1", "auto")
 Rows = list[dict[str, Any]]
 
 
@@ -44,7 +43,7 @@ def main(arguments: argparse.Namespace, rank: int, in_a_process_of_its_own: Call
 
 
 def measured(case: str, arguments: argparse.Namespace) -> Rows:
-    """All balances, blocks and chunks on one grid."""
+    """All balances and blocks on one grid."""
     torch.set_num_threads(1)
     store, rank, ranks = next(dist.rendezvous("env://"))
     dist.init_process_group("gloo", store=dist.PrefixStore(case, store), rank=rank, world_size=ranks)
@@ -54,19 +53,17 @@ def measured(case: str, arguments: argparse.Namespace) -> Rows:
     rows = []
     for blocks in arguments.blocks:
         for balance in arguments.balances:
-            for chunks in CHUNKS:
-                job = PacedJob(
-                    Case(grid, scheme),
-                    Shape(arguments.tokens, arguments.hidden, arguments.inner),
-                    "float32",
-                    chunks if chunks == "auto" else int(chunks),
-                    arguments.repetitions,
-                    warmup=1,
-                    blocks=blocks,
-                    balance=balance,
-                )
-                row = {"blocks": blocks, "balance": balance, "asked": chunks}
-                rows.append(row | rounded(measure_paced(job, wire).summary))
+            job = PacedJob(
+                Case(grid, scheme),
+                Shape(arguments.tokens, arguments.hidden, arguments.inner),
+                "float32",
+                "auto",
+                arguments.repetitions,
+                warmup=1,
+                blocks=blocks,
+                balance=balance,
+            )
+            rows.append({"blocks": blocks, "balance": balance} | rounded(measure_paced(job, wire).summary))
     dist.barrier()
     dist.destroy_process_group()
     return rows
@@ -81,10 +78,9 @@ def rounded(value: Any) -> Any:
 def report(case: str, rows: Rows) -> None:
     print(f"{case:20} blocks  balance  chunks      step     bound  timeline  step/bound  step/timeline")
     for row in rows:
-        chunks = str(row["chunks"]) + " (auto)" * (row["asked"] == "auto")
         times = " ".join(f"{row[key]:6.0f} ms" for key in ("step_ms", "bound_ms", "predicted_ms"))
         ratios = f"{row['over_bound']:11.2f} {row['over_predicted']:14.2f}"
-        print(f"{'':20} {row['blocks']:6} {row['balance']:8} {chunks:>8} {times} {ratios}", flush=True)
+        print(f"{'':20} {row['blocks']:6} {row['balance']:8} {row['chunks']:8} {times} {ratios}", flush=True)
 
 
 def write(grids: dict[str, Rows], arguments: argparse.Namespace) -> None:

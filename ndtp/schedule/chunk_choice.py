@@ -36,6 +36,8 @@ class Speeds:
         contention: how much of the time of a collective beside products these lose by it, from 0 to 1.
         gap: (collective, axis) -> seconds for which a call keeps the next one from the link, beside those of its bytes:
             of its latency what does not go by while another's bytes are moved; default: all.
+        gap_per_byte: (collective, axis) -> seconds per byte received for which it keeps the next one from the link:
+            messages of several peers share a link better while more is on its way; default: `per_byte`.
         sum_per_byte: (collective, axis) -> seconds per byte received in which the rank itself sums up what has arrived;
             default: a part of `per_byte`, as measured.
 
@@ -48,24 +50,21 @@ class Speeds:
     launch: float
     contention: float
     gap: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    gap_per_byte: Mapping[tuple[str, str], float] = field(default_factory=dict)
     sum_per_byte: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def seconds(self, collective: str, axes: Any, received: Any) -> float:
         """A collective over axes, of which the slowest counts; nothing where nothing moves."""
-        return self._slowest(self.latency, collective, axes, received)
+        return _slowest(self.latency, self.per_byte, collective, axes, received)
 
     def occupied(self, collective: str, axes: Any, received: Any) -> float:
         """Until the link is free for the next collective."""
-        return self._slowest(self.gap or self.latency, collective, axes, received)
+        per_byte = self.gap_per_byte or self.per_byte
+        return _slowest(self.gap or self.latency, per_byte, collective, axes, received)
 
     def summed(self, collective: str, axes: Any, received: Any) -> float:
         """For which the rank works at what has arrived."""
         return max((received * self.sum_per_byte.get((collective, axis), 0.0) for axis in axes), default=0.0)
-
-    def _slowest(self, fixed: Mapping[tuple[str, str], float], collective: str, axes: Any, received: Any) -> float:
-        if not received:
-            return 0.0
-        return max(fixed[collective, axis] + received * self.per_byte[collective, axis] for axis in axes)
 
     def crosses(self, axes: Any) -> bool:
         return False  # every collective in one queue: axes mostly share a rank's link
@@ -82,6 +81,18 @@ class Speeds:
         latency, per_byte, gap = ({key: float(x[i]) for key, x in links.items() if i < len(x)} for i in range(3))
         per_flop, launch, contention = map(float, kept["products"])
         return cls(latency, per_byte, per_flop, launch, contention, gap)
+
+
+def _slowest(
+    fixed: Mapping[tuple[str, str], float],
+    per_byte: Mapping[tuple[str, str], float],
+    collective: str,
+    axes: Any,
+    received: Any,
+) -> float:
+    if not received:
+        return 0.0
+    return max(fixed[collective, axis] + received * per_byte[collective, axis] for axis in axes)
 
 
 def settled(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]]) -> str:
