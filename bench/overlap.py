@@ -3,11 +3,12 @@
     python bench/slow_network.py --ranks 8 --rate 500mbit -- python bench/overlap.py --out bench/results/overlap.json
 
 Forward and backward of MatMul -> GELU -> MatMul on every grid of the ranks at hand, one grid after another, each
-interleaved with torch, and on 3D grids with layers that all-reduce activations and gather weights over z; median of the
-slowest rank.  `--blocks 4`: four residual ones.  Each rival is checked against the dense blocks first.  "compute" is
-the same step with collectives that move nothing, "communication" the same step with products that compute nothing,
-"busy" what all processors of the machine would need for the step if they never idled, the network's share included:
-ranks that share processors cannot be faster.  Wire bytes are read from the link's own counter, headers included.
+interleaved with torch, and on 3D grids without dp with layers that all-reduce activations and gather weights over z;
+median of the slowest rank.  `--blocks 4`: four residual ones.  Each rival is checked against the dense blocks first.
+"compute" is the same step with collectives that move nothing, "communication" the same step with products that compute
+nothing, "busy" what all processors of the machine would need for the step if they never idled, the network's share
+included: ranks that share processors cannot be faster.  Wire bytes are read from the link's own counter, headers
+included.
 
     python bench/slow_network.py --ranks 8 --rate 200mbit --timeout 3600 -- \
         python bench/overlap.py --blocks 4 --grids 1d-sp:x=8 3d:z=2,x=2,y=2 3d:z=4,x=1,y=2 --rate 200mbit \

@@ -36,6 +36,7 @@ def _run(port, *command):
     with (
         mock.patch.dict(os.environ, {name: str(value) for name, value in launched.items()}),
         mock.patch.object(sys, "argv", words),
+        mock.patch.object(sys, "path", [os.path.dirname(words[0]), *sys.path]),  # what lies beside a script
         contextlib.redirect_stdout(printed),
     ):
         try:

@@ -219,7 +219,7 @@ def links_of(mesh: ProcessGrid, like: Tensor) -> Speeds:
         for kind in KINDS:
             count = probe.share(share, axis) * (ranks if kind == "reduce_scatter" else 1)
             one, two = (probe.seconds(partial(probe.calls, kind, axis, count, calls)) for calls in (1, 2))
-            found = [*probe.links(share, (kind,), (axis,)), (two - one) / (share * (ranks - 1))]
+            found = [*probe.links(share, (kind,), (axis,)), max(0.0, two - one) / (share * (ranks - 1))]
             for figure, value in zip(figures, probe.slowest(found), strict=True):
                 figure[kind, axis] = value
     latency, per_byte, gap, gap_per_byte = figures

@@ -100,6 +100,18 @@ def test_halves_in_turns_are_compared_with_chunks(ranks, tmp_path):
     assert all(row["ms"] > 0 and row["over_bound"] > 0 for row in found["rivals"].values())
 
 
+def test_paced_schedules_on_every_grid(ranks, tmp_path):
+    out = tmp_path / "paced.json"
+    sizes = ("--tokens", 32, "--hidden", 16, "--inner", 16, "--blocks", 1, "--balances", 1)
+    launch(ranks(2), BENCH / "overlap.py", "--paced", *sizes, "--grids", "1d-sp:x=2", "--repetitions", 1, "--out", out)
+    ((case, (row,)),) = json.loads(out.read_text())["grids"].items()
+    assert case == "1d-sp:x=2" and (row["blocks"], row["balance"], row["wrong"]) == (1, 1.0, [])
+    phases = row["phases_ms"]
+    assert row["bound_ms"] == pytest.approx(sum(phase["bound"] for phase in phases.values()), abs=2e-3)
+    assert row["predicted_ms"] == pytest.approx(sum(phase["predicted"] for phase in phases.values()), abs=2e-3)
+    assert min(row[key] for key in ("chunks", "step_ms", "over_bound", "over_predicted")) > 0
+
+
 def test_memory_predicts_what_it_counts(program, tmp_path):
     """On one of its grids: ops/test_memory.py has the others."""
     out = tmp_path / "memory.json"
