@@ -220,7 +220,7 @@ def work_and_volume(model: Model, clock: Clock) -> tuple[tuple[float, float], Vo
 
 def seconds(volume: Volume, wire: Speeds, phases: Sequence[str]) -> float:
     """For which a rank's link works, without what calls cost."""
-    rates = {(kind, axis): wire.per_byte[kind if kind in KINDS else KINDS[0], axis]
+    rates = {(kind, axis): wire.links[kind if kind in KINDS else KINDS[0], axis].per_byte
              for entry in volume.entries for kind in (entry.collective,) for axis in entry.axes}  # fmt: skip
     return sum(
         entry.amount * max(rates[entry.collective, axis] for axis in entry.axes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -25,7 +24,7 @@ from ndtp.nn import MLP
 from ndtp.planner.hardware import Hardware
 from ndtp.runtime.chunk_count import Probe
 from ndtp.runtime.process_grid import ProcessGrid
-from ndtp.schedule.chunk_choice import Speeds, messages_of, products_of
+from ndtp.schedule.chunk_choice import LinkSpeed, Speeds, messages_of, products_of
 from ndtp.schedule.clocks import replayed
 
 PROBE_BYTES = 2**22  # received in a collective that shows the rate of a link: many times what idle links let through
@@ -211,26 +210,16 @@ def _agreed(value: float) -> float:
 
 def links_of(mesh: ProcessGrid, like: Tensor) -> Speeds:
     """What the links do, measured; products take no time."""
-    figures: tuple[dict[tuple[str, str], float], ...] = ({}, {}, {}, {})
     probe = Probe(mesh.collectives, like)
+    links: dict[tuple[str, str], LinkSpeed] = {}
     for axis in probe.axes:
-        ranks = mesh.grid[axis]
-        share = PROBE_BYTES // (ranks - 1)
-        for kind in KINDS:
-            count = probe.share(share, axis) * (ranks if kind == "reduce_scatter" else 1)
-            one, two = (probe.seconds(partial(probe.calls, kind, axis, count, calls)) for calls in (1, 2))
-            found = [*probe.links(share, (kind,), (axis,)), max(0.0, two - one) / (share * (ranks - 1))]
-            for figure, value in zip(figures, probe.slowest(found), strict=True):
-                figure[kind, axis] = value
-    latency, per_byte, gap, gap_per_byte = figures
-    # Two take no longer than one after the other, whatever was measured.
-    gap_per_byte = {key: min(value, per_byte[key]) for key, value in gap_per_byte.items()}
-    return Speeds(latency, per_byte, 0.0, 0.0, 0.0, gap, gap_per_byte)
+        links |= probe.links(PROBE_BYTES // (mesh.grid[axis] - 1), KINDS, (axis,))
+    return Speeds(links)
 
 
 def _communication(plans: Any, sizes: Any, itemsize: int, wire: Speeds, phases: tuple[str, ...]) -> float:
     """Seconds for which a rank's link works, without what calls cost beside it."""
-    bare = replace(wire, latency=dict.fromkeys(wire.latency, 0.0))
+    bare = Speeds({key: link._replace(latency=0.0) for key, link in wire.links.items()})
     return sum(
         bare.seconds(*message)
         for plan, size in zip(plans, sizes, strict=True)
@@ -244,11 +233,11 @@ def _predicted(
     job: PacedJob, plans: Any, sizes: Any, itemsize: int, wire: Speeds, clock: Clock, chunks: int
 ) -> tuple[float, float]:
     """What the timeline says of forward and backward."""
-    sums = {}  # what was received is read, and the sum is written
+    links = dict(wire.links)
     for axis in job.case.grid.nontrivial(job.case.grid.names):
-        ranks = job.case.grid[axis]
-        sums["reduce_scatter", axis] = (ranks + 1) / (ranks - 1) * clock.flops_per_byte / clock.rate
-    speeds = replace(wire, per_flop=1 / clock.rate, sum_per_byte=sums)
+        ranks, key = job.case.grid[axis], ("reduce_scatter", axis)  # what was received is read, and the sum is written
+        links[key] = links[key]._replace(sum_per_byte=(ranks + 1) / (ranks - 1) * clock.flops_per_byte / clock.rate)
+    speeds = Speeds(links, 1 / clock.rate)
     elements = plans[0].out.shard_shape((job.shape.tokens, job.shape.ffn))
     after = 2 * itemsize * elements[0] * elements[1] * clock.flops_per_byte / clock.rate
     products = products_of(plans, sizes, itemsize, speeds, chunks, after)

@@ -23,7 +23,7 @@ from ndtp.collectives.processors import shared_processors
 from ndtp.collectives.turns import staying
 from ndtp.compute.devices import kind_of
 from ndtp.runtime.chunk_choices import Choice
-from ndtp.schedule.chunk_choice import SETTLED, SMALL, Speeds, choose, is_small, settled
+from ndtp.schedule.chunk_choice import SETTLED, SMALL, LinkSpeed, Speeds, choose, is_small, settled
 
 if TYPE_CHECKING:
     from ndtp.collectives.collectives import Collectives
@@ -225,28 +225,33 @@ class Probe:
         """Elements of a rank's share."""
         return min(probe_bytes, MOST_BYTES // self.collectives.groups.grid[axis]) // self.like.element_size()
 
-    def links(self, probe_bytes: int, kinds: Sequence[str] = KINDS, axes: Sequence[str] | None = None) -> list[float]:
-        """On this rank, of each axis and kind of collective: seconds of a call, those of a byte received, and those
-        between calls that are under way together.
+    def links(
+        self, probe_bytes: int, kinds: Sequence[str] = KINDS, axes: Sequence[str] | None = None
+    ) -> dict[tuple[str, str], LinkSpeed]:
+        """What each kind of collective costs over each axis, on the slowest rank.
 
         Args:
             probe_bytes: of a rank's share.
             axes: default: all.
         """
-        found = []
-        for axis in self.axes if axes is None else axes:
-            ranks = self.collectives.groups.grid[axis]
-            elements = self.share(probe_bytes, axis)
-            for kind in kinds:
-                share = 1 if kind == "all_gather" else ranks
-                small, many, large = (
-                    self.seconds(partial(self.calls, kind, axis, count, calls))
-                    for count, calls in ((64 * share, 1), (64 * share, CALLS), (elements * share, 1))
-                )
-                received = elements * self.like.element_size() * (ranks - 1) * (2 if kind == "all_reduce" else 1)
-                gap = min(small, max(0.0, many - small) / (CALLS - 1))
-                found += [small, max(large - small, 0.0) / received, gap]
-        return found
+        keys = [(kind, axis) for axis in (self.axes if axes is None else axes) for kind in kinds]
+        figures = self.slowest([figure for key in keys for figure in self._link(*key, probe_bytes)])
+        return {key: LinkSpeed(*figures[4 * i : 4 * i + 4]) for i, key in enumerate(keys)}
+
+    def _link(self, kind: str, axis: str, probe_bytes: int) -> tuple[float, float, float, float]:
+        """On this rank: seconds of a call, of a byte received, and of both where calls are under way together."""
+        ranks, elements = self.collectives.groups.grid[axis], self.share(probe_bytes, axis)
+        share = 1 if kind == "all_gather" else ranks
+        small, many, large, two = (
+            self.seconds(partial(self.calls, kind, axis, count * share, calls))
+            for count, calls in ((64, 1), (64, CALLS), (elements, 1), (elements, 2))
+        )
+        received = elements * self.like.element_size() * (ranks - 1) * (2 if kind == "all_reduce" else 1)
+        moving = max(0.0, large - small)
+        gap = min(small, max(0.0, many - small) / (CALLS - 1))
+        # Two take no longer than one after the other, whatever was measured.
+        behind = min(moving, max(0.0, two - large - gap))
+        return small, moving / received, gap, behind / received
 
 
 def measure(
@@ -263,9 +268,8 @@ def measure(
     figures, probe = kind_of(like.device.type), Probe(collectives, like, repeats)
     side, device, axes = figures.probe_side, like.device, probe.axes
     seconds, slowest = probe.seconds, probe.slowest
-    links = ({}, {}, {}) if known is None else (dict(known.latency), dict(known.per_byte), dict(known.gap))
-    new = [axis for axis in axes if (KINDS[0], axis) not in links[0]]
-    found = probe.links(figures.probe_bytes, axes=new)
+    links = {} if known is None else dict(known.links)
+    links |= probe.links(figures.probe_bytes, axes=[axis for axis in axes if (KINDS[0], axis) not in links])
     # Random: a chip that multiplies ones draws less power, and runs faster.  Not out of the user's own random numbers.
     generator = torch.Generator(device).manual_seed(0)
     big, tiny = (torch.randn(n, n, generator=generator, device=device).to(like.dtype) for n in (side, 16))
@@ -274,13 +278,9 @@ def measure(
         for x in (big, tiny)
     )
     launch, product = seconds(multiply_tiny), seconds(lambda: [multiply_big() for _ in range(4)]) / 4
-    found = slowest([*found, product / (2.0 * side**3), launch])
-    *of_links, per_flop, launch = found
-    for i, link in enumerate(links):
-        link |= zip([(kind, axis) for axis in new for kind in KINDS], of_links[i::3], strict=True)
-    latency, per_byte, gap = links
+    per_flop, launch = slowest([product / (2.0 * side**3), launch])
     if known is not None or not axes:
-        return Speeds(latency, per_byte, per_flop, launch, 0.0 if known is None else known.contention, gap)
+        return Speeds(links, per_flop, launch, 0.0 if known is None else known.contention)
     elements = probe.share(figures.probe_bytes, axes[-1])
 
     def together(num_gathers: int, num_products: int) -> float:
@@ -299,4 +299,4 @@ def measure(
     num_products = max(1, round(gathers / (per_flop * 2.0 * side**3)))
     products, both = together(0, num_products), together(num_gathers, num_products)
     hidden = (gathers + products - both) / min(gathers, products)
-    return Speeds(latency, per_byte, per_flop, launch, min(1.0, max(0.0, 1 - hidden)), gap)
+    return Speeds(links, per_flop, launch, min(1.0, max(0.0, 1 - hidden)))

@@ -6,9 +6,9 @@ A chunk more hides more of the collectives behind the products, and costs the fi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.volume import traffic
@@ -25,74 +25,78 @@ SMALL = "too little to measure anything for"
 SETTLED = frozenset((NOTHING, UNCUT, SMALL))
 
 
+class LinkSpeed(NamedTuple):
+    """What a kind of collective costs over an axis, in seconds; bytes are those received.
+
+    Source: Alexandrov et al., "LogGP", 1995.
+
+    Attributes:
+        latency: of a call that moves next to nothing.
+        per_byte: of a call alone.
+        gap: for which a call keeps the next one from the link, beside its bytes: of its latency what does not go by
+            while another's bytes are moved; default: all.
+        gap_per_byte: for which a byte keeps the next call from the link: messages of several peers share it better
+            while more is on its way, and what a rank sums up is on its way no more; default: `per_byte`.
+        sum_per_byte: in which the rank itself sums up what has arrived; default: a part of `per_byte`, as measured.
+    """
+
+    latency: float
+    per_byte: float
+    gap: float | None = None
+    gap_per_byte: float | None = None
+    sum_per_byte: float = 0.0
+
+
 @dataclass(frozen=True)
 class Speeds:
     """What a choice rests on, the same on every rank: seconds of the slowest one.
 
     Attributes:
-        latency: (collective, axis) -> seconds of a call that moves next to nothing.
-        per_byte: (collective, axis) -> seconds per byte received.
+        links: (collective, axis) -> what it costs.
         per_flop, launch: of local products, all ranks at once; seconds of each, and of a product that is tiny.
         contention: how much of the time of a collective beside products these lose by it, from 0 to 1.
-        gap: (collective, axis) -> seconds for which a call keeps the next one from the link, beside those of its bytes:
-            of its latency what does not go by while another's bytes are moved; default: all.
-        gap_per_byte: (collective, axis) -> seconds per byte received for which it keeps the next one from the link:
-            messages of several peers share a link better while more is on its way; default: `per_byte`.
-        sum_per_byte: (collective, axis) -> seconds per byte received in which the rank itself sums up what has arrived;
-            default: a part of `per_byte`, as measured.
-
-    Source of the three figures of a link: Alexandrov et al., "LogGP", 1995.
     """
 
-    latency: Mapping[tuple[str, str], float]
-    per_byte: Mapping[tuple[str, str], float]
-    per_flop: float
-    launch: float
-    contention: float
-    gap: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    gap_per_byte: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    sum_per_byte: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    links: Mapping[tuple[str, str], LinkSpeed]
+    per_flop: float = 0.0
+    launch: float = 0.0
+    contention: float = 0.0
 
     def seconds(self, collective: str, axes: Any, received: Any) -> float:
         """A collective over axes, of which the slowest counts; nothing where nothing moves."""
-        return _slowest(self.latency, self.per_byte, collective, axes, received)
+        if not received:
+            return 0.0
+        return max(link.latency + received * link.per_byte for link in self._over(collective, axes))
 
     def occupied(self, collective: str, axes: Any, received: Any) -> float:
         """Until the link is free for the next collective."""
-        per_byte = self.gap_per_byte or self.per_byte
-        return _slowest(self.gap or self.latency, per_byte, collective, axes, received)
+        if not received:
+            return 0.0
+        return max(
+            (link.latency if link.gap is None else link.gap)
+            + received * (link.per_byte if link.gap_per_byte is None else link.gap_per_byte)
+            for link in self._over(collective, axes)
+        )
 
     def summed(self, collective: str, axes: Any, received: Any) -> float:
         """For which the rank works at what has arrived."""
-        return max((received * self.sum_per_byte.get((collective, axis), 0.0) for axis in axes), default=0.0)
+        return max((received * link.sum_per_byte for link in self._over(collective, axes)), default=0.0)
 
     def crosses(self, axes: Any) -> bool:
         return False  # every collective in one queue: axes mostly share a rank's link
 
     def to_json(self) -> dict[str, Any]:
-        figures = (self.latency, self.per_byte, self.gap or self.latency)
-        links = {" ".join(key): [figure[key] for figure in figures] for key in self.latency}
+        links = {" ".join(key): list(link) for key, link in self.links.items()}
         return {"links": links, "products": [self.per_flop, self.launch, self.contention]}
 
     @classmethod
     def from_json(cls, kept: Mapping[str, Any]) -> Speeds:
-        links = {(kind, axis): link for key, link in kept["links"].items() for kind, axis in [key.split(" ")]}
-        # Files of earlier versions say nothing of gaps.
-        latency, per_byte, gap = ({key: float(x[i]) for key, x in links.items() if i < len(x)} for i in range(3))
-        per_flop, launch, contention = map(float, kept["products"])
-        return cls(latency, per_byte, per_flop, launch, contention, gap)
+        # Files of earlier versions say less of each link.
+        links = {(kind, axis): LinkSpeed(*link) for key, link in kept["links"].items() for kind, axis in [key.split()]}
+        return cls(links, *map(float, kept["products"]))
 
-
-def _slowest(
-    fixed: Mapping[tuple[str, str], float],
-    per_byte: Mapping[tuple[str, str], float],
-    collective: str,
-    axes: Any,
-    received: Any,
-) -> float:
-    if not received:
-        return 0.0
-    return max(fixed[collective, axis] + received * per_byte[collective, axis] for axis in axes)
+    def _over(self, collective: str, axes: Any) -> list[LinkSpeed]:
+        return [self.links[collective, axis] for axis in axes]
 
 
 def settled(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]]) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 import ndtp
 from ndtp.collectives.collectives import Collectives
 from ndtp.runtime.chunk_count import KINDS
-from ndtp.schedule.chunk_choice import Speeds
+from ndtp.schedule.chunk_choice import LinkSpeed, Speeds
 
 FACTOR = 8.0  # times the error of the same-dtype dense program against fp64
 # Of the largest magnitude; what is added up in bf16 may cancel, most of all in models as small as these.
@@ -123,8 +123,7 @@ def _parallel(program: Program) -> Parallel:
 
 
 def _free_calls(grid: ndtp.Grid, _: str) -> Speeds:
-    links = {(kind, axis): 1e-9 for kind in KINDS for axis in grid}
-    return Speeds(dict.fromkeys(links, 0.0), links, 1e-9, 0.0, 0.0)
+    return Speeds({(kind, axis): LinkSpeed(0.0, 1e-9) for kind in KINDS for axis in grid}, 1e-9)
 
 
 def mismatches(actual: Sequence[Record], expected: Sequence[Record], exact: Sequence[Record]) -> list[str]:

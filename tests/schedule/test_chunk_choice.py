@@ -8,7 +8,7 @@ import pytest
 
 from ndtp import Grid
 from ndtp.algebra.schemes import block_layouts
-from ndtp.schedule.chunk_choice import COUNTS, Speeds, choose, is_small, messages_of, products_of, seconds_of
+from ndtp.schedule.chunk_choice import COUNTS, LinkSpeed, Speeds, choose, is_small, messages_of, products_of, seconds_of
 from ndtp.schedule.clocks import Product, replayed
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
@@ -22,10 +22,12 @@ def chain(grid=CUBE, rows=ROWS):
 
 
 def speeds(gigabytes=0.1, latency=1e-4, gigaflops=20.0, launch=1e-5, contention=0.0, gap=None):
-    keys = [(kind, axis) for kind in KINDS for axis in "zxy"]
-    links = dict.fromkeys(keys, latency), dict.fromkeys(keys, 1e-9 / gigabytes)
-    gaps = {} if gap is None else dict.fromkeys(keys, gap)
-    return Speeds(*links, 1e-9 / gigaflops, launch, contention, gaps)
+    return Speeds(alike(LinkSpeed(latency, 1e-9 / gigabytes, gap)), 1e-9 / gigaflops, launch, contention)
+
+
+def alike(link, axes="zxy"):
+    """The same for every collective over every axis."""
+    return {(kind, axis): link for kind in KINDS for axis in axes}
 
 
 def test_chunks_where_there_is_something_to_hide_and_something_to_hide_it_behind():
@@ -72,20 +74,18 @@ def test_a_latency_that_goes_by_beside_other_bytes_costs_nothing_but_at_the_ends
 
 def test_sums_are_work_of_the_rank_beside_the_next_bytes():
     """Two chunks of 0.1 s of products and 50 bytes in 0.5 s; a byte keeps the rank busy for 5 ms, and the link not."""
-    link = {("reduce_scatter", "y"): 0.01}
     product = Product({("forward", "C"): [("reduce_scatter", ("y",), 100)]}, 0.2, 0.1, 0.0)
-    for sums, forward in (({}, 0.1 + 2 * 0.5), (dict.fromkeys(link, 5e-3), 0.1 + 2 * 0.5 + 0.25)):
-        speeds = Speeds(dict.fromkeys(link, 0.0), link, 0.0, 0.0, 0.0, sum_per_byte=sums)
+    for sums, forward in ((0.0, 0.1 + 2 * 0.5), (5e-3, 0.1 + 2 * 0.5 + 0.25)):
+        speeds = Speeds({("reduce_scatter", "y"): LinkSpeed(0.0, 0.01, sum_per_byte=sums)})
         spans = []
         assert replayed([product], speeds, 2, spans=spans).forward == pytest.approx(forward)
-        assert [each.lane for each in spans if each.what == "sum"] == ["compute"] * 2 * bool(sums)
+        assert [each.lane for each in spans if each.what == "sum"] == ["compute"] * 2 * (sums > 0)
 
 
 def test_collectives_that_share_a_link_let_it_go_earlier():
     """Of two gathers of 50 bytes, each 0.5 s alone, the second one is there after 0.9 s."""
-    link = {("all_gather", "y"): 0.01}
     product = Product({("forward", "A"): [("all_gather", ("y",), 100)]}, 0.0, 0.0, 0.0)
-    speeds = Speeds(dict.fromkeys(link, 0.0), link, 0.0, 0.0, 0.0, gap_per_byte=dict.fromkeys(link, 8e-3))
+    speeds = Speeds({("all_gather", "y"): LinkSpeed(0.0, 0.01, gap_per_byte=8e-3)})
     assert replayed([product], speeds, 2).forward == pytest.approx(0.5 * 0.8 + 0.5)
 
 
@@ -102,8 +102,7 @@ def test_a_step_without_products_lasts_as_long_as_its_bytes(regather):
     """One queue, no latency, a second a byte: what is timed is what the plans predict, and every byte of it."""
     _, sizes = chain()
     plans = block_layouts(CUBE, "3d").plans("block", regather=regather)
-    keys = [(kind, axis) for kind in KINDS for axis in "zxy"]
-    a_second_a_byte = Speeds(dict.fromkeys(keys, 0.0), dict.fromkeys(keys, 1.0), 0.0, 0.0, 0.0)
+    a_second_a_byte = Speeds(alike(LinkSpeed(0.0, 1.0)))
     volumes = [plan.volume((size["m"], size["k"], size["n"])) for plan, size in zip(plans, sizes, strict=True)]
     predicted = sum(volume.in_bytes(4).total for volume in volumes)
     assert seconds_of(plans, sizes, 4, a_second_a_byte, 1) == predicted
@@ -123,8 +122,7 @@ def test_a_step_without_products_lasts_as_long_as_its_bytes(regather):
 def test_steps_come_close_to_what_no_schedule_beats(grid, scheme, aims):
     """Behind 200 Mbit/s and a millisecond a call, products as long as communication: phase by phase the longer one."""
     plans, sizes = block_layouts(grid, scheme).plans("block"), chain()[1]
-    keys = [(kind, axis) for kind in KINDS for axis in grid.names]
-    bare = Speeds(dict.fromkeys(keys, 0.0), dict.fromkeys(keys, 1 / 25e6), 0.0, 0.0, 0.0)
+    bare = Speeds(alike(LinkSpeed(0.0, 1 / 25e6), grid.names))
     moved = {"forward": 0.0, "backward": 0.0}
     for plan, size in zip(plans, sizes, strict=True):
         for (phase, _), messages in messages_of(plan, size, 4).items():
@@ -132,7 +130,7 @@ def test_steps_come_close_to_what_no_schedule_beats(grid, scheme, aims):
     flops = 2 * 2 * ROWS * HIDDEN * INNER / grid.num_ranks
     gemm = sum(moved.values()) / (3 + 4 * 0.05)  # of forward; an activation takes a twentieth of it, and thrice that
     after = 0.05 * gemm
-    speeds = Speeds(dict.fromkeys(keys, 1e-3), bare.per_byte, gemm / flops, 0.0, 0.0)
+    speeds = Speeds(alike(LinkSpeed(1e-3, 1 / 25e6), grid.names), gemm / flops)
     bound = max(moved["forward"], gemm + after) + max(moved["backward"], 2 * gemm + 3 * after)
     for blocks, aim in zip((1, 4), aims, strict=True):
         found = [
