@@ -227,7 +227,7 @@ def test_links_are_told_by_calls_alone_and_together():
     links = probe.links(2**20, ("all_gather",))
     assert list(links) == [("all_gather", "x"), ("all_gather", "y")]
     for link in links.values():
-        assert link == pytest.approx((2e-3, 1e-8, 5e-4, 8e-9, 0.0), rel=0.01)
+        assert link == pytest.approx((2e-3, 1e-8, 5e-4, 8e-9, 0.0), rel=0.02)
 
 
 def test_products_are_measured_as_they_are_multiplied():
