@@ -36,6 +36,13 @@ SMALL_GRIDS = {
 }
 FACTOR = 4.0  # as `ndtp.testing.assert_close_to_dense`: times the error of the dense fp32 result,
 FLOOR_EPS = 4.0  # or times eps of the largest magnitude
+# Of a test: one layer, where all layers of a model are alike; a prompt, and two steps with what the cache has of it.
+ONE_LAYER = {"num_hidden_layers": 1, "n_layer": 1, "num_layers": 1}
+OF_SEVERAL_KINDS = (
+    "Gemma2ForCausalLM",
+    "T5ForConditionalGeneration",
+)  # with and without a window; with a bias to share
+SMALL_NEW_TOKENS = 3
 CLOSE = 1e-5  # what transformers asks of its own tensor parallelism, relative and absolute
 BATCH, LENGTH, NEW_TOKENS = 8, 6, 5
 
@@ -118,8 +125,9 @@ def distances(found: Step, dense: Step, exact: Step) -> dict[str, dict]:
     return worst
 
 
-def generated(model, given, mask) -> torch.Tensor:
-    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True}
+def generated(model, given, mask, small: bool) -> torch.Tensor:
+    count = SMALL_NEW_TOKENS if small else NEW_TOKENS
+    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "use_cache": True}
     return model.generate(given["input_ids"], attention_mask=mask, **options)
 
 
@@ -130,41 +138,42 @@ def masked(given):
     return given | {"attention_mask": mask, "labels": given["labels"].masked_fill(mask == 0, -100)}
 
 
-def build(name: str):
-    return architectures.build(name, **architectures.WIDE_OF.get(name, architectures.WIDE)).float()
+def build(name: str, small: bool):
+    layers = ONE_LAYER if small and name not in OF_SEVERAL_KINDS else {}
+    return architectures.build(name, **architectures.WIDE_OF.get(name, architectures.WIDE), **layers).float()
 
 
-def inputs_of(name: str) -> dict[str, dict]:
-    """By case: the batch as it is, and one that is masked, where there are tokens to mask."""
+def inputs_of(name: str, small: bool) -> dict[str, dict]:
+    """By case: the batch as it is, and one that is masked, where there are tokens to mask; the last alone if small."""
     given = {
         key: x.float() if x.is_floating_point() else x for key, x in architectures.inputs(name, BATCH, LENGTH).items()
     }
-    return {"plain": given} | ({"masked": masked(given)} if "input_ids" in given else {})
+    cases = {"plain": given} | ({"masked": masked(given)} if "input_ids" in given else {})
+    return dict(list(cases.items())[-1:]) if small else cases
 
 
-def reference(name: str) -> dict:
+def reference(name: str, small: bool = False) -> dict:
     """What the dense model gives, in fp32 and in fp64, and the tokens that it generates."""
-    dense, exact = build(name), build(name).double()
+    dense, exact = build(name, small), build(name, small).double()
     found: dict = {"tokens": None}
-    for case, given in inputs_of(name).items():
+    for case, given in inputs_of(name, small).items():
         with InDouble():
             truth = step(exact, {key: x.double() if x.is_floating_point() else x for key, x in given.items()})
         found[case] = (gathered(read(step(dense, given)), truth), gathered(read(truth), truth))
         if case == "masked" and dense.can_generate():
-            found["tokens"] = generated(dense, given, given["attention_mask"].flip(1))
+            found["tokens"] = generated(dense, given, given["attention_mask"].flip(1), small)
     return found
 
 
-def compare(name: str, sizes: dict[str, int], scheme: str, dense: dict, last_only: bool = False) -> dict:
+def compare(name: str, sizes: dict[str, int], scheme: str, dense: dict, small: bool = False) -> dict:
     """All that is asked of one model on one grid; runs on every rank.  Failures are in the row, under "failed".
 
     Args:
         dense: what `reference` found.
-        last_only: of the batches the last one alone, which is masked where there are tokens.
+        small: as a test compares them.
     """
     mesh = mesh_of(Grid(sizes))
-    model, cases = build(name), inputs_of(name)
-    cases = dict(list(cases.items())[-1:]) if last_only else cases
+    model, cases = build(name, small), inputs_of(name, small)
     count = BATCH // mesh.grid.size([axis for axis in mesh.grid if axis == "dp"])
     rows = slice(mesh.coordinate.get("dp", 0) * count, (mesh.coordinate.get("dp", 0) + 1) * count)
     result: dict = {"architecture": name, "grid": str(mesh.grid), "scheme": scheme}
@@ -186,7 +195,7 @@ def compare(name: str, sizes: dict[str, int], scheme: str, dense: dict, last_onl
                 result["bytes"] = {"measured": meter.volume.total, "predicted": predicted}
                 result["gathered"] = gathered_by
         if dense["tokens"] is not None:
-            tokens = generated(model, mine, mine["attention_mask"].flip(1))  # prompts are padded on the left
+            tokens = generated(model, mine, mine["attention_mask"].flip(1), small)  # prompts are padded on the left
             result["generation"] = bool(torch.equal(tokens, dense["tokens"][rows]))
     total, split, held = model.ndtp_report.parameters
     result |= {"split": split / total, "held": held / total}
@@ -219,6 +228,6 @@ def failures(row: dict, cases: list[str]) -> list[str]:
 
 
 def compare_from(path: str, name: str, grid: str, small: bool = False) -> dict:
-    """With the reference in a file: it is computed once, not on every rank.  A `small` grid sees one batch alone."""
+    """With the reference in a file: it is computed once, not on every rank.  That of a `small` grid is small, too."""
     axes, scheme = (SMALL_GRIDS if small else GRIDS)[grid]
     return compare(name, axes, scheme, torch.load(path, weights_only=False), small) | {"on": grid}

@@ -22,24 +22,28 @@ def check_changes(trains):
         changes = {"num_hidden_layers": 1} | ({"n_layer": 1} if name.startswith("GPT2") else {})
         dense, given = build(name, **changes), inputs(name)
         model = ndtp.parallelize(build(name, **changes), mesh, scheme="1d-sp")
+        for each in (model, dense):
+            each(**given).loss.backward()
+        check_gradients(model, dense, name)
+        exact = {key: parameter.grad.to_local().clone() for key, parameter in model.named_parameters()}
         for key, parameter in model.named_parameters():
-            for twin in (model, dense):
-                twin.get_parameter(key).requires_grad_(trains)
-                twin.zero_grad()
-            dense(**given).loss.backward()
+            parameter.requires_grad_(trains)
+            model.zero_grad()
             loss, before = model(**given).loss, parameter.detach().clone()
             with torch.no_grad():
                 parameter.mul_(0.5)
             try:
                 loss.backward()
-                check_gradients(model, dense, f"{name}, {key} was changed")
+                for other, mine in model.named_parameters():
+                    where = f"{name}, {key} was changed: {other}"
+                    assert (mine.grad is None) == (other == key and not trains), where
+                    assert mine.grad is None or torch.equal(mine.grad.to_local(), exact[other]), where
             except RuntimeError as error:
                 assert "modified by an inplace operation" in str(error), f"{name}, {key}: {error}"
                 refused.add(key.split(".")[-2])
             with torch.no_grad():
                 parameter.copy_(before)
-            for twin in (model, dense):
-                twin.get_parameter(key).requires_grad_(True)
+            parameter.requires_grad_(True)
     assert {"down_proj", "norm", "ln_f", "dense"} <= refused, refused
 
 

@@ -116,7 +116,6 @@ def test_models_equal_dense(ranks, tmp_path, monkeypatch, capsys):
     assert "mesh = ndtp.ProcessGrid(ndtp.Grid(x=2, y=2))" in lines and "expert_axis=('x', 'y')" in lines
     cases = [
         ("Mixtral", Grid(e=2, a=2), AUTO),
-        ("Qwen2Moe", Grid(z=2, y=2), {"expert_axis": "y"}),
         ("Qwen3Moe", "the planner's grid", lines),
         ("Qwen2Moe", None, AUTO),
     ]
@@ -151,7 +150,6 @@ def test_latent_attention_and_scores_of_sigmoids(ranks):
     cases = [
         ("DeepseekV3", Grid(e=2, x=2), {"scheme": "1d-sp"}),
         ("DeepseekV3", Grid(z=2, y=2), {"expert_axis": "y"}),
-        ("DeepseekV3", Grid(x=2, y=2), {"scheme": "2d", "expert_axis": ("y", "x")}),
         ("DeepseekV2", Grid(dp=2, e=2), {"expert_axis": ("e", "dp")}),
     ]
     ranks(4).run(check_models, cases)

@@ -13,11 +13,11 @@ from ndtp import CommMeter, Grid, LayoutError
 HIDDEN, HEADS, INNER = 16, 4, 24
 
 
-def encoder(batch_first=True, norm_first=False, activation="gelu", dropout=0.0):
+def encoder(batch_first=True, norm_first=False, activation="gelu", dropout=0.0, layers=1):
     layer = nn.TransformerEncoderLayer(
         HIDDEN, HEADS, INNER, dropout, activation, batch_first=batch_first, norm_first=norm_first
     )
-    return nn.TransformerEncoder(layer, 2, nn.LayerNorm(HIDDEN), enable_nested_tensor=False)
+    return nn.TransformerEncoder(layer, layers, nn.LayerNorm(HIDDEN), enable_nested_tensor=False)
 
 
 def decoder():
@@ -114,7 +114,7 @@ def check_in_a_model():
     class Mine(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.encoder = nn.Linear(3, HIDDEN), encoder()
+            self.embed, self.encoder = nn.Linear(3, HIDDEN), encoder(layers=2)
             self.odd = nn.MultiheadAttention(HIDDEN, 1, batch_first=True)
             self.head = nn.Sequential(nn.Linear(HIDDEN, 8), nn.Tanh(), nn.Linear(8, 2))
 

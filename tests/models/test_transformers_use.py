@@ -20,9 +20,12 @@ from test_transformers_whole import check_gradients, gradient
 def check_generation():
     """Token by token, with a cache of local heads and sequences; a padded prompt, and a batch that does not divide."""
     mesh = mesh_of(Grid(x=2, y=2))
-    for name in ("LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"):
-        dense = build(name)
-        model = ndtp.parallelize(build(name), mesh, scheme="2d")
+    for name, changes in (
+        ("LlamaForCausalLM", {"num_hidden_layers": 1}),
+        ("T5ForConditionalGeneration", {"num_layers": 1}),
+    ):
+        dense = build(name, **changes)
+        model = ndtp.parallelize(build(name, **changes), mesh, scheme="2d")
         ids = inputs(name, batch=3)["input_ids"]
         mask = torch.ones_like(ids)
         if "Llama" in name:
@@ -178,7 +181,7 @@ def check_few_key_heads():
     """Fewer heads of k and v than ranks that split heads: gathered, and each rank takes those that it needs."""
     mesh = mesh_of(Grid(x=1, y=4))
     for name, kv_heads in (("Qwen3ForCausalLM", 1), ("Qwen3ForCausalLM", 2), ("Phi3ForCausalLM", 2)):
-        sizes = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "hidden_size": 64}
+        sizes = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "hidden_size": 64, "num_hidden_layers": 1}
         dense, model = (build(name, **sizes) for _ in range(2))
         ndtp.parallelize(model, mesh, scheme="2d")
         given = inputs(name)
@@ -225,7 +228,7 @@ def check_as_transformers_asks(folder):
         torch.testing.assert_close(model.loss, dense.loss, **close)
         for (key, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
             torch.testing.assert_close(gradient(mine), theirs.grad, **close, msg=lambda text, key=key: f"{key}: {text}")
-        options = {"max_new_tokens": 25, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+        options = {"max_new_tokens": 5, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
         expected, found = (each.eval().generate(ids[:1, :10], **options) for each in (dense, model))
         torch.testing.assert_close(torch.stack(found.scores), torch.stack(expected.scores), **close)
         assert torch.equal(found.sequences, expected.sequences)

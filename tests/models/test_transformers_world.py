@@ -35,12 +35,8 @@ def check_same(model, dense, where, atol=2e-5):
         assert error <= atol, f"{where}: {name}, {error:.1e}"
 
 
-OPTIMIZERS = {
+OPTIMIZERS = {  # every parameter after two steps; `test_composition` has the losses of others, on all kinds of grids
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-    "AdamW, foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
-    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
-    "SGD, foreach": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, foreach=True),
-    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
     "Adafactor, foreach": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2, foreach=True),
     "Adafactor of transformers": Adafactor,
 }
@@ -66,7 +62,7 @@ def check_optimizers(sizes, scheme, names):
 
 
 def test_optimizers(ranks):
-    ranks(2).run(check_optimizers, {"x": 2}, "1d-sp", list(OPTIMIZERS))
+    ranks(2).run(check_optimizers, {"x": 2}, "1d-sp", ["AdamW", "Adafactor, foreach"])
     ranks(4).run(check_optimizers, {"x": 2, "y": 2}, "2d", ["Adafactor of transformers"])
 
 
