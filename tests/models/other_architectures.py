@@ -109,12 +109,12 @@ SAMPLE = (
 IN_FP32 = ("GptOss", "Olmoe", "Qwen2Moe", "Qwen3Moe", "XGLM")  # products of experts, or masks, of that alone
 
 
-def build(name):
+def build(name, **changes):
     kind = getattr(transformers, name.rpartition(" ")[2])
     ours = {} if "text_config" in OTHERS[name] else OURS
     ours = {key: x for key, x in ours.items() if x is not None and (key, "Falcon" in name) != ("head_dim", True)}
     torch.manual_seed(7)
-    model = kind(kind.config_class(**ours | OTHERS[name]))
+    model = kind(kind.config_class(**ours | OTHERS[name] | changes))
     model = model.float() if name.startswith(IN_FP32) else model.double()
     for parameter in model.parameters():  # biases and gains that tell themselves from zeros and ones
         if parameter.dim() == 1:
@@ -143,9 +143,10 @@ def inputs(name, batch=4, length=6):
     return {"input_ids": ids, "labels": few if kind.endswith("TokenClassification") else ids}
 
 
-def compare(name, sizes, scheme):
+def compare(name, sizes, scheme, **changes):
     """What stayed whole and why; runs on every rank.  An assertion where something differs."""
-    mesh, dense, model, given = mesh_of(Grid(sizes)), build(name), build(name), inputs(name)
+    mesh, given = mesh_of(Grid(sizes)), inputs(name)
+    dense, model = (build(name, **changes) for _ in range(2))
     times = 300.0 if name.startswith(IN_FP32) else 1.0
     close = {"rtol": 1e-5 * times, "atol": 1e-5 * times}
     with warnings.catch_warnings():

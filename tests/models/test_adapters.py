@@ -16,6 +16,7 @@ import transformers.modeling_utils  # noqa: F401  # so that ranks are forked wit
 from architectures import build, inputs
 from test_transformers_whole import check_gradients
 
+ONE_LAYER = {"num_hidden_layers": 1, "n_layer": 1}
 TARGETS = {
     "LlamaForCausalLM": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "Phi3ForCausalLM": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
@@ -54,7 +55,7 @@ def by_peft(model, targets, **options):
 
 
 def adapted(name, how, **options):
-    model = how(build(name), TARGETS[name], **options)
+    model = how(build(name, **ONE_LAYER), TARGETS[name], **options)
     torch.manual_seed(2)
     for key, parameter in model.named_parameters():
         if "lora_" in key:  # B is made of zeros
@@ -65,7 +66,7 @@ def adapted(name, how, **options):
 def check_equal(name, how, mesh, scheme, after=False, **options):
     dense = adapted(name, how, **options)
     if after:  # adapters put around layers that are on the grid already
-        base = ndtp.parallelize(build(name), mesh, scheme=scheme)
+        base = ndtp.parallelize(build(name, **ONE_LAYER), mesh, scheme=scheme)
         model = how(base, TARGETS[name])
         for (key, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
             if "lora_" in key:
@@ -109,7 +110,7 @@ def check_peft(folder):
     mesh = mesh_of(Grid(x=2))
     model, dense = check_equal("LlamaForCausalLM", by_peft, mesh, "1d-sp")
     model.save_pretrained(folder)
-    again = peft.PeftModel.from_pretrained(build("LlamaForCausalLM"), folder)
+    again = peft.PeftModel.from_pretrained(build("LlamaForCausalLM", **ONE_LAYER), folder)
     for key, value in dense.state_dict().items():
         assert torch.equal(again.state_dict()[key], value), key
     check_equal("LlamaForCausalLM", by_peft, mesh, "1d-sp", after=True)

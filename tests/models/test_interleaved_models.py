@@ -9,12 +9,12 @@ from products import mesh_of
 import ndtp
 from ndtp import CommMeter, Grid
 
-CASES = [("LlamaForCausalLM", Grid(z=2, x=1, y=2)), ("MixtralForCausalLM", Grid(dp=2, x=2))]
+CASES = [("LlamaForCausalLM", Grid(z=2, x=1, y=2), 2), ("MixtralForCausalLM", Grid(dp=2, x=2), 1)]  # and layers
 
 
-def check(name, grid):
+def check(name, grid, layers):
     mesh = mesh_of(grid)
-    model = build(name)
+    model = build(name, num_hidden_layers=layers)
     ndtp.parallelize(model, mesh)
     if name.startswith("Llama"):
         model.gradient_checkpointing_enable()

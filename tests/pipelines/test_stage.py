@@ -154,7 +154,7 @@ def test_any_grids_under_any_schedule(ranks, tmp_path):
 
 
 def check_experts():
-    """dp=1 pp=2 e=2 tp=2: three steps of training."""
+    """dp=1 pp=2 e=2 tp=2: two steps of training."""
     grid = Grid(e=2, x=2)
     tokens = expert_plan(block_layouts(grid, "3d"), ("e",)).tokens
     pipeline = Pipeline([grid] * 2, SHAPE, layouts=[(tokens, tokens)] * 2)
@@ -170,7 +170,7 @@ def check_experts():
     torch.manual_seed(0)
     x, y = torch.randn(2, MICRO_BATCHES * SHAPE[0], SHAPE[1], dtype=torch.float64)
     curve = []
-    for _ in range(3):
+    for _ in range(2):
         losses = []
         if stage.is_first:
             schedule.step(stage.rows(x, MICRO_BATCHES))
@@ -187,6 +187,6 @@ def check_experts():
 
 def test_experts_tensors_and_stages_in_one_launch(ranks):
     by_rank = ranks(8).run(check_experts)
-    found = [sum(curve[i][0] for curve in by_rank[4:]) for i in range(3)]
+    found = [sum(curve[i][0] for curve in by_rank[4:]) for i in range(2)]
     expected = [loss for _, loss in by_rank[0]]
-    assert found == pytest.approx(expected, rel=1e-9) and expected[2] < expected[0]
+    assert found == pytest.approx(expected, rel=1e-9) and expected[1] < expected[0]

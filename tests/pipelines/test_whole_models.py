@@ -47,14 +47,15 @@ def mixtral(layers=2, tied=False):
     return MixtralForCausalLM(config).double()
 
 
-CASES = {
-    "mixtral": (mixtral, [Grid(dp=2, e=2), Grid(e=2, x=2)], {}, Schedule1F1B),
-    "gpt2": (gpt2, [Grid(x=1), Grid(dp=1, x=2), Grid(y=1)], {"layers": [1, 1, 1]}, ScheduleGPipe),
+CASES = {  # model, grids of the stages, other options, schedule, steps: the second one needs what the first has kept
+    "mixtral": (mixtral, [Grid(dp=2, e=2), Grid(e=2, x=2)], {}, Schedule1F1B, 1),
+    "gpt2": (gpt2, [Grid(x=1), Grid(dp=1, x=2), Grid(y=1)], {"layers": [1, 1, 1]}, ScheduleGPipe, 2),
     "in turns": (
         lambda: mixtral(4, tied=True),
         [Grid(x=2), Grid(y=2), Grid(z=2), Grid(dp=2)],
         {"groups": 2},
         ScheduleInterleaved1F1B,
+        1,
     ),
 }
 
@@ -69,7 +70,7 @@ LAST = {}  # of the last case, on this rank: the stages and their optimizer
 
 
 def check_case(name):
-    make, grids, options, kind = CASES[name]
+    make, grids, options, kind, steps = CASES[name]
     dense = make()
     stages = ndtp.pipeline_stages(copy.deepcopy(dense), grids, BATCH, LENGTH, **options)
     mine = stages if "groups" in options else stages[0]
@@ -77,7 +78,7 @@ def check_case(name):
     ours = torch.optim.SGD([p for stage in stages for p in stage.model.parameters()], lr=0.1, momentum=0.9)
     theirs = torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9)
     LAST.update(stages=stages, optimizer=ours)
-    for step in range(2):
+    for step in range(steps):
         ids = torch.randint(30, (MICRO_BATCHES * BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
         labels, mask = ids.clone(), torch.ones_like(ids)
         labels[1, 2:], mask[1, 3:] = -100, 0  # fewer in one micro-batch, and on one rank of dp
