@@ -1,4 +1,7 @@
-"""`run` in whole programs: scripts, torchrun, interrupted and killed parents."""
+"""`run` in whole programs: scripts, torchrun, interrupted and killed parents.
+
+One is executed by Python itself, as a user's is; the others are forks of a process that has torch: see tests/forked.py.
+"""
 
 import os
 import signal
@@ -11,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked import with_torch
 from process_states import parent_of, wait_until_gone
 
 import ndtp.testing
-from ndtp.testing import RankError, RankPool
+from ndtp.testing import RankError
 
 SCRIPT = """
     import os, signal, sys, time
@@ -23,9 +27,6 @@ SCRIPT = """
     import ndtp.testing.zygote
 
     ndtp.testing.zygote._PRELOAD = ("torch.distributed", "ndtp.testing.worker")  # all that these ranks need
-
-    # A background job of a shell that ignores SIGINT hands that down to what it starts, this test included.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     class Answer:
         def __init__(self, rank): self.rank = rank
@@ -107,8 +108,7 @@ def test_functions_of_the_main_script(tmp_path):
 
 
 def test_a_script_without_main_guard_is_told_so(tmp_path):
-    script = write(tmp_path, "ndtp.testing.run(who, 2)")
-    done = subprocess.run([sys.executable, script], check=False, capture_output=True, text=True, timeout=120)
+    done = with_torch(outcome, write(tmp_path, "ndtp.testing.run(who, 2)"))
     assert done.returncode == 1
     assert 'if __name__ == "__main__"' in done.stderr
     assert "RankError: rank" in done.stderr
@@ -131,6 +131,10 @@ def test_a_parent_that_ends_leaves_no_process(tmp_path, when, end):
             {"ndtp.testing.run(hang, 2)" if when == "in a call" else 'print("hanging", flush=True); time.sleep(600)'}
         """,
     )
+    with_torch(end_parent, script, end)
+
+
+def end_parent(script, end):
     parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
@@ -240,10 +244,8 @@ def test_importing_and_running_initialises_no_cuda():
 
 
 def torchrun(script, code=0):
-    """In a process that has torch already, which alone takes as long as the rest; what it starts is started as ever."""
     outputs = f"{script}.out", f"{script}.err"
-    with RankPool(1) as pool:
-        status = pool.run(launcher, script, *outputs, timeout=120)[0]
+    status = with_torch(launcher, script, *outputs, spares=2)
     printed, errors = (Path(output).read_text() for output in outputs)
     assert status == code, errors
     return errors if code else printed
@@ -271,7 +273,10 @@ def write(folder, body):
 
 
 def check_script(folder, body):
-    command = [sys.executable, write(folder, body)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = outcome(write(folder, body))
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def outcome(script):
+    return subprocess.run([sys.executable, script], check=False, capture_output=True, text=True, timeout=120)
