@@ -22,10 +22,18 @@ def dense_linear(inp=IN, out=OUT, bias=True, dtype=torch.float32, seed=0):
     return layer
 
 
-def grids(scheme, num_ranks=8):
-    if scheme.startswith("2d"):
-        return [grid for grid in Grid.all(num_ranks) if grid["z"] == 1] + [Grid(dp=2, x=2, y=num_ranks // 4)]
-    return [*Grid.all(num_ranks), Grid(dp=2, x=num_ranks // 2)]
+def grids(scheme, of_unequal=slice(None)):
+    """Grids of every number of axes on as few ranks as can have it, and those of two that differ, or some of them."""
+    dims = 2 if scheme.startswith("2d") else 3
+    alike = [grid for grid in Grid.all(4) if grid["z"] == 1 or dims == 3]
+    unequal = [grid for grid in Grid.all(8) if sorted(grid.shape) == [1, 2, 4] and (grid["z"] == 1 or dims == 3)]
+    return [*alike, *unequal[of_unequal], *([Grid(z=2, x=2, y=2)] if dims == 3 else []), Grid(dp=2, x=2, y=dims - 1)]
+
+
+def on_their_ranks(ranks, check, cases, **arguments):
+    """The grid comes first in a case."""
+    for num_ranks in sorted({case[0].num_ranks for case in cases}):
+        ranks(num_ranks).run(check, [case for case in cases if case[0].num_ranks == num_ranks], **arguments)
 
 
 def first_turn(scheme):

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import products  # noqa: F401  (so that tiny products go the way of large ones)
 import pytest
 import torch
+import torch.distributed as dist
 
 import ndtp
 from ndtp import Grid, Layout, LayoutError, MatMulPlan
@@ -51,13 +52,20 @@ def of_module(block, x, grad, predicted):
     return least
 
 
+def said_by(rank, memory):
+    """What one rank predicts: the prediction is that of the shapes of shards, which are alike on all ranks."""
+    told = [astuple(memory()) if dist.get_rank() == rank else None]
+    dist.broadcast_object_list(told, rank)
+    return told[0]
+
+
 def check_blocks(grid, scheme):
     mesh = mesh_without_ring(grid)
     for turn, (regather, chunks) in enumerate(POLICIES, CASES.index((grid, scheme))):
         kind = (ndtp.nn.MLP, ndtp.nn.GatedMLP)[turn % 2]  # by turns, and otherwise on the next grid
         block = kind(HIDDEN, INNER, mesh=mesh, scheme=scheme, chunks=chunks, regather=regather)
         x = torch.randn(block.in_layout.shard_shape((TOKENS, HIDDEN)), requires_grad=True)
-        predicted = astuple(block.memory(TOKENS))
+        predicted = said_by(turn % grid.num_ranks, lambda block=block: block.memory(TOKENS))
         found = of_module(block, x, torch.randn_like(x), predicted)
         assert found == predicted, f"{kind} {scheme} {grid} {regather} {chunks}: {found} {predicted}"
 
@@ -80,7 +88,7 @@ def check_linears():
         layer.weight.requires_grad_(not frozen)
         x = torch.randn(layer.in_layout.shard_shape((TOKENS, HIDDEN)), dtype=dtype, requires_grad=dgrad)
         grad = torch.randn(layer.out_layout.shard_shape((TOKENS, INNER)), dtype=dtype)
-        predicted = astuple(layer.memory(TOKENS, dgrad))
+        predicted = said_by(mesh.grid.num_ranks - 1, lambda layer=layer, dgrad=dgrad: layer.memory(TOKENS, dgrad))
         assert of_module(layer, x, grad, predicted) == predicted, (frozen, bias, dtype, dgrad)
 
 
