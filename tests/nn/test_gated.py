@@ -3,7 +3,7 @@
 import pytest
 import torch
 from products import mesh_of
-from test_linear import dense_linear, first_turn, grids, message_of
+from test_linear import dense_linear, first_turn, grids, message_of, on_their_ranks
 from test_mlp import check_ends, run_block
 from torch.nn import functional as F
 
@@ -66,10 +66,10 @@ def check_blocks(cases):
 def test_equals_dense_on_every_grid(ranks, scheme):
     """Every other one of a scheme, the others in the next; what a block without a gate does on all: test_mlp.py."""
     cases = []
-    for turn, grid in enumerate(grids(scheme)[first_turn(scheme) % 2 :: 2], first_turn(scheme)):
+    for turn, grid in enumerate(grids(scheme, first_turn(scheme) % 2)[first_turn(scheme) % 2 :: 2], first_turn(scheme)):
         bias, regather, chunks = [(True, (), 1), (False, ("a", "b"), 2)][turn % 2]
         cases.append((grid, scheme, {"bias": bias, "regather": regather, "chunks": chunks}))
-    ranks(8).run(check_blocks, cases)
+    on_their_ranks(ranks, check_blocks, cases)
 
 
 def test_padding_of_features_and_rows(ranks):
@@ -110,9 +110,9 @@ def check_real(grid, scheme, turn):
 
 
 def test_real_activations_and_the_planned_volume(ranks):
-    for grid in (Grid(z=2, x=2, y=2), Grid(dp=2, z=2, x=1, y=2), Grid(dp=8)):
-        ranks(8).run(check_planned, grid)
-    real = ((Grid(z=2, x=2, y=2), "3d"), (Grid(x=4), "1d-sp"), (Grid(x=4, y=2), "2d-features"))
+    for grid in (Grid(z=2, x=2, y=2), Grid(dp=2, z=2, x=1, y=1), Grid(dp=2)):
+        ranks(grid.num_ranks).run(check_planned, grid)
+    real = ((Grid(z=2, x=2, y=2), "3d"), (Grid(x=4), "1d-sp"), (Grid(x=2, y=2), "2d-features"))
     for turn, (grid, scheme) in enumerate(real):
         ranks(grid.num_ranks).run(check_real, grid, scheme, turn)
 
@@ -127,7 +127,7 @@ def check_compiled():
     import torch._dynamo
 
     torch._dynamo.reset()
-    mesh = mesh_of(Grid(z=2, x=2, y=1))
+    mesh = mesh_of(Grid(z=2, x=1, y=1))
     block = ndtp.nn.GatedMLP.from_dense(*dense_layers(), "relu", mesh=mesh, chunks=2)
     step = torch.compile(block, backend="aot_eager", fullgraph=True)
     results = []
@@ -142,7 +142,7 @@ def check_compiled():
 
 
 def test_compiles_as_one_op(ranks):
-    ranks(4).run(check_compiled)
+    ranks(2).run(check_compiled)
 
 
 def check_dropout_and_training():

@@ -22,12 +22,16 @@ def dense_linear(inp=IN, out=OUT, bias=True, dtype=torch.float32, seed=0):
     return layer
 
 
-def grids(scheme, of_unequal=slice(None)):
-    """Grids of every number of axes on as few ranks as can have it, and those of two that differ, or some of them."""
-    dims = 2 if scheme.startswith("2d") else 3
-    alike = [grid for grid in Grid.all(4) if grid["z"] == 1 or dims == 3]
-    unequal = [grid for grid in Grid.all(8) if sorted(grid.shape) == [1, 2, 4] and (grid["z"] == 1 or dims == 3)]
-    return [*alike, *unequal[of_unequal], *([Grid(z=2, x=2, y=2)] if dims == 3 else []), Grid(dp=2, x=2, y=dims - 1)]
+def grids(scheme, turn=0):
+    """All grids of four ranks, data parallelism, and what it takes eight for: three axes, and two of unequal sizes.
+
+    Of the last every other one in either turn; two in all where a scheme takes its axes as one.
+    """
+    plane = scheme.startswith("2d")
+    four, eight = ([grid for grid in Grid.all(n) if grid["z"] == 1 or not plane] for n in (4, 8))
+    unequal = [grid for grid in eight if sorted(grid.shape) == [1, 2, 4]]
+    more = [Grid(dp=2, x=2, y=2)] if plane else [Grid(dp=2, x=2), Grid(z=2, x=2, y=2)]
+    return [*four, *unequal[turn :: 5 if scheme.startswith("1d") else 2][:3], *more]
 
 
 def on_their_ranks(ranks, check, cases, **arguments):
@@ -87,7 +91,7 @@ def test_equals_dense_on_every_grid(ranks, scheme):
         for turn, grid in enumerate(grids(scheme), first_turn(scheme))
         for index, position in enumerate(("up", "down"))
     ]
-    ranks(8).run(check_linear, cases)
+    on_their_ranks(ranks, check_linear, cases)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -95,8 +99,8 @@ def test_padding_is_exact_and_gets_no_gradient(ranks, scheme):
     """On every other grid of a scheme; the others: test_mlp.py."""
     turns = enumerate(grids(scheme)[::2], first_turn(scheme))
     cases = [(grid, scheme, ("up", "down")[turn % 2], True) for turn, grid in turns]
-    ranks(8).run(check_linear, cases, inp=13, out=27, pad=True)
-    ranks(8).run(check_linear, cases[:2], inp=1, out=3, pad=True)
+    on_their_ranks(ranks, check_linear, cases, inp=13, out=27, pad=True)
+    on_their_ranks(ranks, check_linear, cases[:2], inp=1, out=3, pad=True)
 
 
 def test_low_precision_and_few_ranks(ranks):

@@ -159,7 +159,7 @@ def products():
             assert volume == planned
         assert not mesh.collectives.in_flight
     named = {op for op in ops if "built-in" not in op}
-    assert named == {"ndtp.mlp.default"} or traced is product and not named, named
+    assert named == {"ndtp.mlp.default"} or (traced is product and not named), named
 
 
 def test_products(ranks):
@@ -193,7 +193,7 @@ def module_cases(grid, scheme, backend="aot_eager", on=None, **options):
 
 
 def test_a_block_is_one_op(ranks):
-    """One on z: `modes`; a gated one on z and x is in nn/test_gated.py."""
+    """One on z: `modes`; a gated one: nn/test_gated.py."""
     ranks(2).run(module_cases, Grid(x=2), "1d-sp", on=1, regather=("a",))
 
 
