@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ndtp import CommMeter, Grid, GridError, Layout, MatMulPlan, ProcessGrid, matmul, nn
 from ndtp.algebra.binding import bind
 from ndtp.compute.gemm import TorchGemm
-from ndtp.testing import assert_equal, small_integers
+from ndtp.testing import RankPool, assert_equal, small_integers
 
 TorchGemm.own_part_from = 0  # tiny products go the way of large ones, in every process that imports this
 
@@ -100,11 +100,11 @@ def check_products(products: Sequence[Product]) -> None:
         check_product(product)
 
 
-# Schemes on eight ranks.
+# Schemes on eight ranks where they take axes of two sizes, or three axes; on four otherwise.
 CUBE = Grid(z=2, x=2, y=2)
-LINE = Grid(x=8)
+LINE = Grid(x=4)
 PLANE = Grid(x=2, y=4)
-DATA = Grid(d=2, x=4)
+DATA = Grid(d=2, x=2)
 M, K, N = 16, 32, 64
 
 # The table of docs/: name -> grid, A, B, explicit output.
@@ -121,13 +121,22 @@ SCHEMES = {
     "fsdp": (DATA, "d None", "d None", None),
     "data parallel 1d": (DATA, "d x", "x None", None),
     "2d on a cube, z replicates": (CUBE, "y x", "x y", None),
-    "sizes of 1": (Grid(z=1, x=8, y=1), "(z y) x", "(x z) y", None),
+    "sizes of 1": (Grid(z=1, x=4, y=1), "(z y) x", "(x z) y", None),
 }
 
 
 def scheme_product(name, **changes):
     grid, a, b, out = SCHEMES[name]
     return replace(Product(grid, a, b, (M, K), (K, N), out), **changes)
+
+
+def check_on(ranks: Callable[[int], RankPool], products: Iterable[Product]) -> None:
+    """Each on as many ranks as its grid has; `ranks` is the fixture."""
+    by_size: dict[int, list[Product]] = {}
+    for product in products:
+        by_size.setdefault(product.grid.num_ranks, []).append(product)
+    for num_ranks, some in by_size.items():
+        ranks(num_ranks).run(check_products, some)
 
 
 def shards_of(product, seed=0):

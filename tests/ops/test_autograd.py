@@ -85,12 +85,13 @@ def gradient_buffers_are_not_shared(product):
 @pytest.mark.parametrize("name", ["1d row", "2d feature split", "3d", "fsdp"])
 def test_autograd(ranks, name):
     # The scattered form keeps a gathered B of its own; the check for a weight changed in place wants B saved as it is.
-    ranks(8).run(gradient_buffers_are_not_shared, scheme_product(name))
     product = scheme_product(name)
+    pool = ranks(product.grid.num_ranks)
+    pool.run(gradient_buffers_are_not_shared, product)
     if name in ("1d row", "2d feature split"):
-        ranks(8).run(accumulate, product)
+        pool.run(accumulate, product)
     else:
-        ranks(8).run(accumulate, dataclasses.replace(product, options={"regather": ("b",)}))
+        pool.run(accumulate, dataclasses.replace(product, options={"regather": ("b",)}))
 
 
 def local_mean_loss(name):
@@ -108,7 +109,7 @@ def local_mean_loss(name):
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_loss_recipe(ranks, name):
-    ranks(8).run(local_mean_loss, name)
+    ranks(SCHEMES[name][0].num_ranks).run(local_mean_loss, name)
 
 
 # ---- dtypes ----
@@ -138,7 +139,8 @@ def global_shape_of(product):
 
 @pytest.mark.parametrize("name", ["1d row", "2d row split", "3d"])
 def test_autocast(ranks, name):
-    ranks(8).run(autocast, scheme_product(name))
+    product = scheme_product(name)
+    ranks(product.grid.num_ranks).run(autocast, product)
 
 
 # ---- errors: the same on every rank, before any collective ----

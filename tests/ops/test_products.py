@@ -10,6 +10,7 @@ from products import (
     SCHEMES,
     K,
     Product,
+    check_on,
     check_product,
     check_products,
     mesh_of,
@@ -46,18 +47,21 @@ def test_scheme_is_exact_with_both_transposes_and_regather(ranks, name):
         dataclasses.replace(scheme_product(name, bias=True), options={"regather": regather})
         for regather in (("a",), ("b",), ("a", "b"))
     ]
-    ranks(8).run(check_products, products)
+    check_on(ranks, products)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_dtypes_are_exact(ranks, dtype):
-    """Sums stay below 2^8, so that bf16 holds them: any rounding of a partial sum would show."""
-    ranks(8).run(check_products, [scheme_product(name, dtype=dtype, bias=True) for name in SCHEMES])
+def test_dtypes_are_exact(ranks):
+    """Sums stay below 2^8, so that bf16 holds them: any rounding of a partial sum would show.  The others by turns."""
+    others = zip(SCHEMES, itertools.cycle((torch.float64, torch.float16)), strict=False)
+    check_on(
+        ranks,
+        [scheme_product(n, dtype=t, bias=True) for n, t in [*dict.fromkeys(SCHEMES, torch.bfloat16).items(), *others]],
+    )
 
 
 def held_to_stored():
     """Every row of the table, for C and, by the layouts of A and B, for the gradients."""
-    grid = Grid(x=2, y=4)
+    grid = Grid(x=2, y=2)
     every = Product(grid, "None x", "x None", (16, 32), (32, 8))
     for out in ("None None", "x None", "None x", "(x y) None", "x y", "y x", "None (x y)", "(y x) None", "None (y x)"):
         yield dataclasses.replace(every, out=out)  # partial -> replicated, split; replicated -> slice
@@ -83,7 +87,7 @@ def test_every_row_of_the_relayout_table(ranks):
     assert len(legal) > 30 and {case.bias for case in legal} == {False, True}
     kinds = {step.step.kind for case in legal for step in case.plan().steps}
     assert kinds == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice"}
-    ranks(8).run(check_products, legal)
+    ranks(4).run(check_products, legal)
 
 
 def test_batched(ranks):
@@ -110,24 +114,20 @@ def test_batched(ranks):
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)], ids=str)
 def test_what_needs_no_gradient_costs_nothing(ranks, needs):
-    """A frozen weight or input skips its product and its collectives: the meter says so."""
+    """A frozen weight or input skips its product and its collectives: the meter says so.
+
+    Gathered again or not by turns, and the other way round where it is the other operand that needs none.
+    """
     cases = [
-        scheme_product(name, needs=needs, bias=bias, options={"regather": regather})
-        for turn, name in enumerate(SCHEMES)
-        for bias, regather in itertools.product((turn % 2 == 0,), ((), ("a", "b")))
+        scheme_product(name, needs=needs, bias=turn // 2 % 2 == 0, options={"regather": (("a", "b"), ())[turn % 2]})
+        for turn, name in enumerate(SCHEMES, needs[1])
     ]
-    ranks(8).run(check_products, cases)
+    check_on(ranks, cases)
 
 
 def test_fewer_ranks(ranks):
     ranks(2).run(check_products, [Product(Grid(x=2), "None x", "x None", (4, 8), (8, 4), bias=True)])
-    ranks(4).run(
-        check_products,
-        [
-            Product(Grid(x=2, y=2), "y x", "x y", (4, 8), (8, 4), bias=True),
-            Product(Grid(z=4, x=1, y=1), "(z y) x", "(x z) y", (4, 8), (8, 4), bias=True),
-        ],
-    )
+    ranks(4).run(check_products, [Product(Grid(z=4, x=1, y=1), "(z y) x", "(x z) y", (4, 8), (8, 4), bias=True)])
 
 
 def test_world_size_one_needs_no_process_group():
@@ -138,10 +138,14 @@ def test_world_size_one_needs_no_process_group():
 
 
 def test_zero_rows(ranks):
-    cases = [scheme_product(name, a_shape=(0, K), bias=True) for name in SCHEMES]
-    cases += [scheme_product(name, a_shape=(0, K), bias=True, dtype=torch.bfloat16) for name in SCHEMES]
+    dtypes = itertools.cycle((torch.float32, torch.bfloat16))
+    cases = [
+        scheme_product(name, a_shape=(0, K), bias=True, dtype=dtype)
+        for name, dtype in zip(SCHEMES, dtypes, strict=False)
+    ]
+    cases += [scheme_product("3d", a_shape=(0, K), bias=True, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     cases += [Product(PLANE, "y x", "x y", (8, 0), (0, 8), bias=True)]
-    ranks(8).run(check_products, cases)
+    check_on(ranks, cases)
 
 
 # ---- operands and gradients of every memory layout ----
@@ -172,7 +176,8 @@ def strides(product):
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_non_contiguous_and_expanded(ranks, name):
-    ranks(8).run(strides, scheme_product(name))
+    product = scheme_product(name)
+    ranks(product.grid.num_ranks).run(strides, product)
 
 
 def relayouts(grid, layouts, shape):
