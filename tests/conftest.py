@@ -11,6 +11,8 @@ LONGEST = (
     "test_docs.py", "test_compile.py", "test_mlp.py",
 )  # fmt: skip
 FEW = 10  # files, of which perhaps none compiles
+# What torch imports when a function is first compiled.
+LATE = ("torch._inductor.compile_fx", "torch.distributed.tensor.experimental")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,7 +32,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if len({item.path for item in session.items}) > FEW:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch finds deprecated in itself
-            importlib.import_module("torch._inductor.compile_fx")  # ranks find it imported then, and twenty compile
+            for name in LATE:  # ranks find it imported then: twenty compile
+                importlib.import_module(name)
     gc.enable()
     gc.collect()
     gc.freeze()

@@ -58,13 +58,9 @@ _ENVIRON = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-_PRELOAD_IF_USED = (
-    "pytest",
-    "hypothesis",
-    "transformers.modeling_utils",
-    "transformers.modeling_layers",
-    "torch._inductor.compile_fx",  # a second of every rank that compiles
-)
+# Of these, ranks find imported whatever the parent has imported when they start, as after a fork of the parent itself:
+# a second of every rank that compiles, two where it builds a model of transformers.
+_PACKAGES = ("ndtp", "torch", "transformers", "peft", "hypothesis", "pytest")
 # Ranks look for garbage less often than Python does, which begins after 700 objects: half of a step of a small model.
 _GARBAGE_THRESHOLDS = (20_000, 20, 20)
 
@@ -82,6 +78,7 @@ class Zygote:
         self._end = lambda: None
         self._lock = threading.RLock()  # pools in other threads share this one
         self._num_questions = 0
+        self._told: set[str] = set()  # modules of the parent that the process has been asked to import
         self.numbers = count()
         self.folder = ""
 
@@ -129,11 +126,11 @@ class Zygote:
         folder = tempfile.mkdtemp(prefix="ndtp-ranks-")
         ours, theirs = socket.socketpair()
         ours.settimeout(_ANSWER_S)
-        preload = [*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)]
+        self._told = set()
         command = (
             "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
             f"sys.path[:] = {sys.path!r}; from ndtp.testing.zygote import serve; from ndtp.testing.worker import work; "
-            f"serve({theirs.fileno()}, {folder!r}, {preload!r}, {os.getpid()}, work)"
+            f"serve({theirs.fileno()}, {folder!r}, {_PRELOAD!r}, {os.getpid()}, work)"
         )
         with theirs:
             self._process = subprocess.Popen(
@@ -150,10 +147,10 @@ class Zygote:
 
         The two descriptors are its ends of the message socket and of the status pipe.
         """
-        request = pickle.dumps(birth)
         with self._lock, open(os.devnull, "wb") as null:
             if folder != self.folder:
                 raise RuntimeError("the process that starts the ranks died; another has taken its place")
+            request = pickle.dumps((birth, self._imported_since()))
             assert self._control is not None
             output_fds = [fd if _is_open(fd) else null.fileno() for fd in (1, 2)]
             fds = [connection_fd, status_fd, *output_fds]
@@ -162,6 +159,19 @@ class Zygote:
                 self._control.sendall(request)
             except OSError as error:
                 raise RuntimeError("the process that starts the ranks died; its stderr says why") from error
+
+    def _imported_since(self) -> list[str]:
+        """Modules of `_PACKAGES` that the parent has imported since this was asked, in that order."""
+        names = [
+            name
+            for name, module in list(sys.modules.items())
+            if name not in self._told
+            and name.partition(".")[0] in _PACKAGES
+            and module is not None
+            and not name.endswith("__main__")
+        ]
+        self._told.update(names)
+        return names
 
 
 def _is_open(fd: int) -> bool:
@@ -192,13 +202,7 @@ def serve(control_fd: int, folder: str, preload: Sequence[str], parent_pid: int,
     control = socket.socket(fileno=control_fd)
     status_fds: dict[int, int] = {}  # pid of a living rank -> write end of its status pipe
     try:
-        gc.disable()  # nothing that is imported is garbage, and to look for some takes a fifth of the time
-        for name in preload:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-        gc.collect()
-        gc.freeze()  # the ranks share these pages with us as long as no collection touches them
-        gc.enable()
+        _import(preload)
         gc.set_threshold(*_GARBAGE_THRESHOLDS)
 
         wake_read, wake_write = os.pipe()
@@ -223,6 +227,16 @@ def serve(control_fd: int, folder: str, preload: Sequence[str], parent_pid: int,
     os._exit(0)
 
 
+def _import(names: Sequence[str]) -> None:
+    gc.disable()  # nothing that is imported is garbage, and to look for some takes a fifth of the time
+    for name in names:
+        with contextlib.suppress(Exception):  # the ranks will see it, should they need the module
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the ranks share these pages with us as long as no collection touches them
+    gc.enable()
+
+
 def _reap(status_fds: dict[int, int]) -> None:
     for pid in list(status_fds):
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -244,7 +258,10 @@ def _fork_one(control: socket.socket, status_fds: dict[int, int], wake_fds: Sequ
     if _LENGTH.unpack(header)[0] == _QUESTION:
         control.sendall(_receive_exactly(control, _LENGTH.size))
         return True
-    birth: Birth = pickle.loads(_receive_exactly(control, _LENGTH.unpack(header)[0]))
+    birth: Birth
+    birth, names = pickle.loads(_receive_exactly(control, _LENGTH.unpack(header)[0]))
+    if names:
+        _import(names)
     connection_fd, status_fd, stdout_fd, stderr_fd = fds
     zygote_pid = os.getpid()
     with warnings.catch_warnings():

@@ -1,6 +1,7 @@
 """What a pool does for its caller: results, errors of every kind, and ranks that work again afterwards."""
 
 import ctypes
+import importlib
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ from process_states import wait_until_collected, wait_until_gone
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ndtp.testing import RankError, RankPool, RankTimeout
+from ndtp.testing import RankError, RankPool, RankTimeout, zygote
 
 P = 4
 
@@ -28,6 +29,10 @@ def pool(ranks):
 
 
 # ---- what the ranks do ----
+
+
+def has_imported(*names):
+    return [name in sys.modules for name in names]
 
 
 def rank_and_pid():
@@ -366,6 +371,18 @@ def test_closing_leaves_nothing():
         pids = [pid for _, pid in pool.run(rank_and_pid)]
     wait_until_gone(pids)
     assert pool.pids == []
+
+
+def test_ranks_find_imported_what_their_parent_has_imported(monkeypatch):
+    """Of some packages: each rank would import it anew.  What cannot be imported is the ranks' own business."""
+    monkeypatch.setattr(zygote, "_PACKAGES", ("rlcompleter", "not_there"))
+    monkeypatch.setitem(sys.modules, "not_there", sys)
+    monkeypatch.delitem(sys.modules, "rlcompleter", raising=False)
+    with RankPool(1) as pool:
+        assert pool.run(has_imported, "rlcompleter", "not_there") == [[False, False]]
+        importlib.import_module("rlcompleter")
+        pool.close()
+        assert pool.run(has_imported, "rlcompleter", "not_there") == [[True, False]]
 
 
 def test_ranks_never_meet_in_the_store_of_others():

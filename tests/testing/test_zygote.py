@@ -14,6 +14,7 @@ from ndtp.testing import RankPool, pool, zygote
 def mine(monkeypatch):
     """A zygote of the test's own, which imports no more than a rank needs."""
     monkeypatch.setattr(zygote, "_PRELOAD", ("ndtp.testing.worker",))
+    monkeypatch.setattr(zygote, "_PACKAGES", ())
     one = zygote.Zygote()
     monkeypatch.setattr(pool, "_zygote", lambda pid: one)
     yield one
