@@ -7,7 +7,7 @@ from campaign import simpler_ones, stripped
 from execute import run_programs
 from program import check_legal, draw
 
-CASES = {"": (2, 8), "noise": (4, 4), "updates": (2, 6)}  # (ranks, programs)
+CASES = {"": (2, 6), "noise": (4, 3), "updates": (2, 4)}  # (ranks, programs)
 
 
 @pytest.mark.parametrize("focus", CASES, ids=lambda focus: focus or "all")

@@ -12,7 +12,7 @@ import ndtp
 from ndtp import CommMeter, Grid
 from ndtp.testing import assert_equal
 
-GRIDS = [(Grid(dp=4, x=1), "1d"), (Grid(dp=2, z=2, x=1, y=2), "3d"), (Grid(dp=2, z=1, x=2, y=2), "3d")]
+GRIDS = [(Grid(dp=4, x=1), "1d"), (Grid(dp=2, z=2, x=1, y=2), "3d"), (Grid(dp=2, z=1, x=2, y=1), "3d")]
 
 
 def reduced_over_dp(meter):
@@ -77,7 +77,7 @@ def otherwise(grid, scheme):
     case.check(case.parts[1:2], "discarded")
 
 
-@pytest.mark.parametrize("grid,scheme", GRIDS[:2], ids=str)
+@pytest.mark.parametrize("grid,scheme", [GRIDS[0], (Grid(dp=2, z=2, x=1, y=1), "3d")], ids=str)
 def test_weights_used_twice_or_not_at_all_and_no_backward_after_it(ranks, grid, scheme):
     ranks(grid.num_ranks).run(otherwise, grid, scheme)
 
@@ -127,7 +127,7 @@ def under_autocast():
 
 
 def test_autocast(ranks):
-    ranks(8).run(under_autocast)
+    ranks(4).run(under_autocast)
 
 
 def computed_weight():

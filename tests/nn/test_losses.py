@@ -79,15 +79,19 @@ def test_equals_dense_on_grids(ranks):
     ranks(8).run(check_split, EIGHT)
 
 
-def check_fused(cases, tokens=24):
-    for sizes, scheme in cases:
+HEADS = [
+    (FORMS[0], True, 4, True),
+    (FORMS[2], False, 8, False),
+    (FORMS[1], True, 999, True),
+    (FORMS[3], False, 5, True),
+]
+
+
+def check_fused(cases, first, tokens=24):
+    """Two of the forms by turns; all of them on every grid, without the head: `check_split`."""
+    for turn, (sizes, scheme) in enumerate(cases, first):
         mesh = mesh_of(Grid(sizes))
-        for form, bias, rows, whole in (
-            (FORMS[0], True, 4, True),
-            (FORMS[2], False, 8, False),
-            (FORMS[1], True, 999, True),
-            (FORMS[3], False, 5, True),
-        ):
+        for form, bias, rows, whole in HEADS[turn % 2 :: 2]:
             where = f"{mesh.grid}, {scheme}, {form}, {rows} rows"
             head = torch.nn.Linear(FEATURES, CLASSES, bias).double()
             with torch.no_grad():
@@ -116,10 +120,10 @@ def check_fused(cases, tokens=24):
 
 
 def test_head_and_loss_in_chunks(ranks):
-    check_fused([({"x": 1}, "1d")])
-    ranks(2).run(check_fused, TWO)
-    ranks(4).run(check_fused, FOUR)
-    ranks(8).run(check_fused, EIGHT)
+    check_fused([({"x": 1}, "1d")], 0)
+    ranks(2).run(check_fused, TWO, 1)
+    ranks(4).run(check_fused, FOUR, 1)
+    ranks(8).run(check_fused, EIGHT, 0)
 
 
 def check_memory():
