@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,9 @@ from ndtp.compute.gemm import TorchGemm
 from ndtp.testing import RankPool, assert_equal, small_integers
 
 TorchGemm.own_part_from = 0  # tiny products go the way of large ones, in every process that imports this
+if "torch._dynamo.guards" in sys.modules:  # as in the ranks
+    # How long guards take goes into a log alone; to measure it dynamo empties the cache, 20 ms a frame.
+    sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *_: 0.0
 
 # Sums of so few products of -1, 0 and 1 are exact in every dtype, whatever their order.
 BOUNDS = {"low": -1, "high": 1}
