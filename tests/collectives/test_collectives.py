@@ -142,7 +142,7 @@ def test_reduce_scatter_sends_each_block_once_on_gloo(ranks):
 
 
 def failures_keep_no_handle():
-    mesh = ProcessGrid(GRID, timeout=4)
+    mesh = ProcessGrid(GRID, timeout=2)
     if mesh.rank == 0:
         handle = mesh.collectives.start(Step("all_gather", ("x",), 0), torch.ones(2), ("test",), "forward")
         try:

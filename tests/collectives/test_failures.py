@@ -64,7 +64,7 @@ STALLED = ("all_reduce bf16", "backward")  # each timeout takes its time; a deat
 def stall():
     reports = {}
     for kind in STALLED:
-        mesh = ProcessGrid(GRID, timeout=3.0)
+        mesh = ProcessGrid(GRID, timeout=2.0)
         reports[kind] = attempt(kind, mesh, lambda: None)  # waits below, for as long as the others wait for it
         assert not mesh.collectives.in_flight, f"{kind}: handles left over"
         torch.distributed.barrier()

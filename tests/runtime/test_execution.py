@@ -60,9 +60,9 @@ def chunked_product(grid, chunks, regather, dtype, delays):
 
 
 def many_chunked_products(grid):
-    for chunks in (1, 2, 4):
-        for regather in ((), ("a", "b")):
-            chunked_product(grid, chunks, regather, torch.float32, delays=False)
+    """What is gathered again by turns: with each number of chunks on every other grid."""
+    for turn, chunks in enumerate((1, 2, 4), GRIDS.index(grid)):
+        chunked_product(grid, chunks, ((), ("a", "b"))[turn % 2], torch.float32, delays=False)
     chunked_product(grid, 4, ("a",), torch.float64, delays=True)
 
 

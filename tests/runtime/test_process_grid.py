@@ -1,11 +1,9 @@
 """ProcessGrid: bound to the whole world, or to a slice of a bigger mesh, in any order of axes."""
 
+import contextlib
 import copy
 import logging
-import os
-import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -13,9 +11,11 @@ import torch.distributed as dist
 from products import mesh_of, message_of, product_on
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ndtp
 from ndtp import CommMeter, CommunicationError, Grid, GridError, Layout, MatMulPlan, ProcessGrid
+from ndtp.runtime.process_grid import backends_by_device
 from ndtp.testing import assert_equal, small_integers
 
 
@@ -137,7 +137,7 @@ def test_multiprocessors_left_free_are_an_option_of_the_kernels():
 
 def check_timeout():
     """The timeout is that of the grid's groups, not of the default group."""
-    mesh = ProcessGrid(Grid(x=2), timeout=4.0)
+    mesh = ProcessGrid(Grid(x=2), timeout=2.0)
     layout = Layout(mesh.grid, "x", None)
     if mesh.rank == 0:
         try:
@@ -155,57 +155,36 @@ def test_timeout(ranks):
     assert "all_gather of relayout" in message and "over axis x" in message and "waited for rank 1" in message
 
 
-PROGRAM = """
-    import torch, torch.distributed as dist, ndtp
-    {init}
-    mesh = ndtp.ProcessGrid(ndtp.Grid({axes}))
-    plan = ndtp.MatMulPlan(ndtp.Layout.parse(mesh.grid, "{a}"), ndtp.Layout.parse(mesh.grid, "{b}"))
-    shape = (4096, 8192, 4096)
-    {body}
-"""
-
-
-def run_program(*launcher, **parts):
-    text = textwrap.dedent(PROGRAM).format(**parts)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run(
-        [sys.executable, *launcher, *(() if launcher else ("-c", text))],
-        capture_output=True, text=True, env=environ, timeout=200, check=False,
-    )  # fmt: skip
+@contextlib.contextmanager
+def joined(*arguments, **options):
+    """This process is of a process group for a while."""
+    dist.init_process_group(*arguments, **options)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def test_512_ranks_on_one_machine():
     """torch's fake backend and meta tensors: exact volumes of a machine that nobody has."""
-    result = run_program(
-        init="from torch.testing._internal.distributed.fake_pg import FakeStore\n"
-        "dist.init_process_group('fake', store=FakeStore(), rank=37, world_size=512)",
-        axes="z=8, x=8, y=8",
-        a="(z y) x",
-        b="(x z) y",
-        body="a = torch.empty(plan.a.shard_shape(shape[:2]), device='meta', requires_grad=True)\n"
-        "b = torch.empty(plan.b.shard_shape(shape[1:]), device='meta', requires_grad=True)\n"
-        "with ndtp.CommMeter() as meter:\n"
-        "    ndtp.matmul(a, b, plan, mesh).sum().backward()\n"
-        "assert meter.volume == plan.volume(shape).in_bytes(4), meter.volume\n"
-        "mlp = ndtp.nn.MLP(4096, 16384, mesh=mesh, device='meta')\n"
-        "x = torch.empty(mlp.in_layout.shard_shape((8192, 4096)), device='meta', requires_grad=True)\n"
-        "with ndtp.CommMeter() as meter:\n"
-        "    mlp(x).sum().backward()\n"
-        "assert meter.volume == mlp.volume(8192).in_bytes(4), meter.volume\n"
-        "print('volumes agree')",
-    )
-    assert result.stdout == "volumes agree\n", result.stderr
+    shape = (4096, 8192, 4096)
+    with joined("fake", store=FakeStore(), rank=37, world_size=512):
+        mesh = ProcessGrid(Grid(z=8, x=8, y=8))
+        plan = MatMulPlan(Layout.parse(mesh.grid, "(z y) x"), Layout.parse(mesh.grid, "(x z) y"))
+        a = torch.empty(plan.a.shard_shape(shape[:2]), device="meta", requires_grad=True)
+        b = torch.empty(plan.b.shard_shape(shape[1:]), device="meta", requires_grad=True)
+        with CommMeter() as meter:
+            ndtp.matmul(a, b, plan, mesh).sum().backward()
+        assert meter.volume == plan.volume(shape).in_bytes(4), meter.volume
+        mlp = ndtp.nn.MLP(4096, 16384, mesh=mesh, device="meta")
+        x = torch.empty(mlp.in_layout.shard_shape((8192, 4096)), device="meta", requires_grad=True)
+        with CommMeter() as meter:
+            mlp(x).sum().backward()
+        assert meter.volume == mlp.volume(8192).in_bytes(4), meter.volume
 
 
 def test_a_process_group_without_a_named_backend():
     """`init_process_group()` picks one per device; torch then calls the backend "undefined"."""
-    result = run_program(
-        init="dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)",
-        axes="x=1",
-        a="None x",
-        b="x None",
-        body="from ndtp.runtime.process_grid import backends_by_device\n"
-        "assert dist.get_backend() != 'gloo' and backends_by_device()['cpu'] == 'gloo'\n"
-        "print(mesh.device_type)",
-    )
-    assert result.stdout.strip() in ("cpu", "cuda"), result.stderr
+    with joined(store=dist.HashStore(), rank=0, world_size=1):
+        assert dist.get_backend() != "gloo" and backends_by_device()["cpu"] == "gloo"
+        assert ProcessGrid(Grid(x=1)).device_type in ("cpu", "cuda")
