@@ -125,12 +125,14 @@ BASE = {
     "decoder_attention_heads": 12, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072,
 }  # fmt: skip
 LLAMA_3 = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8}
-# Models as they are published; where a config is empty, its defaults are those of one.  One of each kind of layers.
+# Models as they are published, of a dozen layers at most; where a config is empty, its defaults are those of one.
+# One of each kind of layers.
+DOZEN = {"num_hidden_layers": 12}
 REAL = {
-    "BertForMaskedLM": {}, "BertForSequenceClassification": {}, "ViTForImageClassification": {"num_labels": 1000},
+    "BertForMaskedLM": {}, "ViTForImageClassification": {"num_labels": 1000},
     "T5ForConditionalGeneration": WIDE_AND_DEEP, "BartForConditionalGeneration": BASE, "GPT2LMHeadModel": {},
-    "OPTForCausalLM": {}, "GPTNeoXForCausalLM": {}, "LlamaForCausalLM": LLAMA_3, "Qwen3ForCausalLM": {},
-    "Gemma3ForCausalLM": {}, "Phi3ForCausalLM": {}, "MixtralForCausalLM": {},
+    "OPTForCausalLM": {}, "GPTNeoXForCausalLM": DOZEN, "LlamaForCausalLM": LLAMA_3 | DOZEN, "Qwen3ForCausalLM": DOZEN,
+    "Gemma3ForCausalLM": DOZEN, "Phi3ForCausalLM": DOZEN, "MixtralForCausalLM": DOZEN,
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from architectures import inputs  # noqa: E402
 STEPS = 1  # the second one divides by what the first has left in the optimizer
 # Padded vocabulary and separate projections; Conv1D and tied; fused projections; a bias with two names, padded.
 NAMES = ("LlamaForCausalLM", "GPT2LMHeadModel", "Phi3ForCausalLM", "BertForMaskedLM")
+PADDED = ("LlamaForCausalLM", "BertForMaskedLM")
 
 
 def build(name, **changes):
@@ -48,14 +49,16 @@ def train(model, optimizer, name, steps=STEPS):
 
 def check_runs(folder, names, sizes, scheme, start):
     """Train and save, and train on beside what was saved; or go on from `start`, which another grid has written."""
-    mesh, result = mesh_of(Grid(sizes)), {}
+    mesh, models, result = mesh_of(Grid(sizes)), {}, {}
     for name in names:
-        model = ndtp.parallelize(build(name), mesh, scheme=scheme)
+        model = models[name] = ndtp.parallelize(build(name), mesh, scheme=scheme)
         optimizer = adamw(model, fused=True)
         if start is None:
             train(model, optimizer, name)
             save(model, optimizer, folder / name, extra={"step": STEPS})
             train(model, optimizer, name)
+            if name not in PADDED:  # what is lost or in another place would show where the run goes on elsewhere
+                continue
             again = ndtp.parallelize(build(name), mesh, scheme=scheme)
             other = adamw(again, fused=True, betas=(0.1, 0.2))
             assert load(again, other, folder / name) == {"step": STEPS}
@@ -67,6 +70,7 @@ def check_runs(folder, names, sizes, scheme, start):
             load(model, optimizer, start / name)
             train(model, optimizer, name)
             save(model, optimizer, folder / name)
+    for name, model in models.items():
         shapes = {n: tuple(slice(0, size) for size in p.shape) for n, p in build(name).named_parameters()}
         result[name] = {n: p.full_tensor().detach()[shapes[n]] for n, p in model.named_parameters()}
     return result
