@@ -64,7 +64,7 @@ def test_one_rank():
 
 @pytest.mark.parametrize("collective, scheme", [("all_gather", "3d"), ("reduce_scatter", "3d"), ("all_reduce", "1d")])
 def test_a_broken_collective_is_found_and_named(collective, scheme):
-    result = check("--ranks", 2, "--scheme", scheme, "--break-collective", collective, "--json", "-")
+    result = check("--ranks", 2, "--quick", "--scheme", scheme, "--break-collective", collective, "--json", "-")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert report["ok"] is False
@@ -75,7 +75,7 @@ def test_a_broken_collective_is_found_and_named(collective, scheme):
 
 
 def test_a_broken_collective_that_nobody_uses_breaks_nothing():
-    assert check("--ranks", 2, "--scheme", "1d", "--break-collective", "all_to_all").exit_code == 0
+    assert check("--ranks", 2, "--quick", "--scheme", "1d", "--break-collective", "all_to_all").exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def check_as_a_rank_of_torchrun():
     launched = {"RANK": torch.distributed.get_rank(), "WORLD_SIZE": 2, "MASTER_ADDR": "localhost"}
     os.environ.update({name: str(value) for name, value in launched.items()})
     try:
-        result = check("--scheme", "2d", "--json", "-")
+        result = check("--quick", "--scheme", "2d", "--json", "-")
     finally:
         for name in launched:
             del os.environ[name]

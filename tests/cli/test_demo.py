@@ -17,11 +17,11 @@ def demo(*arguments):
 
 
 def test_a_short_demo(tmp_path):
-    result = demo("--ranks", 4, "--steps", 3, "--output", tmp_path / "out", "--json", "-")
+    result = demo("--ranks", 4, "--steps", 2, "--output", tmp_path / "out", "--json", "-")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report == json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["ok"] is True and len(report["dense"]["losses"]) == 3
+    assert report["ok"] is True and len(report["dense"]["losses"]) == 2
     assert [run["scheme"] for run in report["runs"]] == ["1d", "2d", "3d"]
     for run in report["runs"]:
         assert run["ok"] and run["max_deviation"] < report["tolerance"]
