@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -111,22 +112,57 @@ def test_under_torchrun(ranks, tmp_path):
     check_launched("".join(launch(ranks(2), *LAUNCHED, trace)), trace)
 
 
-def test_behind_slow_links(tmp_path):
+def networks() -> str:
+    """All network namespaces and links of the machine: others may come and go meanwhile."""
+    words = (("ip", "netns", "list"), ("ip", "-brief", "link"))
+    return "".join(subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in words)
+
+
+def missing() -> str | None:
     sys.path.insert(0, str(BENCH))
     try:
         from slow_network import requirements
     finally:
         sys.path.remove(str(BENCH))
-    if (missing := requirements()) is not None:
-        pytest.skip(f"network namespaces: {missing}")
+    return requirements()
+
+
+BEHIND_A_LINK = """
+import os, pathlib, runpy, subprocess
+
+try:
+    runpy.run_module("ndtp", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    assert not end.code, end.code
+
+import torch, torch.distributed as dist
+
+dist.all_reduce(torch.ones(2**16))
+dist.barrier()
+sent = int(pathlib.Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+own = subprocess.run(["ip", "netns", "identify"], capture_output=True, text=True).stdout.strip()
+is_there = own in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+print(os.environ["WORLD_SIZE"], sent > 2**18, is_there, own)
+"""
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"network namespaces: {missing()}")
+def test_behind_slow_links(tmp_path):
+    """Processes of a launcher; it counts on its links, and leaves nothing behind."""
     trace = tmp_path / "trace.json"
-    words = (BENCH / "slow_network.py", "--ranks", 2, "--rate", "200mbit", "--", sys.executable, *LAUNCHED, trace)
+    words = ("--ranks", 2, "--rate", "200mbit", "--", sys.executable, "-c", BEHIND_A_LINK, *LAUNCHED[2:], trace)
     done = subprocess.run(
-        [sys.executable, *map(str, words)],
+        [sys.executable, str(BENCH / "slow_network.py"), *map(str, words)],
         check=False, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     check_launched(done.stdout, trace)
+    *found, own = done.stdout.splitlines()[-1].split()
+    assert found == ["2", "True", "True"] and own.endswith("n0")
+    deadline = time.monotonic() + 30  # the kernel takes the links of a namespace down a little after it
+    while own.removesuffix("n0") in networks():
+        assert time.monotonic() < deadline, networks()
+        time.sleep(0.05)
 
 
 def test_a_wrong_result_exits_1_and_is_not_timed(ndtp, monkeypatch, tmp_path):

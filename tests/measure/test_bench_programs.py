@@ -8,12 +8,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from forked import with_torch
 from launched import launch
 
 from ndtp.measure.volume import Case
@@ -48,17 +48,23 @@ def program(monkeypatch):
 
 def test_host_overhead(tmp_path):
     out = tmp_path / "host_overhead.json"
-    start(BENCH / "host_overhead.py", "--repetitions", 1, "--calls", 2, "--out", out)
+    with_torch(start, BENCH / "host_overhead.py", "--repetitions", 1, "--calls", 2, "--out", out)
     cases = json.loads(out.read_text())["cases"]
     assert len(cases) == 3 and all({"plain", "ndtp", "dtensor"} <= set(case) for case in cases.values())
 
 
-def test_import_time(program, monkeypatch, tmp_path):
+def import_time(out: Path) -> None:
     """Each call once: of the first round, which is left out, there is nothing to see."""
+    with mock.patch.object(sys, "path", [str(BENCH), *sys.path]):
+        program = importlib.import_module("import_time")
+    words = ["import_time.py", "--repetitions", "1", "--out", str(out)]
+    with mock.patch.object(program, "seconds", functools.cache(program.seconds)), mock.patch.object(sys, "argv", words):
+        program.main()
+
+
+def test_import_time(tmp_path):
     out = tmp_path / "import_time.json"
-    import_time = program("import_time", "--repetitions", 1, "--out", out)
-    monkeypatch.setattr(import_time, "seconds", functools.cache(import_time.seconds))
-    import_time.main()
+    with_torch(import_time, out, spares=6)
     calls = json.loads(out.read_text())["calls"]
     assert len(calls) == 6 and all(took > 0 for took in calls.values())
 
@@ -196,37 +202,3 @@ def test_the_recorded_accuracy_is_of_this_time_model_and_what_the_docs_say(tmp_p
     good = sum(choice <= 1.07 for choice in choices)
     assert f"reached in {good} of 9 cases**, by {max(choices) - 1:.1%}".replace("%", " %") in docs
     assert good >= 8 and max(choices) <= 1.1
-
-
-def networks() -> str:
-    """All network namespaces and links of the machine: others may come and go meanwhile."""
-    words = (("ip", "netns", "list"), ("ip", "-brief", "link"))
-    return "".join(subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in words)
-
-
-def missing() -> str | None:
-    sys.path.insert(0, str(BENCH))
-    try:
-        from slow_network import requirements
-    finally:
-        sys.path.remove(str(BENCH))
-    return requirements()
-
-
-@pytest.mark.skipif(missing() is not None, reason=f"network namespaces: {missing()}")
-def test_slow_network_counts_on_its_links_and_leaves_nothing_behind():
-    program = (
-        "import os, torch, torch.distributed as dist, pathlib, subprocess; dist.init_process_group('gloo');"
-        "dist.all_reduce(torch.ones(2**16)); dist.barrier();"
-        "sent = int(pathlib.Path('/sys/class/net/eth0/statistics/tx_bytes').read_text());"
-        "own = subprocess.run(['ip', 'netns', 'identify'], capture_output=True, text=True).stdout.strip();"
-        "is_there = own in subprocess.run(['ip', 'netns', 'list'], capture_output=True, text=True).stdout;"
-        "print(os.environ['WORLD_SIZE'], sent > 2**18, is_there, own); dist.destroy_process_group()"
-    )
-    words = ("--ranks", 2, "--rate", "200mbit", "--", sys.executable, "-c", program)
-    *found, own = start(BENCH / "slow_network.py", *words).stdout.split()
-    assert found == ["2", "True", "True"] and own.endswith("n0")
-    deadline = time.monotonic() + 30  # the kernel takes the links of a namespace down a little after it
-    while own.removesuffix("n0") in networks():
-        assert time.monotonic() < deadline, networks()
-        time.sleep(0.05)
