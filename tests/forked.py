@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import types
 import weakref
 from unittest import mock
@@ -41,6 +42,11 @@ def with_torch(fn, *args, spares=1, timeout=120):
     """
     with RankPool(1) as pool:
         return pool.run(_call, fn, args, spares, timeout=timeout)[0]
+
+
+def python(*words):
+    """How `python *words` ended, and what it printed."""
+    return subprocess.run([sys.executable, *words], check=False, capture_output=True, text=True, timeout=120)
 
 
 def _call(fn, args, spares):
@@ -119,13 +125,16 @@ def _become(held, words, fds, environment, folder, session):
         os.setsid()
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None
     os.chdir(folder)
     faulthandler.disable()
     faulthandler.unregister(TRACE_SIGNAL)
     atexit.unregister(weakref.finalize._exitfunc)
     weakref.finalize._registered_with_atexit = False  # it is at the first use, so that what came before ends after it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     if words[0] == "-u":
         words = words[1:]
         sys.stdout.reconfigure(write_through=True)
@@ -145,6 +154,8 @@ def _become(held, words, fds, environment, folder, session):
             sys.stdout.flush()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
+    if not weakref.finalize._registered_with_atexit:
+        atexit.register(weakref.finalize._exitfunc)
     ctypes.pythonapi.Py_Exit(status)  # all that happens at the end of an interpreter
 
 

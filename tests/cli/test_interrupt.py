@@ -6,28 +6,26 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
 import pytest
+from forked import with_torch
 
 from ndtp.measure.step import num_rounds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-# A background job of a shell that ignores SIGINT hands that down to what it starts, this test included.
-MAIN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from ndtp.cli import main; main()"
 
 
-def processes_with(mark):
-    """Those that have it in their environment: ranks inherit it."""
+def processes_of(session):
+    """Those that started in it: ranks lead groups of their own, and no session."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
-            if state != "Z" and mark.encode() in (path / "environ").read_bytes():
-                found.append(int(path.name))
+            state, _, _, its, *_ = (path / "stat").read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it has just ended, or is not ours
+            continue  # it has just ended
+        if state != "Z" and int(its) == session:
+            found.append(int(path.name))
     return found
 
 
@@ -38,38 +36,43 @@ def wait_until(condition, seconds):
     return condition()
 
 
-def interrupted(words, folder, is_running=lambda mark: len(processes_with(mark)) >= 6):
-    """Exit status, stdout and stderr of a command that gets Ctrl-C while it runs.
+def four_ranks(folder, session):
+    """The command, the process that forks the ranks, and these."""
+    return len(processes_of(session)) >= 6
 
-    By default it does when there are 6 processes: the command, the one that forks the ranks, and four ranks.
-    """
-    mark = str(uuid.uuid4())
+
+def interrupted(words, folder, is_running=four_ranks):
+    """Exit status, stdout and stderr of a command that gets Ctrl-C while it runs."""
+    return with_torch(interrupt, words, folder, is_running, timeout=250)
+
+
+def interrupt(words, folder, is_running):
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, *words],
-        env=dict(os.environ, NDTP_TEST_MARK=mark, TMPDIR=str(folder)),
+        [sys.executable, "-m", "ndtp", *words],
+        env=dict(os.environ, TMPDIR=str(folder)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
-        assert wait_until(lambda: is_running(mark) or process.poll() is not None, 120)
+        assert wait_until(lambda: is_running(folder, process.pid) or process.poll() is not None, 120)
         assert process.poll() is None, process.communicate()
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
-        assert wait_until(lambda: not processes_with(mark), 30), "processes are left behind"
+        assert wait_until(lambda: not processes_of(process.pid), 30), "processes are left behind"
     finally:
         process.kill()
         process.wait()
     assert "Traceback" not in err
-    return process.returncode, out
+    return process.returncode, out, err
 
 
 @pytest.mark.parametrize("words", ["demo --steps 1000 --output demo", "bench overlap --rounds 100000"])
 def test_ctrl_c_leaves_no_rank_behind(words, tmp_path, monkeypatch):
     """A command that calls its ranks many times, under a bar with a thread of its own, and one that calls them once."""
     monkeypatch.chdir(tmp_path)
-    status, _ = interrupted([*words.split(), "--ranks", "4"], tmp_path)
+    status, _, _ = interrupted([*words.split(), "--ranks", "4"], tmp_path)
     assert status == 130
 
 
@@ -97,13 +100,14 @@ def test_every_command_that_starts_ranks_ends_at_once(ndtp, words, tmp_path, mon
     assert (status, calls) == (130, [words]) and "Traceback" not in err
 
 
-def test_an_interrupted_bench_step_keeps_what_was_measured(tmp_path):
-    def has_rounds(_):
-        logs = list(tmp_path.glob("*/rounds.jsonl"))
-        return bool(logs) and num_rounds(logs[0]) > 5
+def has_rounds(folder, _):
+    logs = list(folder.glob("*/rounds.jsonl"))
+    return bool(logs) and num_rounds(logs[0]) > 5
 
+
+def test_an_interrupted_bench_step_keeps_what_was_measured(tmp_path):
     words = "bench step --tokens 64 --hidden 16 --ffn 32 --warmup 1 --ranks 2 --rounds 100000 --json -"
-    status, out = interrupted(words.split(), tmp_path, has_rounds)
+    status, out, _ = interrupted(words.split(), tmp_path, has_rounds)
     assert status == 130
     result = json.loads(out)
     assert result["interrupted"] and all(row["rounds"] >= 4 for row in result["rows"])

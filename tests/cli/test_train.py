@@ -1,16 +1,13 @@
 """`ndtp train`: the dense loss on every grid, also where a run goes on on another; Ctrl-C; torchrun; wrong use."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 from launched import launch
-from test_interrupt import MAIN, processes_with, wait_until
+from test_interrupt import interrupted
 from typer.testing import CliRunner
 
 from ndtp.cli.app import app
@@ -99,23 +96,15 @@ def test_a_config_of_transformers(tmp_path):
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "dense"), rel=1e-5)
 
 
+def has_steps(folder, _):
+    return len(read_log(folder / LOG)) >= 2
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_ctrl_c_saves(tmp_path):
-    mark = f"train-{os.getpid()}"
     words = ["train", "--grid", "x=2", "--steps", "100000", "--output", str(tmp_path), *map(str, SMALL)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, *words],
-        env=dict(os.environ, NDTP_TEST_MARK=mark), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        assert wait_until(lambda: len(read_log(tmp_path / "log.csv")) >= 2 or process.poll() is not None, 120)
-        os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-        assert wait_until(lambda: not processes_with(mark), 30), "processes are left behind"
-    finally:
-        process.kill()
-    assert process.returncode == 130, err
+    status, out, err = interrupted(words, tmp_path, has_steps)
+    assert status == 130, err
     assert "saving" in err and "stopped and saved" in out
     done = len(losses(tmp_path))
     result = train("--output", tmp_path, "--steps", done + 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forked import with_torch
+from forked import python, with_torch
 from process_states import parent_of, wait_until_gone
 
 import ndtp.testing
@@ -108,7 +108,7 @@ def test_functions_of_the_main_script(tmp_path):
 
 
 def test_a_script_without_main_guard_is_told_so(tmp_path):
-    done = with_torch(outcome, write(tmp_path, "ndtp.testing.run(who, 2)"))
+    done = with_torch(python, write(tmp_path, "ndtp.testing.run(who, 2)"))
     assert done.returncode == 1
     assert 'if __name__ == "__main__"' in done.stderr
     assert "RankError: rank" in done.stderr
@@ -273,10 +273,6 @@ def write(folder, body):
 
 
 def check_script(folder, body):
-    done = outcome(write(folder, body))
+    done = python(write(folder, body))
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def outcome(script):
-    return subprocess.run([sys.executable, script], check=False, capture_output=True, text=True, timeout=120)
