@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from math import prod
 from random import Random
@@ -28,6 +29,12 @@ def shapes(sizes: Mapping[str, int], ta: bool, tb: bool) -> tuple[tuple[int, int
     """Shapes that every layout divides, with M, K and N all different."""
     m, k, n = (factor * prod(sizes.values()) for factor in (1, 2, 3))
     return ((k, m) if ta else (m, k)), ((n, k) if tb else (k, n))
+
+
+@cache
+def exact(plan: MatMulPlan, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> None:
+    """Once for a plan: fixes lead to the plans of other cases."""
+    assert_exact(plan, a_shape, b_shape)
 
 
 class Case:
@@ -91,7 +98,7 @@ class Case:
             assert not self.legal, f"legal by the design, yet refused: {error}"
             self.check_fix(error)
             return False
-        assert_exact(plan, self.a_shape, self.b_shape)
+        exact(plan, tuple(self.a_shape), tuple(self.b_shape))
         if self.legal:  # what is accepted beyond the design's legal set only has to be exact
             self.check_structure(plan)
         return True
@@ -133,7 +140,7 @@ class Case:
             except LayoutError as another:
                 error = another
                 continue
-            assert_exact(plan, self.a_shape, self.b_shape)
+            exact(plan, tuple(self.a_shape), tuple(self.b_shape))
             return
         raise AssertionError(f"no end of fixes: {error}")
 
@@ -147,12 +154,14 @@ def sweep(cases: list[Case]) -> Counter:
 TWO_AXES = [Grid(x=2, y=3), Grid(x=3, y=2), Grid(x=2, y=2), Grid(x=1, y=2), Grid(x=3, y=1), Grid(x=1, y=1)]
 
 
-@pytest.mark.parametrize("grid", TWO_AXES, ids=str)
-@pytest.mark.parametrize(("ta", "tb"), TRANSPOSES)
-def test_all_layouts_of_two_axes(grid: Grid, ta: bool, tb: bool) -> None:
+TRANSPOSED = [*product(TWO_AXES, TRANSPOSES[:1]), *product((TWO_AXES[0], TWO_AXES[4]), TRANSPOSES[1:])]
+
+
+@pytest.mark.parametrize(("grid", "transposes"), TRANSPOSED, ids=str)
+def test_all_layouts_of_two_axes(grid: Grid, transposes: tuple[bool, bool]) -> None:
     layouts = list(legal.all_dims(grid.names, 2))
     assert len(layouts) == 11
-    sweep([Case(grid, a, b, ta, tb) for a, b in product(layouts, layouts)])
+    sweep([Case(grid, a, b, *transposes) for a, b in product(layouts, layouts)])
 
 
 @pytest.mark.parametrize("grid", [Grid(x=2, y=3), Grid(x=2, y=1)], ids=str)
@@ -264,8 +273,8 @@ def random_case(rng: Random) -> Case:
 
 
 def test_random_products_are_exact_or_refused_with_a_fix() -> None:
-    verdicts = Counter(random_case(Random(seed)).check() for seed in range(2000))
-    assert min(verdicts[True], verdicts[False]) > 200
+    verdicts = Counter(random_case(Random(seed)).check() for seed in range(1200))
+    assert min(verdicts[True], verdicts[False]) > 120
 
 
 def refusal(plan: MatMulPlan, shape: Sequence[int]) -> str:
