@@ -110,6 +110,10 @@ def test_the_counter_counts_storages_once_and_forgets_them():
         both = torch.empty(10), torch.empty(20)
         assert (live.now, live.peak) == (120, 400)
         del both
+        torch.ones(100, out=given)  # given by its name
+        several = torch._foreach_add([given, given], 1)  # in a list
+        assert live.now == 800
+        del several
     assert live.now == 0
 
 
