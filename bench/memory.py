@@ -2,9 +2,9 @@
 
     python bench/memory.py [--out bench/results/memory.json]
 
-Eight local ranks; MatMul -> GELU -> MatMul on several grids, with every choice of `regather` and with 1 and 4 chunks.
-Counted are the storages that live at a time, beside the block's input and parameters; the largest of all ranks, and for
-each rank the least of three steps, since a thread of gloo may hold what it sent for a moment longer.  The grid's ring
+Eight local ranks unless `--grids` says otherwise; MatMul -> GELU -> MatMul on several grids, with every choice of
+`regather` and with 1 and 4 chunks.  Counted are the storages that live at a time, beside the block's input and
+parameters; the largest of all ranks, and for each rank the least of three steps, since a thread of gloo may hold what it sent for a moment longer.  The grid's ring
 of reusable buffers is off where bytes are counted, so that every buffer counts while it is used; "ring" is what the
 ring keeps after a step where it is on.  On CUDA ranks, torch's own peak is recorded beside the count.
 """
@@ -25,24 +25,22 @@ import ndtp.testing
 from ndtp.collectives.buffer_ring import BufferRing
 from ndtp.ops.memory import Memory, measured
 
-GRIDS = (
-    ("1d-sp", {"x": 8}),
-    ("2d", {"x": 2, "y": 4}),
-    ("3d", {"z": 2, "x": 2, "y": 2}),
-    ("3d", {"z": 4, "x": 1, "y": 2}),
-)
+GRIDS = ("1d-sp:x=8", "2d:x=2,y=4", "3d:z=2,x=2,y=2", "3d:z=4,x=1,y=2")
 REGATHER = ((), ("a",), ("b",), ("a", "b"))
 CHUNKS = (1, 4)
 STEPS = 3
 
 
-def holdings(sizes: tuple[int, int, int], schemes: list[str]) -> list[dict]:
+def grid_of(text: str) -> tuple[str, ndtp.Grid]:
+    """The scheme and the grid of a text such as 2d:x=2,y=4."""
+    scheme, _, axes = text.partition(":")
+    return scheme, ndtp.Grid({axis: int(size) for axis, _, size in (each.partition("=") for each in axes.split(","))})
+
+
+def holdings(sizes: tuple[int, int, int], grids: list[str]) -> list[dict]:
     """On each rank: one row a grid, choice of `regather` and number of chunks."""
     rows = []
-    for scheme, axes in GRIDS:
-        if scheme not in schemes:
-            continue
-        grid = ndtp.Grid(axes)
+    for scheme, grid in map(grid_of, grids):
         bare, with_ring = (ndtp.ProcessGrid(grid, **options) for options in ({"ring_bytes": 0}, {}))
         for regather in REGATHER:
             for chunks in CHUNKS:
@@ -95,12 +93,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, size in (("tokens", 768), ("hidden", 128), ("inner", 512)):
         parser.add_argument(f"--{name}", type=int, default=size)
-    every = sorted({scheme for scheme, _ in GRIDS})
-    parser.add_argument("--schemes", nargs="+", choices=every, default=every)
+    parser.add_argument("--grids", nargs="+", default=list(GRIDS), help="as many ranks each, such as 2d:x=2,y=2")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     sizes = (arguments.tokens, arguments.hidden, arguments.inner)
-    of_ranks = ndtp.testing.run(holdings, ranks=8, args=(sizes, arguments.schemes))
+    ranks = grid_of(arguments.grids[0])[1].num_ranks
+    of_ranks = ndtp.testing.run(holdings, ranks=ranks, args=(sizes, arguments.grids))
     rows = [
         {**same[0], "measured": {name: max(row["measured"][name] for row in same) for name in same[0]["measured"]}}
         for same in zip(*of_ranks, strict=True)
@@ -108,7 +106,7 @@ def main() -> None:
     print(table(rows))
     if arguments.out is not None:
         versions = {"python": platform.python_version(), "torch": torch.__version__, "ndtp": ndtp.__version__}
-        about = {"date": str(date.today()), "versions": versions, "ranks": 8, "dtype": "float32"}
+        about = {"date": str(date.today()), "versions": versions, "ranks": ranks, "dtype": "float32"}
         arguments.out.write_text(json.dumps({**about, "sizes": sizes, "rows": rows}, indent=1) + "\n")
     off = [row for row in rows if row["measured"] != row["predicted"]]
     if off:

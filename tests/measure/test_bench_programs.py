@@ -119,9 +119,9 @@ def test_paced_schedules_on_every_grid(ranks, tmp_path):
 
 
 def test_memory_predicts_what_it_counts(program, tmp_path):
-    """On one of its grids: ops/test_memory.py has the others."""
+    """On four ranks: ops/test_memory.py has the grids of eight."""
     out = tmp_path / "memory.json"
-    program("memory", "--tokens", 128, "--hidden", 16, "--inner", 32, "--schemes", "2d", "--out", out).main()
+    program("memory", "--tokens", 128, "--hidden", 16, "--inner", 32, "--grids", "2d:x=2,y=2", "--out", out).main()
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 8 and all(row["measured"] == row["predicted"] for row in rows)
 
