@@ -4,9 +4,10 @@
 
 Eight local ranks unless `--grids` says otherwise; MatMul -> GELU -> MatMul on several grids, with every choice of
 `regather` and with 1 and 4 chunks.  Counted are the storages that live at a time, beside the block's input and
-parameters; the largest of all ranks, and for each rank the least of three steps, since a thread of gloo may hold what it sent for a moment longer.  The grid's ring
-of reusable buffers is off where bytes are counted, so that every buffer counts while it is used; "ring" is what the
-ring keeps after a step where it is on.  On CUDA ranks, torch's own peak is recorded beside the count.
+parameters; the largest of all ranks, and for each rank the least of three steps, since a thread of gloo may hold what
+it sent for a moment longer.  The grid's ring of reusable buffers is off where bytes are counted, so that every buffer
+counts while it is used; "ring" is what the ring keeps after a step where it is on.  On CUDA ranks, torch's own peak is
+recorded beside the count.
 """
 
 from __future__ import annotations
