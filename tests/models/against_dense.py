@@ -38,10 +38,8 @@ FACTOR = 4.0  # as `ndtp.testing.assert_close_to_dense`: times the error of the 
 FLOOR_EPS = 4.0  # or times eps of the largest magnitude
 # Of a test: one layer, where all layers of a model are alike; a prompt, and two steps with what the cache has of it.
 ONE_LAYER = {"num_hidden_layers": 1, "n_layer": 1, "num_layers": 1}
-OF_SEVERAL_KINDS = (
-    "Gemma2ForCausalLM",
-    "T5ForConditionalGeneration",
-)  # with and without a window; with a bias to share
+# With and without a window; the first with a bias that the others share.
+OF_SEVERAL_KINDS = ("Gemma2ForCausalLM", "T5ForConditionalGeneration")
 SMALL_NEW_TOKENS = 3
 CLOSE = 1e-5  # what transformers asks of its own tensor parallelism, relative and absolute
 BATCH, LENGTH, NEW_TOKENS = 8, 6, 5
