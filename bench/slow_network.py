@@ -32,9 +32,15 @@ KEEP_MEMORY = {
 }
 # How TCP of the ranks behaves.  Reno sends what its window lets it.  bbr, which some hosts take by default, paces every
 # connection by a rate that it probes for: exchanges of 0.1 to 0.3 s among eight ranks took 1.2 to 1.4 times as long as
-# their bytes, not 1.05 to 1.15, and now and then an all-reduce stood still for 40 ms.  And what a connection has learnt
-# of its link is not forgotten while a rank multiplies.
-SOCKETS = ("net.ipv4.tcp_congestion_control=reno", "net.ipv4.tcp_slow_start_after_idle=0")
+# their bytes, not 1.05 to 1.15, and now and then an all-reduce stood still for 40 ms.  What a connection has learnt
+# of its link is not forgotten while a rank multiplies.  And tbf has one queue for all connections, where network cards
+# have many: each puts no more than 128 KiB into it at a time, or a gather over four ranks takes half as long again on
+# that rank of them whose bytes are queued behind all others'.
+SOCKETS = (
+    "net.ipv4.tcp_congestion_control=reno",
+    "net.ipv4.tcp_slow_start_after_idle=0",
+    "net.ipv4.tcp_limit_output_bytes=131072",
+)
 
 
 def run(*command: str, check: bool = True) -> str:

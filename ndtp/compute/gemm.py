@@ -32,10 +32,13 @@ class TorchGemm(TorchEpilogues, TorchGrouped):
     Attributes:
         own_part_from: see `ndtp.compute.devices.DeviceKind`, whose it is by default.
         takes_processors: whether those of a CPU multiply, on which other ranks may have to wait.
+        gradients_in_blocks: whether the gradient of a weight that is scattered along its columns is written as blocks
+            of them.  A product a block reads dC again for each, which takes a fifth longer than one and a copy.
     """
 
     own_part_from: int | None = None
     takes_processors = True
+    gradients_in_blocks = False
 
     def bound(
         self,
@@ -153,6 +156,8 @@ class KernelGemm(KernelEpilogues, KernelGrouped, TorchGemm):
     Args:
         options: `ndtp_kernels.Options`, such as the backend, or the number of SMs to leave to collectives.
     """
+
+    gradients_in_blocks = True  # in one pass
 
     def __init__(self, **options: Any) -> None:
         import ndtp_kernels

@@ -98,7 +98,7 @@ class PacedGemm(TorchGemm):
         product = super().bound(letters, one, other, blocks=blocks, parts=parts, accumulate=accumulate)
         flops = 2.0 * math.prod({**_sizes(letters[0], one), **_sizes(letters[1], other)}.values())
         if parts is not None:
-            flops *= len(parts) / one[0]
+            flops *= len(parts) / (one if len(one) == 3 else other)[0]
         shape: Shape = ()
         if not accumulate:  # else into what is there
             shape = tuple(product(torch.empty(one, device="meta"), torch.empty(other, device="meta")).shape)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 ROWS = 2**10  # of a rank, for which a weight is worth a measurement, where ranks may have other numbers of rows
-CALLS = 4  # together, to see what of a latency goes by while others move
+CALLS = 4  # together, to see for how long one keeps the next from the link
+SMALLER = 16  # than those that show a rate
 MOST_BYTES = 2**28  # of a gathered probe: a long axis must not take the memory of the model
 logger = logging.getLogger("ndtp")
 
@@ -242,16 +243,17 @@ class Probe:
         """On this rank: seconds of a call, of a byte received, and of both where calls are under way together."""
         ranks, elements = self.collectives.groups.grid[axis], self.share(probe_bytes, axis)
         share = 1 if kind == "all_gather" else ranks
-        small, many, large, two = (
+        few = elements // SMALLER
+        small, one, many, large, two = (
             self.seconds(partial(self.calls, kind, axis, count * share, calls))
-            for count, calls in ((64, 1), (64, CALLS), (elements, 1), (elements, 2))
+            for count, calls in ((64, 1), (few, 1), (few, CALLS), (elements, 1), (elements, 2))
         )
         received = elements * self.like.element_size() * (ranks - 1) * (2 if kind == "all_reduce" else 1)
-        moving = max(0.0, large - small)
-        gap = min(small, max(0.0, many - small) / (CALLS - 1))
-        # Two take no longer than one after the other, whatever was measured.
-        behind = min(moving, max(0.0, two - large - gap))
-        return small, moving / received, gap, behind / received
+        per_byte = max(0.0, large - small) / received
+        # What a call adds to those before it, of either size, is a gap and its bytes; these cost no more than alone.
+        added, added_by_few = two - large, (many - one) / (CALLS - 1)
+        behind = min(per_byte, max(0.0, (added - added_by_few) / (1 - few / elements) / received))
+        return small, per_byte, min(small, max(0.0, added_by_few - behind * received * few / elements)), behind
 
 
 def measure(

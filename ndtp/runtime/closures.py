@@ -271,6 +271,15 @@ def multiply_own_part(slot: int, product: Product, own: int, other: int, ranks: 
     return run
 
 
+def multiply_own_weight(slot: int, product: Product, one: int, own: int, ranks: int) -> Run:
+    """The same, where the other operand is summed over by parts."""
+
+    def run(slots: Slots) -> None:
+        slots[slot] = product(slots[one], slots[own].expand(ranks, -1, -1))
+
+    return run
+
+
 def multiply_others(slot: int, product: Product, one: int, other: int) -> Run:
     def run(slots: Slots) -> None:
         product(slots[one], slots[other], out=slots[slot])

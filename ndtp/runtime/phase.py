@@ -14,9 +14,10 @@ from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.compute.devices import kind_of
 from ndtp.compute.gemm import Product
 from ndtp.runtime import closures
-from ndtp.runtime.moves import blocks_of_result, is_matrix
+from ndtp.runtime.moves import is_matrix
 from ndtp.runtime.slots import Key, letters_of
 from ndtp.runtime.weight_gradients import WeightGradients
+from ndtp.schedule.arrivals import weight_in_parts
 from ndtp.schedule.tasks import Action, Task
 
 if TYPE_CHECKING:
@@ -72,7 +73,37 @@ class Phase(WeightGradients):
         return self.gemm.bound(letters, operand, weight, blocks=blocks, parts=parts, accumulate=accumulate)
 
     def _own(self, p: int, name: str, i: int | None) -> None:
-        """Multiply this rank's part of chunk i while the parts of the others are on their way."""
+        """Multiply this rank's part of chunk i, or chunk i by its part of the weight, while the others are coming."""
+        if (p, "B", None) in self.moving:
+            self._own_weight(p, name, i)
+        else:
+            self._own_operand(p, name, i)
+
+    def _own_weight(self, p: int, name: str, i: int | None) -> None:
+        plan, operand, own = self.stages[p].plan, self.tensors.get((p, OPERAND[name], i)), self.stored[p, "B"]
+        axes = weight_in_parts(plan)
+        if operand is None or (p, OPERAND[name], i) in self.moving or not axes or not self.gemm.sums_parts(self.dtype):
+            return
+        rows = self.shapes[operand]
+        if len(rows) != 2 or rows[0] * prod(self.shapes[own]) < self._least_own_part():
+            return
+        ranks, me = plan.grid.size(axes), plan.grid.index(self.collectives.groups.rank, axes)
+        begun, blocks = self.result_of(p, name, self.chunks), self.blocks_of(p, name)
+        weight = (ranks, *self.shapes[own])
+        first, rest = (
+            self.gemm.bound(letters_of(plan, name), rows, weight, blocks=blocks, parts=parts, accumulate=accumulate)
+            for parts, accumulate in (((me,), False), (tuple(j for j in range(ranks) if j != me), True))
+        )
+        self.runs.append(closures.multiply_own_weight(begun, first, operand, own, ranks))
+        self.begun[p, name, i] = begun
+        self.rest[begun] = rest
+
+    def _least_own_part(self) -> int:
+        """Multiply-adds from which on a part of its own is worth a product of its own."""
+        least = self.gemm.own_part_from
+        return kind_of(self.collectives.groups.device_type).own_part_from if least is None else least
+
+    def _own_operand(self, p: int, name: str, i: int | None) -> None:
         plan, operand = self.stages[p].plan, OPERAND[name]
         gathered, own = own_axis(plan, name), self.tensors.get((p, operand, i))
         if gathered is None or own is None or (p, operand, i) not in self.moving:
@@ -80,12 +111,9 @@ class Phase(WeightGradients):
         dim, axes = gathered
         weight, ranks, shape = self.tensors[p, "B", None], plan.grid.size(axes), self.shapes[own]
         contracted = shape[-1] * (ranks if dim else 1)
-        least = self.gemm.own_part_from
-        if least is None:
-            least = kind_of(self.collectives.groups.device_type).own_part_from
-        if prod(shape) * prod(self.shapes[weight]) < least * contracted:
+        if prod(shape) * prod(self.shapes[weight]) < self._least_own_part() * contracted:
             return
-        me, blocks = plan.grid.index(self.collectives.groups.rank, axes), blocks_of_result(plan, name)
+        me, blocks = plan.grid.index(self.collectives.groups.rank, axes), self.blocks_of(p, name)
         if dim == 0 and blocks == 1:
             begun, product = self.result_of(p, name, self.chunks), self._product(p, name, shape, blocks=1)
             whole, at = self.shapes[begun], me * shape[0]
@@ -114,7 +142,7 @@ class Phase(WeightGradients):
             self._complete(p, name, self.tensors[p, OPERAND[name], i], begun)
             self.tensors[p, name, i] = begun
         else:
-            blocks = blocks_of_result(self.stages[p].plan, name)
+            blocks = self.blocks_of(p, name)
             operand, weight = self.tensors[p, OPERAND[name], i], self.tensors[p, "B", None]
             product = self._product(p, name, self.shapes[operand], blocks=blocks if blocks > 1 else None)
             self.tensors[p, name, i] = result = self.result_of(p, name, self.chunks)
@@ -125,11 +153,14 @@ class Phase(WeightGradients):
         if begun in self.complete:
             return  # they were multiplied as they came
         plan, weight, shape = self.stages[p].plan, self.tensors[p, "B", None], self.shapes[operand]
+        if (rest := self.rest.pop(begun, None)) is not None:
+            self.runs.append(closures.multiply_others(begun, rest, operand, weight))
+            return
         dim, axes = own_axis(plan, name) or (0, ())
         ranks, me = plan.grid.size(axes), plan.grid.index(self.collectives.groups.rank, axes)
         if dim == 1:
             others = tuple(j for j in range(ranks) if j != me)
-            blocks = blocks_of_result(plan, name)
+            blocks = self.blocks_of(p, name)
             product = self._product(p, name, shape, blocks=blocks, parts=others, accumulate=True)
             self.runs.append(closures.multiply_others(begun, product, operand, weight))
             return

@@ -15,6 +15,7 @@ from ndtp.runtime.closures import DEFERS, FIRST, HELD, OWNER, STEP, WEIGHT, Run
 from ndtp.runtime.moves import Move
 from ndtp.runtime.phase import Phase
 from ndtp.runtime.slots import Key, Setting
+from ndtp.schedule.arrivals import rows_first
 from ndtp.schedule.tasks import Wanted, backward_tasks, forward_tasks
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ class Program:
         phase = Phase(self.setting, self.wanted, stored, is_forward=True)
         if first is not None:
             phase.take_weight(first)
-        phase.add(forward_tasks(phase.chunks, tuple((p, "bias") in stored for p in range(phase.last + 1))))
+        biases = tuple((p, "bias") in stored for p in range(phase.last + 1))
+        first_rows = rows_first(self.plans, [stage.sizes for stage in self.setting.stages])
+        phase.add(forward_tasks(phase.chunks, biases, first_rows))
         c = phase.result(phase.last, "C")
         phase.add_bias(phase.last, c)
         kept = phase.kept()

@@ -19,7 +19,7 @@ from ndtp.schedule.tasks import Action, RowChunks, Task, Wanted
 if TYPE_CHECKING:
     from ndtp.collectives.collectives import Collectives
     from ndtp.collectives.handles import Shape
-    from ndtp.compute.gemm import TorchGemm
+    from ndtp.compute.gemm import Product, TorchGemm
 
 Key = tuple[int, str, int | None]  # product, tensor, chunk
 Title = tuple[str, str, str, str]  # kind, tensor, part, product
@@ -96,6 +96,7 @@ class Slots:
         self.side_by_side: dict[tuple[int, str], int] = {}  # the gathered chunks of an operand
         self.begun: dict[Key, int] = {}  # results of which this rank's own part is multiplied
         self.complete: set[int] = set()  # those of them of which all parts are
+        self.rest: dict[int, Product] = {}  # of those that a part of the weight began: the product by the others
         self.cut_operands: dict[int, str | None] = {}  # see `WeightGradients._cut_operand`
         self.cut_when_deferred: str | None = None  # the same of the one that takes no collectives
         self.deferred: int | None = None  # the product of which pieces of dB may be left to the next chain
@@ -115,8 +116,13 @@ class Slots:
     def result_of(self, p: int, name: str, chunks: int) -> int:
         """A slot for a product, which falls into blocks of columns where it leaves so."""
         stage = self.stages[p]
-        shape, blocks = stage.held(letters_of(stage.plan, name)[2], chunks), blocks_of_result(stage.plan, name)
+        shape, blocks = stage.held(letters_of(stage.plan, name)[2], chunks), self.blocks_of(p, name)
         return self.slot((blocks, shape[0], shape[1] // blocks) if blocks > 1 else shape)
+
+    def blocks_of(self, p: int, name: str) -> int:
+        """Into how many blocks of columns a product falls."""
+        is_whole = name == "dB" and not self.gemm.gradients_in_blocks
+        return 1 if is_whole else blocks_of_result(self.stages[p].plan, name)
 
     def let_go(self, *slots: int | None) -> tuple[int, ...]:
         """Those of these slots that nothing stands for any more; what was passed in is the caller's."""
@@ -162,10 +168,10 @@ class Slots:
     def _way(self, p: int, name: str, i: int | None, source: int, has_place: bool) -> Way:
         plan, shape, blocks = self.stages[p].plan, self.shapes[source], ""
         if is_matrix(plan):
-            arrives = self.gemm.takes_blocks(self.dtype) and not has_place
-            blocks = "leave" if name not in ("A", "B", "dC") else "arrive" if arrives else ""
-            if len(shape) == 3:
-                shape = (shape[1], shape[0] * shape[2])
+            if name in ("A", "B", "dC"):
+                blocks = "arrive" if self.gemm.takes_blocks(self.dtype) and not has_place else ""
+            elif len(shape) == 3:
+                blocks, shape = "leave", (shape[1], shape[0] * shape[2])
         op, steps = (plan.name, name), plan.relayouts[name]
         phase = phase_of(name, not self.is_forward, self.wanted[p].dgrad)
         return Way(self.collectives, steps, op, phase, shape, self.dtype, part=self.part(i), blocks=blocks)

@@ -10,7 +10,7 @@ import torch
 from ndtp.compute.gemm import joined
 from ndtp.runtime import closures
 from ndtp.runtime.closures import Get, Run
-from ndtp.runtime.moves import blocks_of_result, is_matrix
+from ndtp.runtime.moves import is_matrix
 from ndtp.runtime.slots import Moving, Slots, letters_of
 from ndtp.schedule.tasks import first_deferred
 
@@ -70,7 +70,7 @@ class WeightGradients(Slots):
             return
         plan = self.stages[p].plan
         rows, columns = self.stages[p].held(plan.b_letters)
-        blocks = blocks_of_result(plan, "dB")
+        blocks = self.blocks_of(p, "dB")
         shape = (rows // self.chunks, columns)
         self.tensors[p, "dB", j] = result = self.slot((blocks, shape[0], columns // blocks) if blocks > 1 else shape)
         self.runs.append(
@@ -155,7 +155,7 @@ class WeightGradients(Slots):
 
     def wgrad(self, p: int) -> int:
         gemm, plan = self.gemm, self.stages[p].plan
-        blocks, letters = blocks_of_result(plan, "dB"), letters_of(plan, "dB")
+        blocks, letters = self.blocks_of(p, "dB"), letters_of(plan, "dB")
         first = blocks if blocks > 1 else None
         result = self.result_of(p, "dB", 1)
         a, grad = self.whole(p, "A"), self.whole(p, "dC")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.volume import traffic
+from ndtp.schedule.arrivals import weight_in_parts
 from ndtp.schedule.clocks import Product, step_seconds
 from ndtp.schedule.tasks import RowChunks
 
@@ -171,6 +172,7 @@ def products_of(
                 gemm / chunks + speeds.launch,
                 after if i + 1 < len(plans) else 0.0,
                 own=(_own(plan, "A"), _own(plan, "dC")),
+                own_weight=_own(plan, "B") if itemsize >= 4 and weight_in_parts(plan) else 0.0,
                 chained=i + 1 < len(plans),
             )
         )

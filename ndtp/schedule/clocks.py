@@ -50,6 +50,7 @@ class Product:
         chunk: seconds of one of its chunks of rows.
         after: seconds of element by element work that follow it in forward; three times that precede it in backward.
         own: the part of A, and of dC, that a rank multiplies while the others' are on their way; 0 where none is.
+        own_weight: the same of B in forward.
         chained: whether the next product takes its result, in one schedule.
         copy: seconds in which a gathered B is put in order.
     """
@@ -60,6 +61,7 @@ class Product:
     after: Any
     copy: Any = 0.0
     own: tuple[Any, Any] = (0.0, 0.0)
+    own_weight: Any = 0.0
     chained: bool = False
 
     @property
@@ -67,6 +69,10 @@ class Product:
         """Whether the weight's gradient is in one piece, see `ndtp.schedule.tasks.pieces`; of many grids, on all."""
         moves = [move for (_, tensor), moves in self.messages.items() if tensor == "dB" for move in moves]
         return any(kind == "all_reduce" and bool(np.all(np.asarray(received) > 0)) for kind, _, received in moves)
+
+    def received(self, tensor: str) -> Any:
+        """Bytes that move it in forward, on each of many grids."""
+        return sum((np.asarray(received) for *_, received in self.messages.get(("forward", tensor), [])), np.zeros(()))
 
 
 @dataclass(frozen=True)
@@ -194,8 +200,25 @@ def step_seconds(
     contention: float = 0.0,
     spans: list[Span] | None = None,
 ) -> Any:
-    """Forward through all products and backward again; see `replayed`."""
-    return replayed(products, links, chunks, regather, contention, spans).now
+    """Forward through all products and backward again; see `replayed`.  Grids of other orders of tasks go by turns."""
+    seconds: Any = 0.0
+    for rows_first, there in _orders(products, chunks):
+        now = replayed(products, links, chunks, regather, contention, spans, rows_first).now
+        seconds = np.where(there, now, seconds)
+    return seconds
+
+
+def _orders(products: Sequence[Product], chunks: int) -> Iterator[tuple[tuple[bool, ...], Any]]:
+    """What `ndtp.schedule.arrivals.rows_first` is of these products, and on which of many grids it is so."""
+    flags, rows, result = [], np.zeros(()), np.zeros(())
+    for product in products:
+        flags.append((product.received("A") + result == 0) & (product.received("B") > rows))
+        rows, result = (product.chained * product.received(tensor) for tensor in ("A", "C"))
+    if chunks == 1 and not any(np.any(product.own_weight) for product in products):
+        flags = [np.False_ for _ in flags]  # it comes to the same
+    table = np.stack(np.broadcast_arrays(*flags))
+    for order in np.unique(table.reshape(len(flags), -1), axis=1).T:
+        yield tuple(order.tolist()), (table == order.reshape(-1, *[1] * (table.ndim - 1))).all(0)
 
 
 def replayed(
@@ -205,16 +228,20 @@ def replayed(
     regather: bool = False,
     contention: float = 0.0,
     spans: list[Span] | None = None,
+    rows_first: tuple[bool, ...] | None = None,
 ) -> Timeline:
     """The clocks at the end of a forward through all products and backward again.
 
     Args:
         regather: whether some grid gathers operands again in backward; what need not move has no bytes.
         spans: filled with what happens when, for a single grid.
+        rows_first: of every product, see `ndtp.schedule.arrivals.rows_first`; default: what it is on a single grid.
     """
+    if rows_first is None:
+        ((rows_first, _),) = _orders(products, chunks)
     line = Timeline(links, contention, spans)
     begun: dict[Key, Any] = {}
-    for phase, i, task in _tasks(products, chunks, regather):
+    for phase, i, task in _tasks(products, chunks, regather, rows_first):
         product, cut = products[i], 1 if task.chunk is None else chunks
         key = (phase, i, task.tensor, task.chunk)
         if phase == "forward":
@@ -229,7 +256,8 @@ def replayed(
         elif task.action is Action.START_NEXT:
             line.start_next(key)
         elif task.action is Action.OWN:
-            begun[key] = product.own[phase == "backward"]
+            waits = (phase, i, "B", None) in line.pending
+            begun[key] = product.own_weight if waits else product.own[phase == "backward"]
             line.compute(key, "own", begun[key] * product.chunk)
         elif task.action is Action.MULTIPLY:
             whole = product.gemm if task.tensor == "dB" and task.chunk is None else product.chunk
@@ -244,13 +272,15 @@ def replayed(
     return line
 
 
-def _tasks(products: Sequence[Product], chunks: int, regather: bool) -> Iterator[tuple[str, int, Task]]:
+def _tasks(
+    products: Sequence[Product], chunks: int, regather: bool, rows_first: Sequence[bool]
+) -> Iterator[tuple[str, int, Task]]:
     """(phase, product, task) of a step, as programs go through them, chain by chain."""
     # The last one ends a chain whatever it was cut out of: the first product of a block can be looked at alone.
     ends = [i for i, product in enumerate(products) if not product.chained or i + 1 == len(products)]
     chains = [range(begin, end + 1) for begin, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)]
     for chain in chains:
-        for task in forward_tasks(chunks, (False,) * len(chain)):
+        for task in forward_tasks(chunks, (False,) * len(chain), tuple(rows_first[i] for i in chain)):
             yield "forward", chain[task.product], task
         yield "forward", chain[-1], Task(Action.ACTIVATE, "C")
     again = ("a", "b") if regather else ()

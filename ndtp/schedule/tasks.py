@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from ndtp.algebra.grid import divisors
@@ -38,7 +38,7 @@ class Action(str, Enum):
     START_NEXT = "start next"  # the second of its moves, when the first has had the time of a product
     ADVANCE = "advance"  # the same with what the chains before it left on its way
     WAIT = "wait"  # for its moves
-    OWN = "own"  # multiply this rank's own part of an operand that is still being gathered, towards this tensor
+    OWN = "own"  # multiply this rank's own part of an operand that is still on its way, towards this tensor
     MULTIPLY = "multiply"  # the rest of it, or all
     ACTIVATE = "activate"  # make "A" of the C before it, or "dC" of the dA behind it
     DEFER = "defer"  # multiply and start it, but in the next chain if backward goes on to one
@@ -85,32 +85,43 @@ class Wanted:
 
 
 @cache
-def forward_tasks(chunks: int, biases: tuple[bool, ...] = (False,)) -> tuple[Task, ...]:
+def forward_tasks(
+    chunks: int, biases: tuple[bool, ...] = (False,), rows_first: tuple[bool, ...] = ()
+) -> tuple[Task, ...]:
     """C = A . B + bias for every product, from `biases`: which of them have one.
 
-    B first: a weight needs no activation, and every chunk needs the whole of it.
+    B first: a weight needs no activation, and every chunk needs the whole of it; alone, where there are several, since
+    links share what is sent at once.  But a product whose rows are there first, see `ndtp.schedule.arrivals`, follows
+    the whole of the one before it, since its weight is there no sooner: it is sent behind the rows of that one, and
+    until it comes all rows are multiplied by this rank's own part of it.
     """
-    return tuple(_forward(chunks, biases))
+    return tuple(_forward(chunks, biases, rows_first or (False,) * len(biases)))
 
 
-def _forward(chunks: int, biases: Sequence[bool]) -> Iterator[Task]:
-    last = len(biases) - 1
+def _forward(chunks: int, biases: Sequence[bool], rows_first: Sequence[bool]) -> Iterator[Task]:
+    last, waited = len(biases) - 1, 0
     yield Task(Action.START, "B")
-    yield from (Task(Action.START, "A", i) for i in range(min(LOOKAHEAD, chunks)))
-    for p, i in _wavefront(chunks, range(last + 1)):
+    if chunks == 1:
+        yield Task(Action.START, "A", 0)
+    for p, i in _wavefront(chunks, range(last + 1), [chunks if first else SKEW for first in rows_first]):
         if i == chunks:
             yield Task(Action.RELEASE, "B", None, p)
         else:
             if i == 0:
                 if biases[p]:
                     yield Task(Action.START, "bias", None, p)
-                yield Task(Action.WAIT, "B", None, p)
-                if p == 0 or chunks == 1:
-                    yield Task(Action.OWN, "C", 0, p)
-            yield Task(Action.WAIT, "A", i, p)
-            if p == 0 and i + LOOKAHEAD < chunks:
-                yield Task(Action.START, "A", i + LOOKAHEAD)
-            if p < last and i == 0:
+                yield from _weight_arrives(chunks, p, rows_first[p])
+            is_followed = p < last and rows_first[p + 1]
+            if p == 0 and not rows_first[0]:
+                until = chunks if is_followed and i >= chunks - 2 > 0 else i + 1
+                for j in range(waited, until):
+                    yield Task(Action.WAIT, "A", j)
+                    if j + LOOKAHEAD < chunks:
+                        yield Task(Action.START, "A", j + LOOKAHEAD)
+                waited = until
+            elif not rows_first[p]:
+                yield Task(Action.WAIT, "A", i, p)
+            if p < last and i == (max(chunks - 2, min(1, chunks - 1)) if is_followed and not rows_first[p] else 0):
                 yield Task(Action.START, "B", None, p + 1)
             elif p == last and i == min(_behind(chunks), chunks // 4):  # early enough to be there when it is needed
                 yield Task(Action.PREFETCH, "B", None, p)
@@ -120,6 +131,21 @@ def _forward(chunks: int, biases: Sequence[bool]) -> Iterator[Task]:
         if p < last and i > 0:
             yield from _enter("C", "A", i - 1, p, p + 1)
     yield from (Task(Action.WAIT, "C", i, last) for i in range(chunks))
+
+
+def _weight_arrives(chunks: int, p: int, rows_first: bool) -> Iterator[Task]:
+    """The weight of a product is waited for, and this rank's own part multiplied beside what is on its way."""
+    for i in range(chunks if rows_first else 0):
+        if p == 0 and chunks > 1:
+            yield Task(Action.START, "A", i)
+        yield Task(Action.WAIT, "A", i, p)
+        yield Task(Action.OWN, "C", i, p)
+    yield Task(Action.WAIT, "B", None, p)
+    if not rows_first:
+        if p == 0 and chunks > 1:
+            yield from (Task(Action.START, "A", i) for i in range(min(LOOKAHEAD, chunks)))
+        if p == 0 or chunks == 1:
+            yield Task(Action.OWN, "C", 0, p)
 
 
 @cache
@@ -240,14 +266,18 @@ def _weight_gradients(chunks: int, want: Wanted, p: int, deferred: int) -> Itera
     yield from (Task(Action.RELEASE, operand, None, p) for operand in ("B", "A", "dC"))
 
 
-def _wavefront(chunks: int, products: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(product, chunk): each product is `SKEW` chunks behind the one that feeds it; `chunks` stands for its end.
+def _wavefront(chunks: int, products: Sequence[int], skews: Sequence[int] | None = None) -> Iterator[tuple[int, int]]:
+    """(product, chunk): each product is some chunks behind the one that feeds it; `chunks` stands for its end.
 
     So what links the two, a scatter and a gather, flies while either goes on with other chunks.
+
+    Args:
+        skews: how many behind the one before it each is; default: `SKEW`.
     """
-    for time in range(chunks + SKEW * (len(products) - 1) + 1):
-        for behind, product in enumerate(products):
-            if 0 <= (chunk := time - SKEW * behind) <= chunks:
+    begins = [0, *accumulate((skews or [SKEW] * len(products))[1:])]
+    for time in range(begins[-1] + chunks + 1):
+        for begin, product in zip(begins, products, strict=True):
+            if 0 <= (chunk := time - begin) <= chunks:
                 yield product, chunk
 
 

@@ -75,8 +75,8 @@ def test_overlap_checks_every_rival_and_tells_the_parts(ranks, tmp_path):
     grids = ("--grids", "1d-sp:x=2", "3d:z=2,x=1,y=1")
     launch(ranks(2), BENCH / "overlap.py", *sizes, *grids)
     grids = json.loads(out.read_text())["grids"]
-    assert [len(rows) for rows in grids.values()] == [5, 6], (
-        "each with both of torch, the 3D grid with AxoNN-like layers"
+    assert [len(rows) for rows in grids.values()] == [5, 8], (
+        "each with both of torch, the 3D grid with AxoNN-like layers and AxoNN's own two"
     )
     ours = [row for rows in grids.values() for row in rows.values() if "predicted" in row]
     assert len(ours) == 6, "on either grid: plain, overlapped, and in as many chunks as pay"

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import ndtp
 from ndtp import CommMeter, Grid, Layout, MatMulPlan
 from ndtp.collectives.recorder import Recorder
+from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.testing import assert_equal, small_integers
 
 GRIDS = [Grid(z=2, x=2, y=2), Grid(z=1, x=2, y=4), Grid(z=1, x=4, y=2), Grid(z=2, x=1, y=4), Grid(z=4, x=2, y=1)]
@@ -73,10 +74,13 @@ def test_chunks_change_no_bit_and_no_byte(ranks, grid):
 
 def own_parts():
     """Only a large product is worth another one for the part that need not be waited for; the result is the same."""
-    for text_a, text_b in (("(z y) x", "(x z) y"), ("z (x y)", "(x y) z")):
+    for text_a, text_b in (("(z y) x", "(x z) y"), ("z (x y)", "(x y) z"), ("z x", "y (x z)")):
         mesh = mesh_of(Grid(z=2, x=2, y=2))
-        plan = MatMulPlan(Layout.parse(mesh.grid, text_a), Layout.parse(mesh.grid, text_b))
+        transposed = {"transpose_b": True} if text_b == "y (x z)" else {}  # of the weight, rows are there
+        plan = MatMulPlan(Layout.parse(mesh.grid, text_a), Layout.parse(mesh.grid, text_b), **transposed)
         a, b, _ = operands(plan, mesh.rank)
+        if transposed:
+            b = plan.b.shard(small_integers((INNER, HIDDEN), 1, torch.float32), mesh.rank)
         gathered = (ROWS // plan.grid.size(plan.orders["m"])) * HIDDEN * INNER // 8
         results, products = [], []
         for smallest in (0, gathered, 10 * gathered):
@@ -87,6 +91,34 @@ def own_parts():
         assert products[0] > products[2] == 1, products
         assert_equal(results[0], results[1], "own parts")
         assert_equal(results[0], results[2], "own parts")
+
+
+def gradient_in_blocks():
+    """Of a weight that is scattered along its columns: torch writes it whole, a kernel in the blocks that are sent."""
+    grid, found = Grid(z=2, x=1, y=1), []
+    plan = MatMulPlan(Layout.parse(grid, "(z y) x"), Layout.parse(grid, "y (x z)"), transpose_b=True)
+    for in_blocks in (False, True):
+        mesh, wanted = mesh_of(grid), []
+        mesh.programs.clear()
+        gemm, bound = mesh.gemm, mesh.gemm.bound
+
+        def watched(letters, one, other, bound=bound, wanted=wanted, **how):
+            if letters[2] == plan.b_letters:
+                wanted.append(how.get("blocks"))
+            return bound(letters, one, other, **how)
+
+        a = plan.a.shard(small_integers((ROWS, HIDDEN), 0, torch.float32), mesh.rank)
+        b = plan.b.shard(small_integers((INNER, HIDDEN), 1, torch.float32), mesh.rank).clone().requires_grad_()
+        with mock.patch.multiple(gemm, bound=watched, gradients_in_blocks=in_blocks):
+            ndtp.matmul(a, b, plan, mesh).sum().backward()
+        assert wanted == [2 if in_blocks else None], wanted
+        found.append(b.grad)
+    assert_equal(found[0], found[1], "dB")
+
+
+def test_torch_writes_a_gradient_whole_and_kernels_write_blocks(ranks):
+    assert TorchGemm.gradients_in_blocks is False and KernelGemm.gradients_in_blocks is True
+    ranks(2).run(gradient_in_blocks)
 
 
 def test_only_large_products_do_the_ranks_own_part_first(ranks):

@@ -159,7 +159,7 @@ def test_a_program_says_what_it_runs():
     forms = tuple((shape, torch.float32, torch.device("meta")) for shape in ((4, 8), (4, 8)))
     with mock.patch.object(TorchGemm, "own_part_from", 0):
         bound = chain.program_of((*forms, None), (plan,), (None,), DryGrid(grid), (True, True, False), chunks=2)
-    forward = ["start B: all_gather[z]", *(f"start A[{i}]: all_gather[y]" for i in range(2)), "wait B"]
+    forward = ["start B: all_gather[z]", "wait B", *(f"start A[{i}]: all_gather[y]" for i in range(2))]
     forward += [
         "own C[0]",
         "wait A[0]",

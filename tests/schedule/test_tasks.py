@@ -71,7 +71,11 @@ def check_causality(tasks: Sequence[Task], chunks: int, open_at_the_end: set[tup
                 assert again <= there, f"{task}: not all of A is there again"
             wanted = [(operand, task.product, i) for i in ([task.chunk] if task.chunk is not None else range(chunks))]
             if task.action is Action.OWN:
-                assert set(wanted) <= flying, f"{task}: there is nothing to hide"
+                on_its_way, here = set(wanted), {("B", task.product, None)}
+                if ("B", task.product, None) in flying:
+                    on_its_way, here = here, on_its_way
+                assert on_its_way <= flying, f"{task}: there is nothing to hide"
+                assert here <= there or backward, f"{task}: there is nothing to multiply"
             else:
                 assert set(wanted) <= there, f"{task}: not all of {operand} is there"
                 assert key not in done, f"{task}: multiplied twice"
@@ -91,14 +95,16 @@ def check_causality(tasks: Sequence[Task], chunks: int, open_at_the_end: set[tup
 @pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("chunks", MANY)
 def test_forward_is_causal_and_multiplies_every_chunk_once(chunks, products):
-    tasks = forward_tasks(chunks, (True,) * products)
-    check_causality(tasks, chunks, {("bias", p) for p in range(products)})
-    multiplied = [(task.product, task.chunk) for task in tasks if task.action is Action.MULTIPLY]
-    assert sorted(multiplied) == [(p, i) for p in range(products) for i in range(chunks)]
-    for p in range(1, products):  # a product is two chunks behind the one that feeds it
-        for i in range(chunks):
-            assert multiplied.index((p - 1, min(i + 1, chunks - 1))) < multiplied.index((p, i))
-    assert tasks[0] == Task(Action.START, "B"), "the weight goes first"
+    for rows_first in product((False, True), repeat=products):
+        tasks = forward_tasks(chunks, (True,) * products, rows_first)
+        check_causality(tasks, chunks, {("bias", p) for p in range(products)})
+        multiplied = [(task.product, task.chunk) for task in tasks if task.action is Action.MULTIPLY]
+        assert sorted(multiplied) == [(p, i) for p in range(products) for i in range(chunks)]
+        for p in range(1, products):  # a product is two chunks behind the one that feeds it, or follows all of it
+            for i in range(chunks):
+                before = chunks - 1 if rows_first[p] else min(i + 1, chunks - 1)
+                assert multiplied.index((p - 1, before)) < multiplied.index((p, i))
+        assert tasks[0] == Task(Action.START, "B"), "the weight goes first"
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
@@ -231,12 +237,13 @@ def test_the_next_weight_is_gathered_behind_the_gathers_and_before_the_last_prod
 def test_tasks_print():
     assert [str(task) for task in forward_tasks(2)][:6] == [
         "start B",
+        "wait B",
         "start A[0]",
         "start A[1]",
-        "wait B",
         "own C[0]",
         "wait A[0]",
     ]
+    assert [str(task) for task in forward_tasks(1)][:3] == ["start B", "start A[0]", "wait B"]
     assert str(Task(Action.MULTIPLY, "C", 1, 1)) == "multiply C'[1]"
 
 
