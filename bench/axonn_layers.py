@@ -1,6 +1,6 @@
 """AxoNN's own layers on gloo, as a rival in `overlap.py` where they are installed.
 
-    pip install --no-deps axonn==0.2.0
+    pip install axonn==0.2.0
 
 They ask for CUDA in four places, none of which computes: these are answered with the CPU's while they run.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,8 +25,11 @@ import ndtp
 NAME = "AxoNN 0.2.0"
 
 
-def is_installed() -> bool:
-    return importlib.util.find_spec("axonn") is not None
+def rivals(blocks: Sequence[tuple[nn.Linear, Any, nn.Linear]], grid: ndtp.Grid) -> Iterator[tuple[str, AxonnBlocks]]:
+    """AxoNN as it is by default, and with gathered weights kept; none where it is not installed."""
+    if importlib.util.find_spec("axonn") is not None:
+        yield NAME, AxonnBlocks(blocks, grid, keeps=False)
+        yield f"{NAME}, weights kept", AxonnBlocks(blocks, grid, keeps=True)
 
 
 @contextlib.contextmanager
@@ -79,21 +82,32 @@ class AxonnBlocks(nn.Module):
             x = x + y if len(self.blocks) > 1 else y
         return x
 
-    def step(self, x: Tensor, grad: Tensor) -> None:
+    def of_whole(self, x: Tensor) -> Tensor:
+        """This rank's shard of the result, of the whole input."""
+        with on_cpus():
+            return self(self.shard(x))  # type: ignore[no-any-return]
+
+    def step_of(self, tokens: int, hidden: int) -> Callable[[], None]:
         """Forward and backward with all of AxoNN's overlap, and the sums that it leaves to the user's program."""
         from axonn.intra_layer import optimize_communication, sync_gradients
 
-        with (
-            on_cpus(),
-            optimize_communication(
-                overlap_all_reduce=True,
-                overlap_reduce_scatter=True,
-                overlap_all_gather=True,
-                model_object_for_overlapping_allgathers=self,
-            ),
-        ):
-            self(x).backward(grad)
-        sync_gradients(self)
+        x = self.shard(torch.randn(tokens, hidden)).requires_grad_()
+        grad = torch.randn_like(x)
+
+        def step() -> None:
+            with (
+                on_cpus(),
+                optimize_communication(
+                    overlap_all_reduce=True,
+                    overlap_reduce_scatter=True,
+                    overlap_all_gather=True,
+                    model_object_for_overlapping_allgathers=self,
+                ),
+            ):
+                self(x).backward(grad)
+            sync_gradients(self)
+
+        return step
 
     def shard(self, whole: Tensor) -> Tensor:
         """Of the rows and features of an input or a result."""

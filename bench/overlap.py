@@ -59,7 +59,6 @@ RENAMED = "reduce_scatter_single" if hasattr(functional, "reduce_scatter_single"
 TORCH = "torch sequence parallel"
 TORCH_WITH_OURS = "  with ndtp's reduce-scatter"
 WHOLE = "AxoNN-like 3D"
-AXONN = {axonn_layers.NAME: False, f"{axonn_layers.NAME}, weights kept": True}  # whether they are, for backward
 PROCESSORS = Path("/proc/stat")
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 Step = Callable[[], None]
@@ -151,15 +150,6 @@ def whole_activations(mesh: ndtp.ProcessGrid, sizes: Sizes) -> tuple[Step, Calla
         model.finish()
 
     return step, lambda whole: model(model.shard(whole)), model
-
-
-def axonn_blocks(
-    grid: ndtp.Grid, sizes: Sizes, keeps: bool
-) -> tuple[Step, Callable[[Tensor], Tensor], axonn_layers.AxonnBlocks]:
-    model = axonn_layers.AxonnBlocks([tuple(block) for block in dense_blocks(sizes)], grid, keeps)
-    x = model.shard(torch.randn(sizes.tokens, sizes.hidden)).requires_grad_()
-    grad = torch.randn_like(x)
-    return lambda: model.step(x, grad), lambda whole: model(model.shard(whole)), model
 
 
 def reduce_scatter_by_all_to_all(x: Tensor, reduce_op: str, scatter_dim: int, group, tag: str = "") -> Tensor:
@@ -327,10 +317,10 @@ def measured(case: str, arguments: argparse.Namespace) -> Rows:
     if scheme == "3d" and grid["dp"] == 1:
         steps[WHOLE], forward, whole = whole_activations(ndtp.ProcessGrid(grid), sizes)
         check(forward, whole.shard, sizes)
-        for name, keeps in AXONN.items() if axonn_layers.is_installed() else ():
-            steps[name], forward, layers = axonn_blocks(grid, sizes, keeps)
-            with axonn_layers.on_cpus():
-                check(forward, layers.shard, sizes)
+        dense = [tuple(block) for block in dense_blocks(sizes)]
+        for name, model in axonn_layers.rivals(dense, grid):
+            check(model.of_whole, model.shard, sizes)
+            steps[name] = model.step_of(sizes.tokens, sizes.hidden)
     models: dict[str, Blocks] = {}
     for kind, chunks in (("plain", 1), ("overlapped", arguments.chunks), ("auto", "auto")):
         name = f"{scheme} {grid}, {kind}"
