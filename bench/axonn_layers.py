@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from unittest import mock
 
@@ -22,14 +22,13 @@ from torch import Tensor, nn
 
 import ndtp
 
-NAME = "AxoNN 0.2.0"
-
 
 def rivals(blocks: Sequence[tuple[nn.Linear, Any, nn.Linear]], grid: ndtp.Grid) -> Iterator[tuple[str, AxonnBlocks]]:
     """AxoNN as it is by default, and with gathered weights kept; none where it is not installed."""
-    if importlib.util.find_spec("axonn") is not None:
-        yield NAME, AxonnBlocks(blocks, grid, keeps=False)
-        yield f"{NAME}, weights kept", AxonnBlocks(blocks, grid, keeps=True)
+    with contextlib.suppress(PackageNotFoundError):
+        name = f"AxoNN {version('axonn')}"
+        yield name, AxonnBlocks(blocks, grid, keeps=False)
+        yield f"{name}, weights kept", AxonnBlocks(blocks, grid, keeps=True)
 
 
 @contextlib.contextmanager

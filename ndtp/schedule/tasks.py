@@ -113,7 +113,7 @@ def _forward(chunks: int, biases: Sequence[bool], rows_first: Sequence[bool]) ->
                 yield from _weight_arrives(chunks, p, rows_first[p])
             is_followed = p < last and rows_first[p + 1]
             if p == 0 and not rows_first[0]:
-                until = chunks if is_followed and i >= chunks - 2 > 0 else i + 1
+                until = chunks if is_followed and i >= _all_rows_at(chunks) else i + 1
                 for j in range(waited, until):
                     yield Task(Action.WAIT, "A", j)
                     if j + LOOKAHEAD < chunks:
@@ -121,7 +121,7 @@ def _forward(chunks: int, biases: Sequence[bool], rows_first: Sequence[bool]) ->
                 waited = until
             elif not rows_first[p]:
                 yield Task(Action.WAIT, "A", i, p)
-            if p < last and i == (max(chunks - 2, min(1, chunks - 1)) if is_followed and not rows_first[p] else 0):
+            if p < last and i == (_all_rows_at(chunks) if is_followed and not rows_first[p] else 0):
                 yield Task(Action.START, "B", None, p + 1)
             elif p == last and i == min(_behind(chunks), chunks // 4):  # early enough to be there when it is needed
                 yield Task(Action.PREFETCH, "B", None, p)
@@ -286,6 +286,11 @@ def _enter(result: str, operand: str, chunk: int, product: int, following: int) 
     yield Task(Action.WAIT, result, chunk, product)
     yield Task(Action.ACTIVATE, operand, chunk, following)
     yield Task(Action.START, operand, chunk, following)
+
+
+def _all_rows_at(chunks: int) -> int:
+    """Where a weight is sent behind all rows, the chunk that waits for them: the last but one, not the first."""
+    return max(chunks - 2, min(1, chunks - 1))
 
 
 def _behind(chunks: int) -> int:

@@ -15,18 +15,19 @@ M, K, N = 8, 4, 6
 
 
 @pytest.mark.parametrize(
-    "one, how, share",
+    "one, other, how, share",
     [
-        ((M, K), {}, 1),
-        ((2, M, K // 2), {"blocks": 3}, 1),
-        ((2, M, K // 2), {"blocks": 1, "parts": (1,)}, 0.5),
+        ((M, K), (N, K), {}, 1),
+        ((2, M, K // 2), (N, K), {"blocks": 3}, 1),
+        ((2, M, K // 2), (N, K), {"blocks": 1, "parts": (1,)}, 0.5),
+        ((M, K), (2, N, K // 2), {"blocks": 1, "parts": (1,)}, 0.5),
     ],
-    ids=["whole", "in and as blocks", "own part"],
+    ids=["whole", "in and as blocks", "own part", "own part of the weight"],
 )
-def test_a_product_of_the_clock_is_shaped_and_counted_as_the_real_one(one, how, share):
-    letters, clock = (("m", "k"), ("k", "n"), ("m", "n")), Clock(0.0)
-    a, b = torch.ones(one), torch.ones(K, N)
-    real, paced = (gemm.bound(letters, one, (K, N), **how)(a, b) for gemm in (TorchGemm(), PacedGemm(clock)))
+def test_a_product_of_the_clock_is_shaped_and_counted_as_the_real_one(one, other, how, share):
+    letters, clock = (("m", "k"), ("n", "k"), ("m", "n")), Clock(0.0)
+    a, b = torch.ones(one), torch.ones(other)
+    real, paced = (gemm.bound(letters, one, other, **how)(a, b) for gemm in (TorchGemm(), PacedGemm(clock)))
     assert paced.shape == real.shape and clock.work == share * 2 * M * K * N
 
 
