@@ -209,6 +209,7 @@ def reduce_blocks(
     activation: str = "none",
     gated: bool = False,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     return_preactivation: bool = False,
     backend: str = "auto",
@@ -216,14 +217,17 @@ def reduce_blocks(
     """After a scatter: act(sum of blocks + bias) [* (up + bias_up)] + residual, summed in fp32 in the blocks' order.
 
     x        [p, .., N], what an all-to-all leaves; gated [2, p, .., N].  After a reduce-scatter p is 1.
+    out      [.., N]: where the result goes, contiguous; not with autograd or torch.compile
     returns  [.., N]
     """
     if not _through_op(x, bias, bias_up, residual):
         done = reductions.reduce(
             "reduce_blocks", x, gated=gated, bias=bias, bias2=bias_up, residual=residual, activation=activation,
-            keep_pre=return_preactivation, out_dtype=out_dtype, backend=backend,
+            keep_pre=return_preactivation, out=out, out_dtype=out_dtype, backend=backend,
         )  # fmt: skip
         return done if return_preactivation else done.c
+    if out is not None:
+        raise KernelError("reduce_blocks", "out= does not pass through autograd or torch.compile", "no out")
     from ndtp_kernels.autograd import ops_reduce
 
     needs = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, bias_up, residual))
@@ -240,6 +244,7 @@ def reduce_blocks_backward(
     gated: bool = False,
     return_column_sums: bool = True,
     return_recomputed: bool = False,
+    out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Product:
@@ -247,14 +252,17 @@ def reduce_blocks_backward(
 
     x        [p, .., N] blocks of the gradient of the activation; p = 1 after a reduce-scatter
     pre      [.., N]; gated [2, .., N]: gate and up
+    out      of pre's shape: where c goes, contiguous; not with torch.compile
     returns  Product: c = gradient of pre; column_sums [N] or [2, N]; pre = act(pre) [* up], recomputed
     """
     if not torch.compiler.is_compiling():
         with torch.no_grad():
             return reductions.reduce_backward(
                 "reduce_blocks_backward", x, pre, activation=activation, gated=gated, column_sums=return_column_sums,
-                recompute=return_recomputed, out_dtype=out_dtype, backend=backend,
+                recompute=return_recomputed, out=out, out_dtype=out_dtype, backend=backend,
             )  # fmt: skip
+    if out is not None:
+        raise KernelError("reduce_blocks_backward", "out= does not pass through torch.compile", "no out")
     from ndtp_kernels.autograd import ops_reduce
 
     c, sums, hidden = ops_reduce.reduce_blocks_backward(

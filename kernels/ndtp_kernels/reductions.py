@@ -65,19 +65,21 @@ def reduce(
     residual: Tensor | None = None,
     activation: str = "none",
     keep_pre: bool = False,
+    out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Product:
     """After a scatter: add p blocks in fp32, in order, then bias, activation, gate and residual.
 
     x        [p, .., M, N]; gated [2, p, .., M, N]: gate and up.  p = 1 after a reduce-scatter that has added already.
+    out      where C goes; contiguous
     returns  C [.., M, N], pre (gated [2, .., M, N])
     """
-    operands = (x, bias, bias2, residual)
+    operands = (x, bias, bias2, residual, out)
     asked = key_of(backend, operands, "reduce", gated, activation, keep_pre, out_dtype)
     known = prepared.recall(asked)
     if known is not None:
-        c = torch.empty(known.c_shape, dtype=known.out_dtype, device=x.device)
+        c = torch.empty(known.c_shape, dtype=known.out_dtype, device=x.device) if out is None else out
         pre = new_pre(c, gated) if keep_pre else None
         m, n = known.traced
         with tracing.record_pass("reduce", m, n, x, known.out_dtype):
@@ -86,15 +88,18 @@ def reduce(
     blocks, shape, m, n = read_blocks(op, x, gated, activation)
     bias, bias2 = check_vector(op, "bias", bias, n), check_vector(op, "bias2", bias2, n)
     check_like(op, "residual", residual, shape)
-    out_dtype = out_dtype or x.dtype
+    out_dtype = _dtype_of(op, out, shape, out_dtype or x.dtype)
     with tracing.record_pass("reduce", m, n, x, out_dtype):
         if triton_chip(op, x, backend) is None:
-            return torch_path.reduce(
-                x, gated=gated, bias=bias, bias2=bias2, residual=residual, activation=activation, keep_pre=keep_pre,
-                out_dtype=out_dtype,
+            return _put(
+                torch_path.reduce(
+                    x, gated=gated, bias=bias, bias2=bias2, residual=residual, activation=activation,
+                    keep_pre=keep_pre, out_dtype=out_dtype,
+                ),
+                out,
             )  # fmt: skip
         x = x.contiguous()
-        c = torch.empty(shape, dtype=out_dtype, device=x.device)
+        c = torch.empty(shape, dtype=out_dtype, device=x.device) if out is None else out
         pre = new_pre(c, gated) if keep_pre else None
         first, second = halves(pre, gated)
         view = Matrix(m, n, n, 1)
@@ -117,7 +122,7 @@ def reduce(
 
 def _tensors(operands: tuple[Tensor | None, ...], c: Tensor, kept: Tensor | None, gated: bool) -> list[Tensor | None]:
     """In the order of the kernels' names."""
-    x, bias, bias2, residual = operands
+    x, bias, bias2, residual, _ = operands
     first, second = halves(kept, gated)
     parts, parts2 = halves(x, gated)
     return [None, None, None, c, None, residual, None, first, second, bias, bias2, None, None, None, parts, parts2]
@@ -132,6 +137,7 @@ def reduce_backward(
     gated: bool = False,
     column_sums: bool = True,
     recompute: bool = False,
+    out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Product:
@@ -139,13 +145,14 @@ def reduce_backward(
 
     x        [p, .., M, N]   blocks of the gradient of act(pre) [* up]
     pre      [.., M, N]; gated [2, .., M, N]
+    out      where C goes; contiguous
     returns  C of pre's shape; column sums [N] or [2, N]; pre = act(pre) [* up] if `recompute`
     """
-    operands = (x, pre)
+    operands = (x, pre, out)
     asked = key_of(backend, operands, "reduce backward", gated, activation, column_sums, recompute, out_dtype)
     known = prepared.recall(asked)
     if known is not None:
-        c = torch.empty(known.c_shape, dtype=known.out_dtype, device=x.device)
+        c = torch.empty(known.c_shape, dtype=known.out_dtype, device=x.device) if out is None else out
         hidden = c.new_empty(known.c_shape[gated:]) if recompute else None
         m, n = known.traced
         with tracing.record_pass("reduce_backward", m, n, x, known.out_dtype):
@@ -153,15 +160,18 @@ def reduce_backward(
         return Product(c, hidden, add_up(*(made[at] for at in known.sums)))
     blocks, shape, m, n = read_blocks(op, x, False, activation)
     check_like(op, "pre", pre, [2, *shape] if gated else shape)
-    out_dtype = out_dtype or pre.dtype
+    out_dtype = _dtype_of(op, out, list(pre.shape), out_dtype or pre.dtype)
     with tracing.record_pass("reduce_backward", m, n, x, out_dtype):
         if triton_chip(op, x, backend) is None:
-            return torch_path.reduce_backward(
-                x, pre, activation=activation, gated=gated, column_sums=column_sums, recompute=recompute,
-                out_dtype=out_dtype,
+            return _put(
+                torch_path.reduce_backward(
+                    x, pre, activation=activation, gated=gated, column_sums=column_sums, recompute=recompute,
+                    out_dtype=out_dtype,
+                ),
+                out,
             )  # fmt: skip
         x, pre = x.contiguous(), pre.contiguous()
-        c = torch.empty(pre.shape, dtype=out_dtype, device=x.device)
+        c = torch.empty(pre.shape, dtype=out_dtype, device=x.device) if out is None else out
         hidden = c.new_empty(shape) if recompute else None
         view = Matrix(m, n, n, 1)
         (first, second), (aux, aux2) = halves(c, gated), halves(pre, gated)
@@ -181,13 +191,25 @@ def reduce_backward(
 
 
 def _backward_tensors(
-    operands: tuple[Tensor, ...], c: Tensor, hidden: Tensor | None, gated: bool
+    operands: tuple[Tensor | None, ...], c: Tensor, hidden: Tensor | None, gated: bool
 ) -> list[Tensor | None]:
     """In the order of the kernels' names."""
-    x, pre = operands
+    x, pre, _ = operands
     first, second = halves(c, gated)
     aux, aux2 = halves(pre, gated)
     return [None, None, None, first, second, aux, aux2, hidden, *[None] * 6, x, None]
+
+
+def _dtype_of(op: str, out: Tensor | None, shape: list[int], otherwise: torch.dtype) -> torch.dtype:
+    """That of the result; raises KernelError for an `out` that it does not fit."""
+    check_like(op, "out", out, shape)
+    if out is not None and not out.is_contiguous():
+        raise KernelError(op, f"out has strides {out.stride()}", "a contiguous out")
+    return otherwise if out is None else out.dtype
+
+
+def _put(done: Product, out: Tensor | None) -> Product:
+    return done if out is None else done._replace(c=out.copy_(done.c))
 
 
 def read_blocks(op: str, x: Tensor, gated: bool, activation: str) -> tuple[int, list[int], int, int]:

@@ -369,19 +369,29 @@ class GlooCollectives(Collectives):
     def _sum_everywhere(self, x: Tensor, to: Channel) -> Any:
         return Exchange([*announce(to.group, x, to.purpose), super()._sum_everywhere(x, to)])
 
-    def _reduce(self, to: Channel, ranks: int, shape: Shape) -> Begin:
-        me = to.group.rank()
+    def _swap_blocks(self, landing: Tensor, blocks: Tensor, to: Channel) -> Any:
+        """Of two ranks: start to send the other one its block, and to receive this rank's in `landing`."""
+        me, nothing = to.group.rank(), blocks.new_empty(0)
+        landings = [nothing, landing.detach()] if me == 0 else [landing.detach(), nothing]
+        return exchange(to.group, blocks.unbind(), landings, to.purpose, own=False)
 
+    def _reduce(self, to: Channel, ranks: int, shape: Shape) -> Begin:
+        return self._reduce_pair(to, shape) if ranks == 2 else self._reduce_all(to, ranks, shape)
+
+    def _reduce_all(self, to: Channel, ranks: int, shape: Shape) -> Begin:
         def begin(sent: Tensor, out: Tensor | None) -> Started:
             received = self.ring.borrow(sent.shape, sent)
             work = self._exchange(received, sent, to)
             return work, lambda: summed_up(received.view(ranks, *shape), out), (sent, received), (received,)
 
-        def begin_pair(sent: Tensor, out: Tensor | None) -> Started:
-            """Of two, the order of ranks is any, and this rank's block is added from where it is."""
-            received = self.ring.borrow(sent.shape, sent)
-            work = self._exchange(received, sent, to, False)
-            mine, theirs = sent.detach().view(2, *shape)[me], received.view(2, *shape)[1 - me]
-            return work, lambda: torch.add(mine, theirs, out=out), (sent, received), (received,)
+        return begin
 
-        return begin_pair if ranks == 2 else begin
+    def _reduce_pair(self, to: Channel, shape: Shape) -> Begin:
+        """Of two, the order of ranks is any: theirs comes to where the sum is wanted, and mine is added to it."""
+        me = to.group.rank()
+
+        def begin(sent: Tensor, out: Tensor | None) -> Started:
+            summed, blocks = sent.new_empty(shape) if out is None else out, sent.detach().view(2, *shape)
+            return self._swap_blocks(summed, blocks, to), lambda: summed.add_(blocks[me]), (sent, summed), ()
+
+        return begin

@@ -74,7 +74,7 @@ def exchange(
 
     Args:
         empties: send messages without elements, too, which say that both ranks mean the same.
-        own: copy this rank's part as well.
+        own: copy this rank's part as well, if it is not where it lands.
     """
     ranks, me, past = group.size(), group.rank(), past_of(group)
     purpose += past.started
@@ -84,7 +84,7 @@ def exchange(
     # Receives first: a peer sends when it hears of one, which must not queue behind what this rank sends.
     works = [group.recv([landing[j]], j, _tag(purpose, landing[j].nbytes)) for j in reversed(sources)]
     works += [group.send([sent[j]], j, _tag(purpose, sent[j].nbytes)) for j in targets]
-    if own:
+    if own and landing[me].data_ptr() != sent[me].data_ptr():  # else it is there
         landing[me].copy_(sent[me])
     return Exchange(works)
 

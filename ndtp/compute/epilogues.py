@@ -7,7 +7,6 @@ fused kernels of `ndtp_kernels`.  No autograd: backward is called by name, with 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,53 +20,78 @@ aten = torch.ops.aten
 
 
 class Activation(NamedTuple):
-    forward: Callable[[Tensor], Tensor]  # pre [.., width * N] -> activated [.., N]
-    backward: Callable[[Tensor, Tensor], Tensor]  # (gradient of activated, pre) -> gradient of pre
+    """Functions of tensors and `out=None`: where to put the result, contiguous and of its shape and dtype."""
+
+    forward: Callable[..., Tensor]  # pre [.., width * N] -> activated [.., N]
+    backward: Callable[..., Tensor]  # (gradient of activated, pre) -> gradient of pre
     kernel: str | None  # what `ndtp_kernels` calls it; None where torch computes it there too
     width: int = 1  # features that go in for each that comes out
 
 
-def _quick_gelu(pre: Tensor) -> Tensor:
+def _aten(operation: Any, *constants: float, **options: Any) -> Callable[..., Tensor]:
+    """An operation of torch's, which calls where its result goes "out", or "grad_input" in backward."""
+    name = next(name for name in ("grad_input", "out") if name in operation.overloads())
+
+    def run(*tensors: Tensor, out: Tensor | None = None) -> Tensor:
+        into = {} if out is None else {name: out}
+        return operation(*tensors, *constants, **options, **into)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _quick_gelu(pre: Tensor, out: Tensor | None = None) -> Tensor:
     wide = pre.to(torch.promote_types(pre.dtype, torch.float32))
-    return (wide * torch.sigmoid(1.702 * wide)).to(pre.dtype)
+    return put((wide * torch.sigmoid(1.702 * wide)).to(pre.dtype), out)
 
 
-def _quick_gelu_backward(grad: Tensor, pre: Tensor) -> Tensor:
+def _quick_gelu_backward(grad: Tensor, pre: Tensor, out: Tensor | None = None) -> Tensor:
     wide = torch.promote_types(pre.dtype, torch.float32)
     x, upstream = pre.to(wide), grad.to(wide)
     part = torch.sigmoid(1.702 * x)
-    return (aten.sigmoid_backward(upstream * x, part) * 1.702 + upstream * part).to(pre.dtype)
+    return put((aten.sigmoid_backward(upstream * x, part) * 1.702 + upstream * part).to(pre.dtype), out)
 
 
+def put(result: Tensor, out: Tensor | None = None) -> Tensor:
+    return result if out is None else out.copy_(result)
+
+
+_tanh_backward, _sigmoid_backward = _aten(aten.tanh_backward), _aten(aten.sigmoid_backward)
 ACTIVATIONS: dict[str, Activation] = {
-    "gelu": Activation(F.gelu, aten.gelu_backward, "gelu"),
+    "gelu": Activation(_aten(aten.gelu), _aten(aten.gelu_backward), "gelu"),
     "gelu_tanh": Activation(
-        partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh"), "gelu_tanh"
+        _aten(aten.gelu, approximate="tanh"), _aten(aten.gelu_backward, approximate="tanh"), "gelu_tanh"
     ),
-    "relu": Activation(F.relu, lambda grad, pre: aten.threshold_backward(grad, pre, 0), "relu"),
+    "relu": Activation(_aten(aten.relu), _aten(aten.threshold_backward, 0), "relu"),
     # Primer (So et al. 2021)
-    "squared_relu": Activation(lambda pre: F.relu(pre).square(), lambda grad, pre: grad * F.relu(pre).mul_(2), "relu2"),
-    "silu": Activation(F.silu, aten.silu_backward, "silu"),
-    "tanh": Activation(torch.tanh, lambda grad, pre: aten.tanh_backward(grad, pre.tanh()), "tanh"),
-    "sigmoid": Activation(torch.sigmoid, lambda grad, pre: aten.sigmoid_backward(grad, pre.sigmoid()), "sigmoid"),
-    "identity": Activation(lambda pre: pre, lambda grad, pre: grad, "none"),
+    "squared_relu": Activation(
+        lambda pre, out=None: torch.square(F.relu(pre), out=out),
+        lambda grad, pre, out=None: torch.mul(grad, F.relu(pre).mul_(2), out=out),
+        "relu2",
+    ),
+    "silu": Activation(_aten(aten.silu), _aten(aten.silu_backward), "silu"),
+    "tanh": Activation(torch.tanh, lambda grad, pre, out=None: _tanh_backward(grad, pre.tanh(), out=out), "tanh"),
+    "sigmoid": Activation(
+        torch.sigmoid, lambda grad, pre, out=None: _sigmoid_backward(grad, pre.sigmoid(), out=out), "sigmoid"
+    ),
+    "identity": Activation(put, lambda grad, pre, out=None: put(grad, out), "none"),
     "quick_gelu": Activation(_quick_gelu, _quick_gelu_backward, None),
-    "mish": Activation(F.mish, aten.mish_backward, None),
-    "relu6": Activation(F.relu6, lambda grad, pre: aten.hardtanh_backward(grad, pre, 0, 6), None),
-    "hardswish": Activation(F.hardswish, aten.hardswish_backward, None),
-    "leaky_relu": Activation(F.leaky_relu, lambda grad, pre: aten.leaky_relu_backward(grad, pre, 0.01, False), None),
+    "mish": Activation(_aten(aten.mish), lambda grad, pre, out=None: put(aten.mish_backward(grad, pre), out), None),
+    "relu6": Activation(_aten(aten.hardtanh, 0, 6), _aten(aten.hardtanh_backward, 0, 6), None),
+    "hardswish": Activation(_aten(aten.hardswish), _aten(aten.hardswish_backward), None),
+    "leaky_relu": Activation(_aten(aten.leaky_relu, 0.01), _aten(aten.leaky_relu_backward, 0.01, False), None),
 }
 
 
 def _gated(gate: Activation) -> Activation:
     """`gate(pre[.., 0::2]) * pre[.., 1::2]`: gate and up take turns, so that any shard of the features has both."""
 
-    def forward(pre: Tensor) -> Tensor:
-        return gate.forward(pre[..., 0::2]) * pre[..., 1::2]
+    def forward(pre: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.mul(gate.forward(pre[..., 0::2]), pre[..., 1::2], out=out)
 
-    def backward(grad: Tensor, pre: Tensor) -> Tensor:
+    def backward(grad: Tensor, pre: Tensor, out: Tensor | None = None) -> Tensor:
         gates, ups = pre[..., 0::2], pre[..., 1::2]
-        return torch.stack((gate.backward(grad * ups, gates), grad * gate.forward(gates)), -1).flatten(-2)
+        pairs = None if out is None else out.unflatten(-1, (-1, 2))
+        return torch.stack((gate.backward(grad * ups, gates), grad * gate.forward(gates)), -1, out=pairs).flatten(-2)
 
     return Activation(forward, backward, None, width=2)
 
@@ -89,13 +113,17 @@ class TorchEpilogues:
     is nothing to do.
     """
 
-    def activate(self, pre: Tensor, name: str) -> Tensor:
-        """The activation `name` of `pre`, in its dtype; a gated one leaves half of the columns."""
-        return ACTIVATIONS[name].forward(pre)
+    def activate(self, pre: Tensor, name: str, out: Tensor | None = None) -> Tensor:
+        """The activation `name` of `pre`, in its dtype; a gated one leaves half of the columns.
 
-    def activate_backward(self, grad: Tensor, pre: Tensor, name: str) -> Tensor:
+        Args:
+            out: where to put it; contiguous.
+        """
+        return ACTIVATIONS[name].forward(pre, out=out)
+
+    def activate_backward(self, grad: Tensor, pre: Tensor, name: str, out: Tensor | None = None) -> Tensor:
         """The gradient of `pre`, from that of `activate(pre, name)`."""
-        return ACTIVATIONS[name].backward(grad, pre)
+        return ACTIVATIONS[name].backward(grad, pre, out=out)
 
     def reduce_blocks(self, stacked: Tensor, ranks: int, bias: Tensor | None = None) -> Tensor:
         """[s, .., N]: the sum of the blocks, plus bias.  `ranks` is 1 where a reduce-scatter has added already."""
@@ -120,19 +148,19 @@ class KernelEpilogues(TorchEpilogues):
 
     options: Options
 
-    def activate(self, pre: Tensor, name: str) -> Tensor:
+    def activate(self, pre: Tensor, name: str, out: Tensor | None = None) -> Tensor:
         import ndtp_kernels
 
         kernel = ACTIVATIONS[name].kernel
         if kernel is None:
-            return super().activate(pre, name)
-        return ndtp_kernels.reduce_blocks(pre[None], activation=kernel, backend=self.options.backend)
+            return super().activate(pre, name, out)
+        return ndtp_kernels.reduce_blocks(pre[None], activation=kernel, out=out, backend=self.options.backend)
 
-    def activate_backward(self, grad: Tensor, pre: Tensor, name: str) -> Tensor:
+    def activate_backward(self, grad: Tensor, pre: Tensor, name: str, out: Tensor | None = None) -> Tensor:
         kernel = ACTIVATIONS[name].kernel
         if kernel is None:
-            return super().activate_backward(grad, pre, name)
-        return self._backward(grad, 1, pre, kernel).c
+            return super().activate_backward(grad, pre, name, out)
+        return self._backward(grad, 1, pre, kernel, out=out).c
 
     def reduce_blocks(self, stacked: Tensor, ranks: int, bias: Tensor | None = None) -> Tensor:
         import ndtp_kernels
@@ -159,11 +187,19 @@ class KernelEpilogues(TorchEpilogues):
         done = self._backward(stacked, ranks, pre, kernel, column_sums=True)
         return done.c, done.column_sums.to(pre.dtype)
 
-    def _backward(self, stacked: Tensor, ranks: int, pre: Tensor, kernel: str, column_sums: bool = False) -> Any:
+    def _backward(
+        self,
+        stacked: Tensor,
+        ranks: int,
+        pre: Tensor,
+        kernel: str,
+        column_sums: bool = False,
+        out: Tensor | None = None,
+    ) -> Any:
         import ndtp_kernels
 
         return ndtp_kernels.reduce_blocks_backward(
-            _blocks(stacked, ranks), pre, activation=kernel, return_column_sums=column_sums,
+            _blocks(stacked, ranks), pre, activation=kernel, return_column_sums=column_sums, out=out,
             backend=self.options.backend,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.runtime.arrival import is_plain, spec_of, wrapped
+from ndtp.runtime.arrival import is_plain
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,7 @@ def _rows(both: Any, first: int, count: int) -> Any:
     """Every `count`-th row, from `first` on: a view of this rank's shard."""
     if is_plain(both):
         return both.detach()[first::count]
-    mesh, placements, shape, _ = spec_of(both)
-    shape = torch.Size((shape[0] // count, *shape[1:]))
-    return wrapped(both._local_tensor.detach()[first::count], (mesh, placements, shape, _contiguous(shape)))
+    return _with_rows(both, both._local_tensor.detach()[first::count], both.shape[0] // count)
 
 
 def _in_turns(parts: Sequence[Any]) -> Any:
@@ -84,9 +82,17 @@ def _in_turns(parts: Sequence[Any]) -> Any:
     if is_plain(parts[0]):
         return _interleaved([part.detach() for part in parts])
     local = _interleaved([part._local_tensor.detach() for part in parts])
-    mesh, placements, shape, _ = spec_of(parts[0])
-    shape = torch.Size((shape[0] * len(parts), *shape[1:]))
-    return wrapped(local, (mesh, placements, shape, _contiguous(shape)))
+    return _with_rows(parts[0], local, parts[0].shape[0] * len(parts))
+
+
+def _with_rows(like: Any, local: Tensor, rows: int) -> Any:
+    """A DTensor of so many rows, that lies as another one does."""
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((rows, *like.shape[1:]))
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=_contiguous(shape)
+    )
 
 
 def _interleaved(parts: Sequence[Tensor]) -> Tensor:

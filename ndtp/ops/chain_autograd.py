@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.runtime.arrival import Deferred, is_plain, spec_of, taken_in, wrapped
+from ndtp.runtime.arrival import Deferred, is_plain, taken_in, wrapped
 from ndtp.runtime.moves import Move
 from ndtp.runtime.versions import refuse_changed, version_of
 from ndtp.runtime.weight_prefetch import owner_of
@@ -42,7 +42,7 @@ def run_chain(
             if i in late:
                 shards[i], call.deferred[i] = taken_in(x, step.late.window_start, given[i])
             elif program.needs[i] and x is not shards[i]:
-                shards[i], call.specs[i] = x, spec_of(x)
+                shards[i], call.specs[i] = x, x._spec
     # Of other tensors autograd itself watches those that it saves; A that was gathered is not needed as it was.
     for i in program.operands:
         x = given[i]

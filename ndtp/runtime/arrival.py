@@ -27,19 +27,20 @@ def is_plain(x: Tensor) -> bool:
     return not isinstance(x, DTensor)
 
 
-def spec_of(x: Any) -> tuple[Any, ...]:
-    """How a DTensor lies: what makes one of a local tensor, see `wrapped`."""
-    return x.device_mesh, x.placements, x.shape, x.stride()
+def wrapped(local: Tensor | None, spec: Any) -> Any:
+    """A DTensor that lies as the one with this `_spec` does; outside of autograd.
 
-
-def wrapped(local: Tensor | None, spec: tuple[Any, ...]) -> Any:
-    """A DTensor that lies as another one does."""
+    By the constructor that torch's own data parallelism takes: `from_local` takes 24 us, this 2.
+    """
     from torch.distributed.tensor import DTensor
 
     if local is None:
         return None
-    mesh, placements, shape, stride = spec
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    if spec.tensor_meta is None or local.dtype is not spec.tensor_meta.dtype:
+        return DTensor.from_local(
+            local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
+    return DTensor(local, spec, requires_grad=False)
 
 
 class Deferred:
@@ -83,7 +84,7 @@ class _Arrival(torch.autograd.Function):
     def forward(ctx: Any, x: Any, deferred: Deferred | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.deferred = deferred
-        ctx.spec = None if is_plain(x) else spec_of(x)
+        ctx.spec = None if is_plain(x) else x._spec
         local = x if ctx.spec is None else x._local_tensor
         ctx.stride = local.stride()
         return local.detach()

@@ -49,36 +49,15 @@ def clear(slot: int) -> Run:
 def start(slot: int, source: int, way: Way, place: Place | None, is_last_use: bool) -> Run:
     """Send a tensor off; one that is used no more is the collective's to hold."""
     collectives, leg = way.collectives, way.legs[0]
-    if len(way.legs) > 1 or isinstance(leg, Cut):
+    at_once = None if len(way.legs) > 1 or isinstance(leg, Cut) else leg
 
-        def start_move(slots: Slots) -> None:
-            out, x = None if place is None else place.of(slots), slots[source]
-            if is_last_use:
-                slots[source] = None
-            slots[slot] = Move(way, x, out).start()
+    def run(slots: Slots) -> None:
+        out, x = None if place is None else place.of(slots), slots[source]
+        if is_last_use:
+            slots[source] = None
+        slots[slot] = Move(way, x, out).start() if at_once is None else collectives.launch(at_once, x, out)
 
-        return start_move
-    if place is not None:
-
-        def start_into(slots: Slots) -> None:
-            out, x = place.of(slots), slots[source]
-            if is_last_use:
-                slots[source] = None
-            slots[slot] = collectives.launch(leg, x, out)
-
-        return start_into
-    if is_last_use:
-
-        def hand_over(slots: Slots) -> None:
-            x, slots[source] = slots[source], None
-            slots[slot] = collectives.launch(leg, x)
-
-        return hand_over
-
-    def launch(slots: Slots) -> None:
-        slots[slot] = collectives.launch(leg, slots[source])
-
-    return launch
+    return run
 
 
 def wait(slot: int, place: Place | None) -> Run:
@@ -322,18 +301,15 @@ def sum_rows(slot: int, chunks: Sequence[tuple[Get, bool]]) -> Run:
 # ------------------------------------------------------------------------------------------ activations and biases
 
 
-def activate(slot: int, function: Callable[[Tensor, str], Tensor], pre: int, name: str) -> Run:
+def activate(slot: int, function: Callable[..., Tensor], operands: Sequence[int], name: str, out: Get | None) -> Run:
+    """Forward of the pre-activation; backward of the gradient and the pre-activation.
+
+    Args:
+        out: where to put it.
+    """
+
     def run(slots: Slots) -> None:
-        slots[slot] = function(slots[pre], name)
-
-    return run
-
-
-def activate_backward(
-    slot: int, function: Callable[[Tensor, Tensor, str], Tensor], grad: int, pre: int, name: str
-) -> Run:
-    def run(slots: Slots) -> None:
-        slots[slot] = function(slots[grad], slots[pre], name)
+        slots[slot] = function(*[slots[each] for each in operands], name, None if out is None else out(slots))
 
     return run
 
@@ -355,12 +331,17 @@ def new(slot: int, shape: tuple[int, ...], like: int) -> Run:
     return run
 
 
-def cut(slot: int, rows: RowChunks, stored: int, name: str, i: int) -> Run:
-    """Chunk i of a shard of "A" or "dC"."""
+def cut(slot: int, rows: RowChunks, stored: int, name: str, i: int, out: Get | None) -> Run:
+    """Chunk i of a shard of "A" or "dC"; a copy if it is to be put somewhere, or lies in several blocks."""
     dim = rows.place(name)[0]
 
     def run(slots: Slots) -> None:
-        slots[slot] = _rows_of_chunk(slots[stored], rows, name, i).flatten(dim, dim + 1)
+        chunk = _rows_of_chunk(slots[stored], rows, name, i)
+        if out is None:
+            slots[slot] = chunk.flatten(dim, dim + 1)
+        else:
+            slots[slot] = place = out(slots)
+            place.unflatten(dim, chunk.shape[dim : dim + 2]).copy_(chunk)
 
     return run
 
@@ -390,6 +371,11 @@ def join(slot: int, chunks: Sequence[int], dim: int) -> Run:
 
 def get(slot: int) -> Get:
     return lambda slots: slots[slot]
+
+
+def get_own(landing: Place, parts: tuple[int, ...], me: int) -> Get:
+    """Of a place into which parts of that shape are gathered, [ranks, ..], this rank's."""
+    return lambda slots: landing.of(slots).view(parts)[me]
 
 
 def get_part(slot: int, dim: int, start: int, size: int) -> Get:

@@ -42,7 +42,7 @@ class _Silent:
     def _send(self, *_: Any) -> None:
         return None
 
-    _gather = _exchange = exchange_parts = _scatter = _sum_everywhere = _send
+    _gather = _exchange = _swap_blocks = exchange_parts = _scatter = _sum_everywhere = _send
 
 
 class _SilentNccl(_Silent, Collectives):

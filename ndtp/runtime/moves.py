@@ -40,6 +40,7 @@ class Way:
     Attributes:
         legs: cuts, and collectives; a step may take two of these.
         shape: of the tensor after the last leg.
+        gathers_in_order: whether it is one gather, whose parts lie behind one another in its result.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class Way:
             legs += collectives.routes(step, op, phase, given, dtype, part=part, blocks=leaves or arrives)
             shape = legs[-1].shape  # type: ignore[union-attr]
         self.legs, self.shape = tuple(legs), shape
+        arrives = blocks == "arrive" and len(steps) == 1 and gathers_columns(steps[0])
+        self.gathers_in_order = len(steps) == 1 and steps[0].kind == "all_gather" and (arrives or not steps[0].dim)
         self.ends_by_collective = bool(legs) and not isinstance(legs[-1], Cut)
 
     def is_like(self, other: Way) -> bool:

@@ -178,8 +178,8 @@ class Phase(WeightGradients):
         if name == "dC":
             grad, pre = tensors.pop((p + 1, "dA", i)), tensors.pop((p, "pre", i))
             tensors[p, "dC", i] = result = self.slot(self.shapes[pre])
-            function = self.gemm.activate_backward
-            self.runs.append(closures.activate_backward(result, function, grad, pre, activation))
+            out = self.own_place(p, "dC", i, result, pre)
+            self.runs.append(closures.activate(result, self.gemm.activate_backward, (grad, pre), activation, out))
             self.clear(self.let_go(grad, pre))
             return
         if self.is_forward:
@@ -191,7 +191,8 @@ class Phase(WeightGradients):
             pre = tensors[before, "pre", i] if self.wanted[p].dgrad else tensors.pop((before, "pre", i))
         width = self.stages[p].plan.shard_shape("A", self.stages[p].sizes)[-1]
         tensors[p, "A", i] = result = self.slot((*self.shapes[pre][:-1], width))
-        self.runs.append(closures.activate(result, self.gemm.activate, pre, activation))
+        out = self.own_place(p, "A", i, result, pre)
+        self.runs.append(closures.activate(result, self.gemm.activate, (pre,), activation, out))
         self.clear(self.let_go(pre))
 
     def add_bias(self, p: int, tensor: int) -> None:

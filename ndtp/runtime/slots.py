@@ -93,6 +93,7 @@ class Slots:
         self.stored = {key: self.slot(shape) for key, shape in stored.items()}
         self.tensors: dict[Key, int] = {}
         self.moving: dict[Key, Moving] = {}
+        self.landings: dict[Key, Place] = {}  # where what is gathered next lands, this rank's own part there already
         self.side_by_side: dict[tuple[int, str], int] = {}  # the gathered chunks of an operand
         self.begun: dict[Key, int] = {}  # results of which this rank's own part is multiplied
         self.complete: set[int] = set()  # those of them of which all parts are
@@ -149,7 +150,7 @@ class Slots:
             if stays:
                 self.tensors[key] = source  # this rank's own part, until all are there
         plan = self.stages[p].plan
-        place = None if i is None or self.chunks == 1 else self._place(p, name, i, source)
+        place = self._place(p, name, i, source)
         if not plan.relayouts[name] and place is None:
             self.tensors[key] = source  # it is where it is needed
             return
@@ -157,8 +158,12 @@ class Slots:
         slot = self.slot(way.shape)
         self.moving[key] = Moving(slot, way, place)
         is_last_use = not stays and bool(self.let_go(source))
+        landing = self.landings.pop(key, None)
         if name in ("dB", "dbias"):
             self.runs.append(closures.start_gradient(slot, source, way, (p, name)))
+        elif landing is not None:
+            self.runs.append(closures.start(slot, source, way, landing, is_last_use))
+            self.clear(() if landing.slot in self.side_by_side.values() else (landing.slot,))
         elif way.legs:
             self.runs.append(closures.start(slot, source, way, place, is_last_use))
         elif place is not None:
@@ -175,6 +180,24 @@ class Slots:
         op, steps = (plan.name, name), plan.relayouts[name]
         phase = phase_of(name, not self.is_forward, self.wanted[p].dgrad)
         return Way(self.collectives, steps, op, phase, shape, self.dtype, part=self.part(i), blocks=blocks)
+
+    def own_place(self, p: int, name: str, i: int | None, source: int, like: int) -> Get | None:
+        """Where to put what is gathered next, so that it is in its place among the parts of the others already.
+
+        Args:
+            source: its slot, without a tensor as yet.
+            like: one with a tensor of its dtype and device.
+        """
+        plan, place = self.stages[p].plan, self._place(p, name, i, source, like)
+        way = self._way(p, name, i, source, place is not None)
+        if not way.gathers_in_order:
+            return None
+        step, shape = plan.relayouts[name][0], self.shapes[source]
+        ranks, me = plan.grid.size(step.axes), plan.grid.index(self.collectives.groups.rank, step.axes)
+        if place is None:
+            place = Place(self._made(way.shape, like), 0, way.shape[0])
+        self.landings[p, name, i] = place
+        return closures.get_own(place, (ranks, *shape), me)
 
     def wait(self, p: int, name: str, i: int | None) -> None:
         moving = self.moving.pop((p, name, i), None)
@@ -222,14 +245,19 @@ class Slots:
             return stored
         dim, shape = rows.place(name)[0], self.shapes[stored]
         chunk = self.slot((*shape[:dim], shape[dim] // rows.count, *shape[dim + 1 :]))
-        self.runs.append(closures.cut(chunk, rows, stored, name, i))
+        self.runs.append(closures.cut(chunk, rows, stored, name, i, self.own_place(p, name, i, chunk, stored)))
         return chunk
 
-    def _place(self, p: int, name: str, i: int, source: int) -> Place | None:
-        """Where chunk i is wanted, contiguous: beside the other gathered ones, or in the shard that goes out."""
+    def _place(self, p: int, name: str, i: int | None, source: int, like: int | None = None) -> Place | None:
+        """Where chunk i is wanted, contiguous: beside the other gathered ones, or in the shard that goes out.
+
+        Args:
+            like: a slot with a tensor of the dtype and device; default: `source`.
+        """
         plan, rows, shape = self.stages[p].plan, self.rows[p], self.shapes[source]
-        if not is_matrix(plan) or rows.place(name)[0] != 0:
+        if i is None or self.chunks == 1 or not is_matrix(plan) or rows.place(name)[0] != 0:
             return None
+        like = source if like is None else like
         if name in ("A", "dC"):
             steps = plan.relayouts[name]
             if any(step.kind != "all_gather" or step.dim != 0 for step in steps) or not self.wanted[p].wgrad:
@@ -240,11 +268,11 @@ class Slots:
                 return None  # the shard as it is
             height = shape[0] * prod(plan.grid.size(step.axes) for step in steps)
             if (p, name) not in self.side_by_side:
-                self.side_by_side[p, name] = self._made((self.chunks * height, shape[1]), source)
+                self.side_by_side[p, name] = self._made((self.chunks * height, shape[1]), like)
             return Place(self.side_by_side[p, name], i * height, (i + 1) * height)
         if (p, name) not in ((self.last, "C"), (0, "dA")) or rows.place(name)[1] != 1:
             return None
-        shard = self._shard(p, name, source)
+        shard = self._shard(p, name, like)
         height = self.shapes[shard][0] // self.chunks
         return Place(shard, i * height, (i + 1) * height)
 

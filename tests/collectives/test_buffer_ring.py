@@ -146,7 +146,7 @@ def test_no_result_lies_in_the_ring(ranks, own_kernels):
 
 
 def check_saved_tensors(regather, chunks):
-    mesh = ProcessGrid(Grid(z=2, x=2, y=2))
+    mesh = ProcessGrid(Grid(z=1, x=4, y=2))
     plan = MatMulPlan(
         Layout.parse(mesh.grid, "(z y) x"), Layout.parse(mesh.grid, "(x z) y"), regather=regather, chunks=chunks
     )
@@ -178,7 +178,7 @@ def test_nothing_that_autograd_keeps_lies_in_the_ring(ranks, regather, chunks):
 
 def dropped_and_failed():
     mesh = ProcessGrid(Grid(x=2), timeout=2)
-    step, x = Step("reduce_scatter", ("x",), 1), torch.ones(256, 256)
+    step, x = Step("all_to_all", ("x",), 1, 2), torch.ones(4, 128, 128)
     for _ in range(2):
         mesh.collectives.start(step, x, ("test",), "forward").wait()
     used = addresses(mesh.ring)

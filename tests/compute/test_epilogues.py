@@ -44,6 +44,22 @@ def test_torch_is_what_eager_torch_does_to_the_bit(name, dtype):
 
 @GEMMS
 @DTYPES
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_results_are_put_where_they_are_wanted(gemm, name, dtype):
+    """To the bit what comes without `out`; in a part of a bigger tensor, as of one that is gathered."""
+    width = ACTIVATIONS[name].width
+    pre, grad = real(6, 8 * width, dtype=dtype), real(6, 8, dtype=dtype)
+    for function, tensors in ((gemm.activate, (pre,)), (gemm.activate_backward, (grad, pre))):
+        want = function(*tensors, name).clone()
+        whole = torch.full((3, *want.shape), torch.nan, dtype=dtype)
+        got = function(*tensors, name, whole[1])
+        assert got.data_ptr() == whole[1].data_ptr() and got.shape == want.shape
+        assert torch.equal(whole[1], want), "what is put is what was given without"
+        assert whole[0].isnan().all() and whole[2].isnan().all(), "nothing beside it"
+
+
+@GEMMS
+@DTYPES
 @pytest.mark.parametrize("name", GATES)
 def test_gates_take_turns_with_what_they_gate(gemm, name, dtype):
     """Columns 2j and 2j + 1 make column j, by torch's own operations in either package."""

@@ -125,6 +125,45 @@ def test_only_large_products_do_the_ranks_own_part_first(ranks):
     ranks(8).run(own_parts)
 
 
+def parts_in_place(grid: Grid, chunks: int, regather: tuple[str, ...]) -> dict[tuple[str, str], bool]:
+    """Of every operand that a block gathers: whether this rank's own part was there already, in all of its chunks."""
+    mesh = mesh_of(grid)
+    block = ndtp.nn.MLP(16, 32, mesh=mesh, scheme="3d", chunks=chunks, regather=regather, seed=0, name="mlp")
+    x = torch.randn(block.in_layout.shard_shape((32, 16))).requires_grad_()
+    found: dict[tuple[str, str], bool] = {}
+    launch = mesh.collectives.launch
+
+    def watched(route, tensor, out=None, ahead=False):
+        if route.kind == "all_gather":
+            own = None if out is None else out.view(-1, *tensor.shape)[grid.index(mesh.rank, route.axes)]
+            found[route.op] = found.get(route.op, True) and own is not None and own.data_ptr() == tensor.data_ptr()
+        return launch(route, tensor, out, ahead)
+
+    mesh.collectives.launch = watched
+    try:
+        block(x).sum().backward()
+    finally:
+        mesh.collectives.launch = launch
+    return found
+
+
+def in_place():
+    """What is activated, or cut into chunks, is written where the parts of the others land, and not copied there."""
+    for grid in (Grid(z=1, x=2, y=2), Grid(z=2, x=2, y=1), Grid(z=2, x=1, y=2), Grid(z=1, x=4, y=1)):
+        for chunks in (1, 2):
+            for regather in ((), ("a",)):
+                found = parts_in_place(grid, chunks, regather)
+                whole = {op for op, there in found.items() if not there}
+                stored = {("mlp.up", "A"), ("mlp.down", "dC")} if chunks == 1 else set()
+                weights = {("mlp.up", "B"), ("mlp.down", "B")}
+                assert whole == (stored | weights) & set(found), (grid, chunks, regather, found)
+                assert found, grid
+
+
+def test_own_parts_are_made_where_they_are_gathered(ranks):
+    ranks(4).run(in_place)
+
+
 def interleaved():
     lay = Layout.over((2, 4, 2), ("x", "y", "interleaved_parallel"))
     whole = Layout.over((2, 4), ("x", "y"))

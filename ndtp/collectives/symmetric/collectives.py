@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ndtp.algebra.steps import Step
     from ndtp.collectives.axis_groups import AxisGroups
     from ndtp.collectives.buffer_ring import BufferRing
-    from ndtp.collectives.handles import Route, Shape
+    from ndtp.collectives.handles import Begin, Route, Shape
     from ndtp.collectives.labels import Label
     from ndtp.collectives.recorder import Recording
     from ndtp.collectives.symmetric.device import DeviceEngine
@@ -89,6 +89,9 @@ class SymmetricCollectives(GlooCollectives):
         ranks = to.group.size()
         sent, received = (_bytes(x).view(ranks, x.nbytes // ranks) for x in (blocks, landing))
         return self._pull(sent.unbind(), received, True, to)
+
+    def _reduce_pair(self, to: Channel, shape: Shape) -> Begin:
+        return self._reduce_all(to, 2, shape)  # every landing takes this rank's part, too
 
     def exchange_parts(self, landings: Sequence[Tensor], parts: Sequence[Tensor], to: Channel) -> Any:
         """Of any sizes, which windows are not made for: by messages."""

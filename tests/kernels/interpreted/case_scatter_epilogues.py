@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ndtp_kernels.errors import KernelError
 from poisoned import assert_close
 
 from ndtp.compute.epilogues import ACTIVATIONS
@@ -31,6 +32,27 @@ def test_every_activation(name, dtype):
     assert_close(
         GEMM.activate_backward(stacked[:7], pre, name), backward(stacked[:7].double(), pre.double()), dtype=dtype
     )
+
+
+@pytest.mark.parametrize("name", [name for name, each in ACTIVATIONS.items() if each.kernel])
+def test_results_are_put_where_they_are_wanted(name):
+    """In rows that begin at no multiple of 16 bytes; a call as it is prepared, and as it is repeated."""
+    pre, grad = torch.randn(7, 129), torch.randn(7, 129)
+    for function, tensors in ((GEMM.activate, (pre,)), (GEMM.activate_backward, (grad, pre))):
+        want = function(*tensors, name)
+        for part in (1, 1, 0, 2):
+            whole = torch.full((3, *want.shape), torch.nan)
+            function(*tensors, name, whole[part])
+            assert torch.equal(whole[part], want)
+            assert whole.isnan().sum() == 2 * want.numel(), "nothing beside it"
+
+
+def test_what_does_not_fit_is_refused():
+    pre = torch.randn(7, 129)
+    with pytest.raises(KernelError, match="out has shape"):
+        GEMM.activate(pre, "gelu", torch.empty(7, 128))
+    with pytest.raises(KernelError, match="out has strides"):
+        GEMM.activate_backward(pre, pre, "gelu", torch.empty(129, 7).mT)
 
 
 def test_tanh_keeps_its_digits_near_zero():
