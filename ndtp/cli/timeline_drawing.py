@@ -35,7 +35,7 @@ def label_of(span: Span) -> str:
     """The tensor, the number of the product, and the chunk; other work by its first letter."""
     chunk = "" if span.chunk is None else f"[{span.chunk}]"
     if span.lane == "compute" and span.what not in ("multiply", "own"):
-        return {"activate": "f", "order": "copy", "contention": "held"}[span.what]
+        return {"activate": "f", "order": "copy", "contention": "held", "start": "", "sum": "sum"}[span.what]
     return f"{span.tensor}{span.product}{chunk}"
 
 

@@ -210,7 +210,7 @@ def _agreed(value: float) -> float:
 
 def links_of(mesh: ProcessGrid, like: Tensor) -> Speeds:
     """What the links do, measured; products take no time."""
-    probe = Probe(mesh.collectives, like)
+    probe = Probe(mesh.collectives, like, repeats=5)
     links: dict[tuple[str, str], LinkSpeed] = {}
     for axis in probe.axes:
         links |= probe.links(PROBE_BYTES // (mesh.grid[axis] - 1), KINDS, (axis,))

@@ -78,6 +78,8 @@ def cost_of(hardware: Hardware, collective: str, size: Any, reach: Reach) -> tup
 class Network:
     """The axes of many grids in one rank order, on one machine; of sets of axes (`Grids.splits`) what these make."""
 
+    shares = False  # of many grids, collectives are timed one after the other
+
     g: Grids
     hardware: Hardware
     reach: dict[str, Reach]
@@ -123,6 +125,10 @@ class Network:
 
     def summed(self, collective: str, axis: str, received: Any) -> float:
         """Nothing: sums are a part of a profile's collectives."""
+        return 0.0
+
+    def overhead(self, collective: str, axis: str) -> float:
+        """Nothing: streams start them."""
         return 0.0
 
     def crosses(self, axis: str) -> Any:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 ROWS = 2**10  # of a rank, for which a weight is worth a measurement, where ranks may have other numbers of rows
-CALLS = 4  # together, to see for how long one keeps the next from the link
+CALLS = 8  # together, to see for how long one keeps the next from the link
 SMALLER = 16  # than those that show a rate
 MOST_BYTES = 2**28  # of a gathered probe: a long axis must not take the memory of the model
 logger = logging.getLogger("ndtp")
@@ -217,10 +218,18 @@ class Probe:
         step = Step(kind, (axis,), None if kind == "all_reduce" else 0, 0)
         return self.collectives.start(step, self.like.new_zeros(count), ("speeds",), "forward")
 
-    def calls(self, kind: str, axis: str, count: int, calls: int) -> None:
-        """Collectives that are under way together, until all are done."""
-        for handle in [self.start(kind, axis, count) for _ in range(calls)]:
-            handle.wait()
+    def calls(self, kind: str, axis: str, count: int, calls: int) -> float:
+        """Collectives that are under way together, until all are done; the seconds in which all were started."""
+        step, x = Step(kind, (axis,), None if kind == "all_reduce" else 0, 0), self.like.new_zeros(count)
+        first, *others = self.collectives.routes(step, ("speeds",), "forward", tuple(x.shape), x.dtype)
+        begin = time.perf_counter()
+        handles = [self.collectives.launch(first, x) for _ in range(calls)]
+        started = time.perf_counter() - begin
+        for handle in handles:
+            result = handle.wait()
+            for route in others:
+                result = self.collectives.launch(route, result).wait()
+        return started
 
     def share(self, probe_bytes: int, axis: str) -> int:
         """Elements of a rank's share."""
@@ -236,24 +245,38 @@ class Probe:
             axes: default: all.
         """
         keys = [(kind, axis) for axis in (self.axes if axes is None else axes) for kind in kinds]
-        figures = self.slowest([figure for key in keys for figure in self._link(*key, probe_bytes)])
-        return {key: LinkSpeed(*figures[4 * i : 4 * i + 4]) for i, key in enumerate(keys)}
+        # Differences of what the slowest rank took, not the greatest difference of any: that is the noise of all.
+        times = iter(self.slowest([time for key in keys for time in self._times(*key, probe_bytes)]))
+        return {key: self._speed(*key, probe_bytes, list(islice(times, 6))) for key in keys}
 
-    def _link(self, kind: str, axis: str, probe_bytes: int) -> tuple[float, float, float, float]:
-        """On this rank: seconds of a call, of a byte received, and of both where calls are under way together."""
-        ranks, elements = self.collectives.groups.grid[axis], self.share(probe_bytes, axis)
-        share = 1 if kind == "all_gather" else ranks
-        few = elements // SMALLER
-        small, one, many, large, two = (
-            self.seconds(partial(self.calls, kind, axis, count * share, calls))
-            for count, calls in ((64, 1), (few, 1), (few, CALLS), (elements, 1), (elements, 2))
-        )
-        received = elements * self.like.element_size() * (ranks - 1) * (2 if kind == "all_reduce" else 1)
-        per_byte = max(0.0, large - small) / received
+    def _times(self, kind: str, axis: str, probe_bytes: int) -> list[float]:
+        """On this rank: a call that moves next to nothing, a small one, several of these, a large one, two of these.
+
+        And of the several, for how long the rank worked at each to start it; where streams do that, it multiplies.
+        """
+        elements, share = self.share(probe_bytes, axis), 1 if kind == "all_gather" else self._ranks(axis)
+        few, started = elements // SMALLER, list[float]()
+
+        def timed(count: int, calls: int) -> float:
+            return self.seconds(lambda: started.append(self.calls(kind, axis, count * share, calls)))
+
+        times = [timed(*each) for each in ((64, 1), (few, 1), (elements, 1), (elements, 2), (few, CALLS))]
+        return [*times, 0.0 if self.collectives.orders_by_stream else median(started[-self.repeats :]) / CALLS]
+
+    def _speed(self, kind: str, axis: str, probe_bytes: int, times: Sequence[float]) -> LinkSpeed:
+        """Of a call, of a byte received, and of both where calls are under way together."""
+        small, one, large, two, many, overhead = times
+        elements = self.share(probe_bytes, axis)
+        received = elements * self.like.element_size() * (self._ranks(axis) - 1) * (2 if kind == "all_reduce" else 1)
+        per_byte, part = max(0.0, large - small) / received, (elements // SMALLER) / elements
         # What a call adds to those before it, of either size, is a gap and its bytes; these cost no more than alone.
         added, added_by_few = two - large, (many - one) / (CALLS - 1)
-        behind = min(per_byte, max(0.0, (added - added_by_few) / (1 - few / elements) / received))
-        return small, per_byte, min(small, max(0.0, added_by_few - behind * received * few / elements)), behind
+        behind = min(per_byte, max(0.0, (added - added_by_few) / (1 - part) / received))
+        gap = min(small, max(0.0, added_by_few - behind * received * part))
+        return LinkSpeed(small, per_byte, gap, behind, overhead=overhead)
+
+    def _ranks(self, axis: str) -> int:
+        return self.collectives.groups.grid[axis]
 
 
 def measure(

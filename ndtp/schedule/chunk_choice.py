@@ -39,6 +39,7 @@ class LinkSpeed(NamedTuple):
         gap_per_byte: for which a byte keeps the next call from the link: messages of several peers share it better
             while more is on its way, and what a rank sums up is on its way no more; default: `per_byte`.
         sum_per_byte: in which the rank itself sums up what has arrived; default: a part of `per_byte`, as measured.
+        overhead: in which the rank itself starts a call, and multiplies nothing; 0 where it only tells a device to.
     """
 
     latency: float
@@ -46,6 +47,7 @@ class LinkSpeed(NamedTuple):
     gap: float | None = None
     gap_per_byte: float | None = None
     sum_per_byte: float = 0.0
+    overhead: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Speeds:
         per_flop, launch: of local products, all ranks at once; seconds of each, and of a product that is tiny.
         contention: how much of the time of a collective beside products these lose by it, from 0 to 1.
     """
+
+    shares = True  # one link, see `SharedLink`: axes mostly share a rank's
 
     links: Mapping[tuple[str, str], LinkSpeed]
     per_flop: float = 0.0
@@ -83,8 +87,12 @@ class Speeds:
         """For which the rank works at what has arrived."""
         return max((received * link.sum_per_byte for link in self._over(collective, axes)), default=0.0)
 
+    def overhead(self, collective: str, axes: Any) -> float:
+        """For which the rank works to start it."""
+        return max((link.overhead for link in self._over(collective, axes)), default=0.0)
+
     def crosses(self, axes: Any) -> bool:
-        return False  # every collective in one queue: axes mostly share a rank's link
+        return False
 
     def to_json(self) -> dict[str, Any]:
         links = {" ".join(key): list(link) for key, link in self.links.items()}

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ndtp.algebra.steps import phase_of
+from ndtp.schedule.links import SharedLink
 from ndtp.schedule.tasks import WINDOW, Action, Task, Wanted, backward_tasks, first_deferred, forward_tasks, pieces
 
 # (collective, axis, bytes received per rank), one after another.
@@ -28,7 +29,7 @@ class Links(Protocol):
     """What `ndtp.planner.time_model.Network` tells of collectives, in seconds.
 
     Of `received` bytes: how long they take, how long they keep the next ones from the link, and how long a rank itself
-    works at their sum when they have arrived.
+    works at their sum when they have arrived; and how long it works to start them.
     """
 
     def seconds(self, collective: str, axis: str, received: Any) -> Any: ...
@@ -37,7 +38,12 @@ class Links(Protocol):
 
     def summed(self, collective: str, axis: str, received: Any) -> Any: ...
 
+    def overhead(self, collective: str, axis: str) -> Any: ...
+
     def crosses(self, axis: str) -> Any: ...
+
+    @property
+    def shares(self) -> bool: ...  # see `SharedLink`; else one after the other, of many grids at once
 
 
 @dataclass(frozen=True)
@@ -94,11 +100,12 @@ class Span:
 
 @dataclass
 class _Move:
-    """What is under way: from when to when, the rank's work when it has arrived, and the collectives that follow."""
+    """What is under way: from when to when, on which lane, the rank's work when it is there, and what follows."""
 
     begin: Any
     end: Any
     sums: Any = 0.0
+    lane: tuple[str, str] = ("", "")
     rest: Messages = field(default_factory=list)
 
 
@@ -107,6 +114,7 @@ class Timeline:
     """The clocks: `now` of the rank, and when each link becomes free.
 
     Attributes:
+        shared: the link, if collectives share it.
         contention: as in `ndtp.planner.hardware.Hardware`.
         spans: of one grid, what happened when; None keeps nothing.
         forward: when forward was over.
@@ -119,6 +127,7 @@ class Timeline:
     forward: Any = 0.0
     inside: Any = 0.0
     across: Any = 0.0
+    shared: SharedLink = field(default_factory=SharedLink)
     pending: dict[Key, _Move] = field(default_factory=dict)
 
     def compute(self, key: Key, what: str, seconds: Any) -> None:
@@ -169,21 +178,28 @@ class Timeline:
         begin, self.now = np.maximum(self.now, move.end), np.where(there, np.maximum(self.now, move.end), self.now)
         self.now = self.now + np.where(there, move.sums, 0.0)
         move.sums = np.where(there, 0.0, move.sums)
+        moved, move.begin = move.begin, np.where(there, move.end, move.begin)
+        self._keep(move.lane[0], key, move.lane[1], moved, move.begin)
         self._keep("compute", key, "sum", begin, self.now)
 
     def _send(self, key: Key, move: _Move, message: tuple[str, str, Any]) -> None:
         """Put a collective behind those on its link."""
         collective, axis, received = message
-        seconds = self.links.seconds(collective, axis, received)
-        crosses = self.links.crosses(axis)
-        begin = np.maximum(self.now, np.where(crosses, self.across, self.inside))
-        end, moves = begin + seconds, seconds > 0
-        free = begin + self.links.occupied(collective, axis, received)
-        self.across = np.where(moves & crosses, free, self.across)
-        self.inside = np.where(moves & ~crosses, free, self.inside)
-        self._keep(axis, key, collective, begin, end)
-        move.begin = np.where(moves, np.maximum(move.begin, begin), move.begin)
-        move.end = np.where(moves, np.maximum(move.end, end), move.end)
+        seconds, occupied = (f(collective, axis, received) for f in (self.links.seconds, self.links.occupied))
+        moves = seconds > 0
+        if not self.links.shares:
+            crosses = self.links.crosses(axis)
+            begin = np.maximum(self.now, np.where(crosses, self.across, self.inside))
+            self.across = np.where(moves & crosses, begin + occupied, self.across)
+            self.inside = np.where(moves & ~crosses, begin + occupied, self.inside)
+            move.begin = np.where(moves, np.maximum(move.begin, begin), move.begin)
+            move.end = np.where(moves, np.maximum(move.end, begin + seconds), move.end)
+        elif moves:
+            self.shared.send(move, float(self.now), axis, float(seconds), float(occupied))
+        if np.any(moves):
+            move.lane = axis, collective
+        started, self.now = self.now, self.now + np.where(moves, self.links.overhead(collective, axis), 0.0)
+        self._keep("compute", key, "start", started, self.now)
         move.sums = move.sums + self.links.summed(collective, axis, received)
 
     def _keep(self, lane: str, key: Key, what: str, begin: Any, end: Any) -> None:

@@ -100,6 +100,7 @@ def forward_tasks(
 
 def _forward(chunks: int, biases: Sequence[bool], rows_first: Sequence[bool]) -> Iterator[Task]:
     last, waited = len(biases) - 1, 0
+    ahead = chunks if any(rows_first[1:2]) else LOOKAHEAD  # a weight that is sent behind all rows wants them soon
     yield Task(Action.START, "B")
     if chunks == 1:
         yield Task(Action.START, "A", 0)
@@ -110,14 +111,14 @@ def _forward(chunks: int, biases: Sequence[bool], rows_first: Sequence[bool]) ->
             if i == 0:
                 if biases[p]:
                     yield Task(Action.START, "bias", None, p)
-                yield from _weight_arrives(chunks, p, rows_first[p])
+                yield from _weight_arrives(chunks, p, rows_first[p], ahead)
             is_followed = p < last and rows_first[p + 1]
             if p == 0 and not rows_first[0]:
                 until = chunks if is_followed and i >= _all_rows_at(chunks) else i + 1
                 for j in range(waited, until):
                     yield Task(Action.WAIT, "A", j)
-                    if j + LOOKAHEAD < chunks:
-                        yield Task(Action.START, "A", j + LOOKAHEAD)
+                    if j + ahead < chunks:
+                        yield Task(Action.START, "A", j + ahead)
                 waited = until
             elif not rows_first[p]:
                 yield Task(Action.WAIT, "A", i, p)
@@ -133,7 +134,7 @@ def _forward(chunks: int, biases: Sequence[bool], rows_first: Sequence[bool]) ->
     yield from (Task(Action.WAIT, "C", i, last) for i in range(chunks))
 
 
-def _weight_arrives(chunks: int, p: int, rows_first: bool) -> Iterator[Task]:
+def _weight_arrives(chunks: int, p: int, rows_first: bool, ahead: int) -> Iterator[Task]:
     """The weight of a product is waited for, and this rank's own part multiplied beside what is on its way."""
     for i in range(chunks if rows_first else 0):
         if p == 0 and chunks > 1:
@@ -143,7 +144,7 @@ def _weight_arrives(chunks: int, p: int, rows_first: bool) -> Iterator[Task]:
     yield Task(Action.WAIT, "B", None, p)
     if not rows_first:
         if p == 0 and chunks > 1:
-            yield from (Task(Action.START, "A", i) for i in range(min(LOOKAHEAD, chunks)))
+            yield from (Task(Action.START, "A", i) for i in range(min(ahead, chunks)))
         if p == 0 or chunks == 1:
             yield Task(Action.OWN, "C", 0, p)
 
@@ -289,8 +290,8 @@ def _enter(result: str, operand: str, chunk: int, product: int, following: int) 
 
 
 def _all_rows_at(chunks: int) -> int:
-    """Where a weight is sent behind all rows, the chunk that waits for them: the last but one, not the first."""
-    return max(chunks - 2, min(1, chunks - 1))
+    """Where a weight is sent behind all rows, the chunk that waits for them: half way, since they come at once."""
+    return chunks // 2
 
 
 def _behind(chunks: int) -> int:

@@ -54,9 +54,9 @@ def test_a_weight_behind_the_rows_is_sent_when_they_are_there_and_filled_by_own_
     tasks = forward_tasks(chunks, (False, False), (False, True))
     last = chunks - 1
     sent, waited = tasks.index(Task(Action.START, "B", None, 1)), tasks.index(Task(Action.WAIT, "B", None, 1))
-    assert tasks.index(Task(Action.WAIT, "A", last)) < sent < tasks.index(Task(Action.MULTIPLY, "C", last))
-    if chunks > 2:
-        assert sent < tasks.index(Task(Action.MULTIPLY, "C", chunks - 2)), "two products hide it"
+    begun, half = (tasks.index(Task(Action.MULTIPLY, "C", i)) for i in (0, chunks // 2))
+    assert tasks.index(Task(Action.START, "A", last)) < begun, "rows are sent at once"
+    assert tasks.index(Task(Action.WAIT, "A", last)) < sent < half, "half of the products hide it"
     own = [tasks.index(Task(Action.OWN, "C", i, 1)) for i in range(chunks)]
     assert tasks.index(Task(Action.MULTIPLY, "C", last)) < own[0] and own[-1] < waited
     assert waited < tasks.index(Task(Action.MULTIPLY, "C", 0, 1))
@@ -95,12 +95,15 @@ def test_grids_of_other_orders_are_timed_together_as_they_are_alone():
         )
         for p in (0, 1)
     ]
-    seconds = step_seconds(together, Arrays(LINKS.links), 4)
-    assert seconds == pytest.approx([float(step_seconds(each, LINKS, 4)) for each in alone])
+    links = InTurns(LINKS.links)
+    seconds = step_seconds(together, links, 4)
+    assert seconds == pytest.approx([float(step_seconds(each, links, 4)) for each in alone])
 
 
-class Arrays(Speeds):
-    """The same links, for many grids at once."""
+class InTurns(Speeds):
+    """The same links, for many grids at once: one collective after the other."""
+
+    shares = False
 
     def seconds(self, collective, axes, received):
         ((link,),) = {(link,) for link in self.links.values()}

@@ -82,6 +82,21 @@ def test_sums_are_work_of_the_rank_beside_the_next_bytes():
         assert [each.lane for each in spans if each.what == "sum"] == ["compute"] * 2 * (sums > 0)
 
 
+def test_a_rank_that_starts_a_call_multiplies_nothing_meanwhile():
+    """Two chunks of a second each, and 50 bytes in 0.5 s behind each; a tenth of a second to start that."""
+    product = Product({("forward", "C"): [("reduce_scatter", ("y",), 100)]}, 2.0, 1.0, 0.0)
+    for overhead, forward in ((0.0, 2.5), (0.1, 2.6)):
+        speeds = Speeds({("reduce_scatter", "y"): LinkSpeed(0.0, 0.01, overhead=overhead)})
+        spans = []
+        assert replayed([product], speeds, 2, spans=spans).forward == pytest.approx(forward)
+        assert [each.lane for each in spans if each.what == "start"] == ["compute"] * 2 * (overhead > 0)
+    assert choose(*chain(), 4, speeds_that_cost(1e-2))[0] < choose(*chain(), 4, speeds_that_cost(0.0))[0]
+
+
+def speeds_that_cost(overhead):
+    return Speeds(alike(LinkSpeed(1e-4, 1e-8, overhead=overhead)), 1e-9 / 20.0, 1e-5)
+
+
 def test_collectives_that_share_a_link_let_it_go_earlier():
     """Of two gathers of 50 bytes, each 0.5 s alone, the second one is there after 0.9 s."""
     product = Product({("forward", "A"): [("all_gather", ("y",), 100)]}, 0.0, 0.0, 0.0)
@@ -90,6 +105,7 @@ def test_collectives_that_share_a_link_let_it_go_earlier():
 
 
 def test_speeds_are_kept_as_json():
+    assert Speeds.from_json(json.loads(json.dumps(speeds_that_cost(0.5).to_json()))) == speeds_that_cost(0.5)
     kept = speeds(contention=0.25, gap=3e-5)
     assert Speeds.from_json(json.loads(json.dumps(kept.to_json()))) == kept
     earlier = kept.to_json()
@@ -105,7 +121,7 @@ def test_a_step_without_products_lasts_as_long_as_its_bytes(regather):
     a_second_a_byte = Speeds(alike(LinkSpeed(0.0, 1.0)))
     volumes = [plan.volume((size["m"], size["k"], size["n"])) for plan, size in zip(plans, sizes, strict=True)]
     predicted = sum(volume.in_bytes(4).total for volume in volumes)
-    assert seconds_of(plans, sizes, 4, a_second_a_byte, 1) == predicted
+    assert seconds_of(plans, sizes, 4, a_second_a_byte, 1) == pytest.approx(predicted)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +129,9 @@ def test_a_step_without_products_lasts_as_long_as_its_bytes(regather):
     [
         (Grid(x=8), "1d-sp", (1.07, 1.03)),
         (Grid(x=2, y=4), "2d", (1.09, 1.05)),
-        (Grid(z=4, y=2), "3d", (1.10, 1.07)),  # alone, the first weight comes behind nothing
-        (CUBE, "3d", (1.11, 1.10)),
-        (Grid(dp=2, z=2, y=2), "3d", (1.34, 1.19)),  # sums over dp go whole, nothing is behind the last one
+        (Grid(z=4, y=2), "3d", (1.09, 1.06)),  # alone, the first weight comes behind nothing
+        (CUBE, "3d", (1.12, 1.12)),
+        (Grid(dp=2, z=2, y=2), "3d", (1.37, 1.23)),  # sums over dp go whole, nothing is behind the last one
     ],
     ids=str,
 )
