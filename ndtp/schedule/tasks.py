@@ -26,7 +26,7 @@ from ndtp.algebra.steps import Step, apply
 if TYPE_CHECKING:
     from ndtp.algebra.matmul_plan import MatMulPlan
 
-LOOKAHEAD = 2  # gathers in flight at a time: one that is waited for, and one behind it
+LOOKAHEAD = 2  # gathers in flight at a time, at least: one that is waited for, and one behind it
 WINDOW = 2  # chains of products whose weight gradients are on their way at a time in backward
 SKEW = 2  # chunks by which a product is behind the one before it in a chain
 
@@ -100,7 +100,7 @@ def forward_tasks(
 
 def _forward(chunks: int, biases: Sequence[bool], rows_first: Sequence[bool]) -> Iterator[Task]:
     last, waited = len(biases) - 1, 0
-    ahead = chunks if any(rows_first[1:2]) else LOOKAHEAD  # a weight that is sent behind all rows wants them soon
+    ahead = chunks if any(rows_first[1:2]) else _ahead(chunks)  # a weight that is sent behind all rows wants them soon
     yield Task(Action.START, "B")
     if chunks == 1:
         yield Task(Action.START, "A", 0)
@@ -194,7 +194,7 @@ def _backward(chunks: int, wanted: Sequence[Wanted]) -> Iterator[Task]:
     first = next((p for p in range(last, 0, -1) if not wanted[p].dgrad), 0)  # before it nothing is wanted
     if wanted[last].again("b"):
         yield Task(Action.START, "B", None, last)
-    yield from (Task(Action.START, "dC", i, last) for i in range(min(LOOKAHEAD, chunks)))
+    yield from (Task(Action.START, "dC", i, last) for i in range(min(_ahead(chunks), chunks)))
     yield Task(Action.CATCH_UP, "dB", None, last)
     for p, i in _wavefront(chunks, range(last, first - 1, -1)):
         enter = _enter("dA", "dC", i - 1, p, p - 1) if p > first and i > 0 else ()
@@ -218,8 +218,8 @@ def _dgrad(chunks: int, wanted: Sequence[Wanted], p: int, i: int, first: int) ->
         if want.dgrad and (p == last or chunks == 1):
             yield Task(Action.OWN, "dA", 0, p)
     yield Task(Action.WAIT, "dC", i, p)
-    if p == last and i + LOOKAHEAD < chunks:
-        yield Task(Action.START, "dC", i + LOOKAHEAD, p)
+    if p == last and (following := i + _ahead(chunks)) < chunks:
+        yield Task(Action.START, "dC", following, p)
     if i == 0 and p > first and wanted[p - 1].again("b"):
         yield Task(Action.START, "B", None, p - 1)
     behind = _behind(chunks)
@@ -296,7 +296,12 @@ def _all_rows_at(chunks: int) -> int:
 
 def _behind(chunks: int) -> int:
     """The chunk at which the last gather of rows is on its way: what comes after them may start."""
-    return max(0, chunks - 1 - LOOKAHEAD)
+    return max(0, chunks - 1 - _ahead(chunks))
+
+
+def _ahead(chunks: int) -> int:
+    """Gathers of rows that are in flight at a time: of so many chunks three where there are eight."""
+    return max(LOOKAHEAD, 3 * chunks // 8)
 
 
 @dataclass(frozen=True)
