@@ -22,7 +22,7 @@ from ndtp.measure.pace import Clock, PacedCollectives, PacedGemm, wake_up_in_tim
 from ndtp.measure.volume import Case, Shape, meter_step
 from ndtp.nn import MLP
 from ndtp.planner.hardware import Hardware
-from ndtp.runtime.chunk_count import Probe
+from ndtp.runtime.probe import Probe
 from ndtp.runtime.process_grid import ProcessGrid
 from ndtp.schedule.chunk_choice import LinkSpeed, Speeds, messages_of, products_of
 from ndtp.schedule.clocks import replayed

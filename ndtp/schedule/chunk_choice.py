@@ -18,6 +18,7 @@ from ndtp.schedule.tasks import RowChunks
 
 COUNTS = (1, 2, 3, 4, 6, 8)
 WORTHWHILE = 0.97  # of the time in one chunk: predictions are not better than that
+ALIKE = 1.005  # times the best: the fewest chunks of these
 
 # Why one chunk is as good as any, whatever the speeds.
 NOTHING = "nothing is communicated"
@@ -39,7 +40,8 @@ class LinkSpeed(NamedTuple):
         gap_per_byte: for which a byte keeps the next call from the link: messages of several peers share it better
             while more is on its way, and what a rank sums up is on its way no more; default: `per_byte`.
         sum_per_byte: in which the rank itself sums up what has arrived; default: a part of `per_byte`, as measured.
-        overhead: in which the rank itself starts a call, and multiplies nothing; 0 where it only tells a device to.
+        overhead: for which a call keeps the rank from products, its start and all that shares its processors; 0 where
+            it only tells a device to.
     """
 
     latency: float
@@ -142,7 +144,7 @@ def choose(
         return 1, why
     possible = _possible(plans, sizes)
     predicted = {n: seconds_of(plans, sizes, itemsize, speeds, n) for n in possible}
-    best = min(predicted, key=lambda n: predicted[n])
+    best = min(n for n in possible if predicted[n] <= ALIKE * min(predicted.values()))
     if predicted[best] < WORTHWHILE * predicted[1]:
         return best, f"a step in {predicted[best] * 1e3:.3g} ms, in one chunk {predicted[1] * 1e3:.3g} ms (predicted)"
     other = min((n for n in possible if n > 1), key=lambda n: predicted[n])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import ndtp
 from ndtp.collectives.collectives import Collectives
-from ndtp.runtime.chunk_count import KINDS
+from ndtp.runtime.probe import KINDS
 from ndtp.schedule.chunk_choice import LinkSpeed, Speeds
 
 FACTOR = 8.0  # times the error of the same-dtype dense program against fp64

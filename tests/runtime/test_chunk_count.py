@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
@@ -21,13 +20,11 @@ from ndtp.algebra.schemes import block_layouts
 from ndtp.collectives.processors import shared_processors
 from ndtp.collectives.recorder import Recorder
 from ndtp.compute.devices import KINDS, kind_of
-from ndtp.compute.gemm import TorchGemm
 from ndtp.planner.hardware import Hardware, Link
 from ndtp.planner.speeds import speeds_of
 from ndtp.runtime import chunk_count
 from ndtp.runtime.chain import asked_of
 from ndtp.runtime.chunk_choices import MOST, ChunkChoices, in_words
-from ndtp.runtime.chunk_count import Probe, measure
 from ndtp.runtime.late_gradients import LateGradients
 from ndtp.runtime.step_state import StepState
 from ndtp.schedule.chunk_choice import SMALL
@@ -57,7 +54,7 @@ def measuring_everything():
     with (
         mock.patch.dict(KINDS, cpu=cpu),
         mock.patch.object(chunk_count, "shared_processors", return_value=0),
-        mock.patch.object(chunk_count, "measure", wraps=measure) as measured,
+        mock.patch.object(chunk_count, "measure", wraps=chunk_count.measure) as measured,
     ):
         yield measured
 
@@ -193,95 +190,6 @@ def test_only_so_many_numbers_of_rows_are_remembered():
     last = "; ".join(f"2 chunks of {rows} rows: why" for rows in (2 * MOST - 2, 2 * MOST - 1))
     assert in_words(choices.of_plan(plan)) == f"{last}; and {MOST - 2} other numbers of rows"
     assert choices.by_name() == {"block.up": in_words(choices.of_plan(plan))}
-
-
-class Watched(TorchGemm):
-    """What multiplies, and with what."""
-
-    def __init__(self):
-        self.operands = []
-
-    def bound(self, letters, one, other, **how):
-        product = super().bound(letters, one, other, **how)
-
-        def run(a, b):
-            self.operands.append(a)
-            return product(a, b)
-
-        return run
-
-
-class Modelled(Probe):
-    """Of links that cost what LogGP says: a call 2 ms, 0.5 behind another; a byte 10 ns, 8 behind another's.
-
-    Of these 2 ms a rank itself works for 0.3.
-
-    Args:
-        early: by how much this rank is there before others where one small call is timed.
-        beside: the times of another rank.
-    """
-
-    def __init__(self, early=0.0, beside=None):
-        collectives = Mock(groups=Mock(grid=Grid(x=4, y=2)), orders_by_stream=False)
-        super().__init__(collectives, torch.empty(1))
-        self.early, self.beside, self.times = early, beside, None
-
-    def calls(self, kind, axis, count, calls):
-        self.asked = axis, count, calls
-        return 3e-4 * calls
-
-    def seconds(self, action):
-        for _ in range(self.repeats):
-            action()
-        axis, count, calls = self.asked
-        received = 4 * count * (self.collectives.groups.grid[axis] - 1)
-        is_early = (count, calls) == (self.share(2**20, axis) // chunk_count.SMALLER, 1)
-        return 2e-3 + 1e-8 * received + (calls - 1) * (5e-4 + 8e-9 * received) - is_early * self.early
-
-    def slowest(self, times):
-        self.times = times
-        return times if self.beside is None else list(map(max, times, self.beside))
-
-
-def test_links_are_told_by_calls_alone_and_together():
-    """A rank that is early at a single call has a greater difference to several: that is no gap of the link."""
-    early = Modelled(early=1e-3)
-    early.links(2**20, ("all_gather",))
-    probe = Modelled(beside=early.times)
-    links = probe.links(2**20, ("all_gather",))
-    assert list(links) == [("all_gather", "x"), ("all_gather", "y")]
-    for link in links.values():
-        assert link == pytest.approx((2e-3, 1e-8, 5e-4, 8e-9, 0.0, 3e-4), rel=0.02)
-    early.collectives.orders_by_stream = True
-    assert all(link.overhead == 0 for link in early.links(2**20, ("all_gather",)).values()), "streams start calls"
-
-
-def starting():
-    """A rank works at a call until it is on its way, and not while it is waited for."""
-    mesh = mesh_of(Grid(x=2))
-    probe, launch = Probe(mesh.collectives, torch.empty(1)), mesh.collectives.launch
-
-    def slow(*arguments, **how):
-        time.sleep(0.005)
-        return launch(*arguments, **how)
-
-    with mock.patch.object(mesh.collectives, "launch", slow):
-        ((_, link),) = probe.links(2**16, ("all_gather",)).items()
-    assert 0.005 <= link.overhead < 0.05, link
-
-
-def test_how_long_a_rank_works_to_start_a_call(ranks):
-    ranks(2).run(starting)
-
-
-def test_products_are_measured_as_they_are_multiplied():
-    """By the grid's own GEMM, of random numbers that nobody misses; and of sizes for the device."""
-    mesh, gemm, before = mesh_of(Grid(x=1)), Watched(), torch.get_rng_state()
-    speeds = measure(mesh.collectives, gemm, torch.empty(1, dtype=torch.bfloat16))
-    assert speeds.per_flop > 0 and speeds.launch > 0
-    assert {x.shape[0] for x in gemm.operands} == {16, KINDS["cpu"].probe_side}
-    assert all(x.dtype == torch.bfloat16 and x.unique().numel() > 20 for x in gemm.operands)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_gpu_is_probed_with_megabytes_and_multiplies_its_own_part_where_that_takes_microseconds():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 
 from ndtp import Grid
 from ndtp.algebra.schemes import block_layouts
+from ndtp.schedule import chunk_choice
 from ndtp.schedule.chunk_choice import COUNTS, LinkSpeed, Speeds, choose, is_small, messages_of, products_of, seconds_of
 from ndtp.schedule.clocks import Product, replayed
 
@@ -46,6 +48,12 @@ def test_one_chunk_where_overlap_cannot_pay(change):
 def test_more_chunks_where_calls_are_cheaper():
     counts = [choose(*chain(), 4, speeds(latency=latency))[0] for latency in (1e-2, 1e-3, 1e-5)]
     assert counts == sorted(counts) and counts[0] < counts[-1]
+
+
+@pytest.mark.parametrize("predicted, best", [({4: 0.8, 8: 0.797}, 4), ({4: 0.8, 8: 0.79}, 8), ({4: 0.975, 8: 0.98}, 1)])
+def test_the_fewest_chunks_of_those_that_are_as_good(predicted, best):
+    with mock.patch.object(chunk_choice, "seconds_of", lambda *given: {1: 1.0, **predicted}.get(given[-1], 2.0)):
+        assert choose(*chain(), 4, speeds())[0] == best
 
 
 def test_what_cannot_be_cut_or_is_not_sent():

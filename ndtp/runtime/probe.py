@@ -1,0 +1,219 @@
+"""What collectives and products cost on the ranks at hand, alone and beside each other."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ndtp.algebra.steps import Step
+from ndtp.collectives.handles import Watch
+from ndtp.collectives.labels import Label
+from ndtp.compute.devices import kind_of
+from ndtp.schedule.chunk_choice import LinkSpeed, Speeds
+
+if TYPE_CHECKING:
+    from ndtp.collectives.collectives import Collectives
+    from ndtp.compute.gemm import TorchGemm
+
+KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+CALLS = 8  # together, to see for how long one keeps the next from the link
+SMALLER = 16  # than those that show a rate
+MOST_BYTES = 2**28  # of a gathered probe: a long axis must not take the memory of the model
+LASTING = 0.03  # seconds of products: several of a scheduler's turns, where ranks share processors
+SHORTER = 4  # products of so many times fewer rows, to see what a product costs beside its arithmetic
+BESIDE = ("all_gather", "reduce_scatter")  # these products: what schedules mostly send
+MOST_BESIDE = 32  # of each of these
+
+
+class Probe:
+    """Times things on all ranks of a grid together.
+
+    Args:
+        like: a tensor of the dtype and device that count.
+    """
+
+    def __init__(self, collectives: Collectives, like: torch.Tensor, repeats: int = 3) -> None:
+        self.collectives, self.like, self.repeats = collectives, like, repeats
+        grid = collectives.groups.grid
+        self.axes = grid.nontrivial(grid.names)
+
+    def seconds(self, action: Callable[[], Any]) -> float:
+        """The median on this rank."""
+        times, groups, device = [], self.collectives.groups, self.like.device
+        for repeat in range(self.repeats + 1):
+            if self.axes:
+                with Watch(groups.describe, Label(("speeds",), "forward", "barrier", self.axes[:1])):
+                    dist.barrier(group=groups.group(self.axes[:1]))
+            begin = time.perf_counter()
+            action()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begin if repeat else 0.0)
+        return median(times[1:])
+
+    def slowest(self, times: list[float]) -> list[float]:
+        """The most that any rank has found."""
+        everywhere = torch.tensor(times, dtype=torch.float64, device=self.like.device)
+        groups = self.collectives.groups
+        for axis in self.axes:  # the slowest rank along every axis in turn is the slowest of all
+            with Watch(groups.describe, Label(("speeds",), "forward", "all_reduce", (axis,))):
+                dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=groups.group((axis,)))
+        return everywhere.tolist()  # type: ignore[no-any-return]
+
+    def start(self, kind: str, axis: str, count: int) -> Any:
+        """A collective of so many elements of this rank."""
+        step = Step(kind, (axis,), None if kind == "all_reduce" else 0, 0)
+        return self.collectives.start(step, self.like.new_zeros(count), ("speeds",), "forward")
+
+    def calls(self, kind: str, axis: str, count: int, calls: int) -> float:
+        """Collectives that are under way together, until all are done; the seconds in which all were started."""
+        step, x = Step(kind, (axis,), None if kind == "all_reduce" else 0, 0), self.like.new_zeros(count)
+        first, *others = self.collectives.routes(step, ("speeds",), "forward", tuple(x.shape), x.dtype)
+        begin = time.perf_counter()
+        handles = [self.collectives.launch(first, x) for _ in range(calls)]
+        started = time.perf_counter() - begin
+        for handle in handles:
+            result = handle.wait()
+            for route in others:
+                result = self.collectives.launch(route, result).wait()
+        return started
+
+    def share(self, probe_bytes: int, axis: str) -> int:
+        """Elements of a rank's share."""
+        return min(probe_bytes, MOST_BYTES // self.collectives.groups.grid[axis]) // self.like.element_size()
+
+    def links(
+        self, probe_bytes: int, kinds: Sequence[str] = KINDS, axes: Sequence[str] | None = None
+    ) -> dict[tuple[str, str], LinkSpeed]:
+        """What each kind of collective costs over each axis, on the slowest rank.
+
+        Args:
+            probe_bytes: of a rank's share.
+            axes: default: all.
+        """
+        keys = [(kind, axis) for axis in (self.axes if axes is None else axes) for kind in kinds]
+        # Differences of what the slowest rank took, not the greatest difference of any: that is the noise of all.
+        times = iter(self.slowest([time for key in keys for time in self._times(*key, probe_bytes)]))
+        return {key: self._speed(*key, probe_bytes, list(islice(times, 6))) for key in keys}
+
+    def _times(self, kind: str, axis: str, probe_bytes: int) -> list[float]:
+        """On this rank: a call that moves next to nothing, a small one, several of these, a large one, two of these.
+
+        And of the several, for how long the rank worked at each to start it; where streams do that, it multiplies.
+        """
+        elements, share = self.share(probe_bytes, axis), 1 if kind == "all_gather" else self._ranks(axis)
+        few, started = elements // SMALLER, list[float]()
+
+        def timed(count: int, calls: int) -> float:
+            return self.seconds(lambda: started.append(self.calls(kind, axis, count * share, calls)))
+
+        times = [timed(*each) for each in ((64, 1), (few, 1), (elements, 1), (elements, 2), (few, CALLS))]
+        return [*times, 0.0 if self.collectives.orders_by_stream else median(started[-self.repeats :]) / CALLS]
+
+    def _speed(self, kind: str, axis: str, probe_bytes: int, times: Sequence[float]) -> LinkSpeed:
+        """Of a call, of a byte received, and of both where calls are under way together."""
+        small, one, large, two, many, overhead = times
+        elements = self.share(probe_bytes, axis)
+        received = elements * self.like.element_size() * (self._ranks(axis) - 1) * (2 if kind == "all_reduce" else 1)
+        per_byte, part = max(0.0, large - small) / received, (elements // SMALLER) / elements
+        # What a call adds to those before it, of either size, is a gap and its bytes; these cost no more than alone.
+        added, added_by_few = two - large, (many - one) / (CALLS - 1)
+        behind = min(per_byte, max(0.0, (added - added_by_few) / (1 - part) / received))
+        gap = min(small, max(0.0, added_by_few - behind * received * part))
+        return LinkSpeed(small, per_byte, gap, behind, overhead=overhead)
+
+    def _ranks(self, axis: str) -> int:
+        return self.collectives.groups.grid[axis]
+
+    def lasting(self, multiply: Callable[[], Any], count: int, axis: str | None = None, every: int = 1) -> float:
+        """Seconds of so many products, on the slowest rank.
+
+        With an axis, collectives that move next to nothing are under way beside them, two more with every so many.
+
+        What these add is what they cost the ranks' processors, all of it: to start them, to wait for them, and what
+        threads, the network and other ranks on the same processors need for them.
+        """
+
+        def run() -> None:
+            under_way: deque[Any] = deque()
+            for i in range(count):
+                if axis is not None and i % every == 0:
+                    under_way.extend(self.start(kind, axis, 64 * self._ranks(axis)) for kind in BESIDE)
+                multiply()
+                while len(under_way) > 2 * len(BESIDE):
+                    under_way.popleft().wait()
+            for handle in under_way:
+                handle.wait()
+
+        return self.slowest([self.seconds(run)])[0]
+
+
+def measure(
+    collectives: Collectives, gemm: TorchGemm, like: torch.Tensor, repeats: int = 3, known: Speeds | None = None
+) -> Speeds:
+    """Time small and large collectives over every axis, products, and both at once; on all ranks together.
+
+    Of sizes that tell something on this kind of device (`ndtp.compute.devices`), by what multiplies here.
+
+    Args:
+        like: a tensor of the dtype and device that count.
+        known: measured with another dtype, or on a grid of which this is a refinement: links are not measured twice.
+    """
+    figures, probe = kind_of(like.device.type), Probe(collectives, like, repeats)
+    side, device, axes = figures.probe_side, like.device, probe.axes
+    links = {} if known is None else dict(known.links)
+    found = [axis for axis in axes if (KINDS[0], axis) not in links]
+    links |= probe.links(figures.probe_bytes, axes=found)
+    # Random: a chip that multiplies ones draws less power, and runs faster.  Not out of the user's own random numbers.
+    generator = torch.Generator(device).manual_seed(0)
+    big = torch.randn(side, side, generator=generator, device=device).to(like.dtype)
+
+    def product_of(rows: int, inner: int) -> Callable[[], torch.Tensor]:
+        a, b = big[:rows, :inner].contiguous(), big[:inner, :inner].contiguous()
+        return partial(gemm.bound((("m", "k"), ("k", "n"), ("m", "n")), tuple(a.shape), tuple(b.shape)), a, b)
+
+    multiply, multiply_less, multiply_tiny = (
+        product_of(side, side),
+        product_of(side // SHORTER, side),
+        product_of(16, 16),
+    )
+    count = max(1, round(LASTING / probe.slowest([probe.seconds(multiply)])[0]))
+    products, shorter = probe.lasting(multiply, count), probe.lasting(multiply_less, SHORTER * count)
+    launch = (shorter - products) / (SHORTER - 1) / count
+    per_flop = (products / count - max(0.0, launch)) / (2.0 * side**3)
+    (launch,) = probe.slowest([max(launch, probe.seconds(multiply_tiny))])
+    for axis in () if collectives.orders_by_stream else found:
+        every = -(-count // MOST_BESIDE)
+        added = probe.lasting(multiply, count, axis, every) - products
+        overhead = added / (len(range(0, count, every)) * len(BESIDE))
+        for key in ((kind, axis) for kind in KINDS):
+            links[key] = links[key]._replace(overhead=max(links[key].overhead, overhead))
+    if known is not None or not axes:
+        return Speeds(links, per_flop, launch, 0.0 if known is None else known.contention)
+    elements = probe.share(figures.probe_bytes, axes[-1])
+
+    def together(num_gathers: int, num_products: int) -> float:
+        def run() -> None:
+            handles = [probe.start("all_gather", axes[-1], elements) for _ in range(num_gathers)]
+            for _ in range(num_products):
+                multiply()
+            for handle in handles:
+                handle.wait()
+
+        return probe.slowest([probe.seconds(run)])[0]
+
+    # Long enough for what schedules processes to be fair: ranks may share processors.
+    num_gathers = max(1, min(figures.probe_gathers, round(0.1 / together(1, 0))))
+    gathers = together(num_gathers, 0)
+    num_products = max(1, round(gathers / (per_flop * 2.0 * side**3)))
+    products, both = together(0, num_products), together(num_gathers, num_products)
+    hidden = (gathers + products - both) / min(gathers, products)
+    return Speeds(links, per_flop, launch, min(1.0, max(0.0, 1 - hidden)))
