@@ -187,7 +187,8 @@ def measure(
     )
     count = max(1, round(LASTING / probe.slowest([probe.seconds(multiply)])[0]))
     products, shorter = probe.lasting(multiply, count), probe.lasting(multiply_less, SHORTER * count)
-    launch = (shorter - products) / (SHORTER - 1) / count
+    # As much as leaves arithmetic its part, whatever the noise.
+    launch = min(shorter - products, (SHORTER - 1) / 2 * products) / (SHORTER - 1) / count
     per_flop = (products / count - max(0.0, launch)) / (2.0 * side**3)
     (launch,) = probe.slowest([max(launch, probe.seconds(multiply_tiny))])
     for axis in () if collectives.orders_by_stream else found:

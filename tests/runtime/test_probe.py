@@ -124,7 +124,7 @@ class Lasting(Probe):
 
 def check_costs_beside_products():
     """What small collectives add to products that last, is what they cost: threads, network, other ranks included."""
-    mesh = mesh_of(Grid(x=2))
+    mesh, side = mesh_of(Grid(x=2)), KINDS["cpu"].probe_side
     with mock.patch("ndtp.runtime.probe.Probe", Lasting):
         speeds = measure(mesh.collectives, mesh.gemm, torch.empty(1))
         assert (speeds.per_flop, speeds.launch) == pytest.approx((1e-9, 1e-3))
@@ -132,6 +132,11 @@ def check_costs_beside_products():
         with mock.patch.object(type(mesh.collectives), "orders_by_stream", True):
             speeds = measure(mesh.collectives, mesh.gemm, torch.empty(1))
         assert {link.overhead for link in speeds.links.values()} == {0.0}, "a device's streams start them"
+        with mock.patch.object(
+            Lasting, "lasting", lambda self, multiply, *_: 1e-3 + (multiply.args[0].shape[0] != side)
+        ):
+            speeds = measure(mesh.collectives, mesh.gemm, torch.empty(1))
+        assert speeds.per_flop > 0 and speeds.launch > 0, "noise"
 
 
 def check_lasting():
