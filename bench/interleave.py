@@ -1,4 +1,4 @@
-"""Halves of a batch in turns (`mesh.interleave`) against the whole batch in chunks, on a clock.
+"""Parts of a batch in turns (`mesh.interleave`) against the whole batch in chunks, on a clock.
 
     python bench/slow_network.py --ranks 8 --rate 200mbit -- \\
         python bench/interleave.py --rate 200mbit --out bench/results/interleave.json
@@ -7,8 +7,8 @@ Four residual blocks (MatMul, GELU, MatMul), and a stock Llama of two layers wit
 projections is not cut in chunks.  Products, activations, sums and attention sleep for as long as a device would take,
 all together `--balance` times as long as the communication of the whole batch; communication is real.  The rivals take
 turns, step by step; median of the slowest rank.  "bound" is the longer of work and communication of the whole batch,
-forward and backward each: what no schedule beats that ends the one before the other begins, and no half moves less.
-Before, bytes are compared with those of two micro-batches, and what collectives were for on all ranks.
+forward and backward each: what no schedule beats that ends the one before the other begins, and no part moves less.
+Before, bytes are compared with those of micro-batches, and what collectives were for on all ranks.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from ndtp.measure.paced import KINDS, links_of
 from ndtp.planner.hardware import Hardware
 from ndtp.schedule.chunk_choice import Speeds
 
-GRIDS = ("1d-sp:x=8",)
-PARTS = 2
+GRIDS = ("1d-sp:x=8", "3d:z=4,x=1,y=2")
 ATTENTION_BACKWARD = 2.5  # times the products of forward
 Model = tuple[ndtp.ProcessGrid, Callable[..., None], Sequence[Sequence[Any]]]
 
 
 class Rival(NamedTuple):
-    """A step of the whole batch, or of its halves."""
+    """A step of the whole batch, or of its parts in turns."""
 
     chunks: int | str
-    in_turns: bool
+    parts: int = 1
 
     def __str__(self) -> str:
         cut = "auto" if self.chunks == "auto" else f"{self.chunks} chunk{'s' * (self.chunks != 1)}"
-        return f"halves in turns, {cut}" if self.in_turns else cut
+        return f"{self.parts} parts in turns, {cut}" if self.parts > 1 else cut
 
 
-RIVALS = (Rival(1, False), Rival(4, False), Rival("auto", False), Rival(1, True), Rival(2, True))
+RIVALS = (Rival(1), Rival(4), Rival("auto"), Rival(1, 2), Rival(2, 2), Rival(1, 4))
+MOST_PARTS = max(rival.parts for rival in RIVALS)
 
 
 class PacedAttention(torch.autograd.Function):
@@ -102,9 +102,9 @@ def llama(grid: ndtp.Grid, scheme: str, chunks: int | str, clock: Clock, argumen
     import transformers
 
     mesh = paced_mesh(grid, clock)
-    if arguments.tokens // arguments.length % (PARTS * grid.num_ranks):
+    if arguments.tokens // arguments.length % (MOST_PARTS * grid.num_ranks):
         raise ValueError(
-            f"--length {arguments.length}: sequences of a half are padded to one a rank; fix: shorter ones"
+            f"--length {arguments.length}: sequences of a part are padded to one a rank; fix: shorter ones"
         )
     config = transformers.LlamaConfig(
         hidden_size=arguments.hidden, intermediate_size=arguments.inner, num_hidden_layers=arguments.layers,
@@ -133,7 +133,7 @@ MODELS = {"blocks": blocks, "llama": llama}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--length", type=int, default=128, help="of a sequence of the Llama")
+    parser.add_argument("--length", type=int, default=64, help="of a sequence of the Llama")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--inner", type=int, default=2048)
     parser.add_argument("--blocks", type=int, default=4)
@@ -181,12 +181,12 @@ def measured(name: str, grid: ndtp.Grid, scheme: str, wire: Speeds, arguments: a
     clock.rate = agreed((forward + backward) / (arguments.balance * sum(links)))
     work = forward / clock.rate, backward / clock.rate
     for rival in RIVALS:
-        if rival.in_turns:
-            check(models[rival])
+        if rival.parts > 1:
+            check(models[rival], rival.parts)
     times: dict[Rival, list[float]] = {rival: [] for rival in RIVALS}
     for repetition in range(arguments.repetitions + 1):
         for rival in RIVALS:
-            took = timed(models[rival], rival.in_turns)
+            took = timed(models[rival], rival.parts)
             if repetition:  # of the first one weights are not gathered ahead
                 times[rival].append(took)
     bound = sum(map(max, work, links))
@@ -229,14 +229,14 @@ def seconds(volume: Volume, wire: Speeds, phases: Sequence[str]) -> float:
     )
 
 
-def halves(model: Model) -> list[Sequence[Any]]:
-    return [x.chunk(PARTS) for x in model[2]]
+def cut(model: Model, parts: int) -> list[Sequence[Any]]:
+    return [x.chunk(parts) for x in model[2]]
 
 
-def check(model: Model) -> None:
-    """Halves in turns receive what micro-batches do, and start the same on every rank."""
+def check(model: Model, parts: int) -> None:
+    """Parts in turns receive what micro-batches do, and start the same on every rank."""
     mesh, step, _ = model
-    *others, last = zip(*halves(model), strict=True)
+    *others, last = zip(*cut(model, parts), strict=True)
     step(*last)  # what is measured, and what is made, the first time
     with ndtp.CommMeter() as expected:
         with mesh.accumulate():
@@ -244,7 +244,7 @@ def check(model: Model) -> None:
                 step(*part)
         step(*last)
     with ndtp.CommMeter() as meter, Recorder(mesh) as recorder:
-        mesh.interleave(step, *halves(model))
+        mesh.interleave(step, *cut(model, parts))
     assert meter.volume == expected.volume, f"{meter.volume} in turns, {expected.volume} one after the other"
     order = [entry.name for entry in recorder.entries if entry.kind == "collective"]
     orders: list[list[str]] = [[] for _ in range(mesh.grid.num_ranks)]
@@ -253,14 +253,14 @@ def check(model: Model) -> None:
     assert not mesh.collectives.in_flight
 
 
-def timed(model: Model, in_turns: bool) -> float:
+def timed(model: Model, parts: int) -> float:
     """Seconds of the slowest rank."""
     mesh, step, batch = model
-    parts = halves(model)
+    batches = cut(model, parts)
     dist.barrier()
     begin = time.perf_counter()
-    if in_turns:
-        mesh.interleave(step, *parts)
+    if parts > 1:
+        mesh.interleave(step, *batches)
     else:
         step(*batch)
     took = torch.tensor(time.perf_counter() - begin)

@@ -102,7 +102,7 @@ def test_halves_in_turns_are_compared_with_chunks(ranks, tmp_path):
     words = ("--models", "blocks", "--grids", "1d-sp:x=2", "--repetitions", 1, "--out", out)
     launch(ranks(2), BENCH / "interleave.py", *sizes, *words)
     ((case, found),) = json.loads(out.read_text())["cases"].items()
-    assert case == "blocks 1d-sp:x=2" and len(found["rivals"]) == 5
+    assert case == "blocks 1d-sp:x=2" and len(found["rivals"]) == 6
     assert all(row["ms"] > 0 and row["over_bound"] > 0 for row in found["rivals"].values())
 
 

@@ -33,3 +33,12 @@ def test_the_docs_say_what_schedules_were_measured_to_reach():
     assert f"reached in {reached} of 24 rows" in docs and f"within 5 % of the timeline: {near} of 24" in docs
     assert len(lines) == 24 and all(line in docs for line in lines), "\n".join(lines)
     assert not any(row["wrong"] for row in rows)
+
+
+def test_the_docs_say_what_parts_in_turns_took():
+    docs = (ROOT / "docs" / "overlap.md").read_text().replace("**", "")
+    cases = json.loads((ROOT / "bench" / "results" / "interleave.json").read_text())["cases"]
+    assert len(cases) == 4
+    for case, found in cases.items():
+        row = " | ".join(f"{rival['over_bound']:.2f}" for rival in found["rivals"].values())
+        assert f"| {row} |" in docs, f"{case}: {row}"
