@@ -18,7 +18,7 @@ from ndtp.planner.block_cost import Block, divides, volume
 from ndtp.planner.grids import FOLDED, Grids, grids_of
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.request import Request
-from ndtp.planner.search import search, weigh
+from ndtp.planner.search import search, untied, weigh
 
 # Axes along which ranks are given rows of their own: `e` where there are experts, which it splits.
 DATA = ("dp", "e")
@@ -140,9 +140,10 @@ class _Option:
     volume: int
 
     def rank(self, least: float) -> tuple[Any, ...]:
-        """Many are as fast to the last bits: of these, as in the planner's answer, what needs the least memory."""
-        time = round(self.seconds / least, 9)
-        return time, self.memory, self.volume, len(self.experts), tuple(self.role_of.values()), self.experts
+        """As in the planner's answer: of those that are tied what needs the least memory, then the fastest."""
+        time = round(self.seconds / least, 9)  # many are as fast to the last bits
+        places = len(self.experts), tuple(self.role_of.values()), self.experts
+        return float(untied(time, 1.0)), self.memory, time, self.volume, *places
 
 
 def _weighed(

@@ -26,6 +26,9 @@ from ndtp.planner.request import GIB, Request, check_arguments
 from ndtp.planner.time_model import EXPERT_ORDERS, ORDERS, Network, Time, Work
 from ndtp.schedule.clocks import Span
 
+# A step predicted this near to the fastest one is as fast: the model errs by more.  Less memory is better then.
+TIE = 0.01
+
 # Operands that backward gathers again, in the order in which they are tried against a memory limit.
 REGATHERS: tuple[tuple[str, ...], ...] = ((), ("b",), ("a",), ("a", "b"))
 
@@ -68,7 +71,8 @@ def plan(
         shared: features of an MLP beside them that every token goes through.
         heads, kv_heads, head_size: attention projections before the MLP, in the same grid.
         layers: how often the block is repeated.
-        objective: "time", "volume" or "memory" of a training step, forward and backward.  Ties go to less memory.
+        objective: "time", "volume" or "memory" of a training step, forward and backward.  Ties go to less memory;
+            steps within a percent of the fastest are tied with it.
         optimizer: whose state counts as memory: adamw, momentum, sgd or none.
         memory_limit_gib: leave out what needs more on a rank; operands are gathered again in backward where that helps.
         fixed: sizes of axes that are given, such as `{"dp": 4}`.
@@ -114,6 +118,11 @@ def mlp_or_experts(
     return [Block.moe(tokens, hidden, ffn, experts, top_k, gated), *beside]
 
 
+def untied(seconds: Any, least: Any) -> Any:
+    """Nothing for steps that are tied with the fastest one, for others what they take."""
+    return np.where(seconds <= least * (1 + TIE), 0.0, seconds)
+
+
 @dataclass(frozen=True)
 class Candidates:
     """Everything that is known of the grids that a request allows, as arrays."""
@@ -131,7 +140,7 @@ class Candidates:
         if not isinstance(self.g.fold, int):  # many are as fast to the last bits: the plainest of them comes first
             time, folded = np.round(time / time.min(), 9), [sum(self.g.fold >> bit & 1 for bit in FOLDED.values())]
         keys = {
-            "time": (self.volume, self.memory, time),
+            "time": (self.volume, time, self.memory, untied(time, time.min())),
             "volume": (time, self.memory, self.volume),
             "memory": (time, self.volume, self.memory),
         }[objective]

@@ -115,7 +115,9 @@ def test_experts_lie_as_the_planner_says(tokens, grid, fixed):
     planned = Grid({axis: getattr(found.sizes, axis) for axis in EXPERT_AXES})
     time = predict(asked, planned, axes_of_experts(planned, found.sizes.fold)).total
     moved = sum(num_bytes(block, found.sizes, 2) for block in blocks)
-    assert (moved, time) == (answers[0].volume_bytes, pytest.approx(answers[0].step_ms / 1e3))
+    tied = [plan for plan in answers if plan.step_ms <= 1.01 * min(plan.step_ms for plan in answers)]
+    first = min(tied, key=lambda plan: (plan.memory_bytes, plan.step_ms))
+    assert (moved, time) == (first.volume_bytes, pytest.approx(first.step_ms / 1e3))
     whole = best_of_all_grids(asked)
     best = search(asked, limit=1)[0]
     assert whole.sizes == grids_of(best.grid, best.expert_axis) and set(whole.experts) == set(best.expert_axis)
