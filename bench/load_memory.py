@@ -26,7 +26,7 @@ from torch import nn
 
 import ndtp
 import ndtp.testing
-from ndtp.models.safetensors_file import BLOCK_BYTES
+from ndtp.checkpoints.safetensors_file import BLOCK_BYTES
 from ndtp.ops.memory import LiveBytes
 
 GRIDS = {"1d-sp": {"x": 8}, "2d": {"x": 2, "y": 4}, "3d": {"z": 2, "x": 2, "y": 2}}

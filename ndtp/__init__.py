@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ndtp.algebra.grid import Grid
     from ndtp.algebra.layout import Layout
     from ndtp.algebra.matmul_plan import MatMulPlan
+    from ndtp.checkpoints import checkpoint as checkpoint
     from ndtp.collectives.meter import CommMeter
     from ndtp.errors import CheckpointError, CommunicationError, GridError, LayoutError, MismatchError
-    from ndtp.models import checkpoint as checkpoint
     from ndtp.models.parallelize import parallelize
     from ndtp.models.profile import use_profile
     from ndtp.ops.mapped import Mapped, einsum
@@ -62,7 +62,7 @@ _HOME = {
 # Modules whose paths are shorter than where they lie, or were documented before there were packages.
 _MOVED = {
     "block_cost": "planner.block_cost",
-    "checkpoint": "models.checkpoint",
+    "checkpoint": "checkpoints.checkpoint",
     "buffers": "collectives.buffer_ring",
     "cost": "algebra.volume",
     "hardware": "planner.hardware",

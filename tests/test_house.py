@@ -30,7 +30,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "ops": ("runtime",),
     "nn": ("ops",),
     "models": ("nn", "planner"),
-    "pipelines": ("models",),
+    "checkpoints": ("models",),
+    "pipelines": ("checkpoints",),
     "measure": ("models",),
     "testing": ("runtime",),
     "": ("pipelines", "testing"),  # the front door, ndtp/__init__.py

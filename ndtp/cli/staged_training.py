@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import block_layouts
+from ndtp.checkpoints.training_state import load, save
 from ndtp.cli.job import Job
 from ndtp.models.byte_model import ByteModel
-from ndtp.models.training_state import load, save
 from ndtp.nn.losses import linear_cross_entropy
 from ndtp.pipelines.gradients import clip_grad_norm_
 from ndtp.pipelines.pipeline import Pipeline

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import TENSOR_AXES
+from ndtp.checkpoints.training_state import load, save
 from ndtp.cli.demo_training import text as help_topics
 from ndtp.cli.job import Job
 from ndtp.errors import CheckpointError
 from ndtp.models.byte_model import ByteModel
 from ndtp.models.parallelize import parallelize
-from ndtp.models.training_state import load, save
 from ndtp.nn.gradients import clip_grad_norm_
 from ndtp.runtime.process_grid import ProcessGrid
 

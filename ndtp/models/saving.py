@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ndtp.models.adopted import class_of
-from ndtp.models.crew import crew_of
 from ndtp.models.state_entries import Entry, entries_of, mesh_of_model
 from ndtp.ops.products import relayout
+from ndtp.runtime.crew import crew_of
 from ndtp.runtime.process_grid import ProcessGrid
 
 BLOCK_BYTES = 1 << 26

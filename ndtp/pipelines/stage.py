@@ -15,13 +15,13 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.pipeline_plan import AXIS, PipelinePlan
 from ndtp.algebra.resharding import Box, ReshardPlan, volume_of
 from ndtp.algebra.volume import Volume
+from ndtp.checkpoints.pieces import Piece, Whole
 from ndtp.collectives.labels import Label
 from ndtp.collectives.uneven_exchange import cut, landing_in, part_of, sendable
 from ndtp.errors import GridError, LayoutError
-from ndtp.models.crew import Crew
-from ndtp.models.pieces import Piece, Whole
 from ndtp.models.state_entries import mesh_of_model
 from ndtp.pipelines.pipeline import Pipeline
+from ndtp.runtime.crew import Crew
 
 
 class PipelineStage(torch_pipelining.PipelineStage):

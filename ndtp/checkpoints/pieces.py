@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from ndtp.errors import CheckpointError
-from ndtp.models.crew import Crew, crew_of
 from ndtp.models.state_entries import Entry, entries_of, mesh_of_model
+from ndtp.runtime.crew import Crew, crew_of
 from ndtp.runtime.process_grid import ProcessGrid
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from ndtp.checkpoints.dcp_part import Part
+from ndtp.checkpoints.pieces import Piece, Whole
 from ndtp.errors import CheckpointError
-from ndtp.models.dcp_part import Part
-from ndtp.models.pieces import Piece, Whole
 from ndtp.models.state_entries import replaced
 from ndtp.runtime.arrival import is_plain
 

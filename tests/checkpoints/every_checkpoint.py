@@ -1,6 +1,6 @@
 """Every architecture from grid to grid by checkpoints, optimizer included: the bits, and the training that goes on.
 
-    python tests/models/every_checkpoint.py [--json bench/results/checkpoints.json] [--only Llama GPT2] [--all]
+    python tests/checkpoints/every_checkpoint.py [--json bench/results/checkpoints.json] [--only Llama GPT2] [--all]
 
 Four local ranks, small random models in fp32 under AdamW.  Each architecture goes from dense to a grid, from there to
 another, and back; which two, goes round.  `--all`: on from grid to grid, through all seven.  `test_training_state.py`
@@ -23,6 +23,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # of `products`
+sys.path.append(str(Path(__file__).parents[1] / "models"))  # of `architectures`
 
 import architectures
 import torch

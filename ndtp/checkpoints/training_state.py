@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from ndtp.checkpoints.dcp_part import Part
+from ndtp.checkpoints.optimizer_state import Kept, fresh_state, kept_by, names_in, restore_groups, together
+from ndtp.checkpoints.pieces import Piece, Staged, Whole, whole_of
 from ndtp.errors import CheckpointError
-from ndtp.models.dcp_part import Part
-from ndtp.models.optimizer_state import Kept, fresh_state, kept_by, names_in, restore_groups, together
-from ndtp.models.pieces import Piece, Staged, Whole, whole_of
 from ndtp.models.state_entries import replaced, tensors_of
 from ndtp.runtime.chunk_choices import ChunkChoices
 

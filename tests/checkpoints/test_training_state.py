@@ -14,9 +14,9 @@ from products import mesh_of
 
 import ndtp
 from ndtp import Grid
+from ndtp.checkpoints.optimizer_state import together
+from ndtp.checkpoints.training_state import RUN
 from ndtp.errors import CheckpointError, CommunicationError
-from ndtp.models.optimizer_state import together
-from ndtp.models.training_state import RUN
 
 transformers = pytest.importorskip("transformers")
 from architectures import build as stock  # noqa: E402
@@ -204,7 +204,7 @@ def test_an_interrupted_save_leaves_the_one_before(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ndtp.models.training_state.dcp.save", fails)
+        patch.setattr("ndtp.checkpoints.training_state.dcp.save", fails)
         with pytest.raises(CommunicationError, match=r"stays as it was.*no space left"):
             save(model, optimizer, tmp_path / "run")
     assert load(build("LlamaForCausalLM"), None, tmp_path / "run") == {"step": 1}

@@ -20,18 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ndtp.checkpoints.from_meta import initialize as initialize
+from ndtp.checkpoints.from_meta import materialise
+from ndtp.checkpoints.pieces import Piece, Staged, whole_of
+from ndtp.checkpoints.safetensors_file import BLOCK_BYTES, INDEX, NAMES, Stored, Writer, read_part, tensors_in
+from ndtp.checkpoints.training_state import load as load
+from ndtp.checkpoints.training_state import save as save
+from ndtp.checkpoints.transfer import transfer as transfer
+from ndtp.checkpoints.transfer import transfer_volume as transfer_volume
 from ndtp.errors import CheckpointError
-from ndtp.models.crew import Crew
-from ndtp.models.from_meta import initialize as initialize
-from ndtp.models.from_meta import materialise
-from ndtp.models.pieces import Piece, Staged, whole_of
-from ndtp.models.safetensors_file import BLOCK_BYTES, INDEX, NAMES, Stored, Writer, read_part, tensors_in
 from ndtp.models.saving import blocks
 from ndtp.models.state_entries import Entry
-from ndtp.models.training_state import load as load
-from ndtp.models.training_state import save as save
-from ndtp.models.transfer import transfer as transfer
-from ndtp.models.transfer import transfer_volume as transfer_volume
+from ndtp.runtime.crew import Crew
 
 __all__ = ["export_safetensors", "initialize", "load", "load_safetensors", "save", "transfer", "transfer_volume"]
 

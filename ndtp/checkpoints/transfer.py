@@ -20,16 +20,16 @@ from torch.optim import Optimizer
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.resharding import ReshardPlan
 from ndtp.algebra.volume import Traffic, Volume
+from ndtp.checkpoints.dcp_part import Part
+from ndtp.checkpoints.from_meta import materialise
+from ndtp.checkpoints.optimizer_state import START, Kept, fresh_state, kept_by, restore_groups
+from ndtp.checkpoints.pieces import whole_of
 from ndtp.collectives.handles import Handle
 from ndtp.collectives.uneven_exchange import cut, start_reshard
 from ndtp.errors import CheckpointError
-from ndtp.models.crew import Crew, crew_of
-from ndtp.models.dcp_part import Part
-from ndtp.models.from_meta import materialise
-from ndtp.models.optimizer_state import START, Kept, fresh_state, kept_by, restore_groups
-from ndtp.models.pieces import whole_of
 from ndtp.models.state_entries import Entry, entries_of, mesh_of_model, tensors_of
 from ndtp.ops.resharding import known, seats_of
+from ndtp.runtime.crew import Crew, crew_of
 from ndtp.runtime.process_grid import ProcessGrid
 
 PHASE = "transfer"

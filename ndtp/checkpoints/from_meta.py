@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndtp.algebra.layout import Layout
+from ndtp.checkpoints.pieces import Staged, whole_of
 from ndtp.errors import LayoutError
 from ndtp.models.belongings import Belongings
-from ndtp.models.pieces import Staged, whole_of
 from ndtp.models.state_entries import Entry, empty_like_it, entries_of, mesh_of_model, meta_tensors
 from ndtp.nn.linear import Linear
 from ndtp.nn.random import draw_seed, key_of, uniform
