@@ -42,7 +42,8 @@ from torch.distributed.tensor.parallel import (
 import ndtp
 from ndtp.measure.step import turns
 from ndtp.planner.block_cost import Block
-from ndtp.planner.model_config import ModelSizes, sizes_of
+from ndtp.planner.model_config import sizes_of
+from ndtp.planner.model_sizes import ModelSizes
 from ndtp.planner.request import Request
 from ndtp.planner.search import search
 

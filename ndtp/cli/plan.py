@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,13 +19,13 @@ from ndtp.cli.common import (
     write_json,
     writing,
 )
+from ndtp.cli.planned_model import model_as_dict, model_at, say_model
 from ndtp.dtypes import SHORT
 from ndtp.errors import GridError
 
 if TYPE_CHECKING:
     from ndtp.planner.block_cost import Block
     from ndtp.planner.grid_plan import GridPlan
-    from ndtp.planner.model_config import ModelSizes
 
 
 def plan(
@@ -78,7 +77,11 @@ def plan(
     from ndtp.planner.request import Request, check_arguments
     from ndtp.planner.search import search
 
-    sizes = _model(model, hidden, ffn, gated or experts is not None, layers)
+    if model is None and (hidden is None or ffn is None):
+        raise GridError("plan: give --hidden and --ffn, or --model with the path of a config.json")
+    if model is not None and (hidden is not None or ffn is not None or gated or experts is not None):
+        raise GridError("plan: --model gives --hidden, --ffn, --gated and --experts; leave them out")
+    sizes = None if model is None else model_at(model, layers)
     check_arguments({"tokens": tokens}, {"experts": experts})
     if sizes is None:
         blocks = _blocks(tokens, hidden, ffn, gated, (experts or 0, top_k, shared))
@@ -94,31 +97,13 @@ def plan(
     plans = search(request)
     out = console(json_file)
     if sizes is not None:
-        _say_model(out, sizes)
+        say_model(out, sizes)
     print_table(out, _table(plans[:top], len(plans)))
     _say_best(out, plans[0], sizes is not None)
     if plot is not None:
         _plot(plans[0], plot)
         out.print(f"wrote {plot}")
-    write_json(json_file, _result(plans[:top]))
-
-
-def _model(
-    model: str | None, hidden: int | None, ffn: int | None, gated: bool, layers: int | None
-) -> ModelSizes | None:
-    """The model that is asked for; None where the sizes of a block are given."""
-    from ndtp.planner.model_config import read_config
-
-    if model is not None:
-        if hidden is not None or ffn is not None or gated:
-            raise GridError("plan: --model gives --hidden, --ffn, --gated and --experts; leave them out")
-        sizes = read_config(model)
-        if layers is None:
-            return sizes
-        return replace(sizes, stacks=tuple(replace(stack, layers=layers) for stack in sizes.stacks))
-    if hidden is None or ffn is None:
-        raise GridError("plan: give --hidden and --ffn, or --model with the path of a config.json")
-    return None
+    write_json(json_file, _result(plans[:top]) | ({} if sizes is None else {"model": model_as_dict(sizes)}))
 
 
 def _blocks(
@@ -130,28 +115,6 @@ def _blocks(
     assert hidden is not None and ffn is not None
     check_arguments({"hidden": hidden, "ffn": ffn}, {})
     return tuple(mlp_or_experts(tokens, hidden, ffn, gated, *of))
-
-
-def _say_model(out: Any, sizes: ModelSizes) -> None:
-    """How the file was read, so that a wrong reading is seen."""
-    parts = []
-    for stack in sizes.stacks:
-        heads = f"{stack.heads} heads" + (f" ({stack.kv_heads} of k and v)" if stack.kv_heads != stack.heads else "")
-        mlp = f"{'gated ' if stack.gated else ''}MLP {stack.hidden} x {stack.ffn}"
-        if (of := stack.mixture) is not None:
-            shared = f", and {of.shared} for every token" * bool(of.shared)
-            some = f" in {of.layers} of them, else {mlp}" * (of.layers < stack.layers)
-            mlp = f"{of.count} experts {stack.hidden} x {of.ffn}, {of.top_k} a token{shared}{some}"
-        heads = "latent attention" if stack.latent else f"{heads} of {stack.head_size}"
-        crosses = ", cross attention" if stack.crosses else ""
-        name = "" if stack.name == "layers" else f" of the {stack.name}"
-        parts.append(f"{stack.layers} layers{name}: {heads}{crosses}, {mlp}")
-    if sizes.vocabulary:
-        head = "no head" if not sizes.head else "the head has its weight" if sizes.tied else "a head beside"
-        parts.append(f"embedding {sizes.vocabulary} x {sizes.width}, {head}")
-    lines = [f"{sizes.kind}, {sizes.parameters / 1e6:,.0f} million parameters in matrices", *parts]
-    lines += [f"not counted: {', '.join(sizes.left_out)}"] * bool(sizes.left_out)
-    out.print("\n  ".join(lines), highlight=False)
 
 
 def _table(plans: list[GridPlan], count: int) -> Table:

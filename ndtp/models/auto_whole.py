@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,20 @@ from ndtp.algebra.schemes import BlockLayouts
 from ndtp.errors import LayoutError
 from ndtp.models.auto import Choice, best_of_all_grids, best_on_grid, whole_request
 from ndtp.models.expert_layers import ExpertsRole, experts_role
-from ndtp.models.roles import around_layers, features, find_attention, find_mlps, hidden_size, is_linear, vocabulary_of
+from ndtp.models.roles import (
+    AttentionRole,
+    around_layers,
+    crosses,
+    features,
+    find_attention,
+    find_mlps,
+    hidden_size,
+    is_linear,
+    vocabulary_of,
+)
 from ndtp.planner.block_cost import Block, num_bytes
 from ndtp.planner.hardware import Hardware
+from ndtp.planner.model_sizes import cross_attention
 from ndtp.planner.request import Request
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -26,6 +37,16 @@ def blocks_of(model: Any, tokens: int) -> list[Block]:
 
     The order is that of a layer, as `ndtp.planner.model_config` has it: of a model that it reads, these are its blocks.
     """
+    found = Counter(block for block, _ in blocks_by_name(model, tokens))
+    return [replace(block, times=times) for block, times in found.items()]
+
+
+def blocks_by_name(model: Any, tokens: int) -> list[tuple[Block, tuple[str, ...]]]:
+    """Each block that `parallelize` splits, and the modules whose matrices are its weights.
+
+    Raises:
+        LayoutError: the config tells no hidden size, or not how many experts a token goes through.
+    """
     hidden, modules = hidden_size(model), dict(model.named_modules())
     roles = {name: experts_role(module, hidden) for name, module in modules.items()}
     experts = {name: role for name, role in roles.items() if isinstance(role, ExpertsRole)}
@@ -34,31 +55,54 @@ def blocks_of(model: Any, tokens: int) -> list[Block]:
     taken = {name for role in attention for name in (*role.inputs.values(), role.output)}
     taken |= {name for name, module in modules.items() if is_linear(module) and any(_is_in(name, a) for a in others)}
     embedded, around = around_layers(model, modules, hidden)
-    found = [Block.attention(tokens, hidden, role.heads, role.kv_heads, role.head_dim) for role in attention]
-    beside: list[Block] = []
+    found = [each for role in attention for each in _attention(tokens, hidden, role)]
+    beside: list[tuple[Block, tuple[str, ...]]] = []
     for mlp in find_mlps(model, hidden, taken | around):
         is_gated = len(mlp.ups) == 2 or bool(mlp.sections)
-        block = Block.mlp(tokens, hidden, features(modules[mlp.down])[0], is_gated)
+        block, names = Block.mlp(tokens, hidden, features(modules[mlp.down])[0], is_gated), (*mlp.ups, mlp.down)
         is_shared = mlp.name.rpartition(".")[0] in around_experts
-        (beside if is_shared else found).append(replace(block, name="shared expert") if is_shared else block)
+        (beside if is_shared else found).append((replace(block, name="shared expert") if is_shared else block, names))
     for name, role in experts.items():
         top_k = _top_k(model, modules[name.rpartition(".")[0]], name)
-        found.append(Block.moe(tokens, hidden, role.inner, role.count, top_k, whole_scores=True))
-    repeated = [replace(block, times=times) for block, times in Counter([*found, *beside]).items()]
-    return repeated + _vocabulary(model, tokens, embedded)
+        block = Block.moe(tokens, hidden, role.inner, role.count, top_k, whole_scores=True)
+        found.append((block, (name, *_router(modules, name, role))))
+    return found + beside + _vocabulary(model, modules, tokens, embedded)
+
+
+def _attention(tokens: int, hidden: int, role: AttentionRole) -> list[tuple[Block, tuple[str, ...]]]:
+    """One block, or where keys and values are of other rows than queries, which makes two products, one for each."""
+    if not crosses(role.name):
+        whole = Block.attention(tokens, hidden, role.heads, role.kv_heads, role.head_dim)
+        return [(whole, (*role.inputs.values(), role.output))]
+    queries, keys = cross_attention(tokens, hidden, role.heads, role.kv_heads, role.head_dim)
+    return [(queries, (role.inputs["q"], role.output)), (keys, (role.inputs["k"], role.inputs["v"]))]
+
+
+def _router(modules: Mapping[str, nn.Module], experts: str, role: ExpertsRole) -> list[str]:
+    """The module beside the experts that has a weight of a row for each of them."""
+    block = experts.rpartition(".")[0]
+    shape = (role.count, role.hidden)
+    owners = [name for name in modules if _is_in(name, block) and name != experts]
+    return [name for name in owners if any(p.shape == shape for p in modules[name].parameters(recurse=False))][:1]
 
 
 def _is_in(name: str, module: str) -> bool:
     return name.startswith(f"{module}.")
 
 
-def _vocabulary(model: Any, tokens: int, width: int) -> list[Block]:
+def _vocabulary(
+    model: Any, modules: Mapping[str, nn.Module], tokens: int, width: int
+) -> list[tuple[Block, tuple[str, ...]]]:
     table, head = (vocabulary_of(model, which) for which in ("get_input_embeddings", "get_output_embeddings"))
     if not isinstance(table, nn.Embedding):
         return []
     is_head = head is not None and is_linear(head)
     tied = is_head and head.weight is table.weight
-    return [Block.vocabulary(tokens, width, table.num_embeddings, tied, is_head)]
+    block = Block.vocabulary(tokens, width, table.num_embeddings, tied, is_head)
+    if is_head:  # which may have fewer classes than the table has rows
+        block = replace(block, outs=features(head)[1:])
+    names = tuple(name for name, module in modules.items() if module is table or (is_head and module is head))
+    return [(block, names)]
 
 
 def _top_k(model: Any, block: nn.Module, name: str) -> int:

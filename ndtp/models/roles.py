@@ -46,6 +46,8 @@ BESIDES = {
 }
 # Where the projection that leads back is in a module of its own, beside.
 OUT_BESIDE = ("output.dense", "out_proj", "output.out_proj")
+# In the names of attention whose keys and values are of other rows than its queries.
+CROSS = ("cross", "encoder_attn", "encdec", "enc_dec", "encoder_decoder", "encoder_attention")
 # In an MLP.
 GATE = ("gate_proj", "wi_0", "w1", "gate")
 UP = ("up_proj", "wi_1", "w3", "fc1", "c_fc", "dense_h_to_4h", "wi", "lin1", "fc_in", "linear1", "intermediate.dense")
@@ -127,6 +129,12 @@ def hidden_size(model: Any) -> int:
 
 def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
+
+
+def crosses(name: str) -> bool:
+    """Whether an attention module of this name attends to other rows than those of its queries."""
+    inside = name.lower().rpartition(".decoder.")[2]
+    return any(word in inside for word in CROSS)
 
 
 def find_attention(model: nn.Module, hidden: int) -> tuple[list[AttentionRole], dict[str, str]]:

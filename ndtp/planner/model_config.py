@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ndtp.errors import GridError
-from ndtp.planner.block_cost import Block
 from ndtp.planner.fields import Number, read_parsed, shown
 from ndtp.planner.model_families import ENCODER_DECODERS, GATED, PLAIN, WITHOUT_VOCABULARY
+from ndtp.planner.model_sizes import Mixture, ModelSizes, Stack
 from ndtp.planner.request import SIZE
 
 # What families of models call the same thing, in the order in which they are looked for.
@@ -43,106 +43,20 @@ PARTS = ("text_config",)
 WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """Experts instead of an MLP, in some layers of a stack.
-
-    Attributes:
-        layers: how many have them.
-        count, top_k, ffn: how many experts, those of a token, and features inside of each.
-        shared: features of the MLP beside them that all tokens go through.
-        gate: whether a gate of one feature weighs that one.
-    """
-
-    layers: int
-    count: int
-    top_k: int
-    ffn: int
-    shared: int = 0
-    gate: bool = False
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Layers that are alike, one after the other.
-
-    Attributes:
-        crosses: whether each attends to the encoder, too.
-        mixture: of experts, in some of them.
-        latent: whether attention goes by latent vectors, which is not counted.
-    """
-
-    name: str
-    layers: int
-    hidden: int
-    ffn: int
-    gated: bool
-    heads: int
-    kv_heads: int
-    head_size: int
-    crosses: bool = False
-    mixture: Mixture | None = None
-    latent: bool = False
-
-    def blocks(self, tokens: int) -> tuple[Block, ...]:
-        """What the planner weighs: each block `times` the number of layers."""
-        inner = self.heads * self.head_size
-        found = []
-        if not self.latent:
-            found.append(Block.attention(tokens, self.hidden, self.heads, self.kv_heads, self.head_size))
-        if self.crosses:
-            width = self.kv_heads * self.head_size
-            found.append(Block(tokens, self.hidden, (inner,), inner, (self.heads,), name="cross attention"))
-            found.append(Block(tokens, self.hidden, (width, width), 0, (), self.kv_heads, 2 * width, "cross keys"))
-        mlp, of = Block.mlp(tokens, self.hidden, self.ffn, self.gated), self.mixture
-        if of is None:
-            return tuple(replace(block, times=self.layers) for block in (*found, mlp))
-        found = [replace(block, times=self.layers) for block in found]
-        found += [replace(mlp, times=self.layers - of.layers)] * (of.layers < self.layers)
-        experts = Block.moe(tokens, self.hidden, of.ffn, of.count, of.top_k, self.gated, whole_scores=True)
-        shared = [replace(Block.mlp(tokens, self.hidden, of.shared, self.gated), name="shared expert")] * bool(
-            of.shared
-        )
-        return (*found, *(replace(block, times=of.layers) for block in (experts, *shared)))
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """A model as the planner sees it.
-
-    Attributes:
-        vocabulary, width: rows of its embedding and their features; 0: it has none.
-        head: whether features become logits of the vocabulary at its end, and `tied` whether by the embedding's weight.
-        left_out: parts that the file describes and that are not counted.
-    """
-
-    kind: str
-    stacks: tuple[Stack, ...]
-    vocabulary: int
-    width: int
-    head: bool
-    tied: bool
-    left_out: tuple[str, ...] = ()
-
-    def blocks(self, tokens: int) -> tuple[Block, ...]:
-        """Of a step of `tokens` rows, in each of its stacks."""
-        found = [block for stack in self.stacks for block in stack.blocks(tokens)]
-        if self.vocabulary:
-            found.append(Block.vocabulary(tokens, self.width, self.vocabulary, self.tied, self.head))
-        return tuple(found)
-
-    @property
-    def parameters(self) -> int:
-        """Of weights that are matrices; biases, norms and positions are not counted."""
-        gates = sum(s.hidden * s.mixture.layers * s.mixture.gate for s in self.stacks if s.mixture)
-        return gates + sum(block.times * block.parameters for block in self.blocks(1))
-
-
 def read_config(path: str | Path) -> ModelSizes:
     """The sizes in a `config.json`, or in the one of a model's folder.
 
     Raises:
         GridError: no such file, no JSON, a size that is missing or no size, or a `model_type` that is not known.
+    """
+    return sizes_of(*read_file(path))
+
+
+def read_file(path: str | Path) -> tuple[dict[str, Any], str]:
+    """What a `config.json`, or the one of a model's folder, holds, and what to call it.
+
+    Raises:
+        GridError: no such file, or no JSON.
     """
     path = Path(path)
     path = path / "config.json" if os.path.isdir(path) else path
@@ -150,7 +64,24 @@ def read_config(path: str | Path) -> ModelSizes:
     config = read_parsed("model config", path, "JSON", json.loads, "give the path of a transformers config.json")
     if not isinstance(config, dict):
         raise GridError(f"{what} holds no JSON object")
-    return sizes_of(config, what)
+    return config, what
+
+
+def with_layers(config: dict[str, Any], layers: int, what: str) -> dict[str, Any]:
+    """A config with so many layers in each of its stacks; what it lists for each layer is cut, or goes on as it began.
+
+    Raises:
+        GridError: it names no number of layers.
+    """
+    owner = next((name for name in PARTS if isinstance(config.get(name), dict) and config[name]), None)
+    part = config if owner is None else config[owner]
+    counts = {key: part[key] for key in (*ENCODER_LAYERS, *DECODER_LAYERS) if isinstance(part.get(key), int)}
+    if not counts:
+        raise GridError(f"{what} names no number of layers, such as {LAYERS[0]}; leave --layers out")
+    lists = {key: each for key, each in part.items() if isinstance(each, list) and len(each) in counts.values()}
+    cut = {key: (each * (layers // max(1, len(each)) + 1))[:layers] for key, each in lists.items() if "layer" in key}
+    changed = part | dict.fromkeys(counts, layers) | cut
+    return changed if owner is None else config | {owner: changed}
 
 
 def sizes_of(config: dict[str, Any], what: str = "model config") -> ModelSizes:

@@ -31,6 +31,11 @@ BART = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def without_transformers(monkeypatch):
+    monkeypatch.setattr("ndtp.models.counted.is_installed", lambda: False)
+
+
 def test_table_fits_100_columns(ndtp):
     code, out, _ = ndtp("plan", *SIZES, "--objective", "volume", "--layers", "80")
     assert code == 0
@@ -65,7 +70,9 @@ def test_constraints_reach_the_search(ndtp):
 
 
 @pytest.mark.parametrize("config, layers, gated, kv_heads", [(LLAMA, 32, True, 8), (GPT2, 12, False, 12)])
-def test_model_by_its_config(ndtp, tmp_path, config, layers, gated, kv_heads):
+def test_model_by_its_config(ndtp, tmp_path, monkeypatch, config, layers, gated, kv_heads):
+    """Counted in the model that transformers builds, and read in the config alone, without it: the same."""
+    pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     (stack,) = read_config(tmp_path).stacks
@@ -78,10 +85,31 @@ def test_model_by_its_config(ndtp, tmp_path, config, layers, gated, kv_heads):
         ("attention", layers), ("gated mlp" if gated else "mlp", layers), ("vocabulary", 1)
     ]  # fmt: skip
     best = json.loads(out)["plans"][0]["grid"]
-    assert f"{config['model_type']}, " in said and f"{layers} layers: " in said
+    model = json.loads(out)["model"]
+    assert model["counted"] == "in the model" and f"\n  {layers} x attention: " in said
+    assert said.startswith(f"{model['name']}, {model['parameters'] / 1e6:,.0f} million parameters\n")
+    assert sum(model["not_planned"].values()) == model["parameters"] - model["planned_parameters"]
     axes = ", ".join(f"{axis}={size}" for axis, size in best.items() if size > 1)
     assert f"mesh = ndtp.ProcessGrid(ndtp.Grid({axes}))" in said
     assert "model = ndtp.parallelize(model, mesh, scheme=" in said
+    monkeypatch.setattr("ndtp.models.counted.is_installed", lambda: False)
+    code, other, said = ndtp("plan", "--model", str(path), "--tokens", "8192", "--ranks", "8", "--json", "-")
+    assert code == 0 and said.startswith(f"{config['model_type']}, ") and "by the config alone" in said
+    alone = json.loads(other)
+    assert alone["model"]["planned_parameters"] == model["planned_parameters"]
+    assert (alone["plans"], alone["request"]) == (json.loads(out)["plans"], json.loads(out)["request"])
+
+
+def test_other_layers_than_the_config_has(ndtp, tmp_path, without_transformers):
+    path = tmp_path / "config.json"
+    for config, times in ((LLAMA, [5, 5, 1]), (BART, [5, 5, 5, 5, 5, 5, 1]), ({"text_config": LLAMA}, [5, 5, 1])):
+        path.write_text(json.dumps(config))
+        words = ("--model", str(path), "--tokens", "8192", "--ranks", "8", "--layers", "5", "--json", "-")
+        code, out, _ = ndtp("plan", *words)
+        assert code == 0 and [block["times"] for block in json.loads(out)["request"]["blocks"]] == times
+    path.write_text(json.dumps({"model_type": "llama"}))
+    code, _, err = ndtp("plan", *words)
+    assert code == 2 and "names no number of layers, such as num_hidden_layers; leave --layers out" in err
 
 
 def test_both_stacks_and_the_vocabulary_count(tmp_path):
@@ -99,7 +127,7 @@ def test_both_stacks_and_the_vocabulary_count(tmp_path):
     assert body.blocks(8)[-1].bounds == () and sizes.blocks(8)[-1].bounds == ((8, 64, 1000),)
 
 
-def test_a_nested_text_part_is_planned_and_the_rest_is_named(ndtp, tmp_path):
+def test_a_nested_text_part_is_planned_and_the_rest_is_named(ndtp, tmp_path, without_transformers):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llava", "text_config": LLAMA, "vision_config": {"hidden_size": 8}}))
     code, out, _ = ndtp("plan", "--model", str(path), "--tokens", "8192", "--ranks", "8")
@@ -129,7 +157,7 @@ def test_time_and_memory_of_repeated_blocks_are_those_of_layers():
         ([1], "holds no JSON object"),
     ],
 )
-def test_bad_configs(ndtp, tmp_path, config, message):
+def test_bad_configs(ndtp, tmp_path, without_transformers, config, message):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     code, _, err = ndtp("plan", "--model", str(path), "--tokens", "8192", "--ranks", "8")

@@ -29,7 +29,9 @@ def test_blocks_of_models():
     assert [(block.name, block.times) for block in llama] == [("attention", 2), ("gated mlp", 2), ("vocabulary", 1)]
     assert vocabulary == Block.vocabulary(64, 32, 67) and attention.outs == (32, 16, 16) and mlp.inner == 48
     found = {block.name: block for block in blocks_of(build("T5ForConditionalGeneration"), 64)}
-    assert (found["attention"].times, found["mlp"].times, found["vocabulary"].tied) == (6, 4, True)
+    assert (found["attention"].times, found["mlp"].times, found["vocabulary"].tied) == (4, 4, True)
+    queries, keys = found["cross attention"], found["cross keys"]  # of other rows, so two products
+    assert queries.times == keys.times == 2 and queries.inner == keys.outs[0] == found["attention"].inner
     assert [(b.outs, b.times) for b in blocks_of(build("Phi3ForCausalLM"), 64) if b.inner == 48] == [((48, 48), 2)]
 
 

@@ -1,0 +1,92 @@
+"""The model of `ndtp plan --model`: counted in the model itself where transformers is, else read in its config."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ndtp.errors import GridError
+
+if TYPE_CHECKING:
+    from ndtp.planner.block_cost import Block
+    from ndtp.planner.model_sizes import CountedModel, ModelSizes
+
+MOST_NAMED = 4  # of what lies beside the blocks
+
+
+def model_at(path: str, layers: int | None) -> ModelSizes | CountedModel:
+    """The model that a `config.json` describes, with other layers where they are given.
+
+    Raises:
+        GridError: no such file, or no model whose layers can be planned; it says why.
+    """
+    from ndtp.planner.model_config import read_file, sizes_of, with_layers
+    from ndtp.planner.model_families import GATED, PLAIN
+
+    config, what = read_file(path)
+    if layers is not None:
+        config = with_layers(config, layers, what)
+    if not _is_for_transformers(config):
+        return sizes_of(config, what)
+    from ndtp.models.counted import count_config
+
+    try:
+        return count_config(config, what)
+    except GridError:
+        if config.get("model_type") in (*GATED, *PLAIN):
+            sizes_of(config, what)  # which names the field
+        raise
+
+
+def _is_for_transformers(config: dict[str, Any]) -> bool:
+    from ndtp.models.counted import is_installed, knows
+
+    return is_installed() and knows(config)
+
+
+def say_model(out: Any, model: ModelSizes | CountedModel) -> None:
+    """How the config was understood, so that a wrong reading is seen."""
+    from ndtp.planner.model_sizes import CountedModel
+
+    lines = list(map(_block, model.blocks(1)))
+    if isinstance(model, CountedModel):
+        first = f"{model.kind}, {model.parameters / 1e6:,.0f} million parameters"
+        beside = [f"{name} ({100 * count / model.parameters:.1f} %)" for name, count in model.beside]
+        if len(beside) > MOST_NAMED:
+            rest = sum(count for _, count in model.beside[MOST_NAMED:])
+            beside[MOST_NAMED:] = [f"{len(beside) - MOST_NAMED} others ({100 * rest / model.parameters:.1f} %)"]
+        lines += [f"not planned: {', '.join(beside)}"] * bool(beside)
+    else:
+        first = f"{model.kind}, {model.parameters / 1e6:,.0f} million parameters in matrices, by the config alone"
+        lines += [f"not counted: {', '.join(model.left_out)}"] * bool(model.left_out)
+    out.print("\n  ".join([first, *lines]), highlight=False)
+
+
+def _block(block: Block) -> str:
+    """One line: how often, and its sizes."""
+    hidden, (first, *_) = block.hidden, (*block.outs, 0)
+    if block.looked_up:
+        head = "no head" if not block.outs else "the head has its weight" if block.tied else "a head beside"
+        return f"embedding {block.looked_up} x {hidden}, {head}"
+    if block.experts:
+        what = f"{block.experts} experts {hidden} x {first}, {block.top_k} a token"
+    elif block.heads:
+        (heads,), keys = block.heads, block.key_heads
+        what = f"{heads} heads" + f" ({keys} of k and v)" * (keys not in (0, heads)) + f" of {first // heads}"
+    else:
+        what = f"{hidden} x {first}"
+    return f"{block.times} x {block.name}: {what}"
+
+
+def model_as_dict(model: ModelSizes | CountedModel) -> dict[str, Any]:
+    """The same for JSON: which of its parameters are planned, and what lies beside."""
+    from ndtp.planner.model_sizes import CountedModel
+
+    if isinstance(model, CountedModel):
+        return {
+            "name": model.kind, "counted": "in the model", "parameters": model.parameters,
+            "planned_parameters": model.planned, "not_planned": dict(model.beside),
+        }  # fmt: skip
+    return {
+        "name": model.kind, "counted": "by the config alone", "planned_parameters": model.parameters,
+        "not_planned": dict.fromkeys(model.left_out),
+    }  # fmt: skip

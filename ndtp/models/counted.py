@@ -1,0 +1,246 @@
+"""What the planner needs of a model, counted in the model itself: transformers builds it of its config, on meta.
+
+A config alone does not tell what a model's code makes of it; the model does.  Its blocks are those that `parallelize`
+splits.  What else has parameters is named beside them; no weight is counted twice or left out, which is checked here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndtp.errors import GridError, LayoutError
+from ndtp.models.auto_whole import blocks_by_name
+from ndtp.models.dry_step import OfWholeBatches, usual_inputs
+from ndtp.models.report import NUMBER
+from ndtp.planner.block_cost import Block
+from ndtp.planner.fields import shown
+from ndtp.planner.model_sizes import CountedModel
+
+# Tasks in whose order a class is looked for where a config names none: what is trained on its vocabulary comes first.
+PAIRS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")  # of an encoder and a decoder
+TASKS = (*PAIRS, "CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "")
+MOST_LAYERS = 4096  # each is built
+SMALL_PART = 0.1  # of a model's blocks: a head on few rows, say
+FIX = "  fix: give the sizes of such layers with --hidden, --ffn and --layers"
+Found = tuple[Block, tuple[str, ...]]
+BATCH, LENGTH = 2, 16  # of the call that tells how often layers run, and on which rows
+
+
+def is_installed() -> bool:
+    """Whether there is a transformers to build models."""
+    try:
+        import transformers
+    except ImportError:
+        return False
+    return hasattr(transformers, "AutoConfig")
+
+
+def knows(config: Mapping[str, Any]) -> bool:
+    """Whether transformers has this type of model."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return config.get("model_type") in CONFIG_MAPPING_NAMES
+
+
+def count_config(config: Mapping[str, Any], what: str = "model config") -> CountedModel:
+    """The blocks of the model that a `config.json` describes.
+
+    Raises:
+        GridError: transformers builds no model of it, or one whose weights are not those of its blocks.
+    """
+    import transformers
+
+    model = built(config, what)
+    return count(model, f"{type(model).__name__} of transformers {transformers.__version__}", what)
+
+
+def built(config: Mapping[str, Any], what: str = "model config") -> Any:
+    """The model of a config, on the meta device: of the class that it names, else of the first task that has one.
+
+    Raises:
+        GridError: there is no such class, or it does not take this config.
+    """
+    import transformers
+
+    kind: Any = config.get("model_type")
+    layers = [key for key, value in config.items() if "layer" in key and isinstance(value, int) and value > MOST_LAYERS]
+    if layers:
+        raise GridError(f"{what}: {layers[0]}={shown(config[layers[0]])}; layers are counted up to {MOST_LAYERS}")
+    given = {key: value for key, value in copy.deepcopy(dict(config)).items() if not key.startswith("_attn")}
+    with _quiet(transformers), torch.device("meta"):
+        try:
+            made = transformers.AutoConfig.for_model(kind, **{k: v for k, v in given.items() if k != "model_type"})
+            made._attn_implementation = "eager"  # which needs no other library
+        except Exception as error:
+            raise GridError(f"{what}: transformers takes no such config of {shown(kind)}: {_line(error)}") from None
+        kinds, problems = _classes(transformers, made, what), []
+        for one in kinds:
+            try:
+                if not isinstance(made, one.config_class):
+                    raise TypeError(f"it takes a {one.config_class.__name__}, not a {type(made).__name__}")
+                model = one(made)
+                model.tie_weights()
+            except Exception as error:
+                problems.append(f"{one.__name__}: {_line(error)}")
+                continue
+            return model.eval()
+    said = "; ".join(problems[:2]) or "it has no class of a model"
+    raise GridError(f"{what}: transformers builds no model of {shown(kind)}: {said}")
+
+
+def _classes(transformers: Any, config: Any, what: str) -> Iterator[Any]:
+    named = config.architectures
+    if named:
+        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+            raise GridError(f"{what}: architectures={shown(named)}; it must be a list of names, or null")
+        found = [getattr(transformers, name, None) for name in named]
+        found = [one for one in found if isinstance(one, type) and issubclass(one, nn.Module)]
+        if not found:
+            raise GridError(
+                f"{what}: architectures={shown(named)}: transformers {transformers.__version__} has no such model\n"
+                "  fix: leave architectures out, to plan for the family's own model"
+            )
+        yield from found
+        return
+    from transformers.models.auto import modeling_auto
+
+    for task in TASKS:
+        names = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES" if task else "MODEL_MAPPING_NAMES", {})
+        if config.model_type not in names or (task in PAIRS and not config.is_encoder_decoder):
+            continue
+        name = names[config.model_type]
+        one = getattr(transformers, name if isinstance(name, str) else name[0], None)
+        if one is not None:
+            yield one
+
+
+def count(model: Any, kind: str, what: str = "model") -> CountedModel:
+    """The blocks of a model, and what lies beside them.
+
+    Raises:
+        GridError: it has no block that is split, or runs layers more than once: their weights are shared.
+    """
+    try:
+        found = blocks_by_name(model, 1)
+    except LayoutError as error:
+        raise GridError(f"{what}: {kind} is not planned: {str(error).removeprefix('parallelize: ')}") from None
+    if not any(block.inner for block, _ in found):
+        raise GridError(
+            f"{what}: {kind} has no attention, MLP or experts that ndtp.parallelize splits\n"
+            "  fix: give the sizes of its MLP with --hidden, --ffn and, if it has a gate, --gated"
+        )
+    modules, planned = dict(model.named_modules()), dict[int, int]()
+    for block, names in found:
+        own = {id(p): p.numel() for name in names for p in modules[name].parameters() if _is_weight(p, block)}
+        if sum(own.values()) != block.parameters or own.keys() & planned.keys():
+            raise GridError(
+                f"{what}: the weights of {', '.join(names)} of {kind} have {sum(own.values()):,} elements, a block "
+                f"'{block.name}' {block.parameters:,}" + ", and it shares them" * bool(own.keys() & planned.keys())
+            )
+        planned |= own
+    found, other_rows = _on_the_same_rows(model, found, f"{what}: {kind} is not planned: ")
+    for name in other_rows:
+        for p in modules[name].parameters():
+            planned.pop(id(p), None)
+    others = {name: p for name, p in model.named_parameters() if id(p) not in planned}
+    size, beside = sum(planned.values()), sum(p.numel() for p in others.values())
+    named = tuple(sorted(_named(others), key=lambda entry: -entry[1]))
+    if size < beside:
+        raise GridError(
+            f"{what}: {kind} is not planned: ndtp.parallelize splits {size / (size + beside):.0%} of its parameters; "
+            f"what stays whole: {', '.join(name for name, _ in named[:3])}\n{FIX}"
+        )
+    blocks = Counter(block for block, _ in found)
+    counted = tuple(replace(block, times=times) for block, times in blocks.items())
+    return CountedModel(kind, counted, size + beside, size, named)
+
+
+def _on_the_same_rows(model: Any, found: list[Found], where: str) -> tuple[list[Found], list[str]]:
+    """The blocks that a step runs once each and on as many rows as the most of them; the modules of the others.
+
+    A model of which those are a large part is none whose layers the planner can weigh on one number of rows.
+
+    Raises:
+        GridError: says which layers share weights, or have other rows.
+    """
+    rows = rows_by_name(model, [name for block, names in found for name in names if block.inner])
+    again = next((name for name, each in rows.items() if len(each) > 1), None)
+    if again:
+        raise GridError(f"{where}'{again}' runs {len(rows[again])} times in a step: its layers share weights\n{FIX}")
+    sizes: Counter[int] = Counter()
+    rows_of = {names: {each for name in names for each in rows.get(name, ())} for _, names in found}
+    for block, names in found:
+        sizes.update(dict.fromkeys(rows_of[names], block.parameters))
+    if len(sizes) < 2:
+        return found, []
+    (most, of_most), *_ = sizes.most_common()
+    unlike = [(block, names) for block, names in found if rows_of[names] - {most}]
+    if sum(block.parameters for block, _ in unlike) > SMALL_PART * of_most:
+        name, each = next((name, each) for name, each in rows.items() if each != [most])
+        raise GridError(f"{where}'{name}' has {each[0]} rows, others {most}\n{FIX}")
+    return [entry for entry in found if entry not in unlike], [name for _, names in unlike for name in names]
+
+
+def _is_weight(p: nn.Parameter, block: Block) -> bool:
+    """A matrix; beside experts there may be others than the router's, such as a bias [1, experts]."""
+    return p.dim() > 1 and (not block.experts or block.hidden in p.shape)
+
+
+def rows_by_name(model: Any, names: Sequence[str]) -> dict[str, list[int]]:
+    """The rows that each of these modules gets in a call of the model, one number for each time that it runs.
+
+    The model's own code tells, on tensors without memory.  Code that needs numbers does not run so, and tells nothing.
+    """
+    rows: dict[str, list[int]] = {}
+    modules = dict(model.named_modules())
+
+    def listen(name: str) -> Any:
+        def hook(_: nn.Module, args: Any) -> None:
+            if args and isinstance(args[0], Tensor):
+                rows.setdefault(name, []).append(args[0].numel() // max(1, args[0].shape[-1]))
+
+        return hook
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.callback(modules[name].register_forward_pre_hook(listen(name)).remove)
+        try:
+            given = usual_inputs(model, BATCH, LENGTH, None)
+            with torch.no_grad(), OfWholeBatches():
+                model(**given)
+        except Exception:
+            return {}
+    return rows
+
+
+def _named(others: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, int]]:
+    """`layers.*.mixer.in_proj` and the elements of all of them: matrices by their names, vectors as one."""
+    vectors = sum(p.numel() for p in others.values() if p.dim() < 2)
+    if vectors:
+        yield "norms, biases and other vectors", vectors
+    sizes: Counter[str] = Counter()
+    for name, p in others.items():
+        if p.dim() > 1:
+            sizes[NUMBER.sub("*", name).removesuffix(".weight")] += p.numel()
+    yield from sizes.items()
+
+
+def _quiet(transformers: Any) -> ExitStack:
+    """Without its warnings of fields, which are a model's own business."""
+    stack, logging = ExitStack(), transformers.utils.logging
+    stack.callback(logging.set_verbosity, logging.get_verbosity())
+    logging.set_verbosity_error()
+    return stack
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 160 else f"{text[:156]} ..."
