@@ -16,6 +16,7 @@ from ndtp.algebra.steps import Dims
 from ndtp.errors import LayoutError
 
 TENSOR_AXES = ("x", "y", "z")
+OTHER_AXES = ("dp", "e")  # by their names of data and of experts: no scheme splits weights over them
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,19 @@ def block_layouts(grid: Grid, scheme: str, axes: Sequence[str] | None = None) ->
 
     Args:
         axes: the axes to use.  1D: t, all of them together, default every one of x, y, z that the grid has.  2D and 3D:
-            those that play x, y (and z), default the ones of these names; 2D then wants z=1.
+            those that play x, y (and z), default the ones of these names; 2D then wants z=1.  In 1D the only axis of a
+            grid, beside dp and e, is the axis, whatever its name.
 
     Raises:
-        LayoutError: an unknown scheme, axes that are not there, or a 2D scheme on a grid with z > 1.
+        LayoutError: an unknown scheme, axes that are not there, a grid that has none of the scheme's axes, or a 2D
+            scheme on a grid with z > 1.
     """
     if scheme not in SCHEMES:
         raise LayoutError(f"scheme {scheme!r} is not one of {', '.join(SCHEMES)}")
     count = {"1d": None, "2d": 2, "3d": 3}[scheme[:2]]
     if axes is None:
         named = [axis if axis in grid else None for axis in TENSOR_AXES]
-        used = named[:count]
+        used = named[:count] if any(named) else _named_otherwise(grid, scheme, count)
         if count == 2 and named[2] and grid["z"] > 1:
             raise LayoutError(
                 f"scheme {scheme!r} uses the axes x and y, and grid {grid} has z={grid['z']}\n"
@@ -88,6 +91,26 @@ def block_layouts(grid: Grid, scheme: str, axes: Sequence[str] | None = None) ->
             Layout(grid, rows + dims[0], *dims[1:]) if i % 2 == 0 else Layout(grid, *dims)
             for i, dims in enumerate(layouts)
         )
+    )
+
+
+def _named_otherwise(grid: Grid, scheme: str, count: int | None) -> Sequence[str | None]:
+    """The axes of a grid that has none of the scheme's: in 1D the only one; none of a grid for data or experts alone.
+
+    Raises:
+        LayoutError: there are others, over which a user who named them so wants to split.
+    """
+    others = [axis for axis in grid if axis not in (*TENSOR_AXES, *OTHER_AXES)]
+    if not grid.nontrivial(others):
+        return [None] * (count or 0)
+    if count is None and len(grid.nontrivial(others)) == 1:
+        return [*grid.nontrivial(others)]
+    names = ("x", "y", "z")[: count or 1]
+    fix = f"axes={tuple(others)!r}" if count in (None, len(others)) else f"Grid({', '.join(f'{n}=..' for n in names)})"
+    also = " or scheme='1d' or '1d-sp'," if len(others) == 1 else ""
+    raise LayoutError(
+        f"scheme {scheme!r} splits over axes named {', '.join(names)}, and grid {grid} has none of them: nothing would "
+        f"be split\n  fix: {fix},{also} or the name dp for an axis that splits rows alone"
     )
 
 

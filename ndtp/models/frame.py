@@ -6,7 +6,10 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from ndtp.algebra.layout import Layout
+from ndtp.models.fused_order import order_of
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -86,6 +89,12 @@ class Passage:
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.lead, self.features)
+
+    @property
+    def order(self) -> Tensor | None:
+        """Of features of several sections, as shards in a row have them; None where that is the dense order."""
+        count = self.sections
+        return None if count == 1 else order_of([self.features // count] * count, self.layout.num_splits(1))
 
     @property
     def rows_here(self) -> range:

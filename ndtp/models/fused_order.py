@@ -6,6 +6,8 @@ code sees the heads of the rank alone: so its rows are that function of its own 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -68,3 +70,16 @@ def in_order(kind: str, parts: tuple[Tensor, Tensor, Tensor], head_dim: int) -> 
     order = heads_in_order(kind, heads, kv_heads)
     assert order is not None
     return y if kind == "sections" else y.unflatten(1, (-1, head_dim))[:, order].flatten(1)
+
+
+def order_of(sections: Sequence[int], splits: int) -> Tensor | None:
+    """Rows of a weight of several sections, so that each rank along the axes that split them has its part of each."""
+    if not sections:
+        return None
+    order: list[int] = []
+    for part in range(splits):
+        start = 0
+        for size in sections:
+            order += range(start + part * size // splits, start + (part + 1) * size // splits)
+            start += size
+    return torch.tensor(order, device="cpu")

@@ -94,12 +94,9 @@ def whole(x: Tensor) -> Tensor:
     if not isinstance(x, Hidden):
         return x
     passage = x.passage
-    if passage.sections > 1:
-        raise LayoutError(
-            f"'{passage.came_from}' gave {passage.sections} parts of features in one, {passage}: only `chunk` and "
-            "`split` into these take them apart"
-        )
     y = relayout(leave(x), passage.layout, passage.frame.outside, passage.frame.mesh, f"{passage.came_from} whole")
+    if (order := passage.order) is not None:
+        y = y[:, order.argsort().to(y.device)]
     return y[: math.prod(passage.lead), : passage.features].reshape(passage.shape)
 
 
@@ -115,6 +112,8 @@ def split(x: Tensor, frame: Frame, layout: Layout, width: int, came_from: str = 
 
 def _cut(x: Tensor, passage: Passage) -> Tensor:
     frame = passage.frame
+    if (order := passage.order) is not None:
+        x = x.index_select(-1, order.to(x.device))
     x = F.pad(x.reshape(-1, x.shape[-1]), (0, passage.width - x.shape[-1], 0, passage.rows - math.prod(passage.lead)))
     y = relayout(x, frame.outside, passage.layout, frame.mesh, passage.came_from or "split")
     return y.view_as(y)
@@ -174,6 +173,8 @@ def _brought(x: Tensor, passage: Passage) -> Tensor:
     rows = x.reshape(-1, features)
     bare, by_feature = Layout(mesh.grid, None, None), Layout(mesh.grid, None, layout.dims[1])
     if features == passage.features and features != 1:
+        order = passage.order
+        rows = rows if order is None else rows[:, order.to(rows.device)]
         rows = F.pad(rows, (0, passage.width - features))
         rows = relayout(rows, bare, by_feature, mesh, "operand")
         rows = used_over(rows, by_feature, inner, mesh, "operand")

@@ -19,6 +19,7 @@ from ndtp.algebra.schemes import BlockLayouts
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted, Placed, adopt, as_projection_input
 from ndtp.models.frame import Frame, Passage
+from ndtp.models.fused_order import order_of
 from ndtp.models.hidden import Hidden, enter, leave
 from ndtp.ops.products import chain, relayout
 from ndtp.runtime.arrival import local_shard
@@ -138,19 +139,6 @@ class Projection(Adopted):
     def parts(self) -> int:
         """Into how many parts its result is split where its weight is one."""
         return self.plan.out.num_splits(1) // self.plan.b.num_splits(self.features_dim)
-
-
-def order_of(sections: Sequence[int], splits: int) -> Tensor | None:
-    """Rows of a weight of several sections, so that each rank along the axes that split them has its part of each."""
-    if not sections:
-        return None
-    order: list[int] = []
-    for part in range(splits):
-        start = 0
-        for size in sections:
-            order += range(start + part * size // splits, start + (part + 1) * size // splits)
-            start += size
-    return torch.tensor(order, device="cpu")
 
 
 def order_as(given: Layout, wanted: Layout, size: int) -> Tensor:

@@ -18,8 +18,9 @@ from ndtp.compute.attention import attention_weights
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted, Placed, adopt, as_projection_input
 from ndtp.models.frame import Frame, Passage
+from ndtp.models.fused_order import order_of
 from ndtp.models.hidden import Hidden, enter, leave
-from ndtp.models.projections import Projection, order_of, place_projection, products, used_and_stored
+from ndtp.models.projections import Projection, place_projection, products, used_and_stored
 from ndtp.nn.attention_dropout import AttentionDropout
 from ndtp.nn.padding import RowBlocks
 from ndtp.ops.products import chain, relayout

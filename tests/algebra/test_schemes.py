@@ -17,6 +17,9 @@ def texts(grid, scheme, axes=None):
         ("1d", Grid(x=8), None, ["None None", "x None", "None x", "None x", "None None"]),
         ("1d", Grid(z=2, x=2, y=2), None, ["None None", "(x y z) None", "None (x y z)", "None (x y z)", "None None"]),
         ("1d", Grid(dp=2, x=4), None, ["dp None", "x None", "dp x", "None x", "dp None"]),
+        ("1d", Grid(tp=4), None, ["None None", "tp None", "None tp", "None tp", "None None"]),
+        ("1d-sp", Grid(dp=2, tp=4), None, ["(dp tp) None", "tp None", "dp tp", "None tp", "(dp tp) None"]),
+        ("3d", Grid(dp=4), None, ["dp None", "None None", "dp None", "None None", "dp None"]),
         ("1d", Grid(x=2, y=4), ("y",), ["x None", "y None", "x y", "None y", "x None"]),
         ("1d-sp", Grid(dp=2, x=4), None, ["(dp x) None", "x None", "dp x", "None x", "(dp x) None"]),
         ("2d", Grid(x=2, y=4), None, ["y x", "y x", "x y", "x y", "y x"]),
@@ -64,3 +67,20 @@ def test_the_plainest_name_of_the_3d_scheme(num_ranks):
 def test_errors(scheme, axes, words):
     with pytest.raises(LayoutError, match=words):
         block_layouts(Grid(x=2, y=2), scheme, axes)
+
+
+@pytest.mark.parametrize(
+    ("grid", "scheme", "fix"),
+    [
+        (Grid(tp=4), "3d", "scheme='1d'"),
+        (Grid(tp=4), "2d-features", "scheme='1d'"),
+        (Grid(a=2, b=2), "2d", r"axes=\('a', 'b'\)"),
+        (Grid(a=2, b=2), "1d", r"axes=\('a', 'b'\)"),
+        (Grid(dp=2, a=2), "3d", "dp"),
+    ],
+    ids=str,
+)
+def test_a_grid_without_the_axes_of_the_scheme_is_an_error_with_the_fix(grid, scheme, fix):
+    """Its axes would split rows as data parallelism does, and nothing else."""
+    with pytest.raises(LayoutError, match=f"(?s)has none of them.*fix: .*{fix}"):
+        block_layouts(grid, scheme)

@@ -56,7 +56,7 @@ GOOD = ("equal", "drift")
 
 
 def seed() -> None:
-    torch.manual_seed(0)
+    transformers.set_seed(0)  # that of NumPy, too, by which some draw
 
 
 def scalar(out: Any) -> Tensor:
@@ -136,10 +136,11 @@ def compare(mine: dict, dense: dict, exact: dict) -> dict:
         x = mine.get(name)
         if x is None or x.shape != theirs.shape:
             return row | {"verdict": "wrong", "worst": f"{name}: {None if x is None else tuple(x.shape)}"}
+        truth = exact[name] if name in exact and exact[name].shape == theirs.shape else theirs
         differs = ~((x == theirs) | (x.isnan() & theirs.isnan()))
+        differs &= ~(x.isfinite() & truth.isfinite() & ~theirs.isfinite())  # where the dense sum alone overflows
         if not differs.any():
             continue
-        truth = exact[name] if name in exact and exact[name].shape == theirs.shape else theirs
         scale = float(theirs[theirs.isfinite()].abs().max()) if theirs.isfinite().any() else 0.0
         scale = max(scale, largest * 1e-2 if kind == "backward" else 0.0, 1e-30)
         off = float((x.double() - theirs.double()).abs()[differs].max()) / scale
