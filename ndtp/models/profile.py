@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ndtp.collectives.cross_check import cross_check
-from ndtp.planner.hardware import DATA_SHEETS, Hardware
+from ndtp.planner.hardware import PUBLISHED, Hardware
 from ndtp.planner.speeds import speeds_of
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -24,9 +24,9 @@ def use_profile(mesh: ProcessGrid, hardware: str | Path | Hardware) -> None:
 
 
 def use_measured(mesh: ProcessGrid, hardware: str | Path | Hardware) -> None:
-    """A profile that was measured; data sheets do not tell what processes at hand do."""
+    """A profile that was measured; what others published does not tell what processes at hand do."""
     profile = Hardware.load(hardware)
-    if profile.source != DATA_SHEETS:
+    if profile.source != PUBLISHED:
         _use(mesh, profile)
 
 

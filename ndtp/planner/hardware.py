@@ -1,6 +1,6 @@
 """`Hardware`: what a time model has to know of a machine.  Presets by name, and TOML files of the user's own.  Pure.
 
-Presets hold data-sheet figures and an efficiency, not measurements; `ndtp bench calibrate` writes a file that was
+Presets (`ndtp.planner.presets`) come from published measurements; `ndtp bench calibrate` writes a file that was
 measured on the ranks at hand.
 """
 
@@ -10,7 +10,7 @@ import difflib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,16 @@ import numpy as np
 from ndtp.dtypes import SIZES
 from ndtp.errors import GridError
 from ndtp.planner.fields import Either, Kind, Number, Record, Size, Table, Word, read_parsed, shown
+from ndtp.planner.presets import MACHINES
 
-DATA_SHEETS = "data sheets"
+PUBLISHED = "published measurements"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 MAX_RANKS = 2**20
 
 # What each field of a profile may be.  Rates have a floor above 0: 1 / rate is a time.
 RATE, DURATION_US = Number(1e-9, 1e12), Number(0, 1e12)
 FRACTION = Number(1e-9, 1)
+DTYPE_BYTES = {**SIZES, "float8": 1}  # that a product may have
 LINK = Record(
     {
         "bandwidth_gbs": RATE,
@@ -39,7 +41,9 @@ LINK = Record(
 MACHINE: dict[str, Kind] = {
     "name": Word(),
     "ranks_per_node": Number(1, MAX_RANKS, integer=True),
-    "tflops": Table(Word(tuple(SIZES)), RATE),
+    "tflops": Table(Word(tuple(DTYPE_BYTES)), RATE),
+    "peak_tflops": Table(Word(tuple(DTYPE_BYTES)), RATE, empty=True),
+    "attention_tflops": Table(Word(), RATE, empty=True),
     "gemm_half": Number(0, 1e9),
     "memory_gib": RATE,
     "memory_gbs": RATE,
@@ -103,6 +107,9 @@ class Hardware:
         launch_us: fixed cost of a local product.
         contention: how much of the time of a collective that runs beside products these lose by it: 0 where a card
             moves the bytes, 1 where processors do, and nothing is hidden.
+        peak_tflops: dtype -> the data sheet's rate, of which utilisation (MFU) is a part; where it lacks one, `tflops`.
+        attention_tflops: kernel ("flash1", "flash2", "flash3") -> rate of long causal attention with heads of 128,
+            forward and backward, at 3.5 flops backward and forward for each one of forward.
         source: where the figures come from.
     """
 
@@ -116,7 +123,9 @@ class Hardware:
     memory_gbs: float = 2000.0
     launch_us: float = 5.0
     contention: float = 0.0
-    source: str = DATA_SHEETS
+    peak_tflops: Mapping[str, float] = field(default_factory=dict)
+    attention_tflops: Mapping[str, float] = field(default_factory=dict)
+    source: str = PUBLISHED
 
     def __post_init__(self) -> None:
         Record(MACHINE).check("Hardware", "", {name: getattr(self, name) for name in MACHINE})
@@ -132,6 +141,34 @@ class Hardware:
         if dtype not in self.tflops:
             raise GridError(f"hardware {self.name!r} has no GEMM rate for {dtype}; it has {', '.join(self.tflops)}")
         return self.tflops[dtype] * 1e12
+
+    def half(self, dtype: str) -> float:
+        """The dim at which a product of this dtype has half of its rate: the faster, the larger."""
+        return self.gemm_half * max(1.0, self.tflops[dtype] / self.tflops.get("bfloat16", self.tflops[dtype]))
+
+    def attention_rate(self, kernel: str) -> float:
+        """Flops a second of an attention core of one kind; of an unknown one, half of a product's."""
+        known = self.attention_tflops
+        if kernel == "fused" and known:
+            return max(known.values()) * 1e12
+        dtype = "bfloat16" if "bfloat16" in self.tflops else next(iter(self.tflops))
+        return known[kernel] * 1e12 if kernel in known else 0.5 * self.flops_per_second(dtype)
+
+    def peak(self, dtype: str) -> float:
+        """Flops a second that utilisation (MFU) is measured by."""
+        return self.peak_tflops.get(dtype, self.tflops[dtype]) * 1e12
+
+    def limited(self, power: float) -> Hardware:
+        """The same devices with a lower limit of power: `power` of what these have.
+
+        Near its limit a chip's power grows faster than its clock, by its square at least: what it multiplies falls by
+        the root of the power.
+        """
+
+        def slower(rates: Mapping[str, float]) -> dict[str, float]:
+            return {key: rate * power**0.5 for key, rate in rates.items()}
+
+        return replace(self, tflops=slower(self.tflops), attention_tflops=slower(self.attention_tflops))
 
     @classmethod
     def load(cls, name: str | Path | Hardware) -> Hardware:
@@ -156,7 +193,9 @@ class Hardware:
     def to_toml(self) -> str:
         """The text of a file that `load` reads."""
         lines = [f"{name} = {_toml(getattr(self, name))}" for name in SCALARS]
-        lines += ["", "[tflops]", *(f"{dtype} = {_toml(rate)}" for dtype, rate in self.tflops.items())]
+        for name in TABLES:
+            if table := getattr(self, name):
+                lines += ["", f"[{name}]", *(f"{key} = {_toml(rate)}" for key, rate in table.items())]
         for name in ("intra", "inter"):
             link: Link = getattr(self, name)
             lines += ["", f"[{name}]"]
@@ -167,6 +206,7 @@ class Hardware:
         return "\n".join(lines) + "\n"
 
 
+TABLES = ("tflops", "peak_tflops", "attention_tflops")
 SCALARS = ("name", "ranks_per_node", "gemm_half", "memory_gib", "memory_gbs", "launch_us", "contention", "source")
 
 
@@ -197,66 +237,8 @@ def _read(path: Path) -> Hardware:
     })  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------------ presets
-
-# What collectives and large products reach of the data sheet's figures, as reported for NCCL and cuBLAS on Hopper.
-LINK_EFFICIENCY = 0.8
-GEMM_EFFICIENCY = 0.8
-
-# device -> (dense bf16 TFLOP/s, fp32 TFLOP/s as torch computes it by default, GiB, GB/s of memory, GB/s of intra link)
-DEVICES = {
-    "a100": (312.0, 19.5, 80.0, 2039.0, 300.0),
-    "h100": (989.0, 67.0, 80.0, 3350.0, 450.0),
-    "h200": (989.0, 67.0, 141.0, 4800.0, 450.0),
-    "b200": (2250.0, 75.0, 180.0, 8000.0, 900.0),
-    "mi300x": (1307.0, 163.4, 192.0, 5300.0, 448.0),
-}
-# Gbit/s of a device's share of its node's network, and the latency of a call and of a hop in us.
-FABRICS = {
-    "ib": ({"a100": 200.0, "b200": 800.0}, 400.0, 15.0, 3.0),
-    "roce": ({"a100": 100.0}, 200.0, 20.0, 5.0),
-    "eth": ({}, 12.5, 50.0, 20.0),  # one 100 Gbit/s card for the eight devices of a node
-}
+def _preset(intra: tuple[float, float, float], inter: tuple[float, float, float], **fields: Any) -> Hardware:
+    return Hardware(intra=Link(*intra), inter=Link(*inter), **fields)
 
 
-def _preset(device: str, fabric: str) -> Hardware:
-    bf16, fp32, memory, memory_gbs, intra = DEVICES[device]
-    rates, default, latency, hop = FABRICS[fabric]
-    return Hardware(
-        name=f"{device}-{fabric}",
-        ranks_per_node=8,
-        intra=Link(intra * LINK_EFFICIENCY, 8.0, 1.0),
-        inter=Link(rates.get(device, default) / 8 * LINK_EFFICIENCY, latency, hop),
-        tflops={
-            "bfloat16": bf16 * GEMM_EFFICIENCY,
-            "float16": bf16 * GEMM_EFFICIENCY,
-            "float32": fp32 * GEMM_EFFICIENCY,
-        },
-        memory_gib=memory,
-        memory_gbs=memory_gbs * 0.9,
-    )
-
-
-PRESETS = {
-    **{f"{device}-{fabric}": _preset(device, fabric) for device in DEVICES for fabric in FABRICS},
-    "pcie": Hardware(
-        name="pcie",  # eight L40S on PCIe 4 x16, one 100 Gbit/s card
-        ranks_per_node=8,
-        intra=Link(16.0, 15.0, 3.0),
-        inter=Link(1.25, 50.0, 20.0),
-        tflops={"bfloat16": 290.0, "float16": 290.0, "float32": 73.0},
-        memory_gib=48.0,
-        memory_gbs=780.0,
-    ),
-    "cpu": Hardware(
-        name="cpu",  # one rank a node, 25 Gbit/s Ethernet, gloo
-        ranks_per_node=1,
-        intra=Link(2.5, 100.0, 50.0),
-        inter=Link(2.5, 100.0, 50.0),
-        tflops={"float32": 2.0, "bfloat16": 2.0, "float16": 0.5, "float64": 1.0},
-        memory_gib=256.0,
-        memory_gbs=200.0,
-        launch_us=2.0,
-        gemm_half=32.0,
-    ),
-}
+PRESETS = {each["name"]: _preset(**each) for each in MACHINES}

@@ -16,7 +16,7 @@ import numpy as np
 
 from ndtp.dtypes import SIZES
 from ndtp.planner.block_cost import AXES, EXPERT_AXES, Block, Grids, gemms, messages, padded
-from ndtp.planner.hardware import Hardware
+from ndtp.planner.hardware import DTYPE_BYTES, Hardware
 from ndtp.schedule.clocks import Messages, Product, Span, step_seconds
 
 # What a step of a product may move.
@@ -143,9 +143,9 @@ class Network:
 def gemm_seconds(hardware: Hardware, m: Any, n: Any, k: Any, dtype: str, count: Any = 1.0) -> Any:
     """Local products: the roof of their arithmetic, less where dims are short, and of the memory they touch."""
     m, n, k = _real(m), _real(n), _real(k)
-    half = hardware.gemm_half
+    half = hardware.half(dtype)
     rate = hardware.flops_per_second(dtype) / ((1 + half / m) * (1 + half / n) * (1 + half / k))
-    touched = (m * k + k * n + m * n) * SIZES[dtype] / (hardware.memory_gbs * 1e9)
+    touched = (m * k + k * n + m * n) * DTYPE_BYTES[dtype] / (hardware.memory_gbs * 1e9)
     return np.maximum(2.0 * m * n * k / rate, touched) * count + hardware.launch_us * 1e-6
 
 

@@ -12,7 +12,7 @@ from ndtp.cli.common import print_table
 from ndtp.cli.progress import Bar, waiting
 
 NARROW = {
-    "plan --tokens 8192 --hidden 4096 --ffn 16384 --ranks 64 --top 2": ["z=2 y=16 x=2", "0.7965", "MiB/step", "84"],
+    "plan --tokens 8192 --hidden 4096 --ffn 16384 --ranks 64 --top 2": ["y=4 dp=8 x=2", "0.8801", "MiB/step", "84"],
     "bench volume --ranks 4 --no-real --top 1": ["1d-sp", "50,331,648", "metered"],
     "bench gemm --shape 128,128,128": ["estimated us", "bound by"],
     "info --gemm 128 128 128": ["pointer 32x64x64 stages 4 warps 4", "TFLOP/s"],
@@ -22,7 +22,7 @@ NARROW = {
         "wgrad of A[M_zy, K_x] . B[K_xz, N_y] -> C[M_zx, N_y]",
         "on grid z=2 x=2 y=2: every rank receives 32 elements",
     ],
-    "show schedule --grid z=2,x=2,y=2 --chunks 4": ["on grid z=2 x=2 y=2, chunks=4, h100-ib: 1.574 ms, predicted"],
+    "show schedule --grid z=2,x=2,y=2 --chunks 4": ["on grid z=2 x=2 y=2, chunks=4, h100-ib: 2.566 ms, predicted"],
 }
 
 

@@ -1,0 +1,232 @@
+"""How to split a training step: every way to share it among the ranks, weighed by predicted time and memory.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ndtp.algebra.grid import divisors
+from ndtp.errors import GridError
+from ndtp.planner.fields import Number, Table, Word
+from ndtp.planner.hardware import MAX_RANKS, Hardware
+from ndtp.planner.training.memory import OPTIMIZERS, Memory, memory
+from ndtp.planner.training.practice import PRACTICES, RECOMPUTE, Practice
+from ndtp.planner.training.splits import RANK_ORDERS, STEP_AXES, Splits
+from ndtp.planner.training.step import Job, StepTime
+from ndtp.planner.training.transformer import Transformer
+
+GIB = 2**30
+MICROS = (1, 2, 4, 8, 16, 32, 64)
+VIRTUAL = (1, 2, 3, 4, 5, 6, 8)
+# What a device's memory has room for, beside its context, the collectives' buffers and holes between tensors.
+ROOM = 0.9
+# Choices whose steps are this near to each other are as fast; less memory is better then.
+TIE = 0.01
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be trained, and what may be chosen.
+
+    Attributes:
+        batch: sequences of a step, over all ranks.
+        recompute: what backward may make again; of practices that fit into memory the fastest one counts.
+        context: whether sequences may be split (cp).
+        fixed: sizes of axes that are given, such as {"pp": 4}, and of "micro" and "virtual".
+        limit_gib: of a rank; None: what the device has, but a tenth.
+        within_node: x and y stay inside of a node.
+
+    Raises:
+        GridError: a value that is none of its kind; names what it may be.
+    """
+
+    model: Transformer
+    batch: int
+    ranks: int
+    hardware: Hardware
+    practice: Practice = PRACTICES["ndtp"]
+    optimizer: str = "adamw"
+    recompute: tuple[str, ...] = ("none", "layer")
+    context: bool = True
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    limit_gib: float | None = None
+    within_node: bool = False
+
+    def __post_init__(self) -> None:
+        size = Number(1, MAX_RANKS, integer=True)
+        for name in ("batch", "ranks"):
+            size.check("plan", name, getattr(self, name))
+        Word(tuple(OPTIMIZERS)).check("plan", "optimizer", self.optimizer)
+        for name in self.recompute:
+            Word(tuple(RECOMPUTE)).check("plan", "recompute", name)
+        Table(Word((*STEP_AXES, "micro", "virtual")), size, empty=True).check("plan", "fixed", dict(self.fixed))
+        if self.limit_gib is not None:
+            Number(1e-6, 1e12).check("plan", "limit_gib", self.limit_gib)
+        self.hardware.flops_per_second(self.practice.dtype)
+
+    @property
+    def room(self) -> float:
+        """Bytes."""
+        return (self.limit_gib if self.limit_gib is not None else ROOM * self.hardware.memory_gib) * GIB
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to split the step, with what is predicted of it."""
+
+    question: Question
+    splits: Splits
+    practice: Practice
+    order: tuple[str, ...]
+    time: StepTime
+    memory: Memory
+
+    @property
+    def seconds(self) -> float:
+        return float(self.time.total)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.question.batch * self.question.model.sequence / self.seconds
+
+    @property
+    def utilisation(self) -> float:
+        """Of the data sheet's rate (MFU), by the flops that a model needs, recomputation left out."""
+        peak = self.question.hardware.peak(self.practice.dtype)
+        return self.tokens_per_second * self.question.model.flops / (peak * self.question.ranks)
+
+    @property
+    def micro_batches(self) -> int:
+        s = self.splits
+        return max(1, -(-self.question.batch // int(s.shares * s.micro)))
+
+    @property
+    def runs(self) -> bool:
+        """Whether ndtp runs it: it has no context parallelism."""
+        return int(self.splits.cp) == 1
+
+
+def choose(question: Question, limit: int | None = 10) -> list[Choice]:
+    """The fastest ways that fit into memory, best first, one for each set of sizes of axes.
+
+    Raises:
+        GridError: nothing fits; says what the least memory is, or which constraint leaves nothing.
+    """
+    splits = candidates(question)
+    found: list[tuple[Any, ...]] = []
+    least = np.inf
+    for practice in _practices(question):
+        needs = memory(question.model, question.batch, practice, splits, question.optimizer).total
+        fits = needs <= question.room
+        least = min(least, float(np.min(needs)))
+        if not fits.any():
+            continue
+        some, needs = splits.take(fits), needs[fits]
+        job = Job(question.model, question.batch, question.hardware, practice)
+        for order in RANK_ORDERS:
+            keep = np.ones(needs.shape, dtype=bool)
+            if question.within_node:
+                keep = some.network(order, question.hardware).inside_node(("x", "y"))
+            seconds = np.where(keep, job.step(some, order).total, np.inf)
+            best = np.argsort(seconds, kind="stable")[: 64 if limit is not None else None]
+            found += [(float(seconds[i]), float(needs[i]), some.one(int(i)), practice, order)
+                      for i in best if np.isfinite(seconds[i])]  # fmt: skip
+    if not found:
+        raise GridError(_nothing(question, least))
+    fastest = min(seconds for seconds, *_ in found)
+    found.sort(key=lambda each: (0.0 if each[0] <= fastest * (1 + TIE) else each[0], *_plainness(each), each[0]))
+    chosen: dict[tuple[int, ...], Choice] = {}
+    for _, _, one, practice, order in found:
+        sizes = tuple(getattr(one, axis) for axis in STEP_AXES)
+        if sizes not in chosen and (limit is None or len(chosen) < limit):
+            chosen[sizes] = weigh(question, one, practice, order)
+    return list(chosen.values())
+
+
+def _plainness(found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of steps that are as fast: the one that makes nothing again, has the fewest axes, and needs the least memory."""
+    _, needs, splits, practice, _ = found
+    split = sum(getattr(splits, axis) > 1 for axis in STEP_AXES)
+    return practice.recompute != "none", split, needs
+
+
+def weigh(question: Question, splits: Splits, practice: Practice, order: Sequence[str] = RANK_ORDERS[0]) -> Choice:
+    """What is predicted of one way."""
+    job = Job(question.model, question.batch, question.hardware, practice)
+    needs = memory(question.model, question.batch, practice, splits, question.optimizer)
+    return Choice(question, splits, practice, tuple(order), job.step(splits, order), needs)
+
+
+def _practices(question: Question) -> Iterator[Practice]:
+    for again, regather in product(question.recompute, (False, True)):
+        yield replace(question.practice, recompute=again, regather=regather)
+
+
+def candidates(question: Question) -> Splits:
+    """All that fit the sizes of the model and of the batch.
+
+    Raises:
+        GridError: there is none.
+    """
+    rows = [each for sizes in _axes(question) for each in _micros(question, sizes)]
+    if not rows:
+        raise GridError(_nothing(question, None))
+    columns = np.array(rows, dtype=np.int64).T
+    return Splits(**dict(zip((each.name for each in fields(Splits)), columns, strict=True)))
+
+
+def _axes(question: Question) -> Iterator[dict[str, int]]:
+    """Sizes of the axes: products of `ranks`, of which each divides what it splits."""
+    model, fixed, ranks = question.model, question.fixed, question.ranks
+    mixture = model.mixture
+    may = {
+        "y": lambda n: model.heads % n == 0 and (model.keys * model.head) % n == 0 and model.ffn % n == 0,
+        "x": lambda n: model.hidden % n == 0 and n <= 64,
+        "pp": lambda n: n <= model.layers,
+        "cp": lambda n: n == 1 or (question.context and model.sequence % (2 * n) == 0 and model.sequence // n >= 1024),
+        "e": lambda n: n == 1 or (mixture is not None and mixture.count % n == 0),
+        "z": lambda n: question.batch % n == 0,
+    }
+
+    def sizes(axis: str, left: int) -> list[int]:
+        options = [fixed[axis]] if axis in fixed else divisors(left)
+        return [n for n in options if left % n == 0 and may[axis](n)]
+
+    for y in sizes("y", ranks):
+        for x in sizes("x", ranks // y):
+            for pp in sizes("pp", ranks // (y * x)):
+                for cp in sizes("cp", ranks // (y * x * pp)):
+                    for e in sizes("e", ranks // (y * x * pp * cp)):
+                        for z in sizes("z", ranks // (y * x * pp * cp * e)):
+                            dp = ranks // (y * x * pp * cp * e * z)
+                            if fixed.get("dp", dp) == dp and question.batch % (dp * e * z) == 0:
+                                yield {"pp": pp, "dp": dp, "e": e, "z": z, "cp": cp, "x": x, "y": y}
+
+
+def _micros(question: Question, sizes: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
+    fixed, layers, pp = question.fixed, question.model.layers, sizes["pp"]
+    share = question.batch // (sizes["dp"] * sizes["e"] * sizes["z"])
+    for micro in (fixed["micro"],) if "micro" in fixed else MICROS:
+        if share % micro:
+            continue
+        turns = [v for v in VIRTUAL if v == 1 or (pp > 1 and -(-layers // pp) % v == 0 and (share // micro) % pp == 0)]
+        for virtual in (fixed["virtual"],) if "virtual" in fixed else turns:
+            yield (*(sizes[axis] for axis in STEP_AXES), micro, virtual)
+
+
+def _nothing(question: Question, least: float | None) -> str:
+    given = " ".join(f"{axis}={size}" for axis, size in question.fixed.items())
+    if least is None:
+        return (
+            f"plan: no way to share {question.ranks} ranks divides a batch of {question.batch} sequences, "
+            f"{question.model.heads} heads and {question.model.layers} layers" + f", with {given}" * bool(given)
+            + "\n  fix: a batch that is a multiple of the ranks, or fewer axes that are given"
+        )  # fmt: skip
+    return (
+        f"plan: nothing fits into {question.room / GIB:.3g} GiB a rank on {question.ranks} ranks\n"
+        f"  fix: the least that any way needs is {least / GIB:.3g} GiB; more ranks, or --memory-limit"
+    )

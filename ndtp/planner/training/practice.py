@@ -1,0 +1,96 @@
+"""`Practice`: what the software that trains does, by features that its documents name.  Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ndtp.errors import GridError
+from ndtp.planner.fields import Kind, Number, Word
+
+# What backward makes again: parts of the layers' products, of their attention cores, and whether it stops before each
+# layer's last product, whose result nothing needs (torch's non-reentrant checkpoints do, Megatron's do not).
+RECOMPUTE = {
+    "none": (0.0, 0.0, False),
+    "selective": (0.0, 1.0, False),  # attention cores alone (Korthikanti et al. 2022); flash kernels do so anyway
+    "products": (0.5, 0.0, False),  # every other product, and what lies between (torchtitan's "selective op")
+    "layers": (0.5, 0.5, True),  # every other layer
+    "layer": (1.0, 1.0, True),
+    "full": (1.0, 1.0, False),
+}
+ATTENTION = ("core", "flash1", "flash2", "flash3", "fused")
+FIELDS: dict[str, Kind] = {
+    "dtype": Word(("bfloat16", "float16", "float32", "float8")),
+    "attention": Word(ATTENTION),
+    "recompute": Word(tuple(RECOMPUTE)),
+    "tensor_chunks": Number(1, 1024, integer=True),
+    "reduce_bytes": Number(1, 8, integer=True),
+    "imbalance": Number(1, 1000),
+    "loss_rows": Number(0, 2**31, integer=True),
+}
+
+
+@dataclass(frozen=True)
+class Practice:
+    """
+    Attributes:
+        dtype: of the layers' products; "float8" leaves attention cores, head and everything else in bf16.
+        attention: the kernel: "core" writes scores to memory, "flash1" to "flash3" are those generations of
+            FlashAttention, "fused" the vendor's own, as fast as the chip's best.
+        fused: norms, activations, rotary embeddings and losses by fused or compiled kernels, not one by one.
+        recompute: see `RECOMPUTE`.
+        sequence_parallel: whether norms and residuals work on rows split over the tensor-parallel ranks.
+        dropout: in attention and on residuals.
+        tensor_chunks: pieces in which tensor-parallel collectives run beside products; 1: they are waited for.
+        overlap_weights: z's gathers and scatters run beside the layers before.
+        regather: weights over z are given back after forward, and gathered again.
+        overlap_data: data-parallel sums run beside the last micro-batch's backward.
+        overlap_stages: pipeline stages send beside their products.
+        shard_optimizer: over the data-parallel ranks (ZeRO-1): reduce-scatter and all-gather instead of all-reduce.
+        gather_context: context parallelism gathers keys and values before attention, instead of passing them round.
+        reduce_bytes: of an element of gradients as they are kept and summed, of weights of two bytes.
+        keeps_gathered: what tensor parallelism gathers of activations is kept for backward, and not gathered again.
+        loss_rows: rows of logits at a time, whose gradient is made at once; 0: all rows, and backward makes it.
+        imbalance: rows of the fullest rank of experts, over those of the mean.
+    """
+
+    dtype: str = "bfloat16"
+    attention: str = "fused"
+    fused: bool = True
+    recompute: str = "none"
+    sequence_parallel: bool = True
+    dropout: bool = False
+    tensor_chunks: int = 1
+    overlap_weights: bool = True
+    regather: bool = True
+    overlap_data: bool = True
+    overlap_stages: bool = True
+    shard_optimizer: bool = True
+    gather_context: bool = False
+    reduce_bytes: int = 4
+    keeps_gathered: bool = False
+    loss_rows: int = 0
+    imbalance: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, kind in FIELDS.items():
+            kind.check("Practice", name, getattr(self, name))
+        if self.attention == "core" and self.gather_context:
+            raise GridError("Practice: attention='core' writes all scores; context parallelism needs a flash kernel")
+
+    @property
+    def recomputed(self) -> tuple[float, float, bool]:
+        """Parts of the products and of the attention cores that backward makes again; whether all but the last."""
+        products, cores, stops = RECOMPUTE[self.recompute]
+        return products, cores if self.attention == "core" or self.recompute != "selective" else 0.0, stops
+
+
+# As their documents say; what a request may name.
+PRACTICES = {
+    # ndtp on stock models of transformers: torch's attention, norms and rotary embeddings as the model has them.
+    "ndtp": Practice(
+        attention="flash2", fused=False, tensor_chunks=4, regather=False, shard_optimizer=False, overlap_stages=False,
+        reduce_bytes=2, keeps_gathered=True, loss_rows=1024,
+    ),
+    "megatron": Practice(attention="fused", tensor_chunks=4),
+    "torchtitan": Practice(attention="flash2", recompute="products", shard_optimizer=False),
+}  # fmt: skip

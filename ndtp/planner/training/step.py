@@ -1,0 +1,257 @@
+"""How long a training step takes: what a rank computes, what it waits for, and how stages take turns.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from ndtp.planner.block_cost import Block, messages
+from ndtp.planner.hardware import Hardware
+from ndtp.planner.time_model import Network
+from ndtp.planner.training.arithmetic import Arithmetic, Both, Compute
+from ndtp.planner.training.memory import deepest, held
+from ndtp.planner.training.practice import Practice
+from ndtp.planner.training.splits import Splits
+from ndtp.planner.training.transformer import Transformer
+
+# Kernels of a layer, forward and backward, and more of each expert.
+KERNELS = {"fused": 40, "one by one": 120}
+EXPERT_KERNELS = 12
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, by what they go to; all that is exposed adds up to the `total`.
+
+    Attributes:
+        products, cores, moved: of the fullest stage: products, attention cores, and what memory bounds.
+        again: recomputation of these in backward.
+        tensor, weights, context, experts, stages, data: waited for: collectives over x and y; over z; over cp; the
+            rows of experts; sends between stages; sums and gathers over data-parallel ranks.
+        bubble: stages that wait for their turn.
+        optimizer, host: the optimizer's step, and what no device does.
+    """
+
+    products: Any
+    cores: Any
+    moved: Any
+    again: Any
+    tensor: Any
+    weights: Any
+    context: Any
+    experts: Any
+    stages: Any
+    data: Any
+    bubble: Any
+    optimizer: Any
+    host: Any
+
+    @property
+    def total(self) -> Any:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def parts(self) -> dict[str, float]:
+        """Of one split."""
+        return {field.name: float(getattr(self, field.name)) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Seconds that a part of the model's collectives take, of one micro-batch."""
+
+    tensor: Both
+    weights: Both
+    experts: Both
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained: a model, on batches of so many sequences, on one machine, by software of one practice."""
+
+    model: Transformer
+    batch: int
+    hardware: Hardware
+    practice: Practice
+
+    def step(self, splits: Splits, order: Sequence[str]) -> StepTime:
+        return _Clock(self, splits, splits.network(order, self.hardware)).step()
+
+
+@dataclass(frozen=True)
+class _Clock:
+    job: Job
+    splits: Splits
+    network: Network
+
+    def __post_init__(self) -> None:
+        arithmetic = Arithmetic(self.job.model, self.job.hardware, self.job.practice, self.splits)
+        object.__setattr__(self, "arithmetic", arithmetic)
+
+    arithmetic: Arithmetic = None  # type: ignore[assignment]
+
+    def step(self) -> StepTime:
+        job, s, model, practice = self.job, self.splits, self.job.model, self.job.practice
+        tokens = self.arithmetic.tokens
+        micros = np.maximum(1, -(-job.batch // (s.shares * s.micro)))
+        per_stage = deepest(model, s)
+        blocks = model.blocks(tokens)
+        share = per_stage / model.layers  # of all layers, on the fullest stage
+
+        layers = Compute()
+        tensor = weights = experts = Both(0.0, 0.0)
+        busy = Both(0.0, 0.0)  # layers with their tensor-parallel waits: what z's gathers hide under
+        for block in blocks:
+            compute = self.arithmetic.layer(block)
+            waits = self._waits(block)
+            exposed = self._beside(compute.products, waits.tensor)
+            count = block.times * share
+            layers = layers + compute.times(count)
+            tensor = tensor + exposed.times(count)
+            experts = experts + waits.experts.times(count)
+            weights = weights + waits.weights.times(count)
+            busy = busy + (compute.sum + exposed + waits.experts).times(count)
+        again, again_tensor, again_experts = self._again(layers, tensor, experts)
+        busy = busy + Both(0.0, again + again_tensor + again_experts)
+        context = self._context(layers.cores).times(per_stage)
+        exposed_weights = self._under(busy, weights)
+
+        ends = self.arithmetic.ends()
+        ends_tensor = self._waits(model.ends(tokens)).tensor
+        # Where stages have layers alike the head comes on top; where some have one less, it stands in for that one.
+        layer = (layers.sum.total + again + tensor.total) / per_stage
+        alike = model.layers % s.pp == 0
+        part = np.where(alike, 1.0, np.maximum(0.0, 1 - layer / ends.sum.total))
+
+        stage = (
+            layers.sum.total + ends.sum.total * part + again + tensor.total + again_tensor
+            + ends_tensor.total * part + context.total + experts.total + again_experts + exposed_weights.total
+        )  # fmt: skip
+        bubble = (s.pp - 1) * (stage - ends.sum.total * part * (np.asarray(s.pp) > 1)) / s.virtual
+        data = self._data(busy, micros)
+        parameters = held(model, s)
+        sharded = s.replicas if practice.shard_optimizer else 1
+        return StepTime(
+            products=micros * (layers.products.total + ends.products.total * part),
+            cores=micros * layers.cores.total,
+            moved=micros * (layers.moved.total + ends.moved.total * part),
+            again=micros * again,
+            tensor=micros * (tensor.total + again_tensor + ends_tensor.total * part),
+            weights=micros * exposed_weights.total,
+            context=micros * context.total,
+            experts=micros * (experts.total + again_experts),
+            stages=self._stages(micros),
+            data=data,
+            bubble=bubble,
+            optimizer=self.arithmetic.optimizer(parameters / sharded),
+            host=self._host(stage, micros),
+        )
+
+    def _host(self, stage: Any, micros: Any) -> Any:
+        """What starting kernels takes longer than the device takes for them."""
+        kernels = KERNELS["fused" if self.job.practice.fused else "one by one"]
+        if self.job.model.mixture is not None:
+            kernels = kernels + EXPERT_KERNELS * self.job.model.mixture.count / self.splits.e
+        launches = kernels * deepest(self.job.model, self.splits) * self.job.hardware.launch_us * 1e-6
+        return micros * np.maximum(0.0, launches - stage)
+
+    def _waits(self, block: Block) -> Waits:
+        """The collectives of one block and one micro-batch.  Sums over replicas come once a step: see `_data`."""
+        practice = self.job.practice
+        found: dict[tuple[str, str], Any] = {}
+        for message in messages(block, self.splits.grids, 0, int(practice.regather)):
+            if message.phase == "wgrad" and message.collective == "all_reduce":
+                continue
+            of_weight = message.tensor.endswith(" B") or message.tensor.endswith(" dB")
+            kind = "weights" if of_weight and message.axis == "z" else "tensor"
+            if message.axis in ("experts", "counts") or (message.collective == "all_to_all" and message.axis == "x"):
+                kind = "experts" if block.experts else kind
+            size = practice.reduce_bytes if message.tensor.endswith(" dB") else 2
+            received = np.asarray(message.num_bytes(size), dtype=np.float64)
+            phase = "forward" if message.phase == "forward" else "backward"
+            seconds = self.network.seconds(message.collective, message.axis, received)
+            found[kind, phase] = found.get((kind, phase), 0.0) + seconds
+        return Waits(*(
+            Both(found.get((kind, "forward"), 0.0), found.get((kind, "backward"), 0.0))
+            for kind in ("tensor", "weights", "experts")
+        ))  # fmt: skip
+
+    def _beside(self, products: Both, waits: Both) -> Both:
+        """What is waited for of tensor-parallel collectives that run in chunks beside their products."""
+        chunks, contention = self.job.practice.tensor_chunks, self.job.hardware.contention
+
+        def exposed(compute: Any, wait: Any) -> Any:
+            hidden = np.minimum(compute, wait) * (1 - 1 / chunks)
+            return wait - hidden * (1 - contention)
+
+        return Both(exposed(products.forward, waits.forward), exposed(products.backward, waits.backward))
+
+    def _again(self, layers: Compute, tensor: Both, experts: Both) -> tuple[Any, Any, Any]:
+        products, cores, stops = self.job.practice.recomputed
+        whole = products > 0 and self.job.practice.recompute != "products"
+        moved = 1.0 if self.job.practice.recompute == "products" else products
+        again = (
+            products * (1 - stops * self.job.model.last) * layers.products.forward
+            + cores * layers.cores.forward
+            + moved * layers.moved.forward
+        )
+        waits = products if whole else 0.0
+        return again, waits * tensor.forward, waits * experts.forward
+
+    def _under(self, busy: Both, waits: Both) -> Both:
+        """What is waited for of collectives that are started a layer ahead."""
+        if not self.job.practice.overlap_weights:
+            return waits
+        contention = self.job.hardware.contention
+
+        def exposed(compute: Any, wait: Any) -> Any:
+            return np.maximum(wait - compute, contention * np.minimum(wait, compute))
+
+        return Both(exposed(busy.forward, waits.forward), exposed(busy.backward, waits.backward))
+
+    def _context(self, cores: Both) -> Both:
+        """Of one layer: keys and values of the other context-parallel ranks, and their gradients."""
+        m, s, practice = self.job.model, self.splits, self.job.practice
+        per_stage = deepest(m, s)
+        own = self.arithmetic.rows / s.x * 2 * m.keys * m.head / s.y * 2.0
+        received = own * (s.cp - 1)
+        # Causal ranks need half of them; round the ring all of them go.
+        one = self.network.seconds("all_gather", "cp", received)
+        wait = Both(one, 2 * one)
+        if practice.gather_context:
+            return wait
+        one_core = Both(cores.forward / per_stage, cores.backward / per_stage)
+        return self._under(one_core, wait)
+
+    def _stages(self, micros: Any) -> Any:
+        """Sends between stages: waited for by each micro-batch, or by the first and the last alone."""
+        m, s, hardware = self.job.model, self.splits, self.job.hardware
+        spread = s.x * s.y
+        size = self.arithmetic.rows * m.hidden * 2.0 / spread
+        link, near = hardware.inter, hardware.intra
+        crosses = self.network.crosses("pp")
+        rate = np.where(crosses, link.bandwidth_gbs, near.bandwidth_gbs) * 1e9
+        latency = np.where(crosses, link.latency_us, near.latency_us) * 1e-6
+        one = (size / rate + latency) * (np.asarray(s.pp) > 1)
+        count = (s.pp - 1) if self.job.practice.overlap_stages else micros * s.virtual + (s.pp - 1)
+        return 2 * one * count
+
+    def _data(self, busy: Both, micros: Any) -> Any:
+        """Sums of gradients over replicas, and, of an optimizer that is sharded, the new weights."""
+        s, practice = self.splits, self.job.practice
+        parameters = held(self.job.model, s)
+        copies = s.replicas
+        parts = (copies - 1) / copies
+        if practice.shard_optimizer:
+            sums = self.network.seconds("reduce_scatter", "replicas", parameters * practice.reduce_bytes * parts)
+            new = self.network.seconds("all_gather", "replicas", parameters * 2.0 * parts)
+        else:
+            sums = self.network.seconds("all_reduce", "replicas", 2 * parameters * practice.reduce_bytes * parts)
+            new = 0.0
+        if not practice.overlap_data:
+            return sums + new
+        last = 1.0 / deepest(self.job.model, s)  # of the layer that is finished last
+        hidden = self._under(busy, Both(new, sums))
+        return np.maximum(hidden.backward, last * sums) + np.maximum(hidden.forward, last * new)

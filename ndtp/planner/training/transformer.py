@@ -1,0 +1,134 @@
+"""`Transformer`: the sizes of a model that a training step depends on.  Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ndtp.errors import GridError
+from ndtp.planner.block_cost import Block
+from ndtp.planner.model_config import Mixture, ModelSizes
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A stack of layers that are alike, between an embedding and a head.
+
+    Attributes:
+        head_size: features of one head; 0: hidden / heads.
+        kv_heads: 0: as many as heads.
+        gated: whether the MLP has a gate beside its up projection.
+        tied: whether the head has the embedding's weight.
+        causal: whether a token attends to those before it alone.
+        window: tokens that one attends to at most; 0: all of the sequence.
+        parallel: whether attention and MLP read one norm side by side.
+        mixture: experts instead of the MLP, in `mixture.layers` of the layers.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    kv_heads: int = 0
+    head_size: int = 0
+    gated: bool = False
+    tied: bool = False
+    causal: bool = True
+    window: int = 0
+    parallel: bool = False
+    mixture: Mixture | None = None
+    name: str = "transformer"
+
+    @classmethod
+    def of(cls, sizes: ModelSizes, sequence: int) -> Transformer:
+        """What a config describes, trained on sequences of that length.
+
+        Raises:
+            GridError: it has an encoder beside a decoder, or no vocabulary.
+        """
+        if len(sizes.stacks) != 1:
+            raise GridError(f"plan: {sizes.kind} has an encoder and a decoder; a training step of one stack is planned")
+        if not sizes.vocabulary:
+            raise GridError(f"plan: {sizes.kind} has no vocabulary; a training step of a language model is planned")
+        stack = sizes.stacks[0]
+        return cls(
+            stack.layers, stack.hidden, stack.ffn, stack.heads, sizes.vocabulary, sequence, stack.kv_heads,
+            stack.head_size, stack.gated, sizes.tied, mixture=stack.mixture, name=sizes.kind,
+        )  # fmt: skip
+
+    @property
+    def head(self) -> int:
+        return self.head_size or self.hidden // self.heads
+
+    @property
+    def keys(self) -> int:
+        """Heads of keys, and of values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def attended(self) -> float:
+        """Pairs of tokens, per token of the sequence, that attention must multiply."""
+        reach = min(self.window or self.sequence, self.sequence)
+        return reach - reach * reach / (2 * self.sequence) if self.causal else float(reach)
+
+    def attention(self, tokens: int) -> Block:
+        return Block.attention(tokens, self.hidden, self.heads, self.keys, self.head)
+
+    def mlp(self, tokens: int) -> Block:
+        return Block.mlp(tokens, self.hidden, self.ffn, self.gated)
+
+    def experts(self, tokens: int) -> Block:
+        assert self.mixture is not None
+        of = self.mixture
+        return Block.moe(tokens, self.hidden, of.ffn, of.count, of.top_k, self.gated)
+
+    def shared(self, tokens: int) -> Block | None:
+        """The MLP beside experts."""
+        if self.mixture is None or not self.mixture.shared:
+            return None
+        return replace(Block.mlp(tokens, self.hidden, self.mixture.shared, self.gated), name="shared expert")
+
+    def ends(self, tokens: int) -> Block:
+        """The embedding and the head."""
+        return Block.vocabulary(tokens, self.hidden, self.vocabulary, self.tied)
+
+    def blocks(self, tokens: int) -> tuple[Block, ...]:
+        """Those of all layers, each `times` as often as it is there; not the ends."""
+        sparse = self.mixture.layers if self.mixture else 0
+        found = [replace(self.attention(tokens), times=self.layers)]
+        if sparse < self.layers:
+            found.append(replace(self.mlp(tokens), times=self.layers - sparse))
+        if sparse:
+            found.append(replace(self.experts(tokens), times=sparse))
+            shared = self.shared(tokens)
+            found += [replace(shared, times=sparse)] if shared else []
+        return tuple(found)
+
+    @property
+    def parameters(self) -> int:
+        """Of matrices."""
+        return sum(block.times * block.parameters for block in (*self.blocks(1), self.ends(1)))
+
+    @property
+    def active(self) -> int:
+        """Parameters of products that one token goes through, the head included."""
+        found = self.vocabulary * self.hidden
+        for block in self.blocks(1):
+            one = block.hidden * (sum(block.outs) + block.inner)
+            found += block.times * one * (block.top_k if block.experts else 1)
+        return found
+
+    @property
+    def last(self) -> float:
+        """The part of a layer's products that its last one has."""
+        mlp, attention = self.mlp(1), self.attention(1)
+        if self.mixture is not None:
+            return 0.0  # behind it rows are sent back
+        return self.ffn * self.hidden / (mlp.parameters + attention.parameters)
+
+    @property
+    def flops(self) -> float:
+        """Of a token, forward and backward, as published figures count them: 6 a parameter of the products, and
+        attention to the whole sequence, causal or not."""
+        return 6.0 * self.active + 12.0 * self.layers * self.heads * self.head * self.sequence
