@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from ndtp.checkpoints.dcp_part import Part
+from ndtp.checkpoints.parts import Laid, Part
 from ndtp.checkpoints.pieces import Piece, Whole
 from ndtp.errors import CheckpointError
 from ndtp.models.state_entries import replaced
@@ -28,14 +27,14 @@ class Kept:
     """Of an optimizer.
 
     Attributes:
-        tensors: key in the checkpoint -> this rank's part.
+        parts: key in the checkpoint -> what this rank has of the tensor.
         values: dense key -> name -> what is no tensor.
         groups: the settings of each group, with dense keys for `params`; None without an optimizer.
         states: parameter -> name -> value, as the optimizer has them.
         names: parameter -> its dense keys; more than one where a product holds several.
     """
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] | None = None
     states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
@@ -75,9 +74,9 @@ def _kept_for(optimizer: Optimizer, piece: Piece, names: dict[Tensor, list[str]]
             elif _is_shaped(name, value.shape, parameter):
                 shaped.setdefault(name, {})[id(parameter)] = value
             else:
-                kept.tensors |= {f"{START}{key}.{name}": value for key in names[parameter]}
+                kept.parts |= {f"{START}{key}.{name}": Part.of(value, piece.mesh) for key in names[parameter]}
     _add_parts(kept, shaped, piece)
-    kept.tensors = {key: x for key, x in kept.tensors.items() if _key_and_name(key)[0] not in piece.elsewhere}
+    kept.parts = {key: x for key, x in kept.parts.items() if _key_and_name(key)[0] not in piece.elsewhere}
     return kept
 
 
@@ -98,7 +97,7 @@ def together(parts: Iterable[tuple[list[dict[str, Any]], dict[str, dict[str, Any
 
 
 def fresh_state(
-    optimizer: Optimizer, whole: Whole, metadata: Metadata, run: dict[str, Any], folder: Path
+    optimizer: Optimizer, whole: Whole, tensors: Mapping[str, Laid], run: dict[str, Any], folder: Path
 ) -> list[Kept]:
     """New memory for what a checkpoint has of an optimizer, piece by piece.
 
@@ -107,7 +106,7 @@ def fresh_state(
     """
     every = [Kept(names=_dense_keys(piece)) for piece in whole.pieces]
     _check_groups(optimizer, names_in(every), run["groups"], folder)
-    stored = _by_key(metadata, {key for keys in whole.keys for key in keys})
+    stored = _by_key(tensors, {key for keys in whole.keys for key in keys})
     for kept, piece in zip(every, whole.pieces, strict=True):
         _make_room(kept, piece, optimizer, stored, run, folder)
     return every
@@ -122,7 +121,7 @@ def _make_room(
     kept: Kept,
     piece: Piece,
     optimizer: Optimizer,
-    stored: dict[str, dict[str, TensorStorageMetadata]],
+    stored: dict[str, dict[str, Laid]],
     run: dict[str, Any],
     folder: Path,
 ) -> None:
@@ -137,15 +136,15 @@ def _make_room(
             for name, there in stored.get(first, {}).items():
                 if any(name not in stored.get(key, {}) for key in others):
                     raise CheckpointError(f"{folder}: '{name}' of '{first}' is there, that of {others} is not")
-                dtype = there.properties.dtype
-                if there.size == torch.Size(real[first]) and _is_shaped(name, there.size, parameter, real[first]):
+                dtype = there.dtype
+                if there.shape == real[first] and _is_shaped(name, there.shape, parameter, real[first]):
                     state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     shaped.setdefault(name, {})[id(parameter)] = state[name]
                 else:
                     on_host = name == "step" and not (group.get("capturable") or group.get("fused"))
                     device = "cpu" if on_host else parameter.device
-                    state[name] = torch.zeros(there.size, dtype=dtype, device=device)
-                    kept.tensors[f"{START}{first}.{name}"] = state[name]
+                    state[name] = torch.zeros(there.shape, dtype=dtype, device=device)
+                    kept.parts[f"{START}{first}.{name}"] = Part.of(state[name], None)
             if state:
                 kept.states[parameter] = state
     _add_parts(kept, shaped, piece)
@@ -192,15 +191,15 @@ def _add_parts(kept: Kept, shaped: dict[str, dict[int, Tensor]], piece: Piece) -
         mine = {_store(x if is_plain(x) else x._local_tensor) for x in tensors.values()}  # type: ignore[attr-defined]
         with replaced(piece.module, tensors):
             entries = [entry for entry in piece.entries() if _store(entry.local) in mine]
-        kept.tensors |= {f"{START}{entry.keys[0]}.{name}": Part(entry, piece.rank) for entry in entries}
+        kept.parts |= {f"{START}{entry.keys[0]}.{name}": Part(entry, piece.mesh) for entry in entries}
 
 
-def _by_key(metadata: Metadata, keys: set[str]) -> dict[str, dict[str, TensorStorageMetadata]]:
+def _by_key(tensors: Mapping[str, Laid], keys: set[str]) -> dict[str, dict[str, Laid]]:
     """Dense key -> name -> what a checkpoint has under these."""
-    found: dict[str, dict[str, TensorStorageMetadata]] = {}
-    for entry, there in metadata.state_dict_metadata.items():
+    found: dict[str, dict[str, Laid]] = {}
+    for entry, there in tensors.items():
         key, name = _key_and_name(entry)
-        if entry.startswith(START) and isinstance(there, TensorStorageMetadata):
+        if entry.startswith(START):
             if key not in keys:
                 raise CheckpointError(f"the checkpoint has '{name}' of '{key}', which is no parameter of the model")
             found.setdefault(key, {})[name] = there

@@ -58,7 +58,6 @@ class Whole:
     Attributes:
         crew: the ranks that have all of it together.
         count: of pieces, on all ranks.
-        rounds: the most pieces that a rank has.
         settling: called when all pieces have got their first values: what makes equal what they share.
         keys: of every tensor of the whole model, of each all keys.
     """
@@ -68,10 +67,9 @@ class Whole:
         pieces: Sequence[Piece],
         crew: Crew,
         count: int = 1,
-        rounds: int = 1,
         settling: Sequence[Callable[[], None]] = (),
     ) -> None:
-        self.pieces, self.crew, self.count, self.rounds = list(pieces), crew, count, rounds
+        self.pieces, self.crew, self.count = list(pieces), crew, count
         self.settling = settling
         self.keys: list[tuple[str, ...]] = []
 
@@ -82,6 +80,7 @@ class Whole:
             CheckpointError: the ranks are about to do different things, or lack a piece, or two pieces have other
                 tensors under the same name; the same on every rank.
         """
+        self.crew.topic = what
         said: dict[int, list[Entry]] = {piece.index: piece.entries() for piece in self.pieces}
         if self.count == 1:
             self.keys = [entry.keys for piece in self.pieces for entry in said[piece.index]]
@@ -100,7 +99,7 @@ class Whole:
             raise CheckpointError(f"{what}: stages {missing} are missing\n  fix: on each rank all stages that it has")
         known: dict[str, tuple[int, tuple[str, ...], tuple[int, ...]]] = {}
         for index, (entries, known_as, shares_names) in sorted(every.items()):
-            for keys, dense in entries:
+            for keys, dense in ((tuple(keys), tuple(dense)) for keys, dense in entries):
                 there = next((known[k] for key in keys for k in (known_as.get(key, key),) if k in known), None)
                 first, theirs, shape = there or (index, keys, dense)
                 if first != index and (shape != dense or not (shares_names or set(keys) & set(known_as))):
@@ -118,11 +117,12 @@ class Whole:
                 piece.elsewhere |= {names[0]} if first != piece.index else set()
 
     def per_piece(self, said: Callable[[Piece], Any]) -> dict[int, Any]:
-        """What the first rank of each piece says of it, by the piece's number; a collective, where there are others."""
+        """What the first rank of each piece says of it, in JSON, by the piece's number; a collective, where there are
+        others."""
         if self.count == 1:
             return {piece.index: said(piece) for piece in self.pieces}
-        every = self.crew.gather({piece.index: said(piece) for piece in self.pieces if piece.rank == 0})
-        return {index: x for each in every for index, x in each.items()}
+        every = self.crew.gather([(piece.index, said(piece)) for piece in self.pieces if piece.rank == 0])
+        return {index: x for each in every.values() for index, x in each}
 
 
 def whole_of(model: nn.Module | Staged | Sequence[Staged]) -> Whole:

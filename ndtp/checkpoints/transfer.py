@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.resharding import ReshardPlan
 from ndtp.algebra.volume import Traffic, Volume
-from ndtp.checkpoints.dcp_part import Part
 from ndtp.checkpoints.from_meta import materialise
 from ndtp.checkpoints.optimizer_state import START, Kept, fresh_state, kept_by, restore_groups
+from ndtp.checkpoints.parts import Laid
 from ndtp.checkpoints.pieces import whole_of
 from ndtp.collectives.handles import Handle
 from ndtp.collectives.uneven_exchange import cut, start_reshard
@@ -81,7 +80,8 @@ def transfer(
             whole = whole_of(to)
             whole.meet("transfer")
             run = {"groups": kept.groups, "values": kept.values}
-            (fresh,) = fresh_state(to_optimizer, whole, _described(kept), run, Path("transfer"))
+            described = {key: Laid(part.dtype, part.shape) for key, part in kept.parts.items()}
+            (fresh,) = fresh_state(to_optimizer, whole, described, run, Path("transfer"))
 
     route.crew.agree(_failure(look), "transfer: {}; nothing was changed")
     if materialise(to, device):
@@ -89,12 +89,11 @@ def transfer(
         for entry in entries_of(to, route.mesh_of_target):
             if entry.stored != entry.real:
                 entry.local.zero_()
-    for key, mine in fresh.tensors.items():
-        theirs = kept.tensors[key]
-        if isinstance(mine, Part) and isinstance(theirs, Part):
-            ways.append(route.way(key, theirs.entry, mine.entry))
+    for key, mine in fresh.parts.items():
+        if mine.entry.keys:
+            ways.append(route.way(key, kept.parts[key].entry, mine.entry))
         else:
-            mine.copy_(theirs)
+            mine.entry.local.copy_(kept.parts[key].entry.local)
     said = "\n".join(f"{way.name} {way.plan} {way.plan.shape} {way.dtype}" for way in ways)
     different = "transfer: ranks have different models; nothing was changed" if route.crew.differing(said) else ""
     if different:
@@ -119,9 +118,9 @@ def transfer_volume(model: nn.Module, optimizer: Optimizer | None, to: nn.Module
     found = [way.volume(route.me) for way in ways.values()]
     if optimizer is not None:
         (kept,) = kept_by(optimizer, whole_of(model).pieces)
-        for key, theirs in kept.tensors.items():
+        for key, theirs in kept.parts.items():
             name = key.removeprefix(START).rpartition(".")[0]
-            if isinstance(theirs, Part) and name in ways:
+            if theirs.entry.keys and name in ways:
                 found.append(ways[name].volume(route.me, theirs.dtype.itemsize))
     return Volume.of(found)
 
@@ -266,14 +265,6 @@ def _failure(step: Callable[[], None]) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
-
-
-def _described(kept: Kept) -> Metadata:
-    """What an optimizer keeps, as a checkpoint would say."""
-    return Metadata({
-        key: TensorStorageMetadata(TensorProperties(dtype=x.dtype), torch.Size(x.shape), [])
-        for key, x in kept.tensors.items()
-    })  # fmt: skip
 
 
 def _store(x: Any) -> int:

@@ -31,7 +31,8 @@ def differing(groups: AxisGroups, signature: str) -> dict[int, str] | None:
         return None
     axes = groups.grid.nontrivial(groups.grid.names)
     group = groups.group(axes)
-    signatures = differing_among(group, groups.device_type, signature, groups.describe, axes)
+    label = Label(("cross-check",), "check", "all_gather", axes)
+    signatures = differing_among(group, groups.device_type, signature, groups.describe, label)
     if signatures is None:
         return None
     members = dist.get_process_group_ranks(group)
@@ -40,20 +41,42 @@ def differing(groups: AxisGroups, signature: str) -> dict[int, str] | None:
 
 
 def differing_among(
-    group: ProcessGroup, device_type: str, signature: str, describe: Callable[[Sequence[str]], str], axes: Sequence[str]
+    group: ProcessGroup, device_type: str, signature: str, describe: Callable[[Sequence[str]], str], label: Label
 ) -> list[str] | None:
     """As `differing`, of any group, in its order."""
-    digest = hashlib.blake2b(signature.encode(), digest_size=DIGEST_BYTES).digest()
+    digest = hashlib.blake2b(_encoded(signature), digest_size=DIGEST_BYTES).digest()
     own = torch.tensor(list(digest), dtype=torch.uint8, device=device_type)
     digests = own.new_empty(DIGEST_BYTES * group.size())
-    label = Label(("cross-check",), "check", "all_gather", tuple(axes))
     with Watch(describe, label):
         _all_gather_single(digests, own, group=group)
         if len({tuple(row) for row in digests.view(-1, DIGEST_BYTES).tolist()}) == 1:
             return None
-        signatures: list[str] = [""] * group.size()
-        dist.all_gather_object(signatures, signature, group=group)
-    return signatures
+    return gather_texts(group, device_type, signature, describe, label)
+
+
+def gather_texts(
+    group: ProcessGroup, device_type: str, text: str, describe: Callable[[Sequence[str]], str], label: Label
+) -> list[str]:
+    """What each rank of a group says, in its order: two all-gathers of bytes, of which none is executed anywhere.
+
+    torch's `all_gather_object` unpickles what comes.
+    """
+    said = bytearray(_encoded(text))
+    own = torch.tensor([len(said)], dtype=torch.int64, device=device_type)
+    sizes = own.new_empty(group.size())
+    with Watch(describe, label):
+        _all_gather_single(sizes, own, group=group)
+        lengths: list[int] = sizes.tolist()
+        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        padded[: len(said)] = torch.frombuffer(said, dtype=torch.uint8) if said else padded[:0]
+        every = torch.empty(group.size() * len(padded), dtype=torch.uint8, device=device_type)
+        _all_gather_single(every, padded.to(device_type), group=group)
+    rows = every.cpu().view(group.size(), -1)
+    return [row[:n].numpy().tobytes().decode() for row, n in zip(rows, lengths, strict=True)]
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")  # names of files may be no texts
 
 
 def cross_check(groups: AxisGroups, signature: str, topic: str = "a product", fix: str | None = None) -> None:

@@ -107,9 +107,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
             for each in sorted(stages, key=lambda stage: stage.index)
         ]
         crew = Crew(pipeline.group, pipeline.all_ranks, self.mesh.device_type, (AXIS,))
-        rounds = max(map(pipeline.places.count, pipeline.places))
         settling = list(dict.fromkeys(each for stage in stages for each in stage.settling))
-        return Whole(pieces, crew, pipeline.num_stages, rounds, settling)
+        return Whole(pieces, crew, pipeline.num_stages, settling)
 
     @property
     def in_layout(self) -> Layout:

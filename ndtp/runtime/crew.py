@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ndtp.collectives.claims import claimed_by
-from ndtp.collectives.cross_check import differing_among
-from ndtp.collectives.handles import Watch
+from ndtp.collectives.cross_check import differing_among, gather_texts
 from ndtp.collectives.labels import Label
 from ndtp.errors import CheckpointError, CommunicationError
 from ndtp.runtime.process_grid import ProcessGrid
@@ -26,6 +26,9 @@ class Crew:
         group: None: alone.
         names: what errors call its members, in its order; the least of them writes what one rank writes.
         axes: what the group spans, for errors.
+
+    Attributes:
+        topic: what they are about to do, such as "save: run".
     """
 
     def __init__(
@@ -36,32 +39,31 @@ class Crew:
         axes: Sequence[str] = (),
     ) -> None:
         self.group, self.names, self.device_type, self.axes = group, list(names), device_type, tuple(axes)
+        self.topic = "files"
         self.rank = self.names[0 if group is None else dist.get_rank(group)]
 
     @property
     def is_first(self) -> bool:
         return self.rank == min(self.names)
 
-    @property
-    def for_dcp(self) -> dict[str, Any]:
-        """What torch's distributed checkpoints take to come to the same ranks."""
-        return {"no_dist": True} if self.group is None else {"process_group": self.group}
-
-    def gather(self, x: Any) -> list[Any]:
-        """What each rank says, of anything that can be pickled; a collective."""
+    def gather(self, x: Any) -> dict[int, Any]:
+        """What each rank says, of anything that JSON has; a collective."""
         if self.group is None:
-            return [x]
-        said: list[Any] = [None] * len(self.names)
-        with Watch(self._describe, Label(("files",), "check", "all_gather", self.axes)):
-            dist.all_gather_object(said, x, group=self.group)
-        return said
+            said = [json.dumps(x)]
+        else:
+            said = gather_texts(self.group, self.device_type, json.dumps(x), self._describe, self._label)
+        return {rank: json.loads(text) for rank, text in zip(self.names, said, strict=True)}
 
     def differing(self, text: str) -> dict[int, str] | None:
         """What each rank says, if they do not all say the same; a collective."""
         if self.group is None:
             return None
-        said = differing_among(self.group, self.device_type, text, self._describe, self.axes)
+        said = differing_among(self.group, self.device_type, text, self._describe, self._label)
         return None if said is None else dict(sorted(zip(self.names, said, strict=True)))
+
+    @property
+    def _label(self) -> Label:
+        return Label((self.topic,), "agreement", "all_gather", self.axes)
 
     def _describe(self, axes: Sequence[str]) -> str:
         return f"rank {self.rank} waited for the others of {sorted(self.names)}"

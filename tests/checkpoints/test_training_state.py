@@ -4,18 +4,19 @@
 """
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ndtp.checkpoint import load, save
+from ndtp.checkpoint import load, save, start_save
 from products import mesh_of
 
 import ndtp
 from ndtp import Grid
+from ndtp.checkpoints.folder import MANIFEST, manifest
 from ndtp.checkpoints.optimizer_state import together
-from ndtp.checkpoints.training_state import RUN
 from ndtp.errors import CheckpointError, CommunicationError
 
 transformers = pytest.importorskip("transformers")
@@ -104,33 +105,60 @@ def dense_run(folder, name="LlamaForCausalLM"):
 
 
 def test_torch_reads_it(tmp_path):
+    """Files of tensors are such that torch's own reader puts them together, and safetensors' own library reads them."""
     model, _ = dense_run(tmp_path / "run")
     other = build("LlamaForCausalLM")
-    state = {"model": other.state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path / "run", no_dist=True)
-    assert all(torch.equal(x, model.state_dict()[key]) for key, x in state["model"].items())
+    state = {f"model.{key}": x for key, x in other.state_dict().items()}
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "run")), no_dist=True)
+    assert all(torch.equal(x, model.state_dict()[key]) for key, x in other.state_dict().items())
+
+
+def flip(at):
+    def flipped(folder):
+        (file,) = folder.glob("*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[int(at * len(data))] ^= 1
+        file.write_bytes(data)
+
+    return flipped
+
+
+def say(**what):
+    def said(folder):
+        text = json.loads((folder / MANIFEST).read_text()) | what
+        (folder / MANIFEST).write_bytes(manifest({key: x for key, x in text.items() if key != "crc32"}, text["files"]))
+
+    return said
 
 
 def break_json(folder):
-    (folder / RUN).write_text("{")
+    (folder / MANIFEST).write_text("{")
 
 
-def break_format(folder):
-    (folder / RUN).write_text(json.dumps({"format": 99}))
+def nest(folder):
+    (folder / MANIFEST).write_text('{"format": ' + "[" * 100_000)
+
+
+def flip_manifest(folder):
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text.replace('"lr": 0.01', '"lr": 0.02'))
 
 
 def cut_short(folder):
-    (file,) = folder.glob("*.distcp")
+    (file,) = folder.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def make_foreign(folder):
-    (folder / ".metadata").write_bytes(b"not a pickle")
+def put_a_pipe(folder):
+    (file,) = folder.glob("*.safetensors")
+    file.unlink()
+    os.mkfifo(file)
 
 
-def scramble(folder):
-    (file,) = folder.glob("*.distcp")
-    file.write_bytes(bytes(len(file.read_bytes())))
+def link_to_a_device(folder):
+    (file,) = folder.glob("*.safetensors")
+    file.unlink()
+    file.symlink_to("/dev/zero")
 
 
 def remove(folder):
@@ -140,14 +168,21 @@ def remove(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (break_json, "no complete checkpoint"),
-        (break_format, "is not of format 1"),
-        (cut_short, "cut short"),
-        (make_foreign, "no complete checkpoint"),
-        (scramble, "nothing was changed"),
+        (break_json, "no JSON"),
+        (nest, "nested too deep"),
+        (say(format=99), "is of format 99, newer than 2"),
+        (say(format="two"), "is not of format 2"),
+        (flip_manifest, f"{MANIFEST}: is not what was written"),
+        (say(values=[]), "no complete checkpoint"),
+        (say(files=[["../model.safetensors", 1, 1]]), "leads out of the folder"),
+        (say(files=7), "no complete checkpoint"),
+        (cut_short, "rank-00000.safetensors: cut short"),
+        (flip(0.01), "rank-00000.safetensors: its header is not the one that was written"),
+        (flip(0.9), r"rank-00000.safetensors: '[a-z]\S+': rows \d+ to \d+ are not those that were written"),
+        (put_a_pipe, "is no regular file"),
+        (link_to_a_device, "is no regular file"),
         (remove, "there is no such folder"),
     ],
-    ids=lambda x: getattr(x, "__name__", None),
 )
 def test_damaged_files_change_nothing(tmp_path, damage, message):
     dense_run(tmp_path / "run")
@@ -204,13 +239,32 @@ def test_an_interrupted_save_leaves_the_one_before(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ndtp.checkpoints.training_state.dcp.save", fails)
+        patch.setattr("ndtp.checkpoints.safetensors_file.os.pwrite", fails)
         with pytest.raises(CommunicationError, match=r"stays as it was.*no space left"):
             save(model, optimizer, tmp_path / "run")
     assert load(build("LlamaForCausalLM"), None, tmp_path / "run") == {"step": 1}
+    assert [each.name for each in tmp_path.iterdir()] == ["run"], "a full disk has room again"
     # Between the two renames:
     save(model, optimizer, tmp_path / "run", extra={"step": 2})
     (tmp_path / "run").rename(tmp_path / "run.before")
     again = build("LlamaForCausalLM")
     assert load(again, adamw(again), tmp_path / "run") == {"step": 2}
     assert not all(torch.equal(x, saved[key]) for key, x in again.state_dict().items())
+
+
+def test_a_save_beside_training(tmp_path):
+    """It has what there was when it began; until it is waited for, the one before is there."""
+    model, optimizer = dense_run(tmp_path / "run")
+    saved = {key: x.clone() for key, x in model.state_dict().items()}
+    saving = start_save(model, optimizer, tmp_path / "run", extra={"step": 2})
+    train(model, optimizer, "LlamaForCausalLM", 1)
+    assert load(build("LlamaForCausalLM"), None, tmp_path / "run") == {"step": 1}
+    saving.wait()
+    assert saving.is_written
+    again = build("LlamaForCausalLM")
+    assert load(again, adamw(again), tmp_path / "run") == {"step": 2}
+    assert all(torch.equal(x, saved[key]) for key, x in again.state_dict().items())
+    saving = start_save(model, optimizer, tmp_path / "run")
+    with pytest.raises(CommunicationError, match="another process saves there"):
+        save(model, optimizer, tmp_path / "run")
+    saving.wait()
