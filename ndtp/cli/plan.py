@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 def plan(
     ranks: Annotated[int, typer.Option(help="Number of ranks (devices) of the job.")],
     tokens: Annotated[
-        int, typer.Option(help="Rows of a step, over all ranks: sequences x length; in each stack of a model.")
-    ],
+        int | None, typer.Option(help="Rows of a step, over all ranks: sequences x length. A model's: 4 Mi.")
+    ] = None,
     hidden: Annotated[int | None, typer.Option(help="Features outside of the block.")] = None,
     ffn: Annotated[int | None, typer.Option(help="Features inside of the block.")] = None,
     gated: Annotated[bool, typer.Option("--gated", help="An MLP with a gate beside its up projection.")] = False,
@@ -47,12 +47,25 @@ def plan(
             metavar="PATH", help="A transformers config.json: the whole model, instead of --hidden and --ffn."
         ),
     ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence. Default: what the config says, 8192 at most.")
+    ] = None,
+    software: Annotated[
+        str, typer.Option(help="Whose kernels and overlap a model's step has: ndtp, megatron or torchtitan.")
+    ] = "ndtp",
+    recompute: Annotated[
+        str, typer.Option(help="What a model's backward makes again: auto, none, selective, products, layer, full.")
+    ] = "auto",
+    emit: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.py", help="The program that runs the choice.", callback=writable(".py")),
+    ] = None,
     layers: Annotated[int | None, typer.Option(help="How often the block is repeated.")] = None,
     objective: Annotated[str, typer.Option(help="Of a training step: time, volume or memory.")] = "time",
     hardware: Annotated[
         str, typer.Option(metavar="NAME|FILE.toml", help="A preset, or a profile of `ndtp bench calibrate`.")
     ] = "h100-ib",
-    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64; fp8 of a model.")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="State in memory: adamw, momentum, sgd or none.")] = "adamw",
     memory_limit: Annotated[float | None, typer.Option(metavar="GIB", help="Of a rank.")] = None,
     tp_within_node: Annotated[bool, typer.Option("--tp-within-node", help="Keep x and y inside a node.")] = False,
@@ -70,18 +83,41 @@ def plan(
 ) -> None:
     """Rank every process grid for a block by predicted time, exact volume or memory.
 
+    With --model a whole training step is split, over pipeline stages, data, experts,
+    context, z, x and y, with micro-batches and recomputation, as memory allows.
+
     Example: ndtp plan --tokens 8192 --hidden 4096 --ffn 16384 --ranks 64 --hardware h100-ib
+
+    Example: ndtp plan --model config.json --ranks 1024 --hardware h100-ib --emit train.py
     """
+    from ndtp.cli.plan_model import Asked, answer, question_of, result
     from ndtp.planner.block_cost import AXES, EXPERT_AXES
     from ndtp.planner.hardware import Hardware
     from ndtp.planner.request import Request, check_arguments
     from ndtp.planner.search import search
+    from ndtp.planner.training.splits import STEP_AXES
 
     if model is None and (hidden is None or ffn is None):
         raise GridError("plan: give --hidden and --ffn, or --model with the path of a config.json")
     if model is not None and (hidden is not None or ffn is not None or gated or experts is not None):
         raise GridError("plan: --model gives --hidden, --ffn, --gated and --experts; leave them out")
     sizes = None if model is None else model_at(model, layers)
+    out = console(json_file)
+    if sizes is not None and model is not None and objective == "time":
+        asked = Asked(
+            model, ranks, tokens, sequence, hardware, {"fp8": "float8"}.get(dtype, SHORT.get(dtype, dtype)), software,
+            recompute, optimizer, memory_limit, tp_within_node,
+            axis_sizes(" ".join(fix or []), "--fix", (*STEP_AXES, "micro", "virtual")),
+        )  # fmt: skip
+        if (question := question_of(asked, sizes)) is not None:
+            say_model(out, sizes)
+            chosen = answer(out, question, asked, top, emit, plot)
+            write_json(json_file, result(chosen) | {"model": model_as_dict(sizes)})
+            return
+    if emit is not None:
+        raise GridError("plan: --emit takes a --model of one stack of layers, and the objective time")
+    if tokens is None:
+        raise GridError("plan: give --tokens, the rows of a step over all ranks")
     check_arguments({"tokens": tokens}, {"experts": experts})
     if sizes is None:
         blocks = _blocks(tokens, hidden, ffn, gated, (experts or 0, top_k, shared))
@@ -95,7 +131,6 @@ def plan(
         chunks=chunks,
     )  # fmt: skip
     plans = search(request)
-    out = console(json_file)
     if sizes is not None:
         say_model(out, sizes)
     print_table(out, _table(plans[:top], len(plans)))

@@ -211,7 +211,7 @@ def _micros(question: Question, sizes: Mapping[str, int]) -> Iterator[tuple[int,
     fixed, layers, pp = question.fixed, question.model.layers, sizes["pp"]
     share = question.batch // (sizes["dp"] * sizes["e"] * sizes["z"])
     for micro in (fixed["micro"],) if "micro" in fixed else MICROS:
-        if share % micro:
+        if share % micro or share // micro < pp:  # a pipeline has a micro-batch for each of its stages
             continue
         turns = [v for v in VIRTUAL if v == 1 or (pp > 1 and -(-layers // pp) % v == 0 and (share // micro) % pp == 0)]
         for virtual in (fixed["virtual"],) if "virtual" in fixed else turns:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ndtp.errors import GridError
 from ndtp.planner.block_cost import Block
-from ndtp.planner.model_config import Mixture, ModelSizes
+from ndtp.planner.model_sizes import Mixture
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,32 @@ class Transformer:
     name: str = "transformer"
 
     @classmethod
-    def of(cls, sizes: ModelSizes, sequence: int) -> Transformer:
-        """What a config describes, trained on sequences of that length.
-
-        Raises:
-            GridError: it has an encoder beside a decoder, or no vocabulary.
-        """
-        if len(sizes.stacks) != 1:
-            raise GridError(f"plan: {sizes.kind} has an encoder and a decoder; a training step of one stack is planned")
-        if not sizes.vocabulary:
-            raise GridError(f"plan: {sizes.kind} has no vocabulary; a training step of a language model is planned")
-        stack = sizes.stacks[0]
+    def of(cls, name: str, blocks: Sequence[Block], sequence: int) -> Transformer | None:
+        """What these blocks of a model make up, trained on sequences of that length; None of anything but one stack of
+        layers between an embedding and a head."""
+        attention = [block for block in blocks if block.heads and block.inner]
+        mixtures = [block for block in blocks if block.experts]
+        ends = [block for block in blocks if block.looked_up and block.outs]
+        plain = [block for block in blocks if block.inner and not block.heads and not block.experts]
+        rest = [block for block in blocks if block not in (*attention, *mixtures, *ends, *plain)]
+        if len(attention) != 1 or len(ends) != 1 or rest or len(mixtures) > 1 or not (plain or mixtures):
+            return None
+        core, layers = attention[0], attention[0].times
+        sparse = mixtures[0].times if mixtures else 0
+        shared = [
+            block for block in plain if mixtures and block.times == sparse and (sparse == layers or len(plain) > 1)
+        ]
+        dense = [block for block in plain if block not in shared]
+        if len(dense) > 1 or len(shared) > 1 or sum(block.times for block in dense) + sparse != layers:
+            return None
+        heads, mlp = core.heads[0], (dense or shared or mixtures)[0]
+        mixture = None
+        if mixtures:
+            of = mixtures[0]
+            mixture = Mixture(sparse, of.experts, of.top_k, of.inner, shared[0].inner if shared else 0)
         return cls(
-            stack.layers, stack.hidden, stack.ffn, stack.heads, sizes.vocabulary, sequence, stack.kv_heads,
-            stack.head_size, stack.gated, sizes.tied, mixture=stack.mixture, name=sizes.kind,
+            layers, core.hidden, mlp.inner, heads, ends[0].looked_up, sequence, core.key_heads or heads,
+            core.inner // heads, len(mlp.outs) == 2, ends[0].tied, mixture=mixture, name=name,
         )  # fmt: skip
 
     @property

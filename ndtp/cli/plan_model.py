@@ -1,0 +1,189 @@
+"""`ndtp plan --model`: how to split a training step of a whole model, and why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from ndtp.cli.common import print_table, writing
+from ndtp.errors import GridError
+
+if TYPE_CHECKING:
+    from ndtp.planner.model_sizes import CountedModel, ModelSizes
+    from ndtp.planner.training.choose import Choice, Question
+
+# Where a request says nothing: tokens of a step, and the longest sequence that is assumed.
+TOKENS, LONGEST = 4 * 2**20, 8192
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options of the command that a whole model takes."""
+
+    path: str
+    ranks: int
+    tokens: int | None
+    sequence: int | None
+    hardware: str
+    dtype: str
+    software: str
+    recompute: str
+    optimizer: str
+    memory_limit: float | None
+    within_node: bool
+    fixed: dict[str, int]
+
+
+def question_of(asked: Asked, model: ModelSizes | CountedModel) -> Question | None:
+    """What the options ask of a model; None of one that is planned block by block, such as two stacks.
+
+    Raises:
+        GridError: a value that is none of its kind.
+    """
+    from ndtp.planner.fields import Number, Word
+    from ndtp.planner.hardware import Hardware
+    from ndtp.planner.training.choose import Question
+    from ndtp.planner.training.practice import PRACTICES, RECOMPUTE
+    from ndtp.planner.training.transformer import Transformer
+
+    Word(tuple(PRACTICES)).check("plan", "software", asked.software)
+    Word(("auto", *RECOMPUTE)).check("plan", "recompute", asked.recompute)
+    config = _config(asked.path)
+    sequence = asked.sequence or min(LONGEST, _length(config))
+    Number(1, 2**31, integer=True).check("plan", "sequence", sequence)
+    shape = Transformer.of(str(config.get("model_type", "model")), model.blocks(1), sequence)
+    if shape is None:
+        return None
+    tokens = asked.tokens or max(TOKENS, sequence)
+    batch, rest = divmod(tokens, sequence)
+    if rest:
+        raise GridError(
+            f"plan: --tokens {tokens} are no whole sequences of {sequence}\n"
+            f"  fix: --tokens {max(1, batch) * sequence}, or --sequence"
+        )
+    practice = replace(PRACTICES[asked.software], dtype=asked.dtype)
+    again = ("none", "layer") if asked.software == "ndtp" else ("none", "products", "layer")
+    return Question(
+        shape, batch, asked.ranks, Hardware.load(asked.hardware), practice,
+        optimizer=asked.optimizer, recompute=again if asked.recompute == "auto" else (asked.recompute,),
+        fixed=asked.fixed, limit_gib=asked.memory_limit, within_node=asked.within_node,
+    )  # fmt: skip
+
+
+def _config(path: str) -> dict[str, Any]:
+    """What the file holds that was read before, with its text part brought up."""
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    config = json.loads(file.read_text())
+    return {**config, **(config.get("text_config") or {})}
+
+
+def _length(config: dict[str, Any]) -> int:
+    found = [config[name] for name in LENGTHS if isinstance(config.get(name), int) and config[name] > 0]
+    return found[0] if found else 4096
+
+
+def answer(out: Any, question: Question, asked: Asked, top: int, emit: Path | None, plot: Path | None) -> list[Choice]:
+    """Print the choices, and write what was asked for."""
+    from ndtp.planner.training.choose import choose
+    from ndtp.planner.training.program import program
+
+    choices = choose(question, max(top, 2))
+    best = choices[0]
+    print_table(out, _table(choices[:top]))
+    _say(out, best, choices)
+    runs = best if best.runs else next((each for each in choices if each.runs), None)
+    if runs is None:
+        runs = choose(replace(question, context=False), 1)[0]
+    if not best.runs:
+        out.print(f"ndtp splits no sequences (cp) yet; what it runs is {runs.splits}, {runs.seconds:.4g} s a step.")
+    text = program(runs, asked.path)
+    for line in text.splitlines():
+        if "ndtp.Grid(" in line or "ndtp.parallelize(" in line or "torchrun " in line:
+            out.print("  " + line.strip(), highlight=False, soft_wrap=True)
+    if emit is not None:
+        with writing(emit):
+            emit.write_text(text)
+        out.print(f"wrote {emit}")
+    if plot is not None:
+        from ndtp.cli.plan_model_plot import draw
+
+        with writing(plot):
+            draw(choices, plot)
+        out.print(f"wrote {plot}")
+    return choices[:top]
+
+
+def _table(choices: list[Choice]) -> Table:
+    from ndtp.planner.training.choose import GIB
+    from ndtp.planner.training.reasons import against
+
+    best, question = choices[0], choices[0].question
+    model = question.model
+    title = (
+        f"{model.name} on {question.ranks} ranks of {question.hardware.name}: "
+        f"{question.batch} sequences of {model.sequence}, {best.practice.dtype}"
+    )
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.add_column("#", justify="right")
+    table.add_column("split")
+    for heading in ("micro", "s/step", "tokens/s", "MFU", "GiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("beside the first")
+    for i, each in enumerate(choices, 1):
+        s = each.splits
+        micro = f"{int(s.micro)} x {each.micro_batches}" + f", {int(s.virtual)} turns" * (s.virtual > 1)
+        split = f"{s}" + {"none": ""}.get(each.practice.recompute, f", again: {each.practice.recompute}")
+        table.add_row(
+            str(i), split, micro, f"{each.seconds:.4g}", f"{each.tokens_per_second:,.0f}", f"{each.utilisation:.1%}",
+            f"{float(each.memory.total) / GIB:.3g}", "" if i == 1 else against(best, each),
+        )  # fmt: skip
+    table.caption = (
+        "micro: sequences of a micro-batch of each group of ranks that shares one, x their number.\n"
+        "Times are predicted, not measured: docs/results.md has predictions beside published steps."
+    )
+    return table
+
+
+def _say(out: Any, best: Choice, choices: list[Choice]) -> None:
+    from ndtp.planner.training.reasons import limits, why
+
+    out.print(f"{why(best)} What limits it: {limits(best)}.", highlight=False)
+
+
+def result(choices: list[Choice]) -> dict[str, Any]:
+    """Of `--json`."""
+    from ndtp.planner.training.program import sizes_of
+    from ndtp.planner.training.reasons import limits, why
+
+    question = choices[0].question
+    model = question.model
+    return {
+        "plans": [
+            {
+                "grid": sizes_of(each), "step_ms": each.seconds * 1e3, "memory_bytes": int(each.memory.total),
+                "tokens_per_second": each.tokens_per_second, "mfu": each.utilisation, "why": why(each),
+                "limits": limits(each), "parts_ms": {k: v * 1e3 for k, v in each.time.parts().items()},
+                "memory_parts": {k: int(v) for k, v in each.memory.parts().items()},
+            }
+            for each in choices
+        ],
+        "use": [
+            {
+                "rank_order": list(each.order), "micro_batch": int(each.splits.micro),
+                "micro_batches": each.micro_batches, "virtual": int(each.splits.virtual),
+                "recompute": each.practice.recompute, "regather": each.practice.regather, "runs": each.runs,
+            }
+            for each in choices
+        ],
+        "request": {
+            "model": model.name, "parameters": model.parameters, "layers": model.layers, "hidden": model.hidden,
+            "blocks": [{"name": b.name, "times": b.times} for b in (*model.blocks(1), model.ends(1))],
+            "batch": question.batch, "sequence": model.sequence, "ranks": question.ranks,
+            "hardware": question.hardware.name, "dtype": question.practice.dtype, "optimizer": question.optimizer,
+        },
+    }  # fmt: skip

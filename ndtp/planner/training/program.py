@@ -1,0 +1,142 @@
+"""The Python and the torchrun line that run a choice.  Pure text."""
+
+from __future__ import annotations
+
+from ndtp.planner.training.choose import Choice
+from ndtp.planner.training.splits import STEP_AXES
+
+HEAD = '''"""{title}
+
+    torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500 FILE
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ndtp
+
+CONFIG = {config!r}
+STEPS = 10
+SEQUENCES, LENGTH = {sequences}, {length}  # of a micro-batch, of one data-parallel rank
+MICRO_BATCHES = {micro_batches}
+
+
+def next_batch(device):
+    """Put your data here: other rows on every data-parallel rank, the same on those that share them."""
+    return torch.randint({vocabulary}, (SEQUENCES * MICRO_BATCHES, LENGTH), device=device)
+
+
+def start():
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo")
+    torch.manual_seed(0)  # the same weights on every rank
+    return device
+
+
+def dense(device):
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIG)).to(torch.{dtype})
+{checkpoint}    return model.to(device)
+
+'''
+
+PLAIN = """
+def main():
+    device = start()
+    mesh = ndtp.ProcessGrid(ndtp.Grid({grid}))
+    model = ndtp.parallelize(dense(device), mesh, scheme={scheme!r}{options})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    losses = []
+    for _ in range(STEPS):
+        batch = next_batch(device)
+        for part in batch.chunk(MICRO_BATCHES):
+            loss = model(input_ids=part, labels=part).loss / MICRO_BATCHES
+            loss.backward()
+        losses.append(loss.item() * MICRO_BATCHES)
+        ndtp.nn.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+if __name__ == "__main__":
+    print(main())
+    dist.destroy_process_group()
+"""
+
+STAGED = """
+def main():
+    from torch.distributed.pipelining import {schedule}
+
+    device = start()
+    grids = [ndtp.Grid({grid})] * {stages}
+    stages = ndtp.pipeline_stages(
+        dense(device), grids, batch=SEQUENCES * {rows}, length=LENGTH, scheme={scheme!r}{options}
+    )
+    schedule = {schedule}({first}, n_microbatches=MICRO_BATCHES, loss_fn=stages[-1].loss)
+    parameters = [parameter for stage in stages for parameter in stage.model.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+    means = []
+    for _ in range(STEPS):
+        batch = next_batch(device).repeat({rows}, 1)  # of all data-parallel ranks; each takes its rows
+        losses = []
+        ids = stages[0].rows(batch, MICRO_BATCHES)
+        if stages[0].is_first:
+            schedule.step(ids, **({{"target": ids, "losses": losses}} if stages[-1].is_last else {{}}))
+        else:
+            schedule.step(**({{"target": ids, "losses": losses}} if stages[-1].is_last else {{}}))
+        means.append(float(sum(losses)) / MICRO_BATCHES if losses else None)
+        optimizer.step()
+        optimizer.zero_grad()
+    return means
+
+
+if __name__ == "__main__":
+    print(main())
+    dist.destroy_process_group()
+"""
+
+
+def program(choice: Choice, config: str) -> str:
+    """
+    Args:
+        config: the path of the model's `config.json`.
+    """
+    s, question = choice.splits, choice.question
+    per_node = min(question.ranks, question.hardware.ranks_per_node)
+    axes = [axis for axis in choice.order if axis not in ("pp", "cp") and getattr(s, axis) > 1] or ["x"]
+    grid = ", ".join(f"{axis}={int(getattr(s, axis))}" for axis in axes)
+    scheme = scheme_of_axes(int(s.x), int(s.y), int(s.z))
+    again = "    model.gradient_checkpointing_enable()\n" if choice.practice.recompute != "none" else ""
+    options = ', expert_axis=("e",)' if s.e > 1 else ""
+    options += ', regather=("b",)' if choice.practice.regather and s.z > 1 else ""
+    dtype = {"float8": "bfloat16"}.get(choice.practice.dtype, choice.practice.dtype)
+    head = HEAD.format(
+        title=f"{question.model.name} on {question.ranks} ranks: {s}.", nodes=max(1, question.ranks // per_node),
+        per_node=per_node, config=config, sequences=int(s.micro * s.z), length=question.model.sequence,
+        micro_batches=choice.micro_batches, vocabulary=question.model.vocabulary, dtype=dtype, checkpoint=again,
+    )  # fmt: skip
+    if s.pp == 1:
+        return head + PLAIN.format(grid=grid, scheme=scheme, options=options)
+    turns = int(s.virtual)
+    return head + STAGED.format(
+        grid=grid, scheme=scheme, stages=int(s.pp) * turns, rows=int(s.dp * s.e),
+        schedule="ScheduleInterleaved1F1B" if turns > 1 else "Schedule1F1B",
+        first="stages" if turns > 1 else "stages[0]",
+        options=options + (f", groups={int(s.pp)}" if turns > 1 else ""),
+    )  # fmt: skip
+
+
+def scheme_of_axes(x: int, y: int, z: int) -> str:
+    """What `ndtp.parallelize` calls it."""
+    return "3d" if z > 1 or y > 1 else "1d-sp" if x > 1 else "3d"
+
+
+def sizes_of(choice: Choice) -> dict[str, int]:
+    return {axis: int(getattr(choice.splits, axis)) for axis in STEP_AXES}

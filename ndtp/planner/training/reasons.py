@@ -1,0 +1,57 @@
+"""Why a split was chosen: what limits its step, and what the runners-up lose.  Pure text."""
+
+from __future__ import annotations
+
+from ndtp.planner.training.choose import GIB, Choice
+
+# What the parts of a step are, as a sentence says them.
+PARTS = {
+    "products": "the layers' products",
+    "cores": "attention cores",
+    "moved": "norms, activations, rotary embeddings and the loss, which memory bounds",
+    "again": "recomputation in backward",
+    "tensor": "collectives over x and y that are waited for",
+    "weights": "weights that are gathered over z",
+    "context": "keys and values over cp",
+    "experts": "rows on their way to experts",
+    "stages": "sends between stages",
+    "data": "sums of gradients over replicas",
+    "bubble": "stages that wait for their turn",
+    "optimizer": "the optimizer",
+    "host": "starting kernels",
+}
+
+
+def why(choice: Choice) -> str:
+    """What a step is made of, what limits it, and how much of the memory it needs."""
+    time, total = choice.time.parts(), choice.seconds
+    useful = sum(time[name] for name in ("products", "cores")) / total
+    others = sorted(((time[name], name) for name in time if name not in ("products", "cores")), reverse=True)
+    lost = [f"{part / total:.0%} to {PARTS[name]}" for part, name in others[:3] if part >= 0.01 * total]
+    sentence = f"{useful:.0%} of a step multiplies" + (f"; it loses {', '.join(lost)}." if lost else ".")
+    memory, room = float(choice.memory.total), choice.question.room
+    parts = sorted(choice.memory.parts().items(), key=lambda item: -item[1])
+    return f"{sentence} {memory / GIB:.1f} of {room / GIB:.1f} GiB a rank, most of it {parts[0][0]}."
+
+
+def limits(choice: Choice) -> str:
+    """In a word: arithmetic, or the largest thing that is waited for."""
+    time = choice.time.parts()
+    waits = {name: time[name] for name in ("tensor", "weights", "context", "experts", "stages", "data", "bubble")}
+    most = max(waits, key=lambda name: waits[name])
+    if time["products"] + time["cores"] >= 0.6 * choice.seconds or waits[most] < time["moved"] + time["again"]:
+        return "arithmetic" if time["products"] + time["cores"] >= time["moved"] else "memory bandwidth"
+    return {"bubble": "pipeline bubble", "data": "gradient sums", "tensor": "tensor-parallel collectives"}.get(
+        most, most
+    )
+
+
+def against(best: Choice, other: Choice) -> str:
+    """What a runner-up loses most, beside the best."""
+    slower = other.seconds - best.seconds
+    mine, theirs = best.time.parts(), other.time.parts()
+    worst = max(mine, key=lambda name: theirs[name] - mine[name])
+    if slower <= 0.01 * best.seconds:
+        more = float(other.memory.total) - float(best.memory.total)
+        return "as fast" + (f", {more / GIB:.1f} GiB more" if more > 0.05 * GIB else "")
+    return f"{slower / best.seconds:.1%} slower: {(theirs[worst] - mine[worst]) / best.seconds:.1%} more for {worst}"

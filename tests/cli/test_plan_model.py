@@ -1,0 +1,95 @@
+"""`ndtp plan --model`, as it is typed: a whole training step, and the program that runs it."""
+
+import json
+import math
+
+import pytest
+
+import ndtp.testing
+
+TINY = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64,
+    "tie_word_embeddings": False, "max_position_embeddings": 16,
+}  # fmt: skip
+LARGE = TINY | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Read by the planner alone: building a model of eighty layers, even without memory, takes seconds."""
+    monkeypatch.setattr("ndtp.cli.planned_model._is_for_transformers", lambda config: False)
+
+    def write(sizes):
+        (tmp_path / "config.json").write_text(json.dumps(sizes))
+        return str(tmp_path / "config.json")
+
+    return write
+
+
+def test_a_thousand_ranks(ndtp, config, tmp_path):
+    words = ("--ranks", "1024", "--hardware", "h100-ib", "--top", "3", "--plot", str(tmp_path / "a.png"))
+    code, out, said = ndtp("plan", "--model", config(LARGE), *words, "--json", "-")
+    assert code == 0, said
+    result = json.loads(out)
+    assert result["request"]["sequence"] == 8192 and result["request"]["batch"] == 512
+    best, use = result["plans"][0], result["use"][0]
+    assert math.prod(best["grid"].values()) == 1024 and best["memory_bytes"] < 72 * 2**30
+    assert sum(best["parts_ms"].values()) == pytest.approx(best["step_ms"])
+    assert sum(best["memory_parts"].values()) >= best["memory_bytes"]
+    grid = best["grid"]
+    rows = grid["dp"] * grid["e"] * grid["z"] * use["micro_batch"] * use["micro_batches"]
+    assert rows == 512 and 0.2 < best["mfu"] < 0.6
+    assert best["tokens_per_second"] == pytest.approx(512 * 8192 / best["step_ms"] * 1e3)
+    assert "of a step multiplies" in said and "What limits it" in said and "beside the first" in " ".join(said.split())
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    # The others are no faster than the first, but for what predictions do not tell apart.
+    assert all(each["step_ms"] >= 0.99 * best["step_ms"] for each in result["plans"])
+
+
+def test_axes_that_are_given_and_what_the_software_does(ndtp, config):
+    words = ("--ranks", "64", "--software", "megatron", "--dtype", "fp8", "--recompute", "none", "--tokens", "1048576")
+    code, out, _ = ndtp("plan", "--model", config(LARGE), *words, "--fix", "y=4,pp=4,cp=1", "--json", "-")
+    assert code == 0
+    for each, use in zip(json.loads(out)["plans"], json.loads(out)["use"], strict=True):
+        assert (each["grid"]["y"], each["grid"]["pp"], use["recompute"]) == (4, 4, "none")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--ranks", "8"), "nothing fits into 72 GiB a rank on 8 ranks"),
+        (("--ranks", "64", "--tokens", "8193"), "--tokens 8193 are no whole sequences of 8192"),
+        (("--ranks", "64", "--software", "deepspeed"), "software='deepspeed'; it must be one of ndtp"),
+        (("--ranks", "64", "--recompute", "some"), "recompute='some'; it must be one of auto"),
+        (("--ranks", "64", "--fix", "y=5"), "no way to share 64 ranks"),
+        (("--ranks", "64", "--hardware", "a100-ib", "--dtype", "fp8"), "has no GEMM rate for float8"),
+    ],
+)
+def test_wrong_use_exits_2_and_says_what_would_work(ndtp, config, words, message):
+    code, _, err = ndtp("plan", "--model", config(LARGE), *words)
+    assert code == 2 and message in " ".join(err.split())
+
+
+def _run(text):
+    names = {"__name__": "emitted"}
+    exec(compile(text.replace("STEPS = 10", "STEPS = 1"), "emitted", "exec"), names)
+    return names["main"]()
+
+
+@pytest.mark.parametrize("fixed, ranks", [("dp=2,z=2,y=1,pp=1", 4), ("pp=2,z=2,virtual=1", 4)])
+def test_the_program_that_it_writes_runs(ndtp, config, tmp_path, fixed, ranks):
+    words = ("--ranks", str(ranks), "--tokens", "256", "--hardware", "cpu", "--dtype", "fp32", "--recompute", "layer")
+    file = tmp_path / "train.py"
+    code, _, said = ndtp("plan", "--model", config(TINY), *words, "--fix", fixed, "--emit", str(file))
+    assert code == 0, said
+    losses = [each for each in ndtp_run(_run, ranks, (file.read_text(),)) if each[0] is not None]
+    assert losses and all(abs(loss[0] - math.log(64)) < 0.5 for loss in losses)
+    assert f"--nproc-per-node {1}" in file.read_text()
+
+
+def ndtp_run(function, ranks, arguments):
+    return ndtp.testing.run(function, ranks=ranks, args=arguments)
