@@ -19,7 +19,16 @@ class MismatchError(ValueError):
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed: a peer died, stalled past the timeout, or the connection broke."""
+    """A collective failed: a peer died, stalled past the timeout, or the connection broke.
+
+    Attributes:
+        how: "gone", "raised" or "ended" (by itself) of a rank that left; "stopped", "silent" or "absent" of one that
+            does not answer; "behind" of one that is alive and did not come; "unknown".
+        ranks: of the world, that are to blame.
+    """
+
+    how: str = "unknown"
+    ranks: tuple[int, ...] = ()
 
 
 class RangeError(ValueError, IndexError):

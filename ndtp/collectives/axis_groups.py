@@ -10,7 +10,11 @@ import torch.distributed as dist
 
 from ndtp.algebra.grid import Grid
 from ndtp.collectives import nccl
-from ndtp.collectives.groups import shared_group
+from ndtp.collectives.groups import default_timeout, shared_group
+from ndtp.collectives.labels import Label
+from ndtp.collectives.last_words import speak_at_the_end
+from ndtp.collectives.presence import presence
+from ndtp.collectives.watch import Watch
 from ndtp.errors import GridError
 
 if TYPE_CHECKING:
@@ -28,13 +32,13 @@ class AxisGroups:
         device_type, backend: of the tensors that move, and what moves them.
         timeout, groups_per_axis, high_priority, max_ctas: as for `ProcessGrid`.
         mover: its `collectives`.
-        given: groups that are there already; those of torch's timeout that are made for parameters join them.
+        given: groups that are there already; those that are made for parameters join them.
 
     Attributes:
         rank: this process's rank on the grid.
         coordinate: axis -> position.
         made: the groups that there are so far.
-        given: the same of torch's timeout, for parameters.
+        given: those of parameters.
     """
 
     def __init__(
@@ -54,6 +58,9 @@ class AxisGroups:
         self.grid, self.global_ranks = grid, global_ranks
         self.device_type, self.backend, self.mover = device_type, backend, mover
         self.timeout, self.high_priority, self.max_ctas = timeout, high_priority, max_ctas
+        if global_ranks is not None and (here := presence()) is not None:
+            here.on_grid(grid, global_ranks)
+            speak_at_the_end()
         self.rank = 0 if global_ranks is None else global_ranks.index(dist.get_rank())
         self.coordinate = grid.coordinate(self.rank)
         self.is_part = global_ranks is not None and len(global_ranks) < dist.get_world_size()
@@ -71,21 +78,21 @@ class AxisGroups:
         """
         key = (tuple(axes), direction if self.groups_per_axis == 2 else "gather")
         if key not in self.made:
-            self.made[key] = self._make(*key, self.timeout)
+            self.made[key] = self._make(*key, is_own=self.timeout is not None)
         return self.made[key]
 
     def parameters_group(self, axis: str) -> ProcessGroup:
-        """That of the parameters, which has torch's timeout.
+        """That of the parameters.
 
         DTensor takes equal DeviceMeshes for one another, whatever their groups are, and keeps them for good: those of
-        parameters are shared, never of one grid alone.
+        parameters are shared by grids of one timeout, never of one grid alone.
         """
         key = ((axis,), "gather")
         if key not in self.given:
-            self.given[key] = self._make(*key, None)
+            self.given[key] = self._make(*key, is_own=False)
         return self.given[key]
 
-    def _make(self, axes: tuple[str, ...], direction: str, timeout: float | None) -> ProcessGroup:
+    def _make(self, axes: tuple[str, ...], direction: str, is_own: bool) -> ProcessGroup:
         if self.global_ranks is None:
             raise GridError(f"grid {self.grid} has one rank and no process groups")
         if self.backend == "nccl" and self.is_part and not nccl.can_group_alone():
@@ -102,14 +109,25 @@ class AxisGroups:
         parallel = [self.rank] if alone else range(self.grid.num_ranks)
         groups = {tuple(sorted(self.global_ranks[r] for r in self.grid.group(rank, axes))): None for rank in parallel}
 
+        seconds = default_timeout() if self.timeout is None else self.timeout
+
         def arguments() -> dict[str, Any]:
             if self.backend == "nccl":
-                return nccl.group_arguments(timeout, self.high_priority, self.max_ctas)
-            return {"timeout": None if timeout is None else timedelta(seconds=timeout)}
+                return nccl.group_arguments(seconds, self.high_priority, self.max_ctas)
+            return {"timeout": timedelta(seconds=seconds)}
 
-        own = None if timeout is None else object()
+        own = object() if is_own else seconds
         options = (self.backend, own, self.high_priority, self.max_ctas, direction)
-        return shared_group(tuple(groups), options, alone, arguments, keep=own is None)
+        label = Label(("the grid's process group",), "start-up", "making", axes)
+        # Where all ranks of the world make all groups along the axes, it is all that are waited for.
+        waited_for = sorted(self.global_ranks) if len(groups) > 1 else self.members(axes)
+        with Watch(self.describe, label, waited_for):
+            return shared_group(tuple(groups), options, alone, arguments, keep=not is_own, timeout=seconds)
+
+    def members(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks of the world that differ from this one on `axes` only, this one among them."""
+        ranks = self.global_ranks or [0]
+        return tuple(sorted(ranks[rank] for rank in self.grid.group(self.rank, tuple(axes))))
 
     def describe(self, axes: Sequence[str] = ()) -> str:
         """This rank and its coordinate, and the peers along `axes`: for errors."""

@@ -13,10 +13,12 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 
 from ndtp.algebra.steps import Step, apply
 from ndtp.collectives.direct_exchange import Exchange, Past, announce, exchange, past_of, purpose_of
-from ndtp.collectives.handles import Begin, Channel, Handle, Relay, Route, Shape, Started, Watch, failure
+from ndtp.collectives.handles import Begin, Channel, Handle, Relay, Route, Shape, Started
 from ndtp.collectives.in_line import LOW_PRECISION, check_out, copied_from, landing_of, real, summed_up, with_size
 from ndtp.collectives.labels import Label
+from ndtp.collectives.presence import flight_of_world
 from ndtp.collectives.recorder import Recording, observed
+from ndtp.collectives.watch import Watch, failure
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,7 +50,7 @@ class Collectives:
     def __init__(self, groups: AxisGroups, ring: BufferRing, recording: Recording) -> None:
         # None of these holds the process grid: a grid goes when nobody needs it, not when garbage is collected.
         self.groups, self.ring, self.recording = groups, ring, recording
-        self.in_flight = 0
+        self.in_flight, self.flight = 0, None if groups.global_ranks is None else flight_of_world()
 
     def describe(self, axes: Sequence[str]) -> str:
         """See `AxisGroups.describe`."""
@@ -102,9 +104,10 @@ class Collectives:
             past = route.channel.past
             if past is not None and past.given_up:
                 self._finish_given_up(past)
-            return Handle(self, route, route.begin(tensor, out))
+            entry = route.enter(self, tensor)
+            return Handle(self, route, route.begin(tensor, out), entry)
         except RuntimeError as error:
-            raise failure(route.label(), self.describe, error) from error
+            raise failure(route.label(), self.describe, error, route.ranks) from error
 
     def _launch_watched(self, route: Route, tensor: Tensor, out: Tensor | None, ahead: bool) -> Handle:
         """`launch` where a meter counts, or a profiler or recorder looks on."""
@@ -113,10 +116,11 @@ class Collectives:
             label.ahead = route.received * tensor.element_size()
         if recorder is not None or _profiler_enabled():
             begin = observed(begin, recorder, label)
-        with Watch(self.describe, label):
+        entry = route.enter(self, tensor)
+        with Watch(self.describe, label, route.ranks, records=False):
             if route.channel.past is not None:
                 self._finish_given_up(route.channel.past)
-            return Handle(self, route, begin(tensor, out), label)
+            return Handle(self, route, begin(tensor, out), entry, label)
 
     def _finish_given_up(self, past: Past) -> None:
         """Wait for what was dropped on a group, where the order of streams does not."""

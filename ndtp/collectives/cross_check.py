@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ndtp.collectives.handles import Watch
 from ndtp.collectives.labels import Label
+from ndtp.collectives.watch import Watch
 from ndtp.errors import MismatchError
 
 if TYPE_CHECKING:

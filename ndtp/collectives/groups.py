@@ -7,15 +7,20 @@ idle group is not free: one of gloo has three threads that wake a hundred times 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
+
+from ndtp.collectives.presence import presence
+from ndtp.errors import GridError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,8 +29,26 @@ _GROUPS: WeakValueDictionary[Hashable, ProcessGroup] = WeakValueDictionary()
 # Whether a group is there must not depend on when a rank collects the last grid that had it: ranks make one together.
 _KEPT: WeakKeyDictionary[ProcessGroup, set[ProcessGroup]] = WeakKeyDictionary()  # by the world, which ends them all
 _ALONE: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # by the world
-_MEETING_S = 60.0  # of ranks that have all come to make a group; whatever the timeout of the group
+DEFAULT_TIMEOUT_S = 120.0
+TIMEOUT = "NDTP_TIMEOUT"  # of the environment: another default, in seconds
+_START_UP_S = 5.0  # ranks may take so long to come together, whatever the timeout of the group
 _ENDING: list[tuple[float, ProcessGroup]] = []  # and when, on the monotonic clock
+
+
+def default_timeout() -> float:
+    """Seconds after which a wait for a peer fails, of a grid that says nothing of it.
+
+    Raises:
+        GridError: the environment has something else than a number of seconds.
+    """
+    text = os.environ.get(TIMEOUT)
+    try:
+        seconds = DEFAULT_TIMEOUT_S if text is None else float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.001 <= seconds <= 1e9:
+        raise GridError(f"{TIMEOUT}={text!r} is not a number of seconds from 0.001 to 1e+09\n  fix: {TIMEOUT}=120")
+    return seconds
 
 
 def shared_group(
@@ -34,6 +57,7 @@ def shared_group(
     alone: bool,
     arguments: Callable[[], dict[str, Any]],
     keep: bool = True,
+    timeout: float | None = None,
 ) -> ProcessGroup:
     """The group that has this rank among those of `partition`, made unless it is there.
 
@@ -44,14 +68,29 @@ def shared_group(
         options: what tells groups of the same ranks apart.
         arguments: gives those of `dist.new_group`, anew for every group: torch writes into NCCL's options.
         keep: as long as the world lives; else its grid may `end` it.
+        timeout: seconds that the ranks may take to come together, five at least.  Default: that of grids.
     """
+    seconds = max(default_timeout() if timeout is None else timeout, _START_UP_S)
+    here = presence()
+    with nullcontext() if here is None else here.guarding(seconds):
+        return _shared_group(partition, options, alone, arguments, keep, seconds)
+
+
+def _shared_group(
+    partition: Sequence[Sequence[int]],
+    options: Hashable,
+    alone: bool,
+    arguments: Callable[[], dict[str, Any]],
+    keep: bool,
+    seconds: float,
+) -> ProcessGroup:
     _end_what_is_due()
     key = (tuple(map(tuple, partition)), options, alone)
     group = _GROUPS.get(key)
     if group is None or not _is_registered(group):
         description = f"ndtp_{len(partition[0])}_ranks"
         if alone:
-            _know_as_many(tuple(partition[0]))
+            _know_as_many(tuple(partition[0]), seconds)
         made = [
             dist.new_group(list(ranks), use_local_synchronization=alone, group_desc=description, **arguments())
             for ranks in partition
@@ -59,13 +98,13 @@ def shared_group(
         mine = next(i for i, ranks in enumerate(partition) if dist.get_rank() in ranks)
         group = _GROUPS[key] = made[mine]
         if not keep:
-            _meet(group)
+            _meet(group, seconds)
         elif (world := dist.group.WORLD) is not None:
             _KEPT.setdefault(world, set()).add(group)
     return group
 
 
-def _know_as_many(members: tuple[int, ...]) -> None:
+def _know_as_many(members: tuple[int, ...], seconds: float) -> None:
     """Let the members of a group that they are to make alone know of equally many groups; they come here together.
 
     torch names such a group by its ranks and by how many groups there are.  Ranks that are in different numbers of them
@@ -80,6 +119,7 @@ def _know_as_many(members: tuple[int, ...]) -> None:
     asked[members] += 1
     store, key = _get_default_store(), f"ndtp/alone/{'_'.join(map(str, members))}/{asked[members]}"
     store.set(f"{key}/{dist.get_rank()}", str(len(_world.pg_names)))
+    store.wait([f"{key}/{member}" for member in members], timedelta(seconds=seconds))
     most = max(int(store.get(f"{key}/{member}")) for member in members)
     if store.add(f"{key}/read", 1) == len(members):  # another world may have the same store
         for each in (*members, "read"):
@@ -88,7 +128,7 @@ def _know_as_many(members: tuple[int, ...]) -> None:
         _world.pg_names[_Ended()] = f"ndtp passed over {len(_world.pg_names)}"  # type: ignore[index,assignment]
 
 
-def _meet(group: ProcessGroup) -> None:
+def _meet(group: ProcessGroup, seconds: float) -> None:
     """Return when all members have connected: one that ends the group before would cut the others off."""
     from torch.distributed.distributed_c10d import _world
 
@@ -97,7 +137,7 @@ def _meet(group: ProcessGroup) -> None:
     store = _world.pg_map[group][1]
     if store.add("ndtp/connected", 1) == group.size():
         store.set("ndtp/all connected", "")
-    store.wait(["ndtp/all connected"], timedelta(seconds=_MEETING_S))
+    store.wait(["ndtp/all connected"], timedelta(seconds=seconds))
 
 
 def end(group: ProcessGroup, patience_s: float = 0.0) -> None:

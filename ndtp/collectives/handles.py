@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ndtp.algebra.steps import Step
-from ndtp.collectives.labels import LABEL, Label
+from ndtp.collectives.flight import DONE, WAITED, Entry, Flight, Note
+from ndtp.collectives.labels import Label
 from ndtp.collectives.meter import arrived
 from ndtp.collectives.turns import TURN, hand_over
-from ndtp.errors import CommunicationError
+from ndtp.collectives.watch import Watch, failure
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from ndtp.collectives.axis_groups import AxisGroups
     from ndtp.collectives.buffer_ring import BufferRing
     from ndtp.collectives.direct_exchange import Past
 
@@ -23,37 +26,6 @@ Shape = tuple[int, ...]
 # What to wait for, how to finish it, what to hold until then, and which buffers of the ring go back after it.
 Started = tuple[Any, Callable[[], Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]
 Begin = Callable[[Tensor, Tensor | None], Started]
-
-
-class Watch:
-    """Names the collectives that are started inside, and says of one that fails what it was for.
-
-    Args:
-        describe: `AxisGroups.describe`, or what it has said.
-    """
-
-    __slots__ = ("_token", "describe", "label")
-
-    def __init__(self, describe: Callable[[Sequence[str]], str], label: Label) -> None:
-        self.describe, self.label = describe, label
-
-    def __enter__(self) -> None:
-        self._token = LABEL.set(self.label)
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        LABEL.reset(self._token)
-        if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
-            raise failure(self.label, self.describe, error) from error
-
-
-def failure(label: Label, describe: Callable[[Sequence[str]], str], error: RuntimeError) -> CommunicationError:
-    """The error that says what a collective was for, and whom it waited for."""
-    if isinstance(error, CommunicationError):
-        return error
-    return CommunicationError(
-        f"{label.collective} of {' '.join(label.op)} ({label.phase}) over axis {' '.join(label.axes)} failed: "
-        f"{describe(label.axes)}\n  cause: {error}"
-    )
 
 
 class Channel(NamedTuple):
@@ -74,9 +46,10 @@ class Route:
         shape: of its result.
         received: elements.
         follows: it ends what another one began, and is no call of its own.
+        note: for the record; None until it is launched.
     """
 
-    __slots__ = ("axes", "begin", "channel", "follows", "kind", "op", "part", "phase", "received", "shape")
+    __slots__ = ("axes", "begin", "channel", "follows", "kind", "note", "op", "part", "phase", "received", "shape")
 
     begin: Begin
     shape: Shape
@@ -86,16 +59,33 @@ class Route:
         self.kind, self.axes = step.kind, step.axes
         self.op, self.phase, self.part = op, phase, part
         self.channel, self.follows = channel, False
+        self.note: Note | None = None
 
     def label(self) -> Label:
         """One object a collective, see `Label`."""
         return Label(self.op, self.phase, self.kind, self.axes, self.part, follows=self.follows)
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the world, that take part; known once it was launched."""
+        return () if self.note is None else self.note.ranks
+
+    def enter(self, owner: Owner, tensor: Tensor) -> Entry | None:
+        """An entry in the record of the last collectives; None where there is none."""
+        if owner.flight is None:
+            return None
+        if self.note is None:
+            ranks = owner.groups.members(self.axes)
+            self.note = Note(self.op, self.phase, self.kind, self.axes, self.part, ranks, self.received)
+        return owner.flight.start(self.note, self.received * tensor.element_size())
+
 
 class Owner(Protocol):
     """What a handle asks of the `Collectives` that made it."""
 
+    groups: AxisGroups
     ring: BufferRing
+    flight: Flight | None
     in_flight: int
     orders_by_stream: bool
 
@@ -111,10 +101,12 @@ class Handle:
     on gloo the next collective of its group waits for it.  Buffers of what was not seen to end are not lent again.
     """
 
-    __slots__ = ("_borrowed", "_finish", "_held", "_label", "_owner", "_route", "_work")
+    __slots__ = ("_borrowed", "_entry", "_finish", "_held", "_label", "_owner", "_route", "_work")
 
-    def __init__(self, owner: Owner, route: Route, started: Started, label: Label | None = None) -> None:
-        self._owner, self._route, self._label = owner, route, label
+    def __init__(
+        self, owner: Owner, route: Route, started: Started, entry: Entry | None, label: Label | None = None
+    ) -> None:
+        self._owner, self._route, self._entry, self._label = owner, route, entry, label
         self._work, self._finish, self._held, self._borrowed = started
         owner.in_flight += 1
 
@@ -132,15 +124,20 @@ class Handle:
             hand_over()
         if self._label is not None and self._label.ahead is not None:
             arrived(self._label)
+        entry = self._entry
         try:
+            if entry is not None:
+                entry[WAITED] = time.time()
             if work is not None:
                 work.wait()
             result = finish()
             if self._borrowed:
                 self._owner.ring.give_back(self._borrowed)
+            if entry is not None:
+                entry[DONE] = time.time()
             return result
         except RuntimeError as error:
-            raise failure(self._route.label(), self._owner.describe, error) from error
+            raise failure(self._route.label(), self._owner.describe, error, self._route.ranks) from error
         finally:
             self._close()
 
@@ -153,6 +150,8 @@ class Handle:
         ranks, work = self._route.channel.group.size(), self._work
         each = getattr(work, "parts", None)
         hand_over()
+        if self._entry is not None:
+            self._entry[WAITED] = time.time()
         try:
             if each is None and work is not None:
                 work.wait()
@@ -161,7 +160,7 @@ class Handle:
             for part in range(ranks) if each is None else each():
                 yield part, result[part * rows : (part + 1) * rows]
         except RuntimeError as error:
-            raise failure(self._route.label(), self._owner.describe, error) from error
+            raise failure(self._route.label(), self._owner.describe, error, self._route.ranks) from error
 
     def _close(self) -> None:
         if self._borrowed:
@@ -180,7 +179,7 @@ class Handle:
                 # What is kept for the group must not hold the grid, which may hold the group.
                 label = self._route.label()
                 where = self._owner.describe(label.axes)
-                watch = Watch(lambda axes: where, label)
+                watch = Watch(lambda axes: where, label, self._route.ranks, records=False)
                 past = self._route.channel.past
                 assert past is not None
                 past.given_up.append((watch, self._work, (self._held, self._borrowed)))

@@ -29,7 +29,7 @@ def checked_timeout(timeout: object) -> float | None:
     if not SHORTEST_TIMEOUT_S <= seconds <= LONGEST_TIMEOUT_S:
         raise GridError(
             f"ProcessGrid: timeout={timeout!r} is not a number of seconds from {SHORTEST_TIMEOUT_S} to "
-            f"{LONGEST_TIMEOUT_S:.0e}\n  fix: timeout=60, or None for torch's own"
+            f"{LONGEST_TIMEOUT_S:.0e}\n  fix: timeout=60, or None for 120"
         )
     return seconds
 

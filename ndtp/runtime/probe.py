@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ndtp.algebra.steps import Step
-from ndtp.collectives.handles import Watch
 from ndtp.collectives.labels import Label
+from ndtp.collectives.watch import Watch
 from ndtp.compute.devices import kind_of
 from ndtp.schedule.chunk_choice import LinkSpeed, Speeds
 

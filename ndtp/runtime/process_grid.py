@@ -46,10 +46,10 @@ class ProcessGrid:
     Args:
         grid: as many ranks as `torch.distributed` has, first axis slowest.
         timeout: seconds after which a collective that waits for a peer fails, naming the axis and the ranks waited
-            for; from 0.001 to 1e9.  Default: torch's.  On NCCL torch's watchdog enforces it.  A grid with a timeout has
-            process groups of its own, others share theirs: a new grid works after a group was lost to a peer that came
-            too late.  On gloo they end with the grid.  What DTensor sends for parameters, such as `full_tensor`, goes
-            over shared groups and has torch's timeout.
+            for and who is to blame; from 0.001 to 1e9.  Default: 120, or NDTP_TIMEOUT of the environment.  On NCCL
+            torch's watchdog enforces it.  A grid that is given one has process groups of its own, others share theirs:
+            a new grid works after a group was lost to a peer that came too late.  On gloo they end with the grid.  What
+            DTensor sends for parameters, such as `full_tensor`, goes over groups that grids of one timeout share.
         check: before every product, compare plan, shapes and dtypes across all ranks and raise a `MismatchError` that
             names the ranks that deviate, instead of a hang.  One small all-gather a product: for tests and debugging.
         gemm: what multiplies on each rank: "torch", or "kernels" for those of `ndtp_kernels` (Triton on a GPU).  Their

@@ -1,0 +1,122 @@
+"""The last collectives of this rank, always: what each was for, when it started, was waited for and was done.
+
+A failure writes them down, `flight_RANK.json` in the folder that the environment's NDTP_FLIGHT names; `ndtp info
+--flight FOLDER` compares those of all ranks.  An entry costs a third of a microsecond.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LENGTH = 512  # of the last collectives that are kept
+FOLDER = "NDTP_FLIGHT"
+VERSION = 1
+
+
+class Note(NamedTuple):
+    """What a collective is, as settled when it was bound.  Holds no group and no grid.
+
+    Attributes:
+        ranks: of the world, that take part.
+        received: elements.
+    """
+
+    op: tuple[str, ...]
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    part: str
+    ranks: tuple[int, ...]
+    received: int = 0
+
+    @property
+    def text(self) -> str:
+        """As errors call it: "all_gather 2/4 of mlp.up A (forward) over axis y"."""
+        what = f"{self.kind} {self.part}".rstrip()
+        return f"{what} of {' '.join(self.op)} ({self.phase}) over axis {' '.join(self.axes)}"
+
+
+# What, bytes, when it was started, waited for and done: seconds of the clock on the wall, 0 where it was not.
+Entry = list[Any]
+NOTE, BYTES, STARTED, WAITED, DONE = range(5)
+
+
+class Flight:
+    """A ring of the last collectives of this process."""
+
+    __slots__ = ("count", "entries", "rank", "size")
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.entries: list[Entry | None] = [None] * LENGTH
+        self.count = 0
+
+    def start(self, note: Note, num_bytes: int) -> Entry:
+        entry: Entry = [note, num_bytes, time.time(), 0.0, 0.0]
+        count = self.count
+        self.entries[count % LENGTH] = entry
+        self.count = count + 1
+        return entry
+
+    def last(self) -> list[Entry]:
+        """Oldest first."""
+        at = self.count % LENGTH
+        return [entry for entry in (*self.entries[at:], *self.entries[:at]) if entry is not None]
+
+    def waiting(self) -> Entry | None:
+        """The one that has been waited for the longest."""
+        open_ones = [entry for entry in self.entries if entry is not None and entry[WAITED] and not entry[DONE]]
+        return min(open_ones, key=lambda entry: entry[WAITED], default=None)
+
+    def last_done(self) -> Entry | None:
+        return max((e for e in self.entries if e is not None and e[DONE]), key=lambda entry: entry[DONE], default=None)
+
+    def as_dict(self, reason: str = "") -> dict[str, Any]:
+        last = self.last()
+        first = self.count - len(last)
+        return {
+            "version": VERSION,
+            "rank": self.rank,
+            "world_size": self.size,
+            "written": time.time(),
+            "reason": reason,
+            "collectives": [
+                {
+                    "number": first + i,
+                    "op": " ".join(note.op),
+                    "phase": note.phase,
+                    "kind": note.kind,
+                    "axes": list(note.axes),
+                    "part": note.part,
+                    "ranks": list(note.ranks),
+                    "bytes": num_bytes,
+                    "started": started,
+                    "waited": waited or None,
+                    "done": done or None,
+                }
+                for i, (note, num_bytes, started, waited, done) in enumerate(last)
+            ],
+        }
+
+    def write(self, reason: str = "", folder: str | None = None) -> str | None:
+        """Write the ring to the folder, or to the one that the environment names.  Returns its path.
+
+        Beside, and renamed: a rank that is killed meanwhile leaves the file before it, or none.
+        """
+        folder = folder or os.environ.get(FOLDER)
+        if not folder:
+            return None
+        path = Path(folder) / f"flight_{self.rank}.json"
+        beside = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(json.dumps(self.as_dict(reason)) + "\n", encoding="utf-8")
+            os.replace(beside, path)
+        except OSError:  # a full disk must not hide what failed
+            beside.unlink(missing_ok=True)
+            return None
+        return str(path)

@@ -1,0 +1,78 @@
+"""What a rank says when it fails: one error that names what it waited for, and who is to blame."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ndtp.collectives.presence import presence
+from ndtp.errors import CommunicationError
+
+# What libraries below say of a peer that is gone or late.
+_OF_A_PEER = re.compile(
+    r"connection (closed|reset|refused|was likely)|timed out|pair closure|broken pipe|gloo|nccl|tcpstore|"
+    r"socket|failed to recv|wait timeout|heartbeat",
+    re.IGNORECASE,
+)
+
+
+def lost_peer(what: str, ranks: Sequence[int], where: str, cause: BaseException) -> CommunicationError:
+    """The error of a collective, or of another wait, that failed for a peer.
+
+    Args:
+        what: was waited for.
+        ranks: of the world, that take part.
+        where: this rank, and whom it waited for.
+    """
+    here = presence()
+    verdict = None if here is None else here.lost(what, ranks)
+    lines = [f"{what} failed: {where}"]
+    if here is not None and verdict is not None:
+        lines.append(verdict.sentence(here.place))
+    lines.append(f"cause: {cause}")
+    error = CommunicationError("\n  ".join(lines))
+    if verdict is not None:
+        error.how, error.ranks = verdict.how, verdict.ranks
+    return error
+
+
+def is_of_a_peer(error: BaseException | None) -> bool:
+    """Whether an error of torch's tells of a peer or of a link, not of what this rank does."""
+    return (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, CommunicationError)
+        and bool(_OF_A_PEER.search(str(error)))
+    )
+
+
+def tell_of(error: BaseException) -> BaseException:
+    """Tell the others of an error that ends this rank.  Returns what it is: an error of a peer is told as one."""
+    here = presence()
+    if here is None:
+        return error
+    if is_of_a_peer(error):
+        everybody = [rank for rank in range(here.size) if rank != here.rank]
+        found = lost_peer("a collective that ndtp did not start", everybody, f"rank {here.rank}", error)
+        found.__cause__ = error
+        return found.with_traceback(error.__traceback__)
+    if not isinstance(error, CommunicationError):
+        here.raised(error)
+    return error
+
+
+def speak_at_the_end() -> None:
+    """Have errors that end the program told to the others."""
+    before: Callable[..., Any] = sys.excepthook
+    if getattr(before, "is_of_ndtp", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        try:
+            error = tell_of(error)
+        finally:
+            before(type(error), error, trace)
+
+    hook.is_of_ndtp = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

@@ -1,0 +1,117 @@
+"""What ranks tell each other through the store: who they are, that they live, whom they wait for, why they leave."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ndtp.collectives.liveness import Identity
+from ndtp.collectives.verdict import Event, Waiting
+
+
+class Notices:
+    """The notices of one world, as one of its ranks reads and writes them.
+
+    For one thread: a store whose server is stopped answers nobody, and takes no timeout for most of what it is asked.
+
+    Args:
+        store: a clone that nobody else uses.
+        serial: of the world, among those of this process: the store may outlive a world.
+
+    Attributes:
+        num_came: of the ranks that were here so far.
+    """
+
+    def __init__(self, store: Any, serial: int, me: Identity, size: int) -> None:
+        self._store, self._prefix, self._me, self.size = store, f"ndtp/presence/{serial}", me, size
+        self.num_came = self._num_met = self._num_here = self._num_read = 0
+        self._told_waiting = ""
+        self._beats: dict[int, tuple[bytes, float]] = {}
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, (self._prefix, *parts)))
+
+    def _get(self, *parts: object) -> bytes | None:
+        """None where nothing was said: a wait for it would be one for ever."""
+        key = self._key(*parts)
+        return self._store.get(key) if self._store.check([key]) else None
+
+    def introduce(self) -> None:
+        number = self._store.add(self._key(self._me.machine, "count"), 1)
+        self._store.set(self._key(self._me.machine, number), json.dumps(self._me.as_dict()))
+        self._store.set(self._key("here", self._me.rank), "")
+        self.num_came = self._store.add(self._key("came"), 1)
+
+    @property
+    def all_came(self) -> bool:
+        return self.num_came >= self.size
+
+    def newcomers(self) -> list[Identity]:
+        """Those on this machine that were not known before."""
+        if self._num_met and self.all_came and self._num_met == self._num_here:
+            return []
+        self.num_came = self._store.add(self._key("came"), 0)
+        self._num_here = self._store.add(self._key(self._me.machine, "count"), 0)
+        found = []
+        while self._num_met < self._num_here:
+            said = self._get(self._me.machine, self._num_met + 1)
+            if said is None:
+                break
+            self._num_met += 1
+            found.append(Identity(**json.loads(said)))
+        return [who for who in found if who.rank != self._me.rank]
+
+    def absent(self, ranks: Iterable[int]) -> list[int]:
+        return [] if self.all_came else [rank for rank in ranks if not self._store.check([self._key("here", rank)])]
+
+    # --------------------------------------------------------------------------------------------------------- the log
+
+    def log(self, event: Event) -> None:
+        number = self._store.add(self._key("log", "count"), 1)
+        self._store.set(self._key("log", number), json.dumps(event))
+
+    def news(self) -> list[Event]:
+        """What was logged since this was asked."""
+        count, found = self._store.add(self._key("log", "count"), 0), []
+        while self._num_read < count and (said := self._get("log", self._num_read + 1)) is not None:
+            self._num_read += 1
+            found.append(Event(*json.loads(said)))
+        return found
+
+    # ------------------------------------------------------------------------------------------------ who waits, beats
+
+    def tell_waiting(self, waiting: Waiting | None) -> None:
+        text = "" if waiting is None else json.dumps(waiting)
+        if text != self._told_waiting:
+            self._told_waiting = text
+            self._store.set(self._key("waits", self._me.rank), text)
+
+    def waiting(self, ranks: Sequence[int]) -> dict[int, Waiting]:
+        """What these ranks are in, and those that they wait for, and so on."""
+        known: dict[int, Waiting] = {}
+        todo, seen = list(ranks), {self._me.rank}
+        while todo:
+            rank = todo.pop()
+            if rank not in seen and (said := self._get("waits", rank)):
+                what, others = json.loads(said)
+                known[rank] = Waiting(what, tuple(others))
+                todo += others
+            seen.add(rank)
+        return known
+
+    def beat(self) -> None:
+        self._store.set(self._key("beat", self._me.rank), str(time.monotonic()))
+
+    def silent(self, ranks: Iterable[int], patience_s: float) -> list[int]:
+        """Of these ranks, those whose heartbeat has been looked at for so long and has not changed."""
+        silent, now = [], time.monotonic()
+        for rank in ranks:
+            beat = self._get("beat", rank)
+            before, since = self._beats.get(rank, (None, now))
+            if beat is None or beat != before:
+                self._beats[rank] = beat or b"", now
+            elif now - since > patience_s:
+                silent.append(rank)
+        return silent

@@ -1,0 +1,348 @@
+"""Who is there: a thread of every process that watches its peers, and tells them what happens to this one.
+
+Peers on this machine are watched through the kernel, which tells of their end at once; of others a heartbeat through
+the store tells.  A rank that loses a peer says so in the store before it leaves, so that those that lose it can tell
+the cause from its consequences.  The thread alone talks to the store here, by a connection of its own: a store whose
+process is stopped answers nobody, and what failed must be told all the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, finalize
+
+import torch.distributed as dist
+
+from ndtp.collectives.flight import DONE, NOTE, WAITED, Flight
+from ndtp.collectives.liveness import GONE, RUNNING, Identity, open_pidfd, own_identity, state_of
+from ndtp.collectives.notices import Notices
+from ndtp.collectives.store_links import is_with_first_rank, links_to, shut
+from ndtp.collectives.verdict import (
+    DEPARTED,
+    ENDED,
+    LOST,
+    RAISED,
+    RECOVERED,
+    SILENT,
+    UNKNOWN,
+    Event,
+    Facts,
+    Verdict,
+    Waiting,
+    judge,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from ndtp.algebra.grid import Grid
+
+TICK_S = 1.0  # between heartbeats, of up to 500 ranks; more beat less often
+MEETING_TICK_S = 0.05  # until all have come
+LOCAL_PATIENCE_S, REMOTE_PATIENCE_S = 1.0, 4.0  # to find out who is to blame; the second in heartbeats
+SILENCE_S = 2.5  # heartbeats: without one for so long a rank is silent
+BREAK_S = 3.0  # after a death has been seen, a wait for the store is broken off
+FAREWELL_S = 1.0  # at the end of the program, for the store to take it
+LINGER_S = 2.0  # of the rank that has the store, when it fails: for ranks elsewhere to read why
+
+
+class Presence:
+    """This process among the ranks of the world.
+
+    Args:
+        store: torch's; it is cloned.  None: nobody is told, and nobody is known.
+        serial: as for `Notices`.
+
+    Attributes:
+        flight: the last collectives of this process.
+    """
+
+    def __init__(self, rank: int, size: int, store: Any, serial: int) -> None:
+        self.rank, self.size, self.flight = rank, size, Flight(rank, size)
+        self._notices: Notices | None = None
+        self._links_of_others = links_to(store)
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that cannot be cloned
+            self._notices = Notices(store.clone(), serial, own_identity(rank), size)
+        self._own_links = set(links_to(store)) - set(self._links_of_others)
+        self._find_links = lambda: set(links_to(store)) - self._own_links
+        self._host_is_first = is_with_first_rank(store)
+        self._peers: dict[int, Identity] = {}
+        self._pidfds: dict[int, int] = {}
+        self._departed: dict[int, float] = {}
+        self._events: list[Event] = []
+        self._said = ""  # the last of LOST, RAISED or ENDED
+        self._lost_at = 0.0
+        self._guards: list[float] = []
+        self._places: list[tuple[Grid, tuple[int, ...]]] = []
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self.owner, self._closed = os.getpid(), False
+        self._beat_s = TICK_S * max(1.0, size / 500)
+        self._poll = select.poll()
+        self._poll.register(self._wake_read, select.POLLIN)
+        self._thread = threading.Thread(target=self._watch, name="ndtp presence", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------- asked by other threads
+
+    def on_grid(self, grid: Grid, ranks: Sequence[int]) -> None:
+        """Remember where ranks are on a grid, to name them so."""
+        entry = grid, tuple(ranks)
+        if entry in self._places:
+            self._places.remove(entry)
+        self._places.append(entry)
+        del self._places[:-16]
+
+    def place(self, rank: int) -> str:
+        """ " (y=1, x=0)", on the last grid that has the rank."""
+        for grid, ranks in reversed(self._places):
+            if rank in ranks:
+                return f" ({', '.join(f'{a}={i}' for a, i in grid.coordinate(ranks.index(rank)).items())})"
+        return ""
+
+    def lost(self, what: str, ranks: Sequence[int]) -> Verdict:
+        """Tell the others that this rank has lost one of `ranks`, write down the flight, and find out who is to blame.
+
+        It takes a second at most where all ranks are on this machine, and some heartbeats elsewhere.
+        """
+        found: list[Verdict] = []
+        answered = threading.Event()
+
+        def consult() -> None:
+            try:
+                self._say(LOST, what, ranks)
+                self._consult(ranks, found)
+            finally:
+                answered.set()
+
+        self.flight.write(what)
+        self._do(consult)
+        answered.wait(self._patience + 1.0)
+        # What the kernel of this machine knows is known without the store.
+        verdict = found[-1] if found else judge(self.rank, ranks, self._local_facts())
+        if verdict.how == UNKNOWN and not answered.is_set() and self.rank:
+            verdict = Verdict(SILENT, (0,), "which has the store, and does not answer")
+        if self._is_spread and self._host_is_first and self.rank == 0:
+            time.sleep(LINGER_S)
+        return verdict
+
+    def raised(self, error: BaseException) -> None:
+        """Tell the others that this rank leaves with an error of its own, and write down the flight."""
+        text = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        self.flight.write(text)
+        self._tell(RAISED, text)
+
+    def _tell(self, kind: str, text: str) -> None:
+        if self._said or self._closed:
+            return
+        told = threading.Event()
+
+        def tell() -> None:
+            self._say(kind, text)
+            told.set()
+
+        self._do(tell)
+        told.wait(FAREWELL_S)
+
+    @contextlib.contextmanager
+    def guarding(self, seconds: float) -> Iterator[None]:
+        """A wait for the store inside ends in time, or is broken off: soon after a death, or when its time is up."""
+        until = time.monotonic() + seconds + 1.0
+        self._guards.append(until)
+        try:
+            yield
+        finally:
+            self._guards.remove(until)
+
+    def close(self, text: str = "its program ended") -> None:
+        """Say goodbye and end the thread."""
+        if self._closed or os.getpid() != self.owner:
+            return
+        self._tell(ENDED, text)
+        self._closed = True
+        self._do(None)
+        if threading.current_thread() is self._thread:  # it collected garbage
+            return
+        self._thread.join(FAREWELL_S)
+        if self._thread.is_alive():  # the store does not answer
+            shut(self._own_links)
+            self._thread.join(FAREWELL_S)
+
+    def _do(self, task: Callable[[], None] | None) -> None:
+        self._tasks.put(task)
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b".")
+
+    # -------------------------------------------------------------------------------------------------- in the thread
+
+    def _watch(self) -> None:
+        try:
+            self._try(self._notices.introduce if self._notices else lambda: None)
+            next_tick = time.monotonic()
+            while True:
+                self._look(max(0.0, next_tick - time.monotonic()))
+                while not self._tasks.empty():
+                    task = self._tasks.get()
+                    if task is None:
+                        return
+                    self._try(task)
+                if time.monotonic() >= next_tick:
+                    self._try(self._tick)
+                    meeting = self._notices is not None and not self._notices.all_came
+                    next_tick = time.monotonic() + (MEETING_TICK_S if meeting else self._beat_s)
+        finally:
+            for descriptor in (*self._pidfds, self._wake_read, self._wake_write):
+                os.close(descriptor)
+
+    def _try(self, task: Callable[[], None]) -> None:
+        """The store may be gone, or have been shut."""
+        with contextlib.suppress(RuntimeError):
+            task()
+
+    @property
+    def _store(self) -> Notices | None:
+        """None, too, where its process is known to be gone, which torch would tell at length, or does not answer."""
+        host = self._peers.get(0) if self._host_is_first else None
+        return None if host is not None and state_of(host) != RUNNING else self._notices
+
+    def _look(self, seconds: float) -> None:
+        """See who has ended, for so long or until there is something to do."""
+        for descriptor, _ in self._poll.poll(seconds * 1e3):
+            if descriptor == self._wake_read:
+                os.read(self._wake_read, 4096)
+                continue
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+            self._note_departure(self._pidfds.pop(descriptor))
+
+    def _note_departure(self, rank: int) -> None:
+        self._departed[rank] = time.time()
+        if self._is_spread:
+            self._try(lambda: self._log(Event(rank, DEPARTED, "", self._departed[rank])))
+        self._try(self._hear)
+
+    def _tick(self) -> None:
+        if self._guards and (time.monotonic() > min(self._guards) or self._has_lost()):
+            shut(self._find_links())
+        if (store := self._store) is None:
+            return
+        self._meet()
+        entry = self.flight.waiting()
+        if entry is None or time.time() - entry[WAITED] < self._beat_s:
+            if self._said != LOST:
+                store.tell_waiting(None)
+        else:
+            note = entry[NOTE]
+            store.tell_waiting(Waiting(note.text, tuple(rank for rank in note.ranks if rank != self.rank)))
+        if self._said == LOST and (done := self.flight.last_done()) is not None and done[DONE] > self._lost_at:
+            self._said = ""
+            self._log(Event(self.rank, RECOVERED, "", time.time()))
+        if self._is_spread:
+            store.beat()
+            self._hear()
+
+    def _has_lost(self) -> bool:
+        """Whether somebody left, and those who are stuck in a wait for them have had time to notice."""
+        left = [event.when for event in self._events if event.kind in (RAISED, ENDED, DEPARTED)]
+        return any(time.time() - when > BREAK_S for when in (*left, *self._departed.values()))
+
+    def _meet(self) -> None:
+        """Get to know those that came to this machine."""
+        for who in [] if (store := self._store) is None else store.newcomers():
+            self._peers[who.rank] = who
+            descriptor = open_pidfd(who)
+            if descriptor is not None:
+                self._pidfds[descriptor] = who.rank
+                self._poll.register(descriptor, select.POLLIN)
+            elif state_of(who) == GONE:
+                self._note_departure(who.rank)
+
+    @property
+    def _is_spread(self) -> bool:
+        """Whether ranks are on several machines, or have not come yet."""
+        return len(self._peers) + 1 < self.size
+
+    @property
+    def _patience(self) -> float:
+        return REMOTE_PATIENCE_S * self._beat_s if self._is_spread else LOCAL_PATIENCE_S
+
+    def _say(self, kind: str, text: str, ranks: Sequence[int] = ()) -> None:
+        self._said, self._lost_at = kind, time.time()
+        if (store := self._store) is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            if ranks:
+                store.tell_waiting(Waiting(text, tuple(rank for rank in ranks if rank != self.rank)))
+            store.log(Event(self.rank, kind, text, self._lost_at))
+
+    def _log(self, event: Event) -> None:
+        if (store := self._store) is not None:
+            store.log(event)
+
+    def _hear(self) -> None:
+        if (store := self._store) is not None:
+            self._events += store.news()
+
+    def _local_facts(self) -> Facts:
+        states = {rank: state_of(who) for rank, who in list(self._peers.items())}
+        return Facts(list(self._events), states, dict(self._departed))
+
+    def _consult(self, ranks: Sequence[int], found: list[Verdict]) -> None:
+        """Look again and again, until it is clear who left, or time is up."""
+        until, pause = time.monotonic() + self._patience, 0.002
+        while True:
+            found.append(judge(self.rank, ranks, self._facts(ranks)))
+            if found[-1].is_sure or time.monotonic() > until:
+                return
+            self._look(pause)
+            pause = min(2 * pause, 0.1)
+
+    def _facts(self, ranks: Sequence[int]) -> Facts:
+        facts = self._local_facts()
+        with contextlib.suppress(RuntimeError):
+            self._meet()
+            self._hear()
+            facts.events = list(self._events)
+            if (store := self._store) is not None:
+                facts.waiting = store.waiting(ranks)
+                others = {*ranks, *(rank for each in facts.waiting.values() for rank in each.ranks)} - {self.rank}
+                facts.absent = store.absent(others)
+                facts.silent = store.silent(others - set(self._peers), SILENCE_S * self._beat_s)
+        return facts
+
+
+# ------------------------------------------------------------------------------------------------------- of the process
+
+_PRESENT: WeakKeyDictionary[Any, Presence] = WeakKeyDictionary()  # by the world
+_SERIAL = [0]  # of the last world that had one; ranks make worlds together
+
+
+def presence() -> Presence | None:
+    """That of this process's world; made at the first call, by all ranks together.  None for a process of its own."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    found = _PRESENT.get(world)
+    if found is None or found.owner != os.getpid():
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        _SERIAL[0] += 1
+        found = Presence(dist.get_rank(), dist.get_world_size(), _get_default_store(), _SERIAL[0])
+        _PRESENT[world] = found
+        # The presence lives on in its thread; it holds the store, not the world.
+        finalize(world, found.close, "it left its group").atexit = False  # type: ignore[misc]
+        atexit.register(found.close)
+    return found
+
+
+def flight_of_world() -> Flight | None:
+    """The record of this process's last collectives."""
+    here = presence()
+    return None if here is None else here.flight

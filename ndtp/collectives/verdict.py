@@ -1,0 +1,142 @@
+"""Who is to blame when a collective fails: from what is known of the ranks to one sentence.  Pure: asks nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ndtp.collectives.liveness import GONE, STOPPED
+
+# What a rank tells the others of itself, or one of another.
+RAISED, ENDED, LOST, RECOVERED, DEPARTED = "raised", "ended", "lost", "recovered", "departed"
+SILENT, BEHIND, UNKNOWN, ABSENT = "silent", "behind", "unknown", "absent"
+
+
+class Event(NamedTuple):
+    """Something that was said of a rank.  `when` is seconds of the clock on the wall."""
+
+    rank: int
+    kind: str
+    text: str
+    when: float
+
+
+class Waiting(NamedTuple):
+    """A rank that is in a collective: which one, and for whom it waits there."""
+
+    text: str
+    ranks: tuple[int, ...]
+
+
+@dataclass
+class Facts:
+    """What a rank knows when a collective of its own has failed.
+
+    Attributes:
+        events: in any order.
+        states: of ranks on this machine, as its kernel has them.
+        departed: ranks of this machine whose processes ended, and when that was seen.
+        silent: ranks elsewhere whose heartbeat does not come.
+        waiting: ranks that said that they are in a collective, or that one failed for them.
+        absent: ranks that have not said who they are.
+    """
+
+    events: Sequence[Event] = ()
+    states: Mapping[int, str] = field(default_factory=dict)
+    departed: Mapping[int, float] = field(default_factory=dict)
+    silent: Collection[int] = ()
+    waiting: Mapping[int, Waiting] = field(default_factory=dict)
+    absent: Collection[int] = ()
+
+
+class Verdict(NamedTuple):
+    """Who is to blame.
+
+    Attributes:
+        how: "gone", "raised", "ended", "stopped", "silent", "absent", "behind" or "unknown".
+        ranks: of the world; the first of them first.
+        text: what is known beside that.
+    """
+
+    how: str
+    ranks: tuple[int, ...]
+    text: str = ""
+
+    @property
+    def is_sure(self) -> bool:
+        return self.how in (GONE, RAISED, ENDED, STOPPED)
+
+    def sentence(self, place: Callable[[int], str] = lambda rank: "") -> str:
+        """For an error: "gone: rank 3 (y=1, x=1), its process ended without a word"."""
+        names = ", ".join(f"rank {rank}{place(rank)}" for rank in self.ranks)
+        return f"{_WORDS[self.how]}{names}{', ' if names and self.text else ''}{self.text}"
+
+
+_WORDS = {
+    GONE: "gone: ",
+    RAISED: "gone: ",
+    ENDED: "gone: ",
+    STOPPED: "silent: ",
+    SILENT: "silent: ",
+    ABSENT: "silent: ",
+    BEHIND: "behind: ",
+    UNKNOWN: "",
+}
+
+
+def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
+    """The first that left without having lost another one before; else who does not answer; else who is behind.
+
+    A rank that left after it had lost another is a consequence.  Among ranks that are all there, those are behind that
+    others wait for, directly or through others, and that wait for nobody.
+    """
+    # What a rank said itself stands, whatever others say of its end.
+    own_words = sorted((event for event in facts.events if event.kind != DEPARTED), key=lambda event: event.when)
+    last = {event.rank: event for event in own_words}
+    stopped = sorted(rank for rank, state in facts.states.items() if state == STOPPED)
+    if stopped:
+        return Verdict(STOPPED, tuple(stopped), "stopped by a signal (SIGSTOP), not dead")
+    left: list[tuple[float, int, Verdict]] = []
+    for rank, event in last.items():
+        if event.kind in (RAISED, ENDED):
+            verb = "which raised " if event.kind == RAISED else ""
+            left.append((event.when, rank, Verdict(event.kind, (rank,), verb + event.text)))
+    gone = {event.rank: event.when for event in facts.events if event.kind == DEPARTED} | dict(facts.departed)
+    gone |= {rank: gone.get(rank, float("inf")) for rank, state in facts.states.items() if state == GONE}
+    said = {rank for rank, event in last.items() if event.kind in (RAISED, ENDED)}
+    lost = {event.rank: event.when for event in last.values() if event.kind == LOST}
+    for rank, when in gone.items():
+        if rank not in said and rank not in lost and rank != me:
+            left.append((when, rank, Verdict(GONE, (rank,), "its process ended without a word")))
+    left = [entry for entry in left if entry[1] != me]
+    if left:
+        return min(left, key=lambda entry: entry[:2])[2]
+    for how, ranks, text in (
+        (SILENT, facts.silent, "no heartbeat comes; its process, machine or network is gone or stopped"),
+        (ABSENT, facts.absent, "it has not come to the first grid"),
+    ):
+        ranks = sorted(set(ranks) - {me} - set(lost))
+        if ranks:
+            return Verdict(how, tuple(ranks), text)
+    if behind := _behind(me, waited_for, facts.waiting, set(lost)):
+        return Verdict(BEHIND, behind, "alive, but in no collective that this one waits for")
+    first = sorted((rank for rank in gone if rank in lost and rank != me), key=lambda rank: lost[rank])
+    if first:
+        return Verdict(GONE, (first[0],), "it lost a peer itself, and ended")
+    return Verdict(UNKNOWN, (), "every rank is alive: the link between them broke, or they wait for each other")
+
+
+def _behind(me: int, waited_for: Sequence[int], waiting: Mapping[int, Waiting], lost: set[int]) -> tuple[int, ...]:
+    """Of the ranks that this one waits for, and these in turn, those that wait for nobody."""
+    seen, found, todo = {me}, set(), [rank for rank in waited_for if rank != me]
+    while todo:
+        rank = todo.pop()
+        if rank in seen:
+            continue
+        seen.add(rank)
+        if rank in waiting:
+            todo += waiting[rank].ranks
+        elif rank not in lost:
+            found.add(rank)
+    return tuple(sorted(found))
