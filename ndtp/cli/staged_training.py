@@ -96,8 +96,7 @@ class StagedModel:
         total = torch.zeros((), dtype=torch.float64, device=self.stage.device)
         for loss in losses:  # on each rank of the last stage
             total += loss.detach() / (self.micro_batches * len(self.pipeline.ranks_of[-1]))
-        dist.all_reduce(total, group=self.pipeline.group)
-        return total.item()
+        return self.pipeline.sum(total, "loss").item()
 
     def clip(self, max_norm: float) -> float:
         return clip_grad_norm_([self.stage], max_norm).item()
@@ -110,8 +109,7 @@ class StagedModel:
 
     def any_rank(self, mine: bool) -> bool:
         flag = torch.tensor(int(mine), device=self.stage.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.pipeline.group)
-        return bool(flag)
+        return bool(self.pipeline.sum(flag, "request to stop", most=True))
 
 
 def _byte_stage(job: Job, grids: list[Grid], dtype: torch.dtype) -> PipelineStage:

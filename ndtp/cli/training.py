@@ -19,6 +19,8 @@ from ndtp.algebra.schemes import TENSOR_AXES
 from ndtp.checkpoints.training_state import load, save
 from ndtp.cli.demo_training import text as help_topics
 from ndtp.cli.job import Job
+from ndtp.collectives.labels import Label
+from ndtp.collectives.watch import Watch
 from ndtp.errors import CheckpointError
 from ndtp.models.byte_model import ByteModel
 from ndtp.models.parallelize import parallelize
@@ -153,7 +155,10 @@ class Model:
         if mesh is None or mesh.grid.num_ranks == 1:
             return mine
         flag = torch.tensor(int(mine), device=mesh.device_type)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.groups.group(mesh.grid.nontrivial(mesh.grid.names)))
+        axes = mesh.grid.nontrivial(mesh.grid.names)
+        label = Label(("request to stop",), "forward", "all_reduce", axes)
+        with Watch(mesh.describe, label, mesh.groups.members(axes)):
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.groups.group(axes))
         return bool(flag)
 
 

@@ -109,7 +109,7 @@ class AxisGroups:
         parallel = [self.rank] if alone else range(self.grid.num_ranks)
         groups = {tuple(sorted(self.global_ranks[r] for r in self.grid.group(rank, axes))): None for rank in parallel}
 
-        seconds = default_timeout() if self.timeout is None else self.timeout
+        seconds = self.seconds
 
         def arguments() -> dict[str, Any]:
             if self.backend == "nccl":
@@ -123,6 +123,11 @@ class AxisGroups:
         waited_for = sorted(self.global_ranks) if len(groups) > 1 else self.members(axes)
         with Watch(self.describe, label, waited_for):
             return shared_group(tuple(groups), options, alone, arguments, keep=not is_own, timeout=seconds)
+
+    @property
+    def seconds(self) -> float:
+        """After which a wait fails."""
+        return default_timeout() if self.timeout is None else self.timeout
 
     def members(self, axes: Sequence[str]) -> tuple[int, ...]:
         """The ranks of the world that differ from this one on `axes` only, this one among them."""

@@ -50,11 +50,8 @@ class Collectives:
     def __init__(self, groups: AxisGroups, ring: BufferRing, recording: Recording) -> None:
         # None of these holds the process grid: a grid goes when nobody needs it, not when garbage is collected.
         self.groups, self.ring, self.recording = groups, ring, recording
+        self.describe = groups.describe
         self.in_flight, self.flight = 0, None if groups.global_ranks is None else flight_of_world()
-
-    def describe(self, axes: Sequence[str]) -> str:
-        """See `AxisGroups.describe`."""
-        return self.groups.describe(axes)
 
     # ------------------------------------------------------------------------------------------------------ starting
 

@@ -13,6 +13,7 @@ import contextlib
 import os
 import queue
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from ndtp.collectives.flight import DONE, NOTE, WAITED, Flight
 from ndtp.collectives.liveness import GONE, RUNNING, Identity, open_pidfd, own_identity, state_of
 from ndtp.collectives.notices import Notices
 from ndtp.collectives.store_links import is_with_first_rank, links_to, shut
+from ndtp.collectives.told_to_end import OWN_WORDS_S, end_at_once, heed, heed_no_more
 from ndtp.collectives.verdict import (
     DEPARTED,
     ENDED,
@@ -88,6 +90,8 @@ class Presence:
         self._poll = select.poll()
         self._poll.register(self._wake_read, select.POLLIN)
         self._thread = threading.Thread(target=self._watch, name="ndtp presence", daemon=True)
+        self._was_told = threading.Event()
+        self._heeds = heed(self._wake_write, lambda: bool(self._said), self._was_told)
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------- asked by other threads
@@ -167,6 +171,8 @@ class Presence:
             return
         self._tell(ENDED, text)
         self._closed = True
+        if self._heeds:
+            heed_no_more()
         self._do(None)
         if threading.current_thread() is self._thread:  # it collected garbage
             return
@@ -216,11 +222,30 @@ class Presence:
         """See who has ended, for so long or until there is something to do."""
         for descriptor, _ in self._poll.poll(seconds * 1e3):
             if descriptor == self._wake_read:
-                os.read(self._wake_read, 4096)
+                if signal.SIGTERM in os.read(self._wake_read, 4096):
+                    self._end_as_told()
                 continue
             self._poll.unregister(descriptor)
             os.close(descriptor)
             self._note_departure(self._pidfds.pop(descriptor))
+
+    def _end_as_told(self) -> None:
+        """By the launcher, since another rank has failed: say which."""
+        if self._said:  # it is saying so itself
+            time.sleep(OWN_WORDS_S)
+        else:
+            found: list[Verdict] = []
+            entry = self.flight.waiting()
+            self._consult(range(self.size) if entry is None else entry[NOTE].ranks, found)
+            what = "its own work" if entry is None else entry[NOTE].text
+            if found[-1].how != UNKNOWN:
+                text = f"rank {self.rank}{self.place(self.rank)} was ended by its launcher in {what}"
+                words = f"{text}\n  {found[-1].sentence(self.place)}"
+                self._say(LOST, what)
+                self.flight.write(text)
+                os.write(2, f"ndtp.errors.CommunicationError: {words}\n".encode())
+        self._was_told.set()
+        end_at_once()
 
     def _note_departure(self, rank: int) -> None:
         self._departed[rank] = time.time()

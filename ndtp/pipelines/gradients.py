@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ndtp.nn.gradients import clip_grad_norm_ as clip_on_a_grid
@@ -27,8 +26,7 @@ def clip_grad_norm_(stages: Sequence[PipelineStage], max_norm: float) -> Tensor:
     for stage in stages:
         norm = clip_on_a_grid(_counted(stage), math.inf)  # that of the stage, on each of its ranks
         total += norm.to(total) ** 2 / len(pipeline.ranks_of[stage.index])
-    dist.all_reduce(total, group=pipeline.group)
-    total = total.sqrt()
+    total = pipeline.sum(total, "norm of the gradients").sqrt()
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for stage in stages:
         for parameter in stage.submod.parameters():

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from ndtp.algebra.pipeline_plan import AXIS, PipelinePlan
-from ndtp.collectives.groups import shared_group
-from ndtp.collectives.labels import LABEL, Label
+from ndtp.collectives.groups import default_timeout, shared_group
+from ndtp.collectives.labels import Label
+from ndtp.collectives.watch import Watch
 from ndtp.errors import GridError, MismatchError
 from ndtp.runtime.process_grid import ProcessGrid, backends_by_device
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 
@@ -26,6 +29,8 @@ class Pipeline(PipelinePlan):
 
     Making one starts nothing: arguments, errors and what can be asked are those of `PipelinePlan`.
     """
+
+    _timeout: float | None = None  # of the grids of stages that there are
 
     def mesh(self, stage: int | None = None, **options: Any) -> ProcessGrid:
         """The process grid of a stage of this rank, made once; its ranks make theirs together.
@@ -45,6 +50,7 @@ class Pipeline(PipelinePlan):
             elif "nccl" in backends_by_device().values():
                 options.setdefault("device_type", "cuda")
             self._meshes[index] = ProcessGrid(self.grids[index], **options)
+            self._timeout = self._meshes[index].groups.seconds
         return self._meshes[index]
 
     def own_stage(self, stage: int | None = None) -> int:
@@ -72,15 +78,34 @@ class Pipeline(PipelinePlan):
 
     @cached_property
     def group(self) -> ProcessGroup:
-        """What all ranks of all stages are in, over which they send.
+        """What all ranks of all stages are in, over which they send, with the timeout of the grids.
 
-        On NCCL one of its own: messages would wait for what else goes over the world's.
+        One of its own: messages would wait for what else goes over the world's, and as long as that does.
         """
         everybody = len(self.all_ranks) == dist.get_world_size()
-        if everybody and "nccl" not in backends_by_device().values():
-            world: Any = dist.group.WORLD
-            return world  # type: ignore[no-any-return]
-        return shared_group((self.all_ranks,), "pipeline", not everybody, dict)
+        seconds = self._timeout or default_timeout()
+        limit = {"timeout": timedelta(seconds=seconds)}
+        with self.watching("the pipeline's process group", "start-up", "making"):
+            return shared_group((self.all_ranks,), ("pipeline", seconds), not everybody, lambda: limit, timeout=seconds)
+
+    def watching(self, what: str, phase: str, collective: str) -> Watch:
+        """A collective of all ranks of the pipeline: its name for meters and errors, and in the record."""
+        rank = dist.get_rank()
+        where = f"rank {rank} of the pipeline waited for the others"
+        return Watch(lambda axes: where, Label((what,), phase, collective, (AXIS,)), self.all_ranks)
+
+    def gather(self, said: Any, what: str, phase: str = "check") -> list[Any]:
+        """What all ranks say, in the order of `all_ranks`; a collective."""
+        every: list[Any] = [None] * len(self.all_ranks)
+        with self.watching(what, phase, "all_gather"):
+            dist.all_gather_object(every, said, group=self.group)
+        return every
+
+    def sum(self, x: Tensor, what: str, most: bool = False) -> Tensor:
+        """Add up a tensor over all ranks in place, or find the largest values; a collective."""
+        with self.watching(what, "all ranks", "all_reduce"):
+            dist.all_reduce(x, dist.ReduceOp.MAX if most else dist.ReduceOp.SUM, group=self.group)
+        return x
 
     def agree(self, what: str) -> None:
         """Compare what all ranks are about to do; a collective, which also lets NCCL connect them all.
@@ -88,12 +113,7 @@ class Pipeline(PipelinePlan):
         Raises:
             MismatchError: they differ; the same on every rank.
         """
-        said: list[Any] = [None] * len(self.all_ranks)
-        token = LABEL.set(Label(("pipeline",), "check", "all_gather", (AXIS,)))
-        try:
-            dist.all_gather_object(said, what, group=self.group)
-        finally:
-            LABEL.reset(token)
+        said = self.gather(what, "pipeline")
         if len(set(said)) > 1:
             lines = "\n".join(f"  rank {rank}: {text}" for rank, text in zip(self.all_ranks, said, strict=True))
             raise MismatchError(f"pipeline: ranks disagree on the steps to come\n{lines}")

@@ -16,10 +16,10 @@ from ndtp.algebra.pipeline_plan import AXIS, PipelinePlan
 from ndtp.algebra.resharding import Box, ReshardPlan, volume_of
 from ndtp.algebra.volume import Volume
 from ndtp.checkpoints.pieces import Piece, Whole
-from ndtp.collectives.labels import Label
 from ndtp.collectives.uneven_exchange import cut, landing_in, part_of, sendable
 from ndtp.errors import GridError, LayoutError
 from ndtp.models.state_entries import mesh_of_model
+from ndtp.pipelines.messages import exchange, receive_op, send_op
 from ndtp.pipelines.pipeline import Pipeline
 from ndtp.runtime.crew import Crew
 
@@ -203,14 +203,16 @@ class PipelineStage(torch_pipelining.PipelineStage):
         if self.is_last:
             return []
         outputs = self._passed_on(self.fwd_cache[fwd_chunk_id][0], self.index)
-        return [op for i, plan, _ in self._ways(self.index, "forward") for op in self._send(plan, outputs[i])]
+        ways = self._ways(self.index, "forward")
+        return [op for i, plan, _ in ways for op in self._send(plan, outputs[i], "forward", fwd_chunk_id)]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first or not self.has_backward:
             return []
         grads = self.bwd_cache.pop(bwd_chunk_id)
         ways = self._ways(self.index - 1, "dgrad")
-        return [op for i, plan, dtype in ways for op in self._send(plan, self._gradient(grads[i], plan, dtype))]
+        given = ((plan, self._gradient(grads[i], plan, dtype)) for i, plan, dtype in ways)
+        return [op for plan, grad in given for op in self._send(plan, grad, "dgrad", bwd_chunk_id)]
 
     def _receive_all(self, at: int, phase: str, micro_batch: int) -> list[dist.P2POp]:
         ways = self._ways(at, phase)
@@ -229,17 +231,17 @@ class PipelineStage(torch_pipelining.PipelineStage):
             room, landing = landing_in(result, message.box, wanted)
             if landing is not room:
                 late.append((room, landing))
-            buffer: Any = sendable(landing)
-            buffer.ndtp_label = Label((plan.name,), key[0], "receive", (AXIS,))
-            ops.append(dist.P2POp(dist.irecv, buffer, message.sender, self.group))
+            where = message.sender, self.pipeline.group, plan.name, key[0], _part(key[2])
+            ops.append(receive_op(sendable(landing), *where))
         self._arriving[key] = result, late
         return ops
 
-    def _send(self, plan: ReshardPlan, x: Tensor) -> list[dist.P2POp]:
+    def _send(self, plan: ReshardPlan, x: Tensor, phase: str, micro_batch: int) -> list[dist.P2POp]:
         mine = plan.held(self.rank)
         assert mine is not None
+        where = self.pipeline.group, plan.name, phase, _part(micro_batch)
         parts = ((message.receiver, part_of(x, message.box, mine)) for message in plan.sends(self.rank))
-        return [dist.P2POp(dist.isend, sendable(part), receiver, self.group) for receiver, part in parts]
+        return [send_op(sendable(part), receiver, *where) for receiver, part in parts]
 
     def _passed_on(self, outputs: Any, at: int) -> list[Tensor]:
         """What the module of stage `at` gave of a micro-batch.
@@ -305,9 +307,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
             return cut(x, plan, self.rank)
         held, wanted, kept = plan.held(self.rank), plan.wanted(self.rank), plan.kept(self.rank)
         assert held is not None and wanted is not None
-        ops = [*self._receive(plan, dtype, (phase, 0, -1)), *self._send(plan, x)]
-        for work in dist.batch_isend_irecv(ops) if ops else []:
-            work.wait()
+        exchange([*self._receive(plan, dtype, (phase, 0, -1)), *self._send(plan, x, phase, -1)])
         result = self._taken(phase, 0, -1)
         if kept is not None:
             landing_in(result, kept, wanted)[0].copy_(part_of(x, kept, held))
@@ -332,6 +332,10 @@ class PipelineStage(torch_pipelining.PipelineStage):
 def _shape(box: Box | None) -> tuple[int, ...]:
     assert box is not None
     return tuple(stop - start for start, stop in box)
+
+
+def _part(micro_batch: int) -> str:
+    return "" if micro_batch < 0 else f"of micro-batch {micro_batch}"
 
 
 def _has_gradient(dtype: torch.dtype) -> bool:

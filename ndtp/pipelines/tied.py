@@ -13,8 +13,8 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.pipeline_plan import AXIS
 from ndtp.algebra.resharding import ReshardPlan
 from ndtp.algebra.volume import Traffic, Volume
-from ndtp.collectives.labels import Label
 from ndtp.collectives.uneven_exchange import landing_in, part_of
+from ndtp.pipelines.messages import exchange, receive_op, send_op
 from ndtp.pipelines.pipeline import Pipeline
 from ndtp.pipelines.stage import PipelineStage
 
@@ -64,19 +64,17 @@ class TiedWeight:
             assert held is not None
             theirs, late = torch.zeros_like(gradient), []
             for message in there.sends(self.rank):
-                ops.append(dist.P2POp(dist.isend, part_of(gradient, message.box, held), message.receiver, group))
+                part = part_of(gradient, message.box, held)
+                ops.append(send_op(part, message.receiver, group, self.plan.name, "wgrad"))
             for message in back.receives(self.rank):
                 room, landing = landing_in(theirs, message.box, held)
                 late += [(room, landing)] * (landing is not room)
-                buffer: Any = landing
-                buffer.ndtp_label = Label((self.plan.name,), "wgrad", "receive", (AXIS,))
-                ops.append(dist.P2POp(dist.irecv, buffer, message.sender, group))
+                ops.append(receive_op(landing, message.sender, group, self.plan.name, "wgrad"))
             kept, other = back.kept(self.rank), back.held(self.rank)
             if kept is not None and other is not None:
                 landing_in(theirs, kept, held)[0].copy_(part_of(_gradient(own[not is_last]), kept, other))
             sums.append((gradient, theirs, late))
-        for work in dist.batch_isend_irecv(ops) if ops else []:
-            work.wait()
+        exchange(ops)
         for gradient, theirs, late in sums:
             for room, landing in late:
                 room.copy_(landing)
@@ -92,14 +90,13 @@ class TiedWeight:
         if held is not None:
             mine = _local(own[False])
             for message in plan.sends(self.rank):
-                ops.append(dist.P2POp(dist.isend, part_of(mine, message.box, held), message.receiver, group))
+                ops.append(send_op(part_of(mine, message.box, held), message.receiver, group, plan.name, "copy"))
         if wanted is not None:
             for message in plan.receives(self.rank):
                 room, landing = landing_in(_local(own[True]), message.box, wanted)
                 late += [(room, landing)] * (landing is not room)
-                ops.append(dist.P2POp(dist.irecv, landing, message.sender, group))
-        for work in dist.batch_isend_irecv(ops) if ops else []:
-            work.wait()
+                ops.append(receive_op(landing, message.sender, group, plan.name, "copy"))
+        exchange(ops)
         for room, landing in late:
             room.copy_(landing)
         if kept is not None and held is not None and wanted is not None:
@@ -133,9 +130,8 @@ def tie(stages: Sequence[PipelineStage], pipeline: Pipeline, names: Sequence[tup
     own: list[dict[bool, Any]] = [
         {end: stage.model.get_parameter(name) for end, (stage, name) in each.items()} for each in where
     ]
-    said: list[Any] = [None] * len(pipeline.all_ranks)
     lies = [{end: (weight.ndtp_layout.dims, tuple(weight.shape)) for end, weight in each.items()} for each in own]
-    dist.all_gather_object(said, lies, group=pipeline.group)
+    said = pipeline.gather(lies, "tied weights")
     by_rank = dict(zip(pipeline.all_ranks, said, strict=True))
     found = []
     for i, (first_name, _) in enumerate(names):

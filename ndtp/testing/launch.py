@@ -7,12 +7,14 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ndtp.collectives.groups import never_destroy
+from ndtp.collectives.groups import default_timeout, never_destroy
+from ndtp.collectives.last_words import tell_of
 from ndtp.testing.messages import IMPORTING_MAIN, dumps
 from ndtp.testing.pool import RankError, coordinates_of, shared_pool
 
@@ -73,19 +75,21 @@ def _run_in_place(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], axes: Mapping[str, int] | None
 ) -> list[Any]:
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        limit = timedelta(seconds=default_timeout())
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=limit)
         atexit.register(_leave_group)
     rank = dist.get_rank()
     try:
         result = dumps(fn(*args, **kwargs))
     except BaseException as error:
+        error = tell_of(error)
         never_destroy()
         if not isinstance(error, Exception):
             raise
         # Not gathered: other ranks may hang in a collective of fn.  The launcher stops them when this one exits.
         raise RankError(
             rank,
-            {rank: traceback.format_exc()},
+            {rank: "".join(traceback.format_exception(error))},
             coordinates=None if axes is None else coordinates_of(rank, axes),
             exceptions={rank: error},
             summaries={rank: f"{type(error).__name__}: {error}"},

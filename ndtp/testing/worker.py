@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ndtp.collectives.last_words import tell_of
 from ndtp.testing.messages import IMPORTING_MAIN, TRACE_SIGNAL, Birth, Call, Printed, Raised, Ready, Returned, dumps
 
 # Process groups that a call created stay alive, since a cached mesh may come back in a later call (DTensor caches
@@ -118,7 +119,7 @@ def work(birth: Birth, connection_fd: int, zygote_pid: int) -> None:
             payload = dumps(_perform(call, stream))
         except BaseException as error:
             stdout.flush()
-            sender.send(_describe(error))
+            sender.send(_describe(tell_of(error)))
         else:
             stdout.flush()
             sender.send(Returned(dist.group.WORLD is world and not _short_of_fds()), payload)

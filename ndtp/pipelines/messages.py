@@ -1,0 +1,92 @@
+"""Messages between stages, as torch's schedules send and await them, with a name and an error of ndtp's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ndtp.algebra.pipeline_plan import AXIS
+from ndtp.collectives.flight import DONE, WAITED, Entry, Flight, Note
+from ndtp.collectives.labels import Label
+from ndtp.collectives.presence import flight_of_world
+from ndtp.collectives.watch import failure
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def receive_op(buffer: Tensor, sender: int, group: ProcessGroup, name: str, phase: str, part: str = "") -> dist.P2POp:
+    """What receives a message: `name` is that of what moves, `part` the micro-batch."""
+    label = Label((name,), phase, "receive", (AXIS,), part)
+    labelled: Any = buffer
+    labelled.ndtp_label = label
+    return _message(dist.irecv, buffer, sender, group, label)
+
+
+def send_op(part_of_x: Tensor, receiver: int, group: ProcessGroup, name: str, phase: str, part: str = "") -> dist.P2POp:
+    """What sends a message, see `receive_op`."""
+    return _message(dist.isend, part_of_x, receiver, group, Label((name,), phase, "send", (AXIS,), part))
+
+
+def exchange(ops: Sequence[dist.P2POp]) -> None:
+    """Start all of these and wait for them."""
+    for work in dist.batch_isend_irecv(list(ops)) if ops else []:
+        work.wait()
+
+
+def _message(op: Callable[..., Any], x: Tensor, peer: int, group: ProcessGroup, label: Label) -> dist.P2POp:
+    made = dist.P2POp(op, x, peer, group)
+    if dist.get_backend(group) == "gloo":  # NCCL sends several at once, and its watchdog ends what lasts too long
+        made.op = _Named(op, label, peer)
+    return made
+
+
+class _Named:
+    """`isend` or `irecv` of one message, as schedules call it."""
+
+    def __init__(self, op: Callable[..., Any], label: Label, peer: int) -> None:
+        self.op, self.label, self.peer, self.__name__ = op, label, peer, op.__name__
+
+    def __call__(self, x: Tensor, *, group_dst: int | None = None, group_src: int | None = None, **given: Any) -> Any:
+        peer = group_src if group_dst is None else group_dst
+        given["group_dst" if self.op is dist.isend else "group_src"] = peer
+        flight, me = flight_of_world(), dist.get_rank()
+        entry = None if flight is None else self._enter(flight, me, x)
+        try:
+            return _NamedWork(self, self.op(x, **given), entry)
+        except RuntimeError as error:
+            raise self.failed(error) from error
+
+    def _enter(self, flight: Flight, me: int, x: Tensor) -> Entry:
+        label, ranks = self.label, tuple(sorted((me, self.peer)))
+        note = Note(label.op, label.phase, label.collective, label.axes, label.part, ranks)
+        return flight.start(note, x.nbytes)
+
+    def failed(self, error: RuntimeError) -> RuntimeError:
+        me = dist.get_rank()
+        where = f"rank {me} of the pipeline waited for rank {self.peer}"
+        return failure(self.label, lambda axes: where, error, (me, self.peer))
+
+
+class _NamedWork:
+    def __init__(self, message: _Named, work: Any, entry: Entry | None) -> None:
+        self._message, self._work, self._entry = message, work, entry
+
+    def wait(self, *timeout: Any) -> Any:
+        entry = self._entry
+        try:
+            if entry is not None:
+                entry[WAITED] = time.time()
+            result = self._work.wait(*timeout)
+        except RuntimeError as error:
+            raise self._message.failed(error) from error
+        if entry is not None:
+            entry[DONE] = time.time()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)

@@ -1,0 +1,85 @@
+"""Every survivor of a fault names the rank to blame, in one error of ndtp's: on processes with a store of their own."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import ScheduleGPipe
+
+import ndtp
+from ndtp import CommunicationError, Grid, ProcessGrid
+from ndtp.testing import RankError, RankPool
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+VICTIM = 3
+
+
+def fail(how):
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "late":
+        time.sleep(40)
+
+
+def train(how, timeout):
+    mesh = ProcessGrid(Grid(x=2, y=2), timeout=timeout)
+    block = ndtp.nn.MLP(8, 16, mesh=mesh, scheme="2d")
+    x = torch.ones(block.in_layout.shard_shape((8, 8)))
+    for step in range(3):
+        if step == 2 and mesh.rank == VICTIM:
+            fail(how)
+        block(x).sum().backward()
+
+
+def start(how, timeout):
+    """A fault before the victim has come to the grid."""
+    if dist.get_rank() == VICTIM:
+        ProcessGrid(Grid(x=4))  # whose groups are there
+        fail(how)
+    ProcessGrid(Grid(x=4))
+    ProcessGrid(Grid(x=2, y=2), timeout=timeout)
+
+
+def pass_on(how, timeout):
+    """A fault between the stages of a pipeline, in a message of torch's schedule."""
+    pipeline = ndtp.Pipeline([Grid(x=2), Grid(x=2)], (4, 8), scheme="1d-sp")
+    mesh = pipeline.mesh(timeout=timeout)
+    stage = ndtp.PipelineStage(ndtp.nn.MLP(8, 16, mesh=mesh, scheme="1d-sp"), pipeline)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: ((y - target) ** 2).sum())
+    batch = torch.ones(8, 8)
+    for step in range(3):
+        if step == 2 and dist.get_rank() == VICTIM:
+            fail(how)
+        rows = stage.rows(batch, 2)
+        schedule.step(rows) if stage.is_first else schedule.step(target=rows)
+
+
+WORDS = {"killed": "gone", "stopped": "stopped", "late": "behind"}
+
+
+@pytest.mark.parametrize(
+    ("place", "how"),
+    [(train, "killed"), (train, "late"), (pass_on, "killed"),
+     (pass_on, "stopped"), (start, "killed"), (start, "stopped")],
+    ids=lambda value: getattr(value, "__name__", value),
+)  # fmt: skip
+def test_survivors_name_the_victim(place, how, tmp_path, monkeypatch):
+    monkeypatch.setenv("NDTP_FLIGHT", str(tmp_path))
+    with RankPool(4) as pool, pytest.raises(RankError) as caught:
+        pool.run(place, how, 60.0 if how == "killed" else 2.0, timeout=30, wait_all=how == "killed")
+    errors = [each for rank, each in caught.value.exceptions.items() if rank != VICTIM]
+    assert errors and all(isinstance(error, CommunicationError) for error in errors), caught.value
+    for error in errors:
+        assert (error.how, error.ranks) == (WORDS[how], (VICTIM,)), error
+        assert f"rank {VICTIM}" in str(error).partition("cause:")[0].partition("failed:")[2]
+    if how == "killed" and place is not start:
+        assert set(caught.value.errors) == {0, 1, 2, 3}, "all end, long before the timeout"
+    record = json.loads(next(path for path in tmp_path.glob("flight_*.json")).read_text())
+    assert record["collectives"] and any(entry["done"] is None for entry in record["collectives"])

@@ -1,0 +1,62 @@
+"""Who is to blame, from what is known: a table of cases, without a process."""
+
+import pytest
+
+from ndtp.collectives.liveness import GONE, RUNNING, STOPPED, own_identity, state_of
+from ndtp.collectives.verdict import (
+    BEHIND,
+    DEPARTED,
+    ENDED,
+    LOST,
+    RAISED,
+    RECOVERED,
+    SILENT,
+    UNKNOWN,
+    Event,
+    Facts,
+    Waiting,
+    judge,
+)
+
+
+def waits(*ranks):
+    return Waiting("all_gather", ranks)
+
+
+CASES = {
+    "one is dead": (Facts(states={3: GONE}, departed={3: 5.0}), GONE, (3,)),
+    "the first of two": (Facts(departed={1: 6.0, 3: 5.0}), GONE, (3,)),
+    "who lost it left, too, before it was seen": (
+        Facts([Event(1, LOST, "", 5.1)], departed={1: 5.0, 3: 5.2}), GONE, (3,),
+    ),
+    "it said why": (Facts([Event(3, RAISED, "KeyError: 'x'", 4.0)], departed={3: 5.0}), RAISED, (3,)),
+    "what others say of its end does not undo why": (
+        Facts([Event(3, RAISED, "KeyError: 'x'", 4.0), Event(3, DEPARTED, "", 5.0)]), RAISED, (3,),
+    ),
+    "it left by itself": (Facts([Event(2, ENDED, "its program ended", 4.0)]), ENDED, (2,)),
+    "elsewhere, as a witness saw": (Facts([Event(7, DEPARTED, "", 4.0)]), GONE, (7,)),
+    "stopped, and others gone for it": (Facts(states={3: STOPPED}, departed={1: 5.0}), STOPPED, (3,)),
+    "no heartbeat": (Facts(silent=[2]), SILENT, (2,)),
+    "late": (Facts(states={1: RUNNING}, waiting={1: waits(0, 2)}), BEHIND, (2,)),
+    "late, by way of one that waits": (Facts(waiting={1: waits(3), 2: waits(0, 1)}), BEHIND, (3,)),
+    "one that waits for nobody of these is no matter": (Facts(waiting={1: waits(2), 2: waits(4)}), BEHIND, (4,)),
+    "one that recovered and was killed later": (
+        Facts([Event(3, LOST, "", 1.0), Event(3, RECOVERED, "", 2.0)], departed={3: 9.0}), GONE, (3,),
+    ),
+    "consequences alone": (
+        Facts([Event(1, LOST, "", 1.0)], departed={1: 2.0}, waiting={2: waits(1)}), GONE, (1,),
+    ),
+    "all wait for each other": (Facts(waiting={1: waits(0, 2), 2: waits(0, 1)}), UNKNOWN, ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_right_one_is_named(case):
+    facts, how, ranks = CASES[case]
+    verdict = judge(0, (1, 2), facts)
+    assert (verdict.how, verdict.ranks) == (how, ranks), verdict
+    assert all(f"rank {rank}" in verdict.sentence() for rank in ranks)
+
+
+def test_this_process_runs():
+    assert state_of(own_identity(0)) == RUNNING
