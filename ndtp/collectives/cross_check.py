@@ -47,7 +47,7 @@ def differing_among(
     digest = hashlib.blake2b(_encoded(signature), digest_size=DIGEST_BYTES).digest()
     own = torch.tensor(list(digest), dtype=torch.uint8, device=device_type)
     digests = own.new_empty(DIGEST_BYTES * group.size())
-    with Watch(describe, label):
+    with Watch(describe, label, dist.get_process_group_ranks(group)):
         _all_gather_single(digests, own, group=group)
         if len({tuple(row) for row in digests.view(-1, DIGEST_BYTES).tolist()}) == 1:
             return None
@@ -64,7 +64,7 @@ def gather_texts(
     said = bytearray(_encoded(text))
     own = torch.tensor([len(said)], dtype=torch.int64, device=device_type)
     sizes = own.new_empty(group.size())
-    with Watch(describe, label):
+    with Watch(describe, label, dist.get_process_group_ranks(group)):
         _all_gather_single(sizes, own, group=group)
         lengths: list[int] = sizes.tolist()
         padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)

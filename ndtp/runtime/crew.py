@@ -12,7 +12,6 @@ import torch.distributed as dist
 from ndtp.collectives.claims import claimed_by
 from ndtp.collectives.cross_check import differing_among, gather_texts
 from ndtp.collectives.labels import Label
-from ndtp.collectives.watch import Watch
 from ndtp.errors import CheckpointError, CommunicationError
 from ndtp.runtime.process_grid import ProcessGrid
 
