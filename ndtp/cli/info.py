@@ -6,6 +6,8 @@ import importlib.util
 import os
 import platform
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,12 +26,18 @@ def info(
     dtype: Annotated[
         str, typer.Option(help="With --gemm: bfloat16, float16 or float32.", callback=one_of(*DTYPES))
     ] = "bfloat16",
+    flight: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Compare the records that ranks left there when they failed (NDTP_FLIGHT)."),
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Show versions, devices, backends and kernels: what a bug report needs.
 
     Example: ndtp info --json -; ndtp info --gemm 8192 14336 4096
     """
+    if flight is not None:
+        return _show_flight(flight, json_file)
     if gemm is not None:
         choice, report = choice_table(sizes_of(",".join(map(str, gemm)), "--gemm"), dtype)
         print_table(console(json_file), choice)
@@ -43,6 +51,33 @@ def info(
             table.add_row(topic if i == 0 else "", f"{name}: {_text(value)}")
     console(json_file).print(table, highlight=False)
     write_json(json_file, found)
+
+
+def _show_flight(folder: Path, json_file: str | None) -> None:
+    from dataclasses import asdict
+
+    from ndtp.measure.flight_report import FlightError, read_flights, report, what
+
+    try:
+        found = report(read_flights(folder))
+    except FlightError as error:
+        raise typer.BadParameter(str(error), param_hint="--flight") from None
+    out = console(json_file)
+    say = partial(out.print, highlight=False, soft_wrap=True)
+    say(f"records of {found.world_size - len(found.missing)} of {found.world_size} ranks", style="bold")
+    if found.missing:
+        say(f"no record of rank {', '.join(map(str, found.missing))}: a rank that is killed leaves none")
+    for rank, entries in sorted(found.unfinished.items()):
+        for entry in entries:
+            state = "waited in" if entry["waited"] else "had started"
+            say(f"rank {rank} {state} {what(entry)}, of ranks {entry['ranks']}")
+    for each in found.behind:
+        say(f"behind: rank {each['rank']} had not started {each['lacks']}, of ranks {each['ranks']}, by {each['by']}")
+    for each in found.differing:
+        say(f"ranks {each['ranks']} disagree on their collective number {each['number']}:")
+        for rank, text in each["by rank"].items():
+            say(f"  rank {rank}: {text}")
+    write_json(json_file, asdict(found))
 
 
 def environment() -> dict[str, dict[str, Any]]:

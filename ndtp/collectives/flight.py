@@ -1,7 +1,7 @@
 """The last collectives of this rank, always: what each was for, when it started, was waited for and was done.
 
 A failure writes them down, `flight_RANK.json` in the folder that the environment's NDTP_FLIGHT names; `ndtp info
---flight FOLDER` compares those of all ranks.  An entry costs a third of a microsecond.
+--flight FOLDER` compares those of all ranks.  An entry costs less than a microsecond.
 """
 
 from __future__ import annotations
@@ -40,23 +40,27 @@ class Note(NamedTuple):
         return f"{what} of {' '.join(self.op)} ({self.phase}) over axis {' '.join(self.axes)}"
 
 
-# What, bytes, when it was started, waited for and done: seconds of the clock on the wall, 0 where it was not.
+# What, bytes, when it was started, waited for and done (seconds of the clock on the wall, 0 where it was not), and the
+# how many-th it is of those ranks over those axes, which all of them count alike.
 Entry = list[Any]
-NOTE, BYTES, STARTED, WAITED, DONE = range(5)
+NOTE, BYTES, STARTED, WAITED, DONE, NTH = range(6)
 
 
 class Flight:
     """A ring of the last collectives of this process."""
 
-    __slots__ = ("count", "entries", "rank", "size")
+    __slots__ = ("count", "counts", "entries", "rank", "size")
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self.entries: list[Entry | None] = [None] * LENGTH
         self.count = 0
+        self.counts: dict[tuple[Any, ...], int] = {}
 
     def start(self, note: Note, num_bytes: int) -> Entry:
-        entry: Entry = [note, num_bytes, time.time(), 0.0, 0.0]
+        key = note.ranks, note.axes
+        self.counts[key] = nth = self.counts.get(key, 0) + 1
+        entry: Entry = [note, num_bytes, time.time(), 0.0, 0.0, nth]
         count = self.count
         self.entries[count % LENGTH] = entry
         self.count = count + 1
@@ -87,6 +91,7 @@ class Flight:
             "collectives": [
                 {
                     "number": first + i,
+                    "of its group": nth,
                     "op": " ".join(note.op),
                     "phase": note.phase,
                     "kind": note.kind,
@@ -98,7 +103,7 @@ class Flight:
                     "waited": waited or None,
                     "done": done or None,
                 }
-                for i, (note, num_bytes, started, waited, done) in enumerate(last)
+                for i, (note, num_bytes, started, waited, done, nth) in enumerate(last)
             ],
         }
 

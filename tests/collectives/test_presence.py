@@ -13,6 +13,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 
 import ndtp
 from ndtp import CommunicationError, Grid, ProcessGrid
+from ndtp.measure.flight_report import read_flights, report
 from ndtp.testing import RankError, RankPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
@@ -83,3 +84,5 @@ def test_survivors_name_the_victim(place, how, tmp_path, monkeypatch):
         assert set(caught.value.errors) == {0, 1, 2, 3}, "all end, long before the timeout"
     record = json.loads(next(path for path in tmp_path.glob("flight_*.json")).read_text())
     assert record["collectives"] and any(entry["done"] is None for entry in record["collectives"])
+    found = report(read_flights(tmp_path))
+    assert VICTIM in found.missing and any(found.unfinished.values())

@@ -1,0 +1,54 @@
+"""Records of ranks, compared: who was behind, who was elsewhere, who left none."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from ndtp.cli.app import app
+from ndtp.collectives.flight import DONE, LENGTH, WAITED, Flight, Note
+from ndtp.measure.flight_report import FlightError, read_flights, report
+
+RANKS = (0, 1, 2)
+
+
+def note(op):
+    return Note((op,), "forward", "all_gather", ("x",), "", RANKS, 4)
+
+
+def flights(folder, steps):
+    """The record of each rank, of as many collectives; one that has more than all others waits in its last."""
+    for rank, ops in steps.items():
+        flight = Flight(rank, len(RANKS))
+        for i, op in enumerate(ops):
+            entry = flight.start(note(op), 16)
+            entry[WAITED] = 1.0
+            entry[DONE] = 2.0 if i + 1 < len(ops) else 0.0
+        assert flight.write("test", str(folder))
+
+
+def test_who_is_behind(tmp_path):
+    """Rings that have overflowed by different amounts are compared by what is counted, not by where it lies."""
+    many = ["mlp.up"] * (LENGTH + 5)
+    flights(tmp_path, {0: [*many, "head"], 1: many})
+    found = report(read_flights(tmp_path))
+    assert found.missing == [2] and not found.differing
+    assert [(each["rank"], each["by"]) for each in found.behind] == [(1, 1)]
+    assert "head" in found.behind[0]["lacks"]
+    shown = CliRunner().invoke(app, ["info", "--flight", str(tmp_path)])
+    assert shown.exit_code == 0 and "behind: rank 1 had not started all_gather of head" in shown.stdout
+    assert "no record of rank 2" in shown.stdout
+
+
+def test_where_ranks_disagree(tmp_path):
+    flights(tmp_path, {0: ["a", "b", "c"], 1: ["a", "c", "b"], 2: ["a", "b", "c"]})
+    (differing,) = report(read_flights(tmp_path)).differing
+    assert differing["number"] == 2 and "of c " in differing["by rank"][1] and "of b " in differing["by rank"][0]
+
+
+def test_what_is_no_record_is_refused(tmp_path):
+    with pytest.raises(FlightError, match="has no flight_RANK"):
+        read_flights(tmp_path)
+    for text in ("{", "[]", json.dumps({"rank": 0, "world_size": 1, "collectives": [{"kind": 1}]})):
+        (tmp_path / "flight_0.json").write_text(text)
+        assert CliRunner().invoke(app, ["info", "--flight", str(tmp_path)]).exit_code == 2
