@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ndtp.algebra.resharding import Box, ReshardPlan, volume_of
 from ndtp.algebra.volume import Volume
 from ndtp.checkpoints.pieces import Piece, Whole
 from ndtp.collectives.uneven_exchange import cut, landing_in, part_of, sendable
-from ndtp.errors import GridError, LayoutError
+from ndtp.errors import CommunicationError, GridError, LayoutError
 from ndtp.models.state_entries import mesh_of_model
 from ndtp.pipelines.messages import exchange, receive_op, send_op
 from ndtp.pipelines.pipeline import Pipeline
@@ -313,6 +313,16 @@ class PipelineStage(torch_pipelining.PipelineStage):
             landing_in(result, kept, wanted)[0].copy_(part_of(x, kept, held))
         return result
 
+    # ---------------------------------------------------------------------- errors, which torch wraps in one of its own
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with _as_it_was():
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with _as_it_was():
+            return super().backward_one_chunk(*args, **kwargs)
+
     # -------------------------------------------------------------------------------------------------------- gradients
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
@@ -327,6 +337,17 @@ class PipelineStage(torch_pipelining.PipelineStage):
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
         self._arriving.clear()
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """A lost peer is told as such, not as a stage that failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, CommunicationError):
+            raise error.__cause__ from error.__cause__.__cause__
+        raise
 
 
 def _shape(box: Box | None) -> tuple[int, ...]:
