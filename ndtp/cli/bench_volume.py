@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,17 +11,22 @@ from rich.text import Text
 
 from ndtp.cli.common import (
     COUNT,
+    PICTURES,
     SIZE,
     JsonOption,
+    axis_sizes,
     console,
     must_be,
     num_ranks,
     one_of,
     print_table,
     world_size,
+    writable,
     write_json,
 )
+from ndtp.cli.volume_files import Line, draw, write_csv
 from ndtp.planner.fields import Number
+from ndtp.planner.grids import EXPERT_AXES
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MAX_RANKS = 2**16  # on a fake group
@@ -34,9 +40,20 @@ def volume(
             callback=must_be(Number(1, MAX_RANKS, integer=True)), help="Number of ranks; thousands take seconds."
         ),
     ] = 64,
-    tokens: Annotated[int, typer.Option(callback=SIZE, help="Rows of the block.")] = 8192,
-    hidden: Annotated[int, typer.Option(callback=SIZE, help="Features outside of the block.")] = 4096,
-    ffn: Annotated[int, typer.Option(callback=SIZE, help="Features inside of the block.")] = 16384,
+    tokens: Annotated[
+        int, typer.Option(callback=SIZE, help="Rows of the block; of a model: of all ranks, sequences x length.")
+    ] = 8192,
+    hidden: Annotated[int | None, typer.Option(callback=SIZE, help="Features outside of the block: 4096.")] = None,
+    ffn: Annotated[int | None, typer.Option(callback=SIZE, help="Features inside of the block: 16384.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="A transformers config.json: the whole model, instead of a block."),
+    ] = None,
+    sequence: Annotated[int, typer.Option(callback=SIZE, help="Length of a model's sequences.")] = 2048,
+    target: Annotated[int | None, typer.Option(callback=SIZE, help="Length of its decoder's, if other.")] = None,
+    fix: Annotated[
+        list[str] | None, typer.Option(metavar="AXIS=SIZE", help="Of a model: an axis that is given: dp=4.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.", callback=one_of(*DTYPES))] = "bf16",
     top: Annotated[int, typer.Option(callback=COUNT, help="Grids to show, beside the best of each scheme.")] = 8,
     real: Annotated[
@@ -46,13 +63,34 @@ def volume(
         bool, typer.Option("--compare", help="Meter torch's Colwise/Rowwise plan and a Megatron-style layer too.")
     ] = False,
     json_file: JsonOption = None,
+    csv_file: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE.csv", help="Bytes of each grid, by axes.", callback=writable(".csv")),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="A bar for each grid, by axes.", callback=writable(*PICTURES)),
+    ] = None,
 ) -> None:
     """Communication volume of a block across grids: predicted == metered, or exit status 1.
 
-    Metered on a fake process group, and for small counts on real ranks with a smaller block.
+    Metered on a fake process group, and for small counts on real ranks with a smaller block.  With --model, of a whole
+    model of transformers, as its report says on each grid.
 
     Example: ndtp bench volume --ranks 4096 --tokens 131072 --hidden 8192 --ffn 32768
     """
+    if model is not None:
+        from ndtp.cli.model_volume import of_model
+
+        if hidden is not None or ffn is not None or real or compare:
+            message = "it gives the sizes; leave out --hidden, --ffn, --real and --compare"
+            raise typer.BadParameter(message, param_hint="--model")
+        axes = axis_sizes(" ".join(fix or []), "--fix", EXPERT_AXES)
+        of_model(model, ranks, tokens, sequence, target, DTYPES[dtype], top, axes, json_file, csv_file, plot)
+        return
+    if fix or target is not None:
+        raise typer.BadParameter("--fix and --target are for --model", param_hint="--fix")
+    hidden, ffn = hidden or 4096, ffn or 16384
     import torch
 
     from ndtp.measure import check_room
@@ -91,6 +129,10 @@ def volume(
     print_table(out, _volumes(rows, rivals, ranks, shape, dtype, small if use_real else None))
     analysed = [analysis(case, shape) for case in _one_per_scheme(chosen)]
     print_table(out, _analysis(analysed))
+    lines = [Line(str(case), case.scheme, want) for case, want in zip(chosen, predicted, strict=True)]
+    write_csv(csv_file, lines)
+    if plot is not None:
+        draw(plot, f"{shape} (tokens x hidden x ffn), {dtype}, {ranks} ranks", lines)
     wrong = sum(not row["equal"] for row in rows)
     published = all(a.published == a.forward for a in analysed)
     out.print(

@@ -20,7 +20,7 @@ def model_at(path: str, layers: int | None) -> ModelSizes | CountedModel:
         GridError: no such file, or no model whose layers can be planned; it says why.
     """
     from ndtp.planner.model_config import read_file, sizes_of, with_layers
-    from ndtp.planner.model_families import GATED, PLAIN
+    from ndtp.planner.model_families import families
 
     config, what = read_file(path)
     if layers is not None:
@@ -32,7 +32,7 @@ def model_at(path: str, layers: int | None) -> ModelSizes | CountedModel:
     try:
         return count_config(config, what)
     except GridError:
-        if config.get("model_type") in (*GATED, *PLAIN):
+        if config.get("model_type") in families():
             sizes_of(config, what)  # which names the field
         raise
 

@@ -96,6 +96,10 @@ def _vocabulary(
     table, head = (vocabulary_of(model, which) for which in ("get_input_embeddings", "get_output_embeddings"))
     if not isinstance(table, nn.Embedding):
         return []
+    if not (head is not None and is_linear(head)):  # one that is not named, but has the table's weight
+        head = next(
+            (module for module in modules.values() if is_linear(module) and module.weight is table.weight), None
+        )
     is_head = head is not None and is_linear(head)
     tied = is_head and head.weight is table.weight
     block = Block.vocabulary(tokens, width, table.num_embeddings, tied, is_head)

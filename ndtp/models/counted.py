@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from ndtp.errors import GridError, LayoutError
 from ndtp.models.auto_whole import blocks_by_name
 from ndtp.models.dry_step import OfWholeBatches, usual_inputs
 from ndtp.models.report import NUMBER
+from ndtp.models.roles import is_linear, vocabulary_of
 from ndtp.planner.block_cost import Block
 from ndtp.planner.fields import shown
 from ndtp.planner.model_sizes import CountedModel
@@ -126,6 +127,26 @@ def count(model: Any, kind: str, what: str = "model") -> CountedModel:
     """The blocks of a model, and what lies beside them.
 
     Raises:
+        GridError: as `weights_of`; or most of its parameters lie beside.
+    """
+    found, planned = weights_of(model, kind, what)
+    others = {name: p for name, p in model.named_parameters() if id(p) not in planned}
+    size, beside = sum(planned.values()), sum(p.numel() for p in others.values())
+    named = tuple(sorted(_named(others), key=lambda entry: -entry[1]))
+    if size < beside:
+        raise GridError(
+            f"{what}: {kind} is not planned: ndtp.parallelize splits {size / (size + beside):.0%} of its parameters; "
+            f"what stays whole: {', '.join(name for name, _ in named[:3])}\n{FIX}"
+        )
+    blocks = Counter(block for block, _ in found)
+    counted = tuple(replace(block, times=times) for block, times in blocks.items())
+    return CountedModel(kind, counted, size + beside, size, named)
+
+
+def weights_of(model: Any, kind: str, what: str = "model") -> tuple[list[Found], dict[int, int]]:
+    """The blocks of a model by the names of their modules, and of their weights (by `id`) the elements.
+
+    Raises:
         GridError: it has no block that is split, or runs layers more than once: their weights are shared.
     """
     try:
@@ -150,17 +171,7 @@ def count(model: Any, kind: str, what: str = "model") -> CountedModel:
     for name in other_rows:
         for p in modules[name].parameters():
             planned.pop(id(p), None)
-    others = {name: p for name, p in model.named_parameters() if id(p) not in planned}
-    size, beside = sum(planned.values()), sum(p.numel() for p in others.values())
-    named = tuple(sorted(_named(others), key=lambda entry: -entry[1]))
-    if size < beside:
-        raise GridError(
-            f"{what}: {kind} is not planned: ndtp.parallelize splits {size / (size + beside):.0%} of its parameters; "
-            f"what stays whole: {', '.join(name for name, _ in named[:3])}\n{FIX}"
-        )
-    blocks = Counter(block for block, _ in found)
-    counted = tuple(replace(block, times=times) for block, times in blocks.items())
-    return CountedModel(kind, counted, size + beside, size, named)
+    return found, planned
 
 
 def _on_the_same_rows(model: Any, found: list[Found], where: str) -> tuple[list[Found], list[str]]:
@@ -171,21 +182,23 @@ def _on_the_same_rows(model: Any, found: list[Found], where: str) -> tuple[list[
     Raises:
         GridError: says which layers share weights, or have other rows.
     """
-    rows = rows_by_name(model, [name for block, names in found for name in names if block.inner])
-    again = next((name for name, each in rows.items() if len(each) > 1), None)
+    rows, modules = rows_by_name(model), dict(model.named_modules())
+    planned = {name for block, names in found for name in names if block.inner}
+    single = {each[0] for name, each in rows.items() if len(each) == 1}  # feed forward may come in chunks of these
+    again = next((n for n, each in rows.items() if n in planned and len(each) > 1 and sum(each) not in single), None)
     if again:
         raise GridError(f"{where}'{again}' runs {len(rows[again])} times in a step: its layers share weights\n{FIX}")
-    sizes: Counter[int] = Counter()
-    rows_of = {names: {each for name in names for each in rows.get(name, ())} for _, names in found}
-    for block, names in found:
-        sizes.update(dict.fromkeys(rows_of[names], block.parameters))
+    sizes, of_planned = Counter[int](), Counter[int]()
+    for name, each in rows.items():
+        sizes[sum(each)] += modules[name].weight.numel()  # type: ignore[operator, union-attr]
+        of_planned[sum(each)] += modules[name].weight.numel() * (name in planned)  # type: ignore[operator, union-attr]
     if len(sizes) < 2:
         return found, []
-    (most, of_most), *_ = sizes.most_common()
-    unlike = [(block, names) for block, names in found if rows_of[names] - {most}]
-    if sum(block.parameters for block, _ in unlike) > SMALL_PART * of_most:
-        name, each = next((name, each) for name, each in rows.items() if each != [most])
-        raise GridError(f"{where}'{name}' has {each[0]} rows, others {most}\n{FIX}")
+    (most, of_most), *_ = of_planned.most_common()
+    if sum(sizes.values()) - sizes[most] > SMALL_PART * of_most:
+        name = next(name for name, each in rows.items() if sum(each) != most)
+        raise GridError(f"{where}'{name}' has {sum(rows[name])} rows, others {most}\n{FIX}")
+    unlike = [entry for entry in found if any(sum(rows.get(n, (most,))) != most for n in {*entry[1]} & planned)]
     return [entry for entry in found if entry not in unlike], [name for _, names in unlike for name in names]
 
 
@@ -194,13 +207,13 @@ def _is_weight(p: nn.Parameter, block: Block) -> bool:
     return p.dim() > 1 and (not block.experts or block.hidden in p.shape)
 
 
-def rows_by_name(model: Any, names: Sequence[str]) -> dict[str, list[int]]:
-    """The rows that each of these modules gets in a call of the model, one number for each time that it runs.
+def rows_by_name(model: Any) -> dict[str, list[int]]:
+    """The rows that each Linear gets in a call of the model, one number for each time that it runs; heads excepted.
 
     The model's own code tells, on tensors without memory.  Code that needs numbers does not run so, and tells nothing.
     """
     rows: dict[str, list[int]] = {}
-    modules = dict(model.named_modules())
+    modules, head = dict(model.named_modules()), vocabulary_of(model, "get_output_embeddings")
 
     def listen(name: str) -> Any:
         def hook(_: nn.Module, args: Any) -> None:
@@ -210,7 +223,7 @@ def rows_by_name(model: Any, names: Sequence[str]) -> dict[str, list[int]]:
         return hook
 
     with ExitStack() as stack:
-        for name in names:
+        for name in (name for name, module in modules.items() if is_linear(module) and module is not head):
             stack.callback(modules[name].register_forward_pre_hook(listen(name)).remove)
         try:
             given = usual_inputs(model, BATCH, LENGTH, None)

@@ -118,7 +118,10 @@ def hidden_size(model: Any) -> int:
         LayoutError: it does not tell.
     """
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    try:
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    except ValueError as error:  # it has several
+        raise LayoutError(f"parallelize: {str(error).split('.')[0]}") from None
     for owner in (text, config):
         for name in ("hidden_size", "d_model", "n_embd", "dim"):
             size = getattr(owner, name, None)
@@ -159,6 +162,8 @@ def _attention(modules: dict[str, nn.Module], name: str, module: nn.Module, hidd
     fused = one_of(FUSED)
     if all(separate.values()):
         inputs = {role: str(child) for role, child in separate.items()}
+    elif fused and separate["q"]:  # GPT-2's between stacks
+        return f"{fused} has k and v in one, beside {separate['q']}"
     elif fused:
         inputs = {"qkv": fused}
     else:
@@ -212,7 +217,7 @@ def vocabulary_of(model: Any, which: str) -> Any:
     """What its `get_input_embeddings` or `get_output_embeddings` gives; None where it has none."""
     try:
         return getattr(model, which)() if hasattr(model, which) else None
-    except NotImplementedError:
+    except (NotImplementedError, AttributeError):  # code that looks for what this model was made without
         return None
 
 

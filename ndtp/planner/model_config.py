@@ -11,7 +11,7 @@ from typing import Any
 
 from ndtp.errors import GridError
 from ndtp.planner.fields import Number, read_parsed, shown
-from ndtp.planner.model_families import ENCODER_DECODERS, GATED, PLAIN, WITHOUT_VOCABULARY
+from ndtp.planner.model_families import INSTALL, Family, families
 from ndtp.planner.model_sizes import Mixture, ModelSizes, Stack
 from ndtp.planner.request import SIZE
 
@@ -32,12 +32,15 @@ ENCODER_LAYERS = ("encoder_layers", *LAYERS)
 ENCODER_HEADS = ("encoder_attention_heads", *HEADS)
 DECODER_LAYERS = ("num_decoder_layers", "decoder_layers", *LAYERS)
 
-# Four times the hidden size where the file names no inner size.
-FOURFOLD = ("gpt2", "bloom", "gptj", "gpt_neo", "gpt_bigcode", "codegen", "falcon", "mpt", "openai-gpt", "xlm")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-# Families whose layers are attention and experts, in some of them an MLP; LATENT attention is not counted.
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-LATENT = ("deepseek_v2", "deepseek_v3")
+VOCABULARY = ("vocab_size", "n_vocab")
+# Every field that is read: what a file leaves out is what the family's config class takes for it.
+READ = frozenset({
+    *HIDDEN, *FFN, *LAYERS, *HEADS, *HEAD_SIZE, *KV_HEADS, *WIDTH, *ENCODER_FFN, *ENCODER_LAYERS, *ENCODER_HEADS,
+    *DECODER_LAYERS, *EXPERTS, *VOCABULARY, "tie_word_embeddings", "feed_forward_proj", "mlp_ratio", "multi_query",
+    "new_decoder_architecture", "decoder_sparse_step", "moe_layer_freq", "first_k_dense_replace", "mlp_only_layers",
+    "moe_intermediate_size", "n_shared_experts", "shared_expert_intermediate_size", "num_experts_per_tok",
+})  # fmt: skip
 PARTS = ("text_config",)
 # Endings of the names of classes that have a head over the vocabulary.
 WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
@@ -84,12 +87,19 @@ def with_layers(config: dict[str, Any], layers: int, what: str) -> dict[str, Any
     return changed if owner is None else config | {owner: changed}
 
 
-def sizes_of(config: dict[str, Any], what: str = "model config") -> ModelSizes:
+def sizes_of(
+    config: dict[str, Any], what: str = "model config", known: Mapping[str, Family] | None = None
+) -> ModelSizes:
     """The sizes in what a `config.json` holds.
+
+    Args:
+        known: families by their `model_type`; default those that were compared with transformers' models.
 
     Raises:
         GridError: as `read_config`.
     """
+    known = families() if known is None else known
+    outer: Any = config.get("model_type")
     left_out: tuple[str, ...] = ()
     for name in PARTS:  # models of text and images nest the text part
         nested = config.get(name)
@@ -98,63 +108,87 @@ def sizes_of(config: dict[str, Any], what: str = "model config") -> ModelSizes:
         if not isinstance(nested, dict):
             raise GridError(f"{what}: {name}={shown(nested)}; it must be an object, or null")
         if nested:
+            if outer is not None:
+                _family(config, known, what, around=True).refuse_unread(config, what)
             left_out = tuple(key for key, value in config.items() if key.endswith("_config") and key != name and value)
             config = config | {key: value for key, value in nested.items() if value is not None}
-    kind = config.get("model_type")
+    family = _family(config, known, what)
+    family.refuse_unread(config, what)
+    config = {**family.defaults, **config}
+    if config.get("add_cross_attention"):
+        kind = shown(config.get("model_type"))
+        raise GridError(f"{what}: add_cross_attention of model_type={kind} is not known by the config alone\n{INSTALL}")
     for name in EXPERTS:
         if config.get(name) is not None:
             Number(0, 10**6, integer=True).check(what, name, config[name])
-            if config[name] > 1 and kind not in MIXTURES:
-                raise GridError(
-                    f"{what} describes mixture-of-experts layers ({name}={config[name]}) of model_type={shown(kind)}, "
-                    f"which the planner does not read; it reads {', '.join(MIXTURES)}\n"
-                    "  fix: give the sizes of its experts with --hidden, --ffn, --experts and --top-k"
-                )
-    if not isinstance(kind, str) or kind not in (*GATED, *PLAIN, *MIXTURES):
-        raise GridError(
-            f"{what}: model_type={shown(kind)} is no family whose layers the planner knows to be attention and an MLP\n"
-            "  fix: give the sizes of its MLP with --hidden, --ffn and, if it has a gate, --gated"
-        )
-    vocabulary = 0 if kind in WITHOUT_VOCABULARY else _find(config, ("vocab_size", "n_vocab"), what, 0, smallest=0)
+            if config[name] > 1 and not family.mixture:
+                _refuse_experts(config, name, what)
+    vocabulary = _find(config, VOCABULARY, what, 0, smallest=0) if family.vocabulary else 0
     tied = config.get("tie_word_embeddings")
-    stacks = _stacks(config, kind, what)
-    if any(stack.latent for stack in stacks):
-        left_out = (*left_out, "latent attention")
+    stacks = _stacks(config, family, what)
     return ModelSizes(
-        kind,
+        f"{config['model_type']}",
         stacks,
         vocabulary,
         _find(config, WIDTH, what, stacks[-1].hidden),
-        bool(vocabulary) and _has_head(config, what),
+        bool(vocabulary) and _has_head(config, family, what),
         True if tied is None else bool(tied),
-        left_out,
+        (*left_out, *["latent attention"] * family.latent),
     )
 
 
-def _stacks(config: Mapping[str, Any], kind: str, what: str) -> tuple[Stack, ...]:
+def _family(config: Mapping[str, Any], known: Mapping[str, Family], what: str, around: bool = False) -> Family:
+    """
+    Args:
+        around: one whose text part is another.
+    """
+    kind = config.get("model_type")
+    found = known.get(kind) if isinstance(kind, str) else None
+    if found is not None and found.around == around:
+        return found
+    if name := next((name for name in EXPERTS if isinstance(config.get(name), int) and config[name] > 1), None):
+        _refuse_experts(config, name, what)
+    raise GridError(
+        f"{what}: model_type={shown(kind)} is no family whose layers are known by the config alone\n"
+        f"{INSTALL}; or give the sizes of its MLP with --hidden, --ffn and, if it has a gate, --gated"
+    )
+
+
+def _refuse_experts(config: Mapping[str, Any], name: str, what: str) -> None:
+    mixtures = ", ".join(kind for kind, family in families().items() if family.mixture)
+    raise GridError(
+        f"{what} describes mixture-of-experts layers ({name}={shown(config[name])}) of "
+        f"model_type={shown(config.get('model_type'))}; those of {mixtures} are known by the config alone\n"
+        f"{INSTALL}; or give the sizes of its experts with --hidden, --ffn, --experts and --top-k"
+    )
+
+
+def _stacks(config: Mapping[str, Any], family: Family, what: str) -> tuple[Stack, ...]:
     hidden = _find(config, HIDDEN, what)
-    gated, inner = kind in (*GATED, *MIXTURES), 4 * hidden if kind in FOURFOLD else None
+    gated, inner = family.gated, 4 * hidden if family.fourfold else None
     ratio = config.get("mlp_ratio")  # of models of images
     if inner is None and isinstance(ratio, (int, float)) and 0 < ratio < 1024:
         inner = int(hidden * ratio)
-    if "feed_forward_proj" in config:  # T5 comes with a gate and without
-        gated = str(config["feed_forward_proj"]).startswith("gated")
+    if isinstance(form := config.get("feed_forward_proj"), str):  # T5 comes with a gate and without
+        gated = form.startswith("gated")
 
     def stack(name: str, layers: Sequence[str], ffn: Sequence[str], heads: Sequence[str], crosses: bool) -> Stack:
         count = _find(config, heads, what)
-        one = config.get("multi_query") is True and not config.get("new_decoder_architecture")  # Falcon names more
-        kv_heads = 1 if one else _find(config, KV_HEADS, what, count)
-        size = _find(config, HEAD_SIZE, what, max(1, hidden // count))
+        kv_heads = _find(config, KV_HEADS, what, count)
+        if "multi_query" in config and not config.get("new_decoder_architecture"):  # Falcon names more
+            kv_heads = 1 if config["multi_query"] else count
+        if count % kv_heads:
+            raise GridError(f"{what}: {kv_heads} heads of keys and values do not divide {count} heads of queries")
+        size = _find(config, () if family.even_heads else HEAD_SIZE, what, max(1, hidden // count))
         return Stack(
             name, _find(config, layers, what), hidden, _find(config, ffn, what, inner), gated, count, kv_heads, size,
             crosses,
         )  # fmt: skip
 
-    if kind in MIXTURES:
+    if family.mixture:
         plain = stack("layers", LAYERS, FFN, HEADS, False)
-        mixture = _mixture(config, plain.layers, plain.ffn, what)
-        return (replace(plain, mixture=mixture, latent=kind in LATENT),)
-    if kind not in ENCODER_DECODERS:
+        return (replace(plain, mixture=_mixture(config, plain.layers, plain.ffn, what), latent=family.latent),)
+    if not family.pair:
         return (stack("layers", LAYERS, FFN, HEADS, False),)
     return (
         stack("encoder", ENCODER_LAYERS, ENCODER_FFN, ENCODER_HEADS, False),
@@ -179,20 +213,23 @@ def _mixture(config: Mapping[str, Any], layers: int, ffn: int, what: str) -> Mix
     return Mixture(sparse, count, top_k, inner, shared, gate="shared_expert_intermediate_size" in config)
 
 
-def _has_head(config: Mapping[str, Any], what: str) -> bool:
+def _has_head(config: Mapping[str, Any], family: Family, what: str) -> bool:
     """As its classes say; where none is named, the model is taken to be trained on its vocabulary."""
     named = config.get("architectures")
-    if named is None:
-        return True
+    if not named:
+        return not family.headless
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise GridError(f"{what}: architectures={shown(named)}; it must be a list of names, or null")
-    return not named or any(name.endswith(WITH_HEAD) for name in named)
+    if unread := next((name for name in named if name in family.unread_classes), None):
+        raise GridError(f"{what}: architectures=[{shown(unread)}] is not known by the config alone\n{INSTALL}")
+    return any(name.endswith(WITH_HEAD) for name in named)
 
 
 def _find(
     config: Mapping[str, Any], names: Sequence[str], what: str, default: int | None = None, *, smallest: int = 1
 ) -> int:
-    name, value = next(((name, config[name]) for name in names if config.get(name) is not None), (names[0], default))
+    missing = (names[0] if names else "", default)
+    name, value = next(((name, config[name]) for name in names if config.get(name) is not None), missing)
     if value is None:
         raise GridError(f"{what} lacks a size; one of {', '.join(names)} must be {SIZE}")
     if value != smallest or isinstance(value, bool):

@@ -1,5 +1,6 @@
 """`ndtp bench volume`, as it is typed."""
 
+import csv
 import json
 
 import pytest
@@ -83,3 +84,42 @@ def test_wrong_use(ndtp, words, message):
 def test_help_has_an_example(ndtp):
     code, out, _ = ndtp("bench", "volume", "--help")
     assert code == 0 and "Example: ndtp bench volume" in out
+
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 9,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def test_a_whole_model(ndtp, tmp_path):
+    pytest.importorskip("transformers")
+    path, table, picture = (tmp_path / name for name in ("config.json", "v.csv", "v.png"))
+    path.write_text(json.dumps(LLAMA))
+    words = ("--model", str(path), "--ranks", "1024", "--tokens", "16384", "--sequence", "16", "--top", "1")
+    code, out, err = ndtp("bench", "volume", *words, "--csv", str(table), "--plot", str(picture), "--json", "-")
+    result = json.loads(out)
+    assert code == 0 and result["ok"] and picture.stat().st_size > 10_000
+    rows = {(row["family"], row["scheme"]): row for row in result["rows"]}
+    assert {family for family, _ in rows} == {"data parallel", "FSDP", "1D", "2D", "3D"}
+    lines = list(csv.DictReader(table.open()))
+    assert [int(line["bytes"]) for line in lines] == [row["bytes"] for row in result["rows"] if "bytes" in row]
+    for line in lines:
+        parts = sum(int(size) for name, size in line.items() if name.startswith("bytes_"))
+        assert parts == int(line["bytes"]) == int(line["forward_bytes"]) + int(line["backward_bytes"])
+    assert "LlamaForCausalLM of transformers" in err and "1024 sequences of 16" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--sequence", "1000"), "8192 rows are no number of sequences of 1000\n  fix: --tokens 8000"),
+        (("--hidden", "8"), "it gives the sizes; leave out --hidden"),
+    ],
+)
+def test_wrong_use_of_a_model(ndtp, tmp_path, words, message):
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    code, _, err = ndtp("bench", "volume", "--model", str(path), *words)
+    assert code == 2 and message in err

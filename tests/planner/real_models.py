@@ -1,10 +1,12 @@
-"""How `ndtp.planner.model_config` reads architectures, against the models that transformers builds of their configs.
+"""How models are counted, against the models themselves, for every config class of transformers at odd settings.
 
-    python tests/planner/real_models.py [--only llama bart ...] [--write]
+    python tests/planner/real_models.py [--only llama bart ...] [--jobs 2] [--write] [--record FILE.json]
 
-Each known family is built without memory, of its default sizes: the weights of the Linears in its lists of layers, its
-embedding and its head must have as many elements as the planner says.  `--write` looks through all families that
-transformers has, takes those that one reading fits to the last weight, and writes `model_families.py`.  Minutes.
+Each class of configs is built without memory: as it is, with each of its fields at another value, as each of its model
+classes, and with three fields changed at once.  In each such model ndtp counts blocks (`ndtp.models.counted`), torch
+counts what its code multiplies (`counted_reference`), and what the config alone tells (`ndtp.planner.model_config`)
+must be the same blocks, or a refusal.  `--write` takes the families that the config alone tells right, and writes
+`ndtp/planner/model_families.json`.  All of it: half an hour.
 """
 
 from __future__ import annotations
@@ -12,175 +14,188 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import textwrap
-import warnings
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
-import torch
-from torch import nn
+from odd_settings import Case, cases, defaults, kinds
 
-import ndtp.planner.model_config as reading
 from ndtp.errors import GridError
-from ndtp.planner import model_families
+from ndtp.planner.model_config import EXPERTS, FFN, HEADS, HIDDEN, LAYERS, PARTS, READ, VOCABULARY, sizes_of
+from ndtp.planner.model_families import TABLE, Family, families
 
-ORDER = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "CAUSAL_LM", "MASKED_LM", "")
-NAMES = ("GATED", "PLAIN", "ENCODER_DECODERS", "WITHOUT_VOCABULARY")
+# Sizes that a family is of no use without.
+ESSENTIAL = (HIDDEN, FFN, LAYERS, HEADS, VOCABULARY)
 
 
-def config_of(kind: str):
-    """A family's default config."""
+def collect(kind: str) -> tuple[str, list[Case]]:
+    """What is counted in the models of one class of configs, at all settings."""
     import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    return getattr(transformers, CONFIG_MAPPING_NAMES[kind])()
+    transformers.logging.set_verbosity_error()
+    return kind, list(cases(kind, kinds()[kind]))
 
 
-def built(kind: str, config):
-    """The model of a config, on the meta device, and that config as a file would hold it."""
-    import transformers
-    from transformers.models.auto import modeling_auto
-
-    error: Exception = LookupError("no model of it")
-    for task in ORDER:
-        mapping = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES" if task else "MODEL_MAPPING_NAMES")
-        if kind not in mapping or (task.startswith("S") and not config.is_encoder_decoder):
-            continue
-        name = mapping[kind] if isinstance(mapping[kind], str) else mapping[kind][0]
+def alone(case: Case, known: Mapping[str, Family]) -> str:
+    """What the config alone tells of a setting: "same", "refused", or what differs; as written, and as saved."""
+    told = []
+    for file in (case.file, case.saved):
         try:
-            with torch.device("meta"):
-                model = getattr(transformers, name)(config)
-            model.tie_weights()
-        except Exception as problem:  # a class that wants more than its config
-            error = problem
+            sizes = sizes_of(file, known=known)
+        except GridError:
+            told.append("refused")
             continue
-        return model, json.loads(json.dumps(config.to_dict(), default=str)) | {"architectures": [name]}
-    raise error
+        blocks: Counter[Any] = Counter()
+        for block in sizes.blocks(1):
+            blocks[replace(block, times=1)] += block.times
+        if blocks != case.blocks:
+            return f"{'nothing' if case.blocks is None else _short(case.blocks)}, by the config {_short(blocks)}"
+        told.append("same")
+    return "refused" if "refused" in told else "same"
 
 
-def counts(model) -> dict:
-    """Of each list of layers its length and the elements of its Linears; shapes of the embedding and the head."""
-    from transformers.pytorch_utils import Conv1D
+def _short(blocks: Counter[Any]) -> str:
+    return "; ".join(f"{times} {block.name} {block.hidden} {block.outs}" for block, times in blocks.items())
 
-    linear = (nn.Linear, Conv1D)
-    lists, shapes = [], Counter()
-    for layers in _lists(model):
-        inside = [m for m in layers.modules() if isinstance(m, linear)]
-        lists.append((len(layers), sum(m.weight.numel() for m in inside)))
-        shapes.update(tuple(m.weight.shape if isinstance(m, nn.Linear) else reversed(m.weight.shape)) for m in inside)
-    table, head = _of(model, "get_input_embeddings", nn.Embedding), _of(model, "get_output_embeddings", linear)
+
+def family_of(kind: str, found: Sequence[Case], known: Mapping[str, Family]) -> Family | None:
+    """How the configs of a kind are read right at every setting, but for those that are refused; None if not at all."""
+    if not found or found[0].changed or found[0].blocks is None:
+        return None
+    best: tuple[int, Family] | None = None
+    for family in _readings(kind, found[0]):
+        told = [alone(case, {**known, kind: family}) for case in found]
+        if told[0] == "same" and (best is None or told.count("same") > best[0]):
+            best = told.count("same"), family
+    return None if best is None else _with_unread(kind, best[1], found, known)
+
+
+def _readings(kind: str, base: Case) -> Iterator[Family]:
+    one = kinds()[kind]
+    own = defaults(one)
+    if any(isinstance(base.saved.get(part), dict) for part in PARTS):
+        yield from (Family(around=True, headless=headless) for headless in (False, True))
+        return
+    read = {key: value for key, value in own.items() if key in READ}
+    has_experts = any((base.saved.get(name) or 0) > 1 for name in EXPERTS if not isinstance(base.saved.get(name), list))
+    choices: dict[str, tuple[bool, ...]] = {
+        "gated": (False, True),
+        "pair": (False, True) if base.saved.get("is_encoder_decoder") else (False,),
+        "vocabulary": (True, False),
+        "mixture": (has_experts,),
+        "latent": (False, True) if has_experts else (False,),
+        "fourfold": (False, True),
+        "even_heads": (False, True),
+        "headless": (False, True),
+    }
+    for flags in product(*choices.values()):
+        yield Family(**dict(zip(choices, flags, strict=True)), defaults=read)  # type: ignore[arg-type]
+
+
+def _with_unread(kind: str, family: Family, found: Sequence[Case], known: Mapping[str, Family]) -> Family | None:
+    """The fields that change what is not read become ones that are refused; None where those are a family's sizes."""
+    unread: dict[str, Any] = {}
+    classes: list[str] = []
+    for case in found:
+        if len(case.changed) != 1 or not _differs(alone(case, {**known, kind: family})):
+            continue
+        (name,) = case.changed
+        if name == "architectures":
+            classes += case.file["architectures"]
+        else:
+            unread[name] = _usual(kind, name, found[0])
+    sizes = {next((name for name in names if name in family.defaults), "") for names in ESSENTIAL}
+    if sizes & unread.keys():
+        return None
+    family = replace(family, unread=unread, unread_classes=tuple(dict.fromkeys(classes)))
+    return None if any(_differs(alone(case, {**known, kind: family})) for case in found) else family
+
+
+def _usual(kind: str, path: str, base: Case) -> Any:
+    """What a class takes for a field by itself."""
+    first, _, inner = path.partition(".")
+    if not inner:
+        return defaults(kinds()[kind])[first]
+    return defaults(kinds()[base.saved[first]["model_type"]])[inner]
+
+
+def _differs(told: str) -> bool:
+    return told not in ("same", "refused")
+
+
+def chosen(found: Mapping[str, Sequence[Case]]) -> dict[str, Family]:
+    """All families that are read right: those of text first, then those around them."""
+    known: dict[str, Family] = {}
+    for around in (False, True):
+        for kind, each in found.items():
+            nests = bool(each) and any(isinstance(each[0].saved.get(part), dict) for part in PARTS)
+            if nests == around and (family := family_of(kind, each, known)):
+                known[kind] = family
+    return known
+
+
+def record(found: Mapping[str, Sequence[Case]], known: Mapping[str, Family]) -> dict[str, Any]:
+    """Numbers of settings: counted or refused, and by the config alone the same, refused or different."""
+    import transformers
+
+    rows, reasons = {}, Counter[str]()
+    for kind, each in sorted(found.items()):
+        told = [alone(case, known) for case in each]
+        rows[kind] = {
+            "settings": len(each),
+            "counted": sum(case.blocks is not None for case in each),
+            "refused": sum(case.blocks is None for case in each),
+            "differ": [f"{case.changed}: {case.problem}" for case in each if case.blocks is not None and case.problem],
+            "alone_same": told.count("same"),
+            "alone_refused": told.count("refused"),
+            "alone_differ": [f"{c.changed}: {text}" for c, text in zip(each, told, strict=True) if _differs(text)],
+        }
+        reasons.update({case.problem.splitlines()[0][:120] for case in each[:1] if case.blocks is None})
+    totals: dict[str, Any] = {"config_classes": len(rows), "built": sum(bool(row["settings"]) for row in rows.values())}
+    for key in ("settings", "counted", "refused", "differ", "alone_same", "alone_refused", "alone_differ"):
+        totals[key] = sum(len(row[key]) if isinstance(row[key], list) else row[key] for row in rows.values())
     return {
-        "layers": sorted(found for found in lists if found[1]),
-        "shapes": shapes,
-        "embedding": None if table is None else tuple(table.weight.shape),
-        "head": None if head is None else tuple(head.weight.shape),
-        "tied": table is not None and head is not None and head.weight is table.weight,
+        "transformers": transformers.__version__,
+        "totals": totals,
+        "refused_as_they_are": dict(reasons),
+        "rows": rows,
     }
 
 
-def _of(model, method: str, kinds):
-    try:
-        found = getattr(model, method)()
-    except (AttributeError, NotImplementedError):
-        return None
-    return found if isinstance(found, kinds) else None
-
-
-def _lists(module: nn.Module):
-    for child in module.children():
-        if isinstance(child, nn.ModuleList) and len(child) > 1:
-            yield child
-        else:
-            yield from _lists(child)
-
-
-def difference(real: dict, config: dict) -> str | None:
-    """What is read wrong of a config, if anything."""
-    sizes = reading.sizes_of(config)
-    layers = sorted((s.layers, sum(b.times * b.parameters for b in s.blocks(1))) for s in sizes.stacks)
-    if layers != real["layers"]:
-        return f"layers {layers} instead of {real['layers']}"
-    # Sums alone may be those of other layers: cross attention weighs as much as a gate, at some sizes.
-    ups = {(stack.ffn, stack.hidden): 0 for stack in sizes.stacks}
-    for stack in sizes.stacks:
-        ups[stack.ffn, stack.hidden] += stack.layers * (1 + stack.gated)
-    for (ffn, hidden), wanted in ups.items():
-        found = real["shapes"][ffn, hidden] + 2 * real["shapes"][2 * ffn, hidden]
-        if found < wanted:  # more, where projections of heads are as wide
-            return f"{found} Linears from {hidden} to {ffn} features instead of {wanted}"
-    table = (sizes.vocabulary, sizes.width) if sizes.vocabulary else None
-    if table != real["embedding"]:
-        return f"embedding {table} instead of {real['embedding']}"
-    if sizes.head != (real["head"] is not None) or (sizes.head and real["head"] != table):
-        return f"head of {table if sizes.head else None} instead of {real['head']}"
-    if sizes.head and sizes.tied != real["tied"]:
-        return f"tied: {sizes.tied} instead of {real['tied']}"
-    return None
-
-
-def lists_for(kind: str, real: dict, config: dict) -> list[str] | None:
-    """In which of the lists a family belongs, so that it is read right; None where no choice does that."""
-    both = [name for name in ("ENCODER_DECODERS",) if config.get("is_encoder_decoder")]
-    for gate in ("PLAIN", "GATED"):
-        for rest in ([], ["WITHOUT_VOCABULARY"]):
-            chosen = [gate, *both, *rest]
-            lists = {name: (kind,) if name in chosen else () for name in NAMES}
-            plain = {key: value for key, value in config.items() if key != "feed_forward_proj"}
-            with mock.patch.multiple(reading, **lists):
-                try:
-                    if difference(real, plain) is None:
-                        return chosen
-                except GridError:
-                    continue
-    return None
-
-
-def write(found: dict[str, list[str]]) -> None:
-    path = Path(model_families.__file__)
-    head = path.read_text().split("# -- ")[0]
-    parts = []
-    for name in NAMES:
-        words = " ".join(f'"{kind}",' for kind, lists in sorted(found.items()) if name in lists)
-        lines = textwrap.wrap(words, 112, break_on_hyphens=False, initial_indent="    ", subsequent_indent="    ")
-        parts.append(f"{name} = (\n" + "\n".join(lines) + "\n)  # fmt: skip\n")
-    path.write_text(head + "# -- written by tests/planner/real_models.py\n\n" + "\n".join(parts))
+def write(known: Mapping[str, Family]) -> None:
+    lines = [f"  {json.dumps(kind)}: {json.dumps(known[kind].as_dict())}" for kind in sorted(known)]
+    text = '{"written_by": "tests/planner/real_models.py", "families": {\n' + ",\n".join(lines) + "\n}}\n"
+    TABLE.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--record", type=Path)
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    known = [*model_families.GATED, *model_families.PLAIN]
-    found, wrong = {}, 0
-    for kind in arguments.only or (CONFIG_MAPPING_NAMES if arguments.write else known):
-        try:
-            config = config_of(kind)
-            if config.model_type != kind or hasattr(config, "text_config"):
-                continue
-            if any((getattr(config, name, None) or 0) > 1 for name in reading.EXPERTS):
-                continue
-            model, config = built(kind, config)
-        except Exception as error:
-            print(f"{kind}: not built, {type(error).__name__}: {str(error)[:80]}", flush=True)
-            continue
-        real = counts(model)
-        chosen = lists_for(kind, real, config)
-        if chosen:
-            found[kind] = chosen
-        if kind in known and (problem := difference(real, config)):
-            wrong += 1
-            print(f"{kind}: {problem}", flush=True)
-        elif arguments.write:
-            print(f"{kind}: {chosen or 'no reading fits'}", flush=True)
-    print(f"{len(found)} families read right" + f", {wrong} of those known wrong" * (not arguments.write))
+    found: dict[str, list[Case]] = {}
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        for kind, each in pool.map(collect, arguments.only or sorted(kinds())):
+            found[kind] = each
+            wrong = [case for case in each if case.blocks is not None and case.problem]
+            print(f"{kind}: {len(each)} settings" + "".join(f"\n  {c.changed}: {c.problem}" for c in wrong), flush=True)
+    known = {**families(), **chosen(found)} if arguments.write else families()
     if arguments.write:
-        write(found)
-    sys.exit(1 if wrong and not arguments.write else 0)
+        write(known)
+    result = record(found, known)
+    if arguments.record:
+        arguments.record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for kind, row in result["rows"].items():
+        for text in row["alone_differ"]:
+            print(f"{kind} by its config alone: {text}")
+    print(json.dumps(result["totals"]))
+    sys.exit(1 if result["totals"]["differ"] or result["totals"]["alone_differ"] else 0)
 
 
 if __name__ == "__main__":

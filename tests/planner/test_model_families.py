@@ -1,38 +1,68 @@
-"""What is read of architectures' configs, against the models themselves; `real_models.py` has all of the families."""
+"""How models are counted, by a sample of `real_models.py`: other families every day, at settings drawn anew."""
+
+import random
+from datetime import date
 
 import pytest
 
 pytest.importorskip("transformers")
 
-from real_models import built, config_of, counts, difference
+from odd_settings import cases, kinds
+from real_models import alone
 
 from ndtp.errors import GridError
-from ndtp.planner.model_config import sizes_of
-from ndtp.planner.model_families import ENCODER_DECODERS, GATED, PLAIN, WITHOUT_VOCABULARY
+from ndtp.planner.model_config import READ, sizes_of
+from ndtp.planner.model_families import families
 
-# One of a kind each: names of sizes, gates, stacks, heads of keys, widths of embeddings.
-FAMILIES = ["llama", "gpt2", "falcon", "t5", "bart", "whisper", "clip_text_model", "deberta", "wav2vec2", "electra"]
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_sizes_are_those_of_the_model(kind):
-    """Every Linear of its layers, its embedding and its head, to the last weight."""
-    config = config_of(kind)
-    for name in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"):
-        if getattr(config, name, None):  # few layers are built sooner
-            setattr(config, name, 2)
-    model, saved = built(kind, config)
-    assert difference(counts(model), saved) is None
+DAY = date.today().toordinal()
+ALWAYS = ["falcon", "t5"]  # more forms of their layers than others
+A_DAY = 8  # of all classes of configs, in an order without pattern, so that all have had their turn in three months
+SETTINGS = 6
 
 
-def test_the_table_is_one():
-    assert not set(GATED) & set(PLAIN)
-    assert set(ENCODER_DECODERS) | set(WITHOUT_VOCABULARY) <= {*GATED, *PLAIN}
-    assert {"clip_text_model", "xlm-roberta", "deberta", "wav2vec2", "vit", "bert"} <= set(PLAIN)
-    assert {"llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"} <= set(GATED)
+def of_today():
+    order = sorted(kinds())
+    random.Random(0).shuffle(order)
+    return [*ALWAYS, *(order[(DAY * A_DAY + i) % len(order)] for i in range(A_DAY))]
+
+
+@pytest.mark.parametrize("kind", of_today())
+def test_counts_are_those_of_the_model(kind):
+    """Blocks as torch counts the model's products; by the config alone the same blocks, or a refusal."""
+    pick = random.Random(DAY)
+    for case in cases(kind, kinds()[kind], seed=DAY, keep=lambda changed: not changed or pick.random() < 0.3):
+        if case.blocks is not None:
+            assert not case.problem, f"{case.file}: {case.problem}"
+        told = alone(case, families())
+        assert told in ("same", "refused"), f"{case.file}: {told}"
+
+
+def test_fields_that_a_file_leaves_out_are_those_of_the_class():
+    """Qwen3's heads are of 128 features whatever its hidden size is; a file need not say so."""
+    attention, *_ = sizes_of({"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 4}).blocks(1)
+    assert attention.outs[0] == 4 * 128
+    attention, *_ = sizes_of(
+        {"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 4, "head_dim": None}
+    ).blocks(1)
+    assert attention.outs[0] == 1024
+
+
+def test_the_table():
+    known = families()
+    assert {"bert", "roberta", "vit", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "opt"} <= known.keys()
+    assert {kind for kind, family in known.items() if family.pair} >= {"bart", "t5", "m2m_100"}
+    assert {"mixtral", "qwen2_moe", "qwen3_moe"} <= {kind for kind, family in known.items() if family.mixture}
+    assert all(family.defaults.keys() <= READ for family in known.values())
 
 
 @pytest.mark.parametrize("kind", ["swin", "albert", "mamba", "gpt_oss", "switch_transformers"])
 def test_what_is_built_otherwise_is_refused_by_name(kind):
-    with pytest.raises(GridError, match=rf"model_type='{kind}' is no family|mixture-of-experts|must be an integer"):
-        sizes_of(config_of(kind).to_dict())
+    with pytest.raises(GridError, match=rf"model_type='{kind}'.*\n  fix: pip install transformers"):
+        sizes_of({"model_type": kind})
+
+
+def test_a_field_that_is_not_read_is_refused_by_name():
+    with pytest.raises(GridError, match="add_cross_attention of model_type='bert' is not known by the config alone"):
+        sizes_of({"model_type": "bert", "is_decoder": True, "add_cross_attention": True})
+    with pytest.raises(GridError, match="use_swiglu_ffn=True of model_type='dinov2'; by the config alone"):
+        sizes_of({"model_type": "dinov2", "use_swiglu_ffn": True})

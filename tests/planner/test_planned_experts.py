@@ -91,7 +91,6 @@ def meta_model(kind, **sizes):
         ("Qwen2Moe", {"mlp_only_layers": [1]}, 2),
         ("Qwen3Moe", {"decoder_sparse_step": 2}, 1),
         ("DeepseekV3", {"first_k_dense_replace": 1}, 2),
-        ("DeepseekV2", {"first_k_dense_replace": 1, "num_experts_per_tok": 6}, 2),
     ],
 )
 def test_configs_are_read_as_the_models_are(kind, sizes, layers):

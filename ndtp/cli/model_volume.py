@@ -1,0 +1,106 @@
+"""`ndtp bench volume --model`: what a whole model moves on grids side by side, by its config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ndtp.cli.common import console, print_table, write_json
+from ndtp.cli.progress import Bar
+from ndtp.cli.volume_files import Line, draw, write_csv
+from ndtp.errors import GridError, LayoutError
+
+
+def of_model(
+    path: str,
+    ranks: int,
+    tokens: int,
+    sequence: int,
+    target: int | None,
+    dtype: str,
+    top: int,
+    fixed: Mapping[str, int],
+    json_file: str | None,
+    csv_file: Path | None,
+    plot: Path | None,
+) -> None:
+    """Runs the model's own code on ranks that are not there, once for each grid.
+
+    Raises:
+        GridError: no transformers, no model that can be planned, or rows that are no number of sequences.
+    """
+    import torch
+
+    from ndtp.measure.model_volume import ModelVolume, candidates, family_of
+    from ndtp.measure.volume import fake_group
+    from ndtp.models.counted import count_config, is_installed
+    from ndtp.planner.hardware import Hardware
+    from ndtp.planner.model_config import read_file
+    from ndtp.planner.request import Request
+
+    if not is_installed():
+        raise GridError("bench volume: --model runs the model's own code\n  fix: pip install transformers")
+    if tokens % sequence:
+        raise GridError(
+            f"bench volume: {tokens} rows are no number of sequences of {sequence}\n"
+            f"  fix: --tokens {max(1, tokens // sequence) * sequence}, or another --sequence"
+        )
+    sequences = tokens // sequence
+    config, what = read_file(path)
+    counted = count_config(config, what)
+    request = Request(counted.blocks(tokens), ranks, Hardware.load("h100-ib"), dtype=dtype, fixed=dict(fixed))
+    chosen = candidates(request, top)
+    out, rows, lines = console(json_file), list[dict[str, Any]](), list[Line]()
+    with fake_group(ranks), Bar(out, "grids", total=len(chosen)) as bar:
+        volume_of = ModelVolume(config, what, getattr(torch, dtype), sequence, target)
+        for i, candidate in enumerate(chosen):
+            row = {
+                "grid": {axis: candidate.grid[axis] for axis in candidate.grid}, "scheme": candidate.scheme,
+                "kind": candidate.plan.kind, "family": family_of(candidate.plan),
+            }  # fmt: skip
+            try:
+                volume = volume_of.on(candidate, sequences)
+            except LayoutError as error:
+                rows.append(row | {"refused": str(error)})
+            else:
+                lines.append(Line(str(candidate), candidate.scheme, volume))
+                rows.append(row | {
+                    "forward_bytes": volume.forward, "backward_bytes": volume.backward, "bytes": volume.total,
+                    "by_axes": volume.by("axes"), "entries": {f"{entry}": entry.amount for entry in volume},
+                })  # fmt: skip
+            bar.update(i + 1)
+    title = f"{counted.kind}, {sequences} sequences of {sequence}, {dtype}, {ranks} ranks"
+    print_table(out, _table(title, chosen, rows))
+    write_csv(csv_file, lines)
+    if plot is not None:
+        draw(plot, title, lines)
+    for file in (csv_file, plot):
+        if file is not None:
+            out.print(f"wrote {file}")
+    write_json(json_file, {
+        "model": counted.kind, "ranks": ranks, "tokens": tokens, "sequence": sequence, "target": target,
+        "dtype": dtype, "rows": rows, "ok": bool(lines),
+    })  # fmt: skip
+
+
+def _table(title: str, chosen: list[Any], rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"MiB received per rank and step\n{title}", title_justify="left", caption_justify="left")
+    for heading in ("grid", "scheme"):
+        table.add_column(heading)
+    for heading in ("forward", "backward", "step", "x least"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("most of it")
+    least = min((row["bytes"] for row in rows if "bytes" in row), default=0)
+    for candidate, row in zip(chosen, rows, strict=True):
+        if "refused" in row:
+            table.add_row(str(candidate), candidate.scheme, "", "", "refused", "", row["refused"].splitlines()[0])
+            continue
+        axes, part = max(row["by_axes"].items(), key=lambda each: each[1], default=("nothing", 0))
+        cells = [f"{row[key] / 2**20:,.0f}" for key in ("forward_bytes", "backward_bytes", "bytes")]
+        most = f"{part / max(1, row['bytes']):.0%} over {axes}"
+        table.add_row(str(candidate), candidate.scheme, *cells, f"{row['bytes'] / max(1, least):.2f}", most)
+    table.caption = "As model.ndtp_report.volume says on these grids: loss, norms and embedding included."
+    return table
