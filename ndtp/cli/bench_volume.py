@@ -26,7 +26,6 @@ from ndtp.cli.common import (
 )
 from ndtp.cli.volume_files import Line, draw, write_csv
 from ndtp.planner.fields import Number
-from ndtp.planner.grids import EXPERT_AXES
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MAX_RANKS = 2**16  # on a fake group
@@ -81,6 +80,7 @@ def volume(
     """
     if model is not None:
         from ndtp.cli.model_volume import of_model
+        from ndtp.planner.grids import EXPERT_AXES
 
         if hidden is not None or ffn is not None or real or compare:
             message = "it gives the sizes; leave out --hidden, --ffn, --real and --compare"
