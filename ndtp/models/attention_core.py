@@ -103,13 +103,8 @@ class Core:
     @property
     def kv_per_rank(self) -> list[int]:
         """Which of the key and value heads the query heads of this rank use, as the model's code repeats them."""
-        splits, group = self.inner.num_splits(1), self.heads // self.kv_heads
         part = self.frame.mesh.grid.index(self.frame.mesh.rank, self.inner.dims[1])
-        if self.kv_heads % splits == 0:
-            count = self.kv_heads // splits
-            return list(range(part * count, (part + 1) * count))
-        used = [head // group for head in range(part * self.local_heads, (part + 1) * self.local_heads)]
-        return used[:1] if group % self.local_heads == 0 else used
+        return kv_heads_of(self.heads, self.kv_heads, part, self.inner.num_splits(1))
 
     def run(self, forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The model's own forward, on what of its arguments belongs to this rank."""
@@ -171,12 +166,9 @@ class Core:
         batch, frame = self.lead[0], self.frame
         if name in BIASES and x.dim() == 3 and x.shape[0] in (self.heads, batch * self.heads):
             return self._cut("", x.unflatten(0, (-1, self.heads))).flatten(0, 1)
-        is_batched = x.dim() >= 2 and x.shape[0] == batch and (x.shape[0] > 1 or frame.padded(batch) == 1)
-        if name == "position_embeddings" and x.dim() == 2:
-            is_batched = False  # [sequence, head_dim]
         padded = frame.padded(batch)
         splits = frame.splits(self.inner)
-        if is_batched and padded > 1 and splits * padded > 1:
+        if is_batched(name, x, batch) and (batch > 1 or padded == 1) and padded > 1 and splits * padded > 1:
             passage = Passage(frame, self.inner, (batch,), padded, 1, 1)
             here = passage.rows_here
             if x.requires_grad:
@@ -295,25 +287,48 @@ class AttentionModule(nn.Module):
         return self.ndtp_core.run(super().forward, args, kwargs)  # type: ignore[misc]
 
 
+def kv_heads_of(heads: int, kv_heads: int, part: int, splits: int) -> list[int]:
+    """Which key and value heads the query heads of one of `splits` parts use, as the model's code repeats them."""
+    local, group = heads // splits, heads // kv_heads
+    if kv_heads % splits == 0:
+        count = kv_heads // splits
+        return list(range(part * count, (part + 1) * count))
+    used = [head // group for head in range(part * local, (part + 1) * local)]
+    return used[:1] if group % local == 0 else used
+
+
+def is_batched(name: str, x: Tensor, batch: int) -> bool:
+    """Whether a mask, positions or the like have a part for each sequence; not where it is [sequence, head_dim]."""
+    return x.dim() >= 2 and x.shape[0] == batch and not (name == "position_embeddings" and x.dim() == 2)
+
+
 def place_core(module: nn.Module, core: Core) -> None:
     """Let an attention module run on this rank's heads and sequences."""
     module.__class__ = class_of(AttentionModule, type(module))
     module.ndtp_core = core  # type: ignore[assignment]
     for member in (*core.inputs.values(), *([core.output] if core.output is not None else [])):
         member.core = core
-    heads, kv_heads = core.local_heads, len(core.kv_per_rank)
-    features = core.heads * core.head_dim
+    take_heads(module, core, core.local_heads, len(core.kv_per_rank))
+
+
+def take_heads(module: nn.Module, whole: Any, heads: int, kv_heads: int) -> None:
+    """Let a module's code count so many heads.
+
+    Args:
+        whole: has the numbers of all `heads` and `kv_heads`, and `head_dim`.
+    """
+    features = whole.heads * whole.head_dim
     config = getattr(module, "config", None)
     if config is not None:
         # Its own: some compute sizes of heads from it.
         config = module.config = copy.copy(config)  # type: ignore[assignment]
     for owner in (module, config):
-        for names, before, now in ((HEADS, core.heads, heads), (KV_HEADS, core.kv_heads, kv_heads)):
+        for names, before, now in ((HEADS, whole.heads, heads), (KV_HEADS, whole.kv_heads, kv_heads)):
             for name in names:
                 if owner is not None and getattr(owner, name, None) == before:
                     setattr(owner, name, now)
     for name in FEATURES:
         if getattr(module, name, None) == features:
-            setattr(module, name, heads * core.head_dim)
+            setattr(module, name, heads * whole.head_dim)
     if hasattr(module, "num_key_value_groups"):
         module.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]

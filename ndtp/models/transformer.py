@@ -27,6 +27,7 @@ from ndtp.models.other_layers import NAMES, place_others, reads
 from ndtp.models.patches import place_patches, states_of
 from ndtp.models.placing import Placing, stock_model
 from ndtp.models.projections import Projection, in_group, place_projection
+from ndtp.models.proofs import Proofs
 from ndtp.models.roles import (
     AttentionRole,
     MLPRole,
@@ -72,6 +73,8 @@ def split_before(model: nn.Module, mesh: ProcessGrid | None, report: Any) -> Any
 class Split(Placing):
     """A stock model on its way to the grid."""
 
+    proofs: Proofs
+
     def run(self) -> None:
         model, modules = self.model, dict(self.model.named_modules())
         attention, self.kept = find_attention(model, self.hidden)
@@ -81,6 +84,7 @@ class Split(Placing):
         self.take_width(embedded)
         mlps = find_mlps(model, self.hidden, taken | around)
         cores = {role.name for role in attention}
+        self.proofs = Proofs(self.model, attention, self.hidden, self.layouts.hidden.num_splits(1))
         for role in attention:
             self._attention(role, modules)
         for mlp in mlps:
@@ -173,7 +177,8 @@ class Split(Placing):
         few = role.heads // splits, role.kv_heads // splits or 1
         if role.order and role.kv_heads % splits == 0 and heads_in_order(role.order, *few) is None:
             return f"its code takes q, k and v apart by {role.order}, which {few[0]} heads a rank do not have"
-        return not_of_heads(role, modules[role.name], _projects(role), self.hidden, self.width, splits)
+        reason = not_of_heads(role, modules[role.name], _projects(role), self.hidden, self.width, splits)
+        return reason or self.proofs.why_not(role)
 
     def _mlp(self, role: MLPRole, modules: dict[str, nn.Module]) -> None:
         if self.is_kept(role.name, *role.ups, role.down):

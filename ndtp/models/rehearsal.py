@@ -1,0 +1,267 @@
+"""A stock model run once on a few tokens with made-up products: what its attention modules are called with.
+
+Masks, positions, rotary tables, biases of scores and caches are those that the model's own code makes.  Large weights
+are neither copied nor read: what is computed of them is random numbers of the right shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ndtp.models.between import FACTS, SIZES
+
+BATCH, LENGTH = (2, 3, 5), (5, 6, 7, 11)  # the first that is no number of heads or the like
+FEW = 4096  # numbers of a parameter that is copied as it is in size; of larger ones only the shape is
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass
+class Call:
+    """One call of an attention module in a model: its arguments, as they were before it.
+
+    Attributes:
+        batch: how many sequences there were.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: int
+
+
+@dataclass
+class Rehearsal:
+    """What was seen: calls by the name of the module, and of modules whose heads others read, which."""
+
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    leaks: dict[str, str] = field(default_factory=dict)
+
+
+class Invented(TorchFunctionMode):
+    """Where a function takes a tensor that has no memory, its result is random."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func in SIZES or func in FACTS or not any(x.is_meta for x in given) or all(x.is_meta for x in given):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            bare = lambda x: x.as_subclass(Tensor).to("meta") if isinstance(x, Tensor) else x  # noqa: E731
+            return tree_map(_made_up, func(*tree_map(bare, args), **tree_map(bare, kwargs)))
+
+
+def _made_up(x: Any) -> Any:
+    if not isinstance(x, Tensor) or not x.is_meta:
+        return x
+    return torch.randn(x.shape).to(x.dtype) if x.is_floating_point() else torch.zeros(x.shape, dtype=x.dtype)
+
+
+class OfHeads(Tensor):
+    """Queries, keys or values, and what is computed of them; it knows of which attention module."""
+
+    owner: str
+    watch: Watch
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mine = [x for x in tree_leaves((args, kwargs)) if isinstance(x, OfHeads)]
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if func in SIZES or func in FACTS or not mine:
+            return result
+        owner, watch = mine[0].owner, mine[0].watch
+        for x in mine:
+            watch.read(x.owner)
+        for x in tree_leaves(result):
+            if isinstance(x, OfHeads):
+                x.owner, x.watch = owner, watch
+        return result
+
+
+class Watch:
+    """Which attention module runs, and who reads what belongs to another."""
+
+    def __init__(self, seen: Rehearsal) -> None:
+        self.seen, self.running = seen, [""]
+
+    def read(self, owner: str) -> None:
+        if self.running[-1] != owner:
+            self.seen.leaks.setdefault(owner, self.running[-1] or "code outside of it")
+
+    def mark(self, x: Any, owner: str) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        marked = x.as_subclass(OfHeads)
+        marked.owner, marked.watch = owner, self
+        return marked
+
+
+def bare(x: Any) -> Any:
+    """A copy of an argument or result: plain tensors, and caches with such."""
+    if isinstance(x, Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            return x.detach().as_subclass(Tensor).clone()
+    if isinstance(x, (list, tuple)) and type(x) in (list, tuple):
+        return type(x)(bare(each) for each in x)
+    if type(x) is dict:
+        return {key: bare(each) for key, each in x.items()}
+    if x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.device)):
+        return x
+    return with_tensors(copy.copy(x), bare) if hasattr(x, "__dict__") else x
+
+
+def with_tensors(x: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
+    """A cache, all of whose tensors are what `change` makes of them; its objects are copies."""
+    for key, value in list(vars(x).items()):
+        if isinstance(value, Tensor):
+            vars(x)[key] = change(value)
+        elif isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            vars(x)[key] = type(value)(_changed(each, change, depth) for each in value)
+        elif isinstance(value, dict):
+            vars(x)[key] = {name: _changed(each, change, depth) for name, each in value.items()}
+        elif "ache" in type(value).__name__ and depth < 3:
+            vars(x)[key] = with_tensors(copy.copy(value), change, depth + 1)
+    return x
+
+
+def _changed(x: Any, change: Callable[[Any], Any], depth: int) -> Any:
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, (list, tuple)) and type(x) in (list, tuple):
+        return type(x)(_changed(each, change, depth) for each in x)
+    is_object = hasattr(x, "__dict__") and not isinstance(x, (type, nn.Module)) and not callable(x)
+    return with_tensors(copy.copy(x), change, depth + 1) if is_object and depth < 3 else x
+
+
+@contextlib.contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """The same random numbers each time; those of the program go on afterwards as if nothing had drawn."""
+    numpy, state = sys.modules.get("numpy"), random.getstate()
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            if numpy is not None:
+                numpy.random.set_state(of_numpy)
+
+
+def skeleton(module: nn.Module) -> Any:
+    """A copy on the CPU in fp32, without hooks and dropout; large parameters have a shape and no numbers."""
+    memo: dict[int, Any] = {}
+    for x in module.parameters():
+        is_few = x.numel() <= FEW or x.dim() < 2
+        made = torch.randn(x.shape) if is_few else torch.empty(x.shape, device="meta")
+        memo[id(x)] = nn.Parameter(made if x.is_floating_point() else torch.zeros(x.shape, dtype=x.dtype), False)
+    for buffer in module.buffers():
+        known = _made_up(buffer) if buffer.is_meta else buffer.detach().cpu()
+        memo[id(buffer)] = known.float() if known.is_floating_point() else known
+    copied = copy.deepcopy(module, memo)
+    for each in copied.modules():
+        for name in HOOKS:
+            getattr(each, name).clear()
+        without_dropout(each)
+    return copied
+
+
+def without_dropout(module: nn.Module) -> None:
+    """Neither of the module nor of its config; and kernels of attention and of experts that a CPU has."""
+    config = module.__dict__.get("config")
+    for owner in (module, config):
+        for name, value in list(vars(owner).items()) if owner is not None else ():
+            if type(value) is float and ("drop" in name or (name == "p" and "Dropout" in type(owner).__name__)):
+                vars(owner)[name] = 0.0
+    kernels = {} if config is None else vars(config)
+    for name in ("_attn_implementation_internal", "_experts_implementation_internal"):
+        if kernels.get(name) not in (None, "eager", "sdpa"):
+            kernels[name] = "eager"
+
+
+def rehearse(model: Any, names: Sequence[str], projections: Mapping[str, Sequence[str]], avoid: set[int]) -> Rehearsal:
+    """Call a model, and those in it that have not been reached then, each twice: on a few tokens, and with its cache.
+
+    Args:
+        names: of attention modules.
+        projections: of each those of queries, keys and values.
+        avoid: sizes that no batch and no length should have.
+    """
+    seen = Rehearsal()
+    batch = next(size for size in BATCH if size not in avoid)
+    length = next(size for size in LENGTH if size not in avoid)
+    with seeded(), Invented():
+        copied = skeleton(model).eval()
+        modules = dict(copied.named_modules())
+        watch = Watch(seen)
+        for name in names:
+            _watch(modules, name, projections[name], watch, batch)
+        for prefix, part in modules.items():
+            waiting = [name for name in names if name not in seen.calls and name.startswith(prefix)]
+            if not waiting or not any(kind.__name__ == "PreTrainedModel" for kind in type(part).__mro__):
+                continue
+            with contextlib.suppress(Exception):  # what is not reached is tried otherwise
+                out = part(**few_inputs(part, batch, length))
+                cache = out.get("past_key_values") if hasattr(out, "get") else None
+                if cache is not None:
+                    again = {**few_inputs(part, batch, 1), "past_key_values": cache}
+                    if "encoder_outputs" in inspect.signature(part.forward).parameters:
+                        again["encoder_outputs"] = (out.get("encoder_last_hidden_state"),)
+                    part(**again)
+            watch.running[1:] = []
+    return seen
+
+
+def _watch(modules: Mapping[str, Any], name: str, projections: Sequence[str], watch: Watch, batch: int) -> None:
+    def enters(_: Any, args: Any, kwargs: Any) -> None:
+        watch.running.append(name)
+        calls = watch.seen.calls.setdefault(name, [])
+        if len(calls) < 4:
+            calls.append(Call(bare(args), bare(kwargs), batch))
+
+    def leaves(_: Any, __: Any, result: Any) -> Any:
+        watch.running.pop()
+        return tree_map(lambda x: x.as_subclass(Tensor) if isinstance(x, OfHeads) else x, result)
+
+    modules[name].register_forward_pre_hook(enters, with_kwargs=True)
+    modules[name].register_forward_hook(leaves)
+    for each in projections:
+        modules[each].register_forward_hook(lambda _, __, result: watch.mark(result, name))
+
+
+def few_inputs(model: Any, batch: int, length: int) -> dict[str, Any]:
+    """Of a stock model: ids, an image or a sound, by what its class says that it takes."""
+    takes, config = inspect.signature(model.forward).parameters, model.config
+    main = getattr(model, "main_input_name", "input_ids")
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    ids = torch.randint(3, max(min(getattr(text, "vocab_size", 0) or 0, 1000), 5), (batch, length))
+    given: dict[str, Any]
+    if main == "pixel_values":
+        size = getattr(config, "image_size", 32)
+        sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+        given = {main: torch.randn(batch, getattr(config, "num_channels", 3), *sides)}
+    elif main == "input_features":
+        mels: Any = getattr(config, "num_mel_bins", None) or getattr(config, "feature_size", 8)
+        given = {main: torch.randn(batch, mels, 2 * getattr(config, "max_source_positions", 16))}
+    elif main == "input_values":
+        given = {main: torch.randn(batch, 1000)}
+    else:
+        given = {"input_ids": ids}
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:
+        given["decoder_input_ids"] = ids
+    if "use_cache" in takes:
+        given["use_cache"] = True
+    return given

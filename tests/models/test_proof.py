@@ -1,0 +1,89 @@
+"""Attention whose code is no function of single heads and sequences is found by a trial, and left whole by name."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from ndtp.models.proofs import Proofs
+from ndtp.models.roles import find_attention
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+
+
+def model_of(kind="Llama", **changes):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES | {"num_hidden_layers": 2} | changes)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def reasons(model, splits=2):
+    roles, _ = find_attention(model, 16)
+    proofs = Proofs(model, roles, 16, splits)
+    return [proofs.why_not(role) for role in roles]
+
+
+def before_the_last(change):
+    """Attention that does something to the heads of its result, [batch, sequence, heads, features]."""
+
+    class Attention(LlamaAttention):
+        def forward(self, *args, **kwargs):
+            last, size = self.o_proj, self.head_dim
+            changed = lambda x: last(change(x.unflatten(-1, (-1, size))).flatten(-2))  # noqa: E731
+            self._modules["o_proj"] = Called(changed)
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                self._modules["o_proj"] = last
+
+    return Attention
+
+
+class Called(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+MIXES = {
+    "pairs": lambda x: x + x.roll(1, 2),
+    "a norm over all heads": lambda x: x / x.square().mean((2, 3), keepdim=True).sqrt(),
+    "a softmax over heads": lambda x: x.softmax(2),
+    "what its number is": lambda x: x * torch.arange(1, x.shape[2] + 1)[:, None],
+    "sequences": lambda x: x - x.mean(0, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("what", MIXES)
+def test_code_that_mixes_heads_or_sequences_is_found(what):
+    model = model_of()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = before_the_last(MIXES[what])
+    assert all("give other numbers by themselves" in str(reason) for reason in reasons(model))
+
+
+def test_code_that_does_something_to_each_head_is_not():
+    model = model_of(num_key_value_heads=2)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = before_the_last(lambda x: x * x.square().mean(3, keepdim=True))
+    assert reasons(model) == [None, None]
+    assert reasons(model, splits=4) == [None, None]  # fewer key heads than parts
+
+
+@pytest.mark.parametrize("kind", ["DiffLlama", "Llama"])
+def test_heads_that_are_combined_in_pairs(kind):
+    assert all(bool(reason) == (kind == "DiffLlama") for reason in reasons(model_of(kind)))
+
+
+def test_the_program_draws_on_as_if_nothing_had_drawn():
+    model = model_of(hidden_act="gelu")
+    state = torch.get_rng_state()
+    reasons(model)
+    assert torch.equal(torch.get_rng_state(), state)
