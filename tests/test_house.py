@@ -270,6 +270,33 @@ def test_no_module_is_named_like_a_function():
         assert f"ndtp.{name}" not in modules(NDTP) and name not in ndtp._MOVED, name
 
 
+EXECUTES = ("eval", "exec", "os.system", "os.popen", "tempfile.mktemp")
+PICKLES = {"ndtp.checkpoints.old_folders"}  # reads those of earlier versions, and executes nothing of them
+
+
+@HOUSES
+def test_nothing_that_is_read_is_executed(house):
+    """See docs/security.md.  Parents and ranks of `ndtp.testing` are one program."""
+    wrong = []
+    for module, tree in modules(house).items():
+        for node in ast.walk(tree):
+            found = ""
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                is_pickle = "pickle" in [name.split(".")[0] for name in names_of(node)]
+                found = "pickle" if is_pickle and module not in PICKLES and floor_of(module) != "testing" else ""
+            elif isinstance(node, ast.Call):
+                owner = getattr(node.func, "value", None)  # of a method, which is another thing
+                called = getattr(node.func, "id", f"{getattr(owner, 'id', '')}.{getattr(node.func, 'attr', '')}")
+                given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+                if called in EXECUTES or given.get("shell") is True:
+                    found = called
+                elif called == "torch.load" and given.get("weights_only") is not True:
+                    found = "torch.load without weights_only"
+            if found:
+                wrong.append(f"{path_of(module).relative_to(ROOT)}:{node.lineno}: {found}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_first_hour_on_a_device_runs_every_test_that_wants_one():
     command = (ROOT / "bench" / "first_device.sh").read_text()
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]

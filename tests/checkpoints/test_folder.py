@@ -1,0 +1,168 @@
+"""The folder of a checkpoint, whoever dies while it is written, and whoever else writes there."""
+
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from ndtp.checkpoint import load, save
+from products import mesh_of
+from torch import nn
+
+import ndtp
+from ndtp import Grid
+from ndtp.checkpoints import training_state
+from ndtp.checkpoints.folder import Exchange, locked
+from ndtp.checkpoints.parts import Laid
+from ndtp.checkpoints.safetensors_file import Writer
+from ndtp.errors import CommunicationError
+from ndtp.testing import RankError
+
+OPERATIONS = ("pwrite", "fsync", "replace", "rename", "unlink", "mkdir", "rmdir", "truncate")
+
+
+def run_of(step):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(step)
+    return model
+
+
+def die_at(operation, step, folder):
+    """A save whose process is killed in one of its calls of the system; a write has done half of its bytes."""
+    left = operation
+
+    def dying(name):
+        real = getattr(os, name)
+
+        def call(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                if name == "pwrite":
+                    real(args[0], args[1][: len(args[1]) // 2], args[2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in OPERATIONS:
+        setattr(os, name, dying(name))
+    save(run_of(step), None, folder, extra={"step": step})
+
+
+def test_killed_in_any_call_of_the_system(tmp_path):
+    """One of the two checkpoints is there, and whole; the next save clears up."""
+    save(run_of(1), None, tmp_path / "run", extra={"step": 1})
+    seen, operation = [], 0
+    while True:
+        operation += 1
+        child = os.fork()
+        if child == 0:
+            try:
+                die_at(operation, 2, tmp_path / "run")
+                os._exit(0)
+            except BaseException:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+        found = run_of(0)
+        step = load(found, None, tmp_path / "run")["step"]
+        assert all((p == step).all() for p in found.parameters()), (operation, step)
+        seen.append(step)
+        save(run_of(1), None, tmp_path / "run", extra={"step": 1})
+        assert [each.name for each in tmp_path.iterdir()] == ["run"], operation
+        if not os.WIFSIGNALED(status):
+            break
+    assert seen == sorted(seen) and {1, 2} == set(seen) and len(seen) > 12, seen
+
+
+def test_two_writers(tmp_path):
+    first, second = Exchange(tmp_path / "run"), Exchange(tmp_path / "run")
+    first.open()
+    (first.partial / "x").touch()
+    with pytest.raises(BlockingIOError, match="another process saves there"):
+        second.open()
+    second.close()
+    assert (first.partial / "x").exists(), "who has nothing clears nothing"
+    first.finish(b"{}")
+    first.close()
+    with locked(tmp_path / "run"):  # by who still clears up behind
+        second.open()
+        with pytest.raises(BlockingIOError, match="another process saves there"):
+            second.finish(b"[]")
+        second.close()
+    assert (tmp_path / "run" / "checkpoint.json").read_bytes() == b"{}"
+
+
+def test_links(tmp_path):
+    """A folder that is a link is replaced where it leads to; one in the place of the partial folder is not followed."""
+    (tmp_path / "disk").mkdir()
+    save(run_of(1), None, tmp_path / "disk" / "run")
+    (tmp_path / "latest").symlink_to(tmp_path / "disk" / "run")
+    save(run_of(2), None, tmp_path / "latest", extra={"step": 2})
+    assert (tmp_path / "latest").is_symlink() and load(run_of(0), None, tmp_path / "disk" / "run") == {"step": 2}
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").touch()
+    (tmp_path / "disk" / "run.partial").symlink_to(tmp_path / "precious")
+    with pytest.raises(CommunicationError, match="stays as it was"):
+        save(run_of(3), None, tmp_path / "latest")
+    assert (tmp_path / "precious" / "file").exists()
+    assert load(run_of(0), None, tmp_path / "latest") == {"step": 2}
+
+
+def test_the_folder_goes_meanwhile(tmp_path, monkeypatch):
+    real = training_state.Saving.write
+
+    def gone(self):
+        real(self)
+        shutil.rmtree(tmp_path / "there")
+
+    monkeypatch.setattr(training_state.Saving, "write", gone)
+    with pytest.raises(CommunicationError, match="No such file"):
+        save(run_of(1), None, tmp_path / "there" / "run")
+
+
+def die_in(folder, place):
+    mesh = ndtp.ProcessGrid(Grid(x=2), timeout=60.0)
+    model = ndtp.nn.MLP(8, 16, mesh=mesh, scheme="1d", seed=1)
+    save(model, None, folder)
+    if mesh.rank == 1:
+        victim = Writer if place == "save" else Laid
+        setattr(victim, "close" if place == "save" else "fill", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    (save if place == "save" else load)(model, None, folder)
+
+
+@pytest.mark.parametrize("place", ["save", "load"])
+def test_a_rank_that_dies(ranks, tmp_path, place):
+    """The other one ends at once, with an error that names the checkpoint and the rank; the one before is whole."""
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(die_in, tmp_path / "run", place, timeout=50, wait_all=True)
+    error = caught.value
+    assert not error.stopped and "killed by SIGKILL" in error.errors[1]
+    said = error.exceptions[0]
+    assert isinstance(said, CommunicationError) and f"{place}: {tmp_path / 'run'}" in str(said), said
+    ranks(2).run(check_whole, tmp_path / "run")
+
+
+def check_whole(folder):
+    mesh = mesh_of(Grid(x=2))
+    mine, other = (ndtp.nn.MLP(8, 16, mesh=mesh, scheme="1d", seed=seed) for seed in (1, 2))
+    load(other, None, folder)
+    for p, q in zip(mine.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.to_local(), q.to_local())
+
+
+def check_replicas(folder):
+    """Of four ranks that have the same boxes each writes some."""
+    mesh = mesh_of(Grid(dp=2, x=2))
+    block = ndtp.nn.MLP(8, 16, mesh=mesh, scheme="1d", seed=1)
+    save(block, None, folder)
+
+
+def test_replicas_write_in_turns(ranks, tmp_path):
+    ranks(4).run(check_replicas, tmp_path / "run")
+    sizes = {file.name: file.stat().st_size for file in (tmp_path / "run").glob("*.safetensors")}
+    assert len(sizes) == 4, sizes
