@@ -14,6 +14,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import BlockLayouts, block_layouts
 from ndtp.errors import LayoutError
+from ndtp.models.any_model import AnyModel
 from ndtp.models.auto import best_grid, best_layouts, request_for
 from ndtp.models.auto_whole import plan_whole
 from ndtp.models.belongings import Belongings, in_place_of
@@ -70,6 +71,7 @@ def parallelize(
     expert_axis: str | Sequence[str] | None = None,
     fuse: bool = True,
     strict: bool = True,
+    example: Any = None,
 ) -> nn.Module:
     """Split a model over a grid, in place, keeping its weights, names and code.
 
@@ -135,6 +137,18 @@ def parallelize(
     stacks = find_stacks(model) if plan is None else {}
     if plan is None:
         found, report.kept = find_pairs(model)
+        in_pairs = sum(len(pair.ups) + 1 for pair in found)
+        if mesh is not None and scheme != "auto" and not stacks and in_pairs < count:
+            layouts = block_layouts(mesh.grid, scheme, axes)
+            check_same_weights(model, mesh)
+            use_measured(mesh, hardware)
+            any_model = AnyModel(
+                model, mesh, layouts, keep, regather=regather, chunks=chunks, fuse=fuse, example=example
+            )
+            any_model.run()
+            report.replaced, report.kept, report.split = any_model.replaced, any_model.kept, any_model
+            report.carried = theirs.bring(model, mesh)
+            return _reported(model, mesh, report, count, any_model.linears, strict)
         pairs = [pair for pair in found if not any(_is_in(pair.up, name) for name in stacks)]
     else:
         pairs = pairs_by_name(model, {name: value for name, value in plan.items() if isinstance(value, str)})

@@ -193,6 +193,7 @@ def place_projection(
     gives_hidden: bool = False,
     regather: tuple[str, ...] = (),
     chunks: int | str = 0,
+    kind: type[Projection] | None = None,
 ) -> Projection:
     """Put a Linear or Conv1D on the grid.
 
@@ -203,6 +204,7 @@ def place_projection(
         pad_to: what is inside of a block is padded to a multiple of this.
         gives_hidden: one that leads in gives hidden states again.
         regather, chunks: as for `ndtp.nn.Linear`.
+        kind: the class that the layer becomes one of.
     """
     is_conv = not isinstance(module, nn.Linear)
     theirs: Any = module.weight
@@ -225,7 +227,7 @@ def place_projection(
         b, stored = Layout(b.grid, *reversed(b.dims)), Layout(b.grid, *reversed(stored.dims))
     plan = MatMulPlan(a, b, out, transpose_b=not is_conv, regather=regather, chunks=chunks, name=name)
     shape = (inner, width) if leads_in != is_conv else (width, inner)
-    layer: Projection = adopt(module, Projection, frame, name)
+    layer: Projection = adopt(module, kind or Projection, frame, name)
     layer.plan, layer.stored, layer.leads_in, layer.is_conv = plan, stored, leads_in, is_conv
     layer.width, layer.out_width = (width, inner) if leads_in else (inner, width)
     layer.sections, layer.group, layer.core, layer.loud = tuple(sections), None, None, True

@@ -1,0 +1,235 @@
+"""Any model on a grid: its layers split by what one run of it shows, everything between by the table of rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ndtp.algebra.layout import Layout
+from ndtp.errors import LayoutError
+from ndtp.models.adopted import Adopted, adopt, is_placed
+from ndtp.models.left_alone import is_foreign, why_left
+from ndtp.models.not_replicated import not_replicated
+from ndtp.models.observation import Observation, observe
+from ndtp.models.placing import Placing
+from ndtp.models.projections import place_projection
+from ndtp.models.roles import features, is_linear
+from ndtp.models.saving import saved_whole
+from ndtp.models.split_layers import ObservedEmbedding, ObservedLinear, OfFeatures, SharedInput
+from ndtp.ops.lookup import LookupPlan
+from ndtp.split import Context, guard_functions
+
+
+class AnyModel(Placing):
+    """A model on its way to the grid, whatever its code is."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Any,
+        layouts: Any,
+        keep: Sequence[str] = (),
+        *,
+        example: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, mesh, layouts, keep, hidden=0, **options)
+        self.example = example
+        self.stock = self.stock or model
+        data = tuple(axis for axis in mesh.grid.nontrivial(self.frame.outside.dims[0]))
+        self.context = Context(mesh, data, self.frame.sequences, self.frame.gathered)
+        self.count = mesh.grid.size(self.tensor_axes)
+
+    def run(self) -> None:
+        guard_functions()
+        modules = dict(self.model.named_modules())
+        seen = observe(self.model, self.example)
+        self.feeds: dict[str, bool] | None = None
+        if seen is None:
+            self.leads_in, self.turns = guessed_sides(modules), set[str]()
+        else:
+            self.leads_in, self.turns, self.feeds = sides(seen)
+        self.sections = {} if seen is None else seen.sections
+        layers = {name: m for name, m in modules.items() if is_linear(m) and not isinstance(m, Adopted)}
+        tied = self._tied(modules, layers)
+        for name, module in layers.items():
+            self._linear(name, module)
+        for name, module in modules.items():
+            if isinstance(module, nn.Embedding) and not isinstance(module, Adopted):
+                self._table(name, module, tied)
+        if seen is not None:
+            self._groups(seen, modules)
+        self._rest(modules)
+        self.known.let_go()
+        saved_whole(self.model)
+        not_replicated(self.model)
+
+    # ------------------------------------------------------------------------------------------------- the layers
+
+    def _linear(self, name: str, module: Any) -> None:
+        inside, outside = features(module)
+        if self.is_kept(name):
+            self.kept[name] = "as asked"
+            return
+        if not name:
+            raise LayoutError("parallelize: the model is a single Linear; use ndtp.nn.Linear.from_dense")
+        if min(inside, outside) < self.count:
+            self.kept[name] = f"{inside} to {outside} features, fewer than {self.count} ranks"
+            return
+        leads_in = self.leads_in.get(name, True)
+        side = inside if leads_in else outside
+        sections = self._sections(name, outside, leads_in)
+        layer: ObservedLinear = place_projection(
+            module, name, leads_in=leads_in, pad_to=self.count, sections=sections, kind=ObservedLinear,
+            **self.place | {"width": -(-side // self.count) * self.count},
+        )  # type: ignore[assignment]  # fmt: skip
+        layer.context, layer.turns = self.context, name in self.turns
+        self.others.append(layer)
+        self.report(layer)
+
+    def _sections(self, name: str, size: int, leads_in: bool) -> tuple[int, ...]:
+        """Where the features of a layer are taken apart, if each part can be split by itself."""
+        parts = self.sections.get(name, ())
+        out = self.layouts.hidden if leads_in else self.layouts.output
+        splits = out.num_splits(1)
+        is_fit = len(parts) > 1 and splits > 1 and all(part % splits == 0 for part in parts) and size % self.count == 0
+        return parts if is_fit else ()
+
+    def _tied(self, modules: dict[str, nn.Module], layers: dict[str, nn.Module]) -> dict[int, str]:
+        """Tables whose weight a layer has, too, by the id of the weight."""
+        return {
+            id(m.weight): name for name, m in layers.items()
+            if any(isinstance(e, nn.Embedding) and e.weight is m.weight for e in modules.values())
+        }  # fmt: skip
+
+    def _table(self, name: str, module: nn.Embedding, tied: dict[int, str]) -> None:
+        known = self.known.get(module._parameters["weight"])  # type: ignore[arg-type]
+        is_tied = id(module.weight) in tied and known is not None
+        is_odd = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+        if self.is_kept(name) or is_odd or (module.embedding_dim < self.count and not is_tied):
+            self.kept[name] = "as asked" if self.is_kept(name) else "it renormalises, or has fewer features than ranks"
+            return
+        if type(module) is not nn.Embedding:
+            pass  # a subclass: its own forward comes first, and calls torch's
+        grid, outside, out = self.mesh.grid, self.frame.outside.dims[0], self.layouts.input
+        width = -(-module.embedding_dim // self.count) * self.count
+        if is_tied:
+            owner: Any = dict(self.model.named_modules())[tied[id(module.weight)]]
+            table, rows = owner.plan.b, owner.lies["weight"].shape[0]
+            if owner.is_conv or owner.stored != owner.plan.b or not owner.leads_in:
+                raise LayoutError(
+                    f"parallelize: '{name}' shares its weight with '{owner.name}', which wants it otherwise"
+                )
+        else:
+            table, rows = self.all_features, module.num_embeddings
+        embedding: ObservedEmbedding = adopt(module, ObservedEmbedding, self.frame, name, behind=True)
+        ids = Layout(grid, outside)
+        embedding.lookup = LookupPlan(ids, table, out, name)
+        embedding.for_all = LookupPlan(ids, table, out.with_dims(outside, out.dims[1]), name)
+        embedding.context, embedding.width = self.context, width
+        embedding.placed("weight", table, self.known, (rows, width))
+        self.replaced[name] = f"[{table.label('VK')}]"
+
+    def _groups(self, seen: Observation, modules: dict[str, nn.Module]) -> None:
+        """Layers of one input are one product, where their weights lie alike."""
+        for names in seen.groups:
+            alike: dict[Any, list[ObservedLinear]] = {}
+            for name in names:
+                layer = modules[name]
+                if isinstance(layer, ObservedLinear) and layer.group is None:
+                    key = (layer.plan.a, layer.plan.b, layer.plan.out, layer.is_conv, layer.weight.dtype)
+                    alike.setdefault(key, []).append(layer)
+            for members in alike.values():
+                if len(members) > 1 and len({id(m.weight) for m in members}) == len(members):
+                    shared = SharedInput(members)
+                    for member in members:
+                        member.group = shared
+
+    def _rest(self, modules: dict[str, nn.Module]) -> None:
+        """All other parameters: split with the features that they go with, or whole on every rank."""
+        for name, module in modules.items():
+            reason = None if isinstance(module, Adopted) else why_left(module)
+            if reason:
+                self.kept.setdefault(name, reason)
+            if is_foreign(module):
+                continue
+            own = {key: p for key, p in module._parameters.items() if p is not None}
+            for key, parameter in own.items():
+                shared = self.known.get(parameter)
+                module._parameters[key] = parameter if shared is None else shared
+            if own and not isinstance(module, Adopted):
+                parts = {} if self.is_kept(name) else self._parts(name, module, own)
+                self.replicate(module, name, self.frame.outside.dims[0], parts)  # type: ignore[arg-type]
+                whole = [key for key, p in own.items() if key not in parts and not is_placed(p)]
+                if whole:
+                    self.kept.setdefault(name, f"whole on every rank: {', '.join(whole)} of {type(module).__name__}")
+
+    def _parts(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> dict[str, OfFeatures]:
+        """Parameters that go with activations element by element."""
+        found = {}
+        for key, p in own.items():
+            size = p.shape[-1] if p.dim() else 0
+            lead = tuple(p.shape[:-1])
+            full = f"{name}.{key}" if name else key
+            if self.feeds is None:
+                side = False if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) else None
+            else:
+                side = self.feeds.get(full)
+            if side is None:
+                continue
+            layout = self.layouts.hidden if side else self.layouts.input
+            axes = self.mesh.grid.nontrivial(layout.dims[1])
+            count = self.mesh.grid.size(axes)
+            if count == 1 or is_placed(p) or size % self.count:
+                continue
+            layout = Layout(self.mesh.grid, *[None] * len(lead), axes)
+            found[key] = OfFeatures(self.context, layout, layout, tuple(p.shape), tuple(p.shape), full)
+            self.replaced[full] = f"[{layout.label('ABCDEFGH'[: len(lead)] + 'K')}]"
+        return found
+
+
+def sides(seen: Observation) -> tuple[dict[str, bool], set[str], dict[str, bool]]:
+    """The sides on which layers and parameters stand: that of hidden states, or what is inside of a block.
+
+    Returns:
+        For each layer whether it leads from hidden states inwards; the layers that lead to the side from which they
+        come; and for each other parameter whether it goes with what is inside.
+
+    Activations that must lie alike are on one side; a layer leads from one side to the other where it can.
+    """
+    counts = Counter(kind for edge in seen.edges.values() for kind in edge)
+    neighbours: dict[int, list[int]] = {}
+    for a, b in seen.edges.values():
+        neighbours.setdefault(a, []).append(b)
+        neighbours.setdefault(b, []).append(a)
+    side: dict[int, bool] = {}
+    for root, _ in counts.most_common():
+        if root in side:
+            continue
+        side[root], waiting = False, [root]
+        while waiting:
+            kind = waiting.pop(0)
+            for other in neighbours[kind]:
+                if other not in side:
+                    side[other] = not side[kind]
+                    waiting.append(other)
+    leads_in = {name: not side[a] for name, (a, _) in seen.edges.items()}
+    turns = {name for name, (a, b) in seen.edges.items() if side[a] == side[b]}
+    return leads_in, turns, {name: side.get(kind, False) for name, kind in seen.feeds.items()}
+
+
+def guessed_sides(modules: dict[str, nn.Module]) -> dict[str, bool]:
+    """Without a run: what has the features that most layers take leads in, what gives them back leads out."""
+    sizes = {name: features(m) for name, m in modules.items() if is_linear(m)}
+    hidden = Counter(n for pair in sizes.values() for n in pair).most_common(1)
+    common = hidden[0][0] if hidden else 0
+    found = {}
+    for name, (inside, outside) in sizes.items():
+        parent = name.rpartition(".")[0]
+        alike = [n for n, s in sizes.items() if n.rpartition(".")[0] == parent and s == (common, common)]
+        is_last = (inside, outside) == (common, common) and len(alike) > 1 and name == alike[-1]
+        found[name] = inside == common and not is_last
+    return found

@@ -1,0 +1,362 @@
+"""What a model does with its layers, learned by running it once on tensors without memory.
+
+The run tells what shares an input (one gather), which activations are added or multiplied (they must lie alike), and
+which layers lead from one of them to another.  Nothing moves, and all ranks see the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from ndtp.models.roles import features, is_linear
+from ndtp.split.elementwise import NAMES, named
+from ndtp.split.tensor import getters
+
+TOGETHER = set(named(NAMES)) | {
+    Tensor.expand,
+    Tensor.unsqueeze,
+    Tensor.expand_as,
+    F.mse_loss,
+    torch.cat,
+    torch.stack,
+    torch.concat,
+}
+PARTS = {torch.chunk, Tensor.chunk, torch.split, Tensor.split, torch.tensor_split, Tensor.tensor_split}
+SHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten, torch.unflatten}
+PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum}
+NORMS = {F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm}
+# What makes another form of a parameter, whose last dim stays: its use is that of the parameter.
+VIEWS = {Tensor.expand, Tensor.to, Tensor.float, Tensor.unsqueeze, Tensor.expand_as, Tensor.type_as, Tensor.contiguous}
+PLAIN = {*getters("data", "T"), Tensor.size, Tensor.dim, Tensor.numel}
+IGNORED = {*getters("shape", "dtype", "device", "requires_grad", "ndim", "is_cuda", "layout", "grad_fn")}
+
+
+@dataclass
+class Observation:
+    """What was seen of one run.
+
+    Attributes:
+        edges: for each layer that multiplies, the kinds of activations that it takes and gives.
+        groups: layers that were called with one and the same tensor.
+        sections: for each layer, where its features are taken apart: sizes of consecutive parts, or none.
+        order: the layers as they were called first.
+        feeds: of parameters that are no layer's and go with activations element by element alone, what these are.
+    """
+
+    edges: dict[str, tuple[int, int]] = field(default_factory=dict)
+    groups: list[list[str]] = field(default_factory=list)
+    sections: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    feeds: dict[str, int] = field(default_factory=dict)
+
+
+class _Kinds:
+    """Activations that must lie alike, as sets that grow together."""
+
+    def __init__(self) -> None:
+        self.parent: list[int] = []
+
+    def new(self) -> int:
+        self.parent.append(len(self.parent))
+        return len(self.parent) - 1
+
+    def find(self, kind: int) -> int:
+        while self.parent[kind] != kind:
+            self.parent[kind] = self.parent[self.parent[kind]]
+            kind = self.parent[kind]
+        return kind
+
+    def join(self, kinds: Sequence[int]) -> int:
+        roots = [self.find(kind) for kind in kinds]
+        for root in roots[1:]:
+            self.parent[root] = roots[0]
+        return roots[0]
+
+
+class _Watch(TorchFunctionMode):
+    """Follows activations from function to function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = _Kinds()
+        self.kind_of: dict[int, int] = {}
+        self.made_by: dict[int, tuple[str, ...]] = {}  # the layers whose features a tensor has, in their order
+        self.cuts: dict[str, set[int]] = {}
+        self.alive: list[Tensor] = []
+        self.inside = 0  # of a layer that multiplies
+        self.names: dict[int, str] = {}  # of parameters
+        self.feeds: dict[str, list[int]] = {}
+        self.read: set[str] = set()  # those that are read by other functions than element-wise ones
+
+    def kind(self, x: Tensor) -> int:
+        if id(x) not in self.kind_of:
+            self.kind_of[id(x)] = self.kinds.new()
+            self.alive.append(x)
+        return self.kind_of[id(x)]
+
+    def set_kind(self, x: Tensor, kind: int) -> None:
+        self.kind_of[id(x)] = kind
+        self.alive.append(x)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in IGNORED or self.inside:
+            return result
+        outs = [x for x in _tensors(result) if x.is_floating_point()]
+        given = [x for x in _tensors([*args, *kwargs.values()]) if x.is_floating_point()]
+        if outs and given:
+            self._follow(func, args, kwargs, given, outs)
+            self._parameters(func, given, outs[0])
+        return result
+
+    def _parameters(self, func: Any, given: list[Tensor], out: Tensor) -> None:
+        for x in given:
+            name = self.names.get(id(x))
+            if name is None or func in PLAIN:
+                continue
+            if (func in TOGETHER or func in NORMS) and out.dim() and x.dim() and x.shape[-1] == out.shape[-1]:
+                self.feeds.setdefault(name, []).append(self.kind_of[id(out)])
+                if func in VIEWS:
+                    self.names[id(out)] = name
+            else:
+                self.read.add(name)
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], outs: list[Tensor]) -> None:
+        if func in TOGETHER:
+            width = outs[0].shape[-1] if outs[0].dim() else 1
+            alike = [x for x in given if x.dim() and x.shape[-1] == width and width > 1] or given[:1]
+            kind = self.kinds.join([self.kind(x) for x in alike])
+        elif func in NORMS:
+            kind = self.kind(given[0])
+        elif func is F.scaled_dot_product_attention:
+            kind = self.kinds.join([self.kind(x) for x in given[:3]])
+        elif func in PRODUCTS and len(given) > 1:
+            kind = self.kind(given[1])
+        else:
+            kind = self.kind(given[0])
+        for out in outs:
+            if id(out) not in self.kind_of:
+                self.set_kind(out, kind)
+        self._sections(func, args, kwargs, given[0], outs)
+
+    def _sections(self, func: Any, args: Any, kwargs: Any, x: Tensor, outs: list[Tensor]) -> None:
+        """Where the features of a layer are taken apart."""
+        layers = self.made_by.get(id(x))
+        if layers is None or not x.dim():
+            return
+        width = x.shape[-1]
+        if func in PARTS:
+            at = 0
+            if all(out.dim() == x.dim() and out.shape[:-1] == x.shape[:-1] for out in outs):
+                for out in outs:
+                    at += out.shape[-1]
+                    self._cut(layers, at)
+            return
+        if func is Tensor.__getitem__:
+            key = args[1][-1] if isinstance(args[1], tuple) and args[1] else None
+            first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+            if isinstance(key, slice) and (first is Ellipsis or len(args[1]) == x.dim()):
+                start, stop, step = key.indices(width)
+                if step == 1 and (start, stop) != (0, width):
+                    self._cut(layers, start)
+                    self._cut(layers, stop)
+                    return
+        for out in outs:
+            if not out.dim():
+                continue
+            if out.shape[-1] == width and out.dim() > 1:
+                self.made_by.setdefault(id(out), layers)
+                self.alive.append(out)
+            elif func in SHAPES and x.shape[:-1].numel() == _lead_of(out, width):
+                parts = _tail_of(out, width)
+                if len(parts) > 2 and parts[0] < parts[1]:  # (3, heads, features)
+                    for count in range(1, parts[0]):
+                        self._cut(layers, count * width // parts[0])
+
+    def _cut(self, layers: tuple[str, ...], at: int) -> None:
+        for layer in layers:
+            self.cuts.setdefault(layer, set()).add(at)
+
+
+def _tail_of(out: Tensor, width: int) -> list[int]:
+    """The last dims that make `width` together."""
+    parts: list[int] = []
+    total = 1
+    for size in reversed(out.shape):
+        if total == width and parts:
+            break
+        parts.insert(0, size)
+        total *= size
+    return parts if total == width else []
+
+
+def _lead_of(out: Tensor, width: int) -> int:
+    parts = _tail_of(out, width)
+    return out.shape[: out.dim() - len(parts)].numel() if parts else -1
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+
+
+def observe(model: nn.Module, example: Any = None) -> Observation | None:
+    """What a run of a model shows; None where no inputs are known with which it runs.
+
+    Args:
+        example: what the model is called with: a tensor, a tuple of positional ones, or a mapping of named ones.
+    """
+    for args, kwargs in [_call_of(example)] if example is not None else guesses(model):
+        try:
+            return _observed(model, args, kwargs)
+        except Exception:  # whatever a model's code raises on such inputs: the next ones are tried
+            if example is not None:
+                return None
+    return None
+
+
+def _call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example), {}) if isinstance(example, (tuple, list)) else ((example,), {})
+
+
+def _observed(model: nn.Module, args: Any, kwargs: Any) -> Observation:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.random.fork_rng(devices=()):
+        memo: dict[int, Any] = {}
+        with mode:
+            for p in model.parameters():
+                memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cpu"), p.requires_grad)
+        shadow = copy.deepcopy(model, memo)
+        found, watch = Observation(), _Watch()
+        hooks = list(_hooked(shadow, watch, found))
+        watch.names = {id(p): name for name, p in shadow.named_parameters(remove_duplicate=False)}
+        fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args]
+        with mode, watch, torch.no_grad(), _silent():
+            shadow(*fake, **{k: mode.from_tensor(x) if isinstance(x, Tensor) else x for k, x in kwargs.items()})
+        for hook in hooks:
+            hook.remove()
+    found.edges = {name: (watch.kinds.find(a), watch.kinds.find(b)) for name, (a, b) in found.edges.items()}
+    found.feeds = {
+        name: watch.kinds.find(kinds[0])
+        for name, kinds in watch.feeds.items()
+        if name not in watch.read and len({watch.kinds.find(kind) for kind in kinds}) == 1
+    }
+    for name, points in watch.cuts.items():
+        width = _width_of(model.get_submodule(name))
+        points |= {0, width}
+        at = sorted(points)
+        found.sections[name] = tuple(b - a for a, b in pairwise(at))
+    return found
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without what torch logs where code fails on fake tensors, which is no error here."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _width_of(module: Any) -> int:
+    return features(module)[1]
+
+
+def _hooked(model: nn.Module, watch: _Watch, found: Observation) -> Iterator[Any]:
+    inputs: dict[int, list[str]] = {}
+
+    def before(name: str) -> Any:
+        def hook(_: Any, args: Any) -> None:
+            watch.inside += 1
+
+        return hook
+
+    def after(name: str) -> Any:
+        def hook(_: Any, args: Any, out: Tensor) -> None:
+            watch.inside -= 1
+            x = args[0]
+            kind = watch.kinds.new()
+            watch.set_kind(out, kind)
+            watch.made_by[id(out)] = (name,)
+            if name not in found.edges:
+                found.edges[name] = (watch.kind(x), kind)
+                found.order.append(name)
+                group = inputs.setdefault(id(x), [])
+                if not group:
+                    found.groups.append(group)
+                group.append(name)
+            else:  # called again: what it takes and gives lies as before
+                watch.kinds.join([found.edges[name][0], watch.kind(x)])
+                watch.kinds.join([found.edges[name][1], kind])
+            watch.alive.append(x)
+
+        return hook
+
+    for name, module in model.named_modules():
+        if is_linear(module):
+            yield module.register_forward_pre_hook(before(name))
+            yield module.register_forward_hook(after(name))
+
+
+# ------------------------------------------------------------------------------------------------- inputs by themselves
+
+
+def guesses(model: nn.Module) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Inputs with which a model may run, by what its first layer takes and how its arguments are called."""
+    dummy = getattr(model, "dummy_inputs", None)
+    if isinstance(dummy, dict) and dummy:
+        yield (), dict(dummy)
+    required = [p for p in inspect.signature(model.forward).parameters.values()
+                if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]  # fmt: skip
+    names = [p.name for p in required] or [next(iter(inspect.signature(model.forward).parameters), "x")]
+    for first in _first_inputs(model):
+        yield (first, *(_by_name(name, first) for name in names[1:])), {}
+
+
+def _first_inputs(model: nn.Module) -> Iterator[Tensor]:
+    sizes = [getattr(o, n, None) for o in (model, getattr(model, "config", None)) for n in ("image_size", "img_size")]
+    sides = [s if isinstance(s, int) else s[0] for s in sizes if isinstance(s, (int, tuple, list))]
+    leaves = [m for m in model.modules() if not list(m.children()) and list(m.parameters())]
+    for module in leaves[:4]:
+        if isinstance(module, nn.Embedding):
+            yield torch.zeros(2, 8, dtype=torch.long)
+            yield torch.zeros(2, dtype=torch.long)
+        elif isinstance(module, nn.Conv2d):
+            for side in (*sides, 32, 64, 224, 28, 16):
+                yield torch.zeros(2, module.in_channels, side, side)
+        elif isinstance(module, nn.Conv1d):
+            yield torch.zeros(2, module.in_channels, 64)
+        elif is_linear(module):
+            count = features(module)[0]
+            yield torch.zeros(2, 8, count)
+            yield torch.zeros(2, count)
+    for side in sides:
+        yield torch.zeros(2, 3, side, side)
+
+
+def _by_name(name: str, first: Tensor) -> Any:
+    if "mask" in name:
+        return None
+    if name.startswith(("t", "sigma", "time")):
+        return torch.zeros(first.shape[0])
+    if name.startswith(("y", "label", "class", "target")):
+        return torch.zeros(first.shape[0], dtype=torch.long)
+    return first.clone()

@@ -1,0 +1,244 @@
+"""Layers of any model on a grid: the same objects, which take and give split tensors, wherever they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndtp.algebra.layout import Layout
+from ndtp.errors import LayoutError
+from ndtp.models.adopted import Adopted
+from ndtp.models.projections import Projection, products
+from ndtp.ops.lookup import LookupPlan, look_up
+from ndtp.runtime.of_turn import OfTurn
+from ndtp.split.along import without_padding
+from ndtp.split.moving import brought
+from ndtp.split.spec import Axes, Context, Spec, layout_of
+from ndtp.split.tensor import SplitTensor, enter
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the leading dims of a layer's input become its rows.
+
+    Attributes:
+        spec: of the input as the layer takes it.
+        dim: which of the leading dims the rows' axes split; it comes first in the rows.
+        is_vector: whether the input had no leading dim.
+    """
+
+    spec: Spec
+    dim: int
+    is_vector: bool = False
+
+
+def row_dim(x: Tensor, rows: Axes, context: Context) -> int:
+    """Which leading dim the axes of rows split: one that they split already, one that they divide, or the longest."""
+    lead = tuple(x.shape[:-1])
+    if isinstance(x, SplitTensor):
+        for dim, axes in enumerate(x.spec.dims[:-1]):
+            if set(axes) & set(rows):
+                return dim
+    taken = {dim for dim, axes in enumerate(x.spec.dims[:-1]) if axes} if isinstance(x, SplitTensor) else set()
+    free = [dim for dim in range(len(lead)) if dim not in taken]
+    fitting = [dim for dim in free if lead[dim] > 1 and lead[dim] % context.multiple == 0]
+    if fitting:
+        return fitting[0]
+    return max(free or range(len(lead)), key=lambda dim: (lead[dim], -dim))
+
+
+def as_rows(
+    x: Tensor, rows: Axes, features: Axes, width: int, context: Context, name: str
+) -> tuple[Tensor, Rows]:  # fmt: skip
+    """The shard [rows, features] of an activation, as a product takes it; padding is zero."""
+    is_vector = x.dim() == 1
+    x = x.unsqueeze(0) if is_vector else x
+    count = x.dim()
+    dim = row_dim(x, rows, context)
+    size = x.shape[dim]
+    held = x.spec.padded[dim] if isinstance(x, SplitTensor) and x.spec.dims[dim] else size
+    padded, dims = list(x.shape), [*[()] * (count - 1), features]
+    dims[dim] = rows
+    if rows:
+        padded[dim] = -(-held // context.multiple) * context.multiple
+    if features:
+        padded[-1] = width
+    shard = brought(x, context, dims, padded, ())
+    spec = Spec(context, tuple(x.shape), layout_of(context.mesh, dims), tuple(padded), (), name)
+    if spec.is_padded:
+        shard = without_padding(shard, spec, spec.split_dims)
+    if not features and shard.shape[-1] != width:
+        shard = torch.nn.functional.pad(shard, (0, width - shard.shape[-1]))
+    if dim:
+        shard = shard.movedim(dim, 0)
+    return shard.reshape(-1, shard.shape[-1]), Rows(spec, dim, is_vector)
+
+
+def from_rows(
+    y: Tensor, given: Rows, rows: Axes, features: Axes, size: int, sections: tuple[int, ...], name: str
+) -> Tensor:
+    """The activation of which a product gave the shard [rows, features]."""
+    spec, dim = given.spec, given.dim
+    lead = list(spec.sizes[:-1])
+    padded = list(spec.padded[:-1])
+    if not rows:
+        padded[dim] = lead[dim]
+    splits = spec.mesh.grid.size(rows)
+    local = [padded[dim] // splits, *(n for d, n in enumerate(padded) if d != dim)]
+    if not rows and spec.padded[dim] != lead[dim]:
+        local[0] = spec.padded[dim]
+    wide = y.shape[-1] * spec.mesh.grid.size(features)
+    y = y.view(*local, y.shape[-1])
+    if dim:
+        y = y.movedim(0, dim)
+    if not rows and y.shape[dim] != lead[dim]:
+        y = y.narrow(dim, 0, lead[dim])
+    if not features and wide != size:
+        y = y[..., :size]
+        wide = size
+    dims = [rows if d == dim else () for d in range(len(lead))] + [features]
+    made = Spec(
+        spec.context, (*lead, size), layout_of(spec.mesh, dims), (*padded, wide), sections if features else (), name
+    )
+    out: Tensor = enter(y.view_as(y), made)
+    return out.squeeze(0) if given.is_vector else out
+
+
+class ObservedLinear(Projection):
+    """A Linear or Conv1D that takes and gives split tensors with any leading dims.
+
+    Attributes:
+        context: of the model.
+        turns: whether what it gives is to lie as what it takes, since the model adds one to the other.
+    """
+
+    context: Context
+    turns: bool
+    group: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() < 1 or x.shape[-1] != self.real_in:
+            raise LayoutError(f"'{self.name}' takes {self.real_in} features, its input is of {tuple(x.shape)}")
+        y, rows = self.group.result(self, x) if self.group is not None else self.product([self], x)[0]
+        out, axes = self.plan.out, self.context.data
+        own = tuple(axis for axis in self.mesh.grid.nontrivial(out.dims[0]) if axis not in axes)
+        result = from_rows(
+            y, rows, own, self.mesh.grid.nontrivial(self.gives.dims[1]), self.real_out, self.sections, self.name
+        )
+        return self.as_input(result) if self.turns else result
+
+    def product(self, members: Sequence[ObservedLinear], x: Tensor) -> list[tuple[Tensor, Rows]]:
+        """What several layers of one input give, by one product."""
+        rows, features = self.axes_in
+        shard, lies = as_rows(x, rows, features, self.width, self.context, self.name)
+        return [(y, lies) for y in products(members, shard)]  # type: ignore[arg-type]
+
+    @property
+    def axes_in(self) -> tuple[Axes, Axes]:
+        grid, a = self.mesh.grid, self.plan.a
+        return tuple(x for x in grid.nontrivial(a.dims[0]) if x not in self.context.data), grid.nontrivial(a.dims[1])
+
+    @property
+    def real_in(self) -> int:
+        return self.lies["weight"].real[0 if self.is_conv else 1]
+
+    def as_input(self, y: Tensor) -> Tensor:
+        """Where the input of this layer lies."""
+        rows, features = self.axes_in
+        if not isinstance(y, SplitTensor):
+            return y
+        from ndtp.split.moving import moved
+
+        dim = next((d for d, axes in enumerate(y.spec.dims[:-1]) if axes), 0)
+        return moved(y, [rows if d == dim else features if d == y.dim() - 1 else () for d in range(y.dim())])
+
+
+@dataclass(eq=False)
+class SharedInput:
+    """Layers that are called with one tensor: one product, whose parts wait for the layer that asks."""
+
+    members: list[ObservedLinear]
+    source = OfTurn()
+    results = OfTurn(dict)
+
+    def result(self, member: ObservedLinear, x: Tensor) -> tuple[Tensor, Rows]:
+        if self.source is not x or id(member) not in self.results:
+            self.source = x
+            made = member.product(self.members, x)
+            self.results = {id(m): y for m, y in zip(self.members, made, strict=True)}
+        found: tuple[Tensor, Rows] = self.results.pop(id(member))
+        if not self.results:
+            self.source = None
+        return found
+
+
+class ObservedEmbedding(Adopted, nn.Embedding):
+    """A table whose rows come as split tensors.
+
+    Attributes:
+        lookup: the plan of ids whose rows are split; `for_all` of ids that are the same for all samples.
+        width: the features with padding.
+    """
+
+    context: Context
+    lookup: LookupPlan
+    for_all: LookupPlan
+    width: int
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        context, mesh = self.context, self.mesh
+        if isinstance(ids, SplitTensor):
+            ids = ids.gathered()
+        lead = tuple(ids.shape)
+        grid = mesh.grid
+        count = grid.size(self.lookup.out.dims[0]) // grid.size(context.data)
+        is_split = count > 1 and len(lead) > 0 and max(lead) >= count and (len(lead) > 1 or not self.is_position(ids))
+        plan = self.lookup if is_split else self.for_all
+        rows = tuple(a for a in grid.nontrivial(plan.out.dims[0]) if a not in context.data)
+        features = grid.nontrivial(plan.out.dims[1])
+        weight = self.own("weight", self.weight)
+        dim = row_dim(ids.unsqueeze(-1), rows, context) if lead else 0
+        padded = list(lead)
+        flat = ids.reshape(1) if not lead else ids
+        if rows:
+            padded[dim] = -(-lead[dim] // context.multiple) * context.multiple
+            grow = [0, 0] * (len(lead) - 1 - dim) + [0, padded[dim] - lead[dim]]
+            flat = torch.nn.functional.pad(flat, grow) if any(grow) else flat
+            flat = flat.movedim(dim, 0)
+        y = look_up(flat.reshape(-1), weight, plan, mesh, self.num_embeddings, self.padding_idx)  # type: ignore[arg-type]
+        dims = [*(rows if d == dim else () for d in range(len(lead))), features]
+        wide = self.width if features else self.embedding_dim
+        sizes = (*lead, self.embedding_dim)
+        spec = Spec(context, sizes, layout_of(mesh, dims), (*padded, wide), (), self.name)
+        others = [n for d, n in enumerate(padded) if d != dim]
+        y = y.view(*([padded[dim] // grid.size(rows), *others] if lead else []), y.shape[-1])
+        y = y.movedim(0, dim) if rows and dim else y
+        if not features and y.shape[-1] != self.embedding_dim:
+            y = y[..., : self.embedding_dim]
+        return enter(y.view_as(y), spec)
+
+    def is_position(self, ids: Tensor) -> bool:
+        """Whether ids of one dim are the places of a sequence, whose rows go with every sample."""
+        return ids.dim() == 1
+
+
+@dataclass(frozen=True)
+class OfFeatures:
+    """A parameter that goes with activations element by element: its last dim is split as their features are.
+
+    It has the form of `ndtp.models.adopted.Part`.
+    """
+
+    context: Context
+    stored: Layout
+    used: Layout
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    name: str
+
+    def of(self, x: Tensor) -> Tensor:
+        return enter(x.view_as(x), Spec(self.context, self.sizes, self.used, self.shape, (), self.name))

@@ -1,0 +1,323 @@
+"""Functions along dims, which are whole for them while others stay split; sums over split dims go over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ndtp.ops.reductions import sum_over
+from ndtp.split.spec import Spec, layout_of
+from ndtp.split.tensor import SplitTensor, enter, leave, like, rule, split_in
+from ndtp.split.views import with_dims_at, without
+
+
+def functions(*names: str) -> list[Any]:
+    return [getattr(place, name) for place in (torch, Tensor, F) for name in names if hasattr(place, name)]
+
+
+# Those that look along one dim, or some; where their argument `dim` stands behind the tensor, and its default.
+ALONG = {
+    0: (
+        "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "amax", "amin", "argmax", "argmin", "argsort",
+        "logsumexp", "prod", "any", "all", "max", "min", "median", "mode", "sort", "flip", "unique_consecutive",
+        "aminmax", "nanmean", "nansum", "cummax", "cummin", "std", "var", "std_mean", "var_mean", "softmin",
+        "_softmax", "count_nonzero", "diff", "fliplr", "flipud",
+    ),
+    1: ("topk", "kthvalue", "roll", "norm", "quantile", "renorm", "repeat_interleave", "unfold_dim"),
+}  # fmt: skip
+POSITION = {
+    "topk": (1, -1), "kthvalue": (1, -1), "roll": (1, None), "norm": (1, None), "repeat_interleave": (1, None),
+    "quantile": (1, None), "argsort": (0, -1), "sort": (0, -1), "median": (0, None), "mode": (0, -1), "kth": (1, -1),
+    "diff": (1, -1), "softmax": (0, None), "log_softmax": (0, None), "fliplr": (9, 1), "flipud": (9, 0),
+    "renorm": (1, None), "cumsum": (0, None), "glu": (0, -1),
+}  # fmt: skip
+NAMED = {name for names in ALONG.values() for name in names} | {"glu"}
+
+
+def dims_of(func: Any, count: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int] | None:
+    """The dims along which a function looks, all where it names none; `args` are those behind the tensor."""
+    place, default = POSITION.get(func.__name__, (0, None))
+    dim = kwargs.get("dim", kwargs.get("dims", kwargs.get("axis", args[place] if place < len(args) else default)))
+    if func.__name__ == "std" and isinstance(dim, bool):  # var(unbiased)
+        dim = None
+    if dim is None or isinstance(dim, bool) or dim == ():
+        return list(range(count))
+    found = [dim] if isinstance(dim, int) else list(dim)
+    return [d % max(count, 1) for d in found] if all(isinstance(d, int) for d in found) else None
+
+
+@rule(*functions(*NAMED))
+def along(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """With the dims along which it looks whole; results have these dims, or lack them."""
+    if not isinstance(x, SplitTensor) or split_in([*args, *kwargs.values()]) or kwargs.get("out") is not None:
+        return NotImplemented
+    count = len(x.spec.sizes)
+    dims = dims_of(func, count, args, kwargs)
+    if dims is None:
+        return NotImplemented
+    if any(x.spec.dims[d] for d in dims):
+        made = _over_split(func, x, dims, args, kwargs)
+        if made is not NotImplemented:
+            return made
+        x = without(x, dims)
+    if x.spec.sections:
+        x = without(x, [count - 1])
+    result = func(leave(x), *args, **kwargs)
+    return _entered(result, x.spec, dims)
+
+
+def _entered(result: Any, spec: Spec, dims: Sequence[int]) -> Any:
+    if not isinstance(result, Tensor):
+        made = [_entered(each, spec, dims) for each in result]
+        return type(result)(made)
+    count = len(spec.sizes)
+    if result.dim() == count:
+        where: list[int | None] = list(range(count))
+    elif result.dim() == count - len(set(dims)):
+        rest = [d for d in range(count) if d not in dims]
+        where = [rest.index(d) if d in rest else None for d in range(count)]
+    else:
+        return result
+    sizes = list(result.shape)
+    for d in range(count):
+        if where[d] is not None and d not in dims:
+            sizes[where[d]] = spec.sizes[d]  # type: ignore[index]
+    if not spec.split_dims:
+        return (
+            result if not spec.axes and not sizes else enter(result.view_as(result), with_dims_at(spec, sizes, where))
+        )
+    return enter(result.view_as(result), with_dims_at(spec, sizes, where))
+
+
+def _over_split(func: Any, x: SplitTensor, dims: list[int], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Along dims that axes split: the statistics move, and not the tensor."""
+    name = func.__name__
+    if name == "amax" or name == "amin":
+        return NotImplemented
+    if name in ("var", "std"):
+        return _variance(name, x, dims, args, kwargs)
+    if name in ("any", "all") and x.dtype == torch.bool:
+        keepdim = bool(kwargs.get("keepdim", args[1] if len(args) > 1 else False))
+        count = total((x if name == "any" else ~x).to(torch.int32), dims, keepdim)
+        return count > 0 if name == "any" else count == 0
+    return NotImplemented
+
+
+def _variance(name: str, x: SplitTensor, dims: list[int], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """As the mean of squares of what is left without the mean."""
+    known = {"dim", "correction", "unbiased", "keepdim"}
+    if set(kwargs) - known or len(args) > 3:
+        return NotImplemented
+    if args and isinstance(args[0], bool):
+        unbiased, keepdim = args[0], False
+    else:
+        unbiased = kwargs.get("unbiased", args[1] if len(args) > 1 else True)
+        keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    correction = kwargs.get("correction", 1 if unbiased else 0)
+    count = math.prod(x.spec.sizes[d] for d in dims)
+    rest = x - total(x, dims, True) / count
+    variance = total(rest * rest, dims, keepdim) / max(count - (1 if correction is None else correction), 0)
+    return variance.sqrt() if name == "std" else variance
+
+
+def total(x: Any, dims: Sequence[int], keepdim: bool, dtype: Any = None) -> Tensor:
+    """The sum over some dims; what ranks along their axes have each for itself is summed."""
+    spec, shard = x.spec, leave(x)
+    if spec.sections:  # the order of features has no part in their sum
+        spec = replace(spec, sections=())
+    shard = without_padding(shard, spec, dims)
+    summed = shard.sum(tuple(dims), keepdim=keepdim, dtype=dtype) if dims else shard
+    over = tuple(axis for d in dims for axis in spec.dims[d])
+    keep = [() if d in dims else axes for d, axes in enumerate(spec.dims)]
+    sizes = [1 if d in dims else size for d, size in enumerate(spec.sizes)]
+    padded = [1 if d in dims else size for d, size in enumerate(spec.padded)]
+    if not keepdim:
+        rest = [d for d in range(len(spec.sizes)) if d not in dims]
+        keep, sizes, padded = [keep[d] for d in rest], [sizes[d] for d in rest], [padded[d] for d in rest]
+    layout = layout_of(spec.mesh, keep)
+    if over:
+        if summed.dim():
+            summed = sum_over(
+                summed.contiguous(), layout, spec.mesh.grid.nontrivial(over), spec.mesh, f"{spec.origin} sum"
+            )
+        else:
+            one = layout_of(spec.mesh, [()])
+            summed = sum_over(
+                summed.view(1), one, spec.mesh.grid.nontrivial(over), spec.mesh, f"{spec.origin} sum"
+            ).view(())
+    if not layout.axes:
+        return summed
+    return enter(summed.view_as(summed), Spec(spec.context, tuple(sizes), layout, tuple(padded), (), spec.origin))
+
+
+def without_padding(shard: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
+    """With zeros for padding in some dims."""
+    for d in dims:
+        if spec.padded[d] != spec.sizes[d]:
+            here = spec.here(d)
+            real = max(0, min(spec.sizes[d], here.stop) - here.start)
+            if real < len(here):
+                mask = torch.arange(len(here), device=shard.device) < real
+                mask = mask.view([-1 if k == d else 1 for k in range(shard.dim())])
+                shard = torch.where(mask, shard, torch.zeros((), dtype=shard.dtype, device=shard.device))
+    return shard
+
+
+@rule(torch.sum, Tensor.sum, torch.mean, Tensor.mean)
+def sums(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(x, SplitTensor) or kwargs.get("out") is not None:
+        return NotImplemented
+    if args and all(isinstance(a, int) and not isinstance(a, bool) for a in args) and len(args) > 1:
+        args = (args,)  # x.sum(0, 1)
+    dim = args[0] if args else kwargs.get("dim", kwargs.get("axis"))
+    keepdim = bool(args[1] if len(args) > 1 else kwargs.get("keepdim", False))
+    dtype = kwargs.get("dtype")
+    count = len(x.spec.sizes)
+    dims = list(range(count)) if dim is None or dim == () else [dim] if isinstance(dim, int) else list(dim)
+    dims = [d % max(count, 1) for d in dims]
+    if func in (torch.sum, Tensor.sum):
+        return total(x, dims, keepdim, dtype)
+    if dtype is not None:
+        x = x.to(dtype)
+    number = math.prod(x.spec.sizes[d] for d in dims)
+    if not x.dtype.is_floating_point and not x.dtype.is_complex:
+        return NotImplemented
+    return total(x, dims, keepdim) / number
+
+
+@rule(torch.norm, Tensor.norm, torch.linalg.vector_norm, torch.linalg.norm)
+def norms(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The 2-norm and 1-norm of split dims by sums; others see these dims whole."""
+    if not isinstance(x, SplitTensor) or kwargs.get("out") is not None:
+        return NotImplemented
+    names = ("ord" if func.__module__ == "torch._C._linalg" or "linalg" in func.__name__ else "p", "dim", "keepdim")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    p = given.get("p", given.get("ord", 2))
+    p = 2 if p in (None, "fro") else p
+    dim, keepdim, dtype = given.get("dim"), bool(given.get("keepdim", False)), given.get("dtype")
+    count = len(x.spec.sizes)
+    dims = list(range(count)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    dims = [d % max(count, 1) for d in dims]
+    if p not in (1, 2, 1.0, 2.0) or not any(x.spec.dims[d] for d in dims):
+        x = without(x, dims)
+        bare = func(leave(x), *args, **kwargs)
+        return _entered(bare, x.spec, dims)
+    if dtype is not None:
+        x = x.to(dtype)
+    if p in (1, 1.0):
+        return total(x.abs(), dims, keepdim)
+    return _root(total(x * x, dims, keepdim))
+
+
+def _root(squares: Tensor) -> Tensor:
+    """The square root, whose gradient at zero is zero, as that of torch's norm."""
+    tiny = squares == 0
+    return torch.where(tiny, squares * 0, torch.where(tiny, torch.ones_like(squares), squares).sqrt())
+
+
+@rule(F.normalize)
+def normalize(func: Any, x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
+    if not isinstance(x, SplitTensor) or out is not None:
+        return NotImplemented
+    return x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
+
+
+@rule(F.glu)
+def glu(func: Any, x: Any, dim: int = -1) -> Any:
+    if not isinstance(x, SplitTensor):
+        return NotImplemented
+    a, b = x.chunk(2, dim)
+    return a * torch.sigmoid(b)
+
+
+@rule(F.cosine_similarity, torch.cosine_similarity)
+def cosine(func: Any, a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    both = [torch.linalg.vector_norm(x, 2, dim, keepdim=True).clamp_min(eps) for x in (a, b)]
+    return ((a / both[0]) * (b / both[1])).sum(dim)
+
+
+@rule(torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack)
+def join(func: Any, parts: Sequence[Tensor], dim: int = 0, *, out: Any = None, **kwargs: Any) -> Any:
+    """Along a dim that is whole in all of the parts; they lie as the largest of them in the others."""
+    dim = kwargs.get("axis", dim)
+    if out is not None or func in (torch.hstack, torch.vstack):
+        return NotImplemented
+    parts = list(parts)
+    is_stack = func is torch.stack
+    count = parts[0].dim()
+    at = dim % (count + is_stack)
+    parts = [x for x in parts if is_stack or not (x.dim() == 1 and x.shape[0] == 0 and count != 1)]
+    bare = [
+        like(x) if isinstance(x, SplitTensor) else torch.empty(x.shape, dtype=x.dtype, device="meta") for x in parts
+    ]
+    sizes = tuple(func(bare, dim).shape)
+    mine = sorted((x for x in parts if isinstance(x, SplitTensor)), key=lambda x: -math.prod(x.spec.local))
+    first = mine[0] if is_stack else without(mine[0], [at])
+    spec = first.spec
+    if spec.sections:
+        first = without(first, [count - 1])
+        spec = first.spec
+    from ndtp.split.moving import brought
+
+    shards = [
+        brought(
+            x,
+            spec.context,
+            spec.dims,
+            [p if a else s for p, a, s in zip(spec.padded, spec.dims, x.shape, strict=True)],
+            (),
+        )
+        for x in parts
+    ]
+    where: list[int | None] = [d + (is_stack and d >= at) for d in range(count)]
+    result = func(shards, dim)
+    return enter(result, with_dims_at(spec, sizes, where))
+
+
+@rule(Tensor.repeat, torch.tile, Tensor.tile)
+def repeat(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dims that are repeated once stay split."""
+    if not isinstance(x, SplitTensor) or kwargs:
+        return NotImplemented
+    times = list(args[0]) if len(args) == 1 and not isinstance(args[0], int) else list(args)
+    count = len(x.spec.sizes)
+    times = [1] * (count - len(times)) + times
+    offset = len(times) - count
+    x = without(x, [d for d in x.spec.split_dims if times[offset + d] != 1])
+    result = leave(x).repeat(*times)
+    sizes = list(like(x).repeat(*times).shape)
+    return enter(result, with_dims_at(x.spec, sizes, [offset + d for d in range(count)]))
+
+
+@rule(torch.gather, Tensor.gather, torch.index_select, Tensor.index_select, torch.take_along_dim)
+def pick(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Along a dim that is whole; indices that are whole are cut as the tensor is."""
+    names = ("dim", "index") if func is not torch.take_along_dim else ("indices", "dim")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    index, dim = given.get("index", given.get("indices")), given.get("dim")
+    if not isinstance(x, SplitTensor) or not isinstance(dim, int) or not isinstance(index, Tensor):
+        return NotImplemented
+    count = len(x.spec.sizes)
+    dim %= count
+    x = without(x, [dim, *([count - 1] if x.spec.sections else [])])
+    if index.dim() <= 1 and func in (torch.index_select, Tensor.index_select):
+        from ndtp.split.tensor import whole
+
+        result = leave(x).index_select(dim, whole(index))
+        sizes = [result.shape[d] if d == dim else size for d, size in enumerate(x.spec.sizes)]
+        return enter(result, with_dims_at(x.spec, sizes, list(range(count))))
+    if index.dim() != count:
+        return NotImplemented
+    x = without(x, [d for d in x.spec.split_dims if index.shape[d] != x.spec.sizes[d]])
+    from ndtp.split.moving import brought
+
+    padded = [p if a else index.shape[d] for d, (p, a) in enumerate(zip(x.spec.padded, x.spec.dims, strict=True))]
+    mine = brought(index, x.spec.context, x.spec.dims, padded, ())
+    result = torch.gather(leave(x), dim, mine)
+    return enter(result, with_dims_at(x.spec, list(index.shape), list(range(count))))

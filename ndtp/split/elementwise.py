@@ -1,0 +1,187 @@
+"""Functions that act element by element, with broadcasting: whole operands are sliced, others are brought along."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ndtp.split.moving import brought, section_order
+from ndtp.split.spec import Axes, Context, Spec, layout_of
+from ndtp.split.tensor import SplitTensor, enter, leave, rule, split_in, writes
+
+# By name: as functions of torch and of torch.nn.functional, as methods, in place (`relu_`) and as operators.
+NAMES = (
+    "abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "and", "angle", "asin", "asinh", "atan", "atan2",
+    "atanh", "arctan2", "bfloat16", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "bool", "byte", "ceil",
+    "celu", "char", "clamp", "clamp_max", "clamp_min", "clip", "clone", "conj", "contiguous", "copysign", "cos", "cosh",
+    "cpu", "cuda", "deg2rad", "detach", "digamma", "div", "divide", "double", "elu", "eq", "erf", "erfc", "erfinv",
+    "exp", "exp2", "expm1", "fill", "float", "float_power", "floor", "floor_divide", "floordiv", "fmax", "fmin", "fmod",
+    "frac", "ge", "gelu", "greater", "greater_equal", "gt", "half", "hardshrink", "hardsigmoid", "hardswish",
+    "hardtanh", "heaviside", "hypot", "imag", "int", "invert", "isfinite", "isinf", "isnan", "ldexp", "le",
+    "leaky_relu", "lerp", "less", "less_equal", "lgamma", "log", "log10", "log1p", "log2", "logaddexp", "logaddexp2",
+    "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logsigmoid", "long", "lt", "masked_fill",
+    "maximum", "minimum", "mish", "mod", "mul", "multiply", "nan_to_num", "ne", "neg", "negative", "nextafter",
+    "not_equal", "ones_like", "or", "polar", "pos", "positive", "pow", "rad2deg", "real", "reciprocal", "relu",
+    "relu6", "remainder", "resolve_conj", "resolve_neg", "round", "rpow", "rrelu_eval", "rsqrt", "rsub", "selu", "sgn",
+    "short", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "softsign", "sqrt",
+    "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "threshold", "to", "true_divide", "truediv", "trunc",
+    "type", "type_as", "where", "xlogy", "xor", "zero", "zeros_like", "full_like", "empty_like", "copy", "alias",
+)  # fmt: skip
+PLACES: tuple[Any, ...] = (torch, F, torch._C._nn, Tensor, torch.special)
+OF_TENSORS_ALONE = ("max", "min")  # element by element where both operands are tensors
+
+
+def named(names: Iterable[str]) -> list[Any]:
+    """The functions of torch that have one of these names, in place and as operators as well."""
+    forms = [form for name in names for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__")]
+    return [getattr(place, form) for place in PLACES for form in forms if hasattr(place, form)]
+
+
+def broadcast_target(
+    operands: Sequence[Tensor], sizes: Sequence[int], first: SplitTensor | None = None
+) -> tuple[Context, list[Axes], list[int], tuple[int, ...], str] | None:
+    """Where the operands of a function with broadcasting meet: axes and padded sizes of each dim of its result.
+
+    The largest split operand stays where it is, others follow it; `first` does so before all.
+    """
+    mine = sorted((x for x in operands if isinstance(x, SplitTensor)), key=lambda x: -math.prod(x.spec.local))
+    if first is not None:
+        mine = [first, *(x for x in mine if x is not first)]
+    dims: list[Axes] = [()] * len(sizes)
+    padded, taken = list(sizes), set[str]()
+    sections: tuple[int, ...] = ()
+    for x in mine:
+        spec, offset = x.spec, len(sizes) - len(x.spec.sizes)
+        for dim, axes in enumerate(spec.dims):
+            out = offset + dim
+            if axes and not dims[out] and spec.sizes[dim] == sizes[out] and not taken & set(axes):
+                dims[out], padded[out] = axes, spec.padded[dim]
+                taken |= set(axes)
+                if spec.sections and dim == len(spec.dims) - 1:
+                    sections = spec.sections
+    return mine[0].spec.context, dims, padded, sections, mine[0].spec.origin
+
+
+def aligned(
+    x: Tensor, context: Context, dims: Sequence[Axes], padded: Sequence[int], sizes: Sequence[int],
+    sections: tuple[int, ...] = (),
+) -> Tensor:  # fmt: skip
+    """The shard of an operand that goes with a result which lies with `dims`; a dim of size 1 is the same for all."""
+    offset = len(sizes) - x.dim()
+    shape = tuple(x.shape)
+    mine = [axes if shape[i] == sizes[offset + i] else () for i, axes in enumerate(dims[offset:])]
+    wide = [padded[offset + i] if mine[i] else shape[i] for i in range(len(shape))]
+    used = tuple(axis for axes in dims for axis in axes)
+    if sections and mine and mine[-1]:
+        if isinstance(x, SplitTensor) and x.spec.sections == sections and x.spec.dims[-1] == mine[-1]:
+            return brought(x, context, mine, wide, used)
+        if isinstance(x, SplitTensor):
+            x = _whole_last(x)
+            count = context.mesh.grid.size(mine[-1])
+            bare = leave(x).index_select(-1, section_order(sections, count).to(x.device))
+            x = enter(bare, x.spec)
+            return brought(x, context, mine, wide, used)
+        count = context.mesh.grid.size(mine[-1])
+        return brought(x.index_select(-1, section_order(sections, count).to(x.device)), context, mine, wide, used)
+    return brought(x, context, mine, wide, used)
+
+
+def _whole_last(x: SplitTensor) -> SplitTensor:
+    from ndtp.split.moving import moved
+
+    return moved(x, (*x.spec.dims[:-1], ()))
+
+
+@rule(*named(NAMES))
+def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Each rank computes its part of the result, which lies as the largest operand does."""
+    operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    if kwargs.get("out") is not None or len(split_in([*args, *kwargs.values()])) != sum(
+        isinstance(x, SplitTensor) for x in operands
+    ):
+        return NotImplemented
+    into = args[0] if args and writes(func) else None
+    if into is not None and not isinstance(into, SplitTensor):
+        return NotImplemented
+    if func in (Tensor.to, Tensor.type_as) and len(operands) == 2:
+        # The second tensor tells a dtype and a device, and no more.
+        other = operands[1]
+        rest = [x for x in args[1:] if x is not other]
+        return Tensor.to(
+            args[0], other.device, other.dtype, *rest, **{k: x for k, x in kwargs.items() if x is not other}
+        )
+    if len(operands) == 1:
+        return _of_one(func, args, kwargs)
+    try:
+        sizes = torch.broadcast_shapes(*(x.shape for x in operands))
+    except RuntimeError:
+        return NotImplemented  # the dense function says what is wrong
+    found = broadcast_target(operands, sizes, into)
+    if found is None:
+        return NotImplemented
+    context, dims, padded, sections, origin = found
+    if into is not None and (tuple(into.spec.sizes) != tuple(sizes) or tuple(dims) != into.spec.dims):
+        return NotImplemented
+
+    def bring(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if into is not None and x is into:
+            return leave(into)
+        if type(x) is Tensor and x.dim() == 0 and not x.requires_grad:
+            return x
+        return aligned(x, context, dims, padded, sizes, sections)
+
+    spec = Spec(context, tuple(sizes), layout_of(context.mesh, dims), tuple(padded), sections, origin)
+    return _result(func, [bring(x) for x in args], {k: bring(x) for k, x in kwargs.items()}, spec, into)
+
+
+def _of_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Of one tensor and numbers."""
+    x = next(x for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor))
+    into = x if (writes(func) or kwargs.get("inplace")) and args and args[0] is x else None
+    bare = leave(x)
+    given = [bare if y is x else y for y in args]
+    return _result(
+        func, given, {k: bare if y is x else y for k, y in kwargs.items()}, x.spec, x if into is None else into
+    )
+
+
+def _result(func: Any, args: Sequence[Any], kwargs: dict[str, Any], spec: Spec, into: SplitTensor | None) -> Any:
+    result = func(*args, **kwargs)
+    if into is not None and any(result is x for x in (*args, *kwargs.values())):
+        return into  # in place, or nothing to do
+    if not isinstance(result, Tensor) or tuple(result.shape) != spec.local:
+        return NotImplemented
+    if any(result is x for x in (*args, *kwargs.values())):
+        result = result.view_as(result)
+    return enter(result, spec)
+
+
+@rule(*[getattr(place, name) for place in (torch, Tensor) for name in OF_TENSORS_ALONE])
+def _extremes(func: Any, *args: Any, **kwargs: Any) -> Any:
+    if len(args) == 2 and isinstance(args[1], Tensor) and not kwargs:
+        return elementwise(func, *args)
+    from ndtp.split.along import along
+
+    return along(func, *args, **kwargs)
+
+
+@rule(torch.rand_like, torch.randn_like)
+def _random(func: Any, x: SplitTensor, **kwargs: Any) -> Any:
+    """The numbers that the dense model would draw, whole on every rank: ranks have one seed."""
+    made = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}[func]
+    kwargs = {"dtype": x.dtype, "device": x.device, **kwargs}
+    kwargs.pop("memory_format", None)
+    return made(x.spec.sizes, **kwargs)
+
+
+@rule(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor)
+def _new(func: Any, x: SplitTensor, *args: Any, **kwargs: Any) -> Any:
+    """A new tensor of other sizes is whole."""
+    return func(leave(x), *args, **kwargs)

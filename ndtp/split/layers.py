@@ -1,0 +1,220 @@
+"""Functions of whole layers: norms, dropout, convolutions and pools, losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ndtp.nn.dropout import drop
+from ndtp.nn.losses import cross_entropy
+from ndtp.nn.padding import RowBlocks
+from ndtp.ops.norms import NormPlan, norm
+from ndtp.split.moving import brought
+from ndtp.split.spec import Spec, layout_of
+from ndtp.split.tensor import SplitTensor, enter, leave, rule, split_in, whole
+from ndtp.split.views import with_dims_at, without
+
+
+@rule(F.dropout, torch.dropout, torch.dropout_, F.alpha_dropout, F.feature_alpha_dropout)
+def dropout(func: Any, x: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
+    """This rank's part of one mask for the whole."""
+    training, inplace = (*args, *list(kwargs.values())[len(args) :], *(True, False)[len(args) + len(kwargs) :])[:2]
+    training, inplace = kwargs.get("training", kwargs.get("train", training)), kwargs.get("inplace", inplace)
+    if not isinstance(x, SplitTensor) or func in (F.alpha_dropout, F.feature_alpha_dropout):
+        return NotImplemented
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout: p={p} is not in [0, 1]")
+    if not training or p == 0.0:
+        return x
+    if x.spec.sections:
+        x = without(x, [len(x.spec.sizes) - 1])
+    spec, shard = x.spec, leave(x)
+    layout = spec.layout
+    if not spec.sizes:
+        return NotImplemented
+    flat = shard.unsqueeze(0) if shard.dim() == 1 else shard
+    if shard.dim() == 1:
+        layout = layout_of(spec.mesh, [(), *spec.dims])
+    blocks = RowBlocks(1, 1) if flat is not shard else RowBlocks(spec.sizes[0] or 1, spec.padded[0] or 1)
+    dropped = drop(flat, p, layout, spec.mesh, spec.sizes[-1], blocks).view_as(shard)
+    if inplace or func is torch.dropout_:
+        with torch._C.DisableTorchFunctionSubclass():
+            x.copy_(dropped)
+        return x
+    return enter(dropped, spec)
+
+
+@rule(F.layer_norm, torch.layer_norm)
+def layer_norm(
+    func: Any, x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *rest: Any
+) -> Any:
+    return _normed(x, normalized_shape, weight, bias, eps, True)
+
+
+@rule(F.rms_norm, torch.rms_norm)
+def rms_norm(func: Any, x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    if isinstance(x, SplitTensor):
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+    return _normed(x, normalized_shape, weight, None, eps or 0.0, False)
+
+
+def _normed(x: Any, shape: Any, weight: Any, bias: Any, eps: float, centred: bool) -> Any:
+    """Over the last dims: moments of a row are merged over the axes that split them, and nothing else moves."""
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if not isinstance(x, SplitTensor):
+        x, own, other = whole(x), whole(weight), whole(bias)
+        return F.layer_norm(x, shape, own, other, eps) if centred else F.rms_norm(x, shape, own, eps)
+    count = len(x.spec.sizes)
+    if x.spec.sections:
+        x = without(x, [count - 1])
+    last = x.spec.dims[-1]
+    if len(shape) > 1 or not last:
+        x = without(x, range(count - len(shape), count))
+        y = F.layer_norm(leave(x), shape, None, None, eps) if centred else F.rms_norm(leave(x), shape, None, eps)
+        y = enter(y, x.spec)
+    else:
+        spec = x.spec
+        rows = leave(x).flatten(0, -2) if count > 1 else leave(x).unsqueeze(0)
+        axes = tuple(axis for names in spec.dims[:-1] for axis in names)
+        plan = NormPlan(
+            layout_of(spec.mesh, [axes, last]), spec.sizes[-1], spec.padded[-1], centred, eps, spec.origin or "norm"
+        )
+        made = norm(rows.contiguous(), None, None, plan, spec.mesh)
+        y = enter(made.view(spec.local), spec)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+# Functions of [N, C, ..]: N may be split, all else is whole.
+PER_SAMPLE = {
+    "conv1d": 1, "conv2d": 2, "conv3d": 3, "conv_transpose1d": 1, "conv_transpose2d": 2, "conv_transpose3d": 3,
+    "max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3, "avg_pool1d": 1, "avg_pool2d": 2, "avg_pool3d": 3,
+    "adaptive_avg_pool1d": 1, "adaptive_avg_pool2d": 2, "adaptive_avg_pool3d": 3, "adaptive_max_pool1d": 1,
+    "adaptive_max_pool2d": 2, "lp_pool1d": 1, "lp_pool2d": 2, "max_pool2d_with_indices": 2, "interpolate": 0,
+    "upsample": 0, "pixel_shuffle": 2, "pixel_unshuffle": 2, "group_norm": 0, "instance_norm": 0, "unfold": 2,
+    "fold": 2, "pad": -1, "prelu": 0, "channel_shuffle": 0,
+}  # fmt: skip
+
+
+@rule(*{getattr(place, name) for name in PER_SAMPLE for place in (F, torch) if hasattr(place, name)})
+def per_sample(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Convolutions, pools and the like: of samples of this rank, by weights that every rank has whole."""
+    name = func.__name__.removeprefix("boolean_dispatch.<locals>.")
+    if not isinstance(x, SplitTensor):
+        return NotImplemented
+    count = len(x.spec.sizes)
+    spatial = PER_SAMPLE.get(name, 0)
+    if count < 2 or (spatial > 0 and count != spatial + 2):
+        return NotImplemented
+    lost = list(range(1, count))
+    if spatial < 0:  # pad: dims that get nothing stay as they are
+        pads = list(args[0] if args else kwargs["pad"])
+        lost = [d for d in range(count) if any(pads[2 * (count - 1 - d) : 2 * (count - d)])]
+        if kwargs.get("mode", args[1] if len(args) > 1 else "constant") != "constant":
+            lost = list(range(1, count))
+    x = without(x, lost)
+    spec = x.spec
+    if not spec.axes:
+        return func(leave(x), *[whole(y) for y in args], **{k: whole(y) for k, y in kwargs.items()})
+    context, every = spec.context, spec.axes
+
+    def share(y: Any) -> Any:
+        if not isinstance(y, Tensor):
+            return y
+        return brought(whole(y), context, [()] * y.dim(), list(y.shape), every)
+
+    result = func(leave(x), *map(share, args), **{k: share(y) for k, y in kwargs.items()})
+    outs = [result] if isinstance(result, Tensor) else list(result)
+    made = []
+    for out in outs:
+        sizes = list(out.shape)
+        for d in x.spec.split_dims:
+            sizes[d] = spec.sizes[d]
+        made.append(enter(out, with_dims_at(spec, sizes, list(range(count)))))
+    return made[0] if isinstance(result, Tensor) else type(result)(made)
+
+
+def _reduced(losses: Any, reduction: str) -> Any:
+    return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
+
+
+@rule(
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits, F.binary_cross_entropy,
+    F.soft_margin_loss, F.poisson_nll_loss,
+)  # fmt: skip
+def pointwise_loss(func: Any, x: Any, target: Any, *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
+    """Losses that are computed element by element."""
+    if (
+        kwargs.get("size_average") is not None
+        or kwargs.get("reduce") is not None
+        or args
+        or split_in([*kwargs.values()])
+    ):
+        return NotImplemented
+    if tuple(x.shape) != tuple(target.shape) or any(isinstance(y, Tensor) for y in kwargs.values()):
+        return NotImplemented
+    from ndtp.split.elementwise import elementwise
+
+    def losses(a: Tensor, b: Tensor) -> Tensor:
+        result: Tensor = func(a, b, reduction="none", **kwargs)
+        return result
+
+    losses.__name__ = func.__name__
+    return _reduced(elementwise(losses, x, target), reduction)
+
+
+@rule(F.kl_div)
+def kl_div(func: Any, x: Any, target: Any, *args: Any, reduction: str = "mean", log_target: bool = False) -> Any:
+    if args:
+        return NotImplemented
+    if log_target:
+        losses = target.exp() * (target - x)
+    else:
+        losses = torch.xlogy(target, target) - target * x
+    return losses.sum() / x.shape[0] if reduction == "batchmean" else _reduced(losses, reduction)
+
+
+@rule(F.cross_entropy)
+def cross_entropy_loss(
+    func: Any, logits: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    """Of logits whose classes stay split; rows may be split too."""
+    if not isinstance(logits, SplitTensor) or size_average is not None or reduce is not None:
+        return NotImplemented
+    if target.is_floating_point() or isinstance(target, SplitTensor):
+        return NotImplemented
+    if logits.dim() > 2:  # [N, C, d1, ..]
+        logits = logits.movedim(1, -1)
+        lead = logits.shape[:-1]
+        loss = F.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), target.reshape(-1), weight, ignore_index=ignore_index,
+            reduction=reduction, label_smoothing=label_smoothing,
+        )  # fmt: skip
+        return loss.view(lead) if reduction == "none" else loss
+    if logits.dim() != 2 or target.dim() != 1:
+        return NotImplemented
+    spec = logits.spec
+    if not spec.axes or spec.sections:
+        return func(
+            whole(logits),
+            target,
+            whole(weight),
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+    padded = F.pad(target, (0, spec.padded[0] - spec.sizes[0]), value=ignore_index)
+    here = spec.here(0)
+    loss = cross_entropy(
+        leave(logits), padded[here.start : here.stop], layout=spec.layout, mesh=spec.mesh, classes=spec.sizes[1],
+        weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction,
+        name=spec.origin or "loss",
+    )  # fmt: skip
+    if reduction != "none":
+        return loss
+    rows = Spec(spec.context, spec.sizes[:1], layout_of(spec.mesh, spec.dims[:1]), spec.padded[:1], (), spec.origin)
+    return enter(loss.view_as(loss), rows) if rows.axes else loss

@@ -1,0 +1,125 @@
+"""How an activation lies: the sizes of the whole, and the axes of the grid that split each of its dims."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from ndtp.algebra.layout import Layout
+from ndtp.runtime.process_grid import ProcessGrid
+
+Axes = tuple[str, ...]
+
+
+@dataclass(eq=False)
+class Context:
+    """What all split activations of one model share.
+
+    Attributes:
+        data: the axes over which the model is replicated and rows are the user's own (`dp`).  No activation's layout
+            names them: a tensor that is whole is whole on its data-parallel rank.
+        multiple: rows are padded to a multiple of this where a layer splits them.
+        gathered: for each function that took a whole tensor, how often.
+    """
+
+    mesh: ProcessGrid
+    data: Axes = ()
+    multiple: int = 1
+    gathered: dict[str, int] = field(default_factory=dict)
+
+    def note(self, who: str, spec: Spec) -> None:
+        """Record that a function takes the whole of a split tensor, and warn of the first time."""
+        key = f"{who} of what '{spec.origin}' gave"
+        if key not in self.gathered:
+            warnings.warn(
+                f"ndtp: {who} has no rule for {spec}, which '{spec.origin}' gave, and takes it whole, gathered\n"
+                "  fix: ndtp.register_rule, see docs/models.md",
+                stacklevel=6,
+            )
+        self.gathered[key] = self.gathered.get(key, 0) + 1
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How one tensor lies on a grid.
+
+    Attributes:
+        sizes: of the whole.
+        layout: the axes that split each dim; those of one rank are left out.
+        padded: the size of each dim with its padding, which stands at its end.  A dim that no axis splits has none.
+        sections: sizes of consecutive parts of the last dim, each of which is split by itself; none where it is one.
+        origin: the module that gave the tensor, for reports.
+    """
+
+    context: Context
+    sizes: tuple[int, ...]
+    layout: Layout
+    padded: tuple[int, ...]
+    sections: tuple[int, ...] = ()
+    origin: str = field(default="", compare=False)
+
+    @property
+    def dims(self) -> tuple[Axes, ...]:
+        return self.layout.dims
+
+    @property
+    def axes(self) -> Axes:
+        """All axes that split the tensor."""
+        return self.layout.axes
+
+    @property
+    def mesh(self) -> ProcessGrid:
+        return self.context.mesh
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The sizes of a rank's shard."""
+        return tuple(size // self.layout.num_splits(dim) for dim, size in enumerate(self.padded))
+
+    @property
+    def split_dims(self) -> tuple[int, ...]:
+        return tuple(dim for dim, axes in enumerate(self.dims) if axes)
+
+    @property
+    def is_padded(self) -> bool:
+        return self.sizes != self.padded
+
+    def here(self, dim: int) -> range:
+        """Which indices of a dim this rank has, those of padding included."""
+        count = self.padded[dim] // self.layout.num_splits(dim)
+        start = self.mesh.grid.index(self.mesh.rank, self.dims[dim]) * count
+        return range(start, start + count)
+
+    def lying(self, dims: Sequence[Axes], padded: Sequence[int] | None = None) -> Spec:
+        """The tensor with other axes at its dims; padding stays where a dim stays split."""
+        if padded is None:
+            padded = [was if axes else size for axes, was, size in zip(dims, self.padded, self.sizes, strict=True)]
+        sections = self.sections if dims and dims[-1] == self.dims[-1] else ()
+        return replace(self, layout=layout_of(self.mesh, tuple(dims)), padded=tuple(padded), sections=sections)
+
+    def __str__(self) -> str:
+        letters = [f"{size}" for size in self.sizes]
+        return f"[{self.layout.label(letters)}]"
+
+
+@lru_cache(maxsize=4096)
+def _layout(grid: Any, dims: tuple[Axes, ...]) -> Layout:
+    return Layout(grid, *dims)
+
+
+def layout_of(mesh: ProcessGrid, dims: Sequence[Axes]) -> Layout:
+    """The layout with these axes at its dims, made once."""
+    return _layout(mesh.grid, tuple(dims))
+
+
+def spec_of(
+    context: Context, sizes: Sequence[int], dims: Sequence[Axes], padded: Sequence[int] | None = None, origin: str = ""
+) -> Spec:
+    """A spec of a tensor of these sizes; sizes that do not divide are padded to the next that do."""
+    layout = layout_of(context.mesh, dims)
+    if padded is None:
+        padded = layout.padded_shape(sizes)
+    return Spec(context, tuple(sizes), layout, tuple(padded), origin=origin)
