@@ -234,9 +234,10 @@ class Replicated(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
-        if name in self.__dict__["_parameters"] and self.ndtp_frame.running and value is not None:
+        running = self.ndtp_frame.running
+        if name in self.__dict__["_parameters"] and running and running[-1] is not None and value is not None:
             plan, part = self.ndtp_plan(name), self.ndtp_parts.get(name)
-            self.ndtp_frame.running[-1].append((value, version_of(value), f"'{plan.name}'"))
+            running[-1].append((value, version_of(value), f"'{plan.name}'"))
             plain = taken(value, plan, self.ndtp_frame.mesh)
             if part is not None:
                 return part.of(plain)

@@ -14,11 +14,12 @@ from ndtp.models.adopted import Adopted, adopt, is_placed
 from ndtp.models.left_alone import is_foreign, why_left
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.observation import Observation, observe
+from ndtp.models.other_layers import reads
 from ndtp.models.placing import Placing
 from ndtp.models.projections import place_projection
 from ndtp.models.roles import features, is_linear
 from ndtp.models.saving import saved_whole
-from ndtp.models.split_layers import ObservedEmbedding, ObservedLinear, OfFeatures, SharedInput
+from ndtp.models.split_layers import AsStored, ObservedEmbedding, ObservedLinear, SharedInput
 from ndtp.ops.lookup import LookupPlan
 from ndtp.split import Context, guard_functions
 
@@ -54,6 +55,7 @@ class AnyModel(Placing):
             self.leads_in, self.turns, self.feeds = sides(seen)
         self.sections = {} if seen is None else seen.sections
         layers = {name: m for name, m in modules.items() if is_linear(m) and not isinstance(m, Adopted)}
+        self._unite(layers)
         tied = self._tied(modules, layers)
         for name, module in layers.items():
             self._linear(name, module)
@@ -63,6 +65,7 @@ class AnyModel(Placing):
         if seen is not None:
             self._groups(seen, modules)
         self._rest(modules)
+        self.replicate(self.model, "", self.frame.outside.dims[0])
         self.known.let_go()
         saved_whole(self.model)
         not_replicated(self.model)
@@ -98,6 +101,16 @@ class AnyModel(Placing):
         is_fit = len(parts) > 1 and splits > 1 and all(part % splits == 0 for part in parts) and size % self.count == 0
         return parts if is_fit else ()
 
+    def _unite(self, layers: dict[str, Any]) -> None:
+        """Layers that share a weight stand on one side, and those that share it with a table lead in."""
+        first: dict[int, str] = {}
+        tables = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
+        for name, layer in layers.items():
+            owner = first.setdefault(id(layer.weight), name)
+            self.leads_in[name] = id(layer.weight) in tables or self.leads_in.get(owner, True)
+            if owner != name or id(layer.weight) in tables:
+                self.sections = {key: parts for key, parts in self.sections.items() if key not in (owner, name)}
+
     def _tied(self, modules: dict[str, nn.Module], layers: dict[str, nn.Module]) -> dict[int, str]:
         """Tables whose weight a layer has, too, by the id of the weight."""
         return {
@@ -112,8 +125,8 @@ class AnyModel(Placing):
         if self.is_kept(name) or is_odd or (module.embedding_dim < self.count and not is_tied):
             self.kept[name] = "as asked" if self.is_kept(name) else "it renormalises, or has fewer features than ranks"
             return
-        if type(module) is not nn.Embedding:
-            pass  # a subclass: its own forward comes first, and calls torch's
+        if type(module) is not nn.Embedding and reads(module, "weight"):
+            return  # a class of its own looks rows up in another way
         grid, outside, out = self.mesh.grid, self.frame.outside.dims[0], self.layouts.input
         width = -(-module.embedding_dim // self.count) * self.count
         if is_tied:
@@ -167,28 +180,43 @@ class AnyModel(Placing):
                 if whole:
                     self.kept.setdefault(name, f"whole on every rank: {', '.join(whole)} of {type(module).__name__}")
 
-    def _parts(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> dict[str, OfFeatures]:
+    def _parts(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> dict[str, AsStored]:
         """Parameters that go with activations element by element."""
         found = {}
         for key, p in own.items():
-            size = p.shape[-1] if p.dim() else 0
-            lead = tuple(p.shape[:-1])
+            if is_placed(p):
+                continue
             full = f"{name}.{key}" if name else key
-            if self.feeds is None:
-                side = False if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) else None
-            else:
-                side = self.feeds.get(full)
-            if side is None:
-                continue
-            layout = self.layouts.hidden if side else self.layouts.input
-            axes = self.mesh.grid.nontrivial(layout.dims[1])
-            count = self.mesh.grid.size(axes)
-            if count == 1 or is_placed(p) or size % self.count:
-                continue
-            layout = Layout(self.mesh.grid, *[None] * len(lead), axes)
-            found[key] = OfFeatures(self.context, layout, layout, tuple(p.shape), tuple(p.shape), full)
-            self.replaced[full] = f"[{layout.label('ABCDEFGH'[: len(lead)] + 'K')}]"
+            layout = self._with_features(module, full, p) or self._anywhere(p)
+            if layout is not None:
+                found[key] = AsStored(self.context, layout, layout, tuple(p.shape), tuple(p.shape), full)
+                self.replaced[full] = f"[{layout.label('ABCDEFGH'[: p.dim()])}]"
         return found
+
+    def _with_features(self, module: nn.Module, full: str, p: nn.Parameter) -> Layout | None:
+        """A parameter that goes with activations element by element lies as their features do."""
+        size = p.shape[-1] if p.dim() else 0
+        lead = tuple(p.shape[:-1])
+        if self.feeds is None:
+            side = False if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) else None
+        else:
+            side = self.feeds.get(full)
+        if side is None:
+            return None
+        layout = self.layouts.hidden if side else self.layouts.input
+        axes = self.mesh.grid.nontrivial(layout.dims[1])
+        count = self.mesh.grid.size(axes)
+        if count == 1 or size % self.count:
+            return None
+        return Layout(self.mesh.grid, *[None] * len(lead), axes)
+
+    def _anywhere(self, p: nn.Parameter) -> Layout | None:
+        """Any other one of two dims or more is stored split, and gathered where code uses it."""
+        axes = [axis for axis in self.mesh.mesh_axes if axis in self.tensor_axes]
+        dim = next((d for d in reversed(range(p.dim())) if p.shape[d] % self.count == 0), None)
+        if p.dim() < 2 or dim is None or self.count == 1:
+            return None
+        return Layout(self.mesh.grid, *[axes if d == dim else None for d in range(p.dim())])
 
 
 def sides(seen: Observation) -> tuple[dict[str, bool], set[str], dict[str, bool]]:

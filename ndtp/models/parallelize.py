@@ -23,9 +23,10 @@ from ndtp.models.left_alone import why_left
 from ndtp.models.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unfit
 from ndtp.models.mixed_reads import name_reads
 from ndtp.models.not_replicated import not_replicated
-from ndtp.models.placing import stock_model
+from ndtp.models.placing import Placing, stock_model
 from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.profile import use_measured
+from ndtp.models.recognised import is_recognised
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
 from ndtp.models.same_weights import check_same_weights
@@ -127,9 +128,14 @@ def parallelize(
         assert mesh is not None
         check_same_weights(model, mesh)
         use_measured(mesh, hardware)
-        split = Split(
-            model, mesh, layouts, keep, regather=regather, chunks=chunks, fuse=fuse, expert_axes=split_by
-        )  # fmt: skip
+        placing: dict[str, Any] = {"regather": regather, "chunks": chunks, "fuse": fuse, "expert_axes": split_by}
+        split: Placing
+        import os
+
+        if not os.environ.get("NDTP_ANY") and is_recognised(model, mesh, layouts, keep, **placing):
+            split = Split(model, mesh, layouts, keep, **placing)
+        else:
+            split = AnyModel(model, mesh, layouts, keep, example=example, **placing)
         split.run()
         report.replaced, report.kept, report.split = split.replaced, split.kept, split
         report.carried = theirs.bring(model, mesh)

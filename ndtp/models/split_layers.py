@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
+from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted
 from ndtp.models.projections import Projection, products
 from ndtp.ops.lookup import LookupPlan, look_up
+from ndtp.ops.moving import taken
 from ndtp.runtime.of_turn import OfTurn
+from ndtp.runtime.versions import version_of
 from ndtp.split.along import without_padding
-from ndtp.split.moving import brought
+from ndtp.split.moving import brought, moved
 from ndtp.split.spec import Axes, Context, Spec, layout_of
 from ndtp.split.tensor import SplitTensor, enter
 
@@ -108,7 +112,38 @@ def from_rows(
     return out.squeeze(0) if given.is_vector else out
 
 
-class ObservedLinear(Projection):
+class ReadAsSplit(Adopted):
+    """A layer whose parameters other code may read: it finds split tensors, which lie as the parameters do."""
+
+    context: Context
+
+    def __getattr__(self, name: str) -> Any:
+        value: Any = super().__getattr__(name)
+        running = self.frame.running if name in self.__dict__["_parameters"] else ()
+        if not running or running[-1] is None or value is None:
+            return value
+        lies = self.lies[name]
+        running[-1].append((value, version_of(value), f"'{self.name}.{name}'"))
+        plan = RelayoutPlan(lies.layout, lies.layout, (), self.context.data, f"{self.name}.{name}")
+        layout = layout_of(self.mesh, [self.mesh.grid.nontrivial(axes) for axes in lies.layout.dims])
+        shard, own = taken(value, plan, self.mesh), f"{self.name}.{name}"
+        padded = tuple(n if axes else m for n, m, axes in zip(lies.shape, lies.real, layout.dims, strict=True))
+        here = shard[
+            tuple(slice(n) if not axes else slice(None) for n, axes in zip(lies.real, layout.dims, strict=True))
+        ]
+        return enter(here.view_as(here), Spec(self.context, tuple(lies.real), layout, padded, (), own))
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While the layer itself reads its parameters."""
+        self.frame.running.append(None)
+        try:
+            yield
+        finally:
+            self.frame.running.pop()
+
+
+class ObservedLinear(ReadAsSplit, Projection):
     """A Linear or Conv1D that takes and gives split tensors with any leading dims.
 
     Attributes:
@@ -123,7 +158,8 @@ class ObservedLinear(Projection):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() < 1 or x.shape[-1] != self.real_in:
             raise LayoutError(f"'{self.name}' takes {self.real_in} features, its input is of {tuple(x.shape)}")
-        y, rows = self.group.result(self, x) if self.group is not None else self.product([self], x)[0]
+        with self.at_work():
+            y, rows = self.group.result(self, x) if self.group is not None else self.product([self], x)[0]
         out, axes = self.plan.out, self.context.data
         own = tuple(axis for axis in self.mesh.grid.nontrivial(out.dims[0]) if axis not in axes)
         result = from_rows(
@@ -151,8 +187,6 @@ class ObservedLinear(Projection):
         rows, features = self.axes_in
         if not isinstance(y, SplitTensor):
             return y
-        from ndtp.split.moving import moved
-
         dim = next((d for d, axes in enumerate(y.spec.dims[:-1]) if axes), 0)
         return moved(y, [rows if d == dim else features if d == y.dim() - 1 else () for d in range(y.dim())])
 
@@ -176,7 +210,7 @@ class SharedInput:
         return found
 
 
-class ObservedEmbedding(Adopted, nn.Embedding):
+class ObservedEmbedding(ReadAsSplit, nn.Embedding):
     """A table whose rows come as split tensors.
 
     Attributes:
@@ -190,9 +224,12 @@ class ObservedEmbedding(Adopted, nn.Embedding):
     width: int
 
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        with self.at_work():
+            return self.found(ids.gathered() if isinstance(ids, SplitTensor) else ids)
+
+    def found(self, ids: Tensor) -> Tensor:
+        """The rows of ids that every rank has."""
         context, mesh = self.context, self.mesh
-        if isinstance(ids, SplitTensor):
-            ids = ids.gathered()
         lead = tuple(ids.shape)
         grid = mesh.grid
         count = grid.size(self.lookup.out.dims[0]) // grid.size(context.data)
@@ -227,8 +264,8 @@ class ObservedEmbedding(Adopted, nn.Embedding):
 
 
 @dataclass(frozen=True)
-class OfFeatures:
-    """A parameter that goes with activations element by element: its last dim is split as their features are.
+class AsStored:
+    """A parameter of a module that is no layer known here: its code reads a split tensor, which lies as it is stored.
 
     It has the form of `ndtp.models.adopted.Part`.
     """

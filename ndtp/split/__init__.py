@@ -5,7 +5,8 @@ from ndtp.split.functions import guard_functions
 from ndtp.split.moving import brought, cut, moved
 from ndtp.split.register import register_rule
 from ndtp.split.spec import Context, Spec, spec_of
-from ndtp.split.tensor import SplitTensor, enter, leave, split_in, whole
+from ndtp.split.tensor import SplitTensor, enter, leave, split_in
+from ndtp.split.whole import whole
 
 __all__ = [
     "Context",

@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.ops.reductions import sum_over
+from ndtp.split.elementwise import elementwise
+from ndtp.split.moving import brought
 from ndtp.split.spec import Spec, layout_of
 from ndtp.split.tensor import SplitTensor, enter, leave, like, rule, split_in
 from ndtp.split.views import with_dims_at, without
+from ndtp.split.whole import whole
 
 
 def functions(*names: str) -> list[Any]:
@@ -70,6 +73,14 @@ def along(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         x = without(x, [count - 1])
     result = func(leave(x), *args, **kwargs)
     return _entered(result, x.spec, dims)
+
+
+@rule(*[getattr(place, name) for place in (torch, Tensor) for name in ("max", "min")])
+def _extremes(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Element by element where both operands are tensors, else along a dim."""
+    if len(args) == 2 and isinstance(args[1], Tensor) and not kwargs:
+        return elementwise(func, *args)
+    return along(func, *args, **kwargs)
 
 
 def _entered(result: Any, spec: Spec, dims: Sequence[int]) -> Any:
@@ -248,11 +259,11 @@ def join(func: Any, parts: Sequence[Tensor], dim: int = 0, *, out: Any = None, *
     dim = kwargs.get("axis", dim)
     if out is not None or func in (torch.hstack, torch.vstack):
         return NotImplemented
-    parts = list(parts)
     is_stack = func is torch.stack
+    # An empty tensor of one dim goes with any others, as caches begin.
+    parts = [x for x in parts if is_stack or isinstance(x, SplitTensor) or tuple(x.shape) != (0,)]
     count = parts[0].dim()
     at = dim % (count + is_stack)
-    parts = [x for x in parts if is_stack or not (x.dim() == 1 and x.shape[0] == 0 and count != 1)]
     bare = [
         like(x) if isinstance(x, SplitTensor) else torch.empty(x.shape, dtype=x.dtype, device="meta") for x in parts
     ]
@@ -263,8 +274,6 @@ def join(func: Any, parts: Sequence[Tensor], dim: int = 0, *, out: Any = None, *
     if spec.sections:
         first = without(first, [count - 1])
         spec = first.spec
-    from ndtp.split.moving import brought
-
     shards = [
         brought(
             x,
@@ -307,16 +316,12 @@ def pick(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     dim %= count
     x = without(x, [dim, *([count - 1] if x.spec.sections else [])])
     if index.dim() <= 1 and func in (torch.index_select, Tensor.index_select):
-        from ndtp.split.tensor import whole
-
         result = leave(x).index_select(dim, whole(index))
         sizes = [result.shape[d] if d == dim else size for d, size in enumerate(x.spec.sizes)]
         return enter(result, with_dims_at(x.spec, sizes, list(range(count))))
     if index.dim() != count:
         return NotImplemented
     x = without(x, [d for d in x.spec.split_dims if index.shape[d] != x.spec.sizes[d]])
-    from ndtp.split.moving import brought
-
     padded = [p if a else index.shape[d] for d, (p, a) in enumerate(zip(x.spec.padded, x.spec.dims, strict=True))]
     mine = brought(index, x.spec.context, x.spec.dims, padded, ())
     result = torch.gather(leave(x), dim, mine)

@@ -16,6 +16,7 @@ from ndtp.split.moving import brought
 from ndtp.split.spec import Axes, Spec, layout_of
 from ndtp.split.tensor import SplitTensor, enter, rule
 from ndtp.split.views import without
+from ndtp.split.whole import whole
 
 
 def contract(a: Tensor, b: Tensor, letters: tuple[str, str, str], local: Any) -> Any:
@@ -240,8 +241,6 @@ def attention(
         (x for x in (query, key, value) if isinstance(x, SplitTensor)), key=lambda x: len(x.spec.axes), default=None
     )
     if first is None or not first.spec.axes:
-        from ndtp.split.tensor import whole
-
         return func(
             whole(query), whole(key), whole(value), whole(attn_mask), 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )

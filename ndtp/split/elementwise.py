@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ndtp.split.moving import brought, section_order
+from ndtp.split.moving import brought, moved, section_order
 from ndtp.split.spec import Axes, Context, Spec, layout_of
 from ndtp.split.tensor import SplitTensor, enter, leave, rule, split_in, writes
 
@@ -33,7 +33,6 @@ NAMES = (
     "type", "type_as", "where", "xlogy", "xor", "zero", "zeros_like", "full_like", "empty_like", "copy", "alias",
 )  # fmt: skip
 PLACES: tuple[Any, ...] = (torch, F, torch._C._nn, Tensor, torch.special)
-OF_TENSORS_ALONE = ("max", "min")  # element by element where both operands are tensors
 
 
 def named(names: Iterable[str]) -> list[Any]:
@@ -92,8 +91,6 @@ def aligned(
 
 
 def _whole_last(x: SplitTensor) -> SplitTensor:
-    from ndtp.split.moving import moved
-
     return moved(x, (*x.spec.dims[:-1], ()))
 
 
@@ -161,15 +158,6 @@ def _result(func: Any, args: Sequence[Any], kwargs: dict[str, Any], spec: Spec, 
     if any(result is x for x in (*args, *kwargs.values())):
         result = result.view_as(result)
     return enter(result, spec)
-
-
-@rule(*[getattr(place, name) for place in (torch, Tensor) for name in OF_TENSORS_ALONE])
-def _extremes(func: Any, *args: Any, **kwargs: Any) -> Any:
-    if len(args) == 2 and isinstance(args[1], Tensor) and not kwargs:
-        return elementwise(func, *args)
-    from ndtp.split.along import along
-
-    return along(func, *args, **kwargs)
 
 
 @rule(torch.rand_like, torch.randn_like)

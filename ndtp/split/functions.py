@@ -9,7 +9,8 @@ from typing import Any
 
 from torch.autograd import Function
 
-from ndtp.split.tensor import TABLE, on_whole, split_in
+from ndtp.split.tensor import TABLE, split_in
+from ndtp.split.whole import on_whole
 
 _given = Function.apply
 

@@ -12,10 +12,12 @@ from ndtp.nn.dropout import drop
 from ndtp.nn.losses import cross_entropy
 from ndtp.nn.padding import RowBlocks
 from ndtp.ops.norms import NormPlan, norm
+from ndtp.split.elementwise import elementwise
 from ndtp.split.moving import brought
 from ndtp.split.spec import Spec, layout_of
-from ndtp.split.tensor import SplitTensor, enter, leave, rule, split_in, whole
+from ndtp.split.tensor import SplitTensor, enter, leave, rule, split_in
 from ndtp.split.views import with_dims_at, without
+from ndtp.split.whole import whole
 
 
 @rule(F.dropout, torch.dropout, torch.dropout_, F.alpha_dropout, F.feature_alpha_dropout)
@@ -103,8 +105,8 @@ PER_SAMPLE = {
 def per_sample(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Convolutions, pools and the like: of samples of this rank, by weights that every rank has whole."""
     name = func.__name__.removeprefix("boolean_dispatch.<locals>.")
-    if not isinstance(x, SplitTensor):
-        return NotImplemented
+    if not isinstance(x, SplitTensor):  # a weight is split, as it is stored
+        return func(x, *map(whole, args), **{key: whole(y) for key, y in kwargs.items()})
     count = len(x.spec.sizes)
     spatial = PER_SAMPLE.get(name, 0)
     if count < 2 or (spatial > 0 and count != spatial + 2):
@@ -156,7 +158,6 @@ def pointwise_loss(func: Any, x: Any, target: Any, *args: Any, reduction: str = 
         return NotImplemented
     if tuple(x.shape) != tuple(target.shape) or any(isinstance(y, Tensor) for y in kwargs.values()):
         return NotImplemented
-    from ndtp.split.elementwise import elementwise
 
     def losses(a: Tensor, b: Tensor) -> Tensor:
         result: Tensor = func(a, b, reduction="none", **kwargs)

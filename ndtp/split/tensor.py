@@ -8,17 +8,17 @@ takes it for the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ndtp.errors import LayoutError
 from ndtp.split.spec import Spec
 
 Rule = Callable[..., Any]
 TABLE: dict[Any, Rule] = {}
+NO_RULE, GATHERED = "no rule", "gathered"  # keys of the rules for what has none, and for the whole tensor
 
 
 def rule(*functions: Any) -> Callable[[Rule], Rule]:
@@ -74,11 +74,12 @@ class SplitTensor(Tensor):
             result = found(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return on_whole(func, args, kwargs)
+        return TABLE[NO_RULE](func, args, kwargs)
 
     def gathered(self) -> Tensor:
         """The whole tensor, on every rank (of its data-parallel rank); a collective."""
-        return whole(self)
+        result: Tensor = TABLE[GATHERED](self)
+        return result
 
 
 def like(x: SplitTensor) -> Tensor:
@@ -99,15 +100,6 @@ def leave(x: Tensor) -> Tensor:
     """The shard, as a plain tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.view_as(x)
-
-
-def whole(x: Any) -> Any:
-    """The whole tensor of a split one, on every rank; a collective.  Anything else as it is."""
-    if not isinstance(x, SplitTensor):
-        return x
-    from ndtp.split.moving import moved
-
-    return leave(moved(x, [()] * len(x.spec.sizes)))
 
 
 def split_in(x: Any) -> list[SplitTensor]:
@@ -146,93 +138,3 @@ def writes(func: Any) -> bool:
     """Whether a function of torch changes its first operand, by its name."""
     name = str(getattr(func, "__name__", ""))
     return name in ("__setitem__", "__set__") or name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-
-
-def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What the function gives of the whole tensors.
-
-    Raises:
-        LayoutError: the function hands out memory, which would be that of a copy.
-    """
-    name = name_of(func)
-    found = split_in([*args, *kwargs.values()])
-    if func in MEMORY:
-        raise LayoutError(
-            f"parallelize: code asks for the memory ({name}) of {found[0].spec}, of which this rank has a shard\n"
-            "  fix: x.gathered() gives the whole tensor; ndtp.register_rule tells how the code's kernel takes shards"
-        )
-    for x in found:
-        x.spec.context.note(name, x.spec)
-    into = args[0] if args and isinstance(args[0], SplitTensor) and writes(func) else None
-    given = mapped(list(args), whole)
-    result = func(*given, **mapped(dict(kwargs), whole))
-    if into is None:
-        return result
-    from ndtp.split.moving import cut
-
-    with torch._C.DisableTorchFunctionSubclass():
-        into.copy_(cut(given[0], into.spec))
-    return into if result is given[0] else result
-
-
-MEMORY = {
-    Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.share_memory_,
-}  # fmt: skip
-
-
-@rule(Tensor.__repr__, Tensor.__format__, Tensor.__str__)
-def _printed(func: Any, x: Any, *args: Any, **kwargs: Any) -> str:
-    return f"SplitTensor({x.spec}, from '{x.spec.origin}')"
-
-
-@rule(Tensor.as_subclass)
-def _bare(func: Any, x: SplitTensor, kind: type) -> Any:
-    return x if kind is SplitTensor else whole(x).as_subclass(kind)
-
-
-@rule(*getters("grad", "_grad"))
-def _grad(func: Any, x: SplitTensor) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        grad = func(x)
-    return None if grad is None else enter(grad.view_as(grad), x.spec)
-
-
-@rule(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
-def _hooked(func: Any, x: SplitTensor, hook: Callable[[Any], Any]) -> Any:
-    """A hook gets a gradient that lies as the tensor does, with the sizes of the whole."""
-    from ndtp.split.moving import cut
-
-    def on_shard(grad: Tensor) -> Tensor | None:
-        result = hook(enter(grad.view_as(grad), x.spec) if grad is not x else x)
-        if isinstance(result, SplitTensor):
-            result = result if result.spec == x.spec else whole(result)
-        return leave(result) if isinstance(result, SplitTensor) else None if result is None else cut(result, x.spec)
-
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(x, on_shard)
-
-
-@rule(torch.autograd.grad)
-def _gradients(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gradients by tensors that are split lie as these do."""
-    if split_in([outputs]) or split_in([*args, *kwargs.values()]):
-        return NotImplemented
-    asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    with torch._C.DisableTorchFunctionSubclass():
-        found = func(outputs, asked, *args, **kwargs)
-    return tuple(
-        enter(grad.view_as(grad), x.spec) if isinstance(x, SplitTensor) and grad is not None else grad
-        for x, grad in zip(asked, found, strict=True)
-    )
-
-
-@rule(torch.autograd.backward, Tensor.backward)
-def _backward(func: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """With gradients that lie as the tensors do, as autograd passes them on to a checkpoint's."""
-    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    grads = [grad_tensors] if isinstance(grad_tensors, Tensor) or grad_tensors is None else list(grad_tensors)
-    with torch._C.DisableTorchFunctionSubclass():
-        if len(grads) != len(given) or any(g is None or g.shape != x.shape for x, g in zip(given, grads, strict=True)):
-            return NotImplemented
-        bare = [leave(g) if isinstance(g, SplitTensor) else g for g in grads]
-        return torch.autograd.backward(given, bare, *args, **kwargs)

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.split.elementwise import aligned
 from ndtp.split.moving import moved
 from ndtp.split.spec import Axes, Spec, layout_of
-from ndtp.split.tensor import SplitTensor, enter, getters, leave, like, rule, split_in, whole
+from ndtp.split.tensor import SplitTensor, enter, getters, leave, like, rule, split_in
+from ndtp.split.whole import whole
 
 VIEWS = [
     *getters("T", "mT", "H", "mH"),
@@ -288,8 +290,6 @@ def set_item(func: Any, x: Any, key: Any, value: Any) -> Any:
     if x.spec.sections or (part.spec.axes if isinstance(part, SplitTensor) else ()) != x.spec.axes:
         return NotImplemented
     if isinstance(value, Tensor) and (value.dim() or value.requires_grad):
-        from ndtp.split.elementwise import aligned
-
         spec = part.spec
         value = aligned(value, spec.context, spec.dims, spec.padded, spec.sizes)
     leave(x)[tuple(keys)] = value
