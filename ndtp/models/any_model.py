@@ -11,6 +11,7 @@ from torch import nn
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted, adopt, is_placed
+from ndtp.models.at_work import reads_parameters
 from ndtp.models.left_alone import is_foreign, why_left
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.observation import Observation, observe
@@ -65,7 +66,9 @@ class AnyModel(Placing):
         if seen is not None:
             self._groups(seen, modules)
         self._rest(modules)
-        self.replicate(self.model, "", self.frame.outside.dims[0])
+        reads_parameters(self.stock, self.frame)
+        if self.model is not self.stock:
+            reads_parameters(self.model, self.frame)
         self.known.let_go()
         saved_whole(self.model)
         not_replicated(self.model)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ndtp.split.moving import brought, moved, section_order
 from ndtp.split.spec import Axes, Context, Spec, layout_of
-from ndtp.split.tensor import SplitTensor, enter, leave, rule, split_in, writes
+from ndtp.split.tensor import SplitTensor, enter, leave, name_of, refuse_lost, rule, split_in, writes
 
 # By name: as functions of torch and of torch.nn.functional, as methods, in place (`relu_`) and as operators.
 NAMES = (
@@ -103,6 +103,7 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     ):
         return NotImplemented
     into = args[0] if args and writes(func) else None
+    refuse_lost(into, name_of(func))
     if into is not None and not isinstance(into, SplitTensor):
         return NotImplemented
     if func in (Tensor.to, Tensor.type_as) and len(operands) == 2:
@@ -142,6 +143,7 @@ def _of_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Of one tensor and numbers."""
     x = next(x for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor))
     into = x if (writes(func) or kwargs.get("inplace")) and args and args[0] is x else None
+    refuse_lost(into, name_of(func))
     bare = leave(x)
     given = [bare if y is x else y for y in args]
     return _result(

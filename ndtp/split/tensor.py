@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.errors import LayoutError
 from ndtp.split.spec import Spec
 
 Rule = Callable[..., Any]
@@ -55,9 +56,15 @@ SIZES = {
 
 
 class SplitTensor(Tensor):
-    """A shard; its sizes are those of the whole, `spec.sizes`."""
+    """A shard; its sizes are those of the whole, `spec.sizes`.
+
+    Attributes:
+        is_copy: whether it is a view of another tensor in the dense model and a copy here, since dims were gathered for
+            it: what is written to it would be lost, and is refused.
+    """
 
     spec: Spec
+    is_copy = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,6 +128,27 @@ def mapped(x: Any, change: Callable[[SplitTensor], Any]) -> Any:
         made = [mapped(value, change) for value in x]
         return type(x)(*made) if hasattr(x, "_fields") else type(x)(made)
     return x
+
+
+def as_view(made: Any, of: SplitTensor, given: SplitTensor) -> Any:
+    """Views, of which those that had to be gathered first are marked: they do not share memory with their tensor."""
+    if of.is_copy or given is not of:
+        for x in split_in([made]):
+            x.is_copy = True
+    return made
+
+
+def refuse_lost(x: Any, name: str) -> None:
+    """
+    Raises:
+        LayoutError: what is written to x would not come to the tensor of which it is a view.
+    """
+    if isinstance(x, SplitTensor) and x.is_copy:
+        raise LayoutError(
+            f"parallelize: {name} writes to {x.spec}, a view of what '{x.spec.origin}' gave; dims that are split were "
+            "gathered for it, so that this rank writes to a copy\n"
+            "  fix: x.clone() before it is changed, where the tensor itself need not change; or torch.where, index_copy"
+        )
 
 
 IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}

@@ -13,7 +13,7 @@ from torch import Tensor
 from ndtp.split.elementwise import aligned
 from ndtp.split.moving import moved
 from ndtp.split.spec import Axes, Spec, layout_of
-from ndtp.split.tensor import SplitTensor, enter, getters, leave, like, rule, split_in
+from ndtp.split.tensor import SplitTensor, as_view, enter, getters, leave, like, refuse_lost, rule, split_in
 from ndtp.split.whole import whole
 
 VIEWS = [
@@ -77,14 +77,16 @@ def view(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if x.spec.sections and any(kept[-1] != out.dim() - 1 for kept, out in zip(where, outs, strict=True)):
         lost.append(len(x.spec.sizes) - 1)
     if lost:
-        return view(func, without(x, lost), *args, **kwargs)
+        less = without(x, lost)
+        return as_view(view(func, less, *args, **kwargs), x, less)
     result = func(leave(x), *args, **kwargs)
     if isinstance(made, Tensor):
-        return enter(result.view_as(result), with_dims_at(x.spec, made.shape, where[0]))
-    return type(made)(
+        return as_view(enter(result.view_as(result), with_dims_at(x.spec, made.shape, where[0])), x, x)
+    parts = [
         enter(part.view_as(part), with_dims_at(x.spec, out.shape, kept))
         for part, out, kept in zip(result, outs, where, strict=True)
-    )
+    ]
+    return as_view(type(made)(parts), x, x)
 
 
 def _sections(func: Any, x: SplitTensor, args: Any, kwargs: Any) -> Any:
@@ -143,6 +145,13 @@ def reshape(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reshaped(x: SplitTensor, sizes: tuple[int, ...]) -> SplitTensor:
+    made: SplitTensor = _in_form(x, sizes)
+    # Of a tensor that torch can only copy into this form, what is written is lost in the dense model, too.
+    made.is_copy = made.is_copy or x.is_copy
+    return made
+
+
+def _in_form(x: SplitTensor, sizes: tuple[int, ...]) -> Any:
     spec = x.spec
     if 0 in sizes:
         return enter(leave(without(x, spec.split_dims)).reshape(sizes), spec_whole(spec, sizes))
@@ -153,11 +162,11 @@ def _reshaped(x: SplitTensor, sizes: tuple[int, ...]) -> SplitTensor:
     elif sections:
         count, each = len(sections), sections[0]
         if any(size != each for size in sections):
-            return _reshaped(without(x, [len(given) - 1]), sizes)
+            return _copied(without(x, [len(given) - 1]), sizes)
         given[-1:], axes[-1:], padded[-1:], sections = [count, each], [(), axes[-1]], [count, each], ()
     groups = _groups(given, sizes)
     if groups is None:
-        return _reshaped(without(x, spec.split_dims), sizes) if spec.split_dims else NotImplemented
+        return _copied(without(x, spec.split_dims), sizes) if spec.split_dims else NotImplemented
     out_axes: list[Axes] = []
     out_padded: list[int] = []
     for old, new in groups:
@@ -167,13 +176,19 @@ def _reshaped(x: SplitTensor, sizes: tuple[int, ...]) -> SplitTensor:
         if isinstance(made, int):  # the axes of this dim are in the way
             dim = min(old[made], len(spec.sizes) - 1)
             keep = spec.dims[dim][:-1] if not spec.sections else ()
-            return _reshaped(moved(x, [keep if d == dim else a for d, a in enumerate(spec.dims)]), sizes)
+            return _copied(moved(x, [keep if d == dim else a for d, a in enumerate(spec.dims)]), sizes)
         out_axes += made[0]
         out_padded += made[1]
     target = replace(
         spec, sizes=sizes, layout=layout_of(spec.mesh, out_axes), padded=tuple(out_padded), sections=sections
     )
     return enter(leave(x).reshape(target.local), target)
+
+
+def _copied(less: SplitTensor, sizes: tuple[int, ...]) -> SplitTensor:
+    """The form of a tensor for which dims were gathered."""
+    less.is_copy = True
+    return _reshaped(less, sizes)
 
 
 def spec_whole(spec: Spec, sizes: Sequence[int]) -> Spec:
@@ -254,7 +269,7 @@ def expand(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     sizes = tuple(func(like(x), *args, **kwargs).shape)
     offset = len(sizes) - len(x.spec.sizes)
     spec = with_dims_at(x.spec, sizes, [offset + dim for dim in range(len(x.spec.sizes))])
-    return enter(leave(x).expand(spec.local), spec)
+    return as_view(enter(leave(x).expand(spec.local), spec), x, x)
 
 
 @rule(Tensor.__getitem__)
@@ -284,6 +299,7 @@ def set_item(func: Any, x: Any, key: Any, value: Any) -> Any:
     """Into places of dims that are whole, each rank in its part of the others."""
     if not isinstance(x, SplitTensor) or (isinstance(value, Tensor) and value.dim() > len(x.spec.sizes)):
         return NotImplemented
+    refuse_lost(x, "setitem")
     keys = _spelt_out(key, len(x.spec.sizes))
     with torch.no_grad():
         part = item(Tensor.__getitem__, x, tuple(keys))
@@ -337,3 +353,21 @@ def _picked(func: Any, x: SplitTensor, keys: Sequence[Any]) -> Any:
         if o is not None:
             sizes[o] = x.spec.sizes[d]
     return enter(result.view_as(result), with_dims_at(x.spec, sizes, where))
+
+
+@rule(Tensor.unsqueeze_, Tensor.transpose_, Tensor.t_, Tensor.swapaxes_, Tensor.swapdims_, Tensor.squeeze_)
+def view_in_place(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The tensor itself gets the dims of its view."""
+    if func is Tensor.squeeze_:
+        given = args[0] if args else kwargs.get("dim", range(len(x.spec.sizes)))
+        asked = {d % len(x.spec.sizes) for d in ([given] if isinstance(given, int) else given)}
+        gone = [d for d in asked if x.spec.sizes[d] == 1]
+        spec = squeeze(torch.squeeze, x, tuple(gone)).spec if gone else x.spec
+        args, kwargs = (tuple(gone),), {}
+    else:
+        plain = getattr(Tensor, func.__name__.removesuffix("_"))
+        spec = view(plain, x, *args, **kwargs).spec
+    with torch._C.DisableTorchFunctionSubclass():
+        func(x, *args, **kwargs)
+    x.spec = spec
+    return x

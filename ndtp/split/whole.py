@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ndtp.errors import LayoutError
 from ndtp.split.moving import cut, moved
+from ndtp.split.spec import Spec, layout_of
 from ndtp.split.tensor import (
     GATHERED,
     NO_RULE,
@@ -19,6 +20,7 @@ from ndtp.split.tensor import (
     leave,
     mapped,
     name_of,
+    refuse_lost,
     rule,
     split_in,
     writes,
@@ -47,16 +49,36 @@ def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             f"parallelize: code asks for the memory ({name}) of {found[0].spec}, of which this rank has a shard\n"
             "  fix: x.gathered() gives the whole tensor; ndtp.register_rule tells how the code's kernel takes shards"
         )
+    if args and writes(func):
+        refuse_lost(args[0], name)
     for x in found:
         x.spec.context.note(name, x.spec)
     into = args[0] if args and isinstance(args[0], SplitTensor) and writes(func) else None
     given = mapped(list(args), whole)
     result = func(*given, **mapped(dict(kwargs), whole))
     if into is None:
-        return result
+        return _marked(result, given, found[0])
+    if tuple(given[0].shape) != into.spec.sizes:
+        raise LayoutError(
+            f"parallelize: {name} gives {into.spec} other sizes, {tuple(given[0].shape)}, in place\n"
+            f"  fix: the function that returns a new tensor"
+        )
     with torch._C.DisableTorchFunctionSubclass():
         into.copy_(cut(given[0], into.spec))
     return into if result is given[0] else result
+
+
+def _marked(result: Any, given: Sequence[Any], x: SplitTensor) -> Any:
+    """A view of a gathered tensor as one to which nothing may be written."""
+    first = given[0] if given else None
+    if not isinstance(result, Tensor) or not isinstance(first, Tensor) or result is first:
+        return result
+    if result.device.type == "meta" or result.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+        return result
+    bare = Spec(x.spec.context, tuple(result.shape), layout_of(x.spec.mesh, [()] * result.dim()), tuple(result.shape))
+    made = enter(result.view_as(result), bare)
+    made.is_copy = True
+    return made
 
 
 MEMORY = {
@@ -72,6 +94,11 @@ def _printed(func: Any, x: Any, *args: Any, **kwargs: Any) -> str:
 @rule(Tensor.as_subclass)
 def _bare(func: Any, x: SplitTensor, kind: type) -> Any:
     return x if kind is SplitTensor else whole(x).as_subclass(kind)
+
+
+@rule(*getters("data"))
+def _numbers(func: Any, x: SplitTensor) -> SplitTensor:
+    return enter(leave(x).detach(), x.spec)
 
 
 @rule(*getters("grad", "_grad"))
