@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ndtp.planner.search import plan
     from ndtp.planner.sequence import plan_sequence
     from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.split.register import register_rule
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,7 @@ _HOME = {
     "pipeline_stages": "pipelines.whole_models",
     "plan": "planner.search",
     "plan_sequence": "planner.sequence",
+    "register_rule": "split.register",
     "relayout": "ops.products",
     "reshard": "ops.resharding",
     "use_profile": "models.profile",
@@ -93,6 +95,7 @@ __all__ = [
     "pipeline_stages",
     "plan",
     "plan_sequence",
+    "register_rule",
     "relayout",
     "reshard",
     "use_profile",

@@ -222,11 +222,12 @@ class Replicated(nn.Module):
     ndtp_name: str
     ndtp_sums: tuple[str, ...]
     ndtp_parts: Mapping[str, Part] = {}
+    ndtp_lies: Mapping[str, Layout] = {}
 
     def ndtp_plan(self, name: str) -> RelayoutPlan:
         """The way of a parameter to where this module's code reads it."""
         value, frame = self._parameters[name], self.ndtp_frame
-        lies: Any = value.ndtp_layout  # type: ignore[union-attr]
+        lies: Any = getattr(value, "ndtp_layout", None) or self.ndtp_lies[name]  # a moved one has no attributes
         part = self.ndtp_parts.get(name)
         used = Layout(frame.mesh.grid, *[None] * lies.ndim) if part is None else part.used
         sums = tuple(axis for axis in self.ndtp_sums if axis not in used.axes)
@@ -295,6 +296,8 @@ def replicate(
                 shape = getattr(parts.get(key), "shape", tuple(dense.shape))
                 own = known.put(dense, _put(dense, layout, shape, frame.mesh), layout)
             module._parameters[key] = own
+    lies: Any = {k: p.ndtp_layout for k, p in module._parameters.items() if p is not None and is_placed(p)}  # type: ignore[attr-defined]
+    module.ndtp_lies = lies
 
 
 def lying_as(x: Tensor, frame: Frame, layout: Layout, width: int, name: str) -> Hidden:

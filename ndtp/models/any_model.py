@@ -82,8 +82,8 @@ class AnyModel(Placing):
             return
         if not name:
             raise LayoutError("parallelize: the model is a single Linear; use ndtp.nn.Linear.from_dense")
-        if min(inside, outside) < self.count:
-            self.kept[name] = f"{inside} to {outside} features, fewer than {self.count} ranks"
+        if min(inside, outside) == 1:
+            self.kept[name] = f"{inside} to {outside} features: one cannot be split"
             return
         leads_in = self.leads_in.get(name, True)
         side = inside if leads_in else outside
@@ -125,8 +125,8 @@ class AnyModel(Placing):
         known = self.known.get(module._parameters["weight"])  # type: ignore[arg-type]
         is_tied = id(module.weight) in tied and known is not None
         is_odd = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-        if self.is_kept(name) or is_odd or (module.embedding_dim < self.count and not is_tied):
-            self.kept[name] = "as asked" if self.is_kept(name) else "it renormalises, or has fewer features than ranks"
+        if self.is_kept(name) or is_odd or (module.embedding_dim == 1 and not is_tied):
+            self.kept[name] = "as asked" if self.is_kept(name) else "it renormalises, or has one feature"
             return
         if type(module) is not nn.Embedding and reads(module, "weight"):
             return  # a class of its own looks rows up in another way

@@ -130,9 +130,7 @@ def parallelize(
         use_measured(mesh, hardware)
         placing: dict[str, Any] = {"regather": regather, "chunks": chunks, "fuse": fuse, "expert_axes": split_by}
         split: Placing
-        import os
-
-        if not os.environ.get("NDTP_ANY") and is_recognised(model, mesh, layouts, keep, **placing):
+        if is_recognised(model, mesh, layouts, keep, **placing):
             split = Split(model, mesh, layouts, keep, **placing)
         else:
             split = AnyModel(model, mesh, layouts, keep, example=example, **placing)

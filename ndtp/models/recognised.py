@@ -12,29 +12,40 @@ from typing import Any
 from torch import nn
 
 from ndtp.errors import LayoutError
+from ndtp.models.placing import stock_model
 from ndtp.models.transformer import Split
 from ndtp.nn.sharded import shadow_of
 from ndtp.runtime.arrival import is_plain
-from ndtp.runtime.dry_grid import DryGrid
 from ndtp.runtime.process_grid import ProcessGrid
 
-ENOUGH = 0.95  # of the parameters
+LEFT = 0.05  # of the parameters
 
 
 def is_recognised(model: nn.Module, mesh: ProcessGrid, layouts: Any, *arguments: Any, **options: Any) -> bool:
-    """Whether nearly all parameters of a stock model belong to layers that are known."""
+    """Whether nearly all parameters of a stock model belong to layers that are known, or adapters are around these."""
+    axes = mesh.grid.nontrivial((*layouts.up_weight.axes, *layouts.down_weight.axes))
+    if stock_model(model) is not model or not axes:
+        return True
     shadow, _ = shadow_of(model, mesh)
-    dry: Any = DryGrid(mesh.grid, mesh.rank, mesh.backend if mesh.backend in ("gloo", "nccl") else "gloo")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            split = Split(shadow, dry, layouts, *arguments, **options)
+            split = Split(shadow, mesh, layouts, *arguments, **options)
             split.run()
     except (LayoutError, ValueError):
         return False
-    total = shared = 0
-    for parameter in shadow.parameters():
-        local: Any = parameter if is_plain(parameter) else parameter._local_tensor  # type: ignore[attr-defined]
-        total += parameter.numel()
-        shared += parameter.numel() if local.numel() < parameter.numel() else 0
-    return shared >= ENOUGH * total
+    return _left(shadow, split) <= LEFT * sum(p.numel() for p in shadow.parameters())
+
+
+def _left(model: nn.Module, split: Split) -> int:
+    """Elements of matrices that stayed whole, but for those of routers, and of what was to stay."""
+    stay = [*split.scores, *(name for name, why in split.kept.items() if why == "as asked")]
+    count = 0
+    for name, module in model.named_modules():
+        if any(name == each or name.startswith(f"{each}.") for each in stay):
+            continue
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.dim() > 1:
+                local: Any = parameter if is_plain(parameter) else parameter._local_tensor  # type: ignore[attr-defined]
+                count += parameter.numel() if local.numel() == parameter.numel() else 0
+    return count

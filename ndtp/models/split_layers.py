@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,9 +56,13 @@ def row_dim(x: Tensor, rows: Axes, context: Context) -> int:
 
 
 def as_rows(
-    x: Tensor, rows: Axes, features: Axes, width: int, context: Context, name: str
+    x: Tensor, rows: Axes, features: Axes, width: int, context: Context, name: str, is_cut: bool
 ) -> tuple[Tensor, Rows]:  # fmt: skip
-    """The shard [rows, features] of an activation, as a product takes it; padding is zero."""
+    """The shard [rows, features] of an activation, as a product takes it; padding is zero.
+
+    Args:
+        is_cut: whether rows are split in front of the product or behind it.
+    """
     is_vector = x.dim() == 1
     x = x.unsqueeze(0) if is_vector else x
     count = x.dim()
@@ -67,14 +71,18 @@ def as_rows(
     held = x.spec.padded[dim] if isinstance(x, SplitTensor) and x.spec.dims[dim] else size
     padded, dims = list(x.shape), [*[()] * (count - 1), features]
     dims[dim] = rows
+    wanted = -(-held // context.multiple) * context.multiple if is_cut else held
     if rows:
-        padded[dim] = -(-held // context.multiple) * context.multiple
+        padded[dim] = wanted
     if features:
         padded[-1] = width
     shard = brought(x, context, dims, padded, ())
     spec = Spec(context, tuple(x.shape), layout_of(context.mesh, dims), tuple(padded), (), name)
     if spec.is_padded:
         shard = without_padding(shard, spec, spec.split_dims)
+    if not rows and wanted != size:  # what the product gives is split by rows
+        shard = torch.nn.functional.pad(shard, [0, 0] * (count - 1 - dim) + [0, wanted - size])
+        spec = replace(spec, padded=(*padded[:dim], wanted, *padded[dim + 1 :]))
     if not features and shard.shape[-1] != width:
         shard = torch.nn.functional.pad(shard, (0, width - shard.shape[-1]))
     if dim:
@@ -160,23 +168,32 @@ class ObservedLinear(ReadAsSplit, Projection):
             raise LayoutError(f"'{self.name}' takes {self.real_in} features, its input is of {tuple(x.shape)}")
         with self.at_work():
             y, rows = self.group.result(self, x) if self.group is not None else self.product([self], x)[0]
-        out, axes = self.plan.out, self.context.data
-        own = tuple(axis for axis in self.mesh.grid.nontrivial(out.dims[0]) if axis not in axes)
         result = from_rows(
-            y, rows, own, self.mesh.grid.nontrivial(self.gives.dims[1]), self.real_out, self.sections, self.name
+            y,
+            rows,
+            self.rows_out,
+            self.mesh.grid.nontrivial(self.gives.dims[1]),
+            self.real_out,
+            self.sections,
+            self.name,
         )
         return self.as_input(result) if self.turns else result
 
     def product(self, members: Sequence[ObservedLinear], x: Tensor) -> list[tuple[Tensor, Rows]]:
         """What several layers of one input give, by one product."""
         rows, features = self.axes_in
-        shard, lies = as_rows(x, rows, features, self.width, self.context, self.name)
+        shard, lies = as_rows(x, rows, features, self.width, self.context, self.name, bool(rows or self.rows_out))
         return [(y, lies) for y in products(members, shard)]  # type: ignore[arg-type]
 
     @property
     def axes_in(self) -> tuple[Axes, Axes]:
         grid, a = self.mesh.grid, self.plan.a
         return tuple(x for x in grid.nontrivial(a.dims[0]) if x not in self.context.data), grid.nontrivial(a.dims[1])
+
+    @property
+    def rows_out(self) -> Axes:
+        grid, data = self.mesh.grid, self.context.data
+        return tuple(axis for axis in grid.nontrivial(self.plan.out.dims[0]) if axis not in data)
 
     @property
     def real_in(self) -> int:

@@ -249,13 +249,16 @@ def attention(
             for d, (axes, size) in enumerate(zip(spec.dims[:-2], spec.sizes[:-2], strict=True))]  # fmt: skip
     used = tuple(axis for axes in lead for axis in axes)
 
+    def wide(sizes: Sequence[int]) -> list[int]:
+        """Leading sizes with padding; of a tensor with fewer heads its own."""
+        count = [spec.mesh.grid.size(axes) for axes in lead]
+        return [
+            size if not axes else spec.padded[d] if size == spec.sizes[d] else -(-size // n) * n
+            for d, (size, axes, n) in enumerate(zip(sizes, lead, count, strict=False))
+        ]
+
     def bring(x: Tensor) -> Tensor:
-        padded = [
-            x.shape[d] if not axes else -(-x.shape[d] // spec.mesh.grid.size(axes)) * spec.mesh.grid.size(axes)
-            if x.shape[d] != spec.sizes[d] else spec.padded[d]
-            for d, axes in enumerate(lead)
-        ]  # fmt: skip
-        return brought(x, spec.context, [*lead, (), ()], [*padded, *x.shape[-2:]], used)
+        return brought(x, spec.context, [*lead, (), ()], [*wide(x.shape[:-2]), *x.shape[-2:]], used)
 
     mask = attn_mask
     if isinstance(mask, Tensor):
@@ -269,7 +272,7 @@ def attention(
     shards = [bring(x) for x in (query, key, value)]
     result = func(*shards, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     sizes = (*query.shape[:-1], value.shape[-1])
-    padded = [p if axes else size for p, axes, size in zip(spec.padded, lead, sizes, strict=False)] + list(sizes[-2:])
+    padded = [*wide(sizes[:-2]), *sizes[-2:]]
     return enter(
         result, Spec(spec.context, tuple(sizes), layout_of(spec.mesh, [*lead, (), ()]), tuple(padded), (), spec.origin)
     )

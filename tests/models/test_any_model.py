@@ -1,0 +1,101 @@
+"""Models of people who never heard of ndtp: split by one call, equal to dense, hidden states split between layers."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from models_from_elsewhere import MODELS
+from products import mesh_of
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import ndtp
+from ndtp import Grid
+from ndtp.split import SplitTensor, whole
+
+GRIDS = [
+    ("2d", Grid(x=2, y=2)),
+    ("3d", Grid(z=2, y=2)),
+    ("1d-sp", Grid(x=4)),
+    ("1d", Grid(x=2)),
+    ("3d", Grid(dp=2, x=2)),
+]
+SPLIT = 0.9  # of the parameters
+# By turns: each model on two grids, each grid with several models.
+CASES = [(name, GRIDS[(2 * i + k) % len(GRIDS)]) for i, name in enumerate(MODELS) for k in range(2)]
+
+
+def scalar(out: object) -> Tensor:
+    results = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
+    return sum((whole(x) * torch.arange(float(x.numel())).view(x.shape).cos()).sum() for x in results)
+
+
+def check_model(name: str, scheme: str, grid: Grid) -> str:
+    make, inputs = MODELS[name]
+    torch.manual_seed(0)
+    dense = make()
+    expected = dense(*inputs())
+    loss = scalar(expected)
+    loss.backward()
+    torch.manual_seed(0)
+    mesh = mesh_of(grid)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nothing is gathered for want of a rule
+        model = ndtp.parallelize(make(), mesh, scheme=scheme)
+        mine = model(*inputs())
+        scalar(mine).div(grid["dp"] if "dp" in grid else 1).backward()
+    for ours, theirs in zip(tree_leaves(mine), tree_leaves(expected), strict=True):
+        torch.testing.assert_close(whole(ours), theirs, rtol=1e-4, atol=1e-5)
+    for (key, ours), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+        full = ours.grad.full_tensor()[tuple(map(slice, theirs.shape))]
+        torch.testing.assert_close(full, theirs.grad, rtol=1e-3, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
+    report = model.ndtp_report
+    total, split, _ = report.parameters
+    assert split >= SPLIT * total, report
+    assert report.linears[1] >= SPLIT * report.linears[0] - 1, report
+    return str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "on"), CASES, ids=lambda case: case if isinstance(case, str) else f"{case[0]} {case[1]}"
+)
+def test_equals_dense(ranks, name, on):
+    scheme, grid = on
+    texts = ranks(grid.num_ranks).run(check_model, name, scheme, grid)
+    assert len(set(texts)) == 1
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor) -> object:
+        return self.inner(input_ids=input_ids)
+
+
+def check_bytes() -> tuple[int, int]:
+    """The same Llama, recognised and observed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    words = torch.randint(96, (4, 8), generator=torch.Generator().manual_seed(0))
+    taken = []
+    for is_wrapped in (False, True):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=96, num_hidden_layers=2, use_cache=False, **sizes))
+        model = Holder(model) if is_wrapped else model
+        ndtp.parallelize(model, mesh_of(Grid(x=2, y=2)), scheme="2d")
+        with ndtp.CommMeter() as meter:
+            logits = model(words).logits
+            assert isinstance(logits, SplitTensor) == is_wrapped
+            (logits * 1.0).sum().backward()
+        taken.append(meter.volume.total)
+    return tuple(taken)
+
+
+def test_what_is_observed_moves_no_more_than_what_is_recognised(ranks):
+    recognised, observed = ranks(4).run(check_bytes)[0]
+    assert observed <= 1.1 * recognised, (recognised, observed)

@@ -1,0 +1,204 @@
+"""Every kind of function that has a rule, on split tensors of several layouts, against dense: results and gradients."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ndtp
+from ndtp.errors import LayoutError
+from ndtp.split import Context, SplitTensor, cut, enter, guard_functions, leave, spec_of, whole
+
+HEADS = (4, 6, 4, 2)
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.view(*HEADS).transpose(1, 2)
+
+
+def set_rows(x: Tensor) -> Tensor:
+    x[:, 0] = 0.0
+    return x
+
+
+def rotary(q: Tensor) -> Tensor:
+    angle = torch.arange(12.0).view(6, 2)
+    return q * torch.cos(angle) + torch.cat([-q[..., 1:], q[..., :1]], -1) * torch.sin(angle)
+
+
+def attention(q: Tensor, k: Tensor, **options: bool) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, k, **options)
+
+
+CASES = {
+    "add": lambda x: x + 1.5 * x,
+    "gelu": F.gelu,
+    "broadcast": lambda x: x * torch.arange(8.0) + torch.arange(6.0)[:, None],
+    "in place": lambda x: (x * 1).add_(x).relu_(),
+    "parts of features": lambda x: x.view(4, 6, 2, 4),
+    "heads": heads,
+    "rows": lambda x: x.view(24, 8),
+    "one sample a row": lambda x: x.reshape(4, 48),
+    "flat": lambda x: x.flatten(),
+    "there and back": lambda x: heads(x).transpose(1, 2).reshape(4, 6, 8),
+    "squeeze": lambda x: x.view(4, 6, 8, 1).squeeze(-1),
+    "chunk and cat": lambda x: torch.cat([p * (i + 1) for i, p in enumerate(x.chunk(2, -1))], -1),
+    "softmax": lambda x: x.softmax(-1) + x.softmax(1),
+    "mean": lambda x: x.mean(-1, keepdim=True) + x.mean(),
+    "var": lambda x: x.var(-1) + x.std(),
+    "layer norm": lambda x: F.layer_norm(x, (8,), torch.arange(8.0), torch.ones(8)),
+    "rms norm": lambda x: F.rms_norm(x, (8,)),
+    "rms norm by hand": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "scores": lambda x: (heads(x) @ heads(x).mT).softmax(-1) @ heads(x),
+    "all features": lambda x: x @ x.transpose(-1, -2),
+    "few features": lambda x: F.linear(x, torch.arange(24.0).view(3, 8) / 8),
+    "many features": lambda x: F.linear(x, torch.arange(128.0).view(16, 8) / 64, torch.arange(16.0)),
+    "einsum": lambda x: torch.einsum("bqhd,bkhd->bhqk", x.view(*HEADS), x.view(*HEADS)),
+    "einsum of features": lambda x: torch.einsum("bnd,bmd->bnm", x, x),
+    "causal": lambda x: attention(heads(x), heads(x), is_causal=True),
+    "masked": lambda x: attention(heads(x), heads(x), attn_mask=torch.ones(4, 1, 6, 6, dtype=torch.bool).tril()),
+    "two key heads": lambda x: attention(heads(x), x[..., :4].view(4, 6, 2, 2).transpose(1, 2), enable_gqa=True),
+    "one key head": lambda x: attention(heads(x), x[..., :2].view(4, 6, 1, 2).transpose(1, 2), enable_gqa=True),
+    "rotary": lambda x: rotary(heads(x)),
+    "first token": lambda x: x[:, 0],
+    "last tokens": lambda x: x[:, -2:],
+    "samples": lambda x: x[1:3],
+    "every second feature": lambda x: x[..., ::2],
+    "tokens by index": lambda x: x[:, torch.tensor([1, 0, 2])],
+    "a token each": lambda x: x[torch.arange(4), torch.tensor([1, 0, 2, 3])],
+    "by a mask of all": lambda x: x[x.detach() > 0],
+    "by a mask of samples": lambda x: x[torch.tensor([True, False, True, True])],
+    "new dims": lambda x: x[:, None, ..., None],
+    "cat": lambda x: torch.cat([x, x * 2], 1),
+    "cat with a whole one": lambda x: torch.cat([x, torch.ones(4, 6, 8)], -1),
+    "class token": lambda x: torch.cat([torch.ones(1, 1, 8).expand(4, -1, -1), x], 1),
+    "stack": lambda x: torch.stack([x, x + 1], 2),
+    "topk": lambda x: x.topk(2, -1)[0],
+    "sort": lambda x: x.sort(1).values,
+    "max": lambda x: x.max(-1).values + x.amax(),
+    "norm": lambda x: x.norm(dim=-1),
+    "normalize": lambda x: F.normalize(x, dim=-1),
+    "where": lambda x: torch.where(x > 0, x, torch.zeros(())),
+    "masked fill": lambda x: x.masked_fill(torch.ones(6, 1, dtype=torch.bool).tril(), 0.0),
+    "set rows": lambda x: set_rows(x * 1),
+    "glu": lambda x: F.glu(x, -1),
+    "cumsum": lambda x: x.cumsum(1),
+    "repeat": lambda x: x.repeat(1, 2, 1) + x.repeat_interleave(2, 1),
+    "expand": lambda x: x[:, :, None].expand(-1, -1, 3, -1),
+    "roll": lambda x: x.roll(1, 1),
+    "mse": lambda x: F.mse_loss(x, torch.ones(4, 6, 8)),
+    "cross entropy": lambda x: F.cross_entropy(x.view(-1, 8), torch.arange(24) % 8),
+    "cross entropy of maps": lambda x: F.cross_entropy(x.transpose(1, 2), torch.arange(24).view(4, 6) % 8),
+    "convolution": lambda x: F.conv1d(x, torch.arange(54.0).view(3, 6, 3) / 10),
+    "unfold": lambda x: x.unfold(1, 2, 2),
+    "permute": lambda x: x.permute(2, 0, 1),
+    "a bound that is a tensor": lambda x: x.clamp(min=torch.tensor(0.1)),
+    "all pairs": lambda x: x[:, :, None, :] + x[:, None, :, :],
+    "sums of different dims": lambda x: x.sum(0) + x.sum(1, keepdim=True),
+    "index select": lambda x: x.index_select(1, torch.tensor([0, 2])),
+    "gather": lambda x: x.gather(1, torch.zeros(4, 2, 8, dtype=torch.long)),
+    "pad": lambda x: F.pad(x, (0, 0, 1, 1)),
+    "vector": lambda x: x @ torch.arange(8.0),
+    "number first": lambda x: (1 - x) + 2**x,
+    "compared": lambda x: (x > 0).float() * x,
+    "uneven parts": lambda x: x.split([2, 4, 2], -1)[1],
+    "pooled head": lambda x: (x.mean(1) @ torch.arange(32.0).view(8, 4)).relu(),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "a number of it": lambda x: x * x.sum().detach().item(),
+    "unbind": lambda x: x.unbind(1)[2],
+    "group norm": lambda x: F.group_norm(x, 2),
+    "three in one": lambda x: x.reshape(4, 6, 2, 2, 2).permute(2, 0, 3, 1, 4)[0],
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2),
+}
+LAYOUTS = {
+    "samples and features": (("y",), (), ("x",)),
+    "samples": (("y", "x"), (), ()),
+    "features": ((), (), ("x", "y")),
+    "tokens and features": ((), ("y",), ("x",)),
+    "tokens, padded": ((), ("x", "y"), ()),
+}
+
+
+def check_rules() -> list[str]:
+    mesh = ndtp.ProcessGrid(ndtp.Grid(x=2, y=2))
+    context, wrong = Context(mesh), []
+    generator = torch.Generator().manual_seed(0)
+    others = list(LAYOUTS)[1:]
+    for number, (name, function) in enumerate(CASES.items()):
+        for layout in (next(iter(LAYOUTS)), others[number % len(others)]):
+            dims = LAYOUTS[layout]
+            numbers = torch.randn(4, 6, 8, generator=generator)
+            dense, own = numbers.clone().requires_grad_(), numbers.clone().requires_grad_()
+            expected = function(dense)
+            spec = spec_of(context, (4, 6, 8), dims)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                result = function(enter(cut(own, spec), spec))
+            factors = torch.randn(expected.shape, generator=generator)
+            if expected.requires_grad:
+                (expected * factors).sum().backward()
+                (result * factors).sum().backward()
+                if not torch.allclose(own.grad, dense.grad, rtol=1e-3, atol=1e-4):
+                    wrong.append(f"{name} of {layout}: gradient")
+            if result.shape != expected.shape or not torch.allclose(whole(result), expected, rtol=1e-4, atol=1e-4):
+                wrong.append(f"{name} of {layout}: {getattr(result, 'spec', 'whole')}")
+    return [*wrong, *(key for key in context.gathered if "setitem" not in key)]
+
+
+def test_rules(ranks):
+    """Nothing among the cases is without a rule, but for writes across dims that are split."""
+    assert ranks(4).run(check_rules)[0] == []
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.as_tensor(x.detach().numpy() * 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def odd_even(x: Tensor) -> Tensor:
+    if torch.overrides.has_torch_function_unary(x):
+        return torch.overrides.handle_torch_function(odd_even, (x,), x)
+    return x[..., 0::2] - x[..., 1::2]
+
+
+def check_strangers():
+    mesh = ndtp.ProcessGrid(ndtp.Grid(x=2))
+    guard_functions()
+    context = Context(mesh)
+    spec = spec_of(context, (4, 6), (("x",), ()))
+    numbers = torch.arange(24.0).view(4, 6)
+    x = enter(cut(numbers.clone().requires_grad_(), spec), spec)
+    with pytest.warns(UserWarning, match="Doubled has no rule"):
+        y = Doubled.apply(x)  # code of somebody else sees the whole tensor
+    assert torch.equal(y, numbers * 2) and not isinstance(y, SplitTensor)
+    with pytest.warns(UserWarning, match="odd_even has no rule"):
+        assert torch.equal(odd_even(x), odd_even(numbers))
+    ndtp.register_rule(odd_even, "batch")
+    z = odd_even(x)
+    assert z.spec.dims == (("x",), ()) and torch.equal(whole(z), odd_even(numbers))
+    ndtp.register_rule(Doubled, lambda apply, x: enter(leave(x) * 2, x.spec))
+    assert Doubled.apply(x).spec == spec
+    with pytest.raises(LayoutError, match="memory"):
+        x.data_ptr()
+    first = (x * 1)[0]  # samples are split: what the view shows was gathered
+    with pytest.raises(LayoutError, match=r"writes to .* a copy"):
+        first.zero_()
+    grads = []
+    y = x * 3
+    y.register_hook(grads.append)
+    y.sum().backward()
+    assert grads[0].shape == (4, 6) and torch.equal(whole(grads[0]), torch.ones(4, 6))
+    return True
+
+
+def test_strangers(ranks):
+    assert all(ranks(2).run(check_strangers))
