@@ -12,6 +12,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted, adopt, is_placed
 from ndtp.models.at_work import reads_parameters
+from ndtp.models.data_loss import average_loss
 from ndtp.models.left_alone import is_foreign, why_left
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.observation import Observation, observe
@@ -40,9 +41,12 @@ class AnyModel(Placing):
     ) -> None:
         super().__init__(model, mesh, layouts, keep, hidden=0, **options)
         self.example = example
+        is_stock = self.stock is not None
         self.stock = self.stock or model
         data = tuple(axis for axis in mesh.grid.nontrivial(self.frame.outside.dims[0]))
         self.context = Context(mesh, data, self.frame.sequences, self.frame.gathered)
+        if is_stock:
+            self.context.losses = self.frame
         self.count = mesh.grid.size(self.tensor_axes)
 
     def run(self) -> None:
@@ -70,8 +74,17 @@ class AnyModel(Placing):
         if self.model is not self.stock:
             reads_parameters(self.model, self.frame)
         self.known.let_go()
+        if self.context.losses is not None:
+            average_loss(self.model, self.frame)
         saved_whole(self.model)
         not_replicated(self.model)
+
+    def adapt(self, modules: dict[str, nn.Module], known: Any) -> dict[str, str]:
+        """
+        Raises:
+            LayoutError: adapters were put around layers that are split already.
+        """
+        raise LayoutError("parallelize: this model is split already\n  fix: put the adapters on before parallelize")
 
     # ------------------------------------------------------------------------------------------------- the layers
 

@@ -22,6 +22,8 @@ from ndtp.errors import LayoutError
 from ndtp.models.hidden import Hidden, leave
 from ndtp.nn.sharded import shadow_of
 from ndtp.runtime.process_grid import ProcessGrid
+from ndtp.split.tensor import SplitTensor
+from ndtp.split.tensor import leave as bare
 
 IMAGES = "pixel_values"
 
@@ -51,7 +53,13 @@ def step_volume(model: nn.Module, mesh: ProcessGrid, given: Mapping[str, Any]) -
     bare = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in given.items()}
     with torch.random.fork_rng(devices=()), torch.enable_grad(), warnings.catch_warnings(), OfWholeBatches():
         warnings.simplefilter("ignore", UserWarning)  # of what is gathered: the step itself says so
-        out = shadow(**bare)
+        try:
+            out = shadow(**bare)
+        except NotImplementedError as error:
+            raise LayoutError(
+                "report.volume: the model's code asks for numbers, which a run without memory does not have "
+                f"({str(error).splitlines()[0][:80]})\n  fix: measure a step with ndtp.CommMeter"
+            ) from error
         end = _end_of(out)
         if end is None:
             raise LayoutError(
@@ -68,7 +76,10 @@ def _end_of(out: Any) -> Tensor | None:
     wanted = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
     if not wanted:
         return None
-    return (leave(wanted[0]) if isinstance(wanted[0], Hidden) else wanted[0]).sum()
+    first = wanted[0]
+    if isinstance(first, SplitTensor):
+        return bare(first).sum()
+    return (leave(first) if isinstance(first, Hidden) else first).sum()
 
 
 def usual_inputs(model: Any, batch: int | None, sequence: int | None, target: int | None) -> dict[str, Tensor]:

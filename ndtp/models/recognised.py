@@ -13,6 +13,7 @@ from torch import nn
 
 from ndtp.errors import LayoutError
 from ndtp.models.placing import stock_model
+from ndtp.models.roles import is_linear, is_wrapper
 from ndtp.models.transformer import Split
 from ndtp.nn.sharded import shadow_of
 from ndtp.runtime.arrival import is_plain
@@ -24,7 +25,7 @@ LEFT = 0.05  # of the parameters
 def is_recognised(model: nn.Module, mesh: ProcessGrid, layouts: Any, *arguments: Any, **options: Any) -> bool:
     """Whether nearly all parameters of a stock model belong to layers that are known, or adapters are around these."""
     axes = mesh.grid.nontrivial((*layouts.up_weight.axes, *layouts.down_weight.axes))
-    if stock_model(model) is not model or not axes:
+    if stock_model(model) is not model or any(map(is_wrapper, model.modules())) or not axes:
         return True
     shadow, _ = shadow_of(model, mesh)
     try:
@@ -38,14 +39,14 @@ def is_recognised(model: nn.Module, mesh: ProcessGrid, layouts: Any, *arguments:
 
 
 def _left(model: nn.Module, split: Split) -> int:
-    """Elements of matrices that stayed whole, but for those of routers, and of what was to stay."""
+    """Elements of layers and expert stacks that stayed whole, but for routers, and what was to stay."""
     stay = [*split.scores, *(name for name, why in split.kept.items() if why == "as asked")]
     count = 0
     for name, module in model.named_modules():
         if any(name == each or name.startswith(f"{each}.") for each in stay):
             continue
         for parameter in module._parameters.values():
-            if parameter is not None and parameter.dim() > 1:
+            if parameter is not None and (parameter.dim() > 2 or (parameter.dim() == 2 and is_linear(module))):
                 local: Any = parameter if is_plain(parameter) else parameter._local_tensor  # type: ignore[attr-defined]
                 count += parameter.numel() if local.numel() == parameter.numel() else 0
     return count

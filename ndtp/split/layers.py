@@ -210,8 +210,12 @@ def cross_entropy_loss(
         )
     padded = F.pad(target, (0, spec.padded[0] - spec.sizes[0]), value=ignore_index)
     here = spec.here(0)
+    layout, losses = spec.layout, spec.context.losses
+    if losses is not None:
+        layout = layout_of(spec.mesh, [(*spec.context.data, *spec.dims[0]), spec.dims[1]])
+        losses.has_split_loss = True
     loss = cross_entropy(
-        leave(logits), padded[here.start : here.stop], layout=spec.layout, mesh=spec.mesh, classes=spec.sizes[1],
+        leave(logits), padded[here.start : here.stop], layout=layout, mesh=spec.mesh, classes=spec.sizes[1],
         weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction,
         name=spec.origin or "loss",
     )  # fmt: skip

@@ -23,12 +23,15 @@ class Context:
             names them: a tensor that is whole is whole on its data-parallel rank.
         multiple: rows are padded to a multiple of this where a layer splits them.
         gathered: for each function that took a whole tensor, how often.
+        losses: of a stock model, whose loss is that of the rows of all data-parallel ranks: what has `has_split_loss`,
+            which is set where a loss was taken so.
     """
 
     mesh: ProcessGrid
     data: Axes = ()
     multiple: int = 1
     gathered: dict[str, int] = field(default_factory=dict)
+    losses: Any = None
 
     def note(self, who: str, spec: Spec) -> None:
         """Record that a function takes the whole of a split tensor, and warn of the first time."""
