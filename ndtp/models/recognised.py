@@ -25,7 +25,12 @@ LEFT = 0.05  # of the parameters
 def is_recognised(model: nn.Module, mesh: ProcessGrid, layouts: Any, *arguments: Any, **options: Any) -> bool:
     """Whether nearly all parameters of a stock model belong to layers that are known, or adapters are around these."""
     axes = mesh.grid.nontrivial((*layouts.up_weight.axes, *layouts.down_weight.axes))
-    if stock_model(model) is not model or any(map(is_wrapper, model.modules())) or not axes:
+    if (
+        "ndtp_stage" in vars(model)
+        or stock_model(model) is not model
+        or any(map(is_wrapper, model.modules()))
+        or not axes
+    ):
         return True
     shadow, _ = shadow_of(model, mesh)
     try:

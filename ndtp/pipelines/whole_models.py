@@ -76,6 +76,7 @@ def pipeline_stages(
         traveller = Traveller()
         part = part_of_model(model, anatomy, parts[i], traveller)
         mesh = pipeline.mesh(i, **(mesh_options or {}))
+        part.ndtp_stage = i  # type: ignore[assignment]  # hidden states come from another stage in the form of recognised layers
         parallelize(part, mesh, scheme=schemes[i], **options)
         data = blocks[i].input.dims[0][: _data_axes(blocks[i])]
         module = StageModule(part, traveller, (batch, length), Layout(grids[i], data), mesh.rank, takes_ids=i == 0)

@@ -98,7 +98,8 @@ def check_peak(folder):
         ndtp.checkpoint.load_safetensors(model, folder, block_bytes=BLOCK)
     own = sum(p._local_tensor.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
     table = model.lm_head.weight.numel() * 8
-    assert made < 20_000, f"parallelize took {made} bytes of a model on meta"
+    # The trial of attention runs a few tokens; no parameter is whole.
+    assert made < table / 2, f"parallelize took {made} bytes of a model on meta"
     # Beside its own part a block, its views, and small ones of the rotary embedding.
     assert own < live.peak <= own + BLOCK + 2_000 < own + table / 2, (live.peak, own, table)
     with Live([*(p._local_tensor for p in model.parameters()), *model.buffers()]) as live:
