@@ -50,8 +50,15 @@ class Unread(Placeholder):
             return func(torch.empty(args[0].seen, device="meta"), *args[1:], **(kwargs or {}))
         if func in DROPOUTS:
             return args[0]
+        back = next((x for x in args if isinstance(x, LedBack)), None)
+        if back is not None:  # a residual
+            return back
         name = str(getattr(func, "__name__", func)).strip("_")
         raise Mixes(f"its code computes {name} of its hidden states before it projects them")
+
+
+class LedBack(Tensor):
+    """What the last projection of a trial gives, and what the code makes of that: hidden states, which are split."""
 
 
 def unread(seen: Sequence[int]) -> Tensor:
@@ -154,15 +161,16 @@ class Trial:
 
     def led_back(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         self.given.append(x)
-        return torch.zeros(*x.shape[:-1], self.hidden)
+        return torch.zeros(*x.shape[:-1], self.hidden).as_subclass(LedBack)
 
     def normed(self, size: int) -> Callable[[Tensor], Tensor]:
         """Of a norm over all heads, which moves its sums: what it does to a head by itself."""
         role, share = self.role, self.share
         gain = self.drawn.setdefault(("norm", size), torch.randn(size))
+        local = gain
         if share is not None and size in (role.heads * role.head_dim, role.kv_heads * role.head_dim):
-            gain = gain[share.features("q" if size == role.heads * role.head_dim else "k")]
-        return lambda x: x * gain
+            local = gain[share.of_heads(share.heads if size == role.heads * role.head_dim else share.kv_heads)]
+        return lambda x: x if isinstance(x, LedBack) else x * local
 
 
 def why_not(role: AttentionRole, module: nn.Module, calls: Sequence[Call], hidden: int, splits: int) -> str | None:

@@ -7,7 +7,7 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import transformers
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from ndtp.models.proofs import Proofs
 from ndtp.models.roles import find_attention
@@ -75,6 +75,39 @@ def test_code_that_does_something_to_each_head_is_not():
         layer.self_attn.__class__ = before_the_last(lambda x: x * x.square().mean(3, keepdim=True))
     assert reasons(model) == [None, None]
     assert reasons(model, splits=4) == [None, None]  # fewer key heads than parts
+
+
+class Keeps(LlamaAttention):
+    def forward(self, hidden_states, **others):
+        self.config.shared = {"v": self.v_proj(hidden_states)}
+        return super().forward(hidden_states=hidden_states, **others)
+
+
+class Reads(LlamaMLP):
+    def forward(self, x):
+        return super().forward(x) + self.config.shared["v"].sum()
+
+
+def test_heads_that_other_code_reads_stay_whole():
+    """As layers do that take keys and values of another layer."""
+    model = model_of()
+    model.model.layers[0].self_attn.__class__ = Keeps
+    model.model.layers[1].mlp.__class__ = Reads
+    first, second = reasons(model)
+    assert "reads keys or values of its heads" in first and second is None
+
+
+def test_layers_behind_experts_are_reached():
+    model = model_of("GptOss", num_local_experts=4, head_dim=4, num_key_value_heads=2)
+    roles, _ = find_attention(model, 16)
+    assert set(Proofs(model, roles, 16, 2).seen.calls) == {role.name for role in roles}
+    assert reasons(model) == [None, None]
+
+
+def test_a_residual_and_a_norm_behind_the_last_projection_are_no_matter_of_heads():
+    torch.manual_seed(0)
+    model = transformers.AlbertForMaskedLM(transformers.AlbertConfig(**SIZES, embedding_size=8, num_hidden_layers=1))
+    assert set(reasons(model)) == {None}
 
 
 @pytest.mark.parametrize("kind", ["DiffLlama", "Llama"])
