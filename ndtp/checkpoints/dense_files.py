@@ -20,6 +20,7 @@ from ndtp.checkpoints.from_meta import materialise
 from ndtp.checkpoints.guarded import parsed, read_all
 from ndtp.checkpoints.pieces import Piece, Staged, Whole, whole_of
 from ndtp.checkpoints.safetensors_file import BLOCK_BYTES, INDEX, NAMES, Stored, Writer, tensors_in
+from ndtp.checkpoints.same_files import contents_of
 from ndtp.errors import CheckpointError, CommunicationError
 from ndtp.models.saving import blocks
 from ndtp.models.state_entries import Entry
@@ -61,12 +62,14 @@ def load_safetensors(
     stored: dict[str, Stored] = {}
     chosen: list[list[Stored | None]] = []
     failure = ""
+    contents: dict[str, str] = {}
     try:
         stored = tensors_in(path)
+        contents = contents_of({each.path for each in stored.values()})
     except (CheckpointError, OSError) as error:
         failure = str(error)
     # Names and sizes, not paths: nodes may have the files in different places.
-    _agree(crew, failure or "\n".join(f"{key} {each}" for key, each in sorted(stored.items())))
+    _agree(crew, failure or "\n".join(f"{key} {each}" for key, each in sorted((stored | contents).items())))
     try:
         if not failure:
             chosen = [_chosen(piece, whole.keys, stored, strict, path) for piece in whole.pieces]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ndtp.algebra.grid import Grid
 from ndtp.collectives import nccl
+from ndtp.collectives.conversation import Conversation, conversation_of
 from ndtp.collectives.groups import default_timeout, shared_group
 from ndtp.collectives.labels import Label
 from ndtp.collectives.last_words import speak_at_the_end
@@ -67,6 +68,7 @@ class AxisGroups:
         self.groups_per_axis = groups_per_axis or (2 if backend == "nccl" and not self.is_part else 1)
         self.given: Made = {} if given is None else given
         self.made: Made = self.given if timeout is None else {}
+        self._conversation: Conversation | None = None
 
     def group(self, axes: Sequence[str], direction: str = "gather") -> ProcessGroup:
         """The process group of the ranks that differ from this one on `axes` only.
@@ -92,10 +94,29 @@ class AxisGroups:
             self.given[key] = self._make(*key, is_own=False)
         return self.given[key]
 
-    def _make(self, axes: tuple[str, ...], direction: str, is_own: bool) -> ProcessGroup:
+    def conversation(self) -> Conversation | None:
+        """What all ranks of the grid tell each other beside their tensors; None for one rank, or where peers are none.
+
+        A collective at the first call.
+        """
+        if self.grid.num_ranks == 1 or self.global_ranks is None or self.backend == "fake":
+            return None
+        if self._conversation is None:
+            axes = self.grid.nontrivial(self.grid.names)
+            if self.backend == "gloo":
+                group = self.group(axes)
+            else:
+                group = self.made[axes, "aside"] = self._make(axes, "aside", self.timeout is not None, "gloo")
+            self._conversation = conversation_of(group, self.seconds)
+        return self._conversation
+
+    def _make(
+        self, axes: tuple[str, ...], direction: str, is_own: bool, backend: str | None = None
+    ) -> ProcessGroup:
+        backend = backend or self.backend
         if self.global_ranks is None:
             raise GridError(f"grid {self.grid} has one rank and no process groups")
-        if self.backend == "nccl" and self.is_part and not nccl.can_group_alone():
+        if backend == "nccl" and self.is_part and not nccl.can_group_alone():
             raise GridError(
                 f"ProcessGrid: no process group over {' '.join(axes)} ({direction}): after "
                 "init_process_group(device_id=...) NCCL makes groups by all ranks together, and grid "
@@ -112,12 +133,13 @@ class AxisGroups:
         seconds = self.seconds
 
         def arguments() -> dict[str, Any]:
-            if self.backend == "nccl":
+            if backend == "nccl":
                 return nccl.group_arguments(seconds, self.high_priority, self.max_ctas)
-            return {"timeout": timedelta(seconds=seconds)}
+            asked = {} if backend == self.backend else {"backend": backend}
+            return {"timeout": timedelta(seconds=seconds), **asked}
 
         own = object() if is_own else seconds
-        options = (self.backend, own, self.high_priority, self.max_ctas, direction)
+        options = (backend, own, self.high_priority, self.max_ctas, direction)
         label = Label(("the grid's process group",), "start-up", "making", axes)
         # Where all ranks of the world make all groups along the axes, it is all that are waited for.
         waited_for = sorted(self.global_ranks) if len(groups) > 1 else self.members(axes)

@@ -29,5 +29,8 @@ class Label:
         return " ".join(filter(None, (f"{self.collective}[{' '.join(self.axes)}]", self.part, *self.op)))
 
 
+# What ranks tell each other beside their tensors: no traffic of these.
+ASIDE = Label(("compared",), "check", "receive", ())
+
 # Names the collectives that are started in this context.
 LABEL: ContextVar[Label | None] = ContextVar("ndtp_label", default=None)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import (
 
 from ndtp.algebra.steps import received
 from ndtp.algebra.volume import Traffic, Volume
-from ndtp.collectives.labels import LABEL, Label
+from ndtp.collectives.labels import ASIDE, LABEL, Label
 
 # By the names of ndtp's own ops: what they do.  Each op registers itself.
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
@@ -77,7 +77,7 @@ class CommMeter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, rule: Rule | None, args: Sequence[Any]) -> None:
-        if rule is None:  # a wait or a barrier
+        if rule is None or LABEL.get() is ASIDE:  # a wait or a barrier; what is no traffic of tensors
             return
         group = _group_of(args)
         ranks = group.size()

@@ -110,14 +110,14 @@ class Turn:
     """
 
     def __init__(self, turns: Turns, number: int) -> None:
-        self._turns, self.number = turns, number
+        self.turns, self.number = turns, number
         self.stays = False
         self._own: dict[int, tuple[Any, dict[str, Any]]] = {}  # by the identity of objects, which are kept
 
     def hand_over(self) -> None:
         """See `Turns.hand_over`."""
         if not self.stays:
-            self._turns.hand_over(self.number)
+            self.turns.hand_over(self.number)
 
     def of(self, owner: Any) -> dict[str, Any]:
         """The attributes of an object that are `OfTurn`."""

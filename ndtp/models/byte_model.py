@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.volume import Volume
 from ndtp.compute.rotary import Rotary
+from ndtp.models.same_calls import compare_calls
 from ndtp.nn.attention import Attention
 from ndtp.nn.attention_dense import DenseAttention
 from ndtp.nn.embedding import Embedding
@@ -87,6 +88,7 @@ class ByteModel(nn.Module):
             layer.mlp = MLP.from_dense(layer.mlp.up, layer.mlp.down, "gelu", chunks=chunks, **on)
         self.norm = LayerNorm.from_dense(self.norm, **on)
         self.head = Linear.from_dense(self.head, pad=True, **on)
+        compare_calls(self, mesh, scheme=scheme)
         return self
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from ndtp.models.profile import use_measured
 from ndtp.models.recognised import is_recognised
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
+from ndtp.models.same_calls import compare_calls
 from ndtp.models.same_weights import check_same_weights
 from ndtp.models.torch_stacks import TorchSplit, find_stacks
 from ndtp.models.transformer import Split, is_transformer, split_before
@@ -73,6 +74,8 @@ def parallelize(
     fuse: bool = True,
     strict: bool = True,
     example: Any = None,
+    check: bool | None = None,
+    check_every: int = 100,
 ) -> nn.Module:
     """Split a model over a grid, in place, keeping its weights, names and code.
 
@@ -101,6 +104,11 @@ def parallelize(
         fuse: whether the products of an MLP run as one schedule, and the head with the loss in chunks of rows, where a
             whole model's code puts nothing between them that forbids it.
         strict: nothing to replace is an error.
+        example: what the model is called with, a tensor, a tuple or a mapping, where it is none that is recognised:
+            one run with it, on tensors without memory, shows what shares an input and what is added to what.
+        check: whether all ranks compare what they call the model with, and the steps of its optimizers; default: unless
+            `ProcessGrid(check=False)`.  See docs/train.md, "Do all ranks do the same?".
+        check_every: optimizer steps from one comparison of all weights to the next one.
 
     Raises:
         LayoutError: names that match nothing or do not pair up, sizes that do not divide, or nothing was replaced.
@@ -137,7 +145,9 @@ def parallelize(
         split.run()
         report.replaced, report.kept, report.split = split.replaced, split.kept, split
         report.carried = theirs.bring(model, mesh)
-        return _reported(model, mesh, report, count, split.linears, strict)
+        _reported(model, mesh, report, count, split.linears, strict)
+        compare_calls(model, mesh, split.frame.outside.dims[0], scheme, check, check_every)
+        return model
     stacks = find_stacks(model) if plan is None else {}
     if plan is None:
         found, report.kept = find_pairs(model)
@@ -190,7 +200,9 @@ def parallelize(
     _reported(model, mesh, report, count, replaced, strict)
     name_reads(model)
     not_replicated(model)
-    report.plain = sum_plain_gradients_of(model, mesh, _axes_of_rows(model, report))
+    rows = _axes_of_rows(model, report)
+    report.plain = sum_plain_gradients_of(model, mesh, rows)
+    compare_calls(model, mesh, rows, scheme, check, check_every)
     return model
 
 

@@ -51,7 +51,9 @@ def check_options(
     Raises:
         GridError: names the option and its value.
     """
-    for name, flag in (("check", check), ("high_priority", high_priority), ("register_buffers", register_buffers)):
+    if check is not None and not isinstance(check, bool):
+        raise GridError(f"ProcessGrid: check={check!r} is neither True nor False, nor None")
+    for name, flag in (("high_priority", high_priority), ("register_buffers", register_buffers)):
         if not isinstance(flag, bool):
             raise GridError(f"ProcessGrid: {name}={flag!r} is neither True nor False")
     for name, value, known in (("gemm", gemm, GEMMS), ("collectives", collectives, MOVERS)):

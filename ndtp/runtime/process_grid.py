@@ -28,6 +28,7 @@ from ndtp.runtime.grid_options import check_device_type, check_options, checked_
 from ndtp.runtime.interleave import interleave
 from ndtp.runtime.late_gradients import late_gradients_of
 from ndtp.runtime.list_operations import count_list_operations
+from ndtp.runtime.points import compare_grids
 from ndtp.runtime.program import Programs
 from ndtp.runtime.step_state import StepState
 
@@ -50,8 +51,10 @@ class ProcessGrid:
             torch's watchdog enforces it.  A grid that is given one has process groups of its own, others share theirs:
             a new grid works after a group was lost to a peer that came too late.  On gloo they end with the grid.  What
             DTensor sends for parameters, such as `full_tensor`, goes over groups that grids of one timeout share.
-        check: before every product, compare plan, shapes and dtypes across all ranks and raise a `MismatchError` that
-            names the ranks that deviate, instead of a hang.  One small all-gather a product: for tests and debugging.
+        check: what ranks compare, so that those which deviate are named on every rank in a `MismatchError`.  Default:
+            the calls of split models, their backwards and optimizer steps (docs/train.md, "Do all ranks do the same?");
+            it costs microseconds.  True: also plan, shapes and dtypes of every product, by one small all-gather each:
+            for tests and debugging.  False: nothing.
         gemm: what multiplies on each rank: "torch", or "kernels" for those of `ndtp_kernels` (Triton on a GPU).  Their
             table must be the same on all ranks, which is checked here.
         collectives: who moves tensors: "torch" (gloo or NCCL), or "symmetric": every rank copies out of the memory of
@@ -92,7 +95,7 @@ class ProcessGrid:
         grid: Grid,
         *,
         timeout: float | None = None,
-        check: bool = False,
+        check: bool | None = None,
         gemm: str = "torch",
         collectives: str = "torch",
         free_sms: int | None = None,
@@ -106,17 +109,13 @@ class ProcessGrid:
     ) -> None:
         self.timeout = checked_timeout(timeout)
         check_options(
-            gemm=gemm,
-            collectives=collectives,
-            free_sms=free_sms,
-            groups_per_axis=groups_per_axis,
-            max_ctas=max_ctas,
-            ring_bytes=ring_bytes,
-            check=check,
-            high_priority=high_priority,
-            register_buffers=register_buffers,
-        )
+            gemm=gemm, collectives=collectives, free_sms=free_sms, groups_per_axis=groups_per_axis, max_ctas=max_ctas,
+            ring_bytes=ring_bytes, check=check, high_priority=high_priority, register_buffers=register_buffers,
+        )  # fmt: skip
         global_ranks, given = _bound or (_world_ranks(grid), {})
+        if _bound is None and global_ranks is not None:
+            options = f"check={check}, timeout={timeout}, gemm={gemm}, collectives={collectives}, max_ctas={max_ctas}"
+            compare_grids(f"{grid}; {options}, groups_per_axis={groups_per_axis}")
         self.grid = grid
         self.check = check
         self.high_priority, self.max_ctas = high_priority, max_ctas

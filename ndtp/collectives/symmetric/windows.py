@@ -70,7 +70,7 @@ class HostWindow:
 
     def is_gone(self, peer: int) -> bool:
         """Whether the peer's process has ended."""
-        return self.processes is not None and not _lives(self.processes[peer])
+        return self.processes is not None and not is_alive(self.processes[peer])
 
 
 def windows_in_process(ranks: int, slot_bytes: int) -> list[HostWindow]:
@@ -97,7 +97,7 @@ def shared_window(group: ProcessGroup, slot_bytes: int) -> HostWindow:
         if not any(each[2] for each in told):
             try:
                 mapped = [torch.from_file(each[0], shared=True, size=size, dtype=torch.uint8) for each in told]
-                lost = [each[1] for each in told if not _lives(each[1])]
+                lost = [each[1] for each in told if not is_alive(each[1])]
                 problem = f"process {lost[0]} of a peer cannot be seen from here" if lost else ""
             except (OSError, RuntimeError) as error:
                 problem = f"the memory of a peer: {error}"
@@ -164,7 +164,8 @@ def _memory(raw: Tensor, ranks: int) -> Memory:
     return Memory(raw[pad_bytes:].view(SLOTS, -1), pad)
 
 
-def _lives(process: int) -> bool:
+def is_alive(process: int) -> bool:
+    """Whether a process of this machine has not ended."""
     try:
         status = Path(f"/proc/{process}/stat").read_text()
     except FileNotFoundError:

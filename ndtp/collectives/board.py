@@ -1,0 +1,125 @@
+"""`Board`: rows of a few numbers that ranks on one machine show each other, in memory that all of them see.
+
+A row costs microseconds, and nobody's help: it is written, and read by who waits for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from ndtp.collectives.symmetric.windows import is_alive
+from ndtp.errors import CommunicationError
+
+WORDS = 8
+_CELL = struct.Struct(f"<{WORDS + 2}q")  # number, words, and a sum that tells a row from half of one
+_MASK, _SPREAD = (1 << 63) - 1, 0x9E3779B97F4A7C15
+_SHORTEST_NAP_S, _LONGEST_NAP_S, _LOOKS_S = 2e-5, 1e-3, 0.5
+
+Row = tuple[int, ...]
+
+
+class Board:
+    """What all ranks show, in two turns: nobody shows a row before all have read the one before the last.
+
+    Args:
+        memory: of `num_bytes` bytes, shared by all.
+        processes: of the ranks, by their ids.
+        timeout: seconds that a row is waited for.
+    """
+
+    def __init__(self, memory: mmap.mmap, rank: int, processes: Sequence[int], timeout: float) -> None:
+        self.memory, self.rank, self.processes, self.timeout = memory, rank, processes, timeout
+        self.count = 0
+
+    @staticmethod
+    def num_bytes(ranks: int) -> int:
+        return 2 * ranks * _CELL.size
+
+    def exchange(self, row: Row) -> list[Row]:
+        """The rows that all ranks show with this one, in their order.
+
+        Raises:
+            CommunicationError: names the ranks that have ended, or have shown nothing until the timeout.
+        """
+        self.count += 1
+        count, turn = self.count, self.count % 2 * len(self.processes)
+        _CELL.pack_into(self.memory, (turn + self.rank) * _CELL.size, count, *row, _sum_of(count, row))
+        rows: list[Row | None] = [None] * len(self.processes)
+        rows[self.rank] = row
+        missing = [rank for rank in range(len(rows)) if rank != self.rank]
+        begin = looked = time.monotonic()
+        nap = _SHORTEST_NAP_S
+        while True:
+            for rank in missing:
+                shown, *words, total = _CELL.unpack_from(self.memory, (turn + rank) * _CELL.size)
+                if shown == count and total == _sum_of(count, words):
+                    rows[rank] = tuple(words)
+            missing = [rank for rank in missing if rows[rank] is None]
+            if not missing:
+                return rows  # type: ignore[return-value]
+            now = time.monotonic()
+            if now - looked > _LOOKS_S:
+                looked = now
+                self._complain(missing, now - begin)
+            time.sleep(nap)
+            nap = min(max(_SHORTEST_NAP_S, (now - begin) / 8), _LONGEST_NAP_S)
+
+    def _complain(self, missing: Sequence[int], waited: float) -> None:
+        gone = [rank for rank in missing if not is_alive(self.processes[rank])]
+        if gone or waited > self.timeout:
+            raise Missing(gone or missing, "have ended" if gone else f"have not come in {waited:.0f} s")
+
+
+class Missing(CommunicationError):
+    """Ranks of a group that are waited for in vain.
+
+    Attributes:
+        ranks: in the group.
+        why: "have ended", or for how long they were waited for.
+    """
+
+    def __init__(self, ranks: Sequence[int], why: str) -> None:
+        super().__init__(f"ranks {', '.join(map(str, ranks))} of the group {why}")
+        self.ranks, self.why = list(ranks), why
+
+
+def _sum_of(count: int, words: Sequence[int]) -> int:
+    return (sum(words) + count * _SPREAD) & _MASK
+
+
+def shared_board(rank: int, ranks: int, timeout: float, tell: Callable[[Row], list[Row]]) -> Board | None:
+    """A board of all ranks of a group; None if they are not on one machine.  A collective of the group.
+
+    Args:
+        tell: what brings a row of each rank to all others, in some other way.
+    """
+    size = Board.num_bytes(ranks)
+    # A file without a name, which its owner's process shows to others of this user; it goes with the last of them.
+    own = -1
+    with suppress(OSError, AttributeError):
+        own = os.memfd_create("ndtp")
+        os.ftruncate(own, size)
+    token = int.from_bytes(os.urandom(7), "little")
+    if own >= 0:
+        os.pwrite(own, token.to_bytes(8, "little"), 0)
+    told = tell((own, os.getpid(), token, *(0,) * (WORDS - 3)))
+    first, memory = told[0], None
+    with suppress(OSError, ValueError):
+        file = own if rank == 0 else os.open(f"/proc/{first[1]}/fd/{first[0]}", os.O_RDWR)
+        memory = mmap.mmap(file, size)
+        if rank:
+            os.close(file)
+        if int.from_bytes(memory[:8], "little") != first[2]:  # another machine's process of that number
+            memory = None
+    is_there = memory is not None and all(is_alive(each[1]) for each in told)
+    agreed = tell((int(is_there), *(0,) * (WORDS - 1)))
+    if own >= 0:
+        os.close(own)
+    if memory is None or not all(each[0] for each in agreed):
+        return None
+    return Board(memory, rank, [each[1] for each in told], timeout)

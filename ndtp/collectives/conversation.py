@@ -1,0 +1,121 @@
+"""`Conversation`: what the ranks of a group tell each other beside their tensors, one exchange after the other.
+
+It has messages, or memory, of its own.  So it comes to an end whatever ranks do otherwise, and two that are about to
+start different collectives learn of it before either waits for the other.  It is no traffic of tensors, and
+`CommMeter` does not count it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ndtp.collectives.board import WORDS, Board, Missing, Row, shared_board
+from ndtp.collectives.labels import ASIDE, LABEL
+from ndtp.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Below those of exchanges (`ndtp.collectives.direct_exchange`), above those that users give their own messages.
+_TAG = 2**29
+_DEFAULT_TIMEOUT_S = 1800.0  # torch's for gloo
+
+
+class Conversation:
+    """Of all ranks of a group of gloo's, which take part in every exchange, in one order.
+
+    Attributes:
+        members: the global ranks, in the order of the group.
+        speaker: what a thread of this rank is at, between the exchanges that belong to it; see `ndtp.runtime.points`.
+        lock: of who looks at `speaker`.
+    """
+
+    def __init__(self, group: ProcessGroup, timeout: float | None) -> None:
+        self.members = dist.get_process_group_ranks(group)
+        self._group = ref(group)  # held by whoever has the group: a conversation keeps none alive
+        self._ranks, self._rank = group.size(), group.rank()
+        self._timeout = timeout or _timeout_of(group)
+        self._board: Board | None = None
+        self._has_looked = False
+        self.speaker: Any = None
+        self.lock = RLock()
+
+    def exchange(self, row: Row) -> list[Row]:
+        """The rows of all ranks, in the order of the group.
+
+        Raises:
+            Missing: names ranks that have ended or not come.
+        """
+        if not self._has_looked:
+            self._board = shared_board(self._rank, self._ranks, self._timeout, self._sent_round)
+            self._has_looked = True
+        return self._sent_round(row) if self._board is None else self._board.exchange(row)
+
+    def texts(self, text: str) -> list[str]:
+        """What each rank says, at any length."""
+        said = text.encode()
+        lengths = [row[0] for row in self.exchange((len(said), *(0,) * (WORDS - 1)))]
+        mine = np.frombuffer(said.ljust(max(lengths), b" "), np.uint8)
+        told = self._gathered(mine)
+        return [bytes(each[:length]).decode() for each, length in zip(told, lengths, strict=True)]
+
+    def _sent_round(self, row: Row) -> list[Row]:
+        return [tuple(each) for each in self._gathered(np.array(row, np.int64)).tolist()]
+
+    def _gathered(self, own: Any) -> Any:
+        """Rows of equal length, in as many rounds as the number of ranks has binary digits; each doubles what one has.
+
+        Source: Bruck et al., "Efficient algorithms for all-to-all communications", 1997.
+        """
+        ranks, me, group = self._ranks, self._rank, self._group()
+        assert group is not None
+        rows = np.empty((ranks, own.shape[0]), own.dtype)
+        rows[0] = own
+        have, tag = 1, _TAG
+        token = LABEL.set(ASIDE)
+        try:
+            while have < ranks:
+                count = min(have, ranks - have)
+                there = torch.from_numpy(rows[have : have + count].reshape(-1))
+                here = torch.from_numpy(rows[:count].reshape(-1))
+                source = (me + have) % ranks
+                works = [group.recv([there], source, tag), group.send([here], (me - have) % ranks, tag)]
+                try:
+                    for work in works:
+                        work.wait()
+                except RuntimeError as error:
+                    raise Missing([source], f"has not come: {error}") from error
+                have, tag = have + count, tag + 1
+        finally:
+            LABEL.reset(token)
+        return np.roll(rows, me, axis=0)  # row i is that of rank me + i
+
+
+_CONVERSATIONS: WeakKeyDictionary[ProcessGroup, Conversation] = WeakKeyDictionary()
+
+
+def conversation_of(group: ProcessGroup, timeout: float | None) -> Conversation:
+    """That of a group; grids that share the group share it."""
+    found = _CONVERSATIONS.get(group)
+    if found is None:
+        found = _CONVERSATIONS[group] = Conversation(group, timeout)
+    return found
+
+
+def _timeout_of(group: ProcessGroup) -> float:
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout.total_seconds() if timeout is not None else _DEFAULT_TIMEOUT_S
+
+
+def named(error: Missing, members: Sequence[int], name_of: Callable[[int], int], what: str) -> CommunicationError:
+    """The error that says who was waited for, and at what."""
+    ranks = ", ".join(str(name_of(members[rank])) for rank in error.ranks)
+    return CommunicationError(f"{what}: waited for rank{'s' * (len(error.ranks) > 1)} {ranks}, which {error.why}")

@@ -1,0 +1,332 @@
+"""Do all ranks take the same steps?  What optimizers do, and what weights and gradients are between their steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ndtp.nn.hooks import OF_A_MODULE
+from ndtp.nn.sharded import Sharded
+from ndtp.runtime.arrival import local_shard
+from ndtp.runtime.facts import Fact, content_of, digest
+from ndtp.runtime.points import compare_facts
+from ndtp.runtime.versions import version_of
+
+TRAINS, HOOKED, WANTS, HAS_GRADIENT, STALE, WRITTEN = 1, 2, 1, 2, 4, 8
+_LOOKED_AT = 64  # numbers of a gradient
+_BLOCK = 1 << 20  # words of a weight that are hashed at once
+
+
+@dataclass
+class Parts:
+    """A model's modules and parameters as they are at one moment, in the order of its tree.
+
+    Attributes:
+        flags: of each module and of each parameter, see `Steps.details`.
+        names: of modules on the grid, and the seeds of those that were drawn.
+        parameters: those that there are.
+        versions: of each of these.
+    """
+
+    flags: bytearray = field(default_factory=bytearray)
+    names: list[Any] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    versions: list[Any] = field(default_factory=list)
+
+
+class Steps:
+    """What happened to the weights of one model since it was last called.
+
+    Args:
+        calls: the `SameCalls` of the model.
+
+    Attributes:
+        taken: steps of optimizers that have some of its weights.
+    """
+
+    def __init__(self, calls: Any) -> None:
+        self._calls = calls
+        self.taken = 0
+        self._done: list[Fact] = []
+        self._seen: list[Any] | None = None  # versions of the weights after their last known change
+        self._gradients: list[Any] = []  # and of gradients after the last step
+        self._parts = Parts()
+        self._contents: list[int] | None = None  # hashes of the weights after the last step that was looked at
+        self._due, self._writes = True, 0
+        self._probe: tuple[Any, Any, Tensor] | None = None
+        self._factor: float | Tensor = math.nan
+
+    # ------------------------------------------------------------------------------------------------------ the state
+
+    def state_of(self, model: nn.Module) -> Parts:
+        """All modules and parameters of a model, and how they are."""
+        parts = Parts()
+        _walk(model, parts, is_root=True)
+        parts.versions = [version_of(p) for p in parts.parameters]
+        seen, gradients = self._seen, self._gradients
+        if seen is None or len(seen) != len(parts.versions):
+            seen = parts.versions
+        if len(gradients) != len(seen):
+            gradients = [None] * len(seen)
+        for p, now, before, gradient in zip(parts.parameters, parts.versions, seen, gradients, strict=True):
+            grad = p.grad
+            parts.flags.append(
+                WANTS * p.requires_grad
+                | HAS_GRADIENT * (grad is not None)
+                | STALE * (grad is not None and gradient is not None and _state_of(grad) == gradient)
+                | WRITTEN * (now != before)
+            )
+        if parts.versions != seen:
+            self._writes += 1
+            self._due |= self._writes == 1 or self._writes % self._calls.every == 0
+        self._parts, self._seen = parts, parts.versions
+        return parts
+
+    def details(self) -> list[Fact]:
+        """The state by names."""
+        parts, model = self._parts, self._calls.model
+        flags, facts = iter(parts.flags), []
+        for name, module in model.named_modules(remove_duplicate=False):
+            now, where = next(flags), f" of '{name}'" * bool(name)
+            facts.append(Fact(f"training{where}", bool(now & TRAINS)))
+            facts.append(Fact(f"hooks{where}", "some" if now & HOOKED else "none"))
+            if isinstance(module, Sharded):
+                facts.append(Fact(f"module{where}", f"'{module.name}', seed {module.seed}"))
+        by_parameter = list(flags)
+        for (name, _), now in zip(_in_order(model), by_parameter, strict=True):
+            facts.append(Fact(f"requires_grad of '{name}'", bool(now & WANTS)))
+            kind = "one that was there before the last step" if now & STALE else "one"
+            facts.append(Fact(f"gradient of '{name}' when it was called", kind if now & HAS_GRADIENT else "none"))
+            facts.append(Fact(f"weight '{name}' since the last step", "written to" if now & WRITTEN else "as it was"))
+        return facts
+
+    def facts(self) -> list[Fact]:
+        """What optimizers did since the last call."""
+        done, self._done = self._done, []
+        return [Fact("optimizer steps so far", self.taken), *done]
+
+    # ------------------------------------------------------------------------------------------------------ optimizers
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        self._calls.compare_late()
+        if self._probe is not None:
+            parameter, at, before = self._probe
+            grad = parameter.grad
+            if grad is not None and grad.layout is torch.strided:
+                self._factor = _factor(before, _flat(grad)[at])
+        self._probe = None
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self.taken += 1
+        self._done += _facts_of(optimizer, self.taken)
+        parameters = self._parts.parameters
+        self._seen = [version_of(p) for p in parameters]
+        self._gradients = [None if p.grad is None else _state_of(p.grad) for p in parameters]
+        if self.taken == 1 or self.taken % self._calls.every == 0:
+            self.note_weights()
+
+    def note_gradient(self) -> None:
+        """At the end of a backward: some numbers of a gradient, to see what becomes of them until the step."""
+        with torch.no_grad():
+            for parameter in self._parts.parameters:
+                grad: Any = parameter.grad
+                is_plain = grad is not None and grad.layout is torch.strided and not parameter.is_inference()
+                if not is_plain or not parameter.requires_grad:
+                    continue
+                flat = _flat(grad)
+                if flat.numel():
+                    at = flat[: 16 * _LOOKED_AT].abs().float().topk(min(_LOOKED_AT, len(flat))).indices
+                    self._probe = (parameter, at, flat[at].clone())
+                    return
+
+    def taken_factor(self) -> float:
+        """By what gradients were multiplied between backward and the last step, if by one number; else NaN."""
+        factor, self._factor = float(self._factor), math.nan
+        return factor
+
+    # --------------------------------------------------------------------------------------------------------- weights
+
+    def note_weights(self) -> None:
+        """Remember what weights hold, to see whether they hold it when the model is called next."""
+        if not self._parts.parameters:
+            self.state_of(self._calls.model)
+        self._contents = _contents(self._parts.parameters)
+        self._due = True
+
+    def compare_weights(self, what: str) -> None:
+        """Compare all weights: those that several ranks hold, and which were changed by nobody known.
+
+        At the first call, after a step that was noted, and where they were first written to by others than optimizers.
+        """
+        if not self._due:
+            return
+        self._due = False
+        parameters, before = self._parts.parameters, self._contents
+        now = _contents(parameters)
+        before = before if before is not None and len(before) == len(now) else None
+        known = before is not None and not any(flag & WRITTEN for flag in self._flags())
+        self._contents = None
+        mesh = self._calls.mesh
+        changed = [known and a != b for a, b in zip(before or now, now, strict=True)]
+        every = mesh.mesh_axes
+        axes = [_split_over(p, every) for p in parameters]
+        topics = sorted(set(axes))
+        facts = [
+            Fact(f"all of the weights split over {' '.join(topic) or 'nothing'}",
+                 digest([x for x, own in zip(now, axes, strict=True) if own == topic]), topic)
+            for topic in topics
+            if set(topic) != set(every)
+        ]  # fmt: skip
+        facts.append(Fact("all of the weights that were changed by nobody known", digest(changed)))
+
+        def details() -> list[Fact]:
+            found = []
+            for (name, _), x, own, is_changed in zip(_in_order(self._calls.model), now, axes, changed, strict=True):
+                if set(own) != set(every):
+                    found.append(Fact(f"weight '{name}'", f"hash {x:016x}", own))
+                found.append(Fact(f"weight '{name}' since the last step", "changed" if is_changed else "as it was"))
+            return found
+
+        compare_facts(mesh, f"weights before {what}", facts, details)
+
+    def _flags(self) -> Sequence[int]:
+        return self._parts.flags[-len(self._parts.parameters) :] if self._parts.parameters else ()
+
+
+def _walk(module: nn.Module, parts: Parts, is_root: bool = False) -> None:
+    own = module.__dict__
+    hooked = not is_root and any(own[kind] for kind in OF_A_MODULE)
+    parts.flags.append(TRAINS * module.training | HOOKED * hooked)
+    if isinstance(module, Sharded):
+        parts.names.append((own.get("name"), own.get("seed")))
+    parts.parameters += [p for p in own["_parameters"].values() if p is not None]
+    for child in own["_modules"].values():
+        if child is not None:
+            _walk(child, parts)
+
+
+def _in_order(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by names, in the order of `_walk`."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, p in module._parameters.items():
+            if p is not None:
+                yield f"{prefix}.{key}" if prefix else key, p
+
+
+def _state_of(grad: Tensor) -> tuple[Any, ...]:
+    return id(grad), version_of(grad)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return local_shard(x).detach().reshape(-1)
+
+
+@torch.no_grad()
+def _factor(before: Tensor, now: Tensor) -> float | Tensor:
+    """By what some numbers were multiplied; NaN if not all by one."""
+    ratios = now.double() / before.double()
+    least, most = ratios.min(), ratios.max()
+    factor = torch.where((most - least).abs() <= 1e-2 * ratios.abs().max(), ratios.mean(), math.nan)
+    return float(factor) if factor.device.type == "cpu" else factor
+
+
+def _split_over(parameter: Tensor, every: Sequence[str]) -> tuple[str, ...]:
+    """The axes over which a parameter is split: ranks that differ on these alone hold other parts of it."""
+    placements = getattr(parameter, "placements", None)
+    if placements is None:
+        return ()
+    names = parameter.device_mesh.mesh_dim_names or every  # type: ignore[attr-defined]
+    return tuple(axis for axis, placement in zip(names, placements, strict=True) if not placement.is_replicate())
+
+
+@torch.no_grad()
+def _contents(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """A hash of what each parameter holds on this rank; one transfer from an accelerator."""
+    found = []
+    for parameter in parameters:
+        x = _flat(parameter)
+        if x.is_meta or not x.numel() or x.is_quantized:
+            found.append(torch.zeros((), dtype=torch.int64, device="cpu"))
+            continue
+        data = x.contiguous().view(torch.uint8)
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 8)) if data.numel() % 8 else data
+        words = (data if data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)
+        found.append(torch.stack([content_of(block) for block in words.split(_BLOCK)]).sum())
+    if not found:
+        return []
+    device = found[-1].device
+    mask = (1 << 63) - 1
+    return [int(x) & mask for x in torch.stack([x.to(device) for x in found]).tolist()]
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizers
+
+_WATCHED: WeakSet[Any] = WeakSet()
+_OF_OPTIMIZER: WeakKeyDictionary[Optimizer, tuple[Any, list[Any]]] = WeakKeyDictionary()
+
+
+def watch_steps(calls: Any) -> None:
+    """Let the optimizers of this process tell of the steps that they take with the weights of a model."""
+    _WATCHED.add(calls)
+    _observe()
+
+
+@cache
+def _observe() -> None:
+    register_optimizer_step_pre_hook(_before)  # type: ignore[no-untyped-call]
+    register_optimizer_step_post_hook(_after)  # type: ignore[no-untyped-call]
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for calls in _concerned(optimizer):
+        calls.steps.before_step(optimizer)
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for calls in _concerned(optimizer):
+        calls.steps.after_step(optimizer)
+
+
+def _concerned(optimizer: Optimizer) -> list[Any]:
+    """The models of which an optimizer has weights."""
+    if not _WATCHED or torch.compiler.is_compiling():
+        return []
+    watched = sorted((each for each in _WATCHED if each.is_on and each.is_alive), key=lambda each: each.number)
+    key = (tuple(map(id, watched)), sum(len(group["params"]) for group in optimizer.param_groups))
+    known = _OF_OPTIMIZER.get(optimizer)
+    if known is None or known[0] != key:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = [each for each in watched if any(id(p) in own for p in each.model.parameters())]
+        known = _OF_OPTIMIZER[optimizer] = (key, found)
+    return known[1]
+
+
+def _facts_of(optimizer: Optimizer, number: int) -> list[Fact]:
+    """The settings by which an optimizer has made a step."""
+    kind = type(optimizer).__name__
+    facts = [Fact(f"optimizer of step {number}", kind)]
+    for index, group in enumerate(optimizer.param_groups):
+        of = f" of group {index}" * (len(optimizer.param_groups) > 1)
+        for name, value in group.items():
+            if name == "params":
+                facts.append(Fact(f"optimizer of step {number}: weights{of}", len(value)))
+            elif isinstance(value, Tensor):
+                if value.device.type == "cpu" and value.numel() == 1:
+                    facts.append(Fact(f"optimizer of step {number}: {name}{of}", float(value)))
+            elif isinstance(value, (bool, int, float, str, tuple, type(None))):
+                facts.append(Fact(f"optimizer of step {number}: {name}{of}", value))
+    first = next((p for group in optimizer.param_groups for p in group["params"] if optimizer.state.get(p)), None)
+    count = optimizer.state[first].get("step") if first is not None else None
+    is_there = count.device.type == "cpu" if isinstance(count, Tensor) else isinstance(count, (int, float))
+    if count is not None and is_there:
+        facts.append(Fact(f"optimizer of step {number}: its own count of steps", float(count)))
+    return facts

@@ -1,0 +1,168 @@
+"""What ranks compare of a tensor, a call and a thread: few numbers that tell it from any other, read off cheaply."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_SAMPLE = 4096  # numbers of a tensor of real ones that are looked at
+# Of a multiplicative hash modulo 2^64, see Knuth, "The Art of Computer Programming", 6.4.
+_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+class Fact(NamedTuple):
+    """Something that ranks must have alike.
+
+    Attributes:
+        topic: what it is, in words.
+        value: what is compared, as text; its `repr` is the same wherever it is the same.
+        may_differ: the axes of the grid along which ranks may have others.
+    """
+
+    topic: str
+    value: Any
+    may_differ: tuple[str, ...] = ()
+
+
+class Projection(NamedTuple):
+    """Tensors of real numbers on two lines: equal ones fall together, those that differ by rounding nearly so.
+
+    Attributes:
+        first, second: sums with fixed weights.
+        square: the sum of squares, which says how near is near.
+    """
+
+    first: float = 0.0
+    second: float = 0.0
+    square: float = 0.0
+
+    def __add__(self, other: tuple[Any, ...]) -> Projection:
+        return Projection(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def is_near(self, other: Projection, tolerance: float = 1e-2) -> bool:
+        """Whether both can be of one tensor; what is not finite is near to anything."""
+        scale = math.sqrt(max(self.square, other.square, 0.0)) * tolerance
+        near = abs(self.first - other.first) <= scale and abs(self.second - other.second) <= scale
+        return near or not all(map(math.isfinite, (*self, *other)))
+
+
+def digest(*parts: object) -> int:
+    """63 bits of what parts print as: the same number in every process."""
+    return _number(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest())
+
+
+def _number(eight: bytes) -> int:
+    return int.from_bytes(eight, "little") >> 1
+
+
+@torch.no_grad()
+def hash_of(x: Tensor) -> Tensor | int:
+    """Of all bytes of a tensor of integers; on an accelerator a tensor there, for which nobody waits."""
+    x = x.detach()
+    if x.device.type == "cpu":
+        return _number(hashlib.blake2b(_bytes(x), digest_size=8).digest())
+    words = x.contiguous().flatten()
+    words = words.view(torch.uint8) if words.dtype == torch.bool else words
+    return content_of(words.to(torch.int64))
+
+
+def content_of(words: Tensor) -> Tensor:
+    """A hash of integers of 64 bits and their order, computed where they lie."""
+    mixed = words * (torch.arange(1, 2 * words.numel(), 2, device=words.device) * _MULTIPLIER)
+    return (mixed ^ (mixed >> 29)).sum()
+
+
+@torch.no_grad()
+def projection_of(x: Tensor, place: int = 0) -> Tensor | Projection:
+    """Of a sample of a tensor of real numbers; on an accelerator its three numbers there.
+
+    Args:
+        place: which of several tensors it is.
+    """
+    flat = x.detach().reshape(-1)
+    if flat.numel() > _SAMPLE:
+        flat = flat[:: -(-flat.numel() // _SAMPLE)]
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).flatten()
+    flat = flat.double()
+    first, second = (each.to(flat.device) for each in _weights(flat.numel(), place))
+    sums = torch.stack((flat @ first, flat @ second, flat @ flat))
+    return Projection(*sums.tolist()) if x.device.type == "cpu" else sums
+
+
+@cache
+def _weights(count: int, place: int) -> tuple[Tensor, Tensor]:
+    at = torch.arange(count, dtype=torch.float64, device="cpu")
+    return torch.cos(at * 1.618 + place + 1), torch.cos(at * at * 0.707 + 2 * place + 2)
+
+
+def _bytes(x: Tensor) -> Any:
+    return x.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def leaves_of(given: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What is in arguments, by names: tensors, plain values, and of other things their kinds."""
+    if isinstance(given, Mapping):
+        for key, value in given.items():
+            yield from leaves_of(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(given, (list, tuple)):
+        for index, value in enumerate(given):
+            yield from leaves_of(value, f"{name}[{index}]" if name else f"argument {index}")
+    elif isinstance(given, (Tensor, *PLAIN)):
+        yield name, given
+    else:
+        length = getattr(given, "get_seq_length", None)  # a cache of keys and values
+        yield name, f"{type(given).__name__}{'' if length is None else f' of {_length(length)}'}"
+
+
+def _length(length: Any) -> str:
+    try:
+        return str(length())
+    except Exception:
+        return "unknown length"
+
+
+def form_of(x: Tensor) -> str:
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device.type}"
+
+
+def thread_facts(device_type: str) -> list[Fact]:
+    """Modes of torch that decide what a call computes."""
+    devices = ("cpu",) if device_type == "cpu" else ("cpu", device_type)
+    casts = [
+        f"{device} {torch.get_autocast_dtype(device)}" if torch.is_autocast_enabled(device) else f"{device} off"
+        for device in devices
+    ]
+    return [
+        Fact("grad mode", torch.is_grad_enabled()),
+        Fact("inference mode", torch.is_inference_mode_enabled()),
+        Fact("autocast", ", ".join(casts)),
+        Fact("precision of float32 products", torch.get_float32_matmul_precision()),
+        Fact("deterministic algorithms", torch.are_deterministic_algorithms_enabled()),
+    ]
+
+
+def random_state(device_type: str) -> bytes:
+    """Of torch's generators: another one after every draw."""
+    state = torch.default_generator.get_state().numpy().tobytes()
+    if device_type == "cuda" and torch.cuda.is_initialized():
+        state += torch.cuda.get_rng_state().numpy().tobytes()
+    return state
+
+
+def short(state: bytes) -> str:
+    return hashlib.blake2b(state, digest_size=4).hexdigest()
+
+
+def number_of(words: Sequence[float]) -> tuple[int, ...]:
+    """Real numbers as integers of their bits, for a row of integers."""
+    import struct
+
+    return struct.unpack(f"<{len(words)}q", struct.pack(f"<{len(words)}d", *words))

@@ -1,0 +1,336 @@
+"""`Point`: where a rank is in its program, and what it has there; all ranks of a grid compare theirs.
+
+A point comes before the collectives that depend on it: ranks that mean different things learn of it there, each with
+what all others have, instead of waiting for one another in collectives of different sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from ndtp.algebra.grid import Grid
+from ndtp.collectives.axis_groups import AxisGroups
+from ndtp.collectives.board import WORDS, Missing, Row
+from ndtp.collectives.conversation import Conversation, conversation_of, named
+from ndtp.collectives.turns import TURN
+from ndtp.errors import MismatchError
+from ndtp.runtime.facts import Fact, Projection, digest
+
+SHOWN = 6  # kinds of topics of an error
+SUMMARY = "all of "  # begins topics that others take apart
+FIXES = (  # by the beginning of a topic
+    ("input", "the same rows on all ranks, but for those of another {axes}: a DistributedSampler takes "
+     "num_replicas= and rank= of {axes} alone, and is left out where the grid has no such axis"),
+    ("random", "torch.manual_seed with one seed on all of these ranks, and nothing drawn on one of them alone"),
+    ("training", "model.train() or model.eval() on every rank"),
+    ("optimizer", "the same optimizer with the same settings on every rank"),
+    ("gradient of", "optimizer.zero_grad() on every rank, or on none"),
+    ("requires_grad", "freeze the same parameters on every rank"),
+    ("weight", "change weights on every rank alike, and load the same checkpoint everywhere"),
+    ("factor", "scale and clip gradients alike on every rank"),
+    ("grid", "the same grid with the same options on every rank"),
+    ("setting", "the same config of the model on every rank"),
+    ("how it was split", "parallelize with the same arguments on every rank"),
+    ("backward", "the same calls in the same order on every rank"),
+    ("accumulating", "mesh.accumulate() around the same calls on every rank"),
+    ("grad mode", "torch.no_grad() and torch.inference_mode() around the same calls on every rank"),
+    ("inference mode", "torch.no_grad() and torch.inference_mode() around the same calls on every rank"),
+    ("autocast", "torch.autocast around the same calls on every rank"),
+    ("module", "the same modules in the same order on every rank"),
+    ("hooks", "the same hooks on every rank"),
+    ("what", "the same calls in the same order on every rank"),
+)  # fmt: skip
+
+
+class Compared(Protocol):
+    """What points ask of a `ProcessGrid`."""
+
+    grid: Grid
+    global_ranks: list[int] | None
+    groups: AxisGroups
+
+    def describe(self, axes: Sequence[str] = ()) -> str: ...
+
+
+@dataclass
+class Point:
+    """
+    Attributes:
+        what: where in the program it is.
+        facts: what is compared exactly.
+        numbers: what is compared up to rounding, by topic, among ranks that have the same rows.
+        factor: of gradients, by which all ranks scale theirs; NaN where a rank cannot tell.
+        details: more facts, told where a digest among `facts` differs.
+    """
+
+    what: str
+    facts: list[Fact]
+    numbers: dict[str, Projection] = field(default_factory=dict)
+    factor: float = math.nan
+    details: Callable[[], list[Fact]] = list
+
+    def row(self) -> Row:
+        alike = digest(self.what, [fact[:2] for fact in self.facts if not fact[2]])
+        of_rows = digest([fact[:2] for fact in self.facts if fact[2]])
+        total = sum(self.numbers.values(), Projection())
+        bits = struct.unpack("<4q", struct.pack("<4d", *total, self.factor))
+        return (alike, of_rows, *bits, *(0,) * (WORDS - 6))
+
+    def told(self) -> str:
+        """All of it, for ranks that have another."""
+        return json.dumps(
+            {
+                "what": self.what,
+                "facts": [(fact.topic, _text(fact.value), fact.may_differ) for fact in [*self.facts, *self.details()]],
+                "numbers": self.numbers,
+                "factor": self.factor,
+            }
+        )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def compare(mesh: Compared, point: Point, rows_differ: Sequence[str] = ()) -> None:
+    """Compare a point with those of all ranks of the grid.
+
+    Args:
+        rows_differ: the axes along which ranks have rows of their own.
+
+    Raises:
+        MismatchError: names all that differs, on every rank.
+        CommunicationError: names ranks that have ended, or come to no point until the timeout.
+    """
+    conversation = mesh.groups.conversation()
+    if conversation is None:
+        return
+    with Speaking(conversation, point.what):
+        rows = _heard(mesh, conversation, lambda: conversation.exchange(point.row()), point.what)
+        if all(row == rows[0] for row in rows) or _is_alike(rows, _places(mesh, conversation, rows_differ)):
+            return
+        texts = _heard(mesh, conversation, lambda: conversation.texts(point.told()), point.what)
+    told = [json.loads(text) for text in texts]
+    raise MismatchError(message(told, mesh.grid, _ranks(mesh, conversation), tuple(rows_differ)))
+
+
+def compare_facts(mesh: Compared, what: str, facts: Sequence[Fact], details: Callable[[], list[Fact]]) -> None:
+    """Compare facts that may differ along axes of their own.
+
+    Args:
+        details: the facts that name what differs.
+    """
+    conversation = mesh.groups.conversation()
+    if conversation is None:
+        return
+    with Speaking(conversation, what):
+        ranks = _ranks(mesh, conversation)
+        for point_of in (lambda: Point(what, list(facts)), lambda: Point(what, details())):
+            text = point_of().told()
+            texts = _heard(mesh, conversation, lambda text=text: conversation.texts(text), what)  # type: ignore[misc]
+            told = [json.loads(text) for text in texts]
+            if not differences(told, mesh.grid, ranks, ()):
+                return
+    raise MismatchError(message(told, mesh.grid, ranks, ()))
+
+
+def compare_grids(described: str) -> None:
+    """Compare what ranks of the world make, before they make process groups of it.
+
+    Raises:
+        MismatchError: names all who make another one, on every rank.
+    """
+    world = dist.group.WORLD
+    if world is None or world.size() == 1 or dist.get_backend() != "gloo":
+        return
+    conversation, point = conversation_of(world, None), Point("making of a ProcessGrid", [Fact("grid", described)])
+    try:
+        rows = conversation.exchange(point.row())
+        if any(row != rows[0] for row in rows):
+            told = [json.loads(text) for text in conversation.texts(point.told())]
+            raise MismatchError(message(told, Grid(rank=world.size()), list(range(world.size())), ()))
+    except Missing as error:
+        raise named(error, conversation.members, int, f"rank {dist.get_rank()} at the {point.what}") from error
+
+
+class Speaking:
+    """One thread of a rank at a time is in a call, or a backward, of those that a conversation belongs to.
+
+    Parts of a batch that run in turns count as one thread.
+
+    Raises:
+        MismatchError: another thread is.
+    """
+
+    def __init__(self, conversation: Conversation, what: str) -> None:
+        self.conversation, self.what = conversation, what
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *error: Any) -> None:
+        self.end()
+
+    def begin(self) -> None:
+        turn, conversation = TURN.get(), self.conversation
+        me: Any = threading.current_thread() if turn is None else turn.turns
+        with conversation.lock:
+            speaker = conversation.speaker
+            if speaker is not None and speaker[0] is not me and getattr(speaker[0], "is_alive", lambda: True)():
+                raise MismatchError(
+                    f"two threads call split models on one process group: one is at the {speaker[1]}, another one "
+                    f"begins the {self.what}; their collectives would start in another order on every rank\n"
+                    "  fix: call them one after the other, in one order on every rank, or give each thread's grid "
+                    "groups of its own: ProcessGrid(grid, timeout=...)"
+                )
+            count = 0 if speaker is None else speaker[2]
+            conversation.speaker = (me, self.what, count + 1)
+
+    def end(self) -> None:
+        with self.conversation.lock:
+            speaker = self.conversation.speaker
+            if speaker is not None:
+                self.conversation.speaker = (*speaker[:2], speaker[2] - 1) if speaker[2] > 1 else None
+
+
+def _heard(mesh: Compared, conversation: Conversation, ask: Callable[[], Any], what: str) -> Any:
+    try:
+        return ask()
+    except Missing as error:
+        name_of = (mesh.global_ranks or []).index
+        raise named(error, conversation.members, name_of, f"{mesh.describe()} at the {what}") from error
+
+
+def _ranks(mesh: Compared, conversation: Conversation) -> list[int]:
+    """The rank on the grid of each member."""
+    assert mesh.global_ranks is not None
+    return [mesh.global_ranks.index(member) for member in conversation.members]
+
+
+def _places(mesh: Compared, conversation: Conversation, axes: Sequence[str]) -> list[tuple[int, ...]]:
+    coordinates = map(mesh.grid.coordinate, _ranks(mesh, conversation))
+    return [tuple(coordinate[axis] for axis in axes) for coordinate in coordinates]
+
+
+def _is_alike(rows: Sequence[Row], places: Sequence[tuple[int, ...]]) -> bool:
+    first: dict[tuple[int, ...], tuple[int, Projection]] = {}
+    factors = []
+    for row, place in zip(rows, places, strict=True):
+        *numbers, factor = struct.unpack("<4d", struct.pack("<4q", *row[2:6]))
+        of_rows, near = first.setdefault(place, (row[1], Projection(*numbers)))
+        if row[0] != rows[0][0] or row[1] != of_rows or not near.is_near(Projection(*numbers)):
+            return False
+        factors.append(factor)
+    return not _are_far(factors)
+
+
+def _are_far(factors: Sequence[float]) -> bool:
+    known = [factor for factor in factors if math.isfinite(factor)]
+    return bool(known) and max(known) - min(known) > 2e-2 * max(map(abs, known))
+
+
+# ------------------------------------------------------------------------------------------------------------- naming
+
+
+def differences(
+    told: Sequence[Mapping[str, Any]], grid: Grid, ranks: Sequence[int], rows_differ: Sequence[str]
+) -> list[tuple[str, str]]:
+    """What ranks have otherwise than others: topics, and who has what."""
+    order = sorted(range(len(told)), key=lambda i: ranks[i])
+    told, ranks = [told[i] for i in order], [ranks[i] for i in order]
+    whats = [each["what"] for each in told]
+    if len(set(whats)) > 1:
+        return [("what", _who(ranks, [f"the {what}" for what in whats], "is at", "are at"))]
+    found = []
+    tables = [{topic: (text, tuple(axes)) for topic, text, axes in each["facts"]} for each in told]
+    for topic in dict.fromkeys(topic for table in tables for topic in table):
+        axes = next(table[topic][1] for table in tables if topic in table)
+        values = [table.get(topic, ("nothing", ()))[0] for table in tables]
+        found += _among(grid, ranks, axes, topic, values)
+    for topic in dict.fromkeys(topic for each in told for topic in each["numbers"]):
+        points = [Projection(*each["numbers"].get(topic, (math.inf,) * 3)) for each in told]
+        values = [_nearest(i, points) for i in range(len(points))]
+        found += _among(grid, ranks, tuple(rows_differ), topic, values)
+    factors = [each["factor"] for each in told]
+    if _are_far(factors):
+        texts = ["unknown" if math.isnan(each) else f"{each:.3g}" for each in factors]
+        found.append(("factor of gradients between backward and the optimizer", _who(ranks, texts)))
+    return found
+
+
+def _nearest(i: int, points: Sequence[Projection]) -> str:
+    """What ranks with nearly the same numbers all print."""
+    first = next(point for point in points if point.is_near(points[i]))
+    return f"norm {math.sqrt(max(first.square, 0.0)):.6g} ({first.first:.4g}, {first.second:.4g})"
+
+
+def _among(
+    grid: Grid, ranks: Sequence[int], axes: Sequence[str], topic: str, values: Sequence[str]
+) -> list[tuple[str, str]]:
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, rank in enumerate(ranks):
+        coordinate = grid.coordinate(rank)
+        groups.setdefault(tuple(coordinate.get(axis, 0) for axis in axes), []).append(i)
+    return [
+        (topic, _who([ranks[i] for i in group], [values[i] for i in group]))
+        for group in groups.values()
+        if len({values[i] for i in group}) > 1
+    ]
+
+
+def _who(ranks: Sequence[int], values: Sequence[str], one: str = "has", more: str = "have") -> str:
+    """Who has what; what most have comes last."""
+    common = [value for value, _ in Counter(values).most_common()][::-1]
+    parts = []
+    for value in common:
+        own = [rank for rank, each in zip(ranks, values, strict=True) if each == value]
+        parts.append(f"rank{'s' * (len(own) > 1)} {_spans(own)} {more if len(own) > 1 else one} {value}")
+    return ", ".join(parts)
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """`0-2, 4`."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def _kind(topic: str) -> str:
+    """What topics of one kind have in common: all but a name."""
+    return re.sub(r"'.*?'|group \d+|[\w.\[\]]+(?=: values)", "", topic).strip()
+
+
+def message(told: Sequence[Mapping[str, Any]], grid: Grid, ranks: Sequence[int], rows_differ: tuple[str, ...]) -> str:
+    found = differences(told, grid, ranks, rows_differ)
+    if not found:
+        return f"ranks of grid {grid} disagree at the {told[0]['what']}, on what none of them can name"
+    if found[0][0] == "what":
+        return f"ranks of grid {grid} are at different points: {found[0][1]}\n  fix: {FIXES[-1][1]}"
+    found = [entry for entry in found if not entry[0].startswith(SUMMARY)] or found
+    kinds = Counter(_kind(topic) for topic, _ in found)
+    firsts = {_kind(topic): f"  {topic}: {who}" for topic, who in reversed(found)}
+    lines = [
+        firsts[kind] + (f"\n    and {kinds[kind] - 1} more like it" if kinds[kind] > 1 else "")
+        for kind in list(kinds)[:SHOWN]
+    ]
+    if len(kinds) > SHOWN:
+        lines.append(f"  and {len(kinds) - SHOWN} other kinds")
+    axes = " ".join(rows_differ) or "dp"
+    fixes = (fix for topic, _ in found for begins, fix in FIXES if topic.startswith(begins))
+    lines += [f"  fix: {fix.format(axes=axes)}" for fix in islice(fixes, 1)]
+    return f"ranks of grid {grid} disagree at the {told[0]['what']}:\n" + "\n".join(lines)
