@@ -107,7 +107,7 @@ def parallelize(
         example: what the model is called with, a tensor, a tuple or a mapping, where it is none that is recognised:
             one run with it, on tensors without memory, shows what shares an input and what is added to what.
         check: whether all ranks compare what they call the model with, and the steps of its optimizers; default: unless
-            `ProcessGrid(check=False)`.  See docs/train.md, "Do all ranks do the same?".
+            `ProcessGrid(check=False)`.  See docs/same-on-all-ranks.md.
         check_every: optimizer steps from one comparison of all weights to the next one.
 
     Raises:

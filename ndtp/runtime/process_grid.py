@@ -52,7 +52,7 @@ class ProcessGrid:
             a new grid works after a group was lost to a peer that came too late.  On gloo they end with the grid.  What
             DTensor sends for parameters, such as `full_tensor`, goes over groups that grids of one timeout share.
         check: what ranks compare, so that those which deviate are named on every rank in a `MismatchError`.  Default:
-            the calls of split models, their backwards and optimizer steps (docs/train.md, "Do all ranks do the same?");
+            the calls of split models, their backwards and optimizer steps (docs/same-on-all-ranks.md);
             it costs microseconds.  True: also plan, shapes and dtypes of every product, by one small all-gather each:
             for tests and debugging.  False: nothing.
         gemm: what multiplies on each rank: "torch", or "kernels" for those of `ndtp_kernels` (Triton on a GPU).  Their
