@@ -39,6 +39,8 @@ from ndtp.runtime.points import Point, Speaking, compare
 from ndtp.runtime.process_grid import ProcessGrid
 
 _NUMBERS = count()  # models that ranks split in the same order have the same
+# What `save_pretrained` leaves in the config of the rank that saves.
+SAVED = {"architectures", "transformers_version", "dtype", "torch_dtype", "auto_map", "name_or_path"}
 SELDOM = 16  # calls without gradients for each that looks at all modules
 
 
@@ -179,7 +181,7 @@ class SameCalls:
         config: Any = getattr(self.model, "config", None)
         facts = [Fact("setting of attention", getattr(config, "_attn_implementation", None))]
         if hasattr(config, "to_dict") and (number - 1) % self.every == 0:
-            plain = {key: value for key, value in config.to_dict().items() if not key.startswith("_")}
+            plain = _settings_in(config.to_dict())
             facts += [Fact(f"setting {key} of its config", repr(value)) for key, value in sorted(plain.items())]
         return facts
 
@@ -287,6 +289,13 @@ def _named(kind: Any, args: Sequence[Any]) -> dict[str, Any]:
     """Positional arguments of a module's forward, by their names."""
     names = _names_of(kind)
     return {names[i] if i < len(names) else f"argument {i}": value for i, value in enumerate(args)}
+
+
+def _settings_in(config: dict[str, Any]) -> dict[str, Any]:
+    """Of a config, all but what a rank writes there when it saves the model."""
+    kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in SAVED}
+    return {key: _settings_in(value) if isinstance(value, dict) and key.endswith("config") else value
+            for key, value in kept.items()}  # fmt: skip
 
 
 def _tensors_of(output: Any) -> list[tuple[str, Tensor]]:
