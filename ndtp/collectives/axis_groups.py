@@ -110,9 +110,7 @@ class AxisGroups:
             self._conversation = conversation_of(group, self.seconds)
         return self._conversation
 
-    def _make(
-        self, axes: tuple[str, ...], direction: str, is_own: bool, backend: str | None = None
-    ) -> ProcessGroup:
+    def _make(self, axes: tuple[str, ...], direction: str, is_own: bool, backend: str | None = None) -> ProcessGroup:
         backend = backend or self.backend
         if self.global_ranks is None:
             raise GridError(f"grid {self.grid} has one rank and no process groups")

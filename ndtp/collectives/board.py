@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ndtp.collectives.symmetric.windows import is_alive
-from ndtp.errors import CommunicationError
 
 WORDS = 8
 _CELL = struct.Struct(f"<{WORDS + 2}q")  # number, words, and a sum that tells a row from half of one
@@ -44,7 +43,7 @@ class Board:
         """The rows that all ranks show with this one, in their order.
 
         Raises:
-            CommunicationError: names the ranks that have ended, or have shown nothing until the timeout.
+            Missing: names the ranks that have ended, or have shown nothing until the timeout.
         """
         self.count += 1
         count, turn = self.count, self.count % 2 * len(self.processes)
@@ -75,7 +74,7 @@ class Board:
             raise Missing(gone or missing, "have ended" if gone else f"have not come in {waited:.0f} s")
 
 
-class Missing(CommunicationError):
+class Missing(RuntimeError):
     """Ranks of a group that are waited for in vain.
 
     Attributes:
@@ -85,7 +84,8 @@ class Missing(CommunicationError):
 
     def __init__(self, ranks: Sequence[int], why: str) -> None:
         super().__init__(f"ranks {', '.join(map(str, ranks))} of the group {why}")
-        self.ranks, self.why = list(ranks), why
+        self.ranks: list[int] = list(ranks)
+        self.why = why
 
 
 def _sum_of(count: int, words: Sequence[int]) -> int:

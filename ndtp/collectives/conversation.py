@@ -7,7 +7,6 @@ start different collectives learn of it before either waits for the other.  It i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 from ndtp.collectives.board import WORDS, Board, Missing, Row, shared_board
 from ndtp.collectives.labels import ASIDE, LABEL
-from ndtp.errors import CommunicationError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,9 +111,3 @@ def _timeout_of(group: ProcessGroup) -> float:
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout.total_seconds() if timeout is not None else _DEFAULT_TIMEOUT_S
-
-
-def named(error: Missing, members: Sequence[int], name_of: Callable[[int], int], what: str) -> CommunicationError:
-    """The error that says who was waited for, and at what."""
-    ranks = ", ".join(str(name_of(members[rank])) for rank in error.ranks)
-    return CommunicationError(f"{what}: waited for rank{'s' * (len(error.ranks) > 1)} {ranks}, which {error.why}")

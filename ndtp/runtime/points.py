@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from ndtp.algebra.grid import Grid
 from ndtp.collectives.axis_groups import AxisGroups
-from ndtp.collectives.board import WORDS, Missing, Row
-from ndtp.collectives.conversation import Conversation, conversation_of, named
+from ndtp.collectives.board import WORDS, Row
+from ndtp.collectives.conversation import Conversation
+from ndtp.collectives.labels import Label
 from ndtp.collectives.turns import TURN
+from ndtp.collectives.watch import Watch
 from ndtp.errors import MismatchError
 from ndtp.runtime.facts import Fact, Projection, digest
 
@@ -39,7 +39,6 @@ FIXES = (  # by the beginning of a topic
     ("requires_grad", "freeze the same parameters on every rank"),
     ("weight", "change weights on every rank alike, and load the same checkpoint everywhere"),
     ("factor", "scale and clip gradients alike on every rank"),
-    ("grid", "the same grid with the same options on every rank"),
     ("setting", "the same config of the model on every rank"),
     ("how it was split", "parallelize with the same arguments on every rank"),
     ("backward", "the same calls in the same order on every rank"),
@@ -145,25 +144,6 @@ def compare_facts(mesh: Compared, what: str, facts: Sequence[Fact], details: Cal
     raise MismatchError(message(told, mesh.grid, ranks, ()))
 
 
-def compare_grids(described: str) -> None:
-    """Compare what ranks of the world make, before they make process groups of it.
-
-    Raises:
-        MismatchError: names all who make another one, on every rank.
-    """
-    world = dist.group.WORLD
-    if world is None or world.size() == 1 or dist.get_backend() != "gloo":
-        return
-    conversation, point = conversation_of(world, None), Point("making of a ProcessGrid", [Fact("grid", described)])
-    try:
-        rows = conversation.exchange(point.row())
-        if any(row != rows[0] for row in rows):
-            told = [json.loads(text) for text in conversation.texts(point.told())]
-            raise MismatchError(message(told, Grid(rank=world.size()), list(range(world.size())), ()))
-    except Missing as error:
-        raise named(error, conversation.members, int, f"rank {dist.get_rank()} at the {point.what}") from error
-
-
 class Speaking:
     """One thread of a rank at a time is in a call, or a backward, of those that a conversation belongs to.
 
@@ -205,11 +185,8 @@ class Speaking:
 
 
 def _heard(mesh: Compared, conversation: Conversation, ask: Callable[[], Any], what: str) -> Any:
-    try:
+    with Watch(mesh.describe, Label((what,), "point", "comparison", ()), conversation.members, records=False):
         return ask()
-    except Missing as error:
-        name_of = (mesh.global_ranks or []).index
-        raise named(error, conversation.members, name_of, f"{mesh.describe()} at the {what}") from error
 
 
 def _ranks(mesh: Compared, conversation: Conversation) -> list[int]:

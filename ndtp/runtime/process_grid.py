@@ -28,7 +28,6 @@ from ndtp.runtime.grid_options import check_device_type, check_options, checked_
 from ndtp.runtime.interleave import interleave
 from ndtp.runtime.late_gradients import late_gradients_of
 from ndtp.runtime.list_operations import count_list_operations
-from ndtp.runtime.points import compare_grids
 from ndtp.runtime.program import Programs
 from ndtp.runtime.step_state import StepState
 
@@ -113,9 +112,6 @@ class ProcessGrid:
             ring_bytes=ring_bytes, check=check, high_priority=high_priority, register_buffers=register_buffers,
         )  # fmt: skip
         global_ranks, given = _bound or (_world_ranks(grid), {})
-        if _bound is None and global_ranks is not None:
-            options = f"check={check}, timeout={timeout}, gemm={gemm}, collectives={collectives}, max_ctas={max_ctas}"
-            compare_grids(f"{grid}; {options}, groups_per_axis={groups_per_axis}")
         self.grid = grid
         self.check = check
         self.high_priority, self.max_ctas = high_priority, max_ctas

@@ -29,7 +29,7 @@ def link(name):
 
 
 def test_all_ranks_hear_all(ranks):
-    assert ranks(3).run(exchanges) == [2, 2, 2], "one for each board: of the world, and of the grid"
+    assert ranks(3).run(exchanges) == [1, 1, 1], "one for the board of the grid"
 
 
 def test_one_that_does_not_come_is_named():

@@ -186,18 +186,6 @@ def test_comparing_is_no_traffic(ranks):
     assert compared == alone > 0
 
 
-def other_grids():
-    try:
-        ProcessGrid(Grid(x=2) if torch.distributed.get_rank() else Grid(y=2))
-    except MismatchError as error:
-        return str(error)
-
-
-def test_other_grids_are_named_before_groups_are_made(ranks):
-    found = ranks(2).run(other_grids)
-    assert found[0] == found[1] and _found(found[0], "grid: rank 1 has x=2; .*, rank 0 has y=2|rank 0 has y=2.*rank 1")
-
-
 def in_two_threads():
     """The second thread comes while the first one is in its call."""
     mesh = ProcessGrid(Grid(x=2), timeout=60)
