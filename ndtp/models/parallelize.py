@@ -106,8 +106,8 @@ def parallelize(
         strict: nothing to replace is an error.
         example: what the model is called with, a tensor, a tuple or a mapping, where it is none that is recognised:
             one run with it, on tensors without memory, shows what shares an input and what is added to what.
-        check: whether all ranks compare what they call the model with, and the steps of its optimizers; default: unless
-            `ProcessGrid(check=False)`.  See docs/same-on-all-ranks.md.
+        check: whether all ranks compare what they call the model with, and the steps of its optimizers; default: no.
+            See docs/same-on-all-ranks.md.
         check_every: optimizer steps from one comparison of all weights to the next one.
 
     Raises:
@@ -162,7 +162,9 @@ def parallelize(
             any_model.run()
             report.replaced, report.kept, report.split = any_model.replaced, any_model.kept, any_model
             report.carried = theirs.bring(model, mesh)
-            return _reported(model, mesh, report, count, any_model.linears, strict)
+            _reported(model, mesh, report, count, any_model.linears, strict)
+            compare_calls(model, mesh, any_model.context.data, scheme, check, check_every)
+            return model
         pairs = [pair for pair in found if not any(_is_in(pair.up, name) for name in stacks)]
     else:
         pairs = pairs_by_name(model, {name: value for name, value in plan.items() if isinstance(value, str)})

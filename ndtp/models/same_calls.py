@@ -321,6 +321,7 @@ def compare_calls(
     Args:
         rows: the axes along which ranks have rows of their own.
         scheme: by which it was split.
+        check: whether they compare at all.
 
     Raises:
         ValueError: `every` is no positive number.
@@ -328,7 +329,7 @@ def compare_calls(
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"parallelize: check_every={every!r} is not an integer of at least 1")
     hooked = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
-    if check is False or any(isinstance(each, SameCalls) for each in hooked):
+    if not check or any(isinstance(each, SameCalls) for each in hooked):
         return
     report = vars(model).get("ndtp_report")
     how = [f"{name} {what}" for name, what in getattr(report, "replaced", {}).items()]

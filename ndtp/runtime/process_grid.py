@@ -50,10 +50,9 @@ class ProcessGrid:
             torch's watchdog enforces it.  A grid that is given one has process groups of its own, others share theirs:
             a new grid works after a group was lost to a peer that came too late.  On gloo they end with the grid.  What
             DTensor sends for parameters, such as `full_tensor`, goes over groups that grids of one timeout share.
-        check: what ranks compare, so that those which deviate are named on every rank in a `MismatchError`.  Default:
-            the calls of split models, their backwards and optimizer steps; docs/same-on-all-ranks.md says what it
-            costs.  True: also plan, shapes and dtypes of every product, by one small all-gather each: for tests and
-            debugging.  False: nothing.
+        check: whether ranks compare plan, shapes and dtypes of every product, by one small all-gather each, so that
+            those which deviate are named on every rank in a `MismatchError`: for tests and debugging.  Default: no.
+            `parallelize(check=True)` compares calls of models instead.
         gemm: what multiplies on each rank: "torch", or "kernels" for those of `ndtp_kernels` (Triton on a GPU).  Their
             table must be the same on all ranks, which is checked here.
         collectives: who moves tensors: "torch" (gloo or NCCL), or "symmetric": every rank copies out of the memory of

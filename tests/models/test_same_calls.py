@@ -80,7 +80,7 @@ def raised(kind, mesh, is_odd):
 def train(mesh, odd, kind):
     torch.manual_seed(0)
     model = Tiny(0.5 if kind == "seed" else 0.0)
-    ndtp.parallelize(model, mesh, {"up": "up", "down": "down"}, scheme="1d")
+    ndtp.parallelize(model, mesh, {"up": "up", "down": "down"}, scheme="1d", check=True)
     parameters = list(model.parameters())[odd("fewer weights") :]
     kinds = torch.optim.Adam if odd("optimizer") else torch.optim.SGD
     more = {"momentum": 0.9} if odd("momentum") else {}
@@ -146,11 +146,11 @@ def _found(text, pattern):
 
 
 def trains_in_silence():
-    """Ranks of other `dp` have other rows and shapes; what has no effect may differ; `check=False` looks at nothing."""
+    """Ranks of other `dp` have other rows; what has no effect may differ; without `check=True` all may."""
     for axes, scheme in (({"dp": 2}, "3d"), ({"x": 2}, "1d")):
         mesh = ProcessGrid(Grid(axes), timeout=60)
         torch.manual_seed(0)
-        model = ndtp.parallelize(Tiny(), mesh, {"up": "up", "down": "down"}, scheme=scheme)
+        model = ndtp.parallelize(Tiny(), mesh, {"up": "up", "down": "down"}, scheme=scheme, check=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             mine = mesh.rank if "dp" in axes else 0
@@ -159,7 +159,7 @@ def trains_in_silence():
             model(ids, ids).backward()
             optimizer.step()
             optimizer.zero_grad()
-    mesh = ProcessGrid(Grid(x=2), timeout=60, check=False)
+    mesh = ProcessGrid(Grid(x=2), timeout=60)
     torch.manual_seed(0)
     model = ndtp.parallelize(Tiny(), mesh, {"up": "up", "down": "down"}, scheme="1d")
     model(torch.full((2, 8), mesh.rank), torch.full((2, 8), 0)).backward()
@@ -171,10 +171,10 @@ def test_what_may_differ_is_no_disagreement(ranks):
 
 def bytes_of_a_step():
     counted = []
-    for check in (None, False):
-        mesh = ProcessGrid(Grid(x=2), check=check, timeout=60)
+    for check in (True, False):
+        mesh = ProcessGrid(Grid(x=2), timeout=60)
         torch.manual_seed(0)
-        model = ndtp.parallelize(Tiny(), mesh, {"up": "up", "down": "down"}, scheme="1d")
+        model = ndtp.parallelize(Tiny(), mesh, {"up": "up", "down": "down"}, scheme="1d", check=check)
         with ndtp.CommMeter() as meter:
             model(torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long)).backward()
         counted.append(meter.volume.total)
@@ -190,7 +190,7 @@ def in_two_threads():
     """The second thread comes while the first one is in its call."""
     mesh = ProcessGrid(Grid(x=2), timeout=60)
     torch.manual_seed(0)
-    models = [ndtp.parallelize(Tiny(), mesh, {"up": "up", "down": "down"}, scheme="1d") for _ in range(2)]
+    models = [ndtp.parallelize(Tiny(), mesh, {"up": "up", "down": "down"}, scheme="1d", check=True) for _ in range(2)]
     ids, said = torch.zeros(2, 8, dtype=torch.long), []
 
     def second():
