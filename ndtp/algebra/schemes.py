@@ -42,6 +42,20 @@ class BlockLayouts:
         return BlockLayouts(*(layout.refine(**axes) for layout in each))
 
 
+def known_scheme(scheme: str) -> None:
+    """Whether there is a scheme of this name.
+
+    Raises:
+        LayoutError: there is none; with the one that was meant.
+    """
+    if scheme in SCHEMES:
+        return
+    said = "".join(filter(str.isalnum, str(scheme).lower()))
+    meant = {"".join(filter(str.isalnum, name)): name for name in SCHEMES}.get(said) or MEANT.get(said)
+    fix = f"\n  fix: scheme={meant!r}" if meant else ""
+    raise LayoutError(f"scheme {scheme!r} is not one of {', '.join(SCHEMES)}{fix}")
+
+
 def block_layouts(grid: Grid, scheme: str, axes: Sequence[str] | None = None) -> BlockLayouts:
     """The layouts of a block under a named scheme.
 
@@ -64,8 +78,7 @@ def block_layouts(grid: Grid, scheme: str, axes: Sequence[str] | None = None) ->
         LayoutError: an unknown scheme, axes that are not there, a grid that has none of the scheme's axes, or a 2D
             scheme on a grid with z > 1.
     """
-    if scheme not in SCHEMES:
-        raise LayoutError(f"scheme {scheme!r} is not one of {', '.join(SCHEMES)}")
+    known_scheme(scheme)
     count = {"1d": None, "2d": 2, "3d": 3}[scheme[:2]]
     if axes is None:
         named = [axis if axis in grid else None for axis in TENSOR_AXES]
@@ -149,3 +162,7 @@ SCHEMES: dict[str, Callable[..., tuple[Dims, ...]]] = {
     "2d-features": _two_features,
     "3d": _three,
 }
+MEANT = {  # by what other libraries and papers call them
+    "megatron": "1d", "tp": "1d", "tensor": "1d", "sp": "1d-sp", "sequence": "1d-sp", "megatronsp": "1d-sp",
+    "summa": "2d", "cube": "3d", "agarwal": "3d",
+}  # fmt: skip

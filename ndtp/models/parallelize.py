@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
-from ndtp.algebra.schemes import BlockLayouts, block_layouts
+from ndtp.algebra.schemes import BlockLayouts, block_layouts, known_scheme
 from ndtp.errors import LayoutError
 from ndtp.models.any_model import AnyModel
 from ndtp.models.auto import best_grid, best_layouts, request_for
@@ -39,7 +40,11 @@ from ndtp.nn.padding import (
 )
 from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
+from ndtp.runtime.given_mesh import given_mesh
 from ndtp.runtime.process_grid import ProcessGrid
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,7 +64,7 @@ def _whatever_the_default_device(function: Callable[P, R]) -> Callable[P, R]:
 @_whatever_the_default_device
 def parallelize(
     model: nn.Module,
-    mesh: ProcessGrid | None = None,
+    mesh: ProcessGrid | Grid | DeviceMesh | None = None,
     plan: Mapping[str, str | Sequence[Layout]] | GridPlan | None = None,
     *,
     scheme: str = "3d",
@@ -91,8 +96,9 @@ def parallelize(
             of one layer: `{"head": (in_layout, weight_layout, out_layout)}`, the last of which may be left out.  Rows
             that axes split in both activations and that split no weight stay split outside.
             Or what `ndtp.plan` returns, which gives the scheme and the axes of experts.
-        mesh: may be left out with scheme="auto", which then takes the best grid of all ranks; it is in
-            `model.ndtp_report.mesh`.
+        mesh: a `ProcessGrid`; or a `Grid` or a `DeviceMesh` with named dims, of which one is made, which is in
+            `model.ndtp_report.mesh`.  It may be left out with scheme="auto", which takes the best grid
+            of all ranks.
         scheme, axes: as for `ndtp.nn.MLP`; "auto" takes the layouts by which a step on `mesh` takes least.
         tokens, hardware: what "auto" plans for: rows of a step, and a preset or profile of `ndtp.planner.hardware`.
             By a profile that was measured (`ndtp bench calibrate`) numbers of chunks are chosen, too.
@@ -114,6 +120,11 @@ def parallelize(
         LayoutError: names that match nothing or do not pair up, sizes that do not divide, or nothing was replaced.
         MismatchError: ranks have different weights.
     """
+    if isinstance(plan, str):
+        raise LayoutError(f"parallelize: plan is {plan!r}, which is no plan\n  fix: scheme={plan!r}, by its name")
+    mesh = None if mesh is None else given_mesh(mesh, "parallelize", makes=True)
+    if scheme != "auto":
+        known_scheme(scheme)
     report, theirs = Report(), Belongings(model)
     count = sum(isinstance(m, (nn.Linear, BoundaryLinear)) or is_linear(m) for m in model.modules())
     if isinstance(plan, GridPlan):

@@ -36,6 +36,7 @@ from ndtp.ops.memory import Memory
 from ndtp.ops.products import chain
 from ndtp.ops.reductions import reduce
 from ndtp.runtime.arrival import local_shard
+from ndtp.runtime.given_mesh import given_mesh
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -110,6 +111,7 @@ class Attention(BlockModule):
         name: str = "attention",
     ) -> None:
         super().__init__()
+        given_mesh(mesh, name)
         layouts = layouts or block_layouts(mesh.grid, scheme, axes)
         self.hidden, self.heads, self.kv_heads = hidden, heads, kv_heads or heads
         if head_dim is None and hidden % heads:

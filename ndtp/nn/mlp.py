@@ -32,6 +32,7 @@ from ndtp.nn.random import draw_seed, given_or_drawn
 from ndtp.nn.sharded import BlockModule
 from ndtp.ops.memory import Memory, memory
 from ndtp.ops.products import mlp
+from ndtp.runtime.given_mesh import given_mesh
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -87,6 +88,7 @@ class MLP(BlockModule):
         name: str = "mlp",
     ) -> None:
         super().__init__()
+        given_mesh(mesh, name)
         layouts = layouts or block_layouts(mesh.grid, scheme, axes)
         plans = layouts.plans(name)
         # Both products must agree on the padded inner size, and the block on the hidden one at both ends.

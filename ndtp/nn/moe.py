@@ -31,6 +31,7 @@ from ndtp.ops.moving import enter
 from ndtp.ops.reductions import reduce
 from ndtp.ops.resharding import reshard
 from ndtp.runtime.eagerly import eagerly
+from ndtp.runtime.given_mesh import given_mesh
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -99,6 +100,7 @@ class MoE(BlockModule):
         name: str = "moe",
     ) -> None:
         super().__init__()
+        given_mesh(mesh, name)
         if expert_axis is None:
             expert_axis = ("e",) if "e" in mesh.grid else ()
         split_by = (expert_axis,) if isinstance(expert_axis, str) else tuple(expert_axis)

@@ -16,6 +16,7 @@ from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, full
 from ndtp.ops.memory import Memory, measured
 from ndtp.runtime.arrival import local_shard
 from ndtp.runtime.dry_grid import SILENT, DryGrid
+from ndtp.runtime.given_mesh import given_mesh
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -43,6 +44,7 @@ class Sharded(nn.Module):
 
     def __init__(self, mesh: ProcessGrid, seed: int | None, name: str) -> None:
         super().__init__()
+        given_mesh(mesh, name)
         self.mesh, self.seed, self.name = mesh, seed, name
         self.lies: dict[str, Lies] = {}
 

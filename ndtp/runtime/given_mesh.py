@@ -1,0 +1,43 @@
+"""`given_mesh`: what a user gives as `mesh`, as a `ProcessGrid`; or an error that says what was meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ndtp.algebra.grid import Grid
+from ndtp.errors import GridError
+from ndtp.runtime.process_grid import ProcessGrid
+
+
+def given_mesh(mesh: Any, owner: str, makes: bool = False) -> Any:
+    """The `ProcessGrid` that was given, or that a `Grid` or a `DeviceMesh` with named dims stands for.
+
+    Args:
+        makes: whether one may be made here.  A module makes none: those of one model share theirs.
+
+    Raises:
+        GridError: anything else; with what to write instead.
+    """
+    if isinstance(mesh, Grid):
+        if makes:
+            return ProcessGrid(mesh)
+        said, fix = f"the Grid {mesh}", "make mesh = ndtp.ProcessGrid(grid) once, and give it to all modules"
+    elif hasattr(mesh, "mesh_dim_names"):
+        if makes and mesh.mesh_dim_names:
+            return ProcessGrid.from_mesh(mesh)
+        said = "a DeviceMesh" if mesh.mesh_dim_names else "a DeviceMesh without names of its dims"
+        fix = "make mesh = ndtp.ProcessGrid.from_mesh(device_mesh) once, and give it to all modules"
+        if not mesh.mesh_dim_names:
+            fix = "init_device_mesh(..., mesh_dim_names=('y', 'x'))"
+    elif hasattr(mesh, "grid"):
+        return mesh
+    else:
+        said, fix = repr(mesh), "ndtp.ProcessGrid(ndtp.Grid(y=2, x=2)), whose sizes multiply to the number of ranks"
+        sizes = mesh if isinstance(mesh, (tuple, list)) else (mesh,)
+        if sizes and len(sizes) <= 3 and all(type(size) is int and size > 0 for size in sizes):
+            # The first axis is the slowest, as the first dim of a DeviceMesh of these sizes would be.
+            axes = ", ".join(f"{axis}={size}" for axis, size in zip("zyx"[-len(sizes) :], sizes, strict=True))
+            fix = f"ndtp.ProcessGrid(ndtp.Grid({axes})), which names the axes"
+        elif isinstance(mesh, str):
+            fix += f"; a scheme goes by its name, scheme={mesh!r}"
+    raise GridError(f"{owner}: mesh is {said}, no ProcessGrid\n  fix: {fix}")

@@ -1,0 +1,64 @@
+"""What may stand for a mesh, and what is said of anything else."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import ndtp
+from ndtp import Grid, GridError, LayoutError, ProcessGrid
+
+
+def pair():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def check_given():
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+    expected = pair()(x)
+    named = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    for mesh in (Grid(x=2), ProcessGrid(Grid(x=2)), named):
+        model = ndtp.parallelize(pair(), mesh, scheme="1d")
+        torch.testing.assert_close(model(x), expected)
+        assert model[0].mesh.grid["x"] == 2
+    for mesh in (Grid(x=2), named):
+        with pytest.raises(GridError, match="once, and give it to all modules"):
+            ndtp.nn.MLP(4, 8, mesh=mesh, scheme="1d")
+    with pytest.raises(GridError, match="mesh_dim_names="):
+        ndtp.parallelize(pair(), init_device_mesh("cpu", (2,)), scheme="1d")
+
+
+def test_what_may_be_given(ranks):
+    ranks(2).run(check_given)
+
+
+@pytest.mark.parametrize("make", [
+    lambda mesh: ndtp.parallelize(pair(), mesh),
+    lambda mesh: ndtp.nn.MLP(4, 8, mesh=mesh),
+    lambda mesh: ndtp.nn.Linear(4, 8, mesh=mesh),
+    lambda mesh: ndtp.nn.Attention(4, heads=2, mesh=mesh),
+    lambda mesh: ndtp.nn.RMSNorm(4, mesh=mesh),
+    lambda mesh: ndtp.nn.Embedding(4, 4, mesh=mesh),
+    lambda mesh: ndtp.nn.MoE(4, 8, experts=2, top_k=1, mesh=mesh),
+])  # fmt: skip
+def test_what_was_meant(make):
+    for given, fix in (((2, 3), r"Grid\(y=2, x=3\)"), (4, r"Grid\(x=4\)"), ("3d", "scheme='3d'")):
+        with pytest.raises(GridError, match=fix):
+            make(given)
+
+
+@pytest.mark.parametrize("said, meant", [("3D", "3d"), ("megatron", "1d"), ("1D_SP", "1d-sp"), ("summa", "2d")])
+def test_schemes_that_were_meant(said, meant):
+    mesh = ProcessGrid(Grid(x=1))
+    for make in (
+        lambda: ndtp.parallelize(pair(), mesh, scheme=said),
+        lambda: ndtp.nn.MLP(4, 8, mesh=mesh, scheme=said),
+    ):
+        with pytest.raises(LayoutError, match=f"fix: scheme='{meant}'"):
+            make()
+
+
+def test_a_scheme_in_the_place_of_a_plan():
+    with pytest.raises(LayoutError, match="fix: scheme='3d', by its name"):
+        ndtp.parallelize(pair(), ProcessGrid(Grid(x=1)), "3d")
