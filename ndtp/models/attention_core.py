@@ -168,13 +168,12 @@ class Core:
             return self._cut("", x.unflatten(0, (-1, self.heads))).flatten(0, 1)
         padded = frame.padded(batch)
         splits = frame.splits(self.inner)
+        is_of_heads = x.dim() == 4 and x.shape[1] == self.local_heads  # a bias that the model made of this rank's heads
+        if x.requires_grad and not is_of_heads:
+            x = used_over(x, Layout(frame.mesh.grid, *[None] * x.dim()), self.sums, frame.mesh, f"{self.name} {name}")
         if is_batched(name, x, batch) and (batch > 1 or padded == 1) and padded > 1 and splits * padded > 1:
             passage = Passage(frame, self.inner, (batch,), padded, 1, 1)
             here = passage.rows_here
-            if x.requires_grad:
-                x = used_over(
-                    x, Layout(frame.mesh.grid, *[None] * x.dim()), self.sums, frame.mesh, f"{self.name} {name}"
-                )
             if padded > batch:
                 x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, padded - batch), value=True if x.dtype == torch.bool else 0)
             x = x[here.start : here.stop]
