@@ -27,6 +27,10 @@ from ndtp.models.projections import Group, Projection, products
 from ndtp.ops.products import relayout
 from ndtp.ops.reductions import used_over
 from ndtp.runtime.of_turn import OfTurn
+from ndtp.split.spec import Context, Spec, layout_of
+from ndtp.split.tensor import SplitTensor
+from ndtp.split.tensor import enter as put
+from ndtp.split.tensor import leave as bare
 
 HIDDEN = ("hidden_states", "key_value_states", "encoder_hidden_states")
 PASSED = ("residual",)  # what is added to the result, which are hidden states again
@@ -123,7 +127,10 @@ class Core:
         if self.frame.splits(self.inner) > 1:
             _refuse_whole_batches(bound.arguments.get("past_key_values"))
         try:
-            return self._outside(forward(*bound.args, **bound.kwargs))
+            result = self._outside(forward(*bound.args, **bound.kwargs))
+            if type(result) is tuple and len(result) > 1:
+                result = (result[0], *map(self._besides, result[1:]))
+            return result
         finally:
             self.groups = {}
 
@@ -151,6 +158,8 @@ class Core:
             return value
         if isinstance(value, Hidden):
             return _placeholder(value, (*self._seen(value.passage), self._features_seen(value.passage)))
+        if isinstance(value, SplitTensor) and value.dim() == 4 and value.spec.dims[1] == self.head_axes:
+            return bare(value)  # what an earlier attention gave of this rank's heads
         if isinstance(value, Tensor):
             return self._cut(name, value)
         if isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -261,6 +270,23 @@ class Core:
         if isinstance(result, tuple) and result:
             return (self._outside(result[0]), *result[1:])
         return result
+
+    @property
+    def head_axes(self) -> tuple[str, ...]:
+        return self.frame.mesh.grid.nontrivial(self.inner.dims[1])
+
+    def _besides(self, x: Any) -> Any:
+        """Attention weights and the like, of this rank's heads and sequences, with the sizes of the whole."""
+        rows = self.frame.mesh.grid.nontrivial(self.inner.dims[0][len(self.frame.outside.dims[0]) :])
+        if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1] != self.local_heads or not (rows or self.head_axes):
+            return x
+        mine = x.shape[0] * self.frame.mesh.grid.size(rows)
+        is_batch = x.shape[0] > 1 or mine == self.frame.padded(self.lead[0])
+        dims = [rows if is_batch else (), self.head_axes, (), ()]
+        sizes = (self.lead[0] if is_batch else x.shape[0], self.heads, *x.shape[2:])
+        padded = (mine if is_batch else x.shape[0], self.heads, *x.shape[2:])
+        context = Context(self.frame.mesh, self.frame.outside.dims[0], self.frame.sequences, self.frame.gathered)
+        return put(x.view_as(x), Spec(context, sizes, layout_of(self.frame.mesh, dims), padded, (), self.name))
 
 
 def _refuse_whole_batches(cache: Any) -> None:
