@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ndtp.algebra.layout import Layout
 from ndtp.checkpoints.pieces import Staged, whole_of
 from ndtp.errors import LayoutError
-from ndtp.models.belongings import Belongings
-from ndtp.models.state_entries import Entry, empty_like_it, entries_of, mesh_of_model, meta_tensors
+from ndtp.models.state_entries import Entry, entries_of, mesh_of_model, meta_tensors, take_memory
 from ndtp.nn.linear import Linear
 from ndtp.nn.random import draw_seed, key_of, uniform
 from ndtp.runtime.arrival import is_plain
@@ -42,16 +41,8 @@ def materialise(model: nn.Module, device: Any = None) -> bool:
             f"buffer '{computed[0][2]}' is on the meta device, in no checkpoint, and has no values\n"
             "  fix: make the model's buffers on a device, or persistent"
         )
-    theirs = Belongings(model)
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in parameters:
-                if id(parameter) not in made:
-                    made[id(parameter)] = empty_like_it(parameter, mesh, device)
-                module._parameters[key] = made[id(parameter)]
-    if mesh is not None:
-        theirs.bring(model, mesh)
+    for parameter in parameters.values():
+        take_memory(parameter, device)
     for module, key, _ in buffers:
         buffer = module._buffers[key]
         assert buffer is not None

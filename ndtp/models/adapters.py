@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
-from ndtp.models.adopted import Placed, adopt, is_placed
+from ndtp.models.adopted import adopt, is_placed
 from ndtp.models.projections import Projection
 from ndtp.models.roles import is_wrapper
 from ndtp.nn.parameters import expressible
@@ -51,7 +51,7 @@ def reason_against(modules: dict[str, nn.Module], name: str) -> str | None:
     return None
 
 
-def place_adapters(wrapper: Any, prefix: str, base: Projection, known: Placed) -> Iterator[Projection]:
+def place_adapters(wrapper: Any, prefix: str, base: Projection) -> Iterator[Projection]:
     """Put the adapters around a layer that is on the grid beside it."""
     grid, plan = base.plan.grid, base.plan
     between = Layout(grid, plan.out.dims[0], None)
@@ -59,10 +59,10 @@ def place_adapters(wrapper: Any, prefix: str, base: Projection, known: Placed) -
         rank = first.out_features
         a = _place(first, f"{prefix}.lora_A.{name}", base, MatMulPlan(
             plan.a, Layout(grid, None, plan.a.dims[1]), between, transpose_b=True, name=f"{prefix}.lora_A.{name}"
-        ), (rank, base.width), (), None, known)  # fmt: skip
+        ), (rank, base.width), (), None)  # fmt: skip
         b = _place(second, f"{prefix}.lora_B.{name}", base, MatMulPlan(
             between, Layout(grid, plan.out.dims[1], None), plan.out, transpose_b=True, name=f"{prefix}.lora_B.{name}"
-        ), (base.out_width, rank), base.sections, base.order if base.gives == plan.out else None, known)  # fmt: skip
+        ), (base.out_width, rank), base.sections, base.order if base.gives == plan.out else None)  # fmt: skip
         a.core = base.core
         b.core = base.core if base.leads_in else None
         b.gives_features = True
@@ -71,7 +71,7 @@ def place_adapters(wrapper: Any, prefix: str, base: Projection, known: Placed) -
 
 def _place(
     layer: Any, name: str, base: Projection, plan: MatMulPlan, shape: tuple[int, int], sections: tuple[int, ...],
-    order: Tensor | None, known: Placed,
+    order: Tensor | None,
 ) -> Projection:  # fmt: skip
     placed: Projection = adopt(layer, Projection, base.frame, name)
     # As stored no dim is in parts, and in an order that DTensor has.
@@ -83,10 +83,10 @@ def _place(
     placed.adapts, placed.gives_features, placed.schedule = base, False, None
     placed.order, placed.gives = order, plan.out
     plan.check_divides({"m": 0, "k": placed.width, "n": placed.out_width})
-    placed.placed("weight", stored, known, shape)
+    placed.placed("weight", stored, shape)
     if placed._parameters.get("bias") is not None:
         bias = plan.bias if stored == plan.b else Layout(plan.grid, None)
-        placed.placed("bias", bias, known, shape[:1])
+        placed.placed("bias", bias, shape[:1])
     return placed
 
 

@@ -22,7 +22,7 @@ from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.hidden import Hidden, enter, leave, split, whole
 from ndtp.nn.padding import zero_padding
-from ndtp.nn.parameters import empty_parameter, fill_from_dense
+from ndtp.nn.parameters import put_on_grid
 from ndtp.nn.parameters import taken as taken_from
 from ndtp.nn.sharded import Lies, Sharded
 from ndtp.ops.lookup import LookupPlan, look_up
@@ -32,34 +32,7 @@ from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.versions import refuse_changed, version_of
 
 
-class Placed:
-    """Parameters that several modules of a model share: each is put on the grid once."""
-
-    def __init__(self, model: nn.Module) -> None:
-        seen: set[int] = set()
-        self._shared: dict[int, nn.Parameter] = {}  # kept, so that nothing else gets their ids
-        for _, parameter in model.named_parameters(remove_duplicate=False):
-            if id(parameter) in seen:
-                self._shared[id(parameter)] = parameter
-            seen.add(id(parameter))
-        self._made: dict[int, nn.Parameter] = {}
-
-    def get(self, dense: nn.Parameter) -> nn.Parameter | None:
-        return self._made.get(id(dense))
-
-    def put(self, dense: nn.Parameter, own: nn.Parameter, layout: Layout) -> nn.Parameter:
-        own.ndtp_layout, own.ndtp_real = layout, dense.shape  # type: ignore[attr-defined]
-        if id(dense) in self._shared:
-            self._made[id(dense)] = own
-        return own
-
-    def let_go(self) -> None:
-        """Of the dense parameters."""
-        self._shared.clear()
-        self._made.clear()
-
-
-def is_placed(parameter: nn.Parameter) -> bool:
+def is_placed(parameter: Tensor) -> bool:
     return hasattr(parameter, "ndtp_layout")
 
 
@@ -87,7 +60,6 @@ class Adopted(Sharded):
         self,
         name: str,
         layout: Layout,
-        known: Placed,
         shape: Sequence[int] | None = None,
     ) -> None:
         """Put the parameter `name` on the grid, as `shape` where that is padded; once, wherever it is shared.
@@ -95,30 +67,17 @@ class Adopted(Sharded):
         Raises:
             LayoutError: it is shared with a module that wants it to lie otherwise.
         """
-        dense = self._parameters[name]
-        if dense is None:
-            return
-        real = tuple(dense.shape)
-        shape = tuple(shape or real)
-        own = known.get(dense)
+        own: Any = self._parameters[name]
         if own is None:
-            own = known.put(dense, _put(dense, layout, shape, self.mesh), layout)
-        theirs: Any = own.ndtp_layout  # type: ignore[attr-defined]
-        if theirs != layout or tuple(own.shape) != shape:
+            return
+        if not is_placed(own):
+            put_on_grid(own, layout, self.mesh, f"{self.name}.{name}", shape)
+        if own.ndtp_layout != layout or tuple(own.shape) != tuple(shape or own.ndtp_real):
             raise LayoutError(
-                f"'{self.name}': {name} is shared with another module, which wants it as {theirs}, not {layout}"
+                f"'{self.name}': {name} is shared with another module, which wants it as {own.ndtp_layout}, not "
+                f"{layout}"
             )
-        self._parameters[name] = own
-        self.lies[name] = Lies.of(layout, shape, real)
-
-
-@torch.no_grad()
-def _put(dense: nn.Parameter, layout: Layout, shape: Sequence[int], mesh: Any) -> nn.Parameter:
-    own = empty_parameter(shape, layout, mesh, dense.device, dense.dtype)
-    if not dense.is_meta:
-        fill_from_dense(own, layout, mesh, dense)
-    own.requires_grad_(dense.requires_grad)
-    return own
+        self.lies[name] = Lies.of(layout, own.shape, own.ndtp_real)
 
 
 def adopt(module: nn.Module, kind: type[Adopted], frame: Frame, name: str, behind: bool = False) -> Any:
@@ -278,24 +237,18 @@ def _refuse_changed(read: list[Any], _: Any) -> None:
         refuse_changed(*each)
 
 
-def replicate(
-    module: nn.Module, frame: Frame, name: str, known: Placed, sums: Sequence[str], parts: Mapping[str, Part]
-) -> None:
+def replicate(module: nn.Module, frame: Frame, name: str, sums: Sequence[str], parts: Mapping[str, Part]) -> None:
     """The own parameters of a module as DTensors that every rank has whole, but for those that go by heads."""
     if not isinstance(module, Replicated):
         module.__class__ = class_of(Replicated, type(module), False)
     module.ndtp_frame, module.ndtp_name, module.ndtp_sums = frame, name, tuple(sums)  # type: ignore[assignment]
     if parts:
         module.ndtp_parts = parts  # type: ignore[assignment]
-    for key, dense in list(module._parameters.items()):
-        if dense is not None and not is_placed(dense):
-            bare = Layout(frame.mesh.grid, *[None] * dense.dim())
+    for key, own in module._parameters.items():
+        if own is not None and not is_placed(own):
+            bare = Layout(frame.mesh.grid, *[None] * own.dim())
             layout = parts[key].stored if key in parts else bare
-            own = known.get(dense)
-            if own is None:
-                shape = getattr(parts.get(key), "shape", tuple(dense.shape))
-                own = known.put(dense, _put(dense, layout, shape, frame.mesh), layout)
-            module._parameters[key] = own
+            put_on_grid(own, layout, frame.mesh, f"{name}.{key}", getattr(parts.get(key), "shape", None))
     lies: Any = {k: p.ndtp_layout for k, p in module._parameters.items() if p is not None and is_placed(p)}  # type: ignore[attr-defined]
     module.ndtp_lies = lies
 

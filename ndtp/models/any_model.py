@@ -73,13 +73,12 @@ class AnyModel(Placing):
         reads_parameters(self.stock, self.frame)
         if self.model is not self.stock:
             reads_parameters(self.model, self.frame)
-        self.known.let_go()
         if self.context.losses is not None:
             average_loss(self.model, self.frame)
         saved_whole(self.model)
         not_replicated(self.model)
 
-    def adapt(self, modules: dict[str, nn.Module], known: Any) -> dict[str, str]:
+    def adapt(self, modules: dict[str, nn.Module]) -> dict[str, str]:
         """
         Raises:
             LayoutError: adapters were put around layers that are split already.
@@ -135,8 +134,7 @@ class AnyModel(Placing):
         }  # fmt: skip
 
     def _table(self, name: str, module: nn.Embedding, tied: dict[int, str]) -> None:
-        known = self.known.get(module._parameters["weight"])  # type: ignore[arg-type]
-        is_tied = id(module.weight) in tied and known is not None
+        is_tied = id(module.weight) in tied and is_placed(module.weight)
         is_odd = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
         if self.is_kept(name) or is_odd or (module.embedding_dim == 1 and not is_tied):
             self.kept[name] = "as asked" if self.is_kept(name) else "it renormalises, or has one feature"
@@ -159,7 +157,7 @@ class AnyModel(Placing):
         embedding.lookup = LookupPlan(ids, table, out, name)
         embedding.for_all = LookupPlan(ids, table, out.with_dims(outside, out.dims[1]), name)
         embedding.context, embedding.width = self.context, width
-        embedding.placed("weight", table, self.known, (rows, width))
+        embedding.placed("weight", table, (rows, width))
         self.replaced[name] = f"[{table.label('VK')}]"
 
     def _groups(self, seen: Observation, modules: dict[str, nn.Module]) -> None:
@@ -186,13 +184,10 @@ class AnyModel(Placing):
             if is_foreign(module):
                 continue
             own = {key: p for key, p in module._parameters.items() if p is not None}
-            for key, parameter in own.items():
-                shared = self.known.get(parameter)
-                module._parameters[key] = parameter if shared is None else shared
             if own and not isinstance(module, Adopted):
                 parts = {} if self.is_kept(name) else self._parts(name, module, own)
-                self.replicate(module, name, self.frame.outside.dims[0], parts)  # type: ignore[arg-type]
                 whole = [key for key, p in own.items() if key not in parts and not is_placed(p)]
+                self.replicate(module, name, self.frame.outside.dims[0], parts)  # type: ignore[arg-type]
                 if whole:
                     self.kept.setdefault(name, f"whole on every rank: {', '.join(whole)} of {type(module).__name__}")
 

@@ -22,7 +22,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.row_flow import even_split
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.compute.epilogues import ACTIVATIONS
-from ndtp.models.adopted import Adopted, Placed, adopt
+from ndtp.models.adopted import Adopted, adopt, is_placed
 from ndtp.models.frame import Frame
 from ndtp.models.hidden import Hidden, enter, leave, split, whole
 from ndtp.nn.experts import Experts
@@ -129,7 +129,6 @@ def place_experts(
     role: ExpertsRole,
     frame: Frame,
     layouts: BlockLayouts,
-    known: Placed,
     width: int,
     expert_axes: Sequence[str],
 ) -> SplitExperts:
@@ -148,9 +147,16 @@ def place_experts(
     layer.hidden, layer.inner, layer.count = width, inner, role.count
     layer.activation, layer.is_gated, layer.up_name = role.activation, True, UP
     layer.expected, layer.last_counts, layer.last = (), [], ()
-    dense: Any = layer._parameters[UP]
-    layer._parameters[UP] = nn.Parameter(dense.detach().unflatten(1, (2, role.inner)), dense.requires_grad)
+    _in_two(layer._parameters[UP], role.inner)
     stored = Layout(plan.grid, plan.up.b.dims[0], None, *plan.up.b.dims[1:])
-    layer.placed(UP, stored, known, (role.count, 2, inner, width))
-    layer.placed(DOWN, plan.down.b, known, (role.count, width, inner))
+    layer.placed(UP, stored, (role.count, 2, inner, width))
+    layer.placed(DOWN, plan.down.b, (role.count, width, inner))
     return layer
+
+
+def _in_two(parameter: Any, inner: int) -> None:
+    """Gates and ups, which the dense model has one behind the other in one dim, in a dim of their own."""
+    if not is_placed(parameter):
+        grad, parameter.grad = parameter.grad, None
+        parameter.data = parameter.data.unflatten(1, (2, inner))
+        parameter.grad = None if grad is None else grad.unflatten(1, (2, inner))

@@ -29,6 +29,7 @@ from ndtp.nn.losses import cross_entropy
 from ndtp.nn.padding import RowBlocks
 from ndtp.ops.products import relayout
 from ndtp.ops.reductions import used_over
+from ndtp.runtime.arrival import is_plain, plain_of
 
 OWN = FACTS | {
     Tensor.is_contiguous,
@@ -162,6 +163,8 @@ def _brought(x: Tensor, passage: Passage) -> Tensor:
     """What of an operand, whole on every rank or smaller in some dims, belongs to the shard."""
     if isinstance(x, Hidden):
         return leave(x) if x.passage == passage else _rows_brought(x, passage)
+    if not is_plain(x):
+        x = plain_of(x)
     if x.dim() == 0 and not x.requires_grad:
         return x
     frame, layout, shape = passage.frame, passage.layout, passage.shape

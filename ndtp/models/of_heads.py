@@ -209,5 +209,5 @@ def _place_norm(
     layer.norm_plan, layer.offset = plan, found.norm.offset
     for key in ("weight", "bias"):
         if layer._parameters.get(key) is not None:
-            layer.placed(key, plan.parameter.source, split.known, (size,))
+            layer.placed(key, plan.parameter.source, (size,))
     return layer

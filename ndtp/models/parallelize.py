@@ -18,13 +18,12 @@ from ndtp.errors import LayoutError
 from ndtp.models.any_model import AnyModel
 from ndtp.models.auto import best_grid, best_layouts, request_for
 from ndtp.models.auto_whole import plan_whole
-from ndtp.models.belongings import Belongings, in_place_of
 from ndtp.models.boundary import Boundary, BoundaryLinear
+from ndtp.models.held import Held
 from ndtp.models.left_alone import why_left
 from ndtp.models.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unfit
-from ndtp.models.mixed_reads import name_reads
 from ndtp.models.not_replicated import not_replicated
-from ndtp.models.placing import Placing, stock_model
+from ndtp.models.placing import Placing, is_named, stock_model
 from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.profile import use_measured
 from ndtp.models.recognised import is_recognised
@@ -34,10 +33,8 @@ from ndtp.models.same_calls import compare_calls
 from ndtp.models.same_weights import check_same_weights
 from ndtp.models.torch_stacks import TorchSplit, find_stacks
 from ndtp.models.transformer import Split, is_transformer, split_before
-from ndtp.nn.padding import (
-    pair_multiples,
-    row_multiple,
-)
+from ndtp.nn.padding import pair_multiples, row_multiple
+from ndtp.nn.parameters import stand_in
 from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
 from ndtp.runtime.given_mesh import given_mesh
@@ -104,7 +101,7 @@ def parallelize(
             By a profile that was measured (`ndtp bench calibrate`) numbers of chunks are chosen, too.
         pad: pad sizes that do not divide; without it they are an error.
         regather, chunks: as for `ndtp.nn.Linear`.
-        keep: names of layers of a transformer that stay whole, with wildcards; what they belong to stays whole too.
+        keep: names of layers that stay whole, with wildcards; what they belong to stays whole too.
         expert_axis: the axes that split the experts of a transformer, as for `ndtp.nn.MoE`; "auto" chooses them where
             none are given.
         fuse: whether the products of an MLP run as one schedule, and the head with the loss in chunks of rows, where a
@@ -125,7 +122,7 @@ def parallelize(
     mesh = None if mesh is None else given_mesh(mesh, "parallelize", makes=True)
     if scheme != "auto":
         known_scheme(scheme)
-    report, theirs = Report(), Belongings(model)
+    report, held = Report(), Held(model)
     count = sum(isinstance(m, (nn.Linear, BoundaryLinear)) or is_linear(m) for m in model.modules())
     if isinstance(plan, GridPlan):
         expert_axis = plan.expert_axis if expert_axis is None else expert_axis
@@ -134,7 +131,7 @@ def parallelize(
     if earlier is not None and earlier.split is not None:
         check_same_weights(model, earlier.mesh)  # type: ignore[arg-type]
         report = split_before(model, mesh, earlier)
-        report.carried += theirs.bring(model, report.mesh)  # type: ignore[arg-type]
+        report.carried += held.bring(report.mesh)  # type: ignore[arg-type]
         report.count(model, count, earlier.split.linears)
         model.ndtp_report = report  # type: ignore[assignment]
         return model
@@ -155,7 +152,8 @@ def parallelize(
             split = AnyModel(model, mesh, layouts, keep, example=example, **placing)
         split.run()
         report.replaced, report.kept, report.split = split.replaced, split.kept, split
-        report.carried = theirs.bring(model, mesh)
+        report.carried = held.bring(mesh)
+        sum_plain_gradients_of(model, mesh, split.frame.outside.dims[0], watches=False)
         _reported(model, mesh, report, count, split.linears, strict)
         compare_calls(model, mesh, split.frame.outside.dims[0], scheme, check, check_every)
         return model
@@ -172,11 +170,15 @@ def parallelize(
             )
             any_model.run()
             report.replaced, report.kept, report.split = any_model.replaced, any_model.kept, any_model
-            report.carried = theirs.bring(model, mesh)
+            report.carried = held.bring(mesh)
+            sum_plain_gradients_of(model, mesh, any_model.frame.outside.dims[0], watches=False)
             _reported(model, mesh, report, count, any_model.linears, strict)
             compare_calls(model, mesh, any_model.context.data, scheme, check, check_every)
             return model
         pairs = [pair for pair in found if not any(_is_in(pair.up, name) for name in stacks)]
+        for pair in [pair for pair in pairs if is_named(keep, *pair.ups, pair.down)]:
+            report.kept |= dict.fromkeys((*pair.ups, pair.down), "as asked")
+            pairs.remove(pair)
     else:
         pairs = pairs_by_name(model, {name: value for name, value in plan.items() if isinstance(value, str)})
     if scheme == "auto":
@@ -208,10 +210,9 @@ def parallelize(
         reason = None if isinstance(module, BoundaryLinear) else why_left(module)
         if reason and not any(_is_in(name, stack) for stack in stacks):
             report.kept.setdefault(name, reason)
-    report.carried = theirs.bring(model, mesh)
+    report.carried = held.bring(mesh)
     replaced = len(report.replaced) - sum(len(s.replaced) - s.linears for s in report.stacks)
     _reported(model, mesh, report, count, replaced, strict)
-    name_reads(model)
     not_replicated(model)
     rows = _axes_of_rows(model, report)
     report.plain = sum_plain_gradients_of(model, mesh, rows)
@@ -345,12 +346,30 @@ def _boundary_linear(
 def _put(model: nn.Module, name: str, layer: BoundaryLinear, report: Report) -> None:
     if not name:
         raise LayoutError("parallelize: the model is a single Linear; use ndtp.nn.Linear.from_dense")
-    layer = in_place_of(model.get_submodule(name), layer)
+    layer = _in_place_of(model.get_submodule(name), layer)
     parts = name.split(".")
     for depth in range(len(parts)):
         _leave_fast_paths(model.get_submodule(".".join(parts[:depth])))
     report.replaced[name] = str(layer.plan)
     report.layers.append(layer)
+
+
+def _in_place_of(module: nn.Module, layer: BoundaryLinear) -> Any:
+    """`module`, which becomes what `layer` is, and its parameters what those of `layer` are.
+
+    What else it has, its hooks of state dicts among it, it keeps.
+    """
+    theirs: dict[str, Any] = module._parameters
+    for name, made in list(layer._parameters.items()):
+        if made is not None:
+            lies = layer.lies[name]
+            stand_in(theirs[name], made, lies.layout, layer.mesh, f"{layer.name}.{name}", lies.real)
+            layer._parameters[name] = theirs[name]
+    fresh = vars(nn.Module())
+    own = {key: value for key, value in vars(layer).items() if key not in fresh or "hooks" not in key}
+    module.__class__ = type(layer)
+    vars(module).update(own)
+    return module
 
 
 def _leave_fast_paths(module: nn.Module) -> None:

@@ -190,6 +190,6 @@ def place_patches(split: Placing, modules: Mapping[str, Any]) -> None:
         axes = split.all_features.dims[1]
         weight: Any = layer._parameters["weight"]
         shape = (split.width, *weight.shape[1:])
-        layer.placed("weight", Layout(split.mesh.grid, axes, *[None] * (len(shape) - 1)), split.known, shape)
-        layer.placed("bias", Layout(split.mesh.grid, axes), split.known, shape[:1])
+        layer.placed("weight", Layout(split.mesh.grid, axes, *[None] * (len(shape) - 1)), shape)
+        layer.placed("bias", Layout(split.mesh.grid, axes), shape[:1])
         split.replaced[name] = f"patches [K_{''.join(axes)}, {' x '.join(map(str, shape[1:]))}]"

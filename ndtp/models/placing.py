@@ -10,7 +10,7 @@ from torch import nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
-from ndtp.models.adopted import Part, Placed, SplitEmbedding, SplitNorm, adopt, replicate
+from ndtp.models.adopted import Part, SplitEmbedding, SplitNorm, adopt, replicate
 from ndtp.models.attention_core import Core
 from ndtp.models.expert_layers import SplitExperts
 from ndtp.models.frame import Frame
@@ -26,6 +26,11 @@ def stock_model(model: Any) -> Any:
     if any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
         return model
     return stock_model(model.get_base_model()) if hasattr(type(model), "get_base_model") else None
+
+
+def is_named(patterns: Sequence[str], *names: str) -> bool:
+    """Whether one of these names is among patterns with wildcards."""
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 class Placing:
@@ -66,7 +71,6 @@ class Placing:
         self.keep = tuple(keep)
         self.model, self.mesh, self.layouts = model, mesh, layouts
         self.stock = stock_model(model)
-        self.known = Placed(model)
         self.replaced: dict[str, str] = {}
         self.kept: dict[str, str] = {}
         grid = mesh.grid
@@ -90,7 +94,7 @@ class Placing:
     @property
     def place(self) -> dict[str, Any]:
         return {
-            "frame": self.frame, "layouts": self.layouts, "known": self.known, "width": self.width, **self.options
+            "frame": self.frame, "layouts": self.layouts, "width": self.width, **self.options
         }  # fmt: skip
 
     def report(self, layer: Projection) -> None:
@@ -99,7 +103,7 @@ class Placing:
 
     def is_kept(self, *names: str) -> bool:
         """Whether one of these layers is to stay whole."""
-        return any(fnmatchcase(name, pattern) for name in names for pattern in self.keep)
+        return is_named(self.keep, *names)
 
     @property
     def all_features(self) -> Layout:
@@ -115,12 +119,12 @@ class Placing:
         width = self.widths[module.embedding_dim]
         embedding.lookup, embedding.for_all, embedding.padded_dim = lookup, for_all, width
         embedding.is_for_all = for_all is not None
-        embedding.placed("weight", lookup.table, self.known, (rows, width))
+        embedding.placed("weight", lookup.table, (rows, width))
         self.replaced[name] = f"[{lookup.table.label('VK')}]"
         return embedding
 
     def replicate(
         self, module: nn.Module, name: str, sums: tuple[str, ...], parts: Mapping[str, Part] | None = None
     ) -> None:
-        replicate(module, self.frame, name, self.known, sums, parts or {})
+        replicate(module, self.frame, name, sums, parts or {})
         self.whole.append((module, sums))

@@ -1,14 +1,18 @@
-"""Gradients of what `parallelize` left as it is, where ranks have rows of their own: summed by the end of backward.
+"""Parameters that every rank has whole, which a model's code takes for plain tensors, and their gradients.
 
-Each rank's gradient of a plain parameter is that of its rows.  As its gradient comes, it is set aside and nothing is
-added to `.grad`; when backward ends, all that were set aside are summed in the order of the model's parameters, in few
-collectives, and added.  So neither the order in which they come on a rank matters, nor whether one comes there at all.
+What `parallelize` left as it is becomes one of the grid, too: one kind of parameter for optimizers and norms.  Code
+that reads it gets what a plain tensor gives (see `ndtp.runtime.grid_tensor`), so its gradient comes as a plain tensor,
+which is made one of the grid here.
+
+Where ranks have rows of their own, each rank's gradient is that of its rows.  As its gradient comes, it is set aside
+and nothing is added to `.grad`; when backward ends, all that were set aside are summed in the order of the model's
+parameters, in few collectives, and added.  So neither the order in which they come on a rank matters, nor whether one
+comes there at all.
 Source: the buckets of Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,11 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import reduction_volume
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
+from ndtp.models.adopted import Replicated
+from ndtp.models.left_alone import is_foreign
+from ndtp.nn.parameters import put_on_grid
+from ndtp.nn.sharded import Sharded
 from ndtp.ops.gradients import all_reduce
-from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.arrival import is_plain, local_of, wrapped
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -29,7 +38,7 @@ BUCKET = 2**23  # elements that are summed in one collective, or those of one pa
 
 
 class PlainGradients:
-    """Sums the gradients of a model's plain parameters over axes that split its rows.
+    """Brings gradients that come as plain tensors to the grid, summed over axes that split rows.
 
     Args:
         axes: those that split rows, `dp`.
@@ -40,22 +49,36 @@ class PlainGradients:
 
     def __init__(self, mesh: ProcessGrid, axes: Sequence[str]) -> None:
         self.mesh, self.axes = mesh, mesh.grid.nontrivial(axes)
-        self._parameters: list[tuple[str, weakref.ref[nn.Parameter]]] = []
+        self._parameters: list[tuple[str, nn.Parameter]] = []
 
     def __deepcopy__(self, memo: object) -> PlainGradients:
         return PlainGradients(self.mesh, self.axes)  # hooks of parameters are not copied with these
 
     def watch(self, model: nn.Module, *_: Any) -> None:
-        """Take all plain parameters that the model has by now; runs before each of its forwards."""
+        """Take all parameters that the model has whole by now; runs before each of its forwards."""
         if torch.compiler.is_compiling():
             return
         if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
             self._came.clear()  # of a backward that was broken off
         for name, parameter in model.named_parameters():
             if not hasattr(parameter, "ndtp_summed_over") and _may_have_gradient(parameter):
+                if any(parameter is each for _, each in self._parameters):  # moved since, by `model.to`
+                    parameter._backward_hooks = parameter._backward_hooks  # the memory there has no hooks yet
+                    parameter.ndtp_summed_over = self.axes  # type: ignore[attr-defined]
+                    continue
+                owner = model.get_submodule(name.rpartition(".")[0])
+                if isinstance(owner, Sharded):  # whose gradients come as they lie
+                    parameter.ndtp_summed_over = ()  # type: ignore[attr-defined]
+                    continue
+                of_torch = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+                if of_torch and not is_foreign(owner):
+                    bare = Layout(self.mesh.grid, *[None] * parameter.dim())
+                    put_on_grid(parameter, bare, self.mesh, name)
+                if not isinstance(owner, Replicated):
+                    parameter.ndtp_is_read = True  # type: ignore[attr-defined]
                 _hook_first(parameter, partial(self._take, len(self._parameters)))
                 parameter.ndtp_summed_over = self.axes  # type: ignore[attr-defined]
-                self._parameters.append((name, weakref.ref(parameter)))
+                self._parameters.append((name, parameter))
 
     def volume(self, in_bytes: bool = False) -> Volume:
         """Elements that a rank receives in a backward, or bytes."""
@@ -68,9 +91,11 @@ class PlainGradients:
 
     def _take(self, place: int, gradient: Tensor) -> Tensor | None:
         """The hook of a parameter; the gradient that autograd goes on with."""
-        name, parameter = self._parameters[place][0], self._parameters[place][1]()
-        if parameter is None or not is_plain(gradient):
+        name, parameter = self._parameters[place]
+        if not is_plain(gradient):
             return None  # it was put on a grid since
+        if not self.axes:
+            return _on_grid(gradient, parameter)
         if gradient.requires_grad:
             raise LayoutError(
                 f"parallelize: create_graph=True: the gradient of '{name}' {tuple(gradient.shape)} is summed over "
@@ -79,13 +104,13 @@ class PlainGradients:
         if gradient.is_sparse or _is_seen(parameter):
             gradient = gradient.clone()
             all_reduce([(name, gradient)], self.mesh, self.axes)
-            return gradient
+            return _on_grid(gradient, parameter)
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
         if task not in self._came:
             self._came[task] = {}
             Variable._execution_engine.queue_callback(partial(self._finish, task))  # type: ignore[attr-defined]
         self._came[task][place] = gradient
-        return torch.zeros_like(gradient)
+        return _on_grid(torch.zeros_like(gradient), parameter)
 
     @torch.no_grad()
     def _finish(self, task: int) -> None:
@@ -93,7 +118,8 @@ class PlainGradients:
         self.mesh.step.late.finish()  # theirs come first on every rank
         for bucket in self._buckets():
             is_here = [place in came for place, _, _ in bucket]
-            parts = [came.get(place, parameter.new_zeros(())).expand(parameter.shape) for place, _, parameter in bucket]
+            zero = torch.zeros((), dtype=bucket[0][2].dtype, device=bucket[0][2].device)
+            parts = [came.get(place, zero).expand(parameter.shape) for place, _, parameter in bucket]
             flat = torch.cat([parts[0].new_tensor(is_here), *(part.reshape(-1) for part in parts)])
             all_reduce([("parameters left as they are", flat)], self.mesh, self.axes)
             counts, *sums = flat.split([len(bucket), *(part.numel() for part in parts)])
@@ -103,14 +129,13 @@ class PlainGradients:
                     continue
                 if parameter.grad is None:  # it came on other ranks alone
                     parameter.grad = torch.zeros_like(parameter)
-                parameter.grad += total.view_as(parameter)
+                local_of(parameter.grad).add_(total.view(parameter.shape))
 
     def _buckets(self) -> Iterator[list[tuple[int, str, nn.Parameter]]]:
         """Parameters that are summed together, in the order of the model: of one dtype, on one device."""
         bucket: list[tuple[int, str, nn.Parameter]] = []
-        for place, (name, reference) in enumerate(self._parameters):
-            parameter = reference()
-            if parameter is None or not parameter.requires_grad:
+        for place, (name, parameter) in enumerate(self._parameters):
+            if not parameter.requires_grad:
                 continue
             elements = parameter.numel() + sum(each.numel() for _, _, each in bucket)
             alike = bucket and (bucket[0][2].dtype, bucket[0][2].device) == (parameter.dtype, parameter.device)
@@ -123,9 +148,22 @@ class PlainGradients:
 
 
 def _may_have_gradient(parameter: nn.Parameter) -> bool:
-    if not isinstance(parameter, nn.Parameter) or not is_plain(parameter) or parameter.is_inference():
-        return False  # one that somebody else put in its place for a while, or is on a grid
+    if not isinstance(parameter, nn.Parameter) or parameter.is_inference():
+        return False  # one that somebody else put in its place for a while
+    if not is_plain(parameter) and not (hasattr(parameter, "ndtp_layout") and not parameter.ndtp_layout.axes):
+        return False
     return parameter.is_floating_point() or parameter.is_complex()
+
+
+def _on_grid(gradient: Tensor, parameter: Any) -> Tensor:
+    """A gradient that is the same on every rank, of the kind of its parameter."""
+    if is_plain(parameter) or gradient.is_sparse:
+        return gradient
+    if gradient.requires_grad:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(gradient, parameter.device_mesh, parameter.placements, run_check=False)
+    return wrapped(gradient, parameter._spec)  # type: ignore[no-any-return]
 
 
 def _hook_first(parameter: nn.Parameter, hook: Any) -> None:
@@ -152,16 +190,19 @@ def _is_seen(parameter: nn.Parameter) -> bool:
         return True
 
 
-def sum_plain_gradients_of(model: nn.Module, mesh: ProcessGrid, axes: Sequence[str]) -> PlainGradients | None:
-    """Have the gradients of a model's plain parameters summed; None where no axes split rows.
+def sum_plain_gradients_of(
+    model: nn.Module, mesh: ProcessGrid, axes: Sequence[str], watches: bool = True
+) -> PlainGradients | None:
+    """Put what a model has whole on the grid, gradients summed over axes that split rows; None on a grid of one rank.
 
     Once a model: a second call takes what is plain still.
     """
     sums: PlainGradients | None = vars(model).get("ndtp_plain_gradients")
     if sums is None:
-        if not mesh.grid.nontrivial(axes):
+        if mesh.device_mesh is None:
             return None
         sums = model.ndtp_plain_gradients = PlainGradients(mesh, axes)  # type: ignore[assignment]
-        model.register_forward_pre_hook(sums.watch, prepend=True)
+        if watches:
+            model.register_forward_pre_hook(sums.watch, prepend=True)
     sums.watch(model)
     return sums

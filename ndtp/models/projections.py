@@ -17,7 +17,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.errors import LayoutError
-from ndtp.models.adopted import Adopted, Placed, adopt, as_projection_input
+from ndtp.models.adopted import Adopted, adopt, as_projection_input
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.fused_order import order_of
 from ndtp.models.hidden import Hidden, enter, leave
@@ -183,7 +183,6 @@ def place_projection(
     name: str,
     frame: Frame,
     layouts: BlockLayouts,
-    known: Placed,
     *,
     leads_in: bool,
     width: int,
@@ -234,10 +233,10 @@ def place_projection(
     layer.order, layer.gives = order, gives
     layer.adapts, layer.gives_features, layer.schedule = None, False, None
     plan.check_divides({"m": 0, "k": layer.width, "n": layer.out_width})
-    layer.placed("weight", stored, known, shape)
+    layer.placed("weight", stored, shape)
     if layer._parameters.get("bias") is not None:
         bias = plan.bias if order is None else Layout(b.grid, None)
-        layer.placed("bias", bias, known, (layer.out_width,))
+        layer.placed("bias", bias, (layer.out_width,))
     return layer
 
 

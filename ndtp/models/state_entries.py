@@ -128,19 +128,21 @@ def meta_tensors(model: nn.Module) -> tuple[dict[int, nn.Parameter], list[tuple[
 
 
 @torch.no_grad()
-def empty_like_it(parameter: Any, mesh: ProcessGrid | None, device: Any) -> nn.Parameter:
-    """With memory for this rank's shard."""
-    if is_plain(parameter):
-        made: Any = torch.empty_like(parameter, device=device)
-    else:
-        from torch.distributed.tensor import DTensor
+def take_memory(parameter: Any, device: Any) -> None:
+    """Let a parameter on the meta device have memory, on a grid for this rank's shard; it is the same object."""
+    from ndtp.runtime.grid_tensor import become, exchange
 
-        local = torch.empty_like(parameter._local_tensor, device=device)
-        made = DTensor.from_local(
-            local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-            stride=parameter.stride(),
-        )  # fmt: skip
-    return nn.Parameter(made, parameter.requires_grad)
+    if is_plain(parameter):
+        exchange(parameter, nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad))
+        return
+    from torch.distributed.tensor import DTensor
+
+    local = torch.empty_like(parameter._local_tensor, device=device)
+    made = DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip
+    become(parameter, made, parameter.ndtp_name, parameter.ndtp_real)
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:

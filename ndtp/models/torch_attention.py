@@ -16,7 +16,7 @@ from ndtp.algebra.schemes import BlockLayouts
 from ndtp.algebra.volume import Volume
 from ndtp.compute.attention import attention_weights
 from ndtp.errors import LayoutError
-from ndtp.models.adopted import Adopted, Placed, adopt, as_projection_input
+from ndtp.models.adopted import Adopted, adopt, as_projection_input
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.fused_order import order_of
 from ndtp.models.hidden import Hidden, enter, leave
@@ -196,7 +196,7 @@ def reason_against(module: nn.MultiheadAttention, layouts: BlockLayouts) -> str 
 
 
 def place_multihead(
-    module: nn.MultiheadAttention, name: str, frame: Frame, layouts: BlockLayouts, known: Placed, *,
+    module: nn.MultiheadAttention, name: str, frame: Frame, layouts: BlockLayouts, *,
     width: int, regather: tuple[str, ...] = (), chunks: int | str = 0,
 ) -> Projection:  # fmt: skip
     """Put an attention on the grid; its `out_proj` is returned."""
@@ -208,9 +208,9 @@ def place_multihead(
         a, used, layouts.hidden, transpose_b=True, regather=regather, chunks=chunks,
         name=f"{name}.in_proj",
     )  # fmt: skip
-    layer.placed("in_proj_weight", stored, known, (3 * module.embed_dim, width))
-    layer.placed("in_proj_bias", Layout(up.grid, None), known)
+    layer.placed("in_proj_weight", stored, (3 * module.embed_dim, width))
+    layer.placed("in_proj_bias", Layout(up.grid, None))
     return place_projection(
-        module.out_proj, f"{name}.out_proj", frame, layouts, known, leads_in=False, width=width, regather=regather,
+        module.out_proj, f"{name}.out_proj", frame, layouts, leads_in=False, width=width, regather=regather,
         chunks=chunks,
     )  # fmt: skip

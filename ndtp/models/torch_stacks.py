@@ -73,7 +73,6 @@ class TorchSplit(Split):
         # An attention that stays as it is reads the weights of its parts by itself.
         whole = [name for name, module in modules.items() if type(module) is nn.MultiheadAttention]
         self._others({n: m for n, m in modules.items() if not any(f"{n}.".startswith(f"{each}.") for each in whole)})
-        self.known.let_go()
         if self.replaced:
             place_stack(self.model, self.name, self.frame, self.layouts.input, self.width)
             run_eagerly(self.model)
@@ -86,7 +85,7 @@ class TorchSplit(Split):
             self.kept[name] = reason
             return
         out = place_multihead(
-            module, name, self.frame, self.layouts, self.known, width=self.width, **self.options
+            module, name, self.frame, self.layouts, width=self.width, **self.options
         )  # fmt: skip
         adopted: Any = module
         self.attentions.append((adopted, out))

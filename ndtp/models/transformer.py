@@ -11,14 +11,13 @@ from torch import nn
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adapters import place_adapters, reason_against, wrappers_in
-from ndtp.models.adopted import Adopted, Placed, Replicated, SplitNorm, adopt, is_placed
+from ndtp.models.adopted import Adopted, Replicated, SplitNorm, adopt, is_placed
 from ndtp.models.attention_core import AttentionModule, Core, place_core
 from ndtp.models.data_loss import average_loss
 from ndtp.models.expert_layers import experts_role, place_experts
 from ndtp.models.fused_order import heads_in_order, rows_in_order
 from ndtp.models.head_loss import HeadSchedule, place_model
 from ndtp.models.left_alone import is_foreign, leave_alone, why_left
-from ndtp.models.mixed_reads import name_reads
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.of_heads import place_beside
 from ndtp.models.of_heads import reason_against as not_of_heads
@@ -65,7 +64,7 @@ def split_before(model: nn.Module, mesh: ProcessGrid | None, report: Any) -> Any
             f"parallelize: the model is split already, on {report.mesh}; it cannot be split anew on {mesh}\n"
             "  fix: make the model again, or load what ndtp.checkpoint.export_safetensors has written of it"
         )
-    report.replaced |= split.adapt(modules, Placed(model))
+    report.replaced |= split.adapt(modules)
     saved_whole(model)
     return report
 
@@ -92,7 +91,7 @@ class Split(Placing):
         for name, module in modules.items():
             self._experts(name, module)
         self._vocabulary(modules)
-        self.replaced |= self.adapt(modules, self.known)
+        self.replaced |= self.adapt(modules)
         for name, module in modules.items():
             if not any(name.startswith(core + ".") for core in cores):
                 self._norm(name, module)
@@ -103,23 +102,21 @@ class Split(Placing):
         if self.experts:
             whole_router_loss(self.stock, self.frame)
         average_loss(model, self.frame)
-        self.known.let_go()
         if self.frame.head is not None and self.frame.fuse:
             place_model(self.stock, self.frame)
-        name_reads(self.stock)
         run_eagerly(self.stock)
         saved_whole(self.model)
         not_replicated(self.model)
         saved_whole(self.stock)
 
-    def adapt(self, modules: dict[str, nn.Module], known: Placed) -> dict[str, str]:
+    def adapt(self, modules: dict[str, nn.Module]) -> dict[str, str]:
         """Adapters around layers that are on the grid, to lie as these do."""
         placed = {}
         for name, wrapper in wrappers_in(modules):
             reason = reason_against(modules, f"{name}.base_layer")
             if reason:
                 raise LayoutError(f"parallelize: {name}: {reason}\n  fix: put the adapters on before parallelize")
-            for layer in place_adapters(wrapper, name, wrapper.base_layer, known):
+            for layer in place_adapters(wrapper, name, wrapper.base_layer):
                 placed[layer.name] = str(layer.plan)
                 self.adapters.append(layer)
                 self.linears += 1
@@ -218,7 +215,7 @@ class Split(Placing):
             if role is not None:
                 self.kept[name] = role if isinstance(role, str) else "as asked"
             return
-        layer = place_experts(module, name, role, self.frame, self.layouts, self.known, self.width, self.expert_axes)
+        layer = place_experts(module, name, role, self.frame, self.layouts, self.width, self.expert_axes)
         self.experts.append(layer)
         self.replaced[name] = str(layer.plan.up)
 
@@ -235,7 +232,7 @@ class Split(Placing):
         layer.norm_plan, layer.offset = plan, role.offset
         for key in ("weight", "bias"):
             if layer._parameters.get(key) is not None:
-                layer.placed(key, plan.parameter.source, self.known, (plan.width,))
+                layer.placed(key, plan.parameter.source, (plan.width,))
         self.norms.append(layer)
         self.replaced[name] = f"[{plan.layout.label('MK')}]"
 
@@ -254,7 +251,7 @@ class Split(Placing):
         multiple = math.lcm(up.num_splits(0), self.layouts.hidden.num_splits(1))  # logits may be split further
         if head is not None:
             layer: Projection = place_projection(
-                head, names[id(head)], self.frame, self.layouts, self.known,
+                head, names[id(head)], self.frame, self.layouts,
                 leads_in=True, width=self.widths[features(head)[0]], pad_to=multiple, chunks=self.options["chunks"],
             )  # fmt: skip
             layer.loud, self.head = False, layer
@@ -278,9 +275,6 @@ class Split(Placing):
                 leave_alone(module, name)
                 continue
             own = {key: p for key, p in module._parameters.items() if p is not None}
-            for key, parameter in own.items():
-                shared = self.known.get(parameter)
-                module._parameters[key] = parameter if shared is None else shared
             if own and not isinstance(module, (Adopted, Replicated)):
                 states = {} if self.is_kept(name) else states_of(self, module, name)
                 is_whole = any(not is_placed(p) for key, p in own.items() if key not in states)

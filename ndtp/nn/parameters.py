@@ -53,7 +53,64 @@ def empty_parameter(
     """
     device = mesh.device_type if device is None else device
     local = torch.empty(layout.shard_shape(shape), device=device, dtype=dtype)
-    return nn.Parameter(sharded(local, layout, mesh))
+    if mesh.device_mesh is None:
+        return nn.Parameter(local)
+    from ndtp.runtime.grid_tensor import parameter_of
+
+    return parameter_of(sharded(local, layout, mesh))
+
+
+def put_on_grid(
+    dense: Tensor, layout: Layout, mesh: ProcessGrid, name: str, shape: Sequence[int] | None = None
+) -> None:
+    """Let a dense parameter become one of the grid, which is the same object; its gradient comes along.
+
+    Args:
+        shape: with padding.
+    """
+    stand_in(dense, like_dense(dense, layout, mesh, shape), layout, mesh, name)
+
+
+def like_dense(dense: Tensor, layout: Layout, mesh: ProcessGrid, shape: Sequence[int] | None = None) -> nn.Parameter:
+    """A parameter on the grid with the values of a dense one."""
+    made = empty_parameter(tuple(shape or dense.shape), layout, mesh, dense.device, dense.dtype)
+    if not dense.is_meta:
+        fill_from_dense(made, layout, mesh, dense)
+    return made
+
+
+@torch.no_grad()
+def stand_in(
+    parameter: Any, made: Any, layout: Layout, mesh: ProcessGrid, name: str, real: Sequence[int] | None = None
+) -> None:
+    """Let a parameter become what `made` is, and stay the same object.
+
+    Args:
+        real: the shape without padding; default: that of the parameter.
+    """
+    real, grad = torch.Size(parameter.shape if real is None else real), parameter.grad
+    if is_plain(made):
+        parameter.grad = None
+        parameter.data = made.detach()
+    else:
+        from ndtp.runtime.grid_tensor import become
+
+        become(parameter, made, name, real)
+    parameter.ndtp_layout, parameter.ndtp_real = layout, real
+    if grad is not None:
+        parameter.grad = shard_like(parameter, grad, mesh)
+
+
+@torch.no_grad()
+def shard_like(parameter: Any, dense: Tensor, mesh: ProcessGrid) -> Tensor:
+    """A dense tensor, to lie as a parameter of that shape does which `stand_in` has put on the grid."""
+    if is_plain(parameter):
+        return dense.view(parameter.shape)
+    dense = dense.detach().reshape(parameter.ndtp_real)
+    own = sharded(dense.new_empty(parameter._local_tensor.shape), parameter.ndtp_layout, mesh)
+    if not dense.is_meta:
+        fill_from_dense(own, parameter.ndtp_layout, mesh, dense)
+    return own
 
 
 @torch.no_grad()

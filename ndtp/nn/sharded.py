@@ -165,7 +165,7 @@ def shadow_of(module: nn.Module, mesh: ProcessGrid, backend: str | None = None, 
     for parameter in module.parameters():
         local = torch.empty_like(local_shard(parameter.detach()), device="meta")
         made = nn.Parameter(local, parameter.requires_grad)
-        vars(made).update(vars(parameter))
+        vars(made).update({key: value for key, value in vars(parameter).items() if key != "_dtensor"})
         memo[id(parameter)] = made
     memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
     if leave is not None:

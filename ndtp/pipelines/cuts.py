@@ -199,14 +199,15 @@ class TableElsewhere(Elsewhere):
 def part_of_model(model: nn.Module, anatomy: Anatomy, layers: range, traveller: Traveller) -> nn.Module:
     """A model of the same code and names, with the parameters of these layers and of what stands at its ends alone.
 
-    The parameters are those of `model`, not copies.
+    The parameters have the memory of those of `model`, and are others, which a grid may have.
 
     Raises:
         LayoutError: what stands in front of the layers cannot be left out.
     """
     is_first, is_last = layers.start == 0, layers.stop == len(anatomy.layers)
     own: Any = model
-    memo: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers(), getattr(own, "config", None))}
+    memo: dict[int, Any] = {id(x): x for x in (*model.buffers(), getattr(own, "config", None))}
+    memo |= {id(p): _of_same_memory(p) for p in model.parameters()}
     embedding = own.get_input_embeddings()
     for i, name in enumerate(anatomy.layers):
         if i not in layers:
@@ -226,3 +227,9 @@ def part_of_model(model: nn.Module, anatomy: Anatomy, layers: range, traveller: 
     for name in () if is_last else anatomy.back:
         memo[id(model.get_submodule(name))] = Elsewhere(name, traveller)
     return copy.deepcopy(model, memo)
+
+
+def _of_same_memory(parameter: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made

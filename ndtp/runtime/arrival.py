@@ -19,12 +19,30 @@ def local_shard(x: Tensor) -> Tensor:
     return x.to_local() if torch.compiler.is_compiling() else _Arrival.apply(x, None)  # type: ignore[attr-defined]
 
 
+def local_of(x: Any) -> Tensor:
+    """This rank's shard of a DTensor, its memory; any other tensor as it is."""
+    return x if is_plain(x) else x._local_tensor  # type: ignore[no-any-return]
+
+
 def is_plain(x: Tensor) -> bool:
     if type(x) is Tensor or type(x) is torch.nn.Parameter:
         return True
-    from torch.distributed.tensor import DTensor
+    from ndtp.runtime.grid_tensor import KINDS
 
-    return not isinstance(x, DTensor)
+    return not isinstance(x, KINDS)
+
+
+def plain_of(x: Any) -> Tensor:
+    """A DTensor that every rank has whole, as a plain tensor; differentiable.
+
+    Raises:
+        LayoutError: it is split, and what reads it takes it for whole.
+    """
+    if any(not placement.is_replicate() for placement in x.placements):
+        from ndtp.runtime.grid_tensor import refused
+
+        raise refused("an operation", x, ())
+    return local_shard(x)
 
 
 def wrapped(local: Tensor | None, spec: Any) -> Any:

@@ -13,7 +13,7 @@ def version_of(x: Tensor) -> tuple[int, ...]:
     local = getattr(x, "_local_tensor", x)
     if local.is_inference() or x.is_inference():  # torch counts no changes of these
         return (local.data_ptr(),)
-    return x._version, local._version, local.data_ptr()
+    return x._version, getattr(x, "_dtensor", local)._version, local._version, local.data_ptr()
 
 
 def refuse_changed(x: Tensor, seen: tuple[int, ...], what: str) -> None:

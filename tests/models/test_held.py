@@ -24,7 +24,7 @@ def pairs():
     return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6), nn.Tanh()).double()
 
 
-def with_belongings(model, name, calls):
+def with_hooks(model, name, calls):
     parameter = model.get_parameter(name)
     parameter.my_attr = "mine"
     handles = [
@@ -49,8 +49,9 @@ def check_carried():
         found = []
         for on_grid in (False, True):
             model, calls = make(), []
-            handles, owner = with_belongings(model, name, calls)
+            handles, owner = with_hooks(model, name, calls)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            before = list(model.parameters())
             if on_grid:  # half way: with a state, and a gradient
                 loss(model).backward()
                 handles[1].remove()
@@ -62,6 +63,7 @@ def check_carried():
                 handles[1].remove()
                 optimizer.step()
                 loss(model).backward()
+            assert all(x is y for x, y in zip(model.parameters(), before, strict=True))
             parameter = model.get_parameter(name)
             assert parameter.my_attr == "mine" and model.get_submodule(name.rpartition(".")[0]) is owner, name
             assert owner.note == "the layer's"
@@ -74,7 +76,7 @@ def check_carried():
             found.append([p.full_tensor() if on_grid and hasattr(p, "full_tensor") else p for p in model.parameters()])
             if on_grid:
                 text = str(model.ndtp_report)
-                assert "parameters of AdamW, which was built before" in text and "2 hooks" in text, text
+                assert "the state that AdamW has of" in text and "2 hooks" in text, text
         for mine, theirs in zip(found[1], found[0], strict=True):
             mine = mine[tuple(slice(0, size) for size in theirs.shape)]
             torch.testing.assert_close(mine, theirs, rtol=0.0, atol=1e-4, msg=name)

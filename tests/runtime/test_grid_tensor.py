@@ -1,0 +1,137 @@
+"""Parameters that became ones of a grid: the same objects, and what operations give of them beside plain tensors."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from products import mesh_of
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import ndtp
+from ndtp import Grid, LayoutError
+
+
+class Net(nn.Module):
+    """A pair, and much that is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm, self.scale = nn.Embedding(10, 6), nn.LayerNorm(6), nn.Parameter(torch.ones(6))
+        self.fc1, self.fc2 = nn.Linear(6, 7), nn.Linear(7, 6)  # 7 is padded
+        self.memory, self.listed = nn.LSTM(6, 6, batch_first=True), [self.scale]
+        self.head = nn.utils.parametrizations.weight_norm(nn.Linear(6, 10))
+
+    def forward(self, ids):
+        x = self.norm(self.table(ids)) * self.listed[0]
+        return self.head(self.memory(x + self.fc2(F.gelu(self.fc1(x))))[0])
+
+
+IDS = torch.arange(24).view(4, 6) * 7 % 10
+
+
+def made(mesh=None):
+    torch.manual_seed(0)
+    model = Net().double()
+    return model if mesh is None else ndtp.parallelize(model, mesh, {"fc1": "up", "fc2": "down"}, scheme="1d")
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def same(model, dense, where):
+    for (name, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine), theirs, rtol=1e-9, atol=1e-11, msg=f"{where}: {name}")
+
+
+def check_training(sizes):
+    """All of a model are DTensors of one mesh: fused steps, torch's clip, and a term of all parameters in the loss."""
+    mesh, dense = mesh_of(Grid(sizes)), made()
+    model, part = made(mesh), slice(None)
+    if "dp" in sizes:
+        part = slice(2 * mesh.coordinate["dp"], 2 * mesh.coordinate["dp"] + 2)
+    assert all(isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in model.parameters())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, dense)]
+    for _ in range(2):
+        norms = []
+        for m, rows in ((model, part), (dense, slice(None))):
+            loss = F.cross_entropy(m(IDS[rows]).flatten(0, 1), IDS[rows].flatten())
+            loss = loss * len(IDS[rows]) / len(IDS)
+            if "dp" not in sizes:
+                loss = loss + sum(p.pow(2).sum() for p in m.parameters()) * 0.01
+            assert type(loss) is torch.Tensor
+            loss.backward()
+            norms.append(whole(nn.utils.clip_grad_norm_(m.parameters(), 0.5, foreach=True)))
+        torch.testing.assert_close(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same(model, dense, f"{sizes}")
+
+
+def check_identity():
+    mesh, dense, model = mesh_of(Grid(x=2)), made(), made()
+    held, references = list(model.parameters()), [weakref.ref(p) for p in model.parameters()]
+    optimizer = torch.optim.SGD([{"params": held[:3]}, {"params": held[3:]}], lr=0.1)
+    average = [p.detach().clone() for p in held]
+    before = model(IDS).sum()
+    nodes = [model.fc1.weight.expand_as(model.fc1.weight).grad_fn.next_functions[0][0]]
+    with pytest.raises(LayoutError, match=r"holds the node of autograd .* of 'fc1.weight'"):
+        ndtp.parallelize(model, mesh, {"fc1": "up", "fc2": "down"}, scheme="1d")
+    assert type(model.fc1.weight) is nn.Parameter
+    del nodes
+    ndtp.parallelize(model, mesh, {"fc1": "up", "fc2": "down"}, scheme="1d")
+    assert all(x is y is z() for x, y, z in zip(model.parameters(), held, references, strict=True))
+    with pytest.raises(LayoutError, match="backward of what was computed before the model was split"):
+        before.backward()
+    model.zero_grad()
+    its = torch.optim.SGD(dense.parameters(), lr=0.1)
+    for m, steps in ((model, optimizer), (dense, its)):
+        m(IDS).square().sum().backward()
+        steps.step()
+    same(model, dense, "held before")
+    torch._foreach_lerp_(average, [p.detach() for p in held], 0.5)  # dense copies, made before
+    for mine, old, new in zip(average, made().parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(mine, old.detach().lerp(new.detach(), 0.5))
+
+
+def check_operations():
+    mesh = mesh_of(Grid(x=2))
+    model = made(mesh)
+    for fill in (nn.init.normal_, nn.init.trunc_normal_, nn.init.zeros_):
+        torch.manual_seed(1)
+        dense = fill(torch.empty(7, 6, dtype=torch.float64))
+        torch.manual_seed(1)
+        fill(model.fc1.weight)
+        torch.testing.assert_close(model.fc1.weight.full_tensor(), dense, rtol=0.0, atol=0.0, msg=fill.__name__)
+    model, dense = made(mesh), made()
+    state = {key: whole(value) for key, value in copy.deepcopy(model).state_dict().items()}
+    assert not dense.load_state_dict(state).missing_keys  # without padding
+    same(model, dense, "a state dict")
+    held = list(model.parameters())
+    for m in (model, dense):
+        m.float().double()
+    assert all(x is y for x, y in zip(model.parameters(), held, strict=True))
+    same(model, dense, "to")
+    for m in (model, dense):
+        m(IDS).square().sum().backward()
+        torch.optim.SGD(m.parameters(), lr=0.1, foreach=True).step()
+    same(model, dense, "trained after to")
+    with pytest.raises(LayoutError, match=r"check_operations reads 'fc1.weight' .*\n  at .*\n  fix: call the layer"):
+        torch.ones(3, 8, dtype=torch.float64) @ model.fc1.weight
+
+
+def test_parameters_that_were_held_are_those_of_the_grid(ranks):
+    ranks(2).run(check_identity)
+
+
+@pytest.mark.parametrize("sizes", [{"x": 2}, {"dp": 2, "x": 1}], ids=str)
+def test_whole_parameters_train_beside_split_ones(ranks, sizes):
+    ranks(2).run(check_training, sizes)
+
+
+def test_operations_of_torch(ranks):
+    ranks(2).run(check_operations)
