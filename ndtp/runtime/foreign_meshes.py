@@ -1,6 +1,6 @@
 """What torch's own tools do to parameters on a grid: what is refused by name, and what need not be said.
 
-`fully_shard` over a dim of a user's mesh that is not on the grid is refused, with the ways that work.
+`fully_shard` over a dim of a user's mesh that is not on the grid is refused, with the way that works.
 
 FSDP2 puts its mesh and that of a DTensor parameter together.  It takes two dims of a tensor-parallel mesh at most, none
 of an order of its own, and reduces a gradient where its own hooks fire, which ndtp's late ones do not wait for.
@@ -33,8 +33,7 @@ def refuse_joining() -> None:
             raise LayoutError(
                 f"fully_shard: parameters on the grid {grids[0].ndtp_grid} cannot be split once more over {over}\n"
                 "  fix: make that dim an axis of the grid, ProcessGrid.from_mesh(mesh, axes={'z': ..., 'x': ...}): z "
-                "splits weights as FSDP does (scheme='3d'), dp rows alone; or fully_shard the rest of the model, with "
-                "ignored_params={p for p in model.parameters() if isinstance(p, DTensor)}"
+                "splits weights as FSDP does (scheme='3d'), dp rows alone"
             )
         return joined(meshes)
 

@@ -282,7 +282,7 @@ def check_encoder():
     ):
         model = ndtp.parallelize(encoder(), mesh, plan, scheme="1d")
         out_proj = model.layers[0].self_attn.out_proj
-        assert type(out_proj) is type(dense.layers[0].self_attn.out_proj) and type(out_proj.weight) is nn.Parameter
+        assert type(out_proj) is type(dense.layers[0].self_attn.out_proj) and isinstance(out_proj.weight, nn.Parameter)
         for grad_mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
             with grad_mode():
                 torch.testing.assert_close(model(x), dense(x))

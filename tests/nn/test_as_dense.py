@@ -16,7 +16,7 @@ OPTIMIZERS = {
 
 def made():
     torch.manual_seed(0)
-    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8), nn.Linear(8, 3)).double()
+    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8), nn.Linear(8, 4)).double()
 
 
 def trained(model, make):
