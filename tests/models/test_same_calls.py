@@ -118,9 +118,7 @@ def train(mesh, odd, kind):
             model(ids, labels, mask=mask)
         (loss * (8 if now and odd("loss scale") else 1)).backward()
         if kind == "clip":
-            torch._foreach_mul_(
-                [p.grad for p in parameters if type(p) is nn.Parameter], 0.5 if now and odd("clip") else 0.1
-            )
+            torch._foreach_mul_([p.grad for p in parameters], 0.5 if now and odd("clip") else 0.1)
         if not (now and odd("no step")):
             optimizer.step()
         if not (now and odd("zero_grad", "zero_grad to zeros")):
