@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from ndtp.models.between import FACTS, SIZES
 
@@ -171,6 +172,11 @@ def skeleton(module: nn.Module) -> Any:
     for buffer in module.buffers():
         known = _made_up(buffer) if buffer.is_meta else buffer.detach().cpu()
         memo[id(buffer)] = known.float() if known.is_floating_point() else known
+    for part in module.modules():  # handles of hooks cannot be copied once their hooks have gone
+        for value in vars(part).values():
+            for each in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(each, RemovableHandle):
+                    memo[id(each)] = each
     copied = copy.deepcopy(module, memo)
     for each in copied.modules():
         for name in HOOKS:
