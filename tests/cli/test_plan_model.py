@@ -22,6 +22,7 @@ LARGE = TINY | {
 def config(tmp_path, monkeypatch):
     """Read by the planner alone: building a model of eighty layers, even without memory, takes seconds."""
     monkeypatch.setattr("ndtp.cli.planned_model._is_for_transformers", lambda config: False)
+    monkeypatch.setenv("COLUMNS", "200")  # nothing is broken into lines
 
     def write(sizes):
         (tmp_path / "config.json").write_text(json.dumps(sizes))
