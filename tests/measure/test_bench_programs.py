@@ -189,12 +189,6 @@ def test_the_recorded_accuracy_is_of_this_time_model_and_what_the_docs_say(tmp_p
             within += hits
             near += sum(abs(row["ratio"] - 1) <= 0.2 for row in rows)
             choices.append(found["first_over_best"])
-    readme = (BENCH.parent / "README.md").read_text()
-    for rate, run in runs.items():
-        found = run["blocks"]["1024 x 512 x 2048"]
-        ms = {row["grid"]: f"{row['measured_ms']:.0f} ms" for row in found["rows"]}
-        first, best = found["first_choice"], found["best_measured"]
-        assert f"| {rate[:3]} Mbit/s | {first} | {ms[first]} | {best} | {ms[best]} | {ms['y=8']} |" in readme
     docs = (BENCH.parent / "docs" / "results.md").read_text()
     assert len(table) == 9 and all(row in docs for row in table), "\n".join(table)
     assert f"**Aim of 9 of 10 steps within 25 %: {within} of 180.** Within 20 %: {near}." in docs
