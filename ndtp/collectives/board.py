@@ -1,13 +1,17 @@
 """`Board`: rows of a few numbers that ranks on one machine show each other, in memory that all of them see.
 
-A row costs microseconds, and nobody's help: it is written, and read by who waits for it.
+A row costs microseconds, and nobody's help: it is written, and read by who waits for it.  On Linux a rank that waits
+sleeps until the row that it waits for is written (a futex); elsewhere it looks again after short naps.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import platform
 import struct
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +22,9 @@ WORDS = 8
 _CELL = struct.Struct(f"<{WORDS + 2}q")  # number, words, and a sum that tells a row from half of one
 _MASK, _SPREAD = (1 << 63) - 1, 0x9E3779B97F4A7C15
 _SHORTEST_NAP_S, _LONGEST_NAP_S, _LOOKS_S = 2e-5, 1e-3, 0.5
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None  # of `syscall`
+_NUMBER, _LOW = struct.Struct("<I"), 2**32 - 1  # what a futex compares: the lower half of a row's number
+_WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1
 
 Row = tuple[int, ...]
 
@@ -34,6 +41,7 @@ class Board:
     def __init__(self, memory: mmap.mmap, rank: int, processes: Sequence[int], timeout: float) -> None:
         self.memory, self.rank, self.processes, self.timeout = memory, rank, processes, timeout
         self.count = 0
+        self._sleep = None if _FUTEX is None else Futex(memory, _FUTEX)
 
     @staticmethod
     def num_bytes(ranks: int) -> int:
@@ -47,7 +55,10 @@ class Board:
         """
         self.count += 1
         count, turn = self.count, self.count % 2 * len(self.processes)
-        _CELL.pack_into(self.memory, (turn + self.rank) * _CELL.size, count, *row, _sum_of(count, row))
+        own = (turn + self.rank) * _CELL.size
+        _CELL.pack_into(self.memory, own, count, *row, _sum_of(count, row))
+        if self._sleep is not None:
+            self._sleep.wake(own)
         rows: list[Row | None] = [None] * len(self.processes)
         rows[self.rank] = row
         missing = [rank for rank in range(len(rows)) if rank != self.rank]
@@ -65,13 +76,39 @@ class Board:
             if now - looked > _LOOKS_S:
                 looked = now
                 self._complain(missing, now - begin)
-            time.sleep(nap)
-            nap = min(max(_SHORTEST_NAP_S, (now - begin) / 8), _LONGEST_NAP_S)
+            at = (turn + missing[0]) * _CELL.size
+            if self._sleep is not None and (seen := _NUMBER.unpack_from(self.memory, at)[0]) != count & _LOW:
+                self._sleep.wait(at, seen, _LOOKS_S)
+            else:  # half of a row is there
+                time.sleep(nap)
+                nap = min(max(_SHORTEST_NAP_S, (now - begin) / 8), _LONGEST_NAP_S)
 
     def _complain(self, missing: Sequence[int], waited: float) -> None:
         gone = [rank for rank in missing if not is_alive(self.processes[rank])]
         if gone or waited > self.timeout:
             raise Missing(gone or missing, "have ended" if gone else f"have not come in {waited:.0f} s")
+
+
+class Futex:
+    """Sleep until somebody writes to shared memory and wakes those who wait for it: Linux's futex(2).
+
+    Args:
+        number: of the system call.
+    """
+
+    def __init__(self, memory: mmap.mmap, number: int) -> None:
+        self._call = ctypes.CDLL(None).syscall
+        self._number = ctypes.c_long(number)
+        self._memory = ctypes.c_char.from_buffer(memory)  # held: it keeps the mapping where it is
+        self._address = ctypes.addressof(self._memory)
+
+    def wait(self, at: int, seen: int, seconds: float) -> None:
+        """Return when woken, at once if the 32 bits at a byte are not `seen` any more, or after some seconds."""
+        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e9))
+        self._call(self._number, ctypes.c_void_p(self._address + at), _WAIT, ctypes.c_uint(seen), limit, None, 0)
+
+    def wake(self, at: int) -> None:
+        self._call(self._number, ctypes.c_void_p(self._address + at), _WAKE, _EVERYBODY, None, None, 0)
 
 
 class Missing(RuntimeError):

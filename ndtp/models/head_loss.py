@@ -62,10 +62,11 @@ def cross_entropy(
         plan = frame.losses[key] = LinearLossPlan(head.plan, loss, frame.loss_rows)
     head.own("weight", rows)
     own, bias = head.weight_and_bias()
-    return linear_cross_entropy(
+    found = linear_cross_entropy(
         rows, own, bias, _all_targets(logits, target, ignore_index), plan, frame.mesh, reduction,
         weights=weight, between=lambda part: logits.formula({(0, None): part}), dtype=logits.dtype,
     )  # fmt: skip
+    return frame.mesh.step.made_whole(found)
 
 
 def _all_targets(logits: Pending, target: Tensor, ignore_index: int) -> Tensor:

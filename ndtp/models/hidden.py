@@ -98,7 +98,8 @@ def whole(x: Tensor) -> Tensor:
     y = relayout(leave(x), passage.layout, passage.frame.outside, passage.frame.mesh, f"{passage.came_from} whole")
     if (order := passage.order) is not None:
         y = y[:, order.argsort().to(y.device)]
-    return y[: math.prod(passage.lead), : passage.features].reshape(passage.shape)
+    y = y[: math.prod(passage.lead), : passage.features].reshape(passage.shape)
+    return passage.frame.mesh.step.made_whole(y)  # type: ignore[no-any-return]
 
 
 def split(x: Tensor, frame: Frame, layout: Layout, width: int, came_from: str = "") -> Hidden:
@@ -336,7 +337,7 @@ def _cross_entropy(
         reduction=reduction, name=passage.came_from or "loss",
     )  # fmt: skip
     if reduction != "none":
-        return loss
+        return frame.mesh.step.made_whole(loss)
     rows = Layout(frame.mesh.grid, passage.layout.dims[0], None)
     return relayout(loss[:, None], rows, frame.outside, frame.mesh, "losses")[: target.numel(), 0]
 

@@ -109,8 +109,8 @@ def parallelize(
         strict: nothing to replace is an error.
         example: what the model is called with, a tensor, a tuple or a mapping, where it is none that is recognised:
             one run with it, on tensors without memory, shows what shares an input and what is added to what.
-        check: whether all ranks compare what they call the model with, and the steps of its optimizers; default: no.
-            See docs/same-on-all-ranks.md.
+        check: whether all ranks compare what they call the model with, and the steps of its optimizers.  True looks at
+            more in every call.  Default: yes.  See docs/same-on-all-ranks.md.
         check_every: optimizer steps from one comparison of all weights to the next one.
 
     Raises:

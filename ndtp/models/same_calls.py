@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import count
 from typing import Any
@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ndtp.models.hidden import Hidden
 from ndtp.models.pending import Pending
-from ndtp.models.same_steps import Steps, watch_steps
+from ndtp.models.same_steps import Steps, settings_by_name, watch_steps
 from ndtp.runtime.facts import (
     Fact,
     Projection,
@@ -29,13 +28,14 @@ from ndtp.runtime.facts import (
     form_of,
     hash_of,
     leaves_of,
+    modes,
     projection_of,
     random_state,
     short,
     thread_facts,
 )
 from ndtp.runtime.of_turn import OfTurn
-from ndtp.runtime.points import Point, Speaking, compare
+from ndtp.runtime.points import SUMMARY, Point, Speaking, compare
 from ndtp.runtime.process_grid import ProcessGrid
 
 _NUMBERS = count()  # models that ranks split in the same order have the same
@@ -50,7 +50,8 @@ class SameCalls:
     Args:
         rows: the axes along which ranks have rows of their own.
         made_by: what decided how the model was split, in words.
-        check: whether anything is compared; None: unless the grid says no.
+        check: whether anything is compared; None: unless the grid says no, and hooks, the tree of modules and the
+            gradients of all parameters at every sixteenth call only.
         every: optimizer steps from one comparison of all weights to the next one.
         whole_inputs: whether inputs are whole on every rank, but for those rows.
     """
@@ -71,6 +72,7 @@ class SameCalls:
     ) -> None:
         self.mesh, self.rows, self.made_by, self.every = mesh, tuple(rows), made_by, every
         self.check = check
+        self.thorough = check is True
         self.whole_inputs = whole_inputs
         self.name = type(model).__name__
         self._model = ref(model)
@@ -79,6 +81,7 @@ class SameCalls:
         self.late_numbers: dict[str, Tensor] = {}
         self.of_last: list[Fact] = []  # what is known of the last call since it began
         self.steps = Steps(self)
+        self.draws = False  # whether the last call drew random numbers
         self._task, self.number = -1, next(_NUMBERS)
 
     @property
@@ -139,7 +142,8 @@ class SameCalls:
             return
         self.at_work.end()
         self.at_work = None
-        if self.drawn and random_state(self.mesh.device_type) != self.drawn:
+        self.draws = bool(self.drawn) and random_state(self.mesh.device_type) != self.drawn
+        if self.draws:
             self.of_last.append(Fact("random numbers of torch before the last call", short(self.drawn), self._rows))
         if torch.is_grad_enabled():
             self._expect_backward(output)
@@ -156,25 +160,33 @@ class SameCalls:
         by = "" if module is model else f", of its {type(module).__name__}"
         what = f"call {number} of {self.name}{by}"
         inputs, numbers = self._inputs({**_named(type(module), args), **kwargs})
-        facts = [*thread_facts(self.mesh.device_type), *inputs, *self.of_last]
+        device_type = self.mesh.device_type
+        found = modes(device_type)
+        facts = [Fact(f"{SUMMARY}modes of torch", found), *inputs, *self.of_last]
         facts.append(Fact("accumulating gradients", self.mesh.step.partial_sums.is_accumulating))
         facts.append(Fact("backward passes so far", self.backwards))
         facts += self.steps.facts()
-        details: Callable[[], list[Fact]] = list
+        optimizers = self.steps.taken_settings()
+        facts.append(Fact(f"{SUMMARY}settings of optimizers", optimizers))
         wants = torch.is_grad_enabled()
         is_seen = wants or (number - 1) % SELDOM == 0
         if is_seen:
             facts.append(Fact("how it was split", self.made_by))
             facts += self._settings(number)
-            parts = self.steps.state_of(model)
+            parts = self.steps.state_of(model, self.thorough or (number - 1) % SELDOM == 0)
             facts.append(Fact("all of the modules and parameters", digest(bytes(parts.flags), parts.names)))
-            details = self.steps.details
+
+        def details() -> list[Fact]:
+            settings = [fact for each in optimizers for fact in settings_by_name(*each)]
+            return thread_facts(found, device_type) + settings + (self.steps.details() if is_seen else [])
+
         self.of_last = []
         factor = self.steps.taken_factor()
         compare(self.mesh, Point(what, facts, numbers, factor, details), self.rows)
         if is_seen:
             self.steps.compare_weights(what)
-        self.drawn = random_state(self.mesh.device_type) if model.training else b""
+        looks = self.thorough or self.draws or (number - 1) % SELDOM < 2
+        self.drawn = random_state(device_type) if model.training and looks else b""
 
     def _settings(self, number: int) -> list[Fact]:
         """Of a model of transformers: which attention runs; and its config, which is looked at as seldom as weights."""
@@ -225,18 +237,23 @@ class SameCalls:
 
     def _expect_backward(self, output: Any) -> None:
         number = self.calls
+        self.mesh.step.expect_backward = self._expect_outside
         found = [x for _, x in _tensors_of(output) if x.requires_grad and not isinstance(x, Pending)]
-        is_one = len([x for x in found if not isinstance(x, Hidden)]) == 1 == len(found) or (
-            bool(found) and not isinstance(found[0], Hidden) and not found[0].dim()
-        )
         for index, x in enumerate(found):
-            looked_at = is_one and index == 0 and self.whole_inputs
+            is_first = index == 0 and (len(found) == 1 or not x.dim())
+            self._hook(x, number, is_first and type(x) is Tensor and self.whole_inputs)
 
-            def begun(grad: Tensor, looked_at: bool = looked_at) -> None:
-                self._compare_backward(number, grad if looked_at else None)
+    def _expect_outside(self, made: Tensor) -> None:
+        """A whole tensor that code outside of the model has made of what the model gave."""
+        if not self.depth and not torch.compiler.is_compiling():
+            self._hook(made, self.calls, self.whole_inputs)
 
-            with torch._C.DisableTorchFunctionSubclass():
-                x.register_hook(begun)
+    def _hook(self, x: Tensor, number: int, is_looked_at: bool) -> None:
+        def begun(grad: Tensor) -> None:
+            self._compare_backward(number, grad if is_looked_at else None)
+
+        with torch._C.DisableTorchFunctionSubclass():
+            x.register_hook(begun)
 
     def _compare_backward(self, number: int, grad: Tensor | None) -> None:
         """Once a backward, where it begins."""
@@ -260,9 +277,10 @@ class SameCalls:
                 numbers["factor of the loss: the gradient that backward begins with"] = found
             else:
                 self.late_numbers["factor of the loss: the gradient that the last backward began with"] = found
-        compare(self.mesh, Point(what, facts, numbers), self.rows)
         at_work = Speaking(conversation, what)
-        at_work.begin()
+        with at_work:
+            compare(self.mesh, Point(what, facts, numbers), self.rows)
+            at_work.begin()
         # Twice: behind what the first ones of this backward still have to end.
         engine: Any = Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(lambda: self._ended(at_work)))
@@ -273,9 +291,12 @@ class SameCalls:
 
     def compare_late(self) -> None:
         """What an accelerator was to compute since the last point: compared before an optimizer uses it."""
-        if self.is_on and self.mesh.device_type != "cpu" and self.mesh.groups.conversation() is not None:
+        if not self.is_on or self.mesh.device_type == "cpu":
+            return
+        if (conversation := self.mesh.groups.conversation()) is not None:
             what = f"optimizer step after call {self.calls} of {self.name}"
-            compare(self.mesh, Point(what, *self._taken_late()), self.rows)
+            with Speaking(conversation, what):
+                compare(self.mesh, Point(what, *self._taken_late()), self.rows)
 
 
 @cache
@@ -329,7 +350,7 @@ def compare_calls(
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"parallelize: check_every={every!r} is not an integer of at least 1")
     hooked = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
-    if not check or any(isinstance(each, SameCalls) for each in hooked):
+    if check is False or any(isinstance(each, SameCalls) for each in hooked):
         return
     report = vars(model).get("ndtp_report")
     how = [f"{name} {what}" for name, what in getattr(report, "replaced", {}).items()]

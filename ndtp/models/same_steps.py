@@ -16,30 +16,38 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ndtp.nn.hooks import OF_A_MODULE
 from ndtp.nn.sharded import Sharded
-from ndtp.runtime.arrival import local_shard
+from ndtp.runtime.arrival import local_of
 from ndtp.runtime.facts import Fact, content_of, digest
 from ndtp.runtime.points import compare_facts
-from ndtp.runtime.versions import version_of
+from ndtp.runtime.versions import version_of, versions_of
 
+# The number of a step, the class of its optimizer, the settings of its groups by name, how many steps it has counted.
+Settings = tuple[int, str, list[dict[str, Any]], float | None]
+PLAIN = (bool, int, float, str, tuple, type(None))
 TRAINS, HOOKED, WANTS, HAS_GRADIENT, STALE, WRITTEN = 1, 2, 1, 2, 4, 8
-_LOOKED_AT = 64  # numbers of a gradient
+_LOOKED_AT = 16  # numbers of a gradient
+_ASKED = 2  # parameters whose gradient is asked for whether it was there before: `zero_grad` is called for all of them
 _BLOCK = 1 << 20  # words of a weight that are hashed at once
 
 
 @dataclass
 class Parts:
-    """A model's modules and parameters as they are at one moment, in the order of its tree.
+    """A model's modules and parameters, in the order of its tree, and how they are at one moment.
 
     Attributes:
-        flags: of each module and of each parameter, see `Steps.details`.
+        modules: all of them.
+        hooked: for each of them, whether it has hooks.
         names: of modules on the grid, and the seeds of those that were drawn.
         parameters: those that there are.
-        versions: of each of these.
+        flags: of each module and of each parameter, see `Steps.details`.
+        versions: of each parameter.
     """
 
-    flags: bytearray = field(default_factory=bytearray)
+    modules: list[nn.Module] = field(default_factory=list)
+    hooked: list[bool] = field(default_factory=list)
     names: list[Any] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
+    flags: bytes = b""
     versions: list[Any] = field(default_factory=list)
 
 
@@ -56,39 +64,46 @@ class Steps:
     def __init__(self, calls: Any) -> None:
         self._calls = calls
         self.taken = 0
-        self._done: list[Fact] = []
+        self._done: list[Settings] = []
         self._seen: list[Any] | None = None  # versions of the weights after their last known change
-        self._gradients: list[Any] = []  # and of gradients after the last step
+        self._gradients: dict[int, Any] = {}  # and of gradients after the last step, by the number of the parameter
         self._parts = Parts()
         self._contents: list[int] | None = None  # hashes of the weights after the last step that was looked at
         self._due, self._writes = True, 0
-        self._probe: tuple[Any, Any, Tensor] | None = None
+        self._probe: tuple[nn.Parameter, list[float] | Tensor] | None = None
         self._factor: float | Tensor = math.nan
 
     # ------------------------------------------------------------------------------------------------------ the state
 
-    def state_of(self, model: nn.Module) -> Parts:
-        """All modules and parameters of a model, and how they are."""
-        parts = Parts()
-        _walk(model, parts, is_root=True)
-        parts.versions = [version_of(p) for p in parts.parameters]
-        seen, gradients = self._seen, self._gradients
-        if seen is None or len(seen) != len(parts.versions):
-            seen = parts.versions
-        if len(gradients) != len(seen):
-            gradients = [None] * len(seen)
-        for p, now, before, gradient in zip(parts.parameters, parts.versions, seen, gradients, strict=True):
-            grad = p.grad
-            parts.flags.append(
-                WANTS * p.requires_grad
-                | HAS_GRADIENT * (grad is not None)
-                | STALE * (grad is not None and gradient is not None and _state_of(grad) == gradient)
-                | WRITTEN * (now != before)
-            )
-        if parts.versions != seen:
+    def state_of(self, model: nn.Module, anew: bool = True) -> Parts:
+        """All modules and parameters of a model, and how they are.
+
+        Args:
+            anew: whether to look which modules, hooks and parameters there are; else those of the last time are asked.
+        """
+        parts = self._parts
+        if anew or not parts.modules:
+            parts = Parts()
+            _walk(model, parts, is_root=True)
+        parameters = parts.parameters
+        parts.versions = now = versions_of(parameters, self._calls.thorough)
+        seen = self._seen
+        if seen is None or len(seen) != len(now):
+            seen = now
+        of_modules = [TRAINS * m.training | HOOKED * hooked
+                      for m, hooked in zip(parts.modules, parts.hooked, strict=True)]  # fmt: skip
+        flags = [WANTS * p.requires_grad | HAS_GRADIENT * (p.grad is not None) for p in parameters]
+        for i, before in self._gradients.items():
+            grad = parameters[i].grad if i < len(parameters) else None
+            if grad is not None and _state_of(grad) == before:
+                flags[i] |= STALE
+        if now != seen:
+            for i, (is_now, was) in enumerate(zip(now, seen, strict=True)):
+                flags[i] |= WRITTEN * (is_now != was)
             self._writes += 1
             self._due |= self._writes == 1 or self._writes % self._calls.every == 0
-        self._parts, self._seen = parts, parts.versions
+        parts.flags = bytes(of_modules + flags)
+        self._parts, self._seen = parts, now
         return parts
 
     def details(self) -> list[Fact]:
@@ -110,43 +125,44 @@ class Steps:
         return facts
 
     def facts(self) -> list[Fact]:
-        """What optimizers did since the last call."""
+        """How often optimizers made a step."""
+        return [Fact("optimizer steps so far", self.taken)]
+
+    def taken_settings(self) -> list[Settings]:
+        """Of the steps that optimizers made since the last call."""
         done, self._done = self._done, []
-        return [Fact("optimizer steps so far", self.taken), *done]
+        return done
 
     # ------------------------------------------------------------------------------------------------------ optimizers
 
     def before_step(self, optimizer: Optimizer) -> None:
         self._calls.compare_late()
         if self._probe is not None:
-            parameter, at, before = self._probe
+            parameter, before = self._probe
             grad = parameter.grad
             if grad is not None and grad.layout is torch.strided:
-                self._factor = _factor(before, _flat(grad)[at])
+                self._factor = _factor(before, _numbers(grad))
         self._probe = None
 
     def after_step(self, optimizer: Optimizer) -> None:
         self.taken += 1
-        self._done += _facts_of(optimizer, self.taken)
+        self._done.append(_settings_of(optimizer, self.taken))
         parameters = self._parts.parameters
-        self._seen = [version_of(p) for p in parameters]
-        self._gradients = [None if p.grad is None else _state_of(p.grad) for p in parameters]
+        self._seen = versions_of(parameters, self._calls.thorough)
+        apart = 1 if self._calls.thorough else max(1, len(parameters) // _ASKED)
+        grads = ((i, parameters[i].grad) for i in range(0, len(parameters), apart))
+        self._gradients = {i: _state_of(grad) for i, grad in grads if grad is not None}
         if self.taken == 1 or self.taken % self._calls.every == 0:
             self.note_weights()
 
     def note_gradient(self) -> None:
         """At the end of a backward: some numbers of a gradient, to see what becomes of them until the step."""
-        with torch.no_grad():
-            for parameter in self._parts.parameters:
-                grad: Any = parameter.grad
-                is_plain = grad is not None and grad.layout is torch.strided and not parameter.is_inference()
-                if not is_plain or not parameter.requires_grad:
-                    continue
-                flat = _flat(grad)
-                if flat.numel():
-                    at = flat[: 16 * _LOOKED_AT].abs().float().topk(min(_LOOKED_AT, len(flat))).indices
-                    self._probe = (parameter, at, flat[at].clone())
-                    return
+        for parameter in reversed(self._parts.parameters):
+            grad: Any = parameter.grad if parameter.requires_grad else None
+            is_plain = grad is not None and grad.layout is torch.strided and not grad.is_complex()
+            if is_plain and local_of(grad).numel():
+                self._probe = (parameter, _numbers(grad))
+                return
 
     def taken_factor(self) -> float:
         """By what gradients were multiplied between backward and the last step, if by one number; else NaN."""
@@ -198,14 +214,14 @@ class Steps:
 
         compare_facts(mesh, f"weights before {what}", facts, details)
 
-    def _flags(self) -> Sequence[int]:
-        return self._parts.flags[-len(self._parts.parameters) :] if self._parts.parameters else ()
+    def _flags(self) -> bytes:
+        return self._parts.flags[-len(self._parts.parameters) :] if self._parts.parameters else b""
 
 
 def _walk(module: nn.Module, parts: Parts, is_root: bool = False) -> None:
     own = module.__dict__
-    hooked = not is_root and any(own[kind] for kind in OF_A_MODULE)
-    parts.flags.append(TRAINS * module.training | HOOKED * hooked)
+    parts.modules.append(module)
+    parts.hooked.append(not is_root and any(own[kind] for kind in OF_A_MODULE))
     if isinstance(module, Sharded):
         parts.names.append((own.get("name"), own.get("seed")))
     parts.parameters += [p for p in own["_parameters"].values() if p is not None]
@@ -226,17 +242,26 @@ def _state_of(grad: Tensor) -> tuple[Any, ...]:
     return id(grad), version_of(grad)
 
 
-def _flat(x: Tensor) -> Tensor:
-    return local_shard(x).detach().reshape(-1)
+def _numbers(grad: Any) -> list[float] | Tensor:
+    """The first numbers of a gradient on this rank; of an accelerator's without waiting for it."""
+    with torch.no_grad():
+        first = local_of(grad).reshape(-1)[:_LOOKED_AT]
+        return first.tolist() if first.device.type == "cpu" else first.double()
 
 
-@torch.no_grad()
-def _factor(before: Tensor, now: Tensor) -> float | Tensor:
-    """By what some numbers were multiplied; NaN if not all by one."""
-    ratios = now.double() / before.double()
-    least, most = ratios.min(), ratios.max()
-    factor = torch.where((most - least).abs() <= 1e-2 * ratios.abs().max(), ratios.mean(), math.nan)
-    return float(factor) if factor.device.type == "cpu" else factor
+def _factor(before: list[float] | Tensor, now: list[float] | Tensor) -> float | Tensor:
+    """By what some numbers were multiplied; NaN if not all by one, or if all are zero."""
+    if isinstance(before, Tensor) or isinstance(now, Tensor):
+        first, then = torch.as_tensor(before), torch.as_tensor(now)
+        if first.device != then.device or first.shape != then.shape:
+            return math.nan
+        ratios = (then / first)[first.abs() * 8 >= first.abs().max()]
+        return torch.where(ratios.max() - ratios.min() <= 1e-2 * ratios.abs().max(), ratios.mean(), math.nan)
+    least = max(map(abs, before)) / 8
+    found = [y / x for x, y in zip(before, now, strict=False) if abs(x) >= least > 0]
+    if not found or not max(found) - min(found) <= 1e-2 * max(map(abs, found)):
+        return math.nan
+    return found[0]
 
 
 def _split_over(parameter: Tensor, every: Sequence[str]) -> tuple[str, ...]:
@@ -253,7 +278,7 @@ def _contents(parameters: Sequence[nn.Parameter]) -> list[int]:
     """A hash of what each parameter holds on this rank; one transfer from an accelerator."""
     found = []
     for parameter in parameters:
-        x = _flat(parameter)
+        x = local_of(parameter).detach().reshape(-1)
         if x.is_meta or not x.numel() or x.is_quantized:
             found.append(torch.zeros((), dtype=torch.int64, device="cpu"))
             continue
@@ -310,23 +335,30 @@ def _concerned(optimizer: Optimizer) -> list[Any]:
     return known[1]
 
 
-def _facts_of(optimizer: Optimizer, number: int) -> list[Fact]:
-    """The settings by which an optimizer has made a step."""
-    kind = type(optimizer).__name__
-    facts = [Fact(f"optimizer of step {number}", kind)]
-    for index, group in enumerate(optimizer.param_groups):
-        of = f" of group {index}" * (len(optimizer.param_groups) > 1)
+def _settings_of(optimizer: Optimizer, number: int) -> Settings:
+    """Those by which an optimizer has made a step."""
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        own: dict[str, Any] = {}
         for name, value in group.items():
             if name == "params":
-                facts.append(Fact(f"optimizer of step {number}: weights{of}", len(value)))
-            elif isinstance(value, Tensor):
-                if value.device.type == "cpu" and value.numel() == 1:
-                    facts.append(Fact(f"optimizer of step {number}: {name}{of}", float(value)))
-            elif isinstance(value, (bool, int, float, str, tuple, type(None))):
-                facts.append(Fact(f"optimizer of step {number}: {name}{of}", value))
-    first = next((p for group in optimizer.param_groups for p in group["params"] if optimizer.state.get(p)), None)
-    count = optimizer.state[first].get("step") if first is not None else None
+                own["weights"] = len(value)
+            elif isinstance(value, PLAIN):
+                own[name] = value
+            elif isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
+                own[name] = float(value)
+        groups.append(own)
+    state: Any = next(iter(optimizer.state.values()), {})
+    count = state.get("step") if isinstance(state, dict) else None
     is_there = count.device.type == "cpu" if isinstance(count, Tensor) else isinstance(count, (int, float))
-    if count is not None and is_there:
-        facts.append(Fact(f"optimizer of step {number}: its own count of steps", float(count)))
-    return facts
+    return number, type(optimizer).__name__, groups, float(count) if is_there else None  # type: ignore[arg-type]
+
+
+def settings_by_name(number: int, kind: str, groups: Sequence[dict[str, Any]], count: float | None) -> list[Fact]:
+    """Those by which an optimizer has made a step, each as a fact."""
+    step = f"optimizer of step {number}"
+    facts = [Fact(step, kind)]
+    for index, group in enumerate(groups):
+        of = f" of group {index}" * (len(groups) > 1)
+        facts += [Fact(f"{step}: {name}{of}", value) for name, value in group.items()]
+    return facts if count is None else [*facts, Fact(f"{step}: its own count of steps", count)]

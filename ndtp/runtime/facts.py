@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_LEAVES = (Tensor, *PLAIN)
 _SAMPLE = 4096  # numbers of a tensor of real ones that are looked at
 # Of a multiplicative hash modulo 2^64, see Knuth, "The Art of Computer Programming", 6.4.
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -62,12 +63,11 @@ def _number(eight: bytes) -> int:
     return int.from_bytes(eight, "little") >> 1
 
 
-@torch.no_grad()
 def hash_of(x: Tensor) -> Tensor | int:
     """Of all bytes of a tensor of integers; on an accelerator a tensor there, for which nobody waits."""
-    x = x.detach()
     if x.device.type == "cpu":
         return _number(hashlib.blake2b(_bytes(x), digest_size=8).digest())
+    x = x.detach()
     words = x.contiguous().flatten()
     words = words.view(torch.uint8) if words.dtype == torch.bool else words
     return content_of(words.to(torch.int64))
@@ -86,6 +86,9 @@ def projection_of(x: Tensor, place: int = 0) -> Tensor | Projection:
     Args:
         place: which of several tensors it is.
     """
+    if x.numel() == 1 and x.device.type == "cpu" and not x.is_complex():  # a loss
+        number = float(x.detach())
+        return Projection(number, number, number * number)
     flat = x.detach().reshape(-1)
     if flat.numel() > _SAMPLE:
         flat = flat[:: -(-flat.numel() // _SAMPLE)]
@@ -104,19 +107,19 @@ def _weights(count: int, place: int) -> tuple[Tensor, Tensor]:
 
 
 def _bytes(x: Tensor) -> Any:
-    return x.contiguous().view(-1).view(torch.uint8).numpy()
+    return x.numpy() if x.is_contiguous() else x.contiguous().numpy()
 
 
 def leaves_of(given: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """What is in arguments, by names: tensors, plain values, and of other things their kinds."""
-    if isinstance(given, Mapping):
+    if isinstance(given, _LEAVES):
+        yield name, given
+    elif isinstance(given, Mapping):
         for key, value in given.items():
             yield from leaves_of(value, f"{name}.{key}" if name else str(key))
     elif isinstance(given, (list, tuple)):
         for index, value in enumerate(given):
             yield from leaves_of(value, f"{name}[{index}]" if name else f"argument {index}")
-    elif isinstance(given, (Tensor, *PLAIN)):
-        yield name, given
     else:
         length = getattr(given, "get_seq_length", None)  # a cache of keys and values
         yield name, f"{type(given).__name__}{'' if length is None else f' of {_length(length)}'}"
@@ -133,19 +136,29 @@ def form_of(x: Tensor) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device.type}"
 
 
-def thread_facts(device_type: str) -> list[Fact]:
-    """Modes of torch that decide what a call computes."""
+def modes(device_type: str) -> tuple[Any, ...]:
+    """Modes of torch that decide what a call computes; `thread_facts` names them."""
     devices = ("cpu",) if device_type == "cpu" else ("cpu", device_type)
-    casts = [
-        f"{device} {torch.get_autocast_dtype(device)}" if torch.is_autocast_enabled(device) else f"{device} off"
-        for device in devices
-    ]
+    casts = [torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device)) for device in devices]
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *casts,
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def thread_facts(found: Sequence[Any], device_type: str) -> list[Fact]:
+    """`modes` by their names."""
+    grad, inference, *casts, precision, deterministic = found
+    devices = ("cpu", device_type)[: len(casts)]
     return [
-        Fact("grad mode", torch.is_grad_enabled()),
-        Fact("inference mode", torch.is_inference_mode_enabled()),
-        Fact("autocast", ", ".join(casts)),
-        Fact("precision of float32 products", torch.get_float32_matmul_precision()),
-        Fact("deterministic algorithms", torch.are_deterministic_algorithms_enabled()),
+        Fact("grad mode", grad),
+        Fact("inference mode", inference),
+        Fact("autocast", ", ".join(f"{device} {cast or 'off'}" for device, cast in zip(devices, casts, strict=True))),
+        Fact("precision of float32 products", precision),
+        Fact("deterministic algorithms", deterministic),
     ]
 
 

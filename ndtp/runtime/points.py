@@ -23,10 +23,11 @@ from ndtp.collectives.board import WORDS, Row
 from ndtp.collectives.conversation import Conversation
 from ndtp.collectives.labels import Label
 from ndtp.collectives.turns import TURN
-from ndtp.collectives.watch import Watch
+from ndtp.collectives.watch import failure
 from ndtp.errors import MismatchError
 from ndtp.runtime.facts import Fact, Projection, digest
 
+_NUMBERS, _BITS, _NOTHING = struct.Struct("<4d"), struct.Struct("<4q"), Projection()
 SHOWN = 6  # kinds of topics of an error
 SUMMARY = "all of "  # begins topics that others take apart
 FIXES = (  # by the beginning of a topic
@@ -80,11 +81,11 @@ class Point:
     details: Callable[[], list[Fact]] = list
 
     def row(self) -> Row:
+        """What is shown of it: digests, and numbers."""
         alike = digest(self.what, [fact[:2] for fact in self.facts if not fact[2]])
         of_rows = digest([fact[:2] for fact in self.facts if fact[2]])
-        total = sum(self.numbers.values(), Projection())
-        bits = struct.unpack("<4q", struct.pack("<4d", *total, self.factor))
-        return (alike, of_rows, *bits, *(0,) * (WORDS - 6))
+        total = sum(self.numbers.values(), Projection()) if self.numbers else _NOTHING
+        return (alike, of_rows, *_BITS.unpack(_NUMBERS.pack(*total, self.factor)), *(0,) * (WORDS - 6))
 
     def told(self) -> str:
         """All of it, for ranks that have another."""
@@ -103,7 +104,7 @@ def _text(value: Any) -> str:
 
 
 def compare(mesh: Compared, point: Point, rows_differ: Sequence[str] = ()) -> None:
-    """Compare a point with those of all ranks of the grid.
+    """Compare a point with those of all ranks of the grid, in what is `Speaking`.
 
     Args:
         rows_differ: the axes along which ranks have rows of their own.
@@ -115,11 +116,11 @@ def compare(mesh: Compared, point: Point, rows_differ: Sequence[str] = ()) -> No
     conversation = mesh.groups.conversation()
     if conversation is None:
         return
-    with Speaking(conversation, point.what):
-        rows = _heard(mesh, conversation, lambda: conversation.exchange(point.row()), point.what)
-        if all(row == rows[0] for row in rows) or _is_alike(rows, _places(mesh, conversation, rows_differ)):
-            return
-        texts = _heard(mesh, conversation, lambda: conversation.texts(point.told()), point.what)
+    own = point.row()
+    rows = _heard(mesh, conversation, conversation.exchange, own, point.what)
+    if rows.count(own) == len(rows) or _is_alike(rows, _places(mesh, conversation, rows_differ)):
+        return
+    texts = _heard(mesh, conversation, conversation.texts, point.told(), point.what)
     told = [json.loads(text) for text in texts]
     raise MismatchError(message(told, mesh.grid, _ranks(mesh, conversation), tuple(rows_differ)))
 
@@ -136,8 +137,7 @@ def compare_facts(mesh: Compared, what: str, facts: Sequence[Fact], details: Cal
     with Speaking(conversation, what):
         ranks = _ranks(mesh, conversation)
         for point_of in (lambda: Point(what, list(facts)), lambda: Point(what, details())):
-            text = point_of().told()
-            texts = _heard(mesh, conversation, lambda text=text: conversation.texts(text), what)  # type: ignore[misc]
+            texts = _heard(mesh, conversation, conversation.texts, point_of().told(), what)
             told = [json.loads(text) for text in texts]
             if not differences(told, mesh.grid, ranks, ()):
                 return
@@ -184,9 +184,12 @@ class Speaking:
                 self.conversation.speaker = (*speaker[:2], speaker[2] - 1) if speaker[2] > 1 else None
 
 
-def _heard(mesh: Compared, conversation: Conversation, ask: Callable[[], Any], what: str) -> Any:
-    with Watch(mesh.describe, Label((what,), "point", "comparison", ()), conversation.members, records=False):
-        return ask()
+def _heard(mesh: Compared, conversation: Conversation, say: Callable[[Any], Any], own: Any, what: str) -> Any:
+    try:
+        return say(own)
+    except RuntimeError as error:
+        label = Label((what,), "point", "comparison", ())
+        raise failure(label, mesh.describe, error, conversation.members) from error
 
 
 def _ranks(mesh: Compared, conversation: Conversation) -> list[int]:
@@ -204,7 +207,7 @@ def _is_alike(rows: Sequence[Row], places: Sequence[tuple[int, ...]]) -> bool:
     first: dict[tuple[int, ...], tuple[int, Projection]] = {}
     factors = []
     for row, place in zip(rows, places, strict=True):
-        *numbers, factor = struct.unpack("<4d", struct.pack("<4q", *row[2:6]))
+        *numbers, factor = _NUMBERS.unpack(_BITS.pack(*row[2:6]))
         of_rows, near = first.setdefault(place, (row[1], Projection(*numbers)))
         if row[0] != rows[0][0] or row[1] != of_rows or not near.is_near(Projection(*numbers)):
             return False

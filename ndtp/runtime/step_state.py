@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
 
 from ndtp.collectives.recorder import Recording
 from ndtp.runtime.chunk_choices import ChunkChoices
@@ -24,6 +27,7 @@ class StepState:
     Attributes:
         chunks: the numbers of chunks that were chosen, and what they rest on.
         recording: who looks on, if anybody does.
+        expect_backward: is told of whole tensors, such as losses, that code has made of split activations.
     """
 
     def __init__(self, late: LateGradients) -> None:
@@ -32,6 +36,13 @@ class StepState:
         self.late = late
         self.chunks = ChunkChoices()
         self.recording = Recording()
+        self.expect_backward: Callable[[Tensor], None] | None = None
+
+    def made_whole(self, result: Any) -> Any:
+        """The result, of which `expect_backward` is told: what every rank has whole, made of a split activation."""
+        if self.expect_backward is not None and type(result) is Tensor and result.requires_grad:
+            self.expect_backward(result)
+        return result
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
 
@@ -14,6 +17,20 @@ def version_of(x: Tensor) -> tuple[int, ...]:
     if local.is_inference() or x.is_inference():  # torch counts no changes of these
         return (local.data_ptr(),)
     return x._version, getattr(x, "_dtensor", local)._version, local._version, local.data_ptr()
+
+
+def versions_of(tensors: Sequence[Tensor], swaps: bool = True) -> list[Any]:
+    """For each tensor what changes when it is changed in place.
+
+    Args:
+        swaps: whether other memory counts as a change, too; without it a look takes a third of the time.
+    """
+    if not swaps:
+        try:
+            return [x._version + getattr(x, "_local_tensor", x)._version for x in tensors]
+        except RuntimeError:  # tensors of inference, of which torch counts no changes
+            pass
+    return [version_of(x) for x in tensors]
 
 
 def refuse_changed(x: Tensor, seen: tuple[int, ...], what: str) -> None:

@@ -80,7 +80,8 @@ class SplitTensor(Tensor):
         if found is not None:
             result = found(func, *args, **kwargs)
             if result is not NotImplemented:
-                return result
+                is_scalar = type(result) is Tensor and not result.dim() and result.requires_grad
+                return split_in([*args, *kwargs.values()])[0].spec.mesh.step.made_whole(result) if is_scalar else result
         return TABLE[NO_RULE](func, args, kwargs)
 
     def gathered(self) -> Tensor:

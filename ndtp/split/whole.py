@@ -32,7 +32,7 @@ def whole(x: Any) -> Any:
     """The whole tensor of a split one, on every rank; a collective.  Anything else as it is."""
     if not isinstance(x, SplitTensor):
         return x
-    return leave(moved(x, [()] * len(x.spec.sizes)))
+    return x.spec.mesh.step.made_whole(leave(moved(x, [()] * len(x.spec.sizes))))
 
 
 @rule(NO_RULE)

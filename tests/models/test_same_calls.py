@@ -60,6 +60,9 @@ KINDS = {
 }
 
 
+THOROUGH = {"hook": True}  # what is looked at in every call with check=True, and by default in every sixteenth
+
+
 def one_rank_deviates(kinds, rank=1):
     """What a run of each kind raises on this rank."""
     mesh = ProcessGrid(Grid(x=2), timeout=60)
@@ -68,7 +71,7 @@ def one_rank_deviates(kinds, rank=1):
 
 def raised(kind, mesh, is_odd):
     try:
-        train(mesh, lambda *kinds: is_odd and kind in kinds, kind)
+        train(mesh, lambda *kinds: is_odd and kind in kinds, kind, THOROUGH.get(kind))
     except MismatchError as error:
         return str(error)
     finally:
@@ -77,10 +80,10 @@ def raised(kind, mesh, is_odd):
     return "nothing was raised"
 
 
-def train(mesh, odd, kind):
+def train(mesh, odd, kind, check):
     torch.manual_seed(0)
     model = Tiny(0.5 if kind == "seed" else 0.0)
-    ndtp.parallelize(model, mesh, {"up": "up", "down": "down"}, scheme="1d", check=True)
+    ndtp.parallelize(model, mesh, {"up": "up", "down": "down"}, scheme="1d", check=check)
     parameters = list(model.parameters())[odd("fewer weights") :]
     kinds = torch.optim.Adam if odd("optimizer") else torch.optim.SGD
     more = {"momentum": 0.9} if odd("momentum") else {}
@@ -144,11 +147,11 @@ def _found(text, pattern):
 
 
 def trains_in_silence():
-    """Ranks of other `dp` have other rows; what has no effect may differ; without `check=True` all may."""
+    """Ranks of other `dp` have other rows; what has no effect may differ; with `check=False` all may."""
     for axes, scheme in (({"dp": 2}, "3d"), ({"x": 2}, "1d")):
         mesh = ProcessGrid(Grid(axes), timeout=60)
         torch.manual_seed(0)
-        model = ndtp.parallelize(Tiny(), mesh, {"up": "up", "down": "down"}, scheme=scheme, check=True)
+        model = ndtp.parallelize(Tiny(), mesh, {"up": "up", "down": "down"}, scheme=scheme)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             mine = mesh.rank if "dp" in axes else 0
@@ -159,7 +162,7 @@ def trains_in_silence():
             optimizer.zero_grad()
     mesh = ProcessGrid(Grid(x=2), timeout=60)
     torch.manual_seed(0)
-    model = ndtp.parallelize(Tiny(), mesh, {"up": "up", "down": "down"}, scheme="1d")
+    model = ndtp.parallelize(Tiny(), mesh, {"up": "up", "down": "down"}, scheme="1d", check=False)
     model(torch.full((2, 8), mesh.rank), torch.full((2, 8), 0)).backward()
 
 
@@ -169,7 +172,7 @@ def test_what_may_differ_is_no_disagreement(ranks):
 
 def bytes_of_a_step():
     counted = []
-    for check in (True, False):
+    for check in (True, None, False):
         mesh = ProcessGrid(Grid(x=2), timeout=60)
         torch.manual_seed(0)
         model = ndtp.parallelize(Tiny(), mesh, {"up": "up", "down": "down"}, scheme="1d", check=check)
@@ -180,15 +183,15 @@ def bytes_of_a_step():
 
 
 def test_comparing_is_no_traffic(ranks):
-    compared, alone = ranks(2).run(bytes_of_a_step)[0]
-    assert compared == alone > 0
+    thoroughly, by_default, alone = ranks(2).run(bytes_of_a_step)[0]
+    assert thoroughly == by_default == alone > 0
 
 
 def in_two_threads():
     """The second thread comes while the first one is in its call."""
     mesh = ProcessGrid(Grid(x=2), timeout=60)
     torch.manual_seed(0)
-    models = [ndtp.parallelize(Tiny(), mesh, {"up": "up", "down": "down"}, scheme="1d", check=True) for _ in range(2)]
+    models = [ndtp.parallelize(Tiny(), mesh, {"up": "up", "down": "down"}, scheme="1d") for _ in range(2)]
     ids, said = torch.zeros(2, 8, dtype=torch.long), []
 
     def second():
@@ -210,3 +213,48 @@ def in_two_threads():
 def test_two_threads_on_one_group_are_refused(ranks):
     for said in ranks(2).run(in_two_threads):
         assert len(said) == 1 and _found(said[0], "two threads .* call 1 of Tiny")
+
+
+class Outside(nn.Module):
+    """Gives logits, of which the program outside makes a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.up, self.down, self.head = (
+            nn.Embedding(16, 8),
+            nn.Linear(8, 32),
+            nn.Linear(32, 8),
+            nn.Linear(8, 16),
+        )
+
+    def forward(self, ids):
+        h = self.table(ids)
+        return self.head(h + self.down(F.gelu(self.up(h))))
+
+
+LOSSES = {
+    "of split logits": lambda logits, ids: F.cross_entropy(logits.flatten(0, 1), ids.flatten()),
+    "a mean": lambda logits, ids: logits.square().mean(),
+    "of whole logits": lambda logits, ids: logits.gathered().logsumexp(-1).mean(),
+}
+
+
+def losses_outside():
+    """A loss scale that one rank has otherwise, of losses that no model computes."""
+    mesh, found = ProcessGrid(Grid(x=2), timeout=60), {}
+    ids = torch.randint(16, (2, 8), generator=torch.Generator().manual_seed(0))
+    for name, loss_of in LOSSES.items():
+        torch.manual_seed(0)
+        model = ndtp.parallelize(Outside(), mesh, scheme="1d-sp", example=ids)
+        try:
+            for step in range(2):
+                (loss_of(model(ids), ids) * (8 if step and mesh.rank else 1)).backward()
+        except MismatchError as error:
+            found[name] = str(error)
+        mesh.discard_gradients()
+    return found
+
+
+def test_losses_of_code_outside_of_a_model(ranks):
+    for found in ranks(2).run(losses_outside):
+        assert all(_found(found.get(name, ""), "backward of call 2 .*\n.*factor of the loss") for name in LOSSES), found
