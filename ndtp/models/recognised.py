@@ -13,7 +13,7 @@ from torch import nn
 
 from ndtp.errors import LayoutError
 from ndtp.models.placing import stock_model
-from ndtp.models.roles import is_linear, is_wrapper
+from ndtp.models.roles import is_wrapper
 from ndtp.models.transformer import Split
 from ndtp.nn.sharded import shadow_of
 from ndtp.runtime.arrival import is_plain
@@ -44,14 +44,11 @@ def is_recognised(model: nn.Module, mesh: ProcessGrid, layouts: Any, *arguments:
 
 
 def _left(model: nn.Module, split: Split) -> int:
-    """Elements of layers and expert stacks that stayed whole, but for routers, and what was to stay."""
+    """Elements of matrices and stacks that stayed whole, but for routers, and what was to stay."""
     stay = [*split.scores, *(name for name, why in split.kept.items() if why == "as asked")]
     count = 0
-    for name, module in model.named_modules():
-        if any(name == each or name.startswith(f"{each}.") for each in stay):
-            continue
-        for parameter in module._parameters.values():
-            if parameter is not None and (parameter.dim() > 2 or (parameter.dim() == 2 and is_linear(module))):
-                local: Any = parameter if is_plain(parameter) else parameter._local_tensor  # type: ignore[attr-defined]
-                count += parameter.numel() if local.numel() == parameter.numel() else 0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and not any(name.startswith(f"{each}.") for each in stay):
+            local: Any = parameter if is_plain(parameter) else parameter._local_tensor  # type: ignore[attr-defined]
+            count += parameter.numel() if local.numel() == parameter.numel() else 0
     return count

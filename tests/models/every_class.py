@@ -21,6 +21,7 @@ import argparse
 import copy
 import json
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -41,6 +42,7 @@ import torch
 import transformers
 import transformers.modeling_layers
 import transformers.modeling_utils  # so that ranks are forked with it
+import transformers.utils.output_capturing
 from against_dense import InDouble
 from architectures import as_dense
 from products import mesh_of
@@ -178,10 +180,37 @@ def _is_a_tie(mine: dict, dense: dict) -> bool:
     return False
 
 
+def as_constructed(model: Any) -> None:
+    """What transformers notes when it makes a model, which one that was read from a file lacks in this process."""
+    noted = getattr(transformers.utils.output_capturing, "_CAN_RECORD_REGISTRY", None)
+    for module in model.modules():
+        if noted is not None and hasattr(module, "_can_record_outputs"):
+            noted[module] = module._can_record_outputs
+
+
+def anew(tests: Path, folder: str, name: str, weights: dict[str, Tensor]) -> Any:
+    """The model of a class, made in this process."""
+    case, kind = next(x for x in tiny_models.testers(tests, folder) if x[1].__name__ == name)
+    model, _ = tiny_models.made(case, kind)
+    model.load_state_dict(weights)
+    return model
+
+
+def put(path: str, model: Any, case: Any, **rest: Any) -> None:
+    """Write what ranks need; a model that cannot be pickled (hooks, parametrizations) is made there anew."""
+    try:
+        torch.save({"model": model, **rest}, path)
+    except (AttributeError, RuntimeError, TypeError, pickle.PicklingError):
+        tests, folder = Path(sys.modules[case.__module__].__file__).parents[2], case.__module__.split(".")[-2]
+        where = (tests, folder, type(model).__name__)
+        torch.save({"where": where, "weights": model.state_dict(), **rest}, path)
+
+
 def on_grid(path: str, axes: dict[str, int], scheme: str) -> dict:
     """One class on every rank: what `compare` says, and what the report does."""
     given = torch.load(path, weights_only=False)
-    model = given["model"]
+    model = given["model"] if "model" in given else anew(*given["where"], given["weights"])
+    as_constructed(model)
     row: dict[str, Any] = {"split": 0.0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -236,7 +265,7 @@ def one_class(case: Any, kind: type, axes: dict[str, int], scheme: str, timeout:
                 dense = results(copy.deepcopy(model), {"own": cases["own"]}, None)
                 cases = {"own": cases["own"]}
             exact = in_double(model, cases)
-            torch.save({"model": model, "cases": cases, "prompt": go_on, "dense": dense, "exact": exact}, path)
+            put(path, model, case, cases=cases, prompt=go_on, dense=dense, exact=exact)
     except Exception as error:
         return {"verdict": "no dense", "error": f"{type(error).__name__}: {error}"[:300]}
     ranks = 1

@@ -99,3 +99,24 @@ def check_bytes() -> tuple[int, int]:
 def test_what_is_observed_moves_no_more_than_what_is_recognised(ranks):
     recognised, observed = ranks(4).run(check_bytes)[0]
     assert observed <= 1.1 * recognised, (recognised, observed)
+
+
+def check_ways() -> dict[str, tuple[str, bool]]:
+    """By family: which way a tiny model was split, and whether nearly all of it is."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
+    found = {}
+    for family in ("Llama", "DiffLlama"):
+        config = getattr(transformers, f"{family}Config")(vocab_size=64, num_hidden_layers=1, **sizes)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        report = ndtp.parallelize(model, mesh_of(Grid(x=2)), scheme="1d").ndtp_report
+        total, split, _ = report.parameters
+        found[family] = type(report.split).__name__, split > 0.95 * total
+    return found
+
+
+def test_a_stock_model_of_which_much_would_stay_whole_is_observed(ranks):
+    """DiffLlama's code combines heads, so that its attention is none that runs on those of one rank."""
+    found = ranks(2).run(check_ways)[0]
+    assert found == {"Llama": ("Split", True), "DiffLlama": ("AnyModel", True)}
