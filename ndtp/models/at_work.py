@@ -1,8 +1,13 @@
-"""The root of a model on the grid: while its forward runs, code finds parameters that it can compute with."""
+"""The root of a model on the grid: while its forward runs, code finds parameters that it can compute with.
+
+So do the other methods that compute with the model: `generate`, and what it or the forward calls of the model's own
+(`get_image_features`), also where a user calls it.
+"""
 
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import torch
@@ -18,17 +23,26 @@ class AtWork:
 
 
 def reads_parameters(model: nn.Module, frame: Frame) -> None:
-    """Let the forward of a model note which parameters its code reads; a backward after they changed is refused."""
+    """Let a model's methods note which parameters their code reads; a backward after they changed is refused."""
     theirs: Any = type(model)
     if isinstance(model, AtWork):
         return
+    made = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
+    methods = {name: _noting(theirs, name, frame) for name in ("forward", *computing(theirs))}
+    model.__class__ = type(theirs.__name__, (AtWork, theirs), made | methods)
 
-    @functools.wraps(theirs.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+
+def _noting(theirs: Any, name: str, frame: Frame) -> Any:
+    method = getattr(theirs, name)
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name != "forward" and frame.running:  # called by what notes already
+            return method(self, *args, **kwargs)
         read: list[Any] = []
         frame.running.append(read)
         try:
-            given = theirs.forward(self, *args, **kwargs)
+            given = method(self, *args, **kwargs)
         finally:
             frame.running.pop()
         if read and not torch.compiler.is_compiling():
@@ -37,8 +51,30 @@ def reads_parameters(model: nn.Module, frame: Frame) -> None:
                     x.grad_fn.register_prehook(functools.partial(_refuse_changed, read))
         return given
 
-    made = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__, "forward": forward}
-    model.__class__ = type(theirs.__name__, (AtWork, theirs), made)
+    return run
+
+
+def computing(kind: Any) -> set[str]:
+    """Names of methods that the forward of a class, or its `generate`, calls by their name, and of that one."""
+    found: set[str] = set()
+    waiting = [name for name in ("forward", "generate") if isinstance(getattr(kind, name, None), types.FunctionType)]
+    while waiting:
+        name = waiting.pop()
+        method = getattr(kind, name, None)
+        is_own = isinstance(method, types.FunctionType) and not hasattr(nn.Module, name)
+        if name in found or not (is_own or name == "forward"):
+            continue
+        found |= {name} - {"forward"}
+        while hasattr(method, "__wrapped__"):
+            method = method.__wrapped__
+        if not _is_of_a_base(method):
+            waiting += [each for each in method.__code__.co_names if not each.startswith("__")]
+    return {name for name in found if name == "generate" or not _is_of_a_base(getattr(kind, name))}
+
+
+def _is_of_a_base(method: Any) -> bool:
+    """Whether it is what all models have: torch's, or what transformers gives any model."""
+    return str(method.__module__).startswith(("torch.", "transformers.modeling_", "transformers.generation"))
 
 
 def _refuse_changed(read: list[Any], _: Any) -> None:
