@@ -60,7 +60,7 @@ def computing(kind: Any) -> set[str]:
     waiting = [name for name in ("forward", "generate") if isinstance(getattr(kind, name, None), types.FunctionType)]
     while waiting:
         name = waiting.pop()
-        method = getattr(kind, name, None)
+        method: Any = getattr(kind, name, None)
         is_own = isinstance(method, types.FunctionType) and not hasattr(nn.Module, name)
         if name in found or not (is_own or name == "forward"):
             continue
