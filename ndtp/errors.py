@@ -1,4 +1,4 @@
-"""What ndtp raises.  Bad input is a `ValueError`; a peer that fails is a `RuntimeError`.
+"""The errors that ndtp raises. Bad input is a `ValueError`; a peer that fails is a `RuntimeError`.
 
 Messages name the op, the tensor, the sizes and the fix.  They depend on global facts only, so every rank says the same.
 """

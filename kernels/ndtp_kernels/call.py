@@ -86,7 +86,7 @@ class Call:
         return aux is None or (aux.stride_col == 1 and not aux.blocked)
 
     def problem(self) -> Problem:
-        """What the choice of a configuration may depend on."""
+        """Return the facts that the choice of a configuration may depend on."""
         a, b, c = self.view_a, self.view_b, self.view_c
         kind = "plain"
         if self.backward:
@@ -129,7 +129,7 @@ class Call:
 
 
 def describable(view: Matrix, *tensors: Tensor | None) -> bool:
-    """Whether a tensor descriptor can take the operand: one unit stride, everything else in multiples of 16 bytes."""
+    """Return whether a tensor descriptor can take the operand: one unit stride, the rest in multiples of 16 bytes."""
     strides = (*view.batch_strides, *((view.block_stride,) if view.blocked else ()))
     if view.row_major:
         strides += (view.stride_row,)

@@ -1,4 +1,4 @@
-"""What comes beside the operands of a product: vectors, scales, tensors of C's shape.  Each error names a fix."""
+"""Checks of a product's extra operands: vectors, scales, tensors of C's shape. Each error names a fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a product is asked for: where its letters lie, what comes beside the operands, and what comes back."""
+"""The form of a product: where its letters lie, its extra operands, and what it returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Form(NamedTuple):
-    """Where the letters of a product lie: transposes, and blocks ("m", "k"; "k", "n"; "m", "n") of A, B and C."""
+    """The places of a product's letters: transposes, and blocks ("m", "k"; "k", "n"; "m", "n") of A, B and C."""
 
     transpose_a: bool = False
     transpose_b: bool = False

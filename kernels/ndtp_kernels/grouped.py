@@ -139,7 +139,7 @@ def _check(op: str, a: Tensor, b: Tensor, offsets: Tensor, options: Options) -> 
 
 
 def library_takes(a: Tensor, b: Tensor) -> bool:
-    """Whether torch has one call for the products of all experts: bf16 on a GPU, rows of whole 16 bytes."""
+    """Return whether torch has one call for the products of all experts: bf16 on a GPU, rows of whole 16 bytes."""
     aligned = all(size * x.element_size() % ALIGNMENT == 0 for x in (a, b) for size in x.shape[-2:][x.dim() == 2 :])
     return a.is_cuda and a.dtype == torch.bfloat16 and aligned and a.shape[0] > 0
 
@@ -203,7 +203,9 @@ class GroupedCall:
         return self.offsets.numel() - 1
 
     def problem(self) -> Problem:
-        """What the choice may depend on: not how many rows each expert has, but how many they have on average."""
+        """Return the facts that the choice may depend on: the mean number of rows an expert, not each expert's
+        number.
+        """
         a, b, options = self.view_a, self.view_b, self.options
         dtype = str(self.a.dtype).removeprefix("torch.")
         m, k = (a.rows, -(-a.cols // self.experts)) if self.outer else (-(-a.rows // self.experts), a.cols)

@@ -1,4 +1,4 @@
-"""What `ndtp` calls: GEMMs with epilogues, gated pairs, and what follows a scatter.
+"""The functions that `ndtp` calls: GEMMs with epilogues, gated pairs, and sums after a scatter.
 
 Without gradients and outside torch.compile a call goes straight to the kernels; otherwise through the custom ops of
 `ops`, which cost some ten microseconds more.
@@ -214,7 +214,8 @@ def reduce_blocks(
     return_preactivation: bool = False,
     backend: str = "auto",
 ) -> Any:
-    """After a scatter: act(sum of blocks + bias) [* (up + bias_up)] + residual, summed in fp32 in the blocks' order.
+    """Finish a product after a scatter: act(sum of blocks + bias) [* (up + bias_up)] + residual, summed in fp32 in
+    block order.
 
     x        [p, .., N], what an all-to-all leaves; gated [2, p, .., N].  After a reduce-scatter p is 1.
     out      [.., N]: where the result goes, contiguous; not with autograd or torch.compile
@@ -248,7 +249,7 @@ def reduce_blocks_backward(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Product:
-    """After dgrad's scatter: (sum of blocks) * act'(pre), and the bias gradients, in one pass.
+    """Finish dgrad after its scatter: (sum of blocks) * act'(pre), and the bias gradients, in one pass.
 
     x        [p, .., N] blocks of the gradient of the activation; p = 1 after a reduce-scatter
     pre      [.., N]; gated [2, .., N]: gate and up

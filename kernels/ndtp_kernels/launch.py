@@ -1,4 +1,4 @@
-"""From tensors to a kernel launch: layout, configuration, arguments.  Triton is imported when something is launched."""
+"""The way from tensors to a kernel launch: layout, configuration, arguments. Triton is imported at the first launch."""
 # ruff: noqa: C408 (argument lists read better as calls)
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET was set when they were first imported)."""
+    """Return whether kernels run in Triton's interpreter (TRITON_INTERPRET was set when they were first imported)."""
     import triton
 
     from ndtp_kernels.triton_code.gemm import gemm_kernel
@@ -128,7 +128,9 @@ def _contiguous_batch(batch: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 class Shares(NamedTuple):
-    """Who computes which tiles: `residents` programs stay, for tiles 0 .. kept; the others take one each and go."""
+    """The assignment of tiles to programs: `residents` programs stay, for tiles 0 .. kept; the others take one tile
+    each.
+    """
 
     grid: int
     residents: int
@@ -253,7 +255,8 @@ def promotion(call: Call, config: Config, chip: Chip) -> int:
 
 
 def flatten_helps(call: Call, config: Config, chip: Chip) -> bool:
-    """Whether the tile loop and the K loop are joined, so that the next tile's loads start in this one's epilogue.
+    """Return whether the tile loop and the K loop are joined, so that the next tile's loads start in this one's
+    epilogue.
 
     Of single products only, whose sums nothing but the product touches: else ptxas (C7514, C7515) lets every wgmma wait
     for the one before.
@@ -307,7 +310,7 @@ def allocate_on(device: torch.device) -> Callable[[int, int, int | None], Tensor
 
 
 def refused(error: Exception) -> bool:
-    """Whether Triton raised `error` before anything ran: a kernel that does not compile, or does not fit."""
+    """Return whether Triton raised `error` before anything ran: the kernel does not compile, or does not fit."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 

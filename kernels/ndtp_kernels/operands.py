@@ -1,4 +1,4 @@
-"""How operands lie in memory: strides, batch dims, blocks.  Shapes and strides only; runs on meta tensors.
+"""Operands in memory: strides, batch dims, blocks. Shapes and strides only, so meta tensors work, too.
 
 An operand is `[batch.., rows, cols]`, or, in p blocks along one of its letters, `[p, batch.., rows, cols]` with the
 rows or cols of one block: what an all-gather leaves and what a reduce-scatter wants.  Letters are the product's: A has
@@ -36,7 +36,7 @@ class Matrix:
         return self.stride_col == 1 or self.cols == 1
 
     def broadcast(self, batch: tuple[int, ...]) -> Matrix:
-        """The same operand over all of `batch`: missing and size-1 dims get stride 0."""
+        """Return the operand over all of `batch`: missing and size-1 dims get stride 0."""
         if not batch:
             return self
         missing = len(batch) - len(self.batch)
@@ -148,7 +148,7 @@ def merge_batch(matrices: Sequence[Matrix]) -> list[Matrix]:
 def fold_batch_into_rows(
     a: Matrix, b: Matrix, c: Matrix, aux: Matrix | None
 ) -> tuple[Matrix, Matrix, Matrix, Matrix | None]:
-    """Where B has no batch dim, [batch, M] rows of A are M' = batch * M rows of one product."""
+    """Fold [batch, M] rows of A into M' = batch * M rows of one product, where B has no batch dim."""
     turned = [m for m in (a, c, aux) if m is not None]
     if len(a.batch) != 1 or b.batch_strides != (0,) or a.rows == 0:
         return a, b, c, aux

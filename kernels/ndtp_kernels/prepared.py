@@ -109,7 +109,7 @@ def keep(found: Any, known: Known | None) -> None:
 def prepared(
     launches: Sequence[Launch], tensors: Sequence[Tensor | None], made: Sequence[Tensor], **facts: Any
 ) -> Known | None:
-    """What to keep of launches that have run; None where one of them saw a copy of an operand.
+    """Return what is kept of launches that have run; None where one of them saw a copy of an operand.
 
     Args:
         tensors: the call's, in the order of NAMES.
@@ -138,5 +138,5 @@ def prepared(
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether a kernel may be given either: it sees an address and a dtype."""
+    """Return whether a kernel may take either tensor, since it sees only an address and a dtype."""
     return one is other or (one.data_ptr() == other.data_ptr() and one.dtype == other.dtype)

@@ -141,7 +141,7 @@ def _gemm_again(known: prepared.Known, operands: tuple[Tensor | None, ...], keep
 
 
 def _rows_of(rows: Tensor | None, m: int) -> Tensor | None:
-    """[batch, split, rows], where the batch may have become rows -> [rows]."""
+    """Return [batch, split, rows], where the batch may have become rows, as [rows]."""
     return None if rows is None else rows.sum((0, 1)).reshape(-1, m).sum(0)
 
 
@@ -277,7 +277,10 @@ def backward_gemm(
 def _backward_tensors(
     operands: tuple[Tensor | None, ...], c: Tensor, hidden: Tensor | None, gated: bool
 ) -> list[Tensor | None]:
-    """In the order of the kernels' names; the pre-activation is their `aux`, and their `pre` what is recomputed."""
+    """Return the tensors in the order of the kernels' names.
+
+    The pre-activation is their `aux`, and `pre` is what is recomputed.
+    """
     a, b, pre, scale_a, scale_b = operands
     first, second = halves(c, gated)
     aux, aux2 = halves(pre, gated)

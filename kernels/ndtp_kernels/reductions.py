@@ -1,4 +1,4 @@
-"""What follows a scatter: sums of blocks with an epilogue, without autograd; and what products and sums share."""
+"""Sums of blocks with an epilogue after a scatter, without autograd, and code that products and sums share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ndtp_kernels.operands import Matrix
 
 
 def halves(both: Tensor | None, gated: bool) -> tuple[Tensor | None, Tensor | None]:
-    """What belongs to gate and to up; of a product that is not gated, the first is all."""
+    """Return the halves of gate and of up; without a gate, the first is everything."""
     if both is None:
         return None, None
     return (both[0], both[1]) if gated else (both, None)
@@ -37,7 +37,7 @@ def add_up(sums: Tensor | None = None, sums2: Tensor | None = None) -> Tensor | 
 
 
 def key_of(options: Options | str, operands: tuple[Tensor | None, ...], *how: object) -> object:
-    """What a call is kept under, if a kernel may run it."""
+    """Return the key under which a call is kept, if a kernel may run it."""
     a = operands[0]
     assert a is not None
     backend = options if isinstance(options, str) else options.backend
@@ -69,7 +69,7 @@ def reduce(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Product:
-    """After a scatter: add p blocks in fp32, in order, then bias, activation, gate and residual.
+    """Add p blocks in fp32, in order, after a scatter; then apply bias, activation, gate and residual.
 
     x        [p, .., M, N]; gated [2, p, .., M, N]: gate and up.  p = 1 after a reduce-scatter that has added already.
     out      where C goes; contiguous
@@ -121,7 +121,7 @@ def reduce(
 
 
 def _tensors(operands: tuple[Tensor | None, ...], c: Tensor, kept: Tensor | None, gated: bool) -> list[Tensor | None]:
-    """In the order of the kernels' names."""
+    """Return the tensors in the order of the kernels' names."""
     x, bias, bias2, residual, _ = operands
     first, second = halves(kept, gated)
     parts, parts2 = halves(x, gated)
@@ -141,7 +141,8 @@ def reduce_backward(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Product:
-    """After dgrad's scatter: add p blocks in fp32, then the activation gradient, and the bias gradient beside it.
+    """Add p blocks in fp32 after dgrad's scatter; then apply the activation's gradient, and compute the bias
+    gradient.
 
     x        [p, .., M, N]   blocks of the gradient of act(pre) [* up]
     pre      [.., M, N]; gated [2, .., M, N]
@@ -193,7 +194,7 @@ def reduce_backward(
 def _backward_tensors(
     operands: tuple[Tensor | None, ...], c: Tensor, hidden: Tensor | None, gated: bool
 ) -> list[Tensor | None]:
-    """In the order of the kernels' names."""
+    """Return the tensors in the order of the kernels' names."""
     x, pre, _ = operands
     first, second = halves(c, gated)
     aux, aux2 = halves(pre, gated)
@@ -201,7 +202,7 @@ def _backward_tensors(
 
 
 def _dtype_of(op: str, out: Tensor | None, shape: list[int], otherwise: torch.dtype) -> torch.dtype:
-    """That of the result; raises KernelError for an `out` that it does not fit."""
+    """Return the result's dtype; raise KernelError for an `out` that does not fit."""
     check_like(op, "out", out, shape)
     if out is not None and not out.is_contiguous():
         raise KernelError(op, f"out has strides {out.stride()}", "a contiguous out")

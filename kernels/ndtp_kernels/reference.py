@@ -34,7 +34,10 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 
 def activation_gradient(x: Tensor, name: str) -> Tensor:
-    """d activation / d x, by torch's own backward formulas (autograd does not record inside a custom op)."""
+    """Return the activation's derivative at x, by torch's own backward formulas.
+
+    Autograd does not record inside a custom op.
+    """
     one = torch.ones_like(x)
     match name:
         case "gelu":
@@ -55,14 +58,16 @@ def activation_gradient(x: Tensor, name: str) -> Tensor:
 
 
 def join(x: Tensor, blocks: str | None, first_letter: str) -> Tensor:
-    """[p, .., r, c] in blocks along a letter -> [.., r, c]; `first_letter` is the letter of the dim before the last."""
+    """Join blocks [p, .., r, c] along a letter to [.., r, c]; `first_letter` is the letter of the dim before the
+    last.
+    """
     if blocks is None:
         return x
     return torch.cat(x.unbind(0), dim=-2 if blocks == first_letter else -1)
 
 
 def cut(x: Tensor, blocks: str | None, num_blocks: int) -> Tensor:
-    """[.., m, n] -> [p, .., ] in blocks along m or n."""
+    """Cut [.., m, n] into blocks [p, .., ] along m or n."""
     if blocks is None:
         return x
     return torch.stack(x.chunk(num_blocks, dim=-2 if blocks == "m" else -1))
@@ -143,7 +148,9 @@ def gated_gemm(
 def backward_epilogue(
     dc: Tensor, pre: Tensor, up: Tensor | None, *, activation_name: str
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """From the gradient of act(pre) [* up]: gradients of pre and of up, and act(pre) [* up] itself, in dc's dtype."""
+    """Return, from the gradient of act(pre) [* up], gradients of pre and of up, and act(pre) [* up] itself, in dc's
+    dtype.
+    """
     pre = pre.to(dc.dtype)
     hidden, slope = activation(pre, activation_name), activation_gradient(pre, activation_name)
     if up is None:

@@ -1,4 +1,4 @@
-"""The same results with torch alone: on CPUs, and wherever the vendor's library is the better choice.
+"""The kernels' results by torch alone, on CPUs and wherever the vendor's library is the better choice.
 
 Products run in the operands' dtype and accumulate as the library does; everything after them is fp32, rounded once.
 """

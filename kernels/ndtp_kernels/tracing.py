@@ -1,4 +1,5 @@
-"""What a profiler sees: "gemm [M N K]", with flops and bytes where it records inputs (`record_shapes=True`).
+"""The ranges that a profiler sees: "gemm [M N K]", with flops and bytes where it records inputs
+(`record_shapes=True`).
 
 Free when no profiler is running.
 """

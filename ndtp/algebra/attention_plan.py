@@ -50,7 +50,10 @@ class Cut:
         return cls(refinement, tuple(stays), tuple(gathered))
 
     def plan(self, grid: Grid, dim: int, name: str) -> RelayoutPlan:
-        """Of keys and values [2, rows, features], gathered along `dim`; every rank uses them for queries of its own."""
+        """Return the relayout of keys and values [2, rows, features] that gathers them along `dim`.
+
+        Every rank uses the gathered heads for queries of its own.
+        """
         refined = grid.refine(**dict(self.refinement))
         source: list[tuple[str, ...]] = [(), (), ()]
         target = list(source)
@@ -106,7 +109,7 @@ class AttentionPlan:
 
     @cached_property
     def head_cut(self) -> Cut:
-        """Of the axes that split heads: what of them cuts a head of keys and values, or one that ranks share."""
+        """The part of the head axes that cuts a single head of keys and values, or a head that several ranks share."""
         splits = self.layout.num_splits(1)
         return Cut.of(self.layout.grid, self.layout.dims[1], splits // gcd(self.kv_heads, splits))
 
@@ -120,14 +123,16 @@ class AttentionPlan:
 
     @property
     def local_kv_heads(self) -> int:
-        """Those that a rank has once they are gathered."""
+        """The number of heads of keys and values that a rank has after their gather."""
         return self.kv_heads // self.head_gather.target.num_splits(2)
 
     def first_head(self, rank: int) -> int:
         return self.layout.grid.index(rank, self.layout.dims[1]) * self.local_heads
 
     def kv_of(self, rank: int) -> list[int]:
-        """For each head of queries that a rank has, which of its heads of keys and values is theirs."""
+        """Return, for each head of queries on this rank, the index of its head among the rank's heads of keys and
+        values.
+        """
         target = self.head_gather.target
         first = target.grid.index(rank, target.dims[2]) * self.local_kv_heads
         shared = self.heads // self.kv_heads
@@ -138,7 +143,7 @@ class AttentionPlan:
     # -------------------------------------------------------------------------------------------------------- rows
 
     def row_cut(self, batch: int) -> Cut:
-        """Of the axes that split rows: what of them cuts sequences."""
+        """Return the part of the row axes that cuts single sequences."""
         splits = self.layout.num_splits(0)
         return Cut.of(self.layout.grid, self.layout.dims[0], splits // gcd(batch, splits))
 
@@ -146,7 +151,7 @@ class AttentionPlan:
         return self.row_cut(batch).plan(self.layout.grid, 1, self.name)
 
     def rows(self, batch: int, length: int) -> int:
-        """Of a rank.
+        """Return the number of rows that a rank has.
 
         Raises:
             LayoutError: so many tokens do not divide; names the batches that would.
@@ -163,7 +168,7 @@ class AttentionPlan:
         return batch * length // splits
 
     def first_row(self, rank: int, batch: int, length: int) -> int:
-        """Among all rows."""
+        """Return the index, among all rows, of the first row that a rank has."""
         return self.layout.grid.index(rank, self.layout.dims[0]) * self.rows(batch, length)
 
     def sequences(self, rank: int, batch: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class cached_property(Generic[T]):  # named as that of functools, whose place it takes
-    """As `functools.cached_property` of Python 3.12 and later.
+    """A cached property that takes no lock, as `functools.cached_property` of Python 3.12 and later.
 
     The older one computes under a lock, which `torch.compile` does not enter.  Two threads that ask at once both
     compute here, and get equal values.  While a compiler traces, nothing is kept: what it is to leave behind in an

@@ -218,7 +218,7 @@ class EinsumPlan(LoopNest):
         return of | {"C": "dgrad" if wanted[0] else "wgrad"}
 
     def moves(self, wanted: Sequence[bool] | None = None) -> tuple[PlanMove, ...]:
-        """What moves in which phase, in order, and by which steps.
+        """List the tensors that move, with their phases and steps, in the order in which they move.
 
         Args:
             wanted: whether a gradient is, of each operand; default: of all.
@@ -262,7 +262,7 @@ class ExtremePlan:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Those that go."""
+        """The dims that the reduction removes."""
         return tuple(dim for dim, letter in enumerate(self.plan.stored["A"].letters) if letter not in self.plan.result)
 
     @cached_property

@@ -61,7 +61,7 @@ class ExpertPlan:
 
     @property
     def ranks(self) -> int:
-        """By how many the experts are split."""
+        """The number of parts into which the experts are split."""
         return self.grid.size(self.axes)
 
     @property
@@ -82,13 +82,14 @@ class ExpertPlan:
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """Those that split the tokens, major to minor."""
+        """The axes that split the tokens, major to minor."""
         return self.grid.nontrivial(self.tokens.dims[0])
 
     def check(self, hidden: int, inner: int, experts: int) -> None:
-        """
+        """Refuse sizes that the layouts do not divide.
+
         Raises:
-            LayoutError: sizes that the layouts do not divide.
+            LayoutError: a size and the axes that do not divide it.
         """
         (batch,) = self.up.batch_letters
         self.up.check_divides({batch: experts, "m": 0, "k": hidden, "n": inner})
@@ -96,7 +97,7 @@ class ExpertPlan:
 
     @cached_property
     def moves_features(self) -> bool:
-        """Whether what the first product leaves is split anew by features on its way to the second."""
+        """Whether the result of the first product is split anew by features on its way to the second product."""
         return any(step.dim == FEATURES for name in ("C", "dC") for step in self.up.relayouts[name])
 
     def local_experts(self, experts: int, rank: int) -> range:

@@ -67,7 +67,7 @@ class Grid:
         return math.prod([self[axis] for axis in axes])  # a list: compilers do not follow generators
 
     def nontrivial(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Those of `axes` that have more than one rank, in the order given."""
+        """Return the axes, of those given and in their order, that have more than one rank."""
         return tuple(axis for axis in axes if self[axis] > 1)
 
     def coordinate(self, rank: int) -> dict[str, int]:
@@ -112,7 +112,8 @@ class Grid:
         return tuple(ranks)
 
     def refine(self, **axes: Sequence[int]) -> Grid:
-        """The same ranks, with axes taken apart: `Grid(x=2, y=4).refine(y=(2, 2))` is `Grid(x=2, y1=2, y2=2)`.
+        """Return the grid of the same ranks with axes taken apart: `Grid(x=2, y=4).refine(y=(2, 2))` is `Grid(x=2,
+        y1=2, y2=2)`.
 
         Rank order stays, the first part of an axis being the major one.  What is split over y is split over (y1 y2).
 

@@ -134,7 +134,7 @@ class Layout:
         return Layout(self.grid, *dims)
 
     def refine(self, **axes: Sequence[int]) -> Layout:
-        """The same shards, as a layout over `grid.refine(**axes)`."""
+        """Return the layout of the same shards over `grid.refine(**axes)`."""
         parts = {axis: Grid.parts(axis, len(sizes)) for axis, sizes in axes.items()}
         dims = (tuple(part for axis in dim for part in parts.get(axis, (axis,))) for dim in self.dims)
         return Layout(self.grid.refine(**axes), *dims)
@@ -163,7 +163,7 @@ class Layout:
         return tuple(size // self.num_splits(dim) for dim, size in enumerate(shape))
 
     def slices(self, rank: int, shape: Sequence[int], uneven: bool = False) -> tuple[slice, ...]:
-        """Where the shard of `rank` lies in the dense tensor of the global `shape`.
+        """Return the slices of the dense tensor, of the global `shape`, that the shard of `rank` holds.
 
         With `uneven=True` a dim need not divide: each axis, major to minor, cuts what it is given into blocks of
         ceil(size / ranks), so that the last ones are shorter or empty.  That is the rule of DTensor.
@@ -268,7 +268,7 @@ class Layout:
     # ------------------------------------------------------------------------------------------------- printing
 
     def label(self, letters: Sequence[str]) -> str:
-        """With letters for dims: `M_zy, K_x`."""
+        """Return the layout in letters: `M_zy, K_x`."""
         return ", ".join(
             f"{letter}_{subscript(axes)}" if axes else letter for letter, axes in zip(letters, self.dims, strict=True)
         )

@@ -40,7 +40,7 @@ class LoopNest:
 
     @property
     def where(self) -> str:
-        """How errors begin."""
+        """The words with which errors about this product begin."""
         return f"{self.kind} '{self.name}'"
 
     @property
@@ -48,7 +48,7 @@ class LoopNest:
         return self.stored["C"].layout.grid
 
     def need(self, letters: Letters) -> Dims:
-        """How a tensor with these letters is held while it is multiplied."""
+        """Return how a tensor with these letters is held while it is multiplied."""
         return tuple(self.orders[letter] if letter else () for letter in letters)
 
     def lacks(self, letters: Letters) -> tuple[str, ...]:
@@ -56,9 +56,10 @@ class LoopNest:
         return tuple(axis for axis, letter in self.roles.items() if letter not in letters)
 
     def check_order(self) -> None:
-        """
+        """Refuse layouts in which a gathered or scattered axis is not the minor one of its dim.
+
         Raises:
-            LayoutError: a tensor of which an axis is gathered or scattered that is not minor.
+            LayoutError: the tensor, the axis, and an order that works.
         """
         for tensor in self.stored.values():
             need = self.need(tensor.letters)
@@ -69,7 +70,7 @@ class LoopNest:
 
     @cached_property
     def journeys(self) -> Mapping[str, Journey]:
-        """How every tensor lies before and after its steps, by name: A, B, C, dC, dA, dB.
+        """The dims of every tensor before and after its steps, by name: A, B, C, dC, dA, dB.
 
         Operands go from stored to held, results back, and gradients the other way; what a result lacks a letter of is
         a partial sum over the axes of that letter.
@@ -133,9 +134,10 @@ class LoopNest:
         return stored.layout.shard_shape(stored.shape(sizes))
 
     def check_divides(self, sizes: Mapping[str, int]) -> None:
-        """
+        """Refuse sizes that axes do not divide.
+
         Raises:
-            LayoutError: a size, of those by letter, that its axes do not divide, with the sizes that would.
+            LayoutError: a letter's size, the axes that do not divide it, and the nearest sizes that they divide.
         """
         for tensor, letter, axes in self._splits():
             size = sizes[letter] if letter else 1
@@ -145,7 +147,7 @@ class LoopNest:
                 raise refusals.size(self.where, self.operands, tensor, tensor.shape(sizes), letter, size, split, padded)
 
     def granularity(self, letter: str | None) -> int:
-        """What the size of a letter has to be a multiple of."""
+        """Return the integer that the size of a letter has to be a multiple of."""
         return lcm(*(self.grid.size(axes) for _, own, axes in self._splits() if own == letter))
 
     def _splits(self) -> Iterator[tuple[Stored, str | None, tuple[str, ...]]]:
@@ -159,12 +161,12 @@ class LoopNest:
 
     @property
     def equation(self) -> str:
-        """`A[M_zy, K_x] . B[K_xz, N_y] -> C[M_zx, N_y]`"""
+        """The equation with layouts: `A[M_zy, K_x] . B[K_xz, N_y] -> C[M_zx, N_y]`."""
         *operands, result = self.stored.values()
         return f"{equation(operands)} -> {result}"
 
     @property
     def operands(self) -> str:
-        """`A[M_zy, K_x] . B[K_xz, N_y] on grid z=2 x=2 y=2`"""
+        """The operands and the grid: `A[M_zy, K_x] . B[K_xz, N_y] on grid z=2 x=2 y=2`."""
         *operands, result = self.stored.values()
         return f"{equation(operands)} on grid {result.layout.grid}"

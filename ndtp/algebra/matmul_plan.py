@@ -164,7 +164,7 @@ class MatMulPlan(LoopNest):
     def moves(
         self, dgrad: bool = True, wgrad: bool = True, bias: bool = False, bias_grad: bool | None = None
     ) -> tuple[PlanMove, ...]:
-        """What moves in which phase, in order, and by which steps.
+        """List the tensors that move, with their phases and steps, in the order in which they move.
 
         Args:
             dgrad, wgrad: whether A and B need a gradient.

@@ -134,7 +134,7 @@ class PipelinePlan:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Of hidden states on each stage, with its padding."""
+        """The shape of the hidden states on each stage, with the stage's padding."""
         return self.shape  # type: ignore[return-value]
 
     @property
@@ -147,7 +147,9 @@ class PipelinePlan:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """For each stage which set of ranks it is on, numbered as they come: what torch's schedules call its rank."""
+        """The set of ranks that each stage runs on, numbered in order of appearance: torch's schedules call this
+        number a rank.
+        """
         order: dict[frozenset[int], int] = {}
         return tuple(order.setdefault(frozenset(ranks), len(order)) for ranks in self.ranks_of)
 
@@ -161,7 +163,7 @@ class PipelinePlan:
 
     @cached_property
     def crossings(self) -> tuple[ReshardPlan, ...]:
-        """For each stage but the last, the moves of what it gives to the next one.
+        """The moves of hidden states from each stage, the last one excepted, to the next stage.
 
         Between stages on the same ranks what a rank holds already stays, as ever.
         """

@@ -85,7 +85,7 @@ class RelayoutPlan:
         return len(self.steps) + len(self.back.steps) == 0
 
     def global_shape(self, shard: Sequence[int]) -> tuple[int, ...]:
-        """Of the tensor of which a rank has a shard as `source`.
+        """Return the global shape of the tensor of which a rank has `shard`, as `source` lies.
 
         Raises:
             LayoutError: another number of dims, or a dim that `target` does not divide.
@@ -120,7 +120,7 @@ class ExchangePlan(RelayoutPlan):
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Those that split another dim afterwards."""
+        """The axes that split another dim after the exchange."""
         source, target = self.source, self.target
         moving = [axis for axis in source.axes if source.dim_of(axis) != target.dim_of(axis)]
         return tuple(axis for axis in self.grid.nontrivial(self.grid.names) if axis in moving)
@@ -163,14 +163,14 @@ class MergePlan:
 
     @property
     def exchange(self) -> Step:
-        """[given, rows] -> [ranks given, rows / ranks]; of two ranks [2 given, rows]"""
+        """The exchange [given, rows] -> [ranks given, rows / ranks]; with two ranks the result is [2 given, rows]."""
         if self.ranks == 2:
             return Step("all_gather", self.axes, 0)
         return Step("all_to_all", self.axes, 1, 0)
 
     @property
     def spread(self) -> Step | None:
-        """[merged, rows / ranks] -> [merged, rows]"""
+        """The gather [merged, rows / ranks] -> [merged, rows] of merged values."""
         return None if self.ranks == 2 else Step("all_gather", self.axes, 1)
 
     def padded(self, rows: int) -> int:

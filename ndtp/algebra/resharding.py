@@ -26,7 +26,7 @@ Box = tuple[tuple[int, int], ...]  # for each dim where it starts and stops
 
 
 class Message(NamedTuple):
-    """What one rank sends to another, both as the plan names them; the box lies in the frame of the plan."""
+    """A message from one rank to another; ranks are numbered as in the plan, and the box lies in the plan's frame."""
 
     sender: int
     receiver: int
@@ -42,7 +42,7 @@ def volume_of(box: Box) -> int:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes share; None if that is nothing."""
+    """Return the intersection of two boxes, or None if it is empty."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 
@@ -117,7 +117,7 @@ class ReshardPlan:
 
     @cached_property
     def target_ids(self) -> tuple[int, ...]:
-        """Those of the target's grid."""
+        """The ranks of the target's grid."""
         return self.ids if self.target_ranks is None else self.target_ranks
 
     @property
@@ -127,27 +127,27 @@ class ReshardPlan:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Those that span all ranks of the source's grid: over them the exchange goes."""
+        """The axes, of the source's grid, that span all of its ranks: the exchange goes over them."""
         return self.source.grid.nontrivial(self.source.grid.names)
 
     # -------------------------------------------------------------------------------------------------------- blocks
 
     def held(self, rank: int) -> Box | None:
-        """Where the shard of a rank lies before, in the frame; None of one that is not on the source's grid."""
+        """Return the box of a rank's shard before the move, in the frame; None for a rank outside the source's grid."""
         return self._boxes[0].get(rank)
 
     def wanted(self, rank: int) -> Box | None:
-        """Where it lies afterwards; None of a rank that is not on the target's grid."""
+        """Return the box of a rank's shard after the move, in the frame; None for a rank outside the target's grid."""
         return self._boxes[1].get(rank)
 
     def kept(self, rank: int) -> Box | None:
-        """What a rank has of its new block already."""
+        """Return the box that a rank already has of its new shard."""
         held, wanted = self.held(rank), self.wanted(rank)
         return None if held is None or wanted is None else overlap(held, wanted)
 
     @cached_property
     def _boxes(self) -> tuple[dict[int, Box], dict[int, Box]]:
-        """What every rank holds, and what it wants."""
+        """The boxes that every rank holds before the move, and those that it wants after the move."""
         sides = (self.source, self.shape, self.start, self.ids), (
             self.target, self.end_shape, self.target_start, self.target_ids
         )  # fmt: skip
@@ -194,7 +194,7 @@ class ReshardPlan:
 
     @cached_property
     def _cuts(self) -> tuple[list[list[tuple[int, int]]], list[list[tuple[int, int]]]]:
-        """For each dim, where the blocks of source and target start and stop."""
+        """The starts and stops of the blocks of source and target, for each dim."""
         source, target = (
             [sorted({box[dim] for box in boxes}) for dim in range(self.source.ndim)]
             for boxes in (self._replicas, self._takers)
@@ -204,13 +204,13 @@ class ReshardPlan:
     # ------------------------------------------------------------------------------------------------------ messages
 
     def sends(self, rank: int) -> tuple[Message, ...]:
-        """What a rank sends, in the order of the receivers: one message to each at most."""
+        """Return the messages that a rank sends, at most one to each receiver, in the order of the receivers."""
         block = self.held(rank)
         found = self._messages_from(block) if block is not None and volume_of(block) else ()
         return tuple(sorted((m for m in found if m.sender == rank), key=lambda message: message.receiver))
 
     def receives(self, rank: int) -> tuple[Message, ...]:
-        """What a rank receives, in the order of the senders: one message from each at most."""
+        """Return the messages that a rank receives, at most one from each sender, in the order of the senders."""
         block = self.wanted(rank)
         sources = _meeting(block, self._cuts[0]) if block is not None and volume_of(block) else ()
         found = (m for source in sources for m in self._messages_from(source) if m.receiver == rank)
@@ -223,7 +223,7 @@ class ReshardPlan:
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether no rank lacks anything."""
+        """Whether every rank already holds all that it wants."""
         return next(self.messages, None) is None
 
     def received(self, rank: int) -> int:

@@ -61,7 +61,7 @@ Moves = tuple[RowMove | Step, ...]
 
 
 class Way(NamedTuple):
-    """What moves a tensor before or after a product, and its gradient."""
+    """The collectives that move a tensor before or after a product, and those that move its gradient back."""
 
     there: Moves
     back: Moves
@@ -73,7 +73,10 @@ def even_split(size: int, parts: int) -> tuple[int, ...]:
 
 
 def chunk_counts(counts: Counts, chunk: int, chunks: int) -> list[list[int]]:
-    """What of the rows for every expert belongs to a chunk: a part of each, so that every chunk is a smaller layer."""
+    """Return a chunk's share of the rows of every expert.
+
+    Each chunk has a part of every expert's rows, so that it is a smaller layer.
+    """
     return [[even_split(count, chunks)[chunk] for count in row] for row in counts]
 
 
@@ -104,12 +107,16 @@ class RowFlow:
         return len(self.counts[0])
 
     def _arrived(self, rank: int) -> list[list[int]]:
-        """What a rank has after the all-to-all: for each sender, the rows for each of the rank's experts."""
+        """Return the rows that a rank has after the all-to-all: for each sender, the rows for each of the rank's
+        experts.
+        """
         mine = self.plan.local_experts(self.experts, rank)
         return [list(self.held_by(peer)[mine.start : mine.stop]) for peer in self.plan.grid.group(rank, self.plan.axes)]
 
     def _segments(self, rank: int, level: int) -> list[list[int]]:
-        """The same after `level` gathers: for each who brought rows, those for each expert; behind one another."""
+        """Return the rows after `level` gathers: for each rank that brought rows, the rows for each expert, in
+        memory order.
+        """
         if level == 0:
             return self._arrived(rank)
         peers = self.plan.grid.group(rank, self.plan.gathered[level - 1 : level])
@@ -117,7 +124,7 @@ class RowFlow:
 
     @cached_property
     def segments(self) -> list[list[int]]:
-        """[whoever brought rows][expert of this rank]: what lies behind one another where the first product begins."""
+        """The rows where the first product begins, in memory order: [rank that brought them][expert of this rank]."""
         return self._segments(self.rank, len(self.plan.gathered))
 
     @cached_property
@@ -127,14 +134,14 @@ class RowFlow:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether rows come sorted by expert anyway."""
+        """Whether rows arrive sorted by expert, so that no sorting is needed."""
         return len(self.segments) == 1 or len(self.sizes) == 1
 
     # ------------------------------------------------------------------------------------------------------- moves
 
     @cached_property
     def dispatch(self) -> RowMove:
-        """To the experts."""
+        """Return the move of rows to the experts."""
         grid, plan, rank = self.plan.grid, self.plan, self.rank
         peers, mine = grid.group(rank, plan.axes), self.held_by(rank)
         theirs = [plan.local_experts(self.experts, peer) for peer in peers]
@@ -144,7 +151,7 @@ class RowFlow:
 
     @property
     def combine(self) -> RowMove:
-        """And back."""
+        """Return the move of rows from the experts back to their tokens."""
         return self.dispatch.back
 
     @cached_property
@@ -173,7 +180,7 @@ class RowFlow:
 
     @cached_property
     def ways(self) -> tuple[Way, Way, Way, Way]:
-        """Of what enters the first product and leaves it, and of the second."""
+        """The moves of the first product's input and output, and of the second product's input and output."""
         return tuple(  # type: ignore[return-value]
             Way(*(tuple(map(self._bound, plan.relayouts[name])) for name in (there, back)))
             for plan in (self.plan.up, self.plan.down)
@@ -242,7 +249,7 @@ def _traffic(grid, moves: Moves, shape: tuple[int, int], phase: str) -> Iterator
 
 
 def sorting_index(segments: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """Where the rows of each segment start, and how many they are, in the order of the experts."""
+    """Yield the start and the length of each segment of rows, in the order of the experts."""
     flat = [count for segment in segments for count in segment]
     starts = [0, *accumulate(flat)]
     each = len(segments[0])

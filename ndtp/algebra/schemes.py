@@ -37,13 +37,13 @@ class BlockLayouts:
         return up, down
 
     def refine(self, **axes: Sequence[int]) -> BlockLayouts:
-        """The same shards, as layouts over `grid.refine(**axes)`."""
+        """Return the layouts of the same shards over `grid.refine(**axes)`."""
         each = (self.input, self.up_weight, self.hidden, self.down_weight, self.output)
         return BlockLayouts(*(layout.refine(**axes) for layout in each))
 
 
 def known_scheme(scheme: str) -> None:
-    """Whether there is a scheme of this name.
+    """Refuse the name of a scheme that does not exist.
 
     Raises:
         LayoutError: there is none; with the one that was meant.

@@ -1,4 +1,4 @@
-"""From how a tensor is held to how it is stored: the one table from which every collective of ndtp falls out.
+"""The table of steps that take a tensor from how it is held to how it is stored.
 
 Per axis: partial -> split: reduce-scatter; partial -> replicated: all-reduce; split -> replicated: all-gather;
 replicated -> split: slice; split -> another dim: all-to-all.
@@ -42,7 +42,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Journey:
-    """How a tensor of a plan lies before its steps, and after them.
+    """The dims of one tensor of a plan before its steps, and after them.
 
     Attributes:
         letters: of its dims; None for a dim of size 1 that is broadcast.
@@ -91,7 +91,10 @@ def phase_of(tensor: str, backward: bool = False, dgrad: bool = True) -> str:
 
 
 def is_legal(grid: Grid, one: Dims, other: Dims) -> bool:
-    """Whether two layouts are a relayout apart: in every dim the axes they share lead in both, in one order."""
+    """Return whether a relayout leads from one layout to the other.
+
+    In every dim the shared axes must lead in both layouts, in the same order.
+    """
     return all(_shared_lead(grid.nontrivial(s), grid.nontrivial(t)) for s, t in zip(one, other, strict=True))
 
 

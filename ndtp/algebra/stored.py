@@ -65,5 +65,5 @@ class Stored:
 
 
 def equation(operands: Sequence[Stored]) -> str:
-    """`A[M_zy, K_x] . B[K_xz, N_y]`"""
+    """Return the operands with their layouts: `A[M_zy, K_x] . B[K_xz, N_y]`."""
     return " . ".join(map(str, operands))

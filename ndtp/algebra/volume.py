@@ -1,4 +1,4 @@
-"""What a plan costs: elements received per rank, exactly, and the lower bound of any algorithm.  Pure."""
+"""Volumes: the elements that a plan makes each rank receive, exactly, and the lower bound of any algorithm. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ndtp.algebra.steps import SHORT, Step, apply
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one kind of collective over one set of axes moves in one phase: elements or bytes received per rank."""
+    """The elements or bytes that a rank receives by one kind of collective over one set of axes in one phase."""
 
     phase: str
     collective: str
@@ -69,7 +69,7 @@ class Volume:
         return self.total - self.forward
 
     def in_bytes(self, itemsize: int) -> Volume:
-        """The same in bytes, for elements of `itemsize` bytes."""
+        """Return the volume in bytes, for elements of `itemsize` bytes."""
         return Volume(tuple(Traffic(e.phase, e.collective, e.axes, e.amount * itemsize, e.calls) for e in self.entries))
 
     def __add__(self, other: Volume) -> Volume:

@@ -1,1 +1,1 @@
-"""What one rank calculates: products, activations, sums.  Knows nothing of grids."""
+"""The arithmetic of one rank: products, activations, norms, sums. It knows nothing of grids."""

@@ -15,7 +15,7 @@ Drop = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Sees:
-    """Which keys a query sees, by positions within their sequence.
+    """The keys that a query sees, by positions within their sequence.
 
     Args:
         causal: none behind its own.
@@ -26,7 +26,7 @@ class Sees:
     window: int | None = None
 
     def mask(self, queries: Tensor, keys: Tensor) -> Tensor | None:
-        """[queries, keys], True where it sees; None where all see all."""
+        """Return the mask [queries, keys], True where a query sees a key; None where every query sees every key."""
         distance = queries[:, None] - keys
         seen = None
         if self.causal:
@@ -92,7 +92,7 @@ def _core(
     q: Tensor, k: Tensor, v: Tensor, position: int, sees: Sees, scale: float | None, mask: Tensor | None, shared: bool,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Of [sequences, heads, .., d], queries at `position` and behind."""
+    """Compute attention of queries [sequences, heads, .., d] that begin at `position`."""
     at_once = position == 0 and q.shape[2] == k.shape[2] and sees.window is None and mask is None and drop is None
     if at_once or q.shape[2] == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=sees.causal, scale=scale, enable_gqa=shared)
@@ -112,7 +112,8 @@ def _core(
 
 
 def attention_weights(q: Tensor, k: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
-    """[sequences, heads, queries, keys], of queries and keys [sequences, heads, .., d]; softmax in fp32 at least.
+    """Return the weights [sequences, heads, queries, keys] of queries and keys [sequences, heads, .., d], by softmax
+    in fp32 or wider.
 
     Args:
         mask: of booleans (True sees), or added to the scores.

@@ -16,7 +16,7 @@ from ndtp.compute.norms import wide
 
 @dataclass(frozen=True)
 class LossForm:
-    """What is computed of a row: its negative log-likelihood, with
+    """The formula of a row's loss: its negative log-likelihood, with these options.
 
     Args:
         classes: how many there are, over all ranks.
@@ -34,7 +34,8 @@ MERGED = 2  # of those of all
 
 
 def statistics(logits: Tensor, target: Tensor, form: LossForm, weights: Tensor | None = None) -> Tensor:
-    """[3, rows]: the maximum, the sum of exponentials above it, and what is taken off: logits by their label's weight.
+    """Return [3, rows]: the maximum, the sum of exponentials above it, and the target's logit or the weighted
+    logits.
 
     Of no classes at all, which is what a rank has that holds nothing but padding: a maximum that never wins.
 
@@ -63,7 +64,9 @@ def statistics(logits: Tensor, target: Tensor, form: LossForm, weights: Tensor |
 
 
 def merged(parts: Tensor) -> Tensor:
-    """[ranks, 3, rows] of all parts -> [2, rows]: what is taken off, and the log of the sum of exponentials."""
+    """Merge the statistics of all parts, [ranks, 3, rows], to [2, rows]: the target's logit, and the log of the sum
+    of exponentials.
+    """
     tops, exponentials, off = parts.unbind(1)
     top = tops.amax(0)
     top = torch.where(top.isinf(), 0, top)
@@ -71,13 +74,13 @@ def merged(parts: Tensor) -> Tensor:
 
 
 def row_weights(target: Tensor, form: LossForm, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows, by their targets among all classes: the weight of the target, and that of all labels together."""
+    """Return for each row the weight of its target, and the sum of the weights of all of its labels."""
     own = weights[target.clamp(0, form.classes - 1)]
     return own, (1 - form.smoothing) * own + form.smoothing / form.classes * weights.sum()
 
 
 def losses(off: Tensor, lse: Tensor, form: LossForm, labels: Tensor | None = None) -> Tensor:
-    """[rows]
+    """Return the loss of each row, [rows].
 
     Args:
         labels: the weight of all labels of a row together; default: one.
@@ -95,7 +98,7 @@ def gradient(
     labels: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Of the logits, from that of each row's loss; `labels` and `weights` as above."""
+    """Return the gradient of the logits from the gradient of each row's loss; `labels` and `weights` as in `losses`."""
     grad = (logits.to(lse.dtype) - lse[:, None]).exp_()
     if form.z or labels is not None:
         grad *= ((1 if labels is None else labels) + 2 * form.z * lse)[:, None]

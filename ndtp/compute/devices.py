@@ -1,4 +1,4 @@
-"""What is taken for granted of a kind of device, before anything is measured on the one at hand: all of it, here."""
+"""Assumptions about kinds of devices, which hold until the device at hand is measured."""
 
 from __future__ import annotations
 
@@ -43,5 +43,8 @@ KINDS = {
 
 
 def kind_of(device_type: str) -> DeviceKind:
-    """Of other accelerators as little is known as of a GPU, which they are more like than a CPU."""
+    """Return the kind of a device.
+
+    An unknown accelerator counts as a GPU, because it is more like a GPU than like a CPU.
+    """
     return KINDS["cpu" if device_type in ("cpu", "meta") else "cuda"]

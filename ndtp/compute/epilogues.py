@@ -1,4 +1,4 @@
-"""What follows a product on one rank: activations, and the sum of the blocks that an all-to-all leaves.
+"""Epilogues of a product on one rank: activations, and the sum of the blocks that an all-to-all leaves.
 
 One interface, two implementations, as for the products themselves (`ndtp.compute.gemm`): torch's operations, and the
 fused kernels of `ndtp_kernels`.  No autograd: backward is called by name, with torch's own formulas.
@@ -103,7 +103,7 @@ ACTIVATIONS |= {name: _gated(ACTIVATIONS[gate]) for name, gate in GATES.items()}
 
 
 class TorchEpilogues:
-    """By torch's operations.  Sums of blocks and everything after them are fp32 inside and rounded once.
+    """Epilogues by torch's operations. Sums of blocks and everything after them are fp32 inside and rounded once.
 
     stacked  [ranks * s, .., N]  blocks of partial sums, one a rank, behind one another on dim 0
     bias     [N]
@@ -126,7 +126,9 @@ class TorchEpilogues:
         return ACTIVATIONS[name].backward(grad, pre, out=out)
 
     def reduce_blocks(self, stacked: Tensor, ranks: int, bias: Tensor | None = None) -> Tensor:
-        """[s, .., N]: the sum of the blocks, plus bias.  `ranks` is 1 where a reduce-scatter has added already."""
+        """Return the sum of the blocks [s, .., N], plus bias. `ranks` is 1 where a reduce-scatter has summed
+        already.
+        """
         return _finished(stacked, ranks, bias).to(stacked.dtype)
 
     def reduce_blocks_activate(

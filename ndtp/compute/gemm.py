@@ -97,11 +97,13 @@ class TorchGemm(TorchEpilogues, TorchGrouped):
         return (lambda one, other, **out: product(other, one, **out)) if how else lambda one, other: product(other, one)
 
     def takes_blocks(self, dtype: torch.dtype) -> bool:
-        """Whether operands that lie as blocks of columns are multiplied as they lie; else they are joined once."""
+        """Return whether operands in blocks of columns are multiplied as they lie, or are joined first."""
         return self.sums_parts(dtype)
 
     def sums_parts(self, dtype: torch.dtype) -> bool:
-        """Whether parts of a sum over the contracted dim may be multiplied one by one, without loss."""
+        """Return whether parts of a sum over the contracted dim may be multiplied one by one, without loss of
+        precision.
+        """
         return dtype not in LOW_PRECISION
 
     def bound_product(self, transpose_a: bool, transpose_b: bool, dims: int | None) -> Product:
@@ -222,7 +224,7 @@ def _size(matrix: Tensor, letters: str, letter: str) -> int:
 
 
 def _part(matrix: Tensor, letters: str, cuts: dict[str, int], at: dict[str, int]) -> Tensor:
-    """One of the parts into which the letters are cut; a view."""
+    """Return a view of one of the parts into which the letters are cut."""
     rows, columns = letters[0], letters[1]
     if matrix.dim() == 3:
         matrix = matrix[at[columns]]

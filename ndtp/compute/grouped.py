@@ -19,7 +19,7 @@ ALIGNMENT = 16  # bytes, of the rows of operands: what torch's grouped product a
 
 @dataclass(frozen=True)
 class Groups:
-    """How many rows each expert has, and on a device where each one's begin."""
+    """The number of rows of each expert and, on a device, the row at which each expert begins."""
 
     sizes: tuple[int, ...]
     device: torch.device
@@ -58,7 +58,9 @@ def grouped_product(x: Tensor, weights: Tensor, groups: Groups | Sequence[int], 
 
 
 def tally(x: Tensor, values: int) -> Tensor:
-    """[values]: how often each of 0 to values - 1 occurs in x, which has no others; of no memory, none."""
+    """Count how often each of 0 to values - 1 occurs in x, as [values]; on the meta device the counts have no
+    values.
+    """
     return x.new_empty(values) if x.is_meta else x.flatten().bincount(minlength=values)
 
 
@@ -86,11 +88,13 @@ class TorchGrouped:
     """torch's grouped product where a device has it (bf16 on a GPU), else a loop over experts."""
 
     def grouped(self, x: Tensor, b: Tensor, groups: Groups) -> Tensor:
-        """[rows, K] . [experts, K, N] -> [rows, N]"""
+        """Multiply [rows, K] by [experts, K, N] to [rows, N], each expert's rows by its matrix."""
         return multiplied(x, b, groups)
 
     def grouped_outer(self, grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
-        """[rows, N], [rows, K] -> [experts, N, K]: `grad^T x` of each expert's rows; zeros where it has none."""
+        """Multiply [rows, N] and [rows, K] to [experts, N, K]: `grad^T x` of each expert's rows, zeros where an
+        expert has no row.
+        """
         return outer(grad, x, groups)
 
 
@@ -121,7 +125,7 @@ class KernelGrouped(TorchGrouped):
 
 
 def multiplied(x: Tensor, b: Tensor, groups: Groups) -> Tensor:
-    """[rows, K] . [experts, K, N] -> [rows, N]"""
+    """Multiply [rows, K] by [experts, K, N] to [rows, N], differentiably."""
     if _fused(x, b):
         return torch._grouped_mm(x, b, offs=groups.offsets[1:])
     result = x.new_empty((x.shape[0], b.shape[2]))
@@ -132,7 +136,7 @@ def multiplied(x: Tensor, b: Tensor, groups: Groups) -> Tensor:
 
 
 def outer(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
-    """[rows, N], [rows, K] -> [experts, N, K]"""
+    """Multiply [rows, N] and [rows, K] to [experts, N, K], the outer product of each expert's rows."""
     if _fused(grad, x):
         result = torch._grouped_mm(grad.mT, x, offs=groups.offsets[1:])
         for out, size in zip(result.unbind(), groups.sizes, strict=True):

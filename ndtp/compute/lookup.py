@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def rows_of(table: Tensor, ids: Tensor, start: int, padding_idx: int | None) -> Tensor:
-    """[ids, features]: the rows of the table's part that begins at row `start`; zero where another rank has the row.
+    """Look up [ids, features] in the part of the table that begins at row `start`; rows of other ranks give zeros.
 
     Args:
         padding_idx: the row of the whole table that gets no gradient.

@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In what statistics are computed."""
+    """Return the dtype in which statistics are computed."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
 def moments(x: Tensor) -> Tensor:
-    """[2, rows]: the mean of each row, and its sum of squared distances from that mean.
+    """Return [2, rows]: the mean of each row, and its sum of squared distances from that mean.
 
     Two passes: the mean of squares less the square of the mean cancels where the mean is large.
     """
@@ -29,7 +29,7 @@ def moments(x: Tensor) -> Tensor:
 
 
 def merge_moments(parts: Tensor, counts: Sequence[int]) -> Tensor:
-    """[ranks, 2, rows] moments of parts with so many features each -> [2, rows] of all.
+    """Merge moments [ranks, 2, rows] of parts with `counts` features to [2, rows] of all features.
 
     Source: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
     """
@@ -40,7 +40,7 @@ def merge_moments(parts: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """[1, rows]"""
+    """Return the sum of squares of each row, [1, rows]."""
     return x.to(wide(x.dtype)).square().sum(-1)[None]
 
 
@@ -51,19 +51,19 @@ def normalized(x: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
 
 
 def scaled(normal: Tensor, gain: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """normal gain + bias"""
+    """Return `normal * gain + bias`, rounded once to `dtype`."""
     y = normal if gain is None else normal * gain
     return (y if bias is None else y + bias).to(dtype)
 
 
 def gradient_sums(grad: Tensor, normal: Tensor, centred: bool) -> Tensor:
-    """[1 or 2, rows]: the sums over features of grad normal, and, where rows were centred, of grad."""
+    """Return [1 or 2, rows]: the sums over features of grad * normal and, where rows were centred, of grad."""
     sums = [(grad * normal).sum(-1)] + ([grad.sum(-1)] if centred else [])
     return torch.stack(sums)
 
 
 def input_gradient(grad: Tensor, normal: Tensor, sums: Tensor, scale: Tensor, features: int) -> Tensor:
-    """scale (grad - normal mean(grad normal) - mean(grad)), from `gradient_sums` over all features."""
+    """Return `scale (grad - normal mean(grad normal) - mean(grad))`; `sums` are `gradient_sums` over all features."""
     means = sums / features
     dx = grad - normal * means[0][:, None]
     return (dx if len(means) == 1 else dx - means[1][:, None]) * scale[:, None]

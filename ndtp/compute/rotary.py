@@ -27,7 +27,7 @@ class Rotary:
     scale: float = 1.0
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [rows, heads, d], at positions [rows]; angles in fp32 at least."""
+        """Rotate x [rows, heads, d] by the angles of positions [rows], computed in fp32 or wider."""
         dims = x.shape[-1] if self.dims is None else self.dims
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         steps = torch.arange(0, dims, 2, dtype=wide, device=x.device) / dims

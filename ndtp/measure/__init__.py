@@ -1,4 +1,4 @@
-"""What `ndtp bench` measures.  The commands are in `ndtp.cli`; these modules run without it."""
+"""The measurements of `ndtp bench`. The commands are in `ndtp.cli`; these modules run without it."""
 
 import os
 
@@ -6,9 +6,10 @@ from ndtp.errors import GridError
 
 
 def check_room(command: str, needed: float, fix: str) -> None:
-    """
+    """Refuse more ranks than this machine has memory for.
+
     Raises:
-        GridError: ranks on this machine would need more memory than it has, and the kernel would kill some of them.
+        GridError: the kernel would kill some of the ranks.
     """
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > room:

@@ -26,7 +26,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told.
+    """The task of every rank in a calibration.
 
     Attributes:
         rank_bytes: sizes of a rank's share of a collective.
@@ -65,7 +65,7 @@ class GemmSample:
 
     @property
     def shape_class(self) -> str:
-        """Which dims are short."""
+        """The class of the sample's shape: the dims that are short."""
         longest = max(self.m, self.n, self.k)
         short = [name for name in ("m", "n", "k") if getattr(self, name) * 4 <= longest]
         return "short " + " ".join(short) if short else "square"
@@ -82,7 +82,7 @@ class Samples:
 
 
 def measure(job: Job) -> Samples:
-    """On every rank; the same samples everywhere."""
+    """Measure on every rank, which all return the same samples."""
     links = [sample for grid in _grids(dist.get_world_size()) for sample in _links(grid, job)]
     return Samples(links, list(_gemms(job)), _copies(job), tuple(_contention(job)))
 
@@ -195,7 +195,7 @@ def timed(action: Callable[[], Any], job: Job) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """How far the model is from the samples it was fitted to: relative errors."""
+    """The relative errors of the model on the samples that it was fitted to."""
 
     what: str
     samples: int

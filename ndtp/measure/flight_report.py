@@ -1,4 +1,4 @@
-"""What the records of all ranks say together: who was behind, and where ranks disagree (`ndtp.collectives.flight`)."""
+"""A report on the flight records of all ranks: who was behind, and where ranks disagree (`ndtp.collectives.flight`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FlightError(ValueError):
 
 @dataclass
 class FlightReport:
-    """What records say together.
+    """The findings in the flight records of all ranks.
 
     Attributes:
         world_size: that the records tell of.
@@ -61,7 +61,7 @@ def read_flights(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def what(entry: dict[str, Any]) -> str:
-    """Of an entry: what errors call it, and its bytes."""
+    """Return an entry's name in errors, and its bytes."""
     name = " ".join(filter(None, (entry["kind"], entry["part"])))
     return f"{name} of {entry['op']} ({entry['phase']}) over axis {' '.join(entry['axes'])}, {entry['bytes']} bytes"
 

@@ -1,4 +1,4 @@
-"""What a whole model moves on grids of any size, by its config alone: `report.volume`, on ranks that are not there.
+"""The traffic of a whole model on grids of any size, from its config: `report.volume` on ranks that do not exist.
 
 transformers builds the model without memory, `parallelize` splits it over a grid of a fake process group, and its own
 code runs a step on a grid that sends nothing.  Layers that are alike move alike: a model of a few is run, and one of
@@ -47,7 +47,7 @@ class Candidate:
 
     @property
     def sequences_split(self) -> int:
-        """Over how many ranks a step's sequences are split."""
+        """The number of ranks over which a step's sequences are split."""
         return self.grid["dp"] * (self.grid["e"] if "e" in self.grid else 1)
 
 
@@ -62,7 +62,9 @@ def candidates(request: Request, top: int) -> list[Candidate]:
 
 
 def family_of(plan: GridPlan) -> str:
-    """By what it splits inside of a copy: both dims of activations and weights, one of them, weights alone, nothing."""
+    """Return the family of a grid by what it splits inside a copy: both dims of activations and weights, one dim,
+    weights, nothing.
+    """
     split = [axis for axis in ("x", "y") if plan.grid[axis] > 1]
     if len(split) == 2:
         return "3D" if plan.grid["z"] > 1 else "2D"
@@ -113,7 +115,7 @@ class ModelVolume:
 
 
 def _extended(fewer: Volume, longer: Volume, times: int) -> Volume:
-    """What the longer one moves, with `times` the difference instead of once."""
+    """Return the traffic of the longer list of layers, with the extra layers counted `times` the difference."""
     least = {entry.key: entry for entry in fewer}
     found = []
     for entry in longer:
@@ -146,14 +148,16 @@ def _repeat(config: dict[str, Any], what: str) -> tuple[dict[str, Any], dict[str
 
 
 def _are_first(some: Sequence[Sequence[Any]], whole: Sequence[Sequence[Any]], count: int, layers: int) -> bool:
-    """Whether lists of layers are the others' first ones, and those of another length than the longest ones all."""
+    """Return whether lists of layers begin like each other, and those of a length other than the longest are all
+    alike.
+    """
     if len(some) != len(whole):
         return False
     return all(a == (b[:layers] if len(b) == count else b) for a, b in zip(some, whole, strict=True))
 
 
 def _layers(model: nn.Module) -> list[list[Any]]:
-    """Of each outermost list of layers what each of them is made of."""
+    """Return, for each outermost list of layers, the modules of each layer."""
     return [[_made_of(layer) for layer in layers] for layers in _lists(model)]
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a block's step goes on every rank: products, flights of collectives and waits, as measured."""
+"""The time of a block's step on every rank, as measured: products, flights of collectives, and waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told: forward and backward of MatMul -> GELU -> MatMul, `rounds` times after `warmup`."""
+    """The task of every rank: forward and backward of MatMul -> GELU -> MatMul, `rounds` times after `warmup`."""
 
     case: Case
     shape: Shape
@@ -53,7 +53,7 @@ class RankTrace:
         return f"rank {self.rank} ({', '.join(f'{axis}={at}' for axis, at in self.coordinate.items())})"
 
     def intervals(self, kind: str) -> list[Interval]:
-        """When something of that kind went on, without overlaps, in order."""
+        """Return the intervals in which something of that kind went on, without overlaps, in order."""
         return merged((span.start, span.end) for span in self.spans if span.kind == kind)
 
     @property
@@ -121,7 +121,7 @@ def total(intervals: Iterable[Interval]) -> float:
 
 
 def num_chunks(traces: Sequence[RankTrace]) -> int:
-    """Into how many chunks the block was really cut, as the names of its collectives and products tell."""
+    """Return the number of chunks that the block ran in, from the names of its collectives and products."""
     parts = (re.search(r" \d+/(\d+)\b", span.name) for trace in traces for span in trace.spans)
     return max((int(part[1]) for part in parts if part), default=1)
 

@@ -29,7 +29,7 @@ _SET_TIMER_SLACK = 29  # of Linux' prctl: how late a thread may be woken up, in 
 
 @dataclass
 class Clock:
-    """How long this rank has worked.
+    """A clock of the local work that this rank has done.
 
     Args:
         flops_per_byte: what a byte of memory that is read or written counts.
@@ -46,7 +46,7 @@ class Clock:
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str) -> Clock:
-        """Of a device, by the ratio of its arithmetic to its memory: how fast both are is left open.
+        """Return the clock of a device with a given ratio of arithmetic to memory; the speed of both is left open.
 
         Raises:
             GridError: the profile has no rate for that dtype.
@@ -122,7 +122,7 @@ class PacedGemm(TorchGemm):
 
 
 def _sizes(letters: Letters, shape: Shape) -> dict[str | None, int]:
-    """Of a tensor's letters; a matrix may lie as blocks of columns."""
+    """Return the sizes of a tensor's letters; a matrix may lie as blocks of columns."""
     if len(letters) == 2 and len(shape) == 3:
         shape = (shape[1], shape[0] * shape[2])
     return dict(zip(letters, shape, strict=False))

@@ -33,7 +33,7 @@ KINDS = ("all_gather", "reduce_scatter")
 
 @dataclass(frozen=True)
 class PacedJob:
-    """What every rank is told.
+    """The task of every rank on the paced bed.
 
     Attributes:
         blocks: one block alone, or residual ones in a row.
@@ -68,7 +68,7 @@ class PhaseTimes:
 
     @property
     def exposed(self) -> float:
-        """What is not local work."""
+        """The time that is not local work."""
         return max(0.0, self.measured - self.products)
 
 
@@ -202,14 +202,14 @@ def _chunks(model: _Model, job: PacedJob) -> int:
 
 
 def _agreed(value: float) -> float:
-    """That of the first rank."""
+    """Return the value of the first rank, on all ranks."""
     shared = torch.tensor(value, dtype=torch.float64)
     dist.broadcast(shared, 0)
     return float(shared)
 
 
 def links_of(mesh: ProcessGrid, like: Tensor) -> Speeds:
-    """What the links do, measured; products take no time."""
+    """Return the measured speeds of the links; products take no time."""
     probe = Probe(mesh.collectives, like, repeats=5)
     links: dict[tuple[str, str], LinkSpeed] = {}
     for axis in probe.axes:
@@ -232,7 +232,7 @@ def _communication(plans: Any, sizes: Any, itemsize: int, wire: Speeds, phases: 
 def _predicted(
     job: PacedJob, plans: Any, sizes: Any, itemsize: int, wire: Speeds, clock: Clock, chunks: int
 ) -> tuple[float, float]:
-    """What the timeline says of forward and backward."""
+    """Return the timeline's prediction of forward and of backward."""
     links = dict(wire.links)
     for axis in job.case.grid.nontrivial(job.case.grid.names):
         ranks, key = job.case.grid[axis], ("reduce_scatter", axis)  # what was received is read, and the sum is written

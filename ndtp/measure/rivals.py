@@ -1,4 +1,4 @@
-"""What others do with the same block, for benchmarks: torch's plan, and Megatron's layer written out."""
+"""The rivals of the benchmarks on the same block: torch's plan, and Megatron's layer written out."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ Rival = TypeVar("Rival")
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told.  `log` is a file to which rank 0 appends a line a round: what an interrupted run keeps.
+    """The task of every rank. `log` is a file to which rank 0 appends a line a round, which an interrupted run
+    keeps.
 
     A round measures every grid and every rival once, so that drift of the machine hits all alike.  `local` measures the
     local work of a grid as well.
@@ -202,7 +203,9 @@ def count_wrong(case: Case, mesh: ProcessGrid, shape: Shape, device: str, chunks
 
 
 def count_wrong_of_rival(name: str, job: Job) -> int:
-    """As `count_wrong`: the output, and the gradients of the input and of both weights."""
+    """Count a rival's wrong elements, as `count_wrong` does: the output, and the gradients of the input and both
+    weights.
+    """
     reference = Reference.of(job.shape, dist.get_world_size(), job.device)
     build, rows_split = RIVALS[name]
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -257,7 +260,7 @@ class Result:
 
 
 def read_log(path: str | Path) -> list[Result]:
-    """What was measured so far; lines that were being written are left out."""
+    """Return the results that a log has so far; lines that are not finished are left out."""
     lines = []
     for text in Path(path).read_text().splitlines() if Path(path).exists() else []:
         try:

@@ -105,7 +105,7 @@ def fake_group(ranks: int) -> Iterator[None]:
 
 
 def meter(case: Case, shape: Shape, dtype: torch.dtype, device: str = "meta") -> Volume:
-    """What this rank receives in a forward and backward of `ndtp.nn.MLP`, in the process group that there is."""
+    """Return what this rank receives in a forward and backward of `ndtp.nn.MLP`, in the current process group."""
     from ndtp.nn import MLP
 
     mesh = ProcessGrid(case.grid, device_type="cpu")
@@ -124,7 +124,9 @@ def meter_step(module: torch.nn.Module, x: Any) -> Volume:
 def meter_real(
     cases: Sequence[Case], shape: Shape, dtype_name: str, run: Callable[..., list[list[Volume]]]
 ) -> list[list[Volume]]:
-    """On every real rank, which `run` (`ndtp.testing.run`) starts: `[rank][case]`.  The caller compares the ranks."""
+    """Measure on every real rank, which `run` (`ndtp.testing.run`) starts: `[rank][case]`. The caller compares the
+    ranks.
+    """
     return run(_meter_all, cases[0].grid.num_ranks, args=(list(cases), shape, dtype_name))
 
 
@@ -133,7 +135,7 @@ def _meter_all(cases: Sequence[Case], shape: Shape, dtype_name: str) -> list[Vol
 
 
 def bytes_needed(cases: Sequence[Case], shape: Shape, dtype: str, rivals: bool = False) -> int:
-    """What all ranks together hold of these cases at once, and of the whole weights that rivals begin with."""
+    """Return the bytes that all ranks hold of these cases at once, and of the whole weights that rivals begin with."""
     block, itemsize = Block.mlp(shape.tokens, shape.hidden, shape.ffn), SIZES[dtype]
     kept, working = 0, 0  # weights and their gradients of all cases; what one of them at a time works on
     for case in cases:

@@ -25,14 +25,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass
 class _Step:
-    """What is under way: gathers of weights ahead of their products, and reductions of their gradients to the end."""
+    """The state of a step: gathers of weights ahead of their products, and reductions of gradients until the end."""
 
     gathers: dict[Whole3D, tuple[Any, Tensor]] = field(default_factory=dict)
     reductions: list[tuple[nn.Parameter, Any, Tensor]] = field(default_factory=list)
 
 
 class Whole3D(nn.Module):
-    """y = x W^T + b on axes x, y, z, of which two trade places from layer to layer.
+    """A layer y = x W^T + b on axes x, y, z, of which two trade places from layer to layer.
 
         x       [tokens / z, in / k]          the same on all ranks along n
         weight  [out / n / z, in / k]         gathered over z for its product
@@ -158,6 +158,6 @@ class WholeBlocks3D(nn.Module):
         self.step.reductions.clear()
 
     def shard(self, whole: Tensor) -> Tensor:
-        """Of the rows and features of an input or a result."""
+        """Return the rows and features that this rank has of an input or a result."""
         at, grid = self.mesh.coordinate, self.mesh.grid
         return whole.chunk(grid["z"], 0)[at["z"]].chunk(grid["x"], 1)[at["x"]].contiguous()

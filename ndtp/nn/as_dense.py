@@ -18,7 +18,7 @@ from ndtp.runtime.arrival import is_plain
 
 
 class as_dense(TorchFunctionMode):  # used as `with ndtp.nn.as_dense():`
-    """Within it, torch's operations on DTensors, and on these and plain tensors, are those on whole tensors.
+    """A context in which torch's operations on DTensors, and on DTensors and plain tensors, work on whole tensors.
 
         with ndtp.nn.as_dense():
             optimizer.step()  # Adafactor, for one
@@ -77,7 +77,7 @@ def _on_every_rank(other: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _finished(x: Any) -> Tensor:
-    """With sums over ranks done."""
+    """Return a tensor whose sums over ranks are finished."""
     if is_plain(x) or not any(placement.is_partial() for placement in x.placements):
         return x
     from torch.distributed.tensor import Replicate

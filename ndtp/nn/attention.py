@@ -211,7 +211,10 @@ class Attention(BlockModule):
         return with_leading_dims(y, x.shape[:-1], self.name)
 
     def _queries_keys_values(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[rows, features] each, as `layouts.hidden`: of one product, unless calling the parts would do more."""
+        """Return queries, keys and values [rows, features], as `layouts.hidden`.
+
+        They are one product, unless hooks or changed parts make it matter that the parts are called.
+        """
         parts = (self.q_proj, self.k_proj, self.v_proj)
         operands = [part.operands(rows) for part in parts]
         if not all(runs_alone(part, Linear) for part in parts) or len({w.dtype for w, _ in operands}) > 1:
@@ -247,7 +250,7 @@ class Attention(BlockModule):
         mask: Tensor | None,
         cache: KVCache | None,
     ) -> Tensor:
-        """[rows, features] of queries, keys and values -> [rows, features] of what o_proj takes."""
+        """Compute attention from queries, keys and values [rows, features] to the input [rows, features] of o_proj."""
         plan, rank, d = self.plan, self.mesh.rank, self.head_dim
         norm = norm_options(self.qk_norm, self.name)
         if norm is not None and norm[1]:
@@ -332,7 +335,7 @@ class Attention(BlockModule):
 
     @classmethod
     def from_dense(cls, dense: DenseAttention, *, mesh: ProcessGrid, **arguments: Any) -> Attention:
-        """The same attention as a `DenseAttention`, on a grid; further arguments as for the constructor."""
+        """Make an attention with the weights of a `DenseAttention`; further arguments are the constructor's."""
         like = dense.q_proj
         arguments = {"device": like.weight.device, "dtype": like.weight.dtype, "seed": 0, **arguments}
         eps: Any = None if dense.qk_norm is None else dense.q_norm.eps

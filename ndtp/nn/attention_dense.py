@@ -46,7 +46,7 @@ class KVCache:
 
 
 def norm_options(kind: str | None, name: str) -> tuple[type[nn.Module], bool] | None:
-    """What the norms of queries and keys are: the dense class, and whether they go over all features of all heads.
+    """Return the dense class of the norms of queries and keys, and whether they span all features of all heads.
 
     Raises:
         ValueError: an unknown kind.
@@ -160,7 +160,7 @@ class DenseAttention(nn.Module):
         mask: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """x [batch, length, hidden]"""
+        """Compute attention of x [batch, length, hidden]."""
         batch, length = x.shape[:2]
         rows = x.flatten(0, 1)
         norm = norm_options(self.qk_norm, "dense")
@@ -187,7 +187,7 @@ class DenseAttention(nn.Module):
 
 
 def dropped_at(p: float, sequence: int, head: int, whole: tuple[int, int, int]) -> Drop | None:
-    """What drops weights of the sequences and heads from these on; None for nothing to drop."""
+    """Return the dropout of attention weights from this sequence and head on; None where nothing is dropped."""
     draw = AttentionDropout.of(p)
     if draw is None:
         return None
@@ -200,14 +200,14 @@ def dropped_at(p: float, sequence: int, head: int, whole: tuple[int, int, int]) 
 
 
 def positions_of(given: Tensor | None, batch: int, length: int, past: int, device: torch.device) -> Tensor:
-    """[batch * length], of all rows."""
+    """Return the positions of all rows, [batch * length]."""
     if given is None:
         return torch.arange(past, past + length, device=device).repeat(batch)
     return given.expand(batch, length).reshape(-1)
 
 
 def whole_mask(mask: Tensor | None, batch: int, heads: int, length: int, keys: int, name: str) -> Tensor | None:
-    """[batch or 1, heads or 1, length or 1, keys]
+    """Return the mask as [batch or 1, heads or 1, length or 1, keys].
 
     Raises:
         LayoutError: another shape.

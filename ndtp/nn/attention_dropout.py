@@ -33,11 +33,14 @@ class AttentionDropout:
     def __call__(
         self, weights: Tensor, sequences: Tensor, begin: int, head: int, whole: tuple[int, int, int]
     ) -> Tensor:
-        """
+        """Drop attention weights by the mask of the whole tensor.
+
         Args:
             weights: [sequences, heads, queries, keys].
-            sequences: which of the whole these are; `begin` and `head`: which query and head are the first.
-            whole: how many sequences, queries and heads there are.
+            sequences: the indices, in the whole tensor, of these sequences.
+            begin: the index of the first query.
+            head: the index of the first head.
+            whole: the numbers of sequences, queries and heads in the whole tensor.
         """
         device, (_, heads, queries, keys) = weights.device, weights.shape
         row = sequences[:, None] * whole[1] + torch.arange(begin, begin + queries, device=device)
@@ -47,7 +50,9 @@ class AttentionDropout:
         return weights * (kept.to(weights.dtype) / (1.0 - self.p or 1.0))
 
     def of_shard(self, weights: Tensor, layout: Layout, mesh: ProcessGrid, blocks: RowBlocks) -> Tensor:
-        """Of whole sequences, and heads, that lie as `layout` of rows and features; `blocks`: which are padding."""
+        """Drop weights of whole sequences and heads that lie as `layout` of rows and features; `blocks` says which
+        are padding.
+        """
         here, heads, length, _ = weights.shape
         first = mesh.grid.index(mesh.rank, layout.dims[0]) * here
         mine = torch.arange(first, first + here, device=weights.device)

@@ -49,9 +49,10 @@ class Dropout(nn.Module):
         self.p, self.layout, self.mesh, self.features = p, layout, mesh, features
 
     def forward(self, x: Tensor, *, blocks: RowBlocks = UNPADDED) -> Tensor:
-        """
+        """Drop elements of a shard by the mask of the whole tensor.
+
         Args:
-            blocks: which rows of the whole tensor are padding, which has no part in the mask.
+            blocks: the rows of the whole tensor that are padding, which has no part in the mask.
         """
         if not self.training or self.p == 0.0:
             return x
@@ -79,7 +80,7 @@ class Dropout(nn.Module):
     def from_dense(
         cls, dense: nn.Dropout, *, layout: Layout, mesh: ProcessGrid, features: int | None = None
     ) -> Dropout:
-        """The same as an `nn.Dropout`, on a grid."""
+        """Make the dropout of an `nn.Dropout` on a grid."""
         return cls(dense.p, layout, mesh, features).train(dense.training)
 
     def to_dense(self) -> nn.Dropout:

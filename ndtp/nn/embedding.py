@@ -152,7 +152,7 @@ class Embedding(Sharded):
 
     @classmethod
     def from_dense(cls, dense: nn.Embedding, *, mesh: ProcessGrid, **arguments: Any) -> Embedding:
-        """The same layer as an `nn.Embedding`, on a grid; further arguments as for the constructor.
+        """Make an embedding with the weights of an `nn.Embedding`; further arguments are the constructor's.
 
         Raises:
             LayoutError: options that a split table does not have: `max_norm`, `scale_grad_by_freq`, `sparse`.

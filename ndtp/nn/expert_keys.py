@@ -1,4 +1,4 @@
-"""How dense models name the weights of experts, and what of that a layer of experts loads.
+"""The names that dense models give to the weights of experts, and how a layer of experts loads them.
 
 | form | keys behind the prefix | shape |
 |---|---|---|

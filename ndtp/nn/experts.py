@@ -104,9 +104,10 @@ class Experts(Sharded):
 
     @eagerly(WHY)
     def forward(self, x: Tensor, choice: Tensor, gates: Tensor, kept: Tensor | None = None) -> Tensor:
-        """
+        """Apply to each token the experts of its choice, and sum the results weighted by `gates`.
+
         Args:
-            kept: [tokens, k], which choices count; default: all.
+            kept: [tokens, k], the choices that count; default: all.
         """
         if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -146,7 +147,7 @@ class Experts(Sharded):
     def flows(
         self, counts: Counts, axes: tuple[str, ...] | None = None, rank: int | None = None, margin: int = 0
     ) -> list[RowFlow]:
-        """What moves, chunk by chunk.
+        """Return the moves of rows, chunk by chunk.
 
         Args:
             counts: how many rows each position along `axes` (default: `plan.count_axes`) has for each expert.
@@ -162,7 +163,7 @@ class Experts(Sharded):
     # -------------------------------------------------------------------------------------------------------- volume
 
     def rows_volume(self, flows: Sequence[RowFlow], dgrad: bool = True) -> Volume:
-        """Of rows and weights, in elements that the rank of the flows receives."""
+        """Return the traffic of rows and weights, in elements that the rank of these flows receives."""
         grads = (dgrad, self.up.requires_grad, self.down_proj.requires_grad)
         width = 1 + self.is_gated
         moved = sum((flow.volume(self.hidden, self.inner, width, grads) for flow in flows), Volume())
@@ -172,12 +173,14 @@ class Experts(Sharded):
         return moved
 
     def counts_volume(self) -> Volume:
-        """Of the numbers of rows, of four bytes each."""
+        """Return the traffic of the numbers of rows, which are four bytes each."""
         axes = self.plan.count_axes
         return Volume.of([Traffic("counts", "all_gather", axes, (self.mesh.grid.size(axes) - 1) * self.count)])
 
     def gates_volume(self, rows: int, top_k: int) -> Volume:
-        """Of the weights' gradients, of which each rank along the features has a part; `rows` of a rank."""
+        """Return the traffic of the gates' gradients, of which each rank along the features has a part; `rows` are a
+        rank's.
+        """
         return reduction_volume(self.mesh.grid, self.plan.features, (rows, top_k), "dgrad")
 
     # ---------------------------------------------------------------------------------------------------- state dict

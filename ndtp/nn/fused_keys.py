@@ -47,7 +47,7 @@ class FusedKeys:
         return torch.cat([part.unflatten(0, (self.kv_heads, -1)) for part in parts], 1).flatten(0, 1)
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """And back.
+        """Split the fused weight into those of its layers.
 
         Raises:
             LayoutError: rows that are not those of such heads.
@@ -65,7 +65,8 @@ class FusedKeys:
 
 
 def fused_keys(name: str | None, order: str, heads: int, kv_heads: int) -> FusedKeys | None:
-    """
+    """Return the keys of a fused weight.
+
     Raises:
         ValueError: an unknown order.
     """
@@ -88,7 +89,7 @@ def _write(fused: FusedKeys, module: Any, state: dict[str, Any], prefix: str, me
 
 @torch.no_grad()
 def _fused(fused: FusedKeys, layers: list[nn.Module], kind: str) -> Tensor:
-    """On a grid: this rank's columns of all rows, as a DTensor; the layers are gathered one at a time."""
+    """Return this rank's columns of all rows of the fused weight, as a DTensor; layers are gathered one at a time."""
     parts, layout, mesh = [], None, None
     for layer in layers:
         parameter: Any = getattr(layer, kind)

@@ -70,7 +70,7 @@ class GatedMLP(MLP):
         )  # fmt: skip
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """That of the dense block: `gate`, `up` and `down`; shards are views of this one's."""
+        """Return the state dict of the dense block, with `gate`, `up` and `down`; shards are views of this block's."""
         state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         TURNS.split(state, args[1] if len(args) > 1 else prefix)
         return state
@@ -114,7 +114,7 @@ class GatedMLP(MLP):
 
 
 class DenseGatedMLP(nn.Module):
-    """What `GatedMLP.to_dense` returns: three `nn.Linear`, whole."""
+    """The dense block of three whole `nn.Linear` that `GatedMLP.to_dense` returns."""
 
     def __init__(self, block: GatedMLP) -> None:
         super().__init__()

@@ -71,12 +71,12 @@ def clip_grad_norm_(
 
 
 def _norm_dtype(grad: Tensor) -> torch.dtype:
-    """That of `torch.linalg.vector_norm`."""
+    """Return the dtype of `torch.linalg.vector_norm`'s result."""
     return grad.dtype.to_real() if grad.dtype.is_complex else grad.dtype
 
 
 def _shard(grad: Tensor) -> Tensor:
-    """What this rank has of a gradient: its memory, not a copy."""
+    """Return this rank's shard of a gradient, without a copy."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(grad, DTensor):

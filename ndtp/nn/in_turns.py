@@ -14,7 +14,7 @@ from ndtp.runtime.arrival import is_plain
 
 @dataclass(frozen=True)
 class InTurns:
-    """Of a module with a part whose parameters hold, row by row, those of several dense layers in turns.
+    """A module with a part whose parameters hold the rows of several dense layers in turns.
 
     Every rank has all of a row's layers, so no rank needs what another has.
 
@@ -61,7 +61,7 @@ class InTurns:
                 errors.append(f"{', '.join(keys)}: {error}")
 
     def _rows_of(self, module: nn.Module, kind: str) -> tuple[int, int]:
-        """Of the part itself, with padding and without."""
+        """Return the numbers of rows of the part itself, with and without padding."""
         part = module.get_submodule(self.part)
         return int(part.get_parameter(kind).shape[0]), int(part.out_features)  # type: ignore[arg-type]
 
@@ -120,7 +120,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _put_before(state: dict[str, Any], found: dict[str, Any], key: str) -> None:
-    """In the order of the dense model."""
+    """Insert entries before a key, to keep the dense model's order."""
     rest = {}
     if key in state:
         keys = list(state)

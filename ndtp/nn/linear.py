@@ -199,7 +199,7 @@ class Linear(Sharded):
 
     @classmethod
     def from_dense(cls, dense: nn.Linear, *, mesh: ProcessGrid, **arguments: Any) -> Linear:
-        """The same layer as an `nn.Linear`, on a grid; further arguments as for the constructor."""
+        """Make a Linear with the weights of an `nn.Linear`; further arguments are the constructor's."""
         arguments = {"device": dense.weight.device, "dtype": dense.weight.dtype, "seed": 0, **arguments}
         parallel = cls(dense.in_features, dense.out_features, dense.bias is not None, mesh=mesh, **arguments)
         return parallel.load_dense(dense)
@@ -218,7 +218,7 @@ class Linear(Sharded):
 
 
 def memory_options(*linears: Linear, backend: str | None) -> dict[str, Any]:
-    """What `ndtp.ops.memory.memory` asks of the layers of a chain."""
+    """Return the arguments of `ndtp.ops.memory.memory` for the layers of a chain."""
     return {
         "dtype": linears[0].weight.dtype,
         "wgrad": [linear.weight.requires_grad for linear in linears],

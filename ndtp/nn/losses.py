@@ -172,7 +172,7 @@ class CrossEntropy(nn.Module):
     def from_dense(
         cls, dense: nn.CrossEntropyLoss, *, layout: Layout, mesh: ProcessGrid, classes: int, **arguments: Any
     ) -> CrossEntropy:
-        """The same loss as an `nn.CrossEntropyLoss`; further arguments as for the constructor."""
+        """Make the loss of an `nn.CrossEntropyLoss` on a grid; further arguments are the constructor's."""
         same = {name: getattr(dense, name) for name in ("weight", "ignore_index", "label_smoothing", "reduction")}
         return cls(layout=layout, mesh=mesh, classes=classes, **{**same, **arguments})
 
@@ -244,7 +244,8 @@ class LinearCrossEntropy(nn.Module):
     def from_dense(
         cls, head: nn.Linear, *, mesh: ProcessGrid, scheme: str = "3d", **arguments: Any
     ) -> LinearCrossEntropy:
-        """Of a dense head, on a grid, its classes padded where they do not divide; further arguments as for the loss.
+        """Make the loss of a dense head; classes are padded where they do not divide, and further arguments are the
+        loss's.
 
         A head of other arguments: `LinearCrossEntropy(Linear.from_dense(head, ...))`.
         """

@@ -149,7 +149,9 @@ class MLP(BlockModule):
         return with_leading_dims(y, x.shape[:-1], f"MLP '{self.name}'")
 
     def _is_one_schedule(self) -> bool:
-        """Whether nothing but the activation lies between the products, and calling the parts would do no more."""
+        """Whether one schedule can run the block: only the activation lies between the products, and the parts have
+        no hooks.
+        """
         if self.activation_name is None or self.activation is not self._named or self.padded_inner != self.inner:
             return False
         are_plain = runs_alone(self.up, Linear) and runs_alone(self.down, Linear) and runs_alone(self.dropout, Dropout)

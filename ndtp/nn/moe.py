@@ -188,7 +188,9 @@ class MoE(BlockModule):
         return sum(losses.values(), torch.zeros((), device=self.router.weight.device))
 
     def update_bias(self) -> None:
-        """Once a step, of a router that balances by bias ("deepseek"); see `DeepSeek.update_bias`."""
+        """Update the router's bias once a step, for routers that balance by bias ("deepseek"); see
+        `DeepSeek.update_bias`.
+        """
         if isinstance(self.router, DeepSeek):
             self.router.update_bias()
 
@@ -196,7 +198,7 @@ class MoE(BlockModule):
 
     @torch.no_grad()
     def counts(self) -> Tensor:
-        """[blocks of rows, experts]: who had how many rows for whom in the last forward; a collective.
+        """Return the numbers of rows [blocks of rows, experts] of the last forward; a collective.
 
         Blocks are in the order of the axes that split tokens (`plan.row_axes`), as `volume` takes them.
         """
@@ -206,7 +208,7 @@ class MoE(BlockModule):
         return known_counts(counts, axes, self.mesh, self.name)
 
     def metrics(self) -> dict[str, Any]:
-        """Of the last forward; a collective.
+        """Return figures of the last forward, such as the load of the experts; a collective.
 
         `load`: rows of each expert as a fraction of all; `imbalance`: the largest of them times the number of experts;
         `dropped`: the fraction of choices that found no room; `entropy`: of the load, 1 where it is even;
@@ -250,7 +252,9 @@ class MoE(BlockModule):
     def num_bytes(
         self, tokens: int, dgrad: bool = True, *, routing: Routes = "balanced", rank: int | None = None
     ) -> Volume:
-        """The same in bytes: rows and weights in the dtype of the experts, the router's in its own, counts in four."""
+        """Return the volume in bytes: rows and weights in the experts' dtype, the router's in its own, counts in
+        four bytes.
+        """
         wide, own = self.router.weight.element_size(), self.experts.down_proj.element_size()
         sizes = {"rows": own, "router": wide, "counts": 4}
         found = self._volumes(tokens, dgrad, routing, rank)
@@ -361,7 +365,7 @@ def _way(source: Layout, target: Layout, name: str) -> Way:
 
 
 def _spread(choices: int, experts: range, count: int) -> list[int]:
-    """So many rows, as evenly as may be over some of the experts."""
+    """Spread a number of rows over some of the experts as evenly as possible."""
     row = [0] * count
     for i, expert in enumerate(experts):
         row[expert] = choices * (i + 1) // len(experts) - choices * i // len(experts)

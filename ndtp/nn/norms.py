@@ -169,7 +169,7 @@ class LayerNorm(_Norm):
 
     @classmethod
     def from_dense(cls, dense: nn.LayerNorm, *, mesh: ProcessGrid, **arguments: Any) -> LayerNorm:
-        """The same layer as an `nn.LayerNorm` over one dim, on a grid; further arguments as for the constructor."""
+        """Make a norm with the weights of an `nn.LayerNorm` over one dim; further arguments are the constructor's."""
         shape = tuple(dense.normalized_shape)
         if len(shape) != 1:
             raise LayoutError(f"LayerNorm.from_dense: over the dims {shape}; a grid splits one\n  fix: flatten them")
@@ -221,7 +221,8 @@ class RMSNorm(_Norm):
 
     @classmethod
     def from_dense(cls, dense: nn.Module, *, mesh: ProcessGrid, **arguments: Any) -> RMSNorm:
-        """The same layer as an `nn.RMSNorm`, or one that keeps `weight` and `eps` (or `variance_epsilon`) alike.
+        """Make a norm from an `nn.RMSNorm`, or from a module with the same `weight` and `eps` (or
+        `variance_epsilon`).
 
         Further arguments as for the constructor.
         """

@@ -29,7 +29,7 @@ class RowBlocks:
 
     @classmethod
     def of(cls, rows: int, padded_rows: Tensor) -> RowBlocks:
-        """Of a rank that brings in `rows`, padded by `pad_rows`; no rows are a block of one."""
+        """Return the blocks of a rank that brings in `rows`, padded by `pad_rows`; no rows are one empty block."""
         return cls(rows or 1, padded_rows.shape[0] or 1)
 
 
@@ -42,7 +42,9 @@ def padded_to(size: int, multiple: int) -> int:
 
 
 def feature_multiple(letter: str, plan: MatMulPlan, pad: bool | int) -> int:
-    """What features are padded to a multiple of: an integer `pad`, or with `pad=True` what every split divides."""
+    """Return the multiple that features are padded to: an integer `pad`, or with `pad=True` what every split
+    divides.
+    """
     return plan.granularity(letter) if pad is True else int(pad) or 1
 
 
@@ -53,7 +55,7 @@ def pair_multiples(up: MatMulPlan, down: MatMulPlan, pad: bool | int) -> tuple[i
 
 
 def row_multiple(plans: Sequence[MatMulPlan], outside: Layout) -> int:
-    """What a rank's rows outside must be a multiple of, for every split of the rows inside to divide."""
+    """Return the multiple of a rank's rows outside that every split of the rows inside divides."""
     splits = [layout.num_splits(0) for plan in plans for layout in (plan.a, plan.out)]
     held = [plan.grid.size(plan.orders["m"]) for plan in plans]
     return math.lcm(outside.num_splits(0), *splits, *held) // outside.num_splits(0)
@@ -68,7 +70,7 @@ def padded_tokens(tokens: int, multiple: int, outside: Layout) -> int:
 
 
 def as_rows(x: Tensor, name: str) -> Tensor:
-    """[.., features] -> [rows, features]"""
+    """Reshape [.., features] to [rows, features]."""
     if x.dim() < 2:
         raise LayoutError(
             f"Linear '{name}': x has shape {tuple(x.shape)}; it takes [tokens, features], whose rows a grid splits"
@@ -78,13 +80,13 @@ def as_rows(x: Tensor, name: str) -> Tensor:
 
 
 def pad_rows(rows: Tensor, multiple: int, features: int = 0) -> Tensor:
-    """[rows, ..] -> [the next multiple, .. and `features` more], zero where it was nothing."""
+    """Pad [rows, ..] with zeros to the next multiple of rows, and to `features` more features."""
     padding = -rows.shape[0] % multiple
     return F.pad(rows, (0, features, 0, padding)) if padding or features else rows
 
 
 def with_leading_dims(y: Tensor, lead: Sequence[int], name: str) -> Tensor:
-    """[rows, features] -> [.., features], with the leading dims of the input that it came from.
+    """Reshape [rows, features] to [.., features], with the leading dims of the input.
 
     Where the rows are not split as those of the input were, the first of these dims has another part of its whole.
 

@@ -155,7 +155,8 @@ def fill_from_dense(parameter: Tensor, layout: Layout, mesh: ProcessGrid, dense:
 
 
 def taken(value: Tensor, own: Tensor, layout: Layout, mesh: ProcessGrid, real: Sequence[int]) -> Tensor:
-    """What a state dict has for the parameter `own`, as it is to be loaded: a dense tensor becomes this rank's shard.
+    """Return the value of a state dict for the parameter `own`, as it is loaded: a dense tensor becomes this rank's
+    shard.
 
     A plain tensor is dense, with the padding of `own` or without.  One of another shape is left to torch, which
     compares shapes.
@@ -194,7 +195,7 @@ def _lies(x: Any) -> tuple[Any, Any]:
 
 
 def check_own(parameter: Tensor, shape: Sequence[int], shard_shape: Sequence[int], x: Tensor, name: str) -> None:
-    """That a module's parameter is still one as it made it: with memory where `x` has it, and this rank's shard.
+    """Check that a module's parameter is still as the module made it: on a device like x's, and this rank's shard.
 
     How a DTensor lies is compared where it is used.
 
@@ -223,7 +224,7 @@ def full(parameter: Tensor, layout: Layout, mesh: ProcessGrid, real: Sequence[in
 
 
 def _real_part(layout: Layout, mesh: ProcessGrid, shape: Sequence[int], real: Sequence[int]) -> tuple[slice, ...]:
-    """Where this rank's shard of `shape` lies, cut to the tensor of the shape `real` at its start."""
+    """Return the slices of this rank's shard of `shape`, cut to the tensor of shape `real` at its start."""
     return tuple(
         slice(min(part.start, size), min(part.stop, size))
         for part, size in zip(layout.slices(mesh.rank, shape), real, strict=True)

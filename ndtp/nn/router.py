@@ -23,7 +23,7 @@ from ndtp.runtime.process_grid import ProcessGrid
 
 @dataclass
 class Routing:
-    """What a router says of the rows of this rank.
+    """A router's decision about the rows of this rank.
 
     Attributes:
         experts: [rows, k], of all experts of the layer.
@@ -107,7 +107,7 @@ class Router(Linear):
 
     @property
     def drops(self) -> bool:
-        """Whether a choice may come to nothing."""
+        """Whether a choice may be dropped."""
         return self.capacity is not None
 
     # ------------------------------------------------------------------------------------------------------- routing
@@ -123,7 +123,7 @@ class Router(Linear):
         return self.wide_product(rows, "weight")
 
     def wide_product(self, rows: Tensor, name: str) -> Tensor:
-        """[rows, hidden] by a weight [experts, hidden] of this module, in fp32 or wider."""
+        """Multiply [rows, hidden] by a weight [experts, hidden] of this module, in fp32 or wider."""
         weight = self.own(name, rows)
         assert weight is not None
         wide = torch.promote_types(torch.promote_types(rows.dtype, weight.dtype), torch.float32)
@@ -157,7 +157,7 @@ class Router(Linear):
     # -------------------------------------------------------------------------------------------------------- losses
 
     def terms(self, routing: Routing, around: TokenRows) -> dict[str, Tensor]:
-        """What of this rank's rows the losses need, to be summed over all rows."""
+        """Return this rank's terms of the losses, to be summed over all rows."""
         found = {}
         if self.balance:
             found["choices"] = self.chosen(routing)
@@ -167,11 +167,11 @@ class Router(Linear):
         return found
 
     def chosen(self, routing: Routing) -> Tensor:
-        """[experts]: how often each was chosen, before any is dropped."""
+        """Return how often each expert was chosen, [experts], before any choice is dropped."""
         return tally(routing.experts, self.num_experts).to(routing.scores.dtype)
 
     def losses(self, sums: dict[str, Tensor], around: TokenRows) -> dict[str, Tensor]:
-        """From the sums over all rows.
+        """Return the losses from the sums over all rows.
 
         Balance: `experts * sum_i f_i P_i`, where f_i is how often a token chooses expert i, and P_i the mean of its
         probability (Fedus et al. 2021, eq. 4; with k choices as transformers' Mixtral has it).
@@ -197,7 +197,7 @@ class Router(Linear):
         return 2 * self.num_experts * bool(self.balance) + bool(self.z_loss)
 
     def counts_volume(self) -> Volume:
-        """Of the numbers, of four bytes, that a capacity over several ranks takes."""
+        """Return the traffic of the counts, of four bytes each, that a capacity over several ranks takes."""
         grid = self.mesh.grid
         axes = tuple(axis for axis in grid.nontrivial(grid.names) if axis in self.in_layout.dims[0])
         blocks = grid.size(axes)

@@ -135,7 +135,9 @@ class Noisy(Router):
         return Routing(experts, gates * self.scale, None, clean, scores)
 
     def _load(self, noisy: Tensor, clean: Tensor, spread: Tensor) -> Tensor:
-        """[experts]: the probability that each would be chosen with its noise drawn anew, summed over rows."""
+        """Return, as [experts], the probability that each expert would be chosen with its noise drawn anew, summed
+        over rows.
+        """
         if self.top_k == self.num_experts:
             return torch.ones_like(clean).sum(0)
         best = noisy.topk(self.top_k + 1, dim=-1).values
@@ -223,7 +225,7 @@ class DeepSeek(Router):
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """Once a step, behind the optimizer's: a collective over the axes that split rows."""
+        """Update the bias once a step, after the optimizer's step; a collective over the axes that split rows."""
         load = TokenRows(self.mesh, self.in_layout, 0, self.name).sum(self.load)
         self.bias_of_choice += self.speed * torch.sign(load.mean() - load)
         self.load.zero_()

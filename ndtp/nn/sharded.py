@@ -21,7 +21,7 @@ from ndtp.runtime.process_grid import ProcessGrid
 
 
 class Lies(NamedTuple):
-    """How a parameter lies: its layout, its global shape as it is stored, and without padding, and that of a shard."""
+    """The layout of a parameter, its global shape as stored and without padding, and its shard's shape."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Sharded(nn.Module):
         self.register_parameter(name, empty_parameter(shape, layout, self.mesh, device, dtype))
 
     def parameter_names(self) -> list[str]:
-        """Of the parameters that it has: a bias may be taken off."""
+        """The names of the parameters that the module has; a bias may have been removed."""
         return [name for name in self.lies if getattr(self, name, None) is not None]
 
     def own(self, name: str, x: Tensor) -> Tensor | None:
@@ -98,7 +98,7 @@ class Sharded(nn.Module):
         return nn.Parameter(full(own, lies.layout, self.mesh, lies.real), own.requires_grad)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """As torch does, which copies or assigns what has the shape of the parameter: here that is a dense tensor."""
+        """Load dense tensors as shards, where torch copies or assigns only tensors of the parameter's own shape."""
         errors: list[str] = rest[-1]
         for name, lies in self.lies.items():
             own, value = self._parameters.get(name), state_dict.get(prefix + name)

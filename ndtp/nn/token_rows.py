@@ -38,7 +38,7 @@ class TokenRows:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Those that split rows, major to minor."""
+        """The axes that split rows, major to minor."""
         return self.layout.grid.nontrivial(self.layout.dims[0])
 
     @property
@@ -59,13 +59,14 @@ class TokenRows:
         return sum_over(x, Layout(self.layout.grid, None), self.axes, self.mesh, self.name)
 
     def uniform(self, what: str, columns: int, device: torch.device) -> Tensor:
-        """[rows, columns] of a draw over all tokens that is the same on every grid, in [0, 1)."""
+        """Return this rank's [rows, columns] of a uniform draw over all tokens in [0, 1), the same on every grid."""
         index = torch.arange(self.first, self.first + self.here, device=device)
         other = torch.arange(columns, device=device)
         return uniform_at((self.total, columns), (index, other), key_of(draw_seed(), f"{self.name}.{what}"))
 
     def within_capacity(self, experts: Tensor, wanted: Tensor | None, count: int, factor: float, groups: int) -> Tensor:
-        """Which choices [rows, top_k] find room at their expert: first choices before second, then by token.
+        """Return the choices [rows, top_k] that find room at their expert: first choices before second, then by
+        token.
 
         Args:
             wanted: choices that take part at all.
@@ -88,7 +89,8 @@ class TokenRows:
         return (fits & (cell < cells)).t()
 
     def group_size(self, groups: int) -> int:
-        """
+        """Return the number of tokens in a group.
+
         Raises:
             LayoutError: groups that do not divide the tokens.
         """
@@ -100,11 +102,11 @@ class TokenRows:
         return self.total // groups
 
     def knows_groups(self, groups: int) -> bool:
-        """Whether no group has tokens of two ranks."""
+        """Return whether each group has tokens of one rank only."""
         return groups % self.blocks == 0
 
     def _elsewhere(self, counts: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-        """Of counts [top_k, cells]: those of the rows before this rank's, and those of all."""
+        """Return, of counts [top_k, cells], the sums over rows before this rank's, and over all rows."""
         if self.knows_groups(groups):
             return torch.zeros_like(counts), counts
         grid = self.layout.grid
@@ -117,7 +119,7 @@ class TokenRows:
 
 
 def _place_among_equal(x: Tensor, values: int) -> Tensor:
-    """How many equal elements come before each."""
+    """Return, for each element, how many equal elements come before it."""
     order = x.argsort(stable=True)
     counts = tally(x, values)
     starts = (counts.cumsum(0) - counts)[x[order]]

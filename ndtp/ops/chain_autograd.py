@@ -88,7 +88,8 @@ class _Call:
         self.ahead = self.ahead_backward = _NOTHING
 
     def check_unchanged(self) -> None:
-        """Of the operands that backward multiplies by, whether or not a gathered copy was kept.
+        """Refuse operands that changed since forward and that backward multiplies by, also where a gathered copy was
+        kept.
 
         Raises:
             RuntimeError: as torch's own, where one was changed in place since forward.

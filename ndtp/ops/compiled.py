@@ -80,7 +80,7 @@ def layout_text(layout: Layout) -> str:
 
 
 class ChainSpec(NamedTuple):
-    """What the text says."""
+    """A chain, read back from the text that a compiled op takes."""
 
     mesh: ProcessGrid
     plans: tuple[MatMulPlan, ...]
@@ -94,13 +94,16 @@ class ChainSpec(NamedTuple):
         return cls(mesh, *_products(mesh.grid, lines))
 
     def in_place(self, given: Sequence[Any], missing: Any = None) -> tuple[Any, ...]:
-        """Of A, the weights and the biases, where something stands for a bias that is not there."""
+        """Return A, the weights and the biases in their places, with None for biases that are absent."""
         rest = iter(given[len(self.plans) + 1 :])
         biases = [next(rest) if has else missing for has in self.has_bias]
         return (*given[: len(self.plans) + 1], *biases)
 
     def program(self, forms: Forms, needs: Sequence[bool], may_measure: bool = True) -> Program:
-        """Where the number of chunks is left open all ranks may measure together, while they compile."""
+        """Return the chain's program.
+
+        Where the number of chunks is open, all ranks may measure together while they compile.
+        """
         return program_of(
             self.in_place(forms), self.plans, self.activations, self.mesh, self.in_place(needs, missing=False),
             may_measure=may_measure,
@@ -151,7 +154,7 @@ class _Kept(NamedTuple):
 
 
 class _Outline(NamedTuple):
-    """What a forward returns."""
+    """The tensors that a forward returns, without memory."""
 
     shape: tuple[int, ...]
     kept: tuple[_Kept, ...]
@@ -161,7 +164,7 @@ class _Outline(NamedTuple):
 def _outline(
     grid: Grid, rank: int, products: tuple[Any, ...], forms: Forms, needs: tuple[bool, ...], chunks: int
 ) -> _Outline:
-    """By running the program on tensors without memory: what is kept, and where it came from."""
+    """Run the program on tensors without memory, to learn which tensors are kept and from which operands they come."""
     mesh: Any = DryGrid(grid, rank)
     spec = ChainSpec(mesh, *products)
     tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype, _ in filter(None, forms)]
@@ -181,7 +184,7 @@ def _outline(
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    """The same for tensors that are one and the same memory, seen in one way."""
+    """Return one key for tensors that are one memory, viewed in one way."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
 
 

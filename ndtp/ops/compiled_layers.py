@@ -60,14 +60,14 @@ def norm(
 
 
 def _over_features(x: Tensor, layout: Layout, mesh: ProcessGrid, name: str) -> Tensor:
-    """Of each row the sum over all ranks with a part of it, which each uses for its own part."""
+    """Sum each row over all ranks that hold a part of it; each rank uses the sum for its own part."""
     axes = layout.grid.nontrivial(layout.dims[-1])
     rows = Layout(layout.grid, layout.dims[0])
     return reduce(x, RelayoutPlan(rows, rows, axes, axes, name), mesh) if axes else x
 
 
 def check_rows(wrong: Tensor, what: str) -> None:
-    """In a graph nobody looks at a number: the device does, where it can.
+    """Check that ids are in range, on the device, because no value can be read while a graph is traced.
 
     Raises:
         RuntimeError: when the graph runs.
@@ -118,7 +118,7 @@ def row_losses(
 
 
 def _summed(one: Tensor, other: Tensor, layout: Layout, name: str, mesh: ProcessGrid) -> tuple[Tensor, Tensor]:
-    """Over the ranks that have a part of the classes; all go on with the sums alike."""
+    """Sum over the ranks that hold a part of the classes; all of them continue with the same sums."""
     axes = layout.grid.nontrivial(layout.dims[1])
     if not axes:
         return one, other

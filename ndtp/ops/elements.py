@@ -1,4 +1,4 @@
-"""Which of torch's functions work on each element by itself, and the operators that stand for some of them."""
+"""torch's element-wise functions, and the operators that stand for some of them."""
 
 from __future__ import annotations
 

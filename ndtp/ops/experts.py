@@ -32,7 +32,7 @@ def experts(
     gated: bool,
     name: str = "moe",
 ) -> list[Tensor]:
-    """What the experts make of rows that are sorted by expert; in their order.
+    """Apply the experts to rows that are sorted by expert, and return the results in the same order.
 
         rows     [.., hidden / ..]            of each chunk, this rank's, sorted by expert
         weights  [experts / e, .., ..]        its shards of up and down, laid out as `flow.plan.up.b` and `.down.b`;
@@ -85,7 +85,7 @@ def _activated(h: Tensor, activation: str, gated: bool, in_turns: bool) -> Tenso
 
 
 def weight_plan(plan: MatMulPlan, ndim: int = 3) -> RelayoutPlan:
-    """From a weight's shard to what a product uses of it, and back for its gradient.
+    """Return the relayout from a weight's shard to the part that a product uses, which also takes its gradient back.
 
     Args:
         ndim: 4 where the weight of each expert is [2, out, in], the gates first.
@@ -100,7 +100,7 @@ def _part(i: int, flows: Sequence[RowFlow]) -> str:
 
 
 def known_counts(counts: Tensor, axes: Sequence[str], mesh: ProcessGrid, name: str) -> Tensor:
-    """[n] of every rank along `axes` -> [ranks, n], in the order of the grid's index on them."""
+    """Gather the counts [n] of every rank along `axes` to [ranks, n], in the order of the grid's index on them."""
     grid = mesh.grid
     if grid.size(axes) == 1:
         return counts[None]
@@ -262,14 +262,17 @@ def _by_moves(x: Tensor, moves: Moves, mesh: ProcessGrid, name: str, phase: str)
 
 
 class _Sorting:
-    """From the order in which rows arrive to that of the experts."""
+    """The permutation from the order in which rows arrive to the order of the experts."""
 
     def __init__(self, flow: RowFlow, device: torch.device) -> None:
         self.flow, self.device = flow, device
 
     @cached_property
     def index(self) -> Tensor:
-        """Where the i-th of the sorted rows lies.  Computed on the host, on meta like any other: it is memory, too."""
+        """Return the position of each sorted row.
+
+        It is computed on the host, also for tensors on meta, since it takes memory.
+        """
         segments = list(sorting_index(self.flow.segments))
         count, host = sum(rows for _, rows in segments), "meta" if self.device.type == "meta" else "cpu"
         starts, counts = torch.tensor(segments, dtype=torch.int64, device=host).unbind(1)

@@ -55,14 +55,14 @@ class LinearLossPlan:
 
     @cached_property
     def product(self) -> MatMulPlan:
-        """Of a chunk."""
+        """Return the plan of one chunk's product."""
         head, weight = self.head, self.head.need(self.head.b_letters)
         a, b, out = (self._without(dims) for dims in (head.a.dims, weight, head.out.dims))
         return MatMulPlan(a, b, out, transpose_b=head.transpose_b, name=head.name, chunks=1)
 
     @cached_property
     def weight(self) -> RelayoutPlan:
-        """From how it is stored to how chunks use it."""
+        """The relayout of the weight from how it is stored to how chunks use it."""
         head = self.head
         used = head.need(head.b_letters)
         parts = head.grid.nontrivial(self.apart)
@@ -74,7 +74,7 @@ class LinearLossPlan:
         return RelayoutPlan(layout, layout, (), self.head.grid.nontrivial(self.apart), self.head.name)
 
     def chunks(self, rows: int) -> list[int]:
-        """How this rank's rows of x are cut: sizes, which add up to `rows`."""
+        """Return the sizes of the chunks of this rank's rows of x, which add up to `rows`."""
         held, given = (layout.num_splits(0) for layout in (self.product.a, self.product.out))
         step = given // math.gcd(held, given)  # so many rows of x at least, for whole rows of logits
         size = max(self.chunk_rows * given // held // step, 1) * step

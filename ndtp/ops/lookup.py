@@ -53,13 +53,13 @@ class LookupPlan:
 
     @cached_property
     def held(self) -> Layout:
-        """How the rows are found."""
+        """The layout of the table while rows are looked up."""
         kept = tuple(axis for axis in self.ids.dims[0] if axis not in self.table.axes)
         return Layout(self.ids.grid, kept, self.table.dims[1])
 
     @cached_property
     def gather(self) -> RelayoutPlan:
-        """Of the ids."""
+        """The relayout that gathers the ids."""
         return RelayoutPlan(self.ids, Layout(self.ids.grid, self.held.dims[0]), name=self.name)
 
     @cached_property
@@ -81,7 +81,9 @@ class LookupPlan:
 
     @cached_property
     def rows(self) -> RelayoutPlan:
-        """Of the rows that were found, columns in the order of the grid where they go all together."""
+        """The relayout of the rows that were found; their columns are in the order of the grid where all axes of
+        features move.
+        """
         if self.exchange:
             stay = self.out.dims[1]
             source = self.held.with_dims(self.held.dims[0], (*stay, *self.exchange[1]))
@@ -90,13 +92,13 @@ class LookupPlan:
 
     @cached_property
     def parameter(self) -> RelayoutPlan:
-        """Of the table: used by each rank for rows of its own."""
+        """The relayout of the table's gradient, since each rank uses the table for rows of its own."""
         used = self.ids.grid.nontrivial(self.held.dims[0])
         return RelayoutPlan(self.table, self.table, (), used, self.name)
 
     @cached_property
     def check(self) -> tuple[Step, ...]:
-        """Of the number of ids that are out of range."""
+        """The steps that sum the number of ids that are out of range."""
         axes = [axis for axis in self.ids.grid.nontrivial(self.ids.grid.names) if axis in self.held.dims[0]]
         return (Step("all_reduce", tuple(axes)),) if axes else ()
 

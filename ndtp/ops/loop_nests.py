@@ -91,7 +91,9 @@ def _held(plan: EinsumPlan, shards: Sequence[Tensor], mesh: ProcessGrid) -> tupl
 
 
 def _multiplied(plan: EinsumPlan, form: ProductForm, shards: Sequence[Tensor], mesh: ProcessGrid) -> Tensor:
-    """As a product of matrices: dims are put in its order and taken together, and C's are taken apart again."""
+    """Compute a loop nest as a product of matrices: dims are permuted and merged before it, and C's are split after
+    it.
+    """
     given = []
     for name, groups, shard in zip("AB", (form.a, form.b), shards, strict=True):
         letters = plan.stored[name].letters

@@ -49,12 +49,12 @@ class LossPlan:
 
     @cached_property
     def rows(self) -> Layout:
-        """Of one number a row."""
+        """The layout of one number for each row."""
         return Layout(self.layout.grid, self.layout.dims[0])
 
     @cached_property
     def totals(self) -> RelayoutPlan:
-        """Of sums over rows: [the losses, how many rows count, how many targets are wrong]."""
+        """The steps that sum over rows: [the losses, how many rows count, how many targets are wrong]."""
         whole = Layout(self.layout.grid, None)
         return RelayoutPlan(whole, whole, self.layout.grid.nontrivial(self.layout.dims[0]), name=self.name)
 
@@ -150,9 +150,10 @@ def cross_entropy(
 
 
 def check_weights(weights: Tensor | None, plan: LossPlan) -> None:
-    """
+    """Refuse weights that are not those of all classes.
+
     Raises:
-        LayoutError: weights that are not those of all classes.
+        LayoutError: the number of weights and of classes.
     """
     if weights is not None and tuple(weights.shape) != (plan.form.classes,):
         raise LayoutError(
@@ -162,7 +163,7 @@ def check_weights(weights: Tensor | None, plan: LossPlan) -> None:
 
 
 def totals(loss: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid, weights: Tensor | None = None) -> Tensor:
-    """[3]: sums over all rows of the losses, of the weights of rows that count, of targets that are no class.
+    """Return [3]: sums over all rows of the losses, of the weights of rows that count, of targets that are no class.
 
     Raises:
         RangeError: there are such; the same on every rank.  On a GPU, where looking at them would have the host wait,
@@ -200,5 +201,5 @@ def whole_targets(targets: Tensor, layout: Layout, rows: int, mesh: ProcessGrid,
 
 
 def target_plan(layout: Layout, name: str) -> RelayoutPlan:
-    """Of targets that are gathered: one number a row of hidden states that lie as `layout`."""
+    """Return the relayout that gathers targets: one number for each row of hidden states that lie as `layout`."""
     return RelayoutPlan(Layout(layout.grid, layout.dims[0]), Layout(layout.grid, None), name=name)

@@ -73,7 +73,10 @@ class Mapped(Placed, Arithmetic):
         return self._extreme(names, False)
 
     def softmax(self, names: str) -> Mapped:
-        """Over dims, split or not: two reductions, of one number for each row."""
+        """Return the softmax over `dims`, split or not.
+
+        Split dims take two reductions, of one number for each row.
+        """
         powers = Mapped.apply(torch.exp, self - self.detach().amax(names))
         return powers / powers.sum(names)  # type: ignore[no-any-return]
 
@@ -189,7 +192,7 @@ def plan_of(
     roles: Mapping[str, str] | None = None,
     name: str = "",
 ) -> EinsumPlan:
-    """What `einsum` of one or two operands does: `plan_of(...).volume()` is its traffic in elements.
+    """Return the plan of an `einsum` of one or two operands: `plan_of(...).volume()` is its traffic in elements.
 
     Raises:
         LayoutError: as `einsum`.

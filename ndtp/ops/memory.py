@@ -88,7 +88,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(part: Any) -> Iterator[Any]:
-    """Of what operations take and return: tensors, and sequences of them.  torch's pytree takes five times as long."""
+    """Yield the tensors among an operation's arguments or results.
+
+    torch's pytree takes five times as long.
+    """
     if isinstance(part, Tensor):
         yield part.untyped_storage()
     elif isinstance(part, (tuple, list)):
@@ -97,7 +100,7 @@ def _storages(part: Any) -> Iterator[Any]:
 
 
 def measured(forward: Callable[[], Tensor], grad: Tensor | None) -> Memory:
-    """What a forward, and the backward from a gradient of its result, take; None: no backward.
+    """Measure the memory of a forward and, unless `grad` is None, of the backward from that gradient of its result.
 
     Counts what lives here, not what the ring of a `ProcessGrid` keeps: give it `ring_bytes=0`.
     """

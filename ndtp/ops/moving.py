@@ -1,4 +1,4 @@
-"""Where ops other than products hand tensors to collectives, and gradients of parameters to their sums."""
+"""The moves of tensors for operations other than products, and the sums of their parameters' gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _way(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: 
 
 
 def enter(mesh: ProcessGrid, op: object, x: Tensor) -> None:
-    """At the beginning of an operation: end what a backward that was broken off has left; compare ranks if asked.
+    """Begin an operation: end what a broken backward has left, and compare ranks if the mesh checks.
 
     A graph has operations that do so.
     """
@@ -69,7 +69,7 @@ def taken(parameter: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
 
 
 class _Used(torch.autograd.Function):
-    """From a parameter's shard to what is used of it."""
+    """The autograd function from a parameter's shard to the part that an operation uses."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid, deferred: Deferred | None) -> Tensor:
@@ -93,7 +93,7 @@ class _Used(torch.autograd.Function):
 
 
 def refuse_second(name: str) -> None:
-    """At the first backward that autograd is to differentiate: what it would see is not all that is computed.
+    """Refuse double backward at the first backward, since autograd would not see all that is computed.
 
     Raises:
         RuntimeError: the same on every rank, before any collective.

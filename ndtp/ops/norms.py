@@ -55,24 +55,24 @@ class NormPlan:
 
     @cached_property
     def parameter(self) -> RelayoutPlan:
-        """Of a gain or bias [K]: used by each rank for rows of its own."""
+        """The relayout of a gain or bias [K], since each rank uses it for rows of its own."""
         used = Layout(self.layout.grid, self.layout.dims[-1])
         stored = used if self.stored is None else Layout(self.layout.grid, self.stored)
         return RelayoutPlan(stored, used, (), self.layout.grid.nontrivial(self.layout.dims[0]), self.name)
 
     @cached_property
     def reduction(self) -> tuple[Step, ...]:
-        """Of sums over features."""
+        """The steps of sums over features."""
         return (Step("all_reduce", self.merge.axes),) if self.merge.axes else ()
 
     def real(self, rank: int) -> int:
-        """How many of the features that a rank has are no padding."""
+        """Return how many of the features that a rank has are not padding."""
         local = self.width // self.layout.num_splits(-1)
         start = self.layout.grid.index(rank, self.layout.dims[-1]) * local
         return min(max(self.features - start, 0), local)
 
     def counts(self, rank: int) -> list[int]:
-        """Of the ranks along the axes that split the features, in the order of `merge`."""
+        """Return the numbers of features on the ranks along the axes that split them, in the order of `merge`."""
         return [self.real(peer) for peer in self.layout.grid.group(rank, self.merge.axes)]
 
     def volume(self, tokens: int, dgrad: bool = True, trained: int = 1, dtype: torch.dtype = torch.float32) -> Volume:

@@ -1,4 +1,4 @@
-"""What `Mapped` is made of, and how it comes from other tensors and layouts, and gets there."""
+"""The base of `Mapped`: its fields, and its moves from and to other tensors and layouts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Placed:
 
     @classmethod
     def shard(cls: type[Self], dense: Tensor, names: str | Sequence[str], split: Split, mesh: ProcessGrid) -> Self:
-        """Of a tensor that every rank has whole, what this one keeps.
+        """Return this rank's shard of a tensor that every rank has whole.
 
         Differentiable: the gradient of the whole is gathered from all ranks.  Of a tensor that needs none it is a copy.
 
@@ -85,7 +85,7 @@ class Placed:
         return cls(local_shard(x), names, layout, mesh)
 
     def to_dtensor(self) -> Tensor:
-        """The same shard as a DTensor on `mesh.device_mesh`; not a copy.
+        """Return the same shard as a DTensor on `mesh.device_mesh`, without a copy.
 
         Raises:
             GridError: a grid of one rank, which has no DeviceMesh.
@@ -142,7 +142,7 @@ class Placed:
         return self.local.item()
 
     def backward(self) -> None:
-        """Of a number that every rank has, such as a loss: by all ranks together."""
+        """Differentiate a number that every rank has, such as a loss; all ranks call it together."""
         self.local.backward()  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
@@ -156,7 +156,7 @@ class Placed:
         return type(self)(self.local, [names.get(name, name) for name in self.names], self.layout, self.mesh)
 
     def transpose(self: Self, names: str) -> Self:
-        """The same dims in another order, `x.transpose("k m b")`; nothing moves."""
+        """Return the tensor with its dims in another order, `x.transpose("k m b")`; nothing moves."""
         order = names_of(names)
         if sorted(order) != sorted(self.names):
             raise LayoutError(f"transpose of {self!r}: '{names}' is no order of its dims")
@@ -165,7 +165,9 @@ class Placed:
         return type(self)(self.local.permute(dims), order, layout, self.mesh)
 
     def expand(self: Self, **sizes: int) -> Self:
-        """The same elements along further dims, behind the others and whole: `x.expand(n=8)`; nothing moves."""
+        """Return the tensor repeated along further dims, which come last and are whole: `x.expand(n=8)`; nothing
+        moves.
+        """
         if twice := [name for name in sizes if name in self.names]:
             raise LayoutError(f"expand of {self!r}: it has a dim {twice[0]}")
         local = self.local.reshape(*self.local.shape, *[1] * len(sizes)).expand(*self.local.shape, *sizes.values())
@@ -173,7 +175,9 @@ class Placed:
         return type(self)(local, (*self.names, *sizes), layout, self.mesh)
 
     def relayout_plan(self, split: Split) -> RelayoutPlan | ReshardPlan:
-        """What `relayout` does: collectives along axes, or where their order forbids these one exchange."""
+        """Return the plan of `relayout`: collectives along axes, or one exchange where the order of axes forbids
+        these.
+        """
         target = layout_of(self.names, split, self.mesh)
         target.shard_shape(self.shape)
         if is_legal(self.mesh.grid, self.layout.dims, target.dims):
@@ -181,7 +185,7 @@ class Placed:
         return ReshardPlan(self.layout, target, self.shape, name="relayout")
 
     def relayout(self: Self, split: Split) -> Self:
-        """The same tensor, split otherwise; anything can become anything."""
+        """Return the tensor in another split; any split can become any other."""
         plan = self.relayout_plan(split)
         if isinstance(plan, RelayoutPlan):
             local = reduce(self.local, plan, self.mesh)
@@ -190,14 +194,14 @@ class Placed:
         return type(self)(local, self.names, plan.target, self.mesh)
 
     def to(self: Self, mesh: ProcessGrid, split: Split) -> Self:
-        """The same tensor on another grid of the same ranks; see `ndtp.reshard`."""
+        """Return the tensor on another grid of the same ranks; see `ndtp.reshard`."""
         target = layout_of(self.names, split, mesh)
         target.shard_shape(self.shape)
         plan = ReshardPlan(self.layout, target, self.shape, target_ranks=seats_of(self.mesh, mesh), name="to")
         return type(self)(resharded(self.local, plan, self.mesh, mesh), self.names, target, mesh)
 
     def slice_plan(self, where: Mapping[str, slice | int]) -> ReshardPlan:
-        """What `slice` does: of the window each rank receives what it lacks of its part."""
+        """Return the plan of `slice`: each rank receives the part of the window that it wants and lacks."""
         self._check_names(where, "slice")
         start, shape, dims = [], [], []
         for name, size, axes in zip(self.names, self.shape, self.layout.dims, strict=True):

@@ -101,7 +101,7 @@ class _Reduce(torch.autograd.Function):
 def merged(
     x: Tensor, plan: MergePlan, merge: Callable[[Tensor], Tensor], mesh: ProcessGrid, name: str, phase: str = "forward"
 ) -> Tensor:
-    """What all ranks along `plan.axes` know together of each row; not differentiable.
+    """Merge each row's statistics of all ranks along `plan.axes`; the result is not differentiable.
 
     Args:
         x: [given, rows], of this rank.

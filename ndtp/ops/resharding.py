@@ -101,7 +101,7 @@ def _some(ranks: Sequence[int]) -> str:
 
 @lru_cache(maxsize=1024)
 def known(plan: ReshardPlan) -> ReshardPlan:
-    """The same plan, which knows its messages already where it is used again."""
+    """Return the plan itself, from a cache, so that a plan that is used again knows its messages."""
     return plan
 
 

@@ -51,7 +51,7 @@ class Balance:
         return [m for name, m in model.named_modules() if isinstance(m, self.router) and self.within in name]
 
     def sums(self, logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-        """[2, experts]: choices, and probabilities, of these layers; in fp32, as transformers has it.
+        """Return [2, experts]: choices and probabilities, summed over these layers in fp32 as transformers has it.
 
         Args:
             logits: of each layer, [tokens, experts].
@@ -72,14 +72,14 @@ class Balance:
         return total
 
     def loss(self, sums: Tensor) -> Tensor:
-        """Of the sums of all layers."""
+        """Return the loss from the sums of all layers."""
         choices, probabilities = sums[0].detach(), sums[1]
         tokens = choices.sum() / self.top_k
         return (choices / tokens * (probabilities / tokens)).sum() * self.experts
 
 
 def balance_of(model: nn.Module) -> Balance:
-    """That which a model adds to its loss.
+    """Return the auxiliary loss (load balancing) that a model adds to its loss.
 
     Raises:
         LayoutError: it computes it in another way than transformers' common function, or nobody knows of what.
@@ -112,7 +112,7 @@ def _refused(model: nn.Module, why: str) -> LayoutError:
 
 @torch.no_grad()
 def _is_common(formula: Any, balance: Balance) -> bool:
-    """Whether a model's function is the common one: tried on two layers, with padding and without."""
+    """Return whether a model's function is the common one, by a trial on two layers with padding and without."""
     draw = torch.Generator().manual_seed(0)
     logits = tuple(torch.randn(6, balance.experts, generator=draw) for _ in range(2))
     for mask in (None, torch.tensor([[1, 1, 1], [1, 0, 0]])):
@@ -125,7 +125,9 @@ def _is_common(formula: Any, balance: Balance) -> bool:
 
 @torch.no_grad()
 def _is_added(model: Any, balance: Balance) -> bool:
-    """Whether the model's loss is that of its labels and this one, found by a run; a model on meta has no numbers."""
+    """Return whether the model's loss is its labels' loss and this one, by a run; a model on meta has no numbers to
+    try.
+    """
     device = next(model.parameters()).device
     ids = torch.arange(8, device=device).remainder(model.config.vocab_size).unsqueeze(0)
     logits: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Where a model of transformers is cut: which of its modules a stage has, found by running two tokens through it.
+"""The cut of a model of transformers into stages, found by running two tokens through it.
 
 Nothing is known of architectures.  The layers are the list of modules as long as the config says; one run tells what
 comes before them, what behind, and whether one tensor of hidden states is all that passes from one to the next.
@@ -22,7 +22,7 @@ from ndtp.pipelines.without_numbers import runnable
 
 @dataclass
 class Anatomy:
-    """What a dense causal language model is made of.
+    """The parts of a dense causal language model.
 
     Attributes:
         layers: names, in order.
@@ -142,7 +142,9 @@ class _Trial:
 
 
 class Arrived(Exception):
-    """What a stage gives is there; the rest of the model's code is for the stages to come."""
+    """A signal that ends a stage's run of the model's code: the stage's results are there, the rest is for later
+    stages.
+    """
 
 
 class Traveller:
@@ -152,7 +154,7 @@ class Traveller:
 
 
 class Elsewhere(nn.Module):
-    """In place of a module that other stages have; without parameters."""
+    """A module without parameters in place of a module that other stages have."""
 
     def __init__(self, name: str, traveller: Traveller) -> None:
         super().__init__()
@@ -164,7 +166,7 @@ class Elsewhere(nn.Module):
 
 
 class LayerElsewhere(Elsewhere):
-    """Of the layers before its own a stage's code hands on what has come; at the first one behind it has what it gives.
+    """A layer in place of one before this stage's own: it hands on the hidden states that have arrived.
 
     Attributes:
         in_tuples: as of `Anatomy`.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def receive_op(buffer: Tensor, sender: int, group: ProcessGroup, name: str, phase: str, part: str = "") -> dist.P2POp:
-    """What receives a message: `name` is that of what moves, `part` the micro-batch."""
+    """Return the operation that receives a message: `name` is the name of the tensor, `part` the micro-batch."""
     label = Label((name,), phase, "receive", (AXIS,), part)
     labelled: Any = buffer
     labelled.ndtp_label = label
@@ -28,7 +28,7 @@ def receive_op(buffer: Tensor, sender: int, group: ProcessGroup, name: str, phas
 
 
 def send_op(part_of_x: Tensor, receiver: int, group: ProcessGroup, name: str, phase: str, part: str = "") -> dist.P2POp:
-    """What sends a message, see `receive_op`."""
+    """Return the operation that sends a message; see `receive_op`."""
     return _message(dist.isend, part_of_x, receiver, group, Label((name,), phase, "send", (AXIS,), part))
 
 

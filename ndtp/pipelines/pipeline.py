@@ -78,7 +78,7 @@ class Pipeline(PipelinePlan):
 
     @cached_property
     def group(self) -> ProcessGroup:
-        """What all ranks of all stages are in, over which they send, with the timeout of the grids.
+        """The process group of all ranks of all stages, over which they send, with the timeout of the grids.
 
         One of its own: messages would wait for what else goes over the world's, and as long as that does.
         """
@@ -95,7 +95,7 @@ class Pipeline(PipelinePlan):
         return Watch(lambda axes: where, Label((what,), phase, collective, (AXIS,)), self.all_ranks)
 
     def gather(self, said: Any, what: str, phase: str = "check") -> list[Any]:
-        """What all ranks say, in the order of `all_ranks`; a collective."""
+        """Gather the values of all ranks, in the order of `all_ranks`; a collective."""
         every: list[Any] = [None] * len(self.all_ranks)
         with self.watching(what, phase, "all_gather"):
             dist.all_gather_object(every, said, group=self.group)

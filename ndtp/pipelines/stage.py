@@ -96,11 +96,11 @@ class PipelineStage(torch_pipelining.PipelineStage):
 
     @property
     def model(self) -> nn.Module:
-        """What has the names of the whole model: by these a checkpoint of all stages goes."""
+        """The module with the names of the whole model, by which a checkpoint of all stages is written."""
         return self.submod  # type: ignore[no-any-return]
 
     def whole(self, stages: Sequence[PipelineStage]) -> Whole:
-        """These stages, all that this rank has, as parts of one model that is written or read (`ndtp.checkpoint`)."""
+        """The stages of this rank as parts of one model that is written or read by `ndtp.checkpoint`."""
         pipeline = self.pipeline
         pieces = [
             Piece(each.model, mesh_of_model(each.model) or each.mesh, each.index, each.known_as, each.shares_names)
@@ -127,7 +127,9 @@ class PipelineStage(torch_pipelining.PipelineStage):
         return sum(parts, Volume())
 
     def _ways(self, at: int, phase: str) -> list[tuple[int, ReshardPlan, torch.dtype]]:
-        """What passes between a stage and the next one, by its number: (number, plan, dtype)."""
+        """Return the tensors that pass between a stage and the next one, by the stage's number: (number, plan,
+        dtype).
+        """
         every = [(i, plan.crossings[at], dtype) for i, (plan, dtype) in enumerate(self.passing)]
         if phase == "forward":
             return every
@@ -219,7 +221,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
         return [op for i, plan, dtype in ways for op in self._receive(plan, dtype, (phase, i, micro_batch))]
 
     def _receive(self, plan: ReshardPlan, dtype: torch.dtype, key: tuple[str, int, int]) -> list[dist.P2POp]:
-        """What this rank lacks of its shard, into one that is made now."""
+        """Receive the part of a shard that this rank lacks, into a new shard."""
         wanted, kept = plan.wanted(self.rank), plan.kept(self.rank)
         assert wanted is not None
         messages = plan.receives(self.rank)
@@ -244,7 +246,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
         return [send_op(sendable(part), receiver, *where) for receiver, part in parts]
 
     def _passed_on(self, outputs: Any, at: int) -> list[Tensor]:
-        """What the module of stage `at` gave of a micro-batch.
+        """Return the results of the module of stage `at` for a micro-batch.
 
         Raises:
             LayoutError: these are no tensors of the shapes and dtypes that the plans have.
@@ -266,13 +268,15 @@ class PipelineStage(torch_pipelining.PipelineStage):
         return [x.detach() for x in outputs]
 
     def _gradient(self, grad: Tensor | None, plan: ReshardPlan, dtype: torch.dtype) -> Tensor:
-        """Of what came, to go back by `plan`; zeros where the module does not use it."""
+        """Return the gradient of an arrived tensor, to go back by `plan`; zeros where the module does not use the
+        tensor.
+        """
         if grad is not None:
             return grad.detach()
         return torch.zeros(_shape(plan.held(self.rank)), dtype=dtype, device=self.device)
 
     def _taken(self, phase: str, i: int, micro_batch: int) -> Tensor:
-        """What has come of a micro-batch, each part where it belongs."""
+        """Return the tensors that have arrived for a micro-batch, each in its place."""
         result, late = self._arriving.pop((phase, i, micro_batch))
         for room, landing in late:
             room.copy_(landing)
@@ -302,7 +306,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
             self._arriving["dgrad", i, mb_index] = self._moved(plan, grad, dtype, "dgrad"), []
 
     def _moved(self, plan: ReshardPlan, x: Tensor, dtype: torch.dtype, phase: str) -> Tensor:
-        """At once: all ranks of both stages come here together."""
+        """Move a tensor at once, since all ranks of both stages come here together."""
         if plan.is_local:
             return cut(x, plan, self.rank)
         held, wanted, kept = plan.held(self.rank), plan.wanted(self.rank), plan.kept(self.rank)

@@ -150,7 +150,9 @@ def tie(stages: Sequence[PipelineStage], pipeline: Pipeline, names: Sequence[tup
 
 
 def _at_the_end(stages: Sequence[PipelineStage], tied: Sequence[TiedWeight]) -> None:
-    """When the last of this rank's stages has its gradients: nobody waits for this rank any more, so it may wait."""
+    """Sum gradients of tied weights when this rank's last stage is done, since no other rank waits for this one
+    then.
+    """
     left: list[int] = []
 
     def finish() -> None:

@@ -107,13 +107,14 @@ def _passed_whole(pipeline: Pipeline, shape: tuple[int, int]) -> PipelinePlan:
 
 
 def _data_axes(block: BlockLayouts) -> int:
-    """How many axes split rows in front and no weight, such as `dp`."""
+    """Return the number of leading axes that split rows and no weight, such as `dp`."""
     weights = {*block.up_weight.axes, *block.down_weight.axes}
     return next((i for i, axis in enumerate(block.input.dims[0]) if axis in weights), len(block.input.dims[0]))
 
 
 def _shapes(blocks: Sequence[BlockLayouts], hidden: int, batch: int, length: int) -> list[Shape]:
-    """Of hidden states of a micro-batch on each stage, [rows, features], with the padding that its grid needs.
+    """Return the shapes [rows, features] of a micro-batch's hidden states on each stage, with the padding of its
+    grid.
 
     Raises:
         LayoutError: sequences that `dp` does not divide, or not into what its rows are padded to.
@@ -221,7 +222,7 @@ class StageModule(nn.Module):
         return logits
 
     def _summed(self, mine: Tensor, before: Tensor | None) -> Tensor:
-        """Of all sequences of this stage's layers, and of the layers of stages before."""
+        """Return the balance sums of all sequences, over this stage's layers and the layers of stages before."""
         frame: Frame = self.split.frame
         axes, bare = frame.mesh.grid.nontrivial(frame.outside.dims[0]), Layout(frame.mesh.grid, None, None)
         mine = sum_over(mine.to(frame.mesh.device_type), bare, axes, frame.mesh, "routers")
@@ -274,7 +275,7 @@ class ModelStage(PipelineStage):
         return super().rows(whole, micro_batches, self.submod.sequences if layout is None else layout)
 
     def volume(self, micro_batches: int) -> Volume:
-        """As ever, with the weights that two stages share."""
+        """Return the traffic of a step, including the weights that two stages share."""
         shared = sum((weight.volume for weight in self.tied), Volume())
         return super().volume(micro_batches) + shared.in_bytes(self.dtype.itemsize)
 

@@ -13,7 +13,9 @@ from ndtp.models.dry_step import OfWholeBatches
 
 @contextmanager
 def runnable(model: nn.Module) -> Iterator[None]:
-    """Within, a model on the meta device runs, too: who asks for numbers has an answer, experts give what they take."""
+    """A context in which a model on meta runs: reading a number gives an answer, and experts give the shape they
+    take.
+    """
     if not next(model.parameters()).is_meta:
         yield
         return

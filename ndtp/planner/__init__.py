@@ -1,4 +1,4 @@
-"""Which grid, and why: searched among all of them.  Pure, without torch."""
+"""The planner: it weighs every grid, and says why it chose one. Pure, without torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

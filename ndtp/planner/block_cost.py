@@ -1,4 +1,4 @@
-"""What a block costs on a grid, in closed form and for many grids at once: volume, memory, local products.  Pure.
+"""The cost of a block on a grid in closed form, for many grids at once: volume, memory, local products. Pure.
 
 A block is two products with the first's result, or a part of it, entering the second: an MLP, a gated MLP, or the
 projections around attention.  It lies as the 3D scheme says, of which 1D (x = z = 1), 2D (z = 1), FSDP (z alone) and
@@ -122,12 +122,15 @@ class Block:
 
     @property
     def parameters(self) -> int:
-        """Of one of its repetitions."""
+        """The parameters of one repetition of the block."""
         return self.hidden * ((sum(self.outs) + self.inner) * (self.experts or 1) + self.table + self.experts)
 
 
 def divides(block: Block, g: Grids, pad: bool) -> Any:
-    """Which grids a block fits on.  Heads and experts are never padded; sizes are where `pad` says so."""
+    """Return, for each grid, whether a block fits on it.
+
+    Heads and experts are never padded; sizes are padded where `pad` says so.
+    """
     fits = np.ones(np.shape(g.ranks), dtype=bool)
     if block.experts:
         fits &= block.experts % g.over(block.experts) == 0
@@ -153,7 +156,7 @@ class Sizes:
 
 
 def row_multiple(g: Grids) -> Any:
-    """What the rows must be a multiple of, for every split of them to divide."""
+    """Return the multiple of rows that every split of the rows divides."""
     # numpy would make 64 bits of Python's integers, which what is multiplied by this may outgrow.
     lcm = math.lcm(g.x, g.y) if isinstance(g.x, int) else np.lcm(g.x, g.y)
     return g.dp * g.e * g.z * lcm
@@ -241,12 +244,13 @@ def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -
 
 
 def all_reduced(elements: Any, ranks: Any) -> Any:
-    """What a rank receives: twice all parts but its own."""
+    """Return what a rank receives of an all-reduce: twice all parts but its own."""
     return 2 * (ranks - 1) * -(-elements // ranks)
 
 
 def _sent(block: Block, g: Grids, s: Sizes) -> Iterator[Message]:
-    """Of a layer of experts, what comes before the products: the router's logits, and rows on their way to experts.
+    """Yield the messages before the products of a layer of experts: the router's logits, and rows on their way to
+    experts.
 
     Its router has features of tokens as they lie, and every weight whole: `ndtp.nn.router.Router` without losses.
     """
@@ -265,7 +269,9 @@ def _sent(block: Block, g: Grids, s: Sizes) -> Iterator[Message]:
 
 
 def _returned(block: Block, g: Grids, s: Sizes) -> Iterator[Message]:
-    """What comes behind them: rows on their way back, and gradients of the gates and of the router's weight."""
+    """Yield the messages behind the products: rows on their way back, and gradients of the gates and the router's
+    weight.
+    """
     i, here = g.inside(block.experts), s.tokens * s.hidden // g.ranks
     yield Message("forward", "down C", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
     yield Message("forward", "down C", "all_to_all", "x", _of_others(here, g.x // i.x))
@@ -286,7 +292,7 @@ def _returned(block: Block, g: Grids, s: Sizes) -> Iterator[Message]:
 
 
 def _of_others(elements: Any, ranks: Any) -> Any:
-    """What a rank receives of as many elements that go to all evenly."""
+    """Return what a rank receives of elements that are spread evenly over all ranks."""
     return elements // ranks * (ranks - 1)
 
 
@@ -296,7 +302,7 @@ def volume(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -> 
 
 
 def num_bytes(block: Block, g: Grids, itemsize: int, regather_a: Any = 0, regather_b: Any = 0) -> Any:
-    """The same in bytes."""
+    """Return the volume of a block in bytes."""
     return sum(message.num_bytes(itemsize) for message in messages(block, g, regather_a, regather_b))
 
 
@@ -344,7 +350,7 @@ class BlockMemory:
 def memory(
     block: Block, g: Grids, itemsize: int, optimizer: str = "adamw", regather_a: Any = 0, regather_b: Any = 0
 ) -> BlockMemory:
-    """What one block keeps from forward to backward, and the largest operands that it works on for a moment.
+    """Return the memory that one block keeps from forward to backward, and its largest operands of a moment.
 
     Optimizers keep fp32 state, and an fp32 copy of parameters of two bytes.  Kept activations: both products' A and B
     (gathered, or as stored where backward gathers them again), and the input of the activation function.

@@ -23,7 +23,7 @@ def schedule(
     chunks: int = 1,
     product: str = "block",
 ) -> list[Span]:
-    """What a rank computes, and what the link of each axis carries, from when to when in seconds, of a training step.
+    """Return the spans of a training step: what a rank computes, and what the link of each axis carries, in seconds.
 
     Args:
         grid: axes out of dp, z, x and y.

@@ -1,4 +1,4 @@
-"""What a field of a file, or an argument, may be: declared as data, checked and said in one place.  Pure.
+"""Declarations of the values that fields of files and arguments may have, checked and reported in one place. Pure.
 
     LINK = Record({"bandwidth_gbs": Number(1e-9, 1e12), "latency_us": Number(0, 1e12)}, required=("bandwidth_gbs",))
     LINK.check("profile mine.toml", "inter", table)     # ...: inter.latency_us=nan; it must be a number from 0 to 1e+12
@@ -38,19 +38,20 @@ def shown(value: object, longest: int = 60) -> str:
 
 
 class Kind:
-    """What a value may be; `str` says it after "it must be".  This one: anything."""
+    """A kind of value; in errors, `str` of it follows "it must be". This base class accepts any value."""
 
     def takes(self, value: Any) -> bool:
         return True
 
     def problem(self, name: str, value: Any) -> str | None:
-        """What is wrong with a value, or with one inside of it."""
+        """Return what is wrong with a value, or with a value inside of it; None if it is valid."""
         return None if self.takes(value) else f"{name}={shown(value)}; it must be {self}"
 
     def check(self, where: str, name: str, value: Any) -> None:
-        """
+        """Check a value.
+
         Raises:
-            GridError: a line that names the field, its value, and what it may be.
+            GridError: a line that names the field, its value, and the values that it may have.
         """
         if problem := self.problem(name, value):
             raise GridError(f"{where}: {problem}")
@@ -76,7 +77,7 @@ class Number(Kind):
 
 @dataclass(frozen=True)
 class Word(Kind):
-    """One of some words, or, of none, any text."""
+    """A word of a list or, if the list is empty, any text."""
 
     words: Sequence[str] = ()
 
@@ -179,7 +180,7 @@ class Record(Kind):
 
 
 def read_parsed(what: str, path: Path, form: str, parse: Callable[[str], Any], missing: str) -> Any:
-    """What a file of UTF-8 text holds.
+    """Return the parsed contents of a file of UTF-8 text.
 
     Args:
         what: "hardware profile": what the file is to the user.
@@ -209,12 +210,14 @@ def read_parsed(what: str, path: Path, form: str, parse: Callable[[str], Any], m
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be opened, without its name."""
+    """Return the reason why a file cannot be opened, without its name."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def unwritable(path: str, suffixes: Sequence[str] = ()) -> str | None:
-    """Why a file cannot be written, found by opening it: no flag tells of read-only mounts and long names.
+    """Return the reason why a file cannot be written, found by opening it.
+
+    No flag tells of read-only mounts and long names.
 
     A file that is there keeps what it holds, and one that is not does not appear.
     """
@@ -241,7 +244,7 @@ def unwritable(path: str, suffixes: Sequence[str] = ()) -> str | None:
 
 
 def finite(value: Any) -> Any:
-    """The same for JSON, which has no NaN and no infinity: null instead."""
+    """Replace NaN and infinity by null, since JSON has neither."""
     if isinstance(value, Mapping):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

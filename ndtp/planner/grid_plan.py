@@ -66,7 +66,9 @@ class GridPlan:
 
     @property
     def why(self) -> str:
-        """How the volume compares with 1D's, where it comes from, what is waited for, and what was paid for memory."""
+        """The reasons for the plan: its volume beside 1D's, where that comes from, what is waited for, and the price
+        of memory.
+        """
         request = self.request
         if request.ranks == 1:
             return "One rank moves nothing."

@@ -61,7 +61,7 @@ class Grids:
         return 1 + (getattr(self, axis) - 1) * is_it
 
     def splits(self, name: str) -> dict[str, Any]:
-        """Of a set of axes the size of each that is in it, else 1; an axis is a set of itself."""
+        """Return, for a set of axes, the size of each axis in it, and 1 for the others; an axis is a set of itself."""
         if name in EXPERT_AXES:
             return {name: getattr(self, name)}
         folded = {axis: self._part(axis, 1) for axis in FOLDED}
@@ -101,11 +101,11 @@ class Grids:
         return self._each(lambda each: each[index])
 
     def unbounded(self) -> Grids:
-        """The same as Python's integers, which do not overflow, and take ten times as long."""
+        """Return the grids with Python's integers, which do not overflow and take ten times as long."""
         return self._each(lambda each: each.astype(object))
 
     def bounded(self) -> Grids:
-        """As numpy's integers again."""
+        """Return the grids with numpy's integers again."""
         return self._each(lambda each: np.asarray(each, dtype=np.int64))
 
 

@@ -59,7 +59,7 @@ PROFILE = Record(
 
 @dataclass(frozen=True)
 class Link:
-    """What a rank's connection to its peers does: a collective over p ranks that makes a rank receive b bytes takes
+    """The connection of a rank to its peers. A collective over p ranks that makes a rank receive b bytes takes
     `latency_us + (p - 1) hop_us + b / (bandwidth x efficiency[collective])`.
 
     Attributes:
@@ -86,7 +86,7 @@ class Link:
         object.__setattr__(self, "efficiency", tables)
 
     def seconds_per_byte(self, collective: str, ranks: Any) -> Any:
-        """Of a group of `ranks` ranks, or of an array of such sizes."""
+        """Return the seconds that a byte takes in a group of `ranks` ranks, or in an array of such sizes."""
         reached: Any = self.efficiency.get(collective, 1.0)
         if isinstance(reached, Mapping):
             nearest = np.searchsorted(list(reached), ranks, side="right") - 1
@@ -134,9 +134,10 @@ class Hardware:
                 raise GridError(f"Hardware: {name}={shown(getattr(self, name))}; it must be a Link")
 
     def flops_per_second(self, dtype: str) -> float:
-        """
+        """Return the sustained rate of products in a dtype.
+
         Raises:
-            GridError: a dtype that the profile has no rate for.
+            GridError: a dtype for which the profile has no rate.
         """
         if dtype not in self.tflops:
             raise GridError(f"hardware {self.name!r} has no GEMM rate for {dtype}; it has {', '.join(self.tflops)}")
@@ -159,7 +160,7 @@ class Hardware:
         return self.peak_tflops.get(dtype, self.tflops[dtype]) * 1e12
 
     def limited(self, power: float) -> Hardware:
-        """The same devices with a lower limit of power: `power` of what these have.
+        """Return the same devices under a lower power limit, a fraction `power` of theirs.
 
         Near its limit a chip's power grows faster than its clock, by its square at least: what it multiplies falls by
         the root of the power.

@@ -1,4 +1,4 @@
-"""What the planner needs of a model, from a transformers `config.json`.  Pure."""
+"""The sizes of a model that the planner needs, read from a transformers `config.json`. Pure."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read_config(path: str | Path) -> ModelSizes:
 
 
 def read_file(path: str | Path) -> tuple[dict[str, Any], str]:
-    """What a `config.json`, or the one of a model's folder, holds, and what to call it.
+    """Return the contents of a `config.json`, or of the one in a model's folder, and its name for messages.
 
     Raises:
         GridError: no such file, or no JSON.
@@ -138,9 +138,10 @@ def sizes_of(
 
 
 def _family(config: Mapping[str, Any], known: Mapping[str, Family], what: str, around: bool = False) -> Family:
-    """
+    """Return the family of a config.
+
     Args:
-        around: one whose text part is another.
+        around: whether the config may be one whose text part is another config.
     """
     kind = config.get("model_type")
     found = known.get(kind) if isinstance(kind, str) else None
@@ -197,7 +198,7 @@ def _stacks(config: Mapping[str, Any], family: Family, what: str) -> tuple[Stack
 
 
 def _mixture(config: Mapping[str, Any], layers: int, ffn: int, what: str) -> Mixture | None:
-    """Its experts; None where no layer has them."""
+    """Return the experts of a config, or None where no layer has any."""
     step = _find(config, ("decoder_sparse_step", "moe_layer_freq"), what, 1)
     first = _find(config, ("first_k_dense_replace",), what, 0, smallest=0)
     dense = config.get("mlp_only_layers") or ()
@@ -214,7 +215,9 @@ def _mixture(config: Mapping[str, Any], layers: int, ffn: int, what: str) -> Mix
 
 
 def _has_head(config: Mapping[str, Any], family: Family, what: str) -> bool:
-    """As its classes say; where none is named, the model is taken to be trained on its vocabulary."""
+    """Return whether the model has a head, as its classes say; without any, it is taken to be trained on its
+    vocabulary.
+    """
     named = config.get("architectures")
     if not named:
         return not family.headless

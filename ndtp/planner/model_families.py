@@ -23,7 +23,7 @@ TABLE = Path(__file__).with_name("model_families.json")
 
 @dataclass(frozen=True)
 class Family:
-    """How configs of one `model_type` are read.
+    """The rules by which configs of one `model_type` are read.
 
     Attributes:
         gated: MLPs have a gate beside their up projection.
@@ -53,9 +53,10 @@ class Family:
     unread_classes: tuple[str, ...] = ()
 
     def refuse_unread(self, config: Mapping[str, Any], what: str) -> None:
-        """
+        """Refuse fields that the family does not read.
+
         Raises:
-            GridError: a field that is not read, at another value than the class's own.
+            GridError: such a field, at another value than the class's own.
         """
         for path, usual in self.unread.items():
             value: Any = config
@@ -69,14 +70,14 @@ class Family:
                 )
 
     def as_dict(self) -> dict[str, Any]:
-        """What differs from a family that has nothing of its own."""
+        """Return the entries in which the family differs from one without rules of its own."""
         plain = Family()
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != getattr(plain, f.name)}
 
 
 @cache
 def families() -> Mapping[str, Family]:
-    """By `model_type`."""
+    """Return all families by `model_type`."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     return {
         kind: Family(**entry | {"unread_classes": tuple(entry.get("unread_classes", ()))})

@@ -62,7 +62,7 @@ class Stack:
     latent: bool = False
 
     def blocks(self, tokens: int) -> tuple[Block, ...]:
-        """What the planner weighs: each block `times` the number of layers."""
+        """Return the blocks that the planner weighs, each `times` the number of layers."""
         found: list[Block] = []
         if not self.latent:
             found.append(Block.attention(tokens, self.hidden, self.heads, self.kv_heads, self.head_size))
@@ -99,7 +99,7 @@ class ModelSizes:
     left_out: tuple[str, ...] = ()
 
     def blocks(self, tokens: int) -> tuple[Block, ...]:
-        """Of a step of `tokens` rows, in each of its stacks."""
+        """Return the blocks of a step of `tokens` rows in each of the model's stacks."""
         found = [block for stack in self.stacks for block in stack.blocks(tokens)]
         if self.vocabulary:
             found.append(Block.vocabulary(tokens, self.width, self.vocabulary, self.tied, self.head))
@@ -107,14 +107,14 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """Of weights that are matrices; biases, norms and positions are not counted."""
+        """The number of weights that are matrices; biases, norms and positions are not counted."""
         gates = sum(s.hidden * s.mixture.layers * s.mixture.gate for s in self.stacks if s.mixture)
         return gates + sum(block.times * block.parameters for block in self.blocks(1))
 
 
 @dataclass(frozen=True)
 class CountedModel:
-    """What was found in a model.
+    """The blocks and parameters that were counted in a model.
 
     Attributes:
         kind: its class, and what built it.
@@ -131,5 +131,5 @@ class CountedModel:
     beside: tuple[tuple[str, int], ...]
 
     def blocks(self, tokens: int) -> tuple[Block, ...]:
-        """Of a step of `tokens` rows, in each of its stacks."""
+        """Return the blocks of a step of `tokens` rows in each of the model's stacks."""
         return tuple(replace(block, tokens=tokens) for block in self.found)

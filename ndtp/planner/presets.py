@@ -21,14 +21,15 @@ GEMM_HALF = 100.0  # the dim at which a product has half of its rate
 
 @dataclass(frozen=True)
 class Device:
-    """
+    """The figures of one kind of device.
+
     Attributes:
         bf16, fp8: TFLOP/s of large products that a training step sustains; 0: has none.
-        peak: the data sheet's, in bf16.
-        memory_gib, memory_gbs: of the data sheet.
-        near_gbs: to the other devices of its node, in one direction.
+        peak: the data sheet's TFLOP/s, in bf16.
+        memory_gib, memory_gbs: the memory of the data sheet.
+        near_gbs: the bandwidth to the other devices of its node, in one direction.
         attention: see `Hardware.attention_tflops`.
-        per_node: devices of a node.
+        per_node: the number of devices of a node.
     """
 
     bf16: float
@@ -71,7 +72,7 @@ LATENCY_US, HOP_US = 15.0, 1.0  # inside of a node
 
 
 def fields_of(name: str, fabric: str) -> dict[str, Any]:
-    """Of `ndtp.planner.hardware.Hardware`, with those of its links."""
+    """Return the fields of `ndtp.planner.hardware.Hardware`, links included, for a preset."""
     device = DEVICES[name]
     rates, latency, hop = FABRICS[fabric]
     fp8 = {"float8": device.fp8} if device.fp8 else {}

@@ -1,4 +1,4 @@
-"""What the planner says when a request cannot be met: the constraint, and the nearest values that would do."""
+"""The planner's refusals: the constraint that a request cannot meet, and the nearest values that would meet it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ndtp.planner.request import Request
 
 
 def explain_none(request: Request, constraint: str, least: float = 0.0) -> str:
-    """Why no grid is left, and what to change."""
+    """Return the reason why no grid is left, and what to change."""
     ranks = request.ranks
     if constraint == "fixed":
         given = " ".join(f"{axis}={size}" for axis, size in request.fixed.items())

@@ -36,7 +36,7 @@ OPTIONAL: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned.
+    """A request to the planner: the blocks, the ranks, the hardware and the constraints.
 
     Attributes:
         blocks: the blocks of a layer, which all run on one grid.
@@ -75,7 +75,7 @@ class Request:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Those of its grids."""
+        """The axes of the request's grids."""
         return EXPERT_AXES if self.has_experts else AXES
 
     @property
@@ -89,9 +89,10 @@ class Request:
 
 
 def check_arguments(sizes: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
-    """
+    """Check arguments of a plan.
+
     Raises:
-        GridError: a size that is none, or one of those that may be None that is neither.
+        GridError: a size that is not a positive integer, or an optional one that is neither that nor None.
     """
     for name, size in sizes.items():
         SIZE.check("plan", name, size)
@@ -104,9 +105,10 @@ def check_arguments(sizes: Mapping[str, Any], optional: Mapping[str, Any]) -> No
 
 
 def check_request(request: Request) -> None:
-    """
+    """Check a request.
+
     Raises:
-        GridError: a size that is none, or a word that is not one of those known.
+        GridError: a size that is not a positive integer, or a word that is not known.
     """
     for block in request.blocks:
         inner = {"ffn": block.inner} if block.inner else {}

@@ -1,4 +1,4 @@
-"""How 1D, 2D, 3D and the best grid fare as ranks are added: what `ndtp plan --plot` draws.  Pure."""
+"""The scaling of 1D, 2D, 3D and the best grid with the number of ranks, which `ndtp plan --plot` draws. Pure."""
 
 from __future__ import annotations
 

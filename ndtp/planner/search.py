@@ -202,7 +202,7 @@ def _costs(request: Request, g: Grids, regather: Sequence[str]) -> tuple[Any, An
 
 
 def _with_regather(request: Request, g: Grids) -> tuple[Any, Any, Any]:
-    """For each grid the index into REGATHERS: the first that fits into memory, or the one that needs the least."""
+    """Return, for each grid, the first index into REGATHERS that fits into memory, or the one that needs the least."""
     volumes, memories = (np.stack(rows) for rows in zip(*(_costs(request, g, r) for r in REGATHERS), strict=True))
     least = memories.argmin(0)  # of equals the first, which moves the least
     if request.objective == "memory":
@@ -218,7 +218,7 @@ def _with_regather(request: Request, g: Grids) -> tuple[Any, Any, Any]:
 
 
 def _fastest_order(request: Request, g: Grids, variant: Any) -> tuple[Any, Time]:
-    """For each grid the index into ORDERS of its fastest order (-1: none is allowed) and the time in it."""
+    """Return, for each grid, the index into ORDERS of its fastest order (-1: none is allowed), and its time."""
     work = Work.of(
         request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks,
         regather_a=_mask("a", variant), regather_b=_mask("b", variant),
@@ -283,7 +283,7 @@ def _grid_plan(request: Request, found: Candidates, i: int, pad: bool, bound: fl
 
 
 def axes_of_experts(grid: Grid, fold: int) -> tuple[str, ...]:
-    """In the order in which a `ProcessGrid` has its parameters: that of the ranks, but z last."""
+    """Return the axes in the order in which a `ProcessGrid` has its parameters: the ranks' order, but z last."""
     split = {"e": grid["e"] > 1, **{axis: bool(fold >> FOLDED[axis] & 1) for axis in FOLDED}}
     return tuple(sorted((axis for axis in grid if split.get(axis)), key="z".__eq__))
 
@@ -295,7 +295,9 @@ def predict(request: Request, grid: Grid, expert_axis: Sequence[str] = ()) -> Ti
 
 
 def weigh(request: Request, g: Grids, order: Sequence[str]) -> tuple[Any, Any, Any]:
-    """Of each grid a step's seconds, and its memory and volume in bytes, with the axes in this order on the ranks."""
+    """Return each grid's seconds of a step, and its memory and volume in bytes, with its axes in this order on the
+    ranks.
+    """
     order = (*(axis for axis in request.axes if axis not in order), *order)
     work = Work.of(request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks)
     volumes, memories = _costs(request, g, ())
@@ -303,7 +305,7 @@ def weigh(request: Request, g: Grids, order: Sequence[str]) -> tuple[Any, Any, A
 
 
 def timeline(request: Request, grid: Grid, product: int | None = None) -> list[Span]:
-    """What computes and what communicates when in a step of one layer, or of one of its products, on one grid."""
+    """Return the spans of computation and communication in a step of one layer, or of one product, on one grid."""
     work, network = _on(request, grid)
     return work.spans(network, product)
 
@@ -316,7 +318,7 @@ def _on(request: Request, grid: Grid, expert_axis: Sequence[str] = ()) -> tuple[
 
 
 def kind_of(grid: Grid, expert_axis: Sequence[str] | None = None) -> str:
-    """What the field calls a grid of dp, x, y and z, and of e, which is data parallel but for experts."""
+    """Return the field's name for a grid of dp, x, y and z, and of e, which is data parallel except for experts."""
     split = [axis for axis in ("x", "y") if grid[axis] > 1]
     parts = ["1D" if len(split) == 1 else "2D"] if split else []
     if grid["z"] > 1:

@@ -90,14 +90,14 @@ def _cost(plan: GridPlan, request: Request) -> float:
 
 
 def _between(one: GridPlan, other: GridPlan, shape: tuple[int, int], request: Request) -> int:
-    """There in forward, back in backward."""
+    """Return the bytes of a relayout from one plan's layout to the other's in forward, and back in backward."""
     source, target = (block_layouts(each.grid, each.scheme).output for each in (one, other))
     elements = relayout_elements(source, target, shape) + relayout_elements(target, source, shape)
     return elements * request.itemsize
 
 
 def _relayout_ms(moved: int, request: Request) -> float:
-    """As two all-to-alls over all ranks, over the link that they cannot do without."""
+    """Return the milliseconds of two all-to-alls over all ranks, over the slowest link that they need."""
     if not moved:
         return 0.0
     hardware = request.hardware
@@ -125,7 +125,7 @@ def relayout_elements(source: Layout, target: Layout, shape: Sequence[int]) -> i
 
 
 def _extent(layout: Layout, dim: int, shape: Sequence[int], dtype: Any) -> tuple[Any, int]:
-    """Where the shards of all ranks begin in a dim, and how long they are."""
+    """Return the starts of the shards of all ranks in a dim, and the shards' length."""
     grid, length = layout.grid, layout.shard_shape(shape)[dim]
     rank = np.arange(grid.num_ranks).astype(dtype)
     index: Any = np.zeros_like(rank)

@@ -1,4 +1,4 @@
-"""What a profile says of one grid's links and products, as `chunks="auto"` takes it.  Pure."""
+"""The speeds of a grid's links and products in a profile, in the form that `chunks="auto"` takes. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ndtp.schedule.chunk_choice import LinkSpeed, Speeds
 
 
 def speeds_of(hardware: Hardware, grid: Grid, dtype: str) -> Speeds | None:
-    """Of the axes of a grid whose ranks fill node by node; None where the profile has no rate for the dtype."""
+    """Return the speeds of a grid whose ranks fill node by node; None where the profile has no rate for the dtype."""
     if dtype not in hardware.tflops:
         return None
     links = {}

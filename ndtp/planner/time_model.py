@@ -1,4 +1,4 @@
-"""How long a training step of a block takes: collectives by latency and bandwidth, products by a roof.  Pure.
+"""The time of a training step of a block: collectives by latency and bandwidth, products by a roof. Pure.
 
 The costs of single collectives and products are here; `ndtp.schedule.clocks` puts them into the schedule that is
 executed. The order of the axes on the ranks decides which collectives leave a node.
@@ -42,14 +42,17 @@ def strides(g: Grids, order: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Reach:
-    """How the group of an axis lies on the nodes: members on one node, and the nodes that it spans."""
+    """The place of an axis's group on the nodes: its members on one node, and the number of nodes that it spans."""
 
     local: Any
     nodes: Any
 
     @classmethod
     def of(cls, size: Any, stride: Any, ranks: Any, per_node: int) -> Reach:
-        """Where a group straddles node boundaries unevenly, the worst group counts."""
+        """Return the reach of an axis.
+
+        Where groups straddle node boundaries unevenly, the worst group counts.
+        """
         aligned = (per_node % (size * stride) == 0) | (np.asarray(ranks) <= per_node)
         fits = np.maximum(1, np.minimum(size, per_node // stride))
         # Members that seem to fit, but not aligned to nodes: some group is cut in two.
@@ -120,7 +123,10 @@ class Network:
         return received * per_byte + (np.asarray(received) > 0) * latency
 
     def occupied(self, collective: str, axis: str, received: Any) -> Any:
-        """Until the link is free: a profile does not say what part of a latency goes by beside other bytes."""
+        """Return the seconds until the link is free.
+
+        A profile does not say which part of a latency overlaps with other bytes.
+        """
         return self.seconds(collective, axis, received)
 
     def summed(self, collective: str, axis: str, received: Any) -> float:
@@ -132,11 +138,11 @@ class Network:
         return 0.0
 
     def crosses(self, axis: str) -> Any:
-        """Whether the groups of an axis leave their node."""
+        """Return whether the groups of an axis leave their node."""
         return self.reach_of(axis).nodes > 1
 
     def inside_node(self, axes: Sequence[str]) -> Any:
-        """Whether every group of these axes lies on one node."""
+        """Return whether every group of these axes lies on one node."""
         return np.logical_and.reduce([self.reach[axis].nodes == 1 for axis in axes])
 
 
@@ -150,7 +156,10 @@ def gemm_seconds(hardware: Hardware, m: Any, n: Any, k: Any, dtype: str, count: 
 
 
 def _real(x: Any) -> Any:
-    """As floats: products of sizes may leave 64 bits, and times need no more than these hold."""
+    """Return x as floats.
+
+    Products of sizes may leave 64 bits, and times need no more precision than floats hold.
+    """
     return np.asarray(x, dtype=np.float64)
 
 
@@ -195,9 +204,10 @@ class Work:
         regather_a: Any = 0,
         regather_b: Any = 0,
     ) -> Work:
-        """
+        """Return the work of these blocks on these grids.
+
         Args:
-            chunks: pieces of rows whose collectives run beside their products, as `MatMulPlan(chunks=)`.
+            chunks: pieces of rows whose collectives run beside their products, as in `MatMulPlan(chunks=)`.
         """
         segments = []
         for times, alike in groupby(blocks, lambda block: block.times):
@@ -232,7 +242,7 @@ class Work:
         return Time(total, gemm, elementwise, communication)
 
     def spans(self, network: Network, product: int | None = None) -> list[Span]:
-        """What happens when in a step of one layer, or of one of its products, on a single grid."""
+        """Return the spans of a step of one layer, or of one of its products, on a single grid."""
         kept: list[Span] = []
         products = self.products if product is None else self.products[product : product + 1]
         step_seconds(products, network, self.chunks, self.regather, self.contention, kept)

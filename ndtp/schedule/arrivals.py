@@ -1,4 +1,4 @@
-"""What of a product is there first, its rows or its weight.  Pure."""
+"""The operand of a product that arrives first, its rows or its weight. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def rows_first(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]]) -> tuple[bool, ...]:
-    """Of every product of a chain: whether its rows are where it needs them, and its weight is what it waits for.
+    """Return, for every product of a chain, whether its rows are where they are needed before its weight is.
 
     The weight is gathered, and more of it than of the rows of the product before: else these are there later.
     """

@@ -1,4 +1,4 @@
-"""How many chunks of rows pay: the schedule's own tasks, timed with constants that were measured.  Pure.
+"""The choice of a number of chunks, by the schedule's own tasks timed with measured constants. Pure.
 
 A chunk more hides more of the collectives behind the products, and costs the fixed part of its calls.
 """
@@ -28,7 +28,7 @@ SETTLED = frozenset((NOTHING, UNCUT, SMALL))
 
 
 class LinkSpeed(NamedTuple):
-    """What a kind of collective costs over an axis, in seconds; bytes are those received.
+    """The cost of a kind of collective over an axis, in seconds; bytes are those received.
 
     Source: Alexandrov et al., "LogGP", 1995.
 
@@ -54,7 +54,7 @@ class LinkSpeed(NamedTuple):
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a choice rests on, the same on every rank: seconds of the slowest one.
+    """Measured speeds that a choice of chunks rests on, in seconds of the slowest rank, the same on every rank.
 
     Attributes:
         links: (collective, axis) -> what it costs.
@@ -76,7 +76,7 @@ class Speeds:
         return max(link.latency + received * link.per_byte for link in self._over(collective, axes))
 
     def occupied(self, collective: str, axes: Any, received: Any) -> float:
-        """Until the link is free for the next collective."""
+        """Return the seconds until the link is free for the next collective."""
         if not received:
             return 0.0
         return max(
@@ -86,11 +86,11 @@ class Speeds:
         )
 
     def summed(self, collective: str, axes: Any, received: Any) -> float:
-        """For which the rank works at what has arrived."""
+        """Return the seconds for which the rank sums up what has arrived."""
         return max((received * link.sum_per_byte for link in self._over(collective, axes)), default=0.0)
 
     def overhead(self, collective: str, axes: Any) -> float:
-        """For which the rank works to start it."""
+        """Return the seconds for which the rank works to start the collective."""
         return max((link.overhead for link in self._over(collective, axes)), default=0.0)
 
     def crosses(self, axes: Any) -> bool:
@@ -111,7 +111,7 @@ class Speeds:
 
 
 def settled(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]]) -> str:
-    """Why one chunk it is, whatever the speeds; "" where it depends on them."""
+    """Return the reason why one chunk is right at any speeds, or "" where the choice depends on speeds."""
     if not any(plan.steps for plan in plans):
         return NOTHING
     return "" if len(_possible(plans, sizes)) > 1 else UNCUT
@@ -120,7 +120,7 @@ def settled(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]]) -> 
 def is_small(
     plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], itemsize: int, least: tuple[int, int]
 ) -> bool:
-    """Whether a rank multiplies or receives so little that overlap hides next to nothing, at any speeds.
+    """Return whether a rank multiplies or receives so little that overlap cannot pay at any speeds.
 
     Args:
         least: multiply-adds of a forward, and bytes received in a forward and backward, that are worth a measurement.

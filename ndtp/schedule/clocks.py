@@ -26,7 +26,7 @@ Key = tuple[str, int, str, int | None]
 
 
 class Links(Protocol):
-    """What `ndtp.planner.time_model.Network` tells of collectives, in seconds.
+    """The times of collectives, in seconds; `ndtp.planner.time_model.Network` is one implementation.
 
     Of `received` bytes: how long they take, how long they keep the next ones from the link, and how long a rank itself
     works at their sum when they have arrived; and how long it works to start them.
@@ -72,7 +72,7 @@ class Product:
 
     @property
     def whole(self) -> bool:
-        """Whether the weight's gradient is in one piece, see `ndtp.schedule.tasks.pieces`; of many grids, on all."""
+        """Whether the weight's gradient is one piece (`ndtp.schedule.tasks.pieces`), in each of many grids."""
         moves = [move for (_, tensor), moves in self.messages.items() if tensor == "dB" for move in moves]
         return any(kind == "all_reduce" and bool(np.all(np.asarray(received) > 0)) for kind, _, received in moves)
 
@@ -83,7 +83,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Span:
-    """What a lane ("compute", or the axis whose link it is) does from `begin` to `end`, in seconds."""
+    """The work of one lane ("compute", or the axis whose link it is) from `begin` to `end`, in seconds."""
 
     lane: str
     begin: float
@@ -100,7 +100,7 @@ class Span:
 
 @dataclass
 class _Move:
-    """What is under way: from when to when, on which lane, the rank's work when it is there, and what follows."""
+    """A collective under way: begin, end, its lane, the rank's work after arrival, and the collective that follows."""
 
     begin: Any
     end: Any
@@ -174,7 +174,7 @@ class Timeline:
             self._send(key, move, message)
 
     def _arrive(self, key: Key, move: _Move, there: Any = True) -> None:
-        """What has arrived is summed up by the rank, where collectives leave that to it."""
+        """Add the rank's work of summing up what has arrived, for collectives that leave the sum to the rank."""
         begin, self.now = np.maximum(self.now, move.end), np.where(there, np.maximum(self.now, move.end), self.now)
         self.now = self.now + np.where(there, move.sums, 0.0)
         move.sums = np.where(there, 0.0, move.sums)
@@ -225,7 +225,7 @@ def step_seconds(
 
 
 def _orders(products: Sequence[Product], chunks: int) -> Iterator[tuple[tuple[bool, ...], Any]]:
-    """What `ndtp.schedule.arrivals.rows_first` is of these products, and on which of many grids it is so."""
+    """Return `ndtp.schedule.arrivals.rows_first` of these products, and the grids, among many, on which it holds."""
     flags, rows, result = [], np.zeros(()), np.zeros(())
     for product in products:
         flags.append((product.received("A") + result == 0) & (product.received("B") > rows))
@@ -318,7 +318,7 @@ def _tasks(
 def _deferred(
     chains: Sequence[Sequence[int]], chunks: int, products: Sequence[Product]
 ) -> Iterator[tuple[str, int, Task]]:
-    """What these chains left of a weight's gradient."""
+    """Return the parts of weight gradients that these chains deferred."""
     for first, *_ in chains:
         for j in () if products[first].whole else range(first_deferred(chunks), chunks):
             yield from (("backward", first, Task(action, "dB", j)) for action in (Action.MULTIPLY, Action.START))
@@ -327,7 +327,7 @@ def _deferred(
 def _gradients(
     action: Action, chains: Sequence[Sequence[int]], chunks: int, products: Sequence[Product]
 ) -> Iterator[tuple[str, int, Task]]:
-    """The same for every piece of the gradients of weights of these chains."""
+    """Return the deferred parts of every piece of the weight gradients of these chains."""
     for chain in chains:
         for i in reversed(chain):
             yield from (("backward", i, Task(action, "dB", j)) for j in pieces(chunks, products[i].whole))

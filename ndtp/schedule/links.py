@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Sent(Protocol):
-    """What is under way: from when to when."""
+    """A message under way, with its begin and its end."""
 
     begin: Any
     end: Any

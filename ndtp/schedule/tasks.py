@@ -32,7 +32,7 @@ SKEW = 2  # chunks by which a product is behind the one before it in a chain
 
 
 class Action(str, Enum):
-    """What a rank does with a tensor."""
+    """The kinds of action that a rank performs on a tensor."""
 
     START = "start"  # its moves
     START_NEXT = "start next"  # the second of its moves, when the first has had the time of a product
@@ -65,7 +65,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What one product of a chain has to do in backward.
+    """The work of one product of a chain in backward.
 
     Attributes:
         dgrad, wgrad, bias: the gradients that are wanted.
@@ -80,7 +80,7 @@ class Wanted:
     whole: bool = False
 
     def again(self, operand: str) -> bool:
-        """Whether backward gathers "a" or "b" again: A serves wgrad, B serves dgrad."""
+        """Return whether backward gathers "a" or "b" again: wgrad needs A, dgrad needs B."""
         return operand in self.regather and (self.wgrad if operand == "a" else self.dgrad)
 
 
@@ -163,7 +163,7 @@ def backward_tasks(chunks: int, wanted: tuple[Wanted, ...] = (Wanted(),)) -> tup
 
 
 def _with_second_moves(chunks: int, wanted: Sequence[Wanted], tasks: Iterator[Task]) -> Iterator[Task]:
-    """Where a gradient goes on that takes a second collective: a whole product after it set off.
+    """Return the tasks with the second collective of a gradient, behind one whole product after the first was sent.
 
     Nobody can ask a collective whether it is done and start the next one on the answer: ranks would start theirs in
     different orders, and hold different memory.  So this has a place in the order of tasks.  Waiting there costs
@@ -245,7 +245,7 @@ def first_deferred(chunks: int) -> int:
 
 
 def pieces(chunks: int, whole: bool = False) -> Sequence[int | None]:
-    """Those of a weight's gradient; None where it is one.
+    """Return the pieces of a weight's gradient, or None where the gradient is one piece.
 
     So it is of a gradient that is summed over ranks with rows of their own, `dp`: these may have other numbers of rows,
     which are cut into other numbers of chunks, and must come to the same collectives in the same order.
@@ -290,7 +290,10 @@ def _enter(result: str, operand: str, chunk: int, product: int, following: int) 
 
 
 def _all_rows_at(chunks: int) -> int:
-    """Where a weight is sent behind all rows, the chunk that waits for them: half way, since they come at once."""
+    """The chunk that waits for a weight sent after all rows.
+
+    It is half way, since all of the weight arrives at once.
+    """
     return chunks // 2
 
 
@@ -306,7 +309,7 @@ def _ahead(chunks: int) -> int:
 
 @dataclass(frozen=True)
 class RowChunks:
-    """How the rows of the shards of A and C (and of dA and dC) of one product are cut into `count` chunks."""
+    """The cut of the rows of one product's shards of A and C (and of dA and dC) into `count` chunks."""
 
     count: int
     a_dim: int = 0
@@ -316,7 +319,7 @@ class RowChunks:
 
     @classmethod
     def of(cls, plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], wanted: int) -> tuple[RowChunks, ...]:
-        """For every product of a chain, from the global size of every letter.
+        """Return the cut for every product of a chain, from the global size of every letter.
 
         At most `wanted` chunks; fewer where the rows do not divide, or an all-reduce of a chunk would send more than
         its part of the whole one; one where the rows take other moves, or are not the rows of the next product.
@@ -368,7 +371,7 @@ def _all_reduced(plan: MatMulPlan, sizes: Mapping[str, int]) -> Iterator[tuple[i
 
 
 def cut_alike(all_reduced: Sequence[tuple[int, int]], chunks: int) -> bool:
-    """Whether all-reduces send as much in chunks as whole: the block that each rank sums is rounded up in both."""
+    """Return whether all-reduces send as much in chunks as whole: each rank's block is rounded up in both."""
     return all(chunks * -(-(elements // chunks) // ranks) == -(-elements // ranks) for elements, ranks in all_reduced)
 
 

@@ -24,7 +24,7 @@ Results = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class DenseResult:
-    """What a shard is compared with: the dense result, and the same computed in fp64.
+    """The references of a comparison: the dense result, and the same result computed in fp64.
 
     The tolerance is `factor` times the largest error of the dense result, but at least `floor_eps` times eps of the
     dtype times the largest magnitude: of the whole tensor, so that it does not depend on which shard is looked at.
@@ -171,7 +171,7 @@ class _Comparison:
             self.failures.append(f"{self.mesh.describe()}: {what}: the {side} module gives none")
 
     def results_follow(self) -> None:
-        """What was added so far were the parameters' values; where they differ, no result is worth a word."""
+        """Mark the values compared so far as parameters: where they differ, a difference of results means nothing."""
         self.values, self.failures, self.largest = self.failures, [], 0.0
 
     def conclude(self) -> None:
@@ -190,7 +190,9 @@ class _Comparison:
 
 
 class _Ends:
-    """How a module takes its inputs and returns its output: whole, as its layouts say, or split by rows."""
+    """The form in which a module takes its inputs and returns its output: whole, as its layouts say, or split by
+    rows.
+    """
 
     def __init__(self, parallel: nn.Module, mesh: ProcessGrid) -> None:
         self.mesh = mesh
@@ -208,7 +210,7 @@ class _Ends:
             self.rows = mesh.grid.nontrivial(layers[0].boundary.outside.dims[0]) if layers else ()
 
     def layout(self, what: str, ndim: int) -> Layout | None:
-        """Of an input, its gradient, or the output; None for what is whole."""
+        """Return the layout of an input, its gradient, or the output; None for a whole tensor."""
         what = what.removeprefix("gradient of ")
         if self.rows and (what == "output" or what.startswith("input")):
             return Layout(self.mesh.grid, self.rows, *[None] * (ndim - 1))
@@ -272,7 +274,7 @@ def _local(x: Tensor, mesh: ProcessGrid) -> tuple[Tensor, Layout | None]:
 def _real_part(
     shard: Tensor, layout: Layout | None, mesh: ProcessGrid, shape: Sequence[int], what: str
 ) -> tuple[Tensor, tuple[slice, ...]]:
-    """What is left of a shard without the padding, and where that lies in the dense tensor."""
+    """Return a shard without its padding, and the slices of that part in the dense tensor."""
     if layout is None or shard.dim() != layout.ndim:
         return shard, tuple(slice(0, size) for size in shape)
     padded = [size * layout.num_splits(dim) for dim, size in enumerate(shard.shape)]

@@ -1,4 +1,4 @@
-"""What travels between the parent and its ranks, and how it is pickled."""
+"""The messages between the parent and its ranks, and their pickling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRACE_SIGNAL = getattr(signal, "SIGUSR1", signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Birth:
-    """What a new rank is told when it is forked."""
+    """The instructions of a new rank when it is forked."""
 
     rank: int
     num_ranks: int
@@ -129,7 +129,7 @@ def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def describe_main() -> tuple[str, str] | None:
-    """Where the parent's `__main__` can be imported from; None for a prompt, `-c` or standard input."""
+    """Return where the parent's `__main__` can be imported from; None for a prompt, `-c` or standard input."""
     main: ModuleType | None = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name:

@@ -31,7 +31,7 @@ class RankProcess:
     alive: bool = True
 
     def poll_exit(self, timeout: float = 0.0) -> bool:
-        """Whether the process has ended."""
+        """Return whether the process has ended."""
         while self.alive and self._read_status(timeout):
             pass
         return not self.alive
@@ -58,14 +58,16 @@ class RankProcess:
                 os.kill(self.pid, number)
 
     def trace(self) -> str:
-        """What faulthandler wrote: the stack at a crash or at TRACE_SIGNAL, without the frames of ndtp.testing."""
+        """Return the stack that faulthandler wrote at a crash or at TRACE_SIGNAL, without the frames of
+        ndtp.testing.
+        """
         with contextlib.suppress(OSError), open(self.trace_path) as file:
             ours = ('File "<string>"', f'File "{os.path.dirname(__file__)}')
             return "".join(line for line in file if not line.strip().startswith(ours))
         return ""
 
     def death(self) -> Raised:
-        """How it ended, as an error before all others: those may only have lost this rank."""
+        """Return how the rank ended, as an error that goes before others, which may only have lost this rank."""
         self.poll_exit(_DEATH_S)
         return Raised(self._describe_exit(), self.trace(), None, when=-1.0)
 
@@ -87,7 +89,7 @@ def place_in(trace: str) -> str:
 
 
 def traces(ranks: Collection[RankProcess]) -> dict[int, str]:
-    """Where running ranks are."""
+    """Return the stacks of running ranks."""
     for rank in ranks:
         rank.signal(TRACE_SIGNAL)
     time.sleep(_TRACE_S)

@@ -83,7 +83,7 @@ class Zygote:
         self.folder = ""
 
     def answers(self) -> bool:
-        """Whether the process lives, and so do its ranks: not if it was killed before this was asked.
+        """Return whether the process and its ranks live; a kill that came before the call is seen.
 
         A process that has been sent SIGKILL is there for a moment still, and so are the ranks, which it takes along;
         but it does not answer any more.
@@ -102,7 +102,9 @@ class Zygote:
             return True
 
     def is_lost(self, folder: str) -> bool:
-        """Whether the process with that folder died of a signal: not of an error of its own, which would come again."""
+        """Return whether the process with that folder died of a signal, and not of an error of its own, which would
+        recur.
+        """
         with self._lock:
             if folder != self.folder:  # another thread has started the next one
                 return True

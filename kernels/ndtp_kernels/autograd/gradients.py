@@ -81,7 +81,7 @@ def gradient_b(
 
 
 def _tokens(x: Tensor, transpose: bool, blocks: str | None) -> tuple[Tensor, str | None]:
-    """[.., m, r] -> [tokens, r]; blocks along m become ordinary rows, blocks along r stay in front."""
+    """Reshape [.., m, r] to [tokens, r]; blocks along m become ordinary rows, blocks along r stay in front."""
     x = x.mT if transpose else x
     if blocks == "m":
         x, blocks = x.movedim(0, -3).flatten(-3, -2), None

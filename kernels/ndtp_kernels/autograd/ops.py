@@ -30,7 +30,7 @@ from ndtp_kernels.form import Form, default_dtype, read
 
 
 def encode(options: Options) -> str:
-    """As plain text that Dynamo can build while it traces."""
+    """Encode options as plain text that Dynamo can build while it traces."""
     config = "" if options.config is None else options.config.code
     return f"{options.backend} {options.sms_to_leave} {options.precision} {int(options.fast_accumulation)} {config}"
 
@@ -107,7 +107,7 @@ def _save_gemm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _keep(op: str, called: Any, ctx: Any, inputs: tuple[Any, ...]) -> dict[str, Any]:
-    """What every backward of a product needs; returns the arguments by name."""
+    """Save for backward what every product's backward needs, and return the arguments by name."""
     given = dict(zip(argument_names(called), inputs, strict=True))
     if given["a"].dtype.itemsize == 1:
         raise KernelError(op, "fp8 operands have no gradient here", "differentiate in bf16, or detach the operands")
@@ -168,7 +168,7 @@ gemm.register_autograd(_backward_gemm_op, setup_context=_save_gemm)
 def gemm_out(
     a: Tensor, b: Tensor, out: Tensor, accumulate: bool, form: str, num_c_blocks: int, row_sums: bool, options: str
 ) -> Tensor:
-    """Into `out`, or added to it: weight gradients into fp32 main gradients.  Returns the row sums of A."""
+    """Multiply into `out`, or add to it, as weight gradients are added to fp32 main gradients; return A's row sums."""
     done = products.gemm(
         "gemm_out", a, b, form=decode_form(form, num_c_blocks), out=out, accumulate=accumulate, row_sums=row_sums,
         options=decode(options),

@@ -1,1 +1,1 @@
-"""Which configuration a problem gets: the table, the roof model, the chips.  Needs no device."""
+"""The choice of a configuration for a problem: the table, the roof model, the chips. It needs no device."""

@@ -1,4 +1,4 @@
-"""What the kernels need to know of a chip.  Plain numbers: importing this touches no driver."""
+"""The figures of a chip that the kernels need. Plain numbers: importing this touches no driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is multiplied (`Problem`) and how (`Config`): plain values, all that a choice depends on."""
+"""A product (`Problem`) and the way it runs (`Config`): plain values, on which alone a choice depends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run a GEMM.
+    """The tile sizes and options with which a GEMM runs.
 
     kernel: "tma"; "pointer"; "gluon", whose warps have roles (with four warps on sm_90: two groups that take turns);
     or "torch" for the vendor's library through torch.

@@ -1,4 +1,4 @@
-"""How long a configuration should take: a static model of bytes, flops and waves.
+"""An estimate of a configuration's time: a static model of bytes, flops and waves.
 
 Not a simulator: it has to rank configurations.  It knows that an idle SM in the last wave is lost, that small tiles
 read their operands more often, that a tile has a beginning and an end in which the tensor cores wait, that split-K
@@ -25,7 +25,7 @@ def cdiv(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Roof:
-    """What a problem costs with a configuration on a chip."""
+    """The estimated cost of a problem with a configuration on a chip."""
 
     seconds: float
     flops: float

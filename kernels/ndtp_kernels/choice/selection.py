@@ -17,7 +17,7 @@ INTERPRETER_CONFIG = Config("pointer", 16, 16, 16, 1, 1, group_m=2)
 
 @dataclass(frozen=True)
 class Options:
-    """How to run, as opposed to what: everything that never changes the result's meaning."""
+    """Options of how a product runs, which never change the meaning of its result."""
 
     backend: str = "auto"
     config: Config | None = None

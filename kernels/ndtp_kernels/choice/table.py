@@ -1,4 +1,4 @@
-"""Which configuration runs a product: a tuned table first, then the roof model's choice among the shipped candidates.
+"""The choice of a product's configuration: a tuned table first, then the roof model among the shipped candidates.
 
 The choice depends on nothing but the problem, the chip and the table, so ranks that load the same table agree;
 `Table.fingerprint` lets them make sure.  Nothing is tuned while a program runs.
@@ -79,7 +79,7 @@ class Table:
         )
 
     def with_tuned(self, tuned: Mapping[str, Mapping[str, Mapping[str, Config]]]) -> Table:
-        """The same candidates; entries of `tuned` win over those here."""
+        """Return the table with entries of `tuned` in the place of its own; candidates stay."""
         merged = {chip: {d: dict(s) for d, s in by_dtype.items()} for chip, by_dtype in self.tuned.items()}
         for chip, by_dtype in tuned.items():
             for dtype, by_shape in by_dtype.items():
@@ -110,7 +110,7 @@ def default_table() -> Table:
 
 
 def fits(problem: Problem, config: Config, chip: Chip) -> bool:
-    """Whether `config` can run `problem` on `chip` at all."""
+    """Return whether `config` can run `problem` on `chip` at all."""
     if config.kernel == "torch":
         return True
     if roof.shared_bytes(problem, config, chip) > chip.shared_bytes:
@@ -165,7 +165,7 @@ def candidates(problem: Problem, chip: Chip, table: Table, unmeasured: bool = Fa
 
 
 def as_they_lie(problem: Problem) -> bool:
-    """Whether matrix units take the operands as they lie in memory.
+    """Return whether matrix units take the operands as they lie in memory.
 
     They turn 16-bit operands on the way in, but not tf32: with k not contiguous each step of K would be written anew
     through registers.
@@ -174,7 +174,7 @@ def as_they_lie(problem: Problem) -> bool:
 
 
 def torch_will_do(problem: Problem) -> bool:
-    """Whether torch is as good as a kernel, if it is fast enough.
+    """Return whether torch serves as well as a kernel, if it is fast enough.
 
     Its fp8 product takes neither every shape nor every scale, and ours in its place multiplies in fp32.  Its GEMMs take
     every SM and keep it: they leave none to a collective.
@@ -183,7 +183,7 @@ def torch_will_do(problem: Problem) -> bool:
 
 
 def _family(target: str) -> str:
-    """Whose candidates a target without its own uses."""
+    """Return the target whose candidates a target without its own uses."""
     if target.startswith("gfx"):
         return "gfx942"
     return {"sm_103": "sm_100"}.get(target, "sm_89")
@@ -231,7 +231,7 @@ def explain(
     table: Table | None = None,
     **problem: Any,
 ) -> dict[str, Any]:
-    """Why a product runs as it does: the choice, its source, and every candidate with its estimate, best first."""
+    """Explain how a product runs: the choice, its source, and every candidate with its estimate, best first."""
     on = chip_named(chip) if isinstance(chip, str) else chip
     table = table or default_table()
     asked = Problem(m, n, k, dtype, **problem)

@@ -118,7 +118,7 @@ def compile_and_log(launch: Launch, target: str) -> tuple[Any, str]:
 
 
 def warnings_of(log: str) -> list[str]:
-    """What ptxas warns of wgmma: C7510 to C7519."""
+    """Return ptxas' warnings about wgmma: C7510 to C7519."""
     return sorted(set(re.findall(r"\((C751\d)\)", log)))
 
 
@@ -221,7 +221,7 @@ def examine(case: Case, **constants: Any) -> dict[str, Any]:
 
 
 def shared_bound(case: Case) -> int:
-    """What `fits` takes for a block's shared memory."""
+    """Return the shared memory that `fits` assumes for a program."""
     if case.kind == "reduce":  # is not chosen: it has none to speak of
         return case.chip.shared_bytes
     problem = problem_of(case)

@@ -1,4 +1,4 @@
-"""What `ndtp_kernels.tools.aot` compiles: every shipped configuration in each of its kinds, with its arguments."""
+"""The kernels that `ndtp_kernels.tools.aot` compiles: every shipped configuration in each kind, with its arguments."""
 # ruff: noqa: C408 (argument lists read better as calls)
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Case:
 
     @property
     def run(self) -> Config:
-        """What is compiled: of a split product, its configuration with K split."""
+        """Return the configuration that is compiled; a split product's has K split."""
         return replace(self.config, split_k=4) if self.kind == "split" else self.config
 
 
@@ -154,7 +154,7 @@ def experts_call(case: Case) -> GroupedCall:
 
 
 def problem_of(case: Case) -> Problem:
-    """What the choice is asked where a case is the answer."""
+    """Return the problem to which this case would be the answer of the choice."""
     if case.kind.startswith("grouped"):
         return experts_call(case).problem()
     return call_of(case).problem()

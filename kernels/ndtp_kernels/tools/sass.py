@@ -1,4 +1,4 @@
-"""What the assembler made of a kernel: its loops, its waits for the tensor cores, the length of its epilogue.
+"""An analysis of a kernel's assembly: loops, waits for the tensor cores, and the length of its epilogue.
 
 Read from the text of `cuobjdump -sass`, where every instruction has its address and every branch names one.  Loops are
 natural loops: the blocks from which the end of a back edge is reached without leaving what its head dominates.  The
@@ -40,18 +40,18 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> int | None:
-        """Where what it calls begins."""
+        """Return the address that the instruction calls."""
         found = CALL.match(self.text)
         return int(found[1], 16) if found else None
 
     @property
     def is_indirect(self) -> bool:
-        """Whether it branches to what a register says."""
+        """Return whether the instruction branches to an address in a register."""
         return self.operation in ("BRX", "JMX")
 
     @property
     def ends(self) -> bool:
-        """Whether what follows in memory is never reached from here."""
+        """Return whether the instruction never continues with the next one in memory."""
         branch = BRANCH.match(self.text)
         if self.predicate is not None or (branch and branch["condition"]):  # "@P0 BRA 0x60", "BRA.U !UP0, 0x60"
             return False
@@ -129,7 +129,7 @@ class Code:
 
     @cached_property
     def dominators(self) -> dict[int, frozenset[int]]:
-        """By iteration, the blocks that every way from the entry to a block passes; unreachable blocks are left out."""
+        """Return, for each block, the blocks that every path from the entry passes; unreachable blocks are left out."""
         entry = next(iter(self.blocks))
         order = [name for name in self.blocks if name in reached([entry], self.following)]
         found = dict.fromkeys(order, frozenset(order)) | {entry: frozenset((entry,))}
@@ -157,7 +157,7 @@ class Code:
 
     @cached_property
     def _product(self) -> re.Pattern[str]:
-        """What multiplies matrices in this kernel."""
+        """Return the pattern of the instructions that multiply matrices in this kernel."""
         return TENSOR_CORE if any(TENSOR_CORE.match(each.text) for each in self.instructions) else MULTIPLY_ADD
 
     def products(self, blocks: Iterable[int]) -> int:
@@ -200,7 +200,7 @@ class Code:
         return sum(each.text.startswith("LDG.") for block in self.every_iteration for each in self.blocks[block])
 
     def faults(self) -> list[str]:
-        """What is wrong with a kernel of products."""
+        """Return the faults that a kernel of products has."""
         found = []
         if self.waits_in_main_loop:
             found.append(f"waits for all wgmma {self.waits_in_main_loop} times in a step of K")

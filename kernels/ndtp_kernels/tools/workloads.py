@@ -52,7 +52,7 @@ def _gated(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _and_column_sum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What a bias gradient costs in torch: one more pass."""
+    """Return x and its column sums: the extra pass that a bias gradient costs in torch."""
     return x, x.sum(0)
 
 

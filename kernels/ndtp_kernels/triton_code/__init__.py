@@ -1,1 +1,1 @@
-"""What Triton compiles."""
+"""The functions that Triton compiles."""

@@ -1,4 +1,4 @@
-"""What happens to a tile of fp32 sums between the product (or the reduction) and memory.
+"""The epilogue: operations on a tile of fp32 sums between the product (or the reduction) and memory.
 
 One epilogue serves the GEMM, the second pass of split-K and the reduction after a scatter:
 
@@ -20,7 +20,7 @@ import triton.language as tl
 
 @triton.jit
 def normal_tail(x):
-    """Of the normal distribution, with z = |x|: z, exp(-z^2 / 2), and the probability beyond z.
+    """Return, for the normal distribution with z = |x|: z, exp(-z^2 / 2), and the probability beyond z.
 
     Their quotient (Mills' ratio) is smooth: a polynomial of degree 9 with the least error in z * tail over 0 .. 5,
     fitted by Lawson's iteration; 4e-7 at most.  z is kept under 15, where the exponential is 0 in fp32; NaN stays.

@@ -17,7 +17,7 @@ from ndtp_kernels.triton_code.tiles import columns, describe, grouped, load_tile
 
 
 def launch_metadata(grid, kernel, args):
-    """What triton's profiler shows for one launch."""
+    """Return what Triton's profiler shows of one launch."""
     m, n, k, batch = args["M"], args["N"], args["K"], args["batch"]
     products = 2 if args["B2"] is not None else 1
     a, b, c = args["A"], args["B"], args["C"]

@@ -18,7 +18,7 @@ from ndtp_kernels.triton_code.tiles import columns, describe, grouped, load_tile
 
 @triton.jit
 def tiles_up_to(offsets, experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """[EXPERTS]: rows of tiles of all experts up to each; a tile has rows of one expert alone."""
+    """Return [EXPERTS]: the running count of row tiles over experts; a tile has rows of one expert only."""
     e = tl.arange(0, EXPERTS)
     inside = e < experts
     begin = tl.load(offsets + e, mask=inside, other=0)

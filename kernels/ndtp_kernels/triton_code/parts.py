@@ -34,7 +34,7 @@ def take_signal_kernel(signal):
 
 @triton.jit
 def wait_for(count, at_least):
-    """Until a count has come to that; what was done before it is seen after."""
+    """Wait until a count has reached a value; writes before the count are visible afterwards."""
     # A swap that changes nothing, of a value that no count has.  Adding 0 is no atomic operation after optimization.
     found = tl.atomic_cas(count, -1, -1, sem="acquire", scope="sys")
     while found < at_least:

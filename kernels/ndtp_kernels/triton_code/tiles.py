@@ -29,7 +29,7 @@ def share_of(program, residents, kept):
 
 @triton.jit
 def stage_of(step, STAGES: tl.constexpr):
-    """Of a step of K, counted over all tiles of a program: its place in a ring of stages, and the parity of its round.
+    """Return a step's place in a ring of stages, and its round's parity, counted over all tiles of a program.
 
     A barrier of the ring ends a phase in each round; it is asked for the parity of one.
     """
@@ -132,7 +132,7 @@ def store_tile(descriptor, value, batch, row, col, block, RANK: tl.constexpr, BL
 
 @triton.jit
 def columns(acc, part: tl.constexpr, PARTS: tl.constexpr):
-    """One of PARTS (1, 2 or 4) equal groups of columns of `acc`, without leaving registers."""
+    """Return one of PARTS (1, 2 or 4) equal groups of columns of `acc`, without leaving registers."""
     if PARTS == 1:
         return acc
     else:

@@ -1,4 +1,4 @@
-"""What a rank computes for one micro-batch: products by their sizes, attention cores by kind, the rest by bytes.  Pure.
+"""The arithmetic of a rank for one micro-batch: products by size, attention cores by kind, the rest by bytes. Pure.
 
 Bytes are counted per element that a fused kernel reads and writes once.  Both backward's halves of a product take what
 its forward takes.
@@ -89,7 +89,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Of one model on one machine, in many splits at once."""
+    """The arithmetic of one model on one machine, in many splits at once."""
 
     model: Transformer
     hardware: Hardware

@@ -1,4 +1,4 @@
-"""How to split a training step: every way to share it among the ranks, weighed by predicted time and memory.  Pure."""
+"""The choice of a split of a training step among all splits, by predicted time and memory. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIE = 0.01
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be trained, and what may be chosen.
+    """A question to the planner: the model to be trained, and the choices that are open.
 
     Attributes:
         batch: sequences of a step, over all ranks.
@@ -76,7 +76,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to split the step, with what is predicted of it."""
+    """One split of the step, with the predictions for it."""
 
     question: Question
     splits: Splits
@@ -95,7 +95,9 @@ class Choice:
 
     @property
     def utilisation(self) -> float:
-        """Of the data sheet's rate (MFU), by the flops that a model needs, recomputation left out."""
+        """The model FLOPs utilisation (MFU): the flops that a model needs, without recomputation, over the data
+        sheet's rate.
+        """
         peak = self.question.hardware.peak(self.practice.dtype)
         return self.tokens_per_second * self.question.model.flops / (peak * self.question.ranks)
 
@@ -106,7 +108,7 @@ class Choice:
 
     @property
     def runs(self) -> bool:
-        """Whether ndtp runs it: it has no context parallelism."""
+        """Whether ndtp runs the split; it has no context parallelism."""
         return int(self.splits.cp) == 1
 
 
@@ -148,14 +150,14 @@ def choose(question: Question, limit: int | None = 10) -> list[Choice]:
 
 
 def _plainness(found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of steps that are as fast: the one that makes nothing again, has the fewest axes, and needs the least memory."""
+    """Return a sort key for steps that are equally fast: no recomputation first, then few axes, then little memory."""
     _, needs, splits, practice, _ = found
     split = sum(getattr(splits, axis) > 1 for axis in STEP_AXES)
     return practice.recompute != "none", split, needs
 
 
 def weigh(question: Question, splits: Splits, practice: Practice, order: Sequence[str] = RANK_ORDERS[0]) -> Choice:
-    """What is predicted of one way."""
+    """Return the choice with its predictions for one split."""
     job = Job(question.model, question.batch, question.hardware, practice)
     needs = memory(question.model, question.batch, practice, splits, question.optimizer)
     return Choice(question, splits, practice, tuple(order), job.step(splits, order), needs)

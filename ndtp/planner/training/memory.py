@@ -1,4 +1,4 @@
-"""What a training step needs of a rank's memory.  Pure.
+"""The memory that a training step needs on a rank. Pure.
 
 Kept from forward to backward, per token and layer, are the tensors that products, norms, activations and the attention
 core need again: for features of a layer that lie as the 3D scheme says, each tensor once, and what was gathered as it
@@ -41,7 +41,7 @@ class Memory:
 
     @property
     def total(self) -> Any:
-        """At the worst moment: gradients that backward makes take the place of the activations that it frees."""
+        """The memory at the worst moment, since gradients of backward take the place of activations that it frees."""
         passing = self.activations + self.buffers
         worst = np.where(self.stays, self.gradients + passing, np.maximum(self.gradients, passing))
         return self.weights + self.optimizer + worst

@@ -31,26 +31,29 @@ FIELDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Practice:
-    """
+    """The features of the software that runs a training step.
+
     Attributes:
-        dtype: of the layers' products; "float8" leaves attention cores, head and everything else in bf16.
+        dtype: the dtype of the layers' products; "float8" leaves attention cores, head and everything else in bf16.
         attention: the kernel: "core" writes scores to memory, "flash1" to "flash3" are those generations of
-            FlashAttention, "fused" the vendor's own, as fast as the chip's best.
-        fused: norms, activations, rotary embeddings and losses by fused or compiled kernels, not one by one.
+            FlashAttention, "fused" is the vendor's own, as fast as the chip's best.
+        fused: whether norms, activations, rotary embeddings and losses are fused or compiled kernels.
         recompute: see `RECOMPUTE`.
         sequence_parallel: whether norms and residuals work on rows split over the tensor-parallel ranks.
-        dropout: in attention and on residuals.
-        tensor_chunks: pieces in which tensor-parallel collectives run beside products; 1: they are waited for.
-        overlap_weights: z's gathers and scatters run beside the layers before.
-        regather: weights over z are given back after forward, and gathered again.
-        overlap_data: data-parallel sums run beside the last micro-batch's backward.
-        overlap_stages: pipeline stages send beside their products.
-        shard_optimizer: over the data-parallel ranks (ZeRO-1): reduce-scatter and all-gather instead of all-reduce.
-        gather_context: context parallelism gathers keys and values before attention, instead of passing them round.
-        reduce_bytes: of an element of gradients as they are kept and summed, of weights of two bytes.
-        keeps_gathered: what tensor parallelism gathers of activations is kept for backward, and not gathered again.
+        dropout: whether attention and residuals have dropout.
+        tensor_chunks: pieces in which tensor-parallel collectives run beside products; 1: products wait for them.
+        overlap_weights: whether z's gathers and scatters run beside the layers before.
+        regather: whether weights over z are given back after forward, and gathered again.
+        overlap_data: whether data-parallel sums run beside the last micro-batch's backward.
+        overlap_stages: whether pipeline stages send beside their products.
+        shard_optimizer: whether the optimizer is sharded over the data-parallel ranks (ZeRO-1), by reduce-scatter and
+            all-gather instead of all-reduce.
+        gather_context: whether context parallelism gathers keys and values before attention, instead of passing them
+            round.
+        reduce_bytes: bytes of an element of gradients as they are kept and summed, for weights of two bytes.
+        keeps_gathered: whether gathered activations are kept for backward, and not gathered again.
         loss_rows: rows of logits at a time, whose gradient is made at once; 0: all rows, and backward makes it.
-        imbalance: rows of the fullest rank of experts, over those of the mean.
+        imbalance: rows of the fullest rank of experts, over the mean.
     """
 
     dtype: str = "bfloat16"

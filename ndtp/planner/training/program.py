@@ -104,7 +104,8 @@ if __name__ == "__main__":
 
 
 def program(choice: Choice, config: str) -> str:
-    """
+    """Return the program that runs a choice.
+
     Args:
         config: the path of the model's `config.json`.
     """
@@ -134,7 +135,7 @@ def program(choice: Choice, config: str) -> str:
 
 
 def scheme_of_axes(x: int, y: int, z: int) -> str:
-    """What `ndtp.parallelize` calls it."""
+    """Return the name of the scheme that `ndtp.parallelize` has for these axes."""
     return "3d" if z > 1 or y > 1 else "1d-sp" if x > 1 else "3d"
 
 

@@ -1,4 +1,4 @@
-"""Why a split was chosen: what limits its step, and what the runners-up lose.  Pure text."""
+"""The reasons for a split: what limits its step, and what the runners-up lose. Pure text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTS = {
 
 
 def why(choice: Choice) -> str:
-    """What a step is made of, what limits it, and how much of the memory it needs."""
+    """Return the parts of a step, what limits it, and how much of the memory it needs."""
     time, total = choice.time.parts(), choice.seconds
     useful = sum(time[name] for name in ("products", "cores")) / total
     others = sorted(((time[name], name) for name in time if name not in ("products", "cores")), reverse=True)
@@ -35,7 +35,7 @@ def why(choice: Choice) -> str:
 
 
 def limits(choice: Choice) -> str:
-    """In a word: arithmetic, or the largest thing that is waited for."""
+    """Return the limit in a word: arithmetic, or the largest thing that is waited for."""
     time = choice.time.parts()
     waits = {name: time[name] for name in ("tensor", "weights", "context", "experts", "stages", "data", "bubble")}
     most = max(waits, key=lambda name: waits[name])
@@ -47,7 +47,7 @@ def limits(choice: Choice) -> str:
 
 
 def against(best: Choice, other: Choice) -> str:
-    """What a runner-up loses most, beside the best."""
+    """Return the part of the step in which a runner-up loses most against the best."""
     slower = other.seconds - best.seconds
     mine, theirs = best.time.parts(), other.time.parts()
     worst = max(mine, key=lambda name: theirs[name] - mine[name])

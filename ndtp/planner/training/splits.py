@@ -68,7 +68,7 @@ class Splits:
         return Grids(self.dp * self.cp, self.z, self.x, self.y, self.e)
 
     def splits(self, name: str) -> dict[str, Any]:
-        """Of a set of axes the size of each that is in it: `Grids.splits`, whose dp is dp and cp here."""
+        """Return, for a set of axes, the size of each axis in it: `Grids.splits`, where dp stands for dp and cp."""
         if name in STEP_AXES:
             return {name: getattr(self, name)}
         if name == "copies":
@@ -86,7 +86,7 @@ class Splits:
         return Splits(*(each if isinstance(each, int) else each[index] for each in astuple(self)))
 
     def one(self, index: int) -> Splits:
-        """As numbers."""
+        """Return the split at an index, as plain numbers."""
         return Splits(*(int(np.asarray(each).flat[index if np.ndim(each) else 0]) for each in astuple(self)))
 
     def as_dict(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""How long a training step takes: what a rank computes, what it waits for, and how stages take turns.  Pure."""
+"""The time of a training step: what a rank computes, what it waits for, and how stages take turns. Pure."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StepTime:
         return sum(getattr(self, field.name) for field in fields(self))
 
     def parts(self) -> dict[str, float]:
-        """Of one split."""
+        """Return the parts of one split's time."""
         return {field.name: float(getattr(self, field.name)) for field in fields(self)}
 
 
@@ -69,7 +69,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained: a model, on batches of so many sequences, on one machine, by software of one practice."""
+    """A training task: a model, batches of so many sequences, one machine, and the practice of one software."""
 
     model: Transformer
     batch: int
@@ -150,7 +150,7 @@ class _Clock:
         )
 
     def _host(self, stage: Any, micros: Any) -> Any:
-        """What starting kernels takes longer than the device takes for them."""
+        """Return the time by which starting kernels exceeds the device's time for them."""
         kernels = KERNELS["fused" if self.job.practice.fused else "one by one"]
         if self.job.model.mixture is not None:
             kernels = kernels + EXPERT_KERNELS * self.job.model.mixture.count / self.splits.e
@@ -179,7 +179,7 @@ class _Clock:
         ))  # fmt: skip
 
     def _beside(self, products: Both, waits: Both) -> Both:
-        """What is waited for of tensor-parallel collectives that run in chunks beside their products."""
+        """Return the exposed time of tensor-parallel collectives that run in chunks beside their products."""
         chunks, contention = self.job.practice.tensor_chunks, self.job.hardware.contention
 
         def exposed(compute: Any, wait: Any) -> Any:
@@ -201,7 +201,7 @@ class _Clock:
         return again, waits * tensor.forward, waits * experts.forward
 
     def _under(self, busy: Both, waits: Both) -> Both:
-        """What is waited for of collectives that are started a layer ahead."""
+        """Return the exposed time of collectives that are started a layer ahead."""
         if not self.job.practice.overlap_weights:
             return waits
         contention = self.job.hardware.contention
@@ -212,7 +212,9 @@ class _Clock:
         return Both(exposed(busy.forward, waits.forward), exposed(busy.backward, waits.backward))
 
     def _context(self, cores: Both) -> Both:
-        """Of one layer: keys and values of the other context-parallel ranks, and their gradients."""
+        """Return the exposed time of one layer's keys and values of other context-parallel ranks, and of their
+        gradients.
+        """
         m, s, practice = self.job.model, self.splits, self.job.practice
         per_stage = deepest(m, s)
         own = self.arithmetic.rows / s.x * 2 * m.keys * m.head / s.y * 2.0

@@ -42,8 +42,10 @@ class Transformer:
 
     @classmethod
     def of(cls, name: str, blocks: Sequence[Block], sequence: int) -> Transformer | None:
-        """What these blocks of a model make up, trained on sequences of that length; None of anything but one stack of
-        layers between an embedding and a head."""
+        """Return the transformer of these blocks, trained on sequences of that length.
+
+        The result is None unless the blocks are one stack of layers between an embedding and a head.
+        """
         attention = [block for block in blocks if block.heads and block.inner]
         mixtures = [block for block in blocks if block.experts]
         ends = [block for block in blocks if block.looked_up and block.outs]
@@ -106,7 +108,7 @@ class Transformer:
         return Block.vocabulary(tokens, self.hidden, self.vocabulary, self.tied)
 
     def blocks(self, tokens: int) -> tuple[Block, ...]:
-        """Those of all layers, each `times` as often as it is there; not the ends."""
+        """The blocks of all layers, each `times` its number; the embedding and the head are not among them."""
         sparse = self.mixture.layers if self.mixture else 0
         found = [replace(self.attention(tokens), times=self.layers)]
         if sparse < self.layers:
@@ -119,7 +121,7 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """Of matrices."""
+        """The number of parameters that are matrices."""
         return sum(block.times * block.parameters for block in (*self.blocks(1), self.ends(1)))
 
     @property
@@ -141,6 +143,8 @@ class Transformer:
 
     @property
     def flops(self) -> float:
-        """Of a token, forward and backward, as published figures count them: 6 a parameter of the products, and
-        attention to the whole sequence, causal or not."""
+        """Return the flops of a token, forward and backward, as published figures count them.
+
+        They are 6 a parameter of the products, and attention to the whole sequence, causal or not.
+        """
         return 6.0 * self.active + 12.0 * self.layers * self.heads * self.head * self.sequence
