@@ -64,12 +64,13 @@ def computing(kind: Any) -> set[str]:
         is_own = isinstance(method, types.FunctionType) and not hasattr(nn.Module, name)
         if name in found or not (is_own or name == "forward"):
             continue
-        found |= {name} - {"forward"}
+        found.add(name)
         while hasattr(method, "__wrapped__"):
             method = method.__wrapped__
         if not _is_of_a_base(method):
             waiting += [each for each in method.__code__.co_names if not each.startswith("__")]
-    return {name for name in found if name == "generate" or not _is_of_a_base(getattr(kind, name))}
+    own = {name for name in found if name == "generate" or not _is_of_a_base(getattr(kind, name))}
+    return own - {"forward"}
 
 
 def _is_of_a_base(method: Any) -> bool:

@@ -91,6 +91,9 @@ def test_infinities_agree_and_missing_tensors_do_not():
     assert every_class.compare(dense, dense, dense)["verdict"] == "equal"
     assert every_class.compare({"own eval loss": ONES}, dense, dense)["verdict"] == "wrong"
     assert every_class.compare({}, dense, dense)["verdict"] == "wrong"
+    huge = {"own eval loss": ONES * 3e38}  # of which dense code sums two
+    assert every_class.compare(huge, {"own eval loss": ONES / 0}, {})["verdict"] == "equal"
+    assert every_class.compare({"own eval loss": ONES}, {"own eval loss": ONES / 0}, {})["verdict"] == "wrong"
     exact = {"own eval loss": ONES.double() * 1e39}
     assert every_class.compare({"own eval loss": ONES * 1e38}, {"own eval loss": ONES / 0}, exact)["verdict"] == "equal"
 
