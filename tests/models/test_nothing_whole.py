@@ -119,20 +119,19 @@ def test_nothing_is_whole():
         check_nothing_whole(["LlamaForCausalLM"], two, "2d")
 
 
-WIDE_AND_DEEP = {"d_model": 768, "num_layers": 12, "num_heads": 12, "d_ff": 3072}
-BASE = {
-    "encoder_layers": 6, "decoder_layers": 6, "d_model": 768, "encoder_attention_heads": 12,
+# Models as wide as they are published, of three layers, which are like all others; one of each kind of layers.
+LAYERS = {"num_hidden_layers": 3}
+T5 = {"d_model": 768, "num_layers": 3, "num_heads": 12, "d_ff": 3072}
+BART = {
+    "encoder_layers": 3, "decoder_layers": 3, "d_model": 768, "encoder_attention_heads": 12,
     "decoder_attention_heads": 12, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072,
 }  # fmt: skip
 LLAMA_3 = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8}
-# Models as they are published, of a dozen layers at most; where a config is empty, its defaults are those of one.
-# One of each kind of layers.
-DOZEN = {"num_hidden_layers": 12}
 REAL = {
-    "BertForMaskedLM": {}, "ViTForImageClassification": {"num_labels": 1000},
-    "T5ForConditionalGeneration": WIDE_AND_DEEP, "BartForConditionalGeneration": BASE, "GPT2LMHeadModel": {},
-    "OPTForCausalLM": {}, "GPTNeoXForCausalLM": DOZEN, "LlamaForCausalLM": LLAMA_3 | DOZEN, "Qwen3ForCausalLM": DOZEN,
-    "Gemma3ForCausalLM": DOZEN, "Phi3ForCausalLM": DOZEN, "MixtralForCausalLM": DOZEN,
+    "BertForMaskedLM": LAYERS, "ViTForImageClassification": {"num_labels": 1000} | LAYERS,
+    "T5ForConditionalGeneration": T5, "BartForConditionalGeneration": BART, "GPT2LMHeadModel": {"n_layer": 3},
+    "OPTForCausalLM": LAYERS, "GPTNeoXForCausalLM": LAYERS, "LlamaForCausalLM": LLAMA_3 | LAYERS,
+    "Qwen3ForCausalLM": LAYERS, "Gemma3ForCausalLM": LAYERS, "Phi3ForCausalLM": LAYERS, "MixtralForCausalLM": LAYERS,
 }  # fmt: skip
 
 
