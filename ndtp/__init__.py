@@ -6,6 +6,7 @@ the local GEMMs, differentiated, and counted to the byte.
 Nothing is imported before it is used: planning needs no torch, and training none of what tests and measures.
 """
 
+import os
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -135,3 +136,8 @@ class _Moved:
 
 
 sys.meta_path.insert(0, _Moved)  # type: ignore[arg-type]
+
+_DISTRIBUTED = sys.modules.get("torch.distributed")
+if _DISTRIBUTED is None or not _DISTRIBUTED.is_available() or not _DISTRIBUTED.is_initialized():
+    # NCCL reads it once, when its first communicator is made: see `ndtp.collectives.nccl.keep_order`.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")

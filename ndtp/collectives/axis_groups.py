@@ -129,6 +129,8 @@ class AxisGroups:
         groups = {tuple(sorted(self.global_ranks[r] for r in self.grid.group(rank, axes))): None for rank in parallel}
 
         seconds = self.seconds
+        if backend == "nccl":
+            nccl.keep_order()
 
         def arguments() -> dict[str, Any]:
             if backend == "nccl":
@@ -142,7 +144,7 @@ class AxisGroups:
         # Where all ranks of the world make all groups along the axes, it is all that are waited for.
         waited_for = sorted(self.global_ranks) if len(groups) > 1 else self.members(axes)
         with Watch(self.describe, label, waited_for):
-            return shared_group(tuple(groups), options, alone, arguments, keep=not is_own, timeout=seconds)
+            return shared_group(tuple(groups), options, alone, arguments, axes, keep=not is_own, timeout=seconds)
 
     @property
     def seconds(self) -> float:

@@ -56,6 +56,7 @@ def shared_group(
     options: Hashable,
     alone: bool,
     arguments: Callable[[], dict[str, Any]],
+    axes: Sequence[str] = (),
     keep: bool = True,
     timeout: float | None = None,
 ) -> ProcessGroup:
@@ -67,13 +68,14 @@ def shared_group(
         partition: the members of each group that is made together with this one, as global ranks.
         options: what tells groups of the same ranks apart.
         arguments: gives those of `dist.new_group`, anew for every group: torch writes into NCCL's options.
+        axes: of the grid for which it is made first, for torch's watchdog and flight recorder to name.
         keep: as long as the world lives; else its grid may `end` it.
         timeout: seconds that the ranks may take to come together, five at least.  Default: that of grids.
     """
     seconds = max(default_timeout() if timeout is None else timeout, _START_UP_S)
     here = presence()
     with nullcontext() if here is None else here.guarding(seconds):
-        return _shared_group(partition, options, alone, arguments, keep, seconds)
+        return _shared_group(partition, options, alone, arguments, axes, keep, seconds)
 
 
 def _shared_group(
@@ -81,6 +83,7 @@ def _shared_group(
     options: Hashable,
     alone: bool,
     arguments: Callable[[], dict[str, Any]],
+    axes: Sequence[str],
     keep: bool,
     seconds: float,
 ) -> ProcessGroup:
@@ -88,7 +91,7 @@ def _shared_group(
     key = (tuple(map(tuple, partition)), options, alone)
     group = _GROUPS.get(key)
     if group is None or not _is_registered(group):
-        description = f"ndtp_{len(partition[0])}_ranks"
+        description = "_".join(("ndtp", *axes, str(len(partition[0])), "ranks"))
         if alone:
             _know_as_many(tuple(partition[0]), seconds)
         made = [

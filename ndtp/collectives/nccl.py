@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterable
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,10 +15,40 @@ import torch.distributed as dist
 from ndtp.collectives.buffer_ring import Allocate
 from ndtp.errors import GridError
 
+ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+
 
 def device() -> torch.device:
     """The GPU of this rank: the one that `init_process_group` was told, else the current one."""
     return _bound_device() or torch.device("cuda", torch.cuda.current_device())
+
+
+def multiprocessors() -> int:
+    """Of the GPU of this rank."""
+    return int(torch.cuda.get_device_properties(device()).multi_processor_count)
+
+
+@cache
+def keep_order() -> None:
+    """Have NCCL execute operations of different communicators in the order in which they are issued.
+
+    Before the first communicator is made: NCCL reads its environment once.  `import ndtp` sets it, too, where
+    torch.distributed has not been initialised.  Where NCCL cannot keep the order, it is said once.
+    """
+    version, cuda = torch.cuda.nccl.version(), torch.version.cuda or "0.0"  # type: ignore[no-untyped-call]
+    if ORDER not in os.environ and _bound_device() is not None:
+        why = f"NCCL was started before ndtp was imported, without {ORDER}=1"
+    elif os.environ.setdefault(ORDER, "1") != "1":  # as the user wants it
+        return
+    elif version < (2, 26) or tuple(map(int, cuda.split(".")[:2])) < (12, 3):
+        why = f"NCCL {'.'.join(map(str, version))} with CUDA {cuda} does not keep it (2.26 with 12.3 does)"
+    else:
+        return
+    warnings.warn(
+        f"ndtp: collectives of several communicators may execute in another order than they are issued: {why}; "
+        f"max_ctas keeps them from filling the device\n  fix: import ndtp before init_process_group, with a new NCCL",
+        stacklevel=2,
+    )
 
 
 def group_arguments(timeout: float | None, high_priority: bool, max_ctas: int | None) -> dict[str, Any]:

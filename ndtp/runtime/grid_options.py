@@ -72,6 +72,16 @@ def check_options(
         )
 
 
+def ctas_that_fit(multiprocessors: int, groups_per_axis: int, grid: Grid) -> int:
+    """Thread blocks of each communicator, so that those of all that can be busy at once take a quarter of a device.
+
+    NCCL's kernels wait for their peers while they hold a multiprocessor.  Two ranks that run such kernels of different
+    communicators, and GEMMs beside them, on all of their multiprocessors would wait for each other for ever.
+    """
+    communicators = groups_per_axis * sum(size > 1 for size in grid.shape)
+    return max(1, multiprocessors // 4 // max(communicators, 1))
+
+
 def sms_to_leave(
     free_sms: int | None, backend: str | None, max_ctas: int | None, groups_per_axis: int, grid: Grid
 ) -> int:

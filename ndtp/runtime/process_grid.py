@@ -24,7 +24,7 @@ from ndtp.collectives.movers import collectives_of
 from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.errors import GridError
 from ndtp.runtime.foreign_meshes import refuse_joining, spare_advice
-from ndtp.runtime.grid_options import check_device_type, check_options, checked_timeout, sms_to_leave
+from ndtp.runtime.grid_options import check_device_type, check_options, checked_timeout, ctas_that_fit, sms_to_leave
 from ndtp.runtime.interleave import interleave
 from ndtp.runtime.late_gradients import late_gradients_of
 from ndtp.runtime.list_operations import count_list_operations
@@ -65,7 +65,8 @@ class ProcessGrid:
             so that neither queues behind the other.  Default: 2 on NCCL, where a group is one stream, else 1; and 1
             on a part of the world.
         high_priority: NCCL's streams have high priority: its kernels get free multiprocessors before a GEMM does.
-        max_ctas: the most thread blocks that a collective of NCCL may use.  Default: NCCL chooses.
+        max_ctas: the most thread blocks that a collective of NCCL may use.  Default: so many that those of all
+            communicators of the grid take a quarter of the device's multiprocessors.
         ring_bytes: memory for what collectives send, or receive to be added up or put in order; see
             `ndtp.collectives.buffer_ring.BufferRing`.  0: none is kept.
         register_buffers: take that memory from NCCL and register it with the groups.
@@ -120,6 +121,8 @@ class ProcessGrid:
         check_device_type(self.device_type, None if global_ranks is None else backends)
         self.backend = backends.get(self.device_type)
         self._check_backend(register_buffers)
+        if self.backend == "nccl" and max_ctas is None:
+            self.max_ctas = max_ctas = ctas_that_fit(nccl.multiprocessors(), groups_per_axis or 2, grid)
         self.groups = AxisGroups(
             grid,
             global_ranks,

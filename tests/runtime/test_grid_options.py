@@ -1,6 +1,7 @@
 """What a `ProcessGrid` refuses, whatever it runs on: before any group is made, with the value in the message."""
 
 import math
+import os
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from ndtp import Grid, GridError, ProcessGrid
 from ndtp.collectives import nccl
 from ndtp.collectives.axis_groups import AxisGroups
 from ndtp.runtime import process_grid
-from ndtp.runtime.grid_options import sms_to_leave
+from ndtp.runtime.grid_options import ctas_that_fit, sms_to_leave
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 1e-9, 0.0009, -1, math.inf, math.nan, True, "60", 1e10, timedelta(1)])
@@ -94,9 +95,14 @@ def nccl_world(monkeypatch):
     monkeypatch.setattr(c10d, "is_nccl_available", lambda: True)
     monkeypatch.setattr(c10d, "default_pg_nccl_timeout", default_pg_timeout)
     monkeypatch.setattr(nccl, "device", lambda: torch.device("cuda", 3))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.delenv(nccl.ORDER, raising=False)
+    nccl.keep_order.cache_clear()
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(hours=2))
     yield made
     dist.destroy_process_group()
+    nccl.keep_order.cache_clear()
 
 
 @pytest.mark.filterwarnings("error")  # torch warns where options and argument differ
@@ -114,12 +120,48 @@ def test_the_timeout_reaches_the_communicator(nccl_world, seconds, expected):
     assert all(group.bound_device_id == torch.device("cuda", 3) for group in held), "made at once, not at first use"
 
 
+def test_nccl_is_told_to_keep_the_order_of_issue(nccl_world):
+    AxisGroups(Grid(x=1), [0], "cuda", "nccl").group(("x",))
+    assert os.environ[nccl.ORDER] == "1"
+    assert nccl_world and dist.group.WORLD.bound_device_id is None, "before the first communicator"
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "bound", "said"),
+    [((2, 21, 5), "12.9", False, "NCCL 2.21.5 with CUDA 12.9"), ((2, 28, 9), "12.1", False, "with CUDA 12.1"),
+     ((2, 28, 9), "12.9", True, "NCCL was started before ndtp")],
+)  # fmt: skip
+def test_where_nccl_cannot_keep_the_order_it_is_said_once(nccl_world, monkeypatch, version, cuda, bound, said):
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(nccl, "_bound_device", lambda: torch.device("cuda", 0) if bound else None)
+    with pytest.warns(UserWarning, match=said) as caught:
+        for _ in range(2):
+            nccl.keep_order()
+    assert len(caught) == 1 and "fix: import ndtp before init_process_group" in str(caught[0].message)
+
+
+def test_an_order_that_the_user_has_set_stays(nccl_world, monkeypatch):
+    monkeypatch.setenv(nccl.ORDER, "0")
+    nccl.keep_order()
+    assert os.environ[nccl.ORDER] == "0"
+
+
+@pytest.mark.parametrize(
+    ("grid", "groups", "ctas"),
+    [(Grid(z=2, x=2, y=2), 2, 5), (Grid(x=8), 2, 16), (Grid(x=1), 2, 33), (Grid(x=8), 1, 33)],
+)
+def test_all_communicators_together_take_a_quarter_of_a_device(grid, groups, ctas):
+    """Of an H100's 132 multiprocessors; so that kernels which wait for peers never fill a device."""
+    assert ctas_that_fit(132, groups, grid) == ctas
+    assert ctas * groups * sum(size > 1 for size in grid.shape) <= 33 and ctas_that_fit(4, groups, grid) == 1
+
+
 @pytest.mark.parametrize(
     "given,backend,max_ctas,groups,left",
     [
         (None, "nccl", 4, 2, 16),  # z and y: two axes of several ranks, two communicators each
         (None, "nccl", 4, 1, 8),
-        (None, "nccl", None, 2, 0),  # NCCL chooses, and says nothing of it
         (None, "gloo", None, 1, 0),
         (None, None, 4, 2, 0),
         (0, "nccl", 4, 2, 0),
