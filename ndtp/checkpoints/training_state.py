@@ -24,7 +24,7 @@ from ndtp.checkpoints.optimizer_state import Kept, fresh_state, kept_by, names_i
 from ndtp.checkpoints.parts import Part
 from ndtp.checkpoints.pieces import Piece, Staged, Whole, whole_of
 from ndtp.checkpoints.safetensors_file import NAMES, Writer
-from ndtp.errors import CheckpointError, CommunicationError
+from ndtp.errors import CheckpointError
 from ndtp.models.state_entries import replaced, tensors_of
 
 _UNFINISHED = "has not finished to write"
@@ -186,7 +186,7 @@ class Saving:
             said = self.crew.gather([self._failure, self._written])
             for rank, (failure, _) in sorted(said.items()):
                 if failure:
-                    raise CommunicationError(f"{what}; rank {rank}: {failure}")
+                    raise self.crew.failed(rank, f"{what}; rank {rank}: {failure}")
             self.crew.raise_everywhere(_failure(finish) if self.crew.is_first else "", what)
         finally:
             self._exchange.close()

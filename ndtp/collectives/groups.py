@@ -9,17 +9,18 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
-from ndtp.collectives.presence import presence
+from ndtp.collectives.presence import Presence, presence
 from ndtp.errors import GridError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _ALONE: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDicti
 DEFAULT_TIMEOUT_S = 120.0
 TIMEOUT = "NDTP_TIMEOUT"  # of the environment: another default, in seconds
 _START_UP_S = 5.0  # ranks may take so long to come together, whatever the timeout of the group
+_LATE_S, _LOOK_S = 2.0, 0.1  # for torch to say itself that time is up; between looks whether a rank has left
 _ENDING: list[tuple[float, ProcessGroup]] = []  # and when, on the monotonic clock
 
 
@@ -73,37 +75,68 @@ def shared_group(
         timeout: seconds that the ranks may take to come together, five at least.  Default: that of grids.
     """
     seconds = max(default_timeout() if timeout is None else timeout, _START_UP_S)
-    here = presence()
-    with nullcontext() if here is None else here.guarding(seconds):
-        return _shared_group(partition, options, alone, arguments, axes, keep, seconds)
+    key = (tuple(map(tuple, partition)), options, alone)
+    _end_what_is_due()
+    group = _GROUPS.get(key)
+    if group is None or not _is_registered(group):
+        here, make = presence(), partial(_shared_group, key, arguments, axes, keep, seconds)
+        group = make() if here is None or dist.get_backend() != "gloo" else _breakable(make, here, seconds)
+    return group
+
+
+def _breakable(make: Callable[[], ProcessGroup], here: Presence, seconds: float) -> ProcessGroup:
+    """Make a group in a thread, which is left behind when a rank has left or time is up.
+
+    gloo waits for the connection of one rank after the other, for as long as the timeout each, whoever is gone
+    meanwhile; a store of files has waits that nothing ends, either.
+
+    Raises:
+        RuntimeError: a rank has left, or time is up; or what `make` raises.
+    """
+    made: list[ProcessGroup] = []
+    failed: list[BaseException] = []
+    until, ended = time.monotonic() + seconds + _LATE_S, threading.Event()
+
+    def work() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            ended.set()
+
+    with here.guarding(seconds):
+        threading.Thread(target=work, name="ndtp group", daemon=True).start()
+        while not ended.wait(_LOOK_S):
+            if here.has_lost() or time.monotonic() > until:
+                why = "connection closed, a rank has left" if here.has_lost() else f"timed out after {seconds:g} s"
+                raise RuntimeError(f"ranks are not connected: {why}")
+    if failed:
+        raise failed[0]
+    return made[0]
 
 
 def _shared_group(
-    partition: Sequence[Sequence[int]],
-    options: Hashable,
-    alone: bool,
+    key: tuple[Sequence[tuple[int, ...]], Hashable, bool],
     arguments: Callable[[], dict[str, Any]],
     axes: Sequence[str],
     keep: bool,
     seconds: float,
 ) -> ProcessGroup:
-    _end_what_is_due()
-    key = (tuple(map(tuple, partition)), options, alone)
-    group = _GROUPS.get(key)
-    if group is None or not _is_registered(group):
-        description = "_".join(("ndtp", *axes, str(len(partition[0])), "ranks"))
-        if alone:
-            _know_as_many(tuple(partition[0]), seconds)
-        made = [
-            dist.new_group(list(ranks), use_local_synchronization=alone, group_desc=description, **arguments())
-            for ranks in partition
-        ]
-        mine = next(i for i, ranks in enumerate(partition) if dist.get_rank() in ranks)
-        group = _GROUPS[key] = made[mine]
-        if not keep:
-            _meet(group, seconds)
-        elif (world := dist.group.WORLD) is not None:
-            _KEPT.setdefault(world, set()).add(group)
+    partition, _, alone = key
+    description = "_".join(("ndtp", *axes, str(len(partition[0])), "ranks"))
+    if alone:
+        _know_as_many(partition[0], seconds)
+    made = [
+        dist.new_group(list(ranks), use_local_synchronization=alone, group_desc=description, **arguments())
+        for ranks in partition
+    ]
+    mine = next(i for i, ranks in enumerate(partition) if dist.get_rank() in ranks)
+    group = _GROUPS[key] = made[mine]
+    if not keep:
+        _meet(group, seconds)
+    elif (world := dist.group.WORLD) is not None:
+        _KEPT.setdefault(world, set()).add(group)
     return group
 
 

@@ -17,6 +17,8 @@ _OF_A_PEER = re.compile(
     re.IGNORECASE,
 )
 
+_CUT = re.compile(r"connection (closed|reset|refused|was likely)|broken pipe|pair closure|got 0 bytes", re.IGNORECASE)
+
 
 def lost_peer(what: str, ranks: Sequence[int], where: str, cause: BaseException) -> CommunicationError:
     """The error of a collective, or of another wait, that failed for a peer.
@@ -27,7 +29,7 @@ def lost_peer(what: str, ranks: Sequence[int], where: str, cause: BaseException)
         where: this rank, and whom it waited for.
     """
     here = presence()
-    verdict = None if here is None else here.lost(what, ranks)
+    verdict = None if here is None else here.lost(what, ranks, cut=bool(_CUT.search(str(cause))))
     lines = [f"{what} failed: {where}"]
     if here is not None and verdict is not None:
         lines.append(verdict.sentence(here.place))

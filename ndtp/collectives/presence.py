@@ -2,7 +2,8 @@
 
 Peers on this machine are watched through the kernel, which tells of their end at once; of others a heartbeat through
 the store tells.  A rank that loses a peer says so in the store before it leaves, so that those that lose it can tell
-the cause from its consequences.  The thread alone talks to the store here, by a connection of its own: a store whose
+the cause from its consequences; to those on this machine it says so directly, for the store may be what they lose.
+The thread alone talks to the store here, by a connection of its own: a store whose
 process is stopped answers nobody, and what failed must be told all the same.
 """
 
@@ -24,10 +25,12 @@ import torch.distributed as dist
 
 from ndtp.collectives.flight import DONE, NOTE, WAITED, Flight
 from ndtp.collectives.liveness import GONE, RUNNING, Identity, open_pidfd, own_identity, state_of
+from ndtp.collectives.local_words import LocalWords
 from ndtp.collectives.notices import Notices
 from ndtp.collectives.store_links import is_with_first_rank, links_to, shut
 from ndtp.collectives.told_to_end import OWN_WORDS_S, end_at_once, heed, heed_no_more
 from ndtp.collectives.verdict import (
+    CUT,
     DEPARTED,
     ENDED,
     LOST,
@@ -69,8 +72,10 @@ class Presence:
         self.rank, self.size, self.flight = rank, size, Flight(rank, size)
         self._notices: Notices | None = None
         self._links_of_others = links_to(store)
+        me = own_identity(rank)
         with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that cannot be cloned
-            self._notices = Notices(store.clone(), serial, own_identity(rank), size)
+            self._notices = Notices(store.clone(), serial, me, size)
+        self._local_words = LocalWords(me, serial)
         self._own_links = set(links_to(store)) - set(self._links_of_others)
         self._find_links = lambda: set(links_to(store)) - self._own_links
         self._host_is_first = is_with_first_rank(store)
@@ -78,7 +83,7 @@ class Presence:
         self._pidfds: dict[int, int] = {}
         self._departed: dict[int, float] = {}
         self._events: list[Event] = []
-        self._said = ""  # the last of LOST, RAISED or ENDED
+        self._said = ""  # the last of LOST, CUT, RAISED or ENDED
         self._lost_at = 0.0
         self._guards: list[float] = []
         self._places: list[tuple[Grid, tuple[int, ...]]] = []
@@ -88,7 +93,9 @@ class Presence:
         self.owner, self._closed = os.getpid(), False
         self._beat_s = TICK_S * max(1.0, size / 500)
         self._poll = select.poll()
-        self._poll.register(self._wake_read, select.POLLIN)
+        for readable in (self._wake_read, self._local_words.descriptor):
+            if readable is not None:
+                self._poll.register(readable, select.POLLIN)
         self._thread = threading.Thread(target=self._watch, name="ndtp presence", daemon=True)
         self._was_told = threading.Event()
         self._heeds = heed(self._wake_write, lambda: bool(self._said), self._was_told)
@@ -111,8 +118,11 @@ class Presence:
                 return f" ({', '.join(f'{a}={i}' for a, i in grid.coordinate(ranks.index(rank)).items())})"
         return ""
 
-    def lost(self, what: str, ranks: Sequence[int]) -> Verdict:
+    def lost(self, what: str, ranks: Sequence[int], cut: bool = False) -> Verdict:
         """Tell the others that this rank has lost one of `ranks`, write down the flight, and find out who is to blame.
+
+        Args:
+            cut: since a connection broke, not since time was up.
 
         It takes a second at most where all ranks are on this machine, and some heartbeats elsewhere.
         """
@@ -121,7 +131,7 @@ class Presence:
 
         def consult() -> None:
             try:
-                self._say(LOST, what, ranks)
+                self._say(CUT if cut else LOST, what, ranks)
                 self._consult(ranks, found)
             finally:
                 answered.set()
@@ -136,6 +146,11 @@ class Presence:
         if self._is_spread and self._host_is_first and self.rank == 0:
             time.sleep(LINGER_S)
         return verdict
+
+    def has_lost(self) -> bool:
+        """Whether somebody left, and those who are stuck in a wait for them have had time to notice."""
+        left = [event.when for event in list(self._events) if event.kind in (RAISED, ENDED, DEPARTED)]
+        return any(time.time() - when > BREAK_S for when in (*left, *list(self._departed.values())))
 
     def raised(self, error: BaseException) -> None:
         """Tell the others that this rank leaves with an error of its own, and write down the flight."""
@@ -204,6 +219,7 @@ class Presence:
                     meeting = self._notices is not None and not self._notices.all_came
                     next_tick = time.monotonic() + (MEETING_TICK_S if meeting else self._beat_s)
         finally:
+            self._local_words.close()
             for descriptor in (*self._pidfds, self._wake_read, self._wake_write):
                 os.close(descriptor)
 
@@ -220,7 +236,11 @@ class Presence:
 
     def _look(self, seconds: float) -> None:
         """See who has ended, for so long or until there is something to do."""
-        for descriptor, _ in self._poll.poll(seconds * 1e3):
+        ready = [descriptor for descriptor, _ in self._poll.poll(seconds * 1e3)]
+        self._events += self._local_words.heard()  # first: who has ended may have said why
+        for descriptor in ready:
+            if descriptor == self._local_words.descriptor:
+                continue
             if descriptor == self._wake_read:
                 if signal.SIGTERM in os.read(self._wake_read, 4096):
                     self._end_as_told()
@@ -254,29 +274,24 @@ class Presence:
         self._try(self._hear)
 
     def _tick(self) -> None:
-        if self._guards and (time.monotonic() > min(self._guards) or self._has_lost()):
+        if self._guards and (time.monotonic() > min(self._guards) or self.has_lost()):
             shut(self._find_links())
         if (store := self._store) is None:
             return
         self._meet()
         entry = self.flight.waiting()
         if entry is None or time.time() - entry[WAITED] < self._beat_s:
-            if self._said != LOST:
+            if self._said not in (LOST, CUT):
                 store.tell_waiting(None)
         else:
             note = entry[NOTE]
             store.tell_waiting(Waiting(note.text, tuple(rank for rank in note.ranks if rank != self.rank)))
-        if self._said == LOST and (done := self.flight.last_done()) is not None and done[DONE] > self._lost_at:
+        if self._said in (LOST, CUT) and (done := self.flight.last_done()) is not None and done[DONE] > self._lost_at:
             self._said = ""
             self._log(Event(self.rank, RECOVERED, "", time.time()))
         if self._is_spread:
             store.beat()
             self._hear()
-
-    def _has_lost(self) -> bool:
-        """Whether somebody left, and those who are stuck in a wait for them have had time to notice."""
-        left = [event.when for event in self._events if event.kind in (RAISED, ENDED, DEPARTED)]
-        return any(time.time() - when > BREAK_S for when in (*left, *self._departed.values()))
 
     def _meet(self) -> None:
         """Get to know those that came to this machine."""
@@ -300,14 +315,17 @@ class Presence:
 
     def _say(self, kind: str, text: str, ranks: Sequence[int] = ()) -> None:
         self._said, self._lost_at = kind, time.time()
+        event = Event(self.rank, kind, text, self._lost_at)
+        self._local_words.tell(event, list(self._peers.values()))
         if (store := self._store) is None:
             return
         with contextlib.suppress(RuntimeError):
             if ranks:
                 store.tell_waiting(Waiting(text, tuple(rank for rank in ranks if rank != self.rank)))
-            store.log(Event(self.rank, kind, text, self._lost_at))
+            store.log(event)
 
     def _log(self, event: Event) -> None:
+        self._local_words.tell(event, list(self._peers.values()))
         if (store := self._store) is not None:
             store.log(event)
 
@@ -317,7 +335,7 @@ class Presence:
 
     def _local_facts(self) -> Facts:
         states = {rank: state_of(who) for rank, who in list(self._peers.items())}
-        return Facts(list(self._events), states, dict(self._departed))
+        return Facts(list(self._events), states, dict(self._departed), cut=self._said == CUT)
 
     def _consult(self, ranks: Sequence[int], found: list[Verdict]) -> None:
         """Look again and again, until it is clear who left, or time is up."""

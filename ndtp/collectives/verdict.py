@@ -10,7 +10,8 @@ from ndtp.collectives.liveness import GONE, STOPPED
 
 # What a rank tells the others of itself, or one of another.
 RAISED, ENDED, LOST, RECOVERED, DEPARTED = "raised", "ended", "lost", "recovered", "departed"
-SILENT, BEHIND, UNKNOWN, ABSENT = "silent", "behind", "unknown", "absent"
+CUT = "cut"  # lost a peer, since a connection broke and not since time was up
+SILENT, BEHIND, UNKNOWN, ABSENT, LINK = "silent", "behind", "unknown", "absent", "link"
 
 
 class Event(NamedTuple):
@@ -40,6 +41,7 @@ class Facts:
         silent: ranks elsewhere whose heartbeat does not come.
         waiting: ranks that said that they are in a collective, or that one failed for them.
         absent: ranks that have not said who they are.
+        cut: a connection broke; no wait has come to its end.
     """
 
     events: Sequence[Event] = ()
@@ -48,13 +50,14 @@ class Facts:
     silent: Collection[int] = ()
     waiting: Mapping[int, Waiting] = field(default_factory=dict)
     absent: Collection[int] = ()
+    cut: bool = False
 
 
 class Verdict(NamedTuple):
     """Who is to blame.
 
     Attributes:
-        how: "gone", "raised", "ended", "stopped", "silent", "absent", "behind" or "unknown".
+        how: "gone", "raised", "ended", "stopped", "silent", "absent", "behind", "link" or "unknown".
         ranks: of the world; the first of them first.
         text: what is known beside that.
     """
@@ -81,6 +84,7 @@ _WORDS = {
     SILENT: "silent: ",
     ABSENT: "silent: ",
     BEHIND: "behind: ",
+    LINK: "link: ",
     UNKNOWN: "",
 }
 
@@ -89,7 +93,8 @@ def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
     """The first that left without having lost another one before; else who does not answer; else who is behind.
 
     A rank that left after it had lost another is a consequence.  Among ranks that are all there, those are behind that
-    others wait for, directly or through others, and that wait for nobody.
+    others wait for, directly or through others, and that wait for nobody.  Where a connection broke and all are alive,
+    it is the link that failed: those that have not noticed yet are not behind.
     """
     # What a rank said itself stands, whatever others say of its end.
     own_words = sorted((event for event in facts.events if event.kind != DEPARTED), key=lambda event: event.when)
@@ -105,7 +110,7 @@ def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
     gone = {event.rank: event.when for event in facts.events if event.kind == DEPARTED} | dict(facts.departed)
     gone |= {rank: gone.get(rank, float("inf")) for rank, state in facts.states.items() if state == GONE}
     said = {rank for rank, event in last.items() if event.kind in (RAISED, ENDED)}
-    lost = {event.rank: event.when for event in last.values() if event.kind == LOST}
+    lost = {event.rank: event.when for event in last.values() if event.kind in (LOST, CUT)}
     for rank, when in gone.items():
         if rank not in said and rank not in lost and rank != me:
             left.append((when, rank, Verdict(GONE, (rank,), "its process ended without a word")))
@@ -119,12 +124,17 @@ def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
         ranks = sorted(set(ranks) - {me} - set(lost))
         if ranks:
             return Verdict(how, tuple(ranks), text)
+    if facts.cut and not any(event.kind == LOST for event in last.values()):
+        # Nobody left for another reason, and nobody was waited for in vain: who is in no collective is no matter.
+        noticed = [event for event in own_words if event.kind == CUT and event.rank in lost][:1]
+        first_of = f"; rank {noticed[0].rank} noticed first, in {noticed[0].text}" if noticed else ""
+        return Verdict(LINK, (), f"a connection broke between ranks that are all alive{first_of}")
     if behind := _behind(me, waited_for, facts.waiting, set(lost)):
         return Verdict(BEHIND, behind, "alive, but in no collective that this one waits for")
     first = sorted((rank for rank in gone if rank in lost and rank != me), key=lambda rank: lost[rank])
     if first:
         return Verdict(GONE, (first[0],), "it lost a peer itself, and ended")
-    return Verdict(UNKNOWN, (), "every rank is alive: the link between them broke, or they wait for each other")
+    return Verdict(UNKNOWN, (), "every rank is alive: they wait for each other, or cannot reach each other")
 
 
 def _behind(me: int, waited_for: Sequence[int], waiting: Mapping[int, Waiting], lost: set[int]) -> tuple[int, ...]:

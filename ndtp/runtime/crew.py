@@ -87,7 +87,14 @@ class Crew:
         """
         for rank, text in (self.differing(failure) or {0: failure}).items():
             if text:
-                raise CommunicationError(f"{what}; rank {rank}: {text}")
+                raise self.failed(rank, f"{what}; rank {rank}: {text}")
+
+    def failed(self, rank: int, text: str) -> CommunicationError:
+        """The error of what a rank of these has said that it could not do."""
+        error = CommunicationError(text)
+        members = [0] if self.group is None else dist.get_process_group_ranks(self.group)
+        error.how, error.ranks = "raised", (members[self.names.index(rank)],)
+        return error
 
     def only_writer(self, folder: Path) -> str:
         """What forbids these ranks to write to a folder, on the first of them: others do, and know nothing of these.

@@ -1,11 +1,15 @@
 """Process groups along the axes: who shares them, when they are made, and when they end."""
 
+import contextlib
 import gc
 import importlib
 import os
+import threading
 import time
 import weakref
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
@@ -16,6 +20,7 @@ import ndtp
 from ndtp import Grid, GridError, ProcessGrid
 from ndtp.algebra.steps import Step
 from ndtp.collectives.direct_exchange import past_of
+from ndtp.collectives.groups import _breakable
 from ndtp.testing import assert_equal
 
 
@@ -260,3 +265,17 @@ def check_a_new_world(path):
 
 def test_a_new_world_has_new_groups(ranks, tmp_path):
     ranks(4).run(check_a_new_world, str(tmp_path / "store"))
+
+
+def test_making_a_group_is_broken_off_when_a_rank_has_left():
+    """gloo waits for connections, and a store of files for keys, as long as it takes."""
+    came = threading.Event()
+    here = SimpleNamespace(guarding=lambda seconds: contextlib.nullcontext(), has_lost=came.is_set)
+    assert _breakable(lambda: "made", here, 60) == "made"
+    with pytest.raises(ZeroDivisionError):
+        _breakable(lambda: 1 / 0, here, 60)
+    came.set()
+    ends = threading.Event()
+    with pytest.raises(RuntimeError, match="a rank has left"):
+        _breakable(ends.wait, here, 60)
+    ends.set()

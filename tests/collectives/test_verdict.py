@@ -5,8 +5,10 @@ import pytest
 from ndtp.collectives.liveness import GONE, RUNNING, STOPPED, own_identity, state_of
 from ndtp.collectives.verdict import (
     BEHIND,
+    CUT,
     DEPARTED,
     ENDED,
+    LINK,
     LOST,
     RAISED,
     RECOVERED,
@@ -45,6 +47,13 @@ CASES = {
     ),
     "consequences alone": (
         Facts([Event(1, LOST, "", 1.0)], departed={1: 2.0}, waiting={2: waits(1)}), GONE, (1,),
+    ),
+    "a connection broke, and another rank has not noticed": (
+        Facts([Event(1, CUT, "", 1.0)], departed={1: 2.0}, waiting={1: waits(2)}, cut=True), LINK, (),
+    ),
+    "a connection broke, since one died": (Facts(departed={2: 2.0}, cut=True), GONE, (2,)),
+    "a connection broke, since one had waited in vain": (
+        Facts([Event(1, LOST, "", 1.0)], departed={1: 2.0}, waiting={1: waits(2)}, cut=True), BEHIND, (2,),
     ),
     "all wait for each other": (Facts(waiting={1: waits(0, 2), 2: waits(0, 1)}), UNKNOWN, ()),
 }  # fmt: skip
