@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -32,4 +33,5 @@ def test_words_outlive_their_sender_and_go_to_one_world():
     assert 0 < len(of_another_world.heard()) < 1000
     for words in (mine, of_another_world):
         words.close()
-    assert not any(f"/{os.getpid()}/" in line and "ndtp/" in line for line in open("/proc/net/unix"))
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    assert not any(f"/{os.getpid()}/" in line and "ndtp/" in line for line in sockets)
