@@ -95,7 +95,7 @@ def _judge(words: dict[str, Any] | None, plan: Plan) -> str:
     if not words["ranks"]:
         return "unnamed"
     if plan.port and not plan.victim:  # it had the store: what it said goes with it, where it is not heard before
-        how = (*how, "gone")
+        how = (*how, "gone", "silent")
     return "named" if words["ranks"] == [plan.victim] and words["how"] in how else "wrong"
 
 

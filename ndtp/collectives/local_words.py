@@ -17,7 +17,7 @@ from ndtp.collectives.liveness import Identity
 from ndtp.collectives.verdict import Event
 
 _CREDENTIALS = struct.Struct("iII")  # process, user, group; filled in by the kernel
-_LONGEST = 4096  # of a message
+_LONGEST, _MOST_RANKS = 2**14, 1000  # of a message, and of those it waits for that it names
 
 
 class LocalWords:
@@ -50,7 +50,7 @@ class LocalWords:
 
     def tell(self, event: Event, peers: Iterable[Identity]) -> None:
         """Peers that are gone, or have more to read already than a kernel keeps, do not hear it."""
-        text = json.dumps(event._replace(text=event.text[: _LONGEST // 8])).encode()
+        text = json.dumps(event._replace(text=event.text[: _LONGEST // 8], ranks=event.ranks[:_MOST_RANKS])).encode()
         for who in peers:
             with contextlib.suppress(OSError):
                 if self._socket is not None:
@@ -67,8 +67,8 @@ class LocalWords:
             users = [_CREDENTIALS.unpack(value)[1] for *_, value in extra if len(value) == _CREDENTIALS.size]
             with contextlib.suppress(ValueError, TypeError):
                 if users == [os.getuid()]:
-                    rank, kind, said, when = json.loads(text)
-                    found.append(Event(int(rank), str(kind), str(said), float(when)))
+                    rank, kind, said, when, ranks = json.loads(text)
+                    found.append(Event(int(rank), str(kind), str(said), float(when), [int(each) for each in ranks]))
         return found
 
     def close(self) -> None:

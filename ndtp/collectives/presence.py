@@ -33,6 +33,7 @@ from ndtp.collectives.verdict import (
     CUT,
     DEPARTED,
     ENDED,
+    LINK,
     LOST,
     RAISED,
     RECOVERED,
@@ -61,7 +62,7 @@ class Presence:
     """This process among the ranks of the world.
 
     Args:
-        store: torch's; it is cloned.  None: nobody is told, and nobody is known.
+        store: torch's; it is cloned.
         serial: as for `Notices`.
 
     Attributes:
@@ -71,20 +72,17 @@ class Presence:
     def __init__(self, rank: int, size: int, store: Any, serial: int) -> None:
         self.rank, self.size, self.flight = rank, size, Flight(rank, size)
         self._notices: Notices | None = None
-        self._links_of_others = links_to(store)
         me = own_identity(rank)
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that cannot be cloned
-            self._notices = Notices(store.clone(), serial, me, size)
-        self._local_words = LocalWords(me, serial)
-        self._own_links = set(links_to(store)) - set(self._links_of_others)
+        self._local_words, self._connect = LocalWords(me, serial), lambda: self._clone(store, serial, me)
+        self._own_links: set[int] = set()
+        self._is_unanswered = False
         self._find_links = lambda: set(links_to(store)) - self._own_links
         self._host_is_first = is_with_first_rank(store)
         self._peers: dict[int, Identity] = {}
         self._pidfds: dict[int, int] = {}
         self._departed: dict[int, float] = {}
         self._events: list[Event] = []
-        self._said = ""  # the last of LOST, CUT, RAISED or ENDED
-        self._lost_at = 0.0
+        self._said, self._lost_at = "", 0.0  # the last of LOST, CUT, RAISED or ENDED
         self._guards: list[float] = []
         self._places: list[tuple[Grid, tuple[int, ...]]] = []
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -141,7 +139,8 @@ class Presence:
         answered.wait(self._patience + 1.0)
         # What the kernel of this machine knows is known without the store.
         verdict = found[-1] if found else judge(self.rank, ranks, self._local_facts())
-        if verdict.how == UNKNOWN and not answered.is_set() and self.rank:
+        no_store = self.rank and self._host_is_first and (not answered.is_set() or self._is_unanswered)
+        if no_store and (verdict.how == UNKNOWN or (verdict.how == LINK and 0 not in self._peers)):
             verdict = Verdict(SILENT, (0,), "which has the store, and does not answer")
         if self._is_spread and self._host_is_first and self.rank == 0:
             time.sleep(LINGER_S)
@@ -189,8 +188,8 @@ class Presence:
         if self._heeds:
             heed_no_more()
         self._do(None)
-        if threading.current_thread() is self._thread:  # it collected garbage
-            return
+        if threading.current_thread() is self._thread:
+            return  # it collected garbage
         self._thread.join(FAREWELL_S)
         if self._thread.is_alive():  # the store does not answer
             shut(self._own_links)
@@ -203,9 +202,18 @@ class Presence:
 
     # -------------------------------------------------------------------------------------------------- in the thread
 
+    def _clone(self, store: Any, serial: int, me: Identity) -> None:
+        """A connection of its own to the store: it waits for as long as the store's timeout if the server is gone."""
+        others = set(links_to(store))
+        with contextlib.suppress(NotImplementedError):  # a store that cannot be cloned
+            notices = Notices(store.clone(), serial, me, self.size)
+            self._own_links = set(links_to(store)) - others
+            notices.introduce()
+            self._notices = notices
+
     def _watch(self) -> None:
         try:
-            self._try(self._notices.introduce if self._notices else lambda: None)
+            self._try(self._connect)
             next_tick = time.monotonic()
             while True:
                 self._look(max(0.0, next_tick - time.monotonic()))
@@ -224,8 +232,7 @@ class Presence:
                 os.close(descriptor)
 
     def _try(self, task: Callable[[], None]) -> None:
-        """The store may be gone, or have been shut."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # the store may be gone, or have been shut
             task()
 
     @property
@@ -315,7 +322,8 @@ class Presence:
 
     def _say(self, kind: str, text: str, ranks: Sequence[int] = ()) -> None:
         self._said, self._lost_at = kind, time.time()
-        event = Event(self.rank, kind, text, self._lost_at)
+        event = Event(self.rank, kind, text, self._lost_at, [rank for rank in ranks if rank != self.rank])
+        self._events.append(event)
         self._local_words.tell(event, list(self._peers.values()))
         if (store := self._store) is None:
             return
@@ -335,7 +343,7 @@ class Presence:
 
     def _local_facts(self) -> Facts:
         states = {rank: state_of(who) for rank, who in list(self._peers.items())}
-        return Facts(list(self._events), states, dict(self._departed), cut=self._said == CUT)
+        return Facts(list(self._events), states, dict(self._departed))
 
     def _consult(self, ranks: Sequence[int], found: list[Verdict]) -> None:
         """Look again and again, until it is clear who left, or time is up."""
@@ -348,7 +356,7 @@ class Presence:
             pause = min(2 * pause, 0.1)
 
     def _facts(self, ranks: Sequence[int]) -> Facts:
-        facts = self._local_facts()
+        facts, self._is_unanswered = self._local_facts(), True
         with contextlib.suppress(RuntimeError):
             self._meet()
             self._hear()
@@ -358,6 +366,7 @@ class Presence:
                 others = {*ranks, *(rank for each in facts.waiting.values() for rank in each.ranks)} - {self.rank}
                 facts.absent = store.absent(others)
                 facts.silent = store.silent(others - set(self._peers), SILENCE_S * self._beat_s)
+                self._is_unanswered = False
         return facts
 
 

@@ -15,12 +15,18 @@ SILENT, BEHIND, UNKNOWN, ABSENT, LINK = "silent", "behind", "unknown", "absent",
 
 
 class Event(NamedTuple):
-    """Something that was said of a rank.  `when` is seconds of the clock on the wall."""
+    """Something that was said of a rank.
+
+    Attributes:
+        when: seconds of the clock on the wall.
+        ranks: whom it waited for, if it lost one of them.
+    """
 
     rank: int
     kind: str
     text: str
     when: float
+    ranks: Sequence[int] = ()
 
 
 class Waiting(NamedTuple):
@@ -41,7 +47,6 @@ class Facts:
         silent: ranks elsewhere whose heartbeat does not come.
         waiting: ranks that said that they are in a collective, or that one failed for them.
         absent: ranks that have not said who they are.
-        cut: a connection broke; no wait has come to its end.
     """
 
     events: Sequence[Event] = ()
@@ -50,7 +55,6 @@ class Facts:
     silent: Collection[int] = ()
     waiting: Mapping[int, Waiting] = field(default_factory=dict)
     absent: Collection[int] = ()
-    cut: bool = False
 
 
 class Verdict(NamedTuple):
@@ -124,12 +128,13 @@ def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
         ranks = sorted(set(ranks) - {me} - set(lost))
         if ranks:
             return Verdict(how, tuple(ranks), text)
-    if facts.cut and not any(event.kind == LOST for event in last.values()):
-        # Nobody left for another reason, and nobody was waited for in vain: who is in no collective is no matter.
-        noticed = [event for event in own_words if event.kind == CUT and event.rank in lost][:1]
-        first_of = f"; rank {noticed[0].rank} noticed first, in {noticed[0].text}" if noticed else ""
-        return Verdict(LINK, (), f"a connection broke between ranks that are all alive{first_of}")
-    if behind := _behind(me, waited_for, facts.waiting, set(lost)):
+    losses = sorted((event for event in last.values() if event.kind in (LOST, CUT)), key=lambda event: event.when)
+    if losses and losses[0].kind == CUT:
+        # Nobody had left or been waited for in vain before: who is in no collective has only not noticed yet.
+        noticed = f"rank {losses[0].rank} noticed first, in {losses[0].text}"
+        return Verdict(LINK, (), f"a connection broke between ranks that were all alive; {noticed}")
+    waiting = {event.rank: Waiting(event.text, tuple(event.ranks)) for event in losses if event.ranks}
+    if behind := _behind(me, waited_for, waiting | dict(facts.waiting), set(lost)):
         return Verdict(BEHIND, behind, "alive, but in no collective that this one waits for")
     first = sorted((rank for rank in gone if rank in lost and rank != me), key=lambda rank: lost[rank])
     if first:

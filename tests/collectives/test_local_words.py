@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets without
 def test_words_outlive_their_sender_and_go_to_one_world():
     me, peer = own_identity(0), replace(own_identity(1), begun=1)
     mine, its, of_another_world = LocalWords(me, 1), LocalWords(peer, 1), LocalWords(me, 2)
-    said = [Event(1, LOST, "all_gather", 5.0), Event(1, RAISED, "KeyError: 'x'", 6.0)]
+    said = [Event(1, LOST, "all_gather", 5.0, [0, 2]), Event(1, RAISED, "KeyError: 'x'", 6.0, [])]
     for event in said:
         its.tell(event, [me, replace(me, pid=2**22)])  # the second is gone
     its.close()

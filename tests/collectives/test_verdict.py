@@ -49,11 +49,11 @@ CASES = {
         Facts([Event(1, LOST, "", 1.0)], departed={1: 2.0}, waiting={2: waits(1)}), GONE, (1,),
     ),
     "a connection broke, and another rank has not noticed": (
-        Facts([Event(1, CUT, "", 1.0)], departed={1: 2.0}, waiting={1: waits(2)}, cut=True), LINK, (),
+        Facts([Event(1, CUT, "", 1.0)], departed={1: 2.0}, waiting={1: waits(2)}), LINK, (),
     ),
-    "a connection broke, since one died": (Facts(departed={2: 2.0}, cut=True), GONE, (2,)),
+    "a connection broke, since one died": (Facts([Event(0, CUT, "", 2.1)], departed={2: 2.0}), GONE, (2,)),
     "a connection broke, since one had waited in vain": (
-        Facts([Event(1, LOST, "", 1.0)], departed={1: 2.0}, waiting={1: waits(2)}, cut=True), BEHIND, (2,),
+        Facts([Event(0, CUT, "", 2.1), Event(1, LOST, "", 1.0, [2])], departed={1: 2.0}), BEHIND, (2,),
     ),
     "all wait for each other": (Facts(waiting={1: waits(0, 2), 2: waits(0, 1)}), UNKNOWN, ()),
 }  # fmt: skip
