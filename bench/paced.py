@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ndtp.cli.bench_step import grid_of
 from ndtp.measure.paced import PacedJob, links_of, measure_paced
-from ndtp.measure.volume import Case, Shape
+from ndtp.measure.volume import BlockShape, VolumeCase
 from ndtp.runtime.process_grid import ProcessGrid
 
 GRIDS = ("1d-sp:x=8", "2d:x=2,y=4", "3d:z=4,y=2", "3d:z=2,x=2,y=2")
@@ -54,8 +54,8 @@ def measured(case: str, arguments: argparse.Namespace) -> Rows:
     for blocks in arguments.blocks:
         for balance in arguments.balances:
             job = PacedJob(
-                Case(grid, scheme),
-                Shape(arguments.tokens, arguments.hidden, arguments.inner),
+                VolumeCase(grid, scheme),
+                BlockShape(arguments.tokens, arguments.hidden, arguments.inner),
                 "float32",
                 "auto",
                 arguments.repetitions,

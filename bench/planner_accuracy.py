@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ndtp.measure import calibrate, step
-from ndtp.measure.volume import Case, Shape
+from ndtp.measure.volume import BlockShape, VolumeCase
 from ndtp.planner.block_cost import Block
 from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
@@ -55,11 +55,11 @@ def profile_of(arguments: argparse.Namespace) -> tuple[Hardware, list[calibrate.
     return hardware, fits, calibrate.to_toml(hardware, fits, samples)
 
 
-def measure(shape: Shape, hardware: Hardware, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(shape: BlockShape, hardware: Hardware, arguments: argparse.Namespace) -> dict[str, Any]:
     """The row of each grid, in the planner's order, and how well it chose; on rank 0, elsewhere nothing."""
     block = Block.mlp(shape.tokens, shape.hidden, shape.ffn)
     plans = search(Request((block,), dist.get_world_size(), hardware, dtype=DTYPE))
-    cases = tuple(Case(plan.grid, plan.scheme) for plan in plans)
+    cases = tuple(VolumeCase(plan.grid, plan.scheme) for plan in plans)
     with tempfile.TemporaryDirectory() as folder:
         log = str(Path(folder) / "rounds.jsonl")
         step.measure(step.Job(cases, shape, DTYPE, arguments.rounds, arguments.warmup, (), log, local=False))
@@ -127,7 +127,7 @@ def main() -> None:
     if not arguments.rate:
         parser.error("give --rate, the rate of the links")
     try:
-        shapes = [Shape(*map(int, text.split("x"))) for text in arguments.shapes.split(",")]
+        shapes = [BlockShape(*map(int, text.split("x"))) for text in arguments.shapes.split(",")]
     except (TypeError, ValueError):
         parser.error(f"--shapes {arguments.shapes}: write it like {SHAPES}")
     begin = time.monotonic()

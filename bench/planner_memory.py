@@ -24,7 +24,7 @@ import ndtp
 import ndtp.testing
 from ndtp.ops.memory import LiveBytes
 from ndtp.planner.training import Splits, Transformer
-from ndtp.planner.training.memory import Memory, memory
+from ndtp.planner.training.memory import StepMemory, memory
 from ndtp.planner.training.practice import PRACTICES
 
 GRIDS = {
@@ -82,7 +82,7 @@ def counted(name: str, sizes: dict[str, int]) -> dict[str, int]:
     return found | {"total": found["weights"] + found["optimizer"] + peak}
 
 
-def predicted(name: str, sizes: dict[str, int]) -> Memory:
+def predicted(name: str, sizes: dict[str, int]) -> StepMemory:
     axes = {"y": 4} if name.startswith("1d-sp") else GRIDS[name]
     model = Transformer(
         sizes["layers"], sizes["hidden"], sizes["inner"], HEADS, sizes["vocabulary"], sizes["length"], gated=True

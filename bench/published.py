@@ -30,7 +30,7 @@ else:
 
 from ndtp.errors import GridError
 from ndtp.planner.hardware import Hardware
-from ndtp.planner.training import Job, Practice, Splits, StepTime, Transformer
+from ndtp.planner.training import Practice, Splits, StepTime, TrainingJob, Transformer
 from ndtp.planner.training.choose import Question, choose
 from ndtp.planner.training.splits import RANK_ORDERS
 
@@ -43,7 +43,7 @@ SAME = 0.01  # published values nearer to each other than this have no order
 class Row:
     table: str
     half: str
-    job: Job
+    job: TrainingJob
     splits: Splits
     seconds: float
 
@@ -102,7 +102,7 @@ def row(table: dict[str, Any], about: dict[str, Any], sizes: dict[str, Any], har
     if rest:
         raise GridError(f"published: {sizes_of} do not divide {about['ranks']} ranks")
     splits = Splits(dp=dp, micro=about.get("micro", 1), virtual=about.get("v", 1), **sizes_of)
-    job = Job(model, about["batch"], hardware, practice)
+    job = TrainingJob(model, about["batch"], hardware, practice)
     return Row(table["id"], table.get("half", "judge"), job, splits, seconds_of(about, model))
 
 

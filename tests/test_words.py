@@ -40,12 +40,9 @@ BEGINS_BADLY = re.compile(
 
 # Names of classes and types that still mean several things, and how many.  A name leaves this list when its other
 # things are renamed; none may join it.
-TWO_MEANINGS: dict[str, int] = {
-    "Activation": 2, "Arithmetic": 2, "Axes": 2, "Between": 2, "Call": 4, "Candidate": 2, "Case": 3,
-    "Choice": 3, "Cut": 2, "Entry": 3, "Exchange": 2, "Form": 2, "Groups": 2, "Job": 5, "Key": 3, "Letters": 2,
-    "Memory": 3, "Message": 2, "OfHeads": 2, "Part": 2, "Passage": 2, "Point": 2, "Product": 3, "Projection": 2,
-    "Record": 2, "Request": 2, "Result": 2, "Rule": 2, "Run": 2, "Shape": 5, "Slots": 2, "Span": 2, "Spec": 2,
-    "Split": 2, "Stored": 2, "Table": 2, "Task": 2, "Watch": 2, "Way": 3, "Work": 2,
+TWO_MEANINGS = {
+    "Call": 3, "Choice": 2, "Entry": 2, "Exchange": 2, "Form": 2, "Memory": 2, "OfHeads": 2,
+    "Part": 2, "Passage": 2, "Projection": 2, "Rule": 2, "Slots": 2, "Stored": 2, "Watch": 2,
 }  # fmt: skip
 
 
@@ -104,28 +101,26 @@ def test_faults_are_told_from_sentences(docstring: str, is_good: bool):
     assert bool(fault(docstring)) is not is_good
 
 
-def named(tree: ast.Module) -> Iterator[str]:
-    """Yield the capitalised names that a module defines at its top: classes, and names of types."""
+def named(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield the capitalised names that a module defines at its top, and what each is: a class, or the text of a type."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            names = [node.name]
-        elif isinstance(node, ast.Assign):
-            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names = [node.target.id]
-        else:
-            names = []
-        yield from (name for name in names if re.fullmatch(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*", name))
+            yield node.name, "class"
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if re.fullmatch(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*", name) and name != "Self":
+                yield name, ast.unparse(node.value)
 
 
 def test_one_name_means_one_thing():
-    """No two modules define the same capitalised name, but for those on the list, which may only become shorter."""
-    places: dict[str, list[str]] = defaultdict(list)
+    """No two modules define the same name, but for types that are spelt alike, and for those on the list."""
+    places: dict[str, dict[str, str]] = defaultdict(dict)
     for house in (NDTP, KERNELS):
         for module, tree in modules(house).items():
-            for name in set(named(tree)):
-                places[name].append(module)
-    found = {name: where for name, where in places.items() if len(where) > 1 and name != "Self"}
+            for name, meaning in named(tree):
+                if not name.startswith("_"):
+                    places[name][module if meaning == "class" else meaning] = module
+    found = {name: sorted(where.values()) for name, where in places.items() if len(where) > 1}
     joined = {name: where for name, where in found.items() if len(where) > TWO_MEANINGS.get(name, 1)}
     assert not joined, f"one name for several things, choose another: {joined}"
     gone = set(TWO_MEANINGS) - set(found)

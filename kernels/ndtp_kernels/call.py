@@ -13,7 +13,7 @@ from ndtp_kernels.operands import Matrix, fold_batch_into_rows, merge_batch
 
 
 @dataclass
-class Call:
+class GemmCall:
     """The tensors of one product.  `aux` is the residual forward and the pre-activation backward."""
 
     a: Tensor

@@ -34,7 +34,7 @@ class Product(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
+class ProductRequest:
     """One product, checked: operands as the caller stores them, what comes beside them, what is to come back."""
 
     a: Tensor

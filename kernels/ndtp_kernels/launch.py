@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndtp_kernels.call import Call, describable
+from ndtp_kernels.call import GemmCall, describable
 from ndtp_kernels.choice.chips import INTERPRETER, Chip, detect
 from ndtp_kernels.choice.problem import Config
 from ndtp_kernels.errors import warn_once
@@ -83,7 +83,7 @@ def triton_chip(op: str, tensor: Tensor, backend: str) -> Chip | None:
     return chip
 
 
-def gemm_launches(call: Call, config: Config, chip: Chip) -> tuple[list[Launch], list[Tensor | None]]:
+def gemm_launches(call: GemmCall, config: Config, chip: Chip) -> tuple[list[Launch], list[Tensor | None]]:
     """The launches of a product, one or, with split K, two; and the column sums (2) and row sums they leave, or None.
 
     Column sums come as one row per tile, to be added up by the caller.
@@ -114,7 +114,7 @@ def gemm_launches(call: Call, config: Config, chip: Chip) -> tuple[list[Launch],
     return [launch, reduction], [*sums, rows]
 
 
-def replace_call(call: Call, **changes: Any) -> Call:
+def replace_call(call: GemmCall, **changes: Any) -> GemmCall:
     """A copy of a call whose views are already merged."""
     return replace(call, **changes)
 
@@ -160,7 +160,7 @@ def share_out(tiles: int, config: Config, chip: Chip, sms_to_leave: int) -> Shar
     return Shares(residents + tiles - kept, residents, kept)
 
 
-def _gluon(call: Call, config: Config, chip: Chip) -> Launch:
+def _gluon(call: GemmCall, config: Config, chip: Chip) -> Launch:
     a, b, c = call.view_a, call.view_b, call.view_c
     m, n = a.rows, b.cols
     options: dict[str, Any] = {"num_warps": config.num_warps}
@@ -184,7 +184,7 @@ def _gluon(call: Call, config: Config, chip: Chip) -> Launch:
     return Launch(kernel, arguments, constants, shared.grid, options)
 
 
-def _gemm(call: Call, config: Config, chip: Chip) -> tuple[Launch, list[Tensor | None], Tensor | None]:
+def _gemm(call: GemmCall, config: Config, chip: Chip) -> tuple[Launch, list[Tensor | None], Tensor | None]:
     if config.kernel == "gluon":
         return _gluon(call, config, chip), [None, None], None
     from ndtp_kernels.triton_code.gemm import gemm_kernel
@@ -244,7 +244,7 @@ def _gemm(call: Call, config: Config, chip: Chip) -> tuple[Launch, list[Tensor |
     return Launch(gemm_kernel, arguments, constants, shared.grid, {} if emulate else options), sums, row_sums
 
 
-def promotion(call: Call, config: Config, chip: Chip) -> int:
+def promotion(call: GemmCall, config: Config, chip: Chip) -> int:
     """Steps of K after which fp8 sums are added up in fp32; 0 where the tensor cores' own sums are taken to the end.
 
     The tensor cores of Ada and Hopper keep 13 bits behind the point of fp8 sums; Blackwell keeps all of fp32.
@@ -254,7 +254,7 @@ def promotion(call: Call, config: Config, chip: Chip) -> int:
     return max(2, PROMOTED_EVERY // config.block_k)
 
 
-def flatten_helps(call: Call, config: Config, chip: Chip) -> bool:
+def flatten_helps(call: GemmCall, config: Config, chip: Chip) -> bool:
     """Return whether the tile loop and the K loop are joined, so that the next tile's loads start in this one's
     epilogue.
 
@@ -265,7 +265,7 @@ def flatten_helps(call: Call, config: Config, chip: Chip) -> bool:
 
 
 def reduce_launch(
-    call: Call,
+    call: GemmCall,
     x: Tensor,
     x2: Tensor | None,
     view_x: Matrix,

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ndtp_kernels import launch, prepared, torch_path, tracing
-from ndtp_kernels.call import Call
+from ndtp_kernels.call import GemmCall
 from ndtp_kernels.checks import check_fp8, check_like, check_scale, check_vector, scale_size
 from ndtp_kernels.choice.problem import Config
 from ndtp_kernels.choice.selection import Options, configuration
 from ndtp_kernels.errors import KernelError, warn_once
-from ndtp_kernels.form import Form, Product, Request, default_dtype, read
+from ndtp_kernels.form import Form, Product, ProductRequest, default_dtype, read
 from ndtp_kernels.launch import triton_chip
 from ndtp_kernels.operands import Matrix, matrix, merge_batch
 from ndtp_kernels.reductions import add_up, halves, key_of, new_pre, place, places
@@ -81,7 +81,7 @@ def gemm(
     if accumulate and out is None:
         raise KernelError(op, "accumulate=True has nothing to accumulate into", "pass out")
     out_dtype = out.dtype if out is not None else default_dtype(a, out_dtype)
-    request = Request(
+    request = ProductRequest(
         a=a, b=b, form=form, out_dtype=out_dtype, activation=activation, b2=b2, bias=bias, bias2=bias2,
         residual=residual, scale_a=scale_a, scale_b=scale_b, scale_b2=scale_b2, gated=gated,
         keep_pre=keep_pre, row_sums=row_sums, out=out, accumulate=accumulate,
@@ -99,7 +99,7 @@ def gemm(
     pre = new_pre(c, gated) if keep_pre else None
     first, second = halves(pre, gated)
     view = matrix(c, "mn", False, form.c_blocks, op=op, name="c")
-    call = Call(
+    call = GemmCall(
         a=a, b=b, c=c, view_a=matrix(a, "mk", form.transpose_a, form.a_blocks, op=op, name="a"),
         view_b=matrix(b, "kn", form.transpose_b, form.b_blocks, op=op, name="b"), view_c=view,
         view_aux=None if residual is None else _like_c(op, "residual", residual, view, form),
@@ -166,7 +166,7 @@ def _like_c(op: str, name: str, tensor: Tensor, view_c: Matrix, form: Form) -> M
 
 
 def _within_two_batch_dims(
-    op: str, request: Request, batch: tuple[int, ...]
+    op: str, request: ProductRequest, batch: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """A, B, B2 and residual.  The kernels know two batch dims: beyond that (after merging) they are copied in full."""
     a, b, b2, residual, form = request.a, request.b, request.b2, request.residual, request.form
@@ -235,7 +235,7 @@ def backward_gemm(
     check_like(op, "pre", pre, [2, *shape] if gated else shape)
     out_dtype = default_dtype(a, out_dtype)
     check_fp8(op, a, b, va, vb)
-    request = Request(
+    request = ProductRequest(
         a=a, b=b, form=form, out_dtype=out_dtype, activation=activation, scale_a=scale_a, scale_b=scale_b, pre=pre,
         gated=gated, column_sums=column_sums, recompute=recompute,
     )  # fmt: skip
@@ -250,7 +250,7 @@ def backward_gemm(
     (first, second), (aux, aux2) = halves(c, gated), halves(pre, gated)
     assert first is not None
     view = matrix(first, "mn", False, form.c_blocks, op=op, name="c")
-    call = Call(
+    call = GemmCall(
         a=a, b=b, c=first, c2=second, view_a=matrix(a, "mk", form.transpose_a, form.a_blocks, op=op, name="a"),
         view_b=matrix(b, "kn", form.transpose_b, form.b_blocks, op=op, name="b"), view_c=view, view_aux=view,
         aux=aux, aux2=aux2, pre=hidden, activation=activation, gated=gated,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ndtp_kernels import launch, prepared, torch_path, tracing
-from ndtp_kernels.call import Call
+from ndtp_kernels.call import GemmCall
 from ndtp_kernels.checks import check_like, check_vector
 from ndtp_kernels.choice.selection import Options
 from ndtp_kernels.errors import KernelError
@@ -103,7 +103,7 @@ def reduce(
         pre = new_pre(c, gated) if keep_pre else None
         first, second = halves(pre, gated)
         view = Matrix(m, n, n, 1)
-        call = Call(
+        call = GemmCall(
             a=c, b=c, c=c, view_a=view, view_b=view, view_c=view, view_aux=view, bias=bias, bias2=bias2,
             aux=None if residual is None else residual.contiguous(), pre=first, pre2=second,
             activation=activation, gated=gated,
@@ -177,7 +177,7 @@ def reduce_backward(
         view = Matrix(m, n, n, 1)
         (first, second), (aux, aux2) = halves(c, gated), halves(pre, gated)
         assert first is not None
-        call = Call(
+        call = GemmCall(
             a=c, b=c, c=first, c2=second, view_a=view, view_b=view, view_c=view, view_aux=view, aux=aux, aux2=aux2,
             pre=hidden, activation=activation, gated=gated, backward=True, column_sums=column_sums,
         )  # fmt: skip

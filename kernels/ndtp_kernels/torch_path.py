@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ndtp_kernels import reference
-from ndtp_kernels.form import Product, Request
+from ndtp_kernels.form import Product, ProductRequest
 
 
 def _product(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -21,7 +21,7 @@ def _product(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
     return torch.matmul(left.float(), right.float())
 
 
-def gemm(request: Request) -> Product:
+def gemm(request: ProductRequest) -> Product:
     form, b, b2, out_dtype, keep_pre = request.form, request.b, request.b2, request.out_dtype, request.keep_pre
     left = reference.operand(request.a, "mk", form.transpose_a, form.a_blocks)
 
@@ -59,7 +59,7 @@ def gemm(request: Request) -> Product:
     return Product(_into(c, request), kept, None, sums)
 
 
-def _into(c: Tensor, request: Request) -> Tensor:
+def _into(c: Tensor, request: ProductRequest) -> Tensor:
     out = request.out
     if out is None:
         return c.to(request.out_dtype)
@@ -68,7 +68,7 @@ def _into(c: Tensor, request: Request) -> Tensor:
     return out.copy_(c)
 
 
-def backward_gemm(request: Request) -> Product:
+def backward_gemm(request: ProductRequest) -> Product:
     form = request.form
     assert request.pre is not None
     left = reference.operand(request.a, "mk", form.transpose_a, form.a_blocks)

@@ -19,7 +19,7 @@ from ndtp.errors import LayoutError
 
 
 @dataclass(frozen=True)
-class Cut:
+class SharedCut:
     """A list of axes, major to minor, cut in two: what stays split, and what is gathered.
 
     Attributes:
@@ -31,7 +31,7 @@ class Cut:
     gathered: tuple[str, ...]
 
     @classmethod
-    def of(cls, grid: Grid, axes: Sequence[str], ranks: int) -> Cut:
+    def of(cls, grid: Grid, axes: Sequence[str], ranks: int) -> SharedCut:
         """Gather over the minor `ranks` of all; over more, where these have no part of that size."""
         stays: list[str] = list(axes)
         gathered: list[str] = []
@@ -108,10 +108,10 @@ class AttentionPlan:
     # ------------------------------------------------------------------------------------------------------- heads
 
     @cached_property
-    def head_cut(self) -> Cut:
+    def head_cut(self) -> SharedCut:
         """The part of the head axes that cuts a single head of keys and values, or a head that several ranks share."""
         splits = self.layout.num_splits(1)
-        return Cut.of(self.layout.grid, self.layout.dims[1], splits // gcd(self.kv_heads, splits))
+        return SharedCut.of(self.layout.grid, self.layout.dims[1], splits // gcd(self.kv_heads, splits))
 
     @cached_property
     def head_gather(self) -> RelayoutPlan:
@@ -142,10 +142,10 @@ class AttentionPlan:
 
     # -------------------------------------------------------------------------------------------------------- rows
 
-    def row_cut(self, batch: int) -> Cut:
+    def row_cut(self, batch: int) -> SharedCut:
         """Return the part of the row axes that cuts single sequences."""
         splits = self.layout.num_splits(0)
-        return Cut.of(self.layout.grid, self.layout.dims[0], splits // gcd(batch, splits))
+        return SharedCut.of(self.layout.grid, self.layout.dims[0], splits // gcd(batch, splits))
 
     def row_gather(self, batch: int) -> RelayoutPlan:
         return self.row_cut(batch).plan(self.layout.grid, 1, self.name)

@@ -12,7 +12,7 @@ from ndtp.algebra.loop_nest import LoopNest
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.stored import Stored
 
-Groups = tuple[tuple[str, ...], ...]
+LetterGroups = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +24,9 @@ class ProductForm:
     """
 
     plan: MatMulPlan
-    a: Groups
-    b: Groups
-    c: Groups
+    a: LetterGroups
+    b: LetterGroups
+    c: LetterGroups
 
 
 def product_form(plan: EinsumPlan, chunks: int | str = 0) -> ProductForm | None:
@@ -86,5 +86,5 @@ def _precedes(tensor: Stored, first: Sequence[str], second: Sequence[str]) -> bo
     return bool(first and second) and tensor.letters.index(first[0]) < tensor.letters.index(second[0])
 
 
-def _layout(tensor: Stored, groups: Groups) -> Layout:
+def _layout(tensor: Stored, groups: LetterGroups) -> Layout:
     return Layout(tensor.layout.grid, *(tensor.axes_of(group[0]) if group else () for group in groups))

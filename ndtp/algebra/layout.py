@@ -16,7 +16,7 @@ from ndtp.algebra import picture
 from ndtp.algebra.grid import Grid
 from ndtp.errors import LayoutError
 
-Spec = str | None | Sequence[str]
+DimSpec = str | None | Sequence[str]
 INTERLEAVED = "interleaved_parallel"
 
 
@@ -25,7 +25,7 @@ def subscript(axes: Sequence[str]) -> str:
     return "".join(axes) if all(len(axis) == 1 for axis in axes) else f"({' '.join(axes)})"
 
 
-def _axes_of(spec: Spec) -> tuple[str, ...]:
+def _axes_of(spec: DimSpec) -> tuple[str, ...]:
     if spec is None or spec == "None":
         return ()
     return (spec,) if isinstance(spec, str) else tuple(spec)
@@ -47,7 +47,7 @@ class Layout:
     dims: tuple[tuple[str, ...], ...]
     chunks: tuple[int, int] | None
 
-    def __init__(self, grid: Grid, *dims: Spec, chunks: tuple[int, int] | None = None) -> None:
+    def __init__(self, grid: Grid, *dims: DimSpec, chunks: tuple[int, int] | None = None) -> None:
         split = tuple(_axes_of(spec) for spec in dims)
         used = [axis for axes in split for axis in axes]
         for axis in used:
@@ -95,7 +95,7 @@ class Layout:
         num_axes = len(names) - (INTERLEAVED in names)
         grid = Grid(dict(zip(names[:num_axes], sizes[:num_axes], strict=True)))
 
-        def layout(*dims: Spec) -> Layout:
+        def layout(*dims: DimSpec) -> Layout:
             split = [_axes_of(spec) for spec in dims]
             cut = [dim for dim, axes in enumerate(split) if INTERLEAVED in axes]
             if len(cut) > 1 or any(INTERLEAVED in axes[:-1] for axes in split) or (cut and INTERLEAVED not in names):
@@ -129,7 +129,7 @@ class Layout:
     def num_splits(self, dim: int) -> int:
         return self.grid.size(self.dims[dim])
 
-    def with_dims(self, *dims: Spec) -> Layout:
+    def with_dims(self, *dims: DimSpec) -> Layout:
         """Another layout over the same grid."""
         return Layout(self.grid, *dims)
 

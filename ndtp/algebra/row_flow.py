@@ -60,7 +60,7 @@ class RowMove(NamedTuple):
 Moves = tuple[RowMove | Step, ...]
 
 
-class Way(NamedTuple):
+class RowWay(NamedTuple):
     """The collectives that move a tensor before or after a product, and those that move its gradient back."""
 
     there: Moves
@@ -179,10 +179,10 @@ class RowFlow:
         return tuple(mine if i == me else (rows - mine) * (i == (me + 1) % parts) for i in range(parts))
 
     @cached_property
-    def ways(self) -> tuple[Way, Way, Way, Way]:
+    def ways(self) -> tuple[RowWay, RowWay, RowWay, RowWay]:
         """The moves of the first product's input and output, and of the second product's input and output."""
         return tuple(  # type: ignore[return-value]
-            Way(*(tuple(map(self._bound, plan.relayouts[name])) for name in (there, back)))
+            RowWay(*(tuple(map(self._bound, plan.relayouts[name])) for name in (there, back)))
             for plan in (self.plan.up, self.plan.down)
             for there, back in (("A", "dA"), ("C", "dC"))
         )

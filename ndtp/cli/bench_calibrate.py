@@ -58,7 +58,7 @@ def calibrate(
     """
     import ndtp.testing
     from ndtp.measure import check_room
-    from ndtp.measure.calibrate import Job, fit, measure, rates_by_class, to_toml
+    from ndtp.measure.calibrate import CalibrationJob, fit, measure, rates_by_class, to_toml
 
     world = world_size()
     count = num_ranks(ranks, 4, least=2)
@@ -75,7 +75,7 @@ def calibrate(
     sizes = tuple(int(largest * 2**20) >> shift for shift in (8, 5, 2, 0))
     scale = (64, 256, 1024, 4096) if device == "cuda" else (64, 256, 1024)
     limit = 2**36 if device == "cuda" else 2**29
-    job = Job(per_node, DTYPES[dtype], sizes, scale, limit, repeats, device, 0.02 * repeats)
+    job = CalibrationJob(per_node, DTYPES[dtype], sizes, scale, limit, repeats, device, 0.02 * repeats)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     out = console(json_file)

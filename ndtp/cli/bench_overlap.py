@@ -34,8 +34,8 @@ from ndtp.planner.fields import integer
 MAX_CHUNKS = 1024
 
 if TYPE_CHECKING:
-    from ndtp.measure.overlap_trace import Job, RankTrace
-    from ndtp.measure.volume import Case, Shape
+    from ndtp.measure.overlap_trace import RankTrace, TraceJob
+    from ndtp.measure.volume import BlockShape, VolumeCase
 
 
 def overlap(
@@ -84,11 +84,11 @@ def overlap(
     Example: ndtp bench overlap --grid 'z=2 y=4' --chunks 4 --trace trace.json --plot timeline.png
     """
     from ndtp.measure import check_room
-    from ndtp.measure.overlap_trace import Job, num_chunks
-    from ndtp.measure.volume import Shape, bytes_needed
+    from ndtp.measure.overlap_trace import TraceJob, num_chunks
+    from ndtp.measure.volume import BlockShape, bytes_needed
 
     world = world_size()
-    shape = Shape(tokens, hidden, ffn)
+    shape = BlockShape(tokens, hidden, ffn)
     case = choose(grid, scheme, ranks, shape)
     device = _device(world)
     if world is None:
@@ -103,7 +103,7 @@ def overlap(
             case, shape, DTYPES[dtype], chunks_of(chunks), rounds, warmup, blocks, checked_balance(balance), hardware
         )
         return run_paced(timed, dtype, out, trace, plot, json_file)
-    job = Job(case, shape, DTYPES[dtype], chunks_of(chunks), rounds, warmup, device)
+    job = TraceJob(case, shape, DTYPES[dtype], chunks_of(chunks), rounds, warmup, device)
     with waiting(out, f"measuring {count} ranks"):
         traces = _run(job)
     if not is_first_rank():
@@ -150,7 +150,7 @@ def checked_balance(balance: float) -> float:
     return balance
 
 
-def choose(text: str | None, scheme: str | None, ranks: int | None, shape: Shape) -> Case:
+def choose(text: str | None, scheme: str | None, ranks: int | None, shape: BlockShape) -> VolumeCase:
     """The grid that was named, or the best by volume of as many ranks.
 
     Raises:
@@ -158,7 +158,7 @@ def choose(text: str | None, scheme: str | None, ranks: int | None, shape: Shape
         LayoutError: a scheme that is not there or does not fit the grid, or sizes that do not divide.
     """
     from ndtp.algebra.schemes import scheme_of
-    from ndtp.measure.volume import Case, cases
+    from ndtp.measure.volume import VolumeCase, cases
 
     named = None if text is None else grid_of(text)
     count = num_ranks(ranks, named.num_ranks if named else 4, least=2)
@@ -171,7 +171,7 @@ def choose(text: str | None, scheme: str | None, ranks: int | None, shape: Shape
         return found[0]
     if named.num_ranks != count:
         raise GridError(f"bench overlap: --grid {text!r} has {named.num_ranks} ranks, the run has {count}")
-    case = Case(named, scheme or scheme_of(named))
+    case = VolumeCase(named, scheme or scheme_of(named))
     case.predicted(shape, 1)  # raises where the sizes do not divide
     return case
 
@@ -182,7 +182,7 @@ def _device(world: int | None) -> str:
     return "cuda" if world and torch.cuda.is_available() else "cpu"
 
 
-def _run(job: Job) -> list[RankTrace]:
+def _run(job: TraceJob) -> list[RankTrace]:
     import ndtp.testing
     from ndtp.measure.overlap_trace import measure
 

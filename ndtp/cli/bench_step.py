@@ -29,7 +29,7 @@ from ndtp.cli.progress import Bar
 from ndtp.errors import GridError
 
 if TYPE_CHECKING:
-    from ndtp.measure.volume import Case, Shape
+    from ndtp.measure.volume import BlockShape, VolumeCase
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 COMPARISONS = {"torch": ("torch Colwise/Rowwise", "torch sequence parallel"), "megatron": ("Megatron-style 1D",)}
@@ -65,13 +65,13 @@ def step(
     Example: ndtp bench step --ranks 8 --tokens 4096 --hidden 512 --ffn 2048 --compare torch
     """
     from ndtp.measure import check_room
-    from ndtp.measure.step import Job, num_rounds, read_log
-    from ndtp.measure.volume import Shape, bytes_needed
+    from ndtp.measure.step import StepJob, num_rounds, read_log
+    from ndtp.measure.volume import BlockShape, bytes_needed
     from ndtp.planner.hardware import Hardware
 
     world = world_size()
     count = num_ranks(ranks, 4, least=2)
-    profile, shape = Hardware.load(hardware), Shape(tokens, hidden, ffn)
+    profile, shape = Hardware.load(hardware), BlockShape(tokens, hidden, ffn)
     profile.flops_per_second(DTYPES[dtype])  # raises where the profile has no rate for it
     chosen = choose(grids or [], count, shape, top)
     rivals = tuple(name for word in dict.fromkeys(compare or []) for name in COMPARISONS[word])
@@ -82,7 +82,7 @@ def step(
     interrupted = False
     with tempfile.TemporaryDirectory() as folder:
         log = str(Path(folder) / "rounds.jsonl")
-        job = Job(tuple(chosen), shape, DTYPES[dtype], rounds, warmup, rivals, log, _device(world))
+        job = StepJob(tuple(chosen), shape, DTYPES[dtype], rounds, warmup, rivals, log, _device(world))
         try:
             with Bar(out, "rounds", rounds + warmup) as bar, bar.following(lambda: num_rounds(log)):
                 _run(job, count)
@@ -104,7 +104,7 @@ def step(
     raise typer.Exit(1 if wrong else 130 if interrupted else 0)
 
 
-def choose(texts: list[str], ranks: int, shape: Shape, top: int) -> list[Case]:
+def choose(texts: list[str], ranks: int, shape: BlockShape, top: int) -> list[VolumeCase]:
     """The grids that were named, or the `top` ones by volume.
 
     Raises:
@@ -112,7 +112,7 @@ def choose(texts: list[str], ranks: int, shape: Shape, top: int) -> list[Case]:
         typer.BadParameter: text that names none.
     """
     from ndtp.algebra.schemes import scheme_of
-    from ndtp.measure.volume import Case, cases
+    from ndtp.measure.volume import VolumeCase, cases
 
     if not texts:
         found = [case for case in cases(ranks, shape, top) if case.scheme != "1d"][:top]
@@ -127,7 +127,7 @@ def choose(texts: list[str], ranks: int, shape: Shape, top: int) -> list[Case]:
         grid = grid_of(text)
         if grid.num_ranks != ranks:
             raise GridError(f"bench step: --grid {text!r} has {grid.num_ranks} ranks, the run has {ranks}")
-        case = Case(grid, scheme_of(grid))
+        case = VolumeCase(grid, scheme_of(grid))
         case.predicted(shape, 1)  # raises where the sizes do not divide
         chosen.append(case)
     return chosen
@@ -160,7 +160,9 @@ def _run(job: Any, ranks: int) -> None:
     ndtp.testing.run(measure, ranks, args=(job,), timeout=24 * 3600)
 
 
-def describe(chosen: list[Case], results: list[Any], shape: Shape, dtype: str, profile: Any) -> list[dict[str, Any]]:
+def describe(
+    chosen: list[VolumeCase], results: list[Any], shape: BlockShape, dtype: str, profile: Any
+) -> list[dict[str, Any]]:
     """Rows of the table: what was measured beside what was predicted."""
     from ndtp.measure.step import ranks_of
     from ndtp.planner.block_cost import Block

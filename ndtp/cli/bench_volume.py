@@ -94,10 +94,19 @@ def volume(
     import torch
 
     from ndtp.measure import check_room
-    from ndtp.measure.volume import Shape, analysis, bytes_needed, cases, fake_group, meter, meter_real, scaled_down
+    from ndtp.measure.volume import (
+        BlockShape,
+        analysis,
+        bytes_needed,
+        cases,
+        fake_group,
+        meter,
+        meter_real,
+        scaled_down,
+    )
     from ndtp.testing import run
 
-    shape, torch_dtype = Shape(tokens, hidden, ffn), getattr(torch, DTYPES[dtype])
+    shape, torch_dtype = BlockShape(tokens, hidden, ffn), getattr(torch, DTYPES[dtype])
     itemsize = torch_dtype.itemsize
     chosen = cases(ranks, shape, top)
     small = scaled_down(shape, ranks)

@@ -31,7 +31,7 @@ from ndtp.cli.progress import Runner
 from ndtp.planner.fields import Number, reason, unwritable
 
 if TYPE_CHECKING:
-    from ndtp.cli.demo_training import GridRun, Run, Task
+    from ndtp.cli.demo_training import DemoRun, DemoTask, GridRun
 
 
 def demo(
@@ -56,20 +56,20 @@ def demo(
 
     Example: ndtp demo --output demo_output --steps 100
     """
-    from ndtp.cli.demo_training import LOSS_TOLERANCE, GridRun, Task, train
+    from ndtp.cli.demo_training import LOSS_TOLERANCE, DemoTask, GridRun, train
     from ndtp.testing import RankError
 
     out = console(json_file)
     ranks = num_ranks(ranks)
     start = time.monotonic()
-    task = Task.on(ranks, steps)
+    task = DemoTask.on(ranks, steps)
     if is_first_rank():
         _make(output)
     choices = grids_for(ranks)
     _introduce(out, task, ranks)
     try:
         with Runner(out, ranks, total=steps * (len(choices) + 1)) as runner:
-            dense: Run = runner.run("dense", train, task, None, "")[0]
+            dense: DemoRun = runner.run("dense", train, task, None, "")[0]
             runs = []
             for scheme, grid in choices:
                 sizes = {axis: grid[axis] for axis in grid}
@@ -129,7 +129,7 @@ def _make(directory: Path) -> None:
             raise typer.BadParameter(problem, param_hint="--output")
 
 
-def _introduce(out: Console, task: Task, ranks: int) -> None:
+def _introduce(out: Console, task: DemoTask, ranks: int) -> None:
     out.print(
         f"A byte-level transformer, {task.layers} layers of width {task.sizes.width} with {task.heads} heads, "
         f"{task.tokens} tokens a step, AdamW, fp32:\n{task.steps} steps dense, then with all of its layers on grids "
@@ -138,7 +138,7 @@ def _introduce(out: Console, task: Task, ranks: int) -> None:
     )
 
 
-def _print_table(out: Console, dense: Run, runs: Sequence[GridRun]) -> None:
+def _print_table(out: Console, dense: DemoRun, runs: Sequence[GridRun]) -> None:
     from ndtp.cli.demo_training import LOSS_TOLERANCE
 
     table = Table(title="A training step, and how far its losses are from dense", title_justify="left")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ndtp.cli.demo_training import GridRun, Run
+from ndtp.cli.demo_training import DemoRun, GridRun
 
 CURVES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 AXES = {"x": "#56b4e9", "y": "#f0a860", "z": "#8fcfb0"}
@@ -14,7 +14,7 @@ OTHER = "#b8b8b8"
 INK = "#303030"
 
 
-def draw(path: Path, dense: Run, runs: Sequence[GridRun], tolerance: float) -> None:
+def draw(path: Path, dense: DemoRun, runs: Sequence[GridRun], tolerance: float) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

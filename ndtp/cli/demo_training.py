@@ -24,7 +24,7 @@ LOSS_TOLERANCE = 1e-3  # a hundred steps of AdamW in fp32 were seen to drift by 
 
 
 @dataclass(frozen=True)
-class Task:
+class DemoTask:
     """The same on every grid: sizes, seed and number of steps."""
 
     steps: int
@@ -35,7 +35,7 @@ class Task:
     seed: int = 0
 
     @classmethod
-    def on(cls, ranks: int, steps: int) -> Task:
+    def on(cls, ranks: int, steps: int) -> DemoTask:
         """With as many heads, and sequences, as every grid of so many ranks divides."""
         return cls(steps, heads=ranks * max(-(-8 // ranks), 1))
 
@@ -53,7 +53,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Run:
+class DemoRun:
     """What one rank saw of a training run.  Bytes are those of one step, forward and backward."""
 
     losses: list[float] = field(default_factory=list)
@@ -73,8 +73,8 @@ class GridRun:
 
     scheme: str
     grid: Grid
-    by_rank: tuple[Run, ...]
-    dense: Run
+    by_rank: tuple[DemoRun, ...]
+    dense: DemoRun
 
     @property
     def name(self) -> str:
@@ -127,20 +127,20 @@ def text() -> Tensor:
     return torch.frombuffer(bytearray("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8)
 
 
-def train(counter: Counter, task: Task, sizes: Mapping[str, int] | None, scheme: str) -> Run:
+def train(counter: Counter, task: DemoTask, sizes: Mapping[str, int] | None, scheme: str) -> DemoRun:
     """Train on every rank; without a grid the dense model, on rank 0 alone.
 
     The bytes of the first step are metered; its time, which counts the meter, is left out.
     """
     mesh = ProcessGrid(Grid(sizes)) if sizes else None
     if mesh is None and torch.distributed.is_initialized() and torch.distributed.get_rank():
-        return Run()
+        return DemoRun()
     torch.manual_seed(task.seed)
     model = ByteModel(task.sizes)
-    run = Run()
+    run = DemoRun()
     if mesh is not None:
         predicted = model.to_grid(mesh, scheme).volume(task.batch, task.context).in_bytes(4)
-        run = Run(predicted_bytes=predicted.total, by_axes=predicted.by("axes"))
+        run = DemoRun(predicted_bytes=predicted.total, by_axes=predicted.by("axes"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, foreach=True)
     batches = torch.Generator().manual_seed(task.seed)
     document = text()
@@ -164,7 +164,7 @@ def train(counter: Counter, task: Task, sizes: Mapping[str, int] | None, scheme:
             run.step_ms.append((time.perf_counter() - start) * 1e3)
         run.losses.append(loss)
         counter.advance()
-    return Run(run.losses, run.step_ms, run.predicted_bytes, measured, run.by_axes)
+    return DemoRun(run.losses, run.step_ms, run.predicted_bytes, measured, run.by_axes)
 
 
 def _forward_backward(model: ByteModel, chunk: Tensor) -> float:

@@ -14,7 +14,7 @@ from ndtp.errors import GridError
 
 if TYPE_CHECKING:
     from ndtp.planner.model_sizes import CountedModel, ModelSizes
-    from ndtp.planner.training.choose import Choice, Question
+    from ndtp.planner.training.choose import Question, SplitChoice
 
 # Where a request says nothing: tokens of a step, and the longest sequence that is assumed.
 TOKENS, LONGEST = 4 * 2**20, 8192
@@ -87,7 +87,9 @@ def _length(config: dict[str, Any]) -> int:
     return found[0] if found else 4096
 
 
-def answer(out: Any, question: Question, asked: Asked, top: int, emit: Path | None, plot: Path | None) -> list[Choice]:
+def answer(
+    out: Any, question: Question, asked: Asked, top: int, emit: Path | None, plot: Path | None
+) -> list[SplitChoice]:
     """Print the choices, and write what was asked for."""
     from ndtp.planner.training.choose import choose
     from ndtp.planner.training.program import program
@@ -118,7 +120,7 @@ def answer(out: Any, question: Question, asked: Asked, top: int, emit: Path | No
     return choices[:top]
 
 
-def _table(choices: list[Choice]) -> Table:
+def _table(choices: list[SplitChoice]) -> Table:
     from ndtp.planner.training.choose import GIB
     from ndtp.planner.training.reasons import against
 
@@ -149,13 +151,13 @@ def _table(choices: list[Choice]) -> Table:
     return table
 
 
-def _say(out: Any, best: Choice, choices: list[Choice]) -> None:
+def _say(out: Any, best: SplitChoice, choices: list[SplitChoice]) -> None:
     from ndtp.planner.training.reasons import limits, why
 
     out.print(f"{why(best)} What limits it: {limits(best)}.", highlight=False)
 
 
-def result(choices: list[Choice]) -> dict[str, Any]:
+def result(choices: list[SplitChoice]) -> dict[str, Any]:
     """Of `--json`."""
     from ndtp.planner.training.program import sizes_of
     from ndtp.planner.training.reasons import limits, why

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ndtp.planner.training.choose import GIB, Choice
+from ndtp.planner.training.choose import GIB, SplitChoice
 
 COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC79A7", "#999999", "#000000", "#8DA0CB",
            "#B3DE69", "#FB8072", "#BC80BD")  # fmt: skip
 
 
-def draw(choices: list[Choice], path: str | Path) -> None:
+def draw(choices: list[SplitChoice], path: str | Path) -> None:
     """Write a PNG (or whatever the name's suffix says)."""
     import matplotlib
 

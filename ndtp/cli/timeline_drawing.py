@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from ndtp.cli.drawing import INK
-from ndtp.schedule.clocks import Span
+from ndtp.schedule.clocks import LaneSpan
 
 # Pale colours that differ without colour vision too; gradients have the colour of their tensor, a shade darker.
 COLOURS = {
@@ -20,18 +20,18 @@ PHASES = ("forward", "backward")
 MARGIN = 10
 
 
-def lanes_of(spans: Sequence[Span]) -> list[str]:
+def lanes_of(spans: Sequence[LaneSpan]) -> list[str]:
     """What computes, and the axes that communicate."""
     return ["compute", *sorted({span.lane for span in spans} - {"compute"}, key=["dp", "z", "x", "y"].index)]
 
 
-def colour_of(span: Span) -> str:
+def colour_of(span: LaneSpan) -> str:
     if span.lane == "compute" and span.what not in ("multiply", "own"):
         return OTHER
     return COLOURS[span.tensor]
 
 
-def label_of(span: Span) -> str:
+def label_of(span: LaneSpan) -> str:
     """The tensor, the number of the product, and the chunk; other work by its first letter."""
     chunk = "" if span.chunk is None else f"[{span.chunk}]"
     if span.lane == "compute" and span.what not in ("multiply", "own"):
@@ -39,7 +39,7 @@ def label_of(span: Span) -> str:
     return f"{span.tensor}{span.product}{chunk}"
 
 
-def as_text(spans: Sequence[Span], width: int) -> Iterator[Text]:
+def as_text(spans: Sequence[LaneSpan], width: int) -> Iterator[Text]:
     """A picture for each phase: a line for each lane, its spans as wide as they take time."""
     for phase in PHASES:
         found = [span for span in spans if span.phase == phase]
@@ -55,7 +55,7 @@ def as_text(spans: Sequence[Span], width: int) -> Iterator[Text]:
         yield text
 
 
-def _append_lane(text: Text, spans: Sequence[Span], begin: float, end: float, cells: int) -> None:
+def _append_lane(text: Text, spans: Sequence[LaneSpan], begin: float, end: float, cells: int) -> None:
     """Every span gets a cell at least, as long as there are any; later spans begin where earlier ones end."""
     at = 0
     for span in sorted(spans, key=lambda span: span.begin):
@@ -69,7 +69,7 @@ def _append_lane(text: Text, spans: Sequence[Span], begin: float, end: float, ce
     text.append("." * (cells - at), "not bold dim")
 
 
-def save(path: Path, spans: Sequence[Span], title: str) -> None:
+def save(path: Path, spans: Sequence[LaneSpan], title: str) -> None:
     """Draw the lanes into an SVG or PNG file, forward and backward on one axis of time."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -98,7 +98,7 @@ def save(path: Path, spans: Sequence[Span], title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _mark_backward(axes: Any, spans: Sequence[Span]) -> None:
+def _mark_backward(axes: Any, spans: Sequence[LaneSpan]) -> None:
     backward = [span.begin for span in spans if span.phase == "backward"]
     if backward:
         axes.axvline(min(backward) * 1e3, color=INK, linewidth=0.8, linestyle=":")

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from ndtp.compute.epilogues import ACTIVATIONS
 
-Activation = Callable[[Tensor], Tensor]
+ActivationFunction = Callable[[Tensor], Tensor]
 
 
-def width_of(activation: str | Activation) -> int:
+def width_of(activation: str | ActivationFunction) -> int:
     """Features that an activation takes for each that it gives: 2 for a gated one, by name."""
     return ACTIVATIONS[activation].width if isinstance(activation, str) and activation in ACTIVATIONS else 1
 
 
-def activation_named(activation: str | Activation) -> Activation:
+def activation_named(activation: str | ActivationFunction) -> ActivationFunction:
     """The function of a name; a callable is taken as it is, and must act element by element.
 
     Raises:

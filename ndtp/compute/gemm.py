@@ -23,7 +23,7 @@ from ndtp.compute.grouped import KernelGrouped, TorchGrouped
 LOW_PRECISION = tuple(getattr(torch, name) for name in dtypes.LOW_PRECISION)
 Letters = tuple[str | None, ...]
 Shape = tuple[int, ...]
-Product = Callable[..., Tensor]
+Multiply = Callable[..., Tensor]
 
 
 class TorchGemm(TorchEpilogues, TorchGrouped):
@@ -49,7 +49,7 @@ class TorchGemm(TorchEpilogues, TorchGrouped):
         blocks: int | None = None,
         parts: Sequence[int] | None = None,
         accumulate: bool = False,
-    ) -> Product:
+    ) -> Multiply:
         """A product, for operands of these shapes: a function of the two.
 
         It is summed over the letter that its result lacks, and over batch dims that the result lacks or has with
@@ -77,7 +77,7 @@ class TorchGemm(TorchEpilogues, TorchGrouped):
         result: Letters,
         how: dict[str, Any],
         same_batch: bool = True,
-    ) -> Product:
+    ) -> Multiply:
         """Multiply over the letter that the result lacks, whatever the order in which the three are stored."""
         row, column = result[-2:]
         is_swapped = row not in one[1][-2:]
@@ -85,7 +85,7 @@ class TorchGemm(TorchEpilogues, TorchGrouped):
         transposed = a[-2] != row, b[-1] != column
         if len(a) == len(b) == 2 and (how or a_dims == 3 or b_dims == 3):
             how = {"transpose_a": transposed[0], "transpose_b": transposed[1], **how}
-            product: Product = partial(self.product_of_blocks, **how)
+            product: Multiply = partial(self.product_of_blocks, **how)
         else:
             product = self.bound_product(*transposed, a_dims if same_batch and a_dims == b_dims else None)
             extra = max(a_dims, b_dims) - len(result)
@@ -106,7 +106,7 @@ class TorchGemm(TorchEpilogues, TorchGrouped):
         """
         return dtype not in LOW_PRECISION
 
-    def bound_product(self, transpose_a: bool, transpose_b: bool, dims: int | None) -> Product:
+    def bound_product(self, transpose_a: bool, transpose_b: bool, dims: int | None) -> Multiply:
         """A . B, whose two last dims may each be stored swapped; both have `dims` dims and one batch, or None."""
         multiply = {2: torch.mm, 3: torch.bmm}.get(dims or 0, torch.matmul)
         if transpose_a:
@@ -172,7 +172,7 @@ class KernelGemm(KernelEpilogues, KernelGrouped, TorchGemm):
     def takes_blocks(self, dtype: torch.dtype) -> bool:
         return True
 
-    def bound_product(self, transpose_a: bool, transpose_b: bool, dims: int | None) -> Product:
+    def bound_product(self, transpose_a: bool, transpose_b: bool, dims: int | None) -> Multiply:
         return partial(self.product, transpose_a=transpose_a, transpose_b=transpose_b)
 
     def product(self, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
@@ -238,7 +238,7 @@ def _slice(matrix: Tensor, dim: int, count: int, at: int) -> Tensor:
     return matrix.narrow(dim, at * size, size)
 
 
-def _summed(product: Product, extra: int, units: tuple[int, ...]) -> Product:
+def _summed(product: Multiply, extra: int, units: tuple[int, ...]) -> Multiply:
     """A product, summed over the batch dims that its operand lacks or holds with size 1."""
 
     def run(a: Tensor, b: Tensor) -> Tensor:

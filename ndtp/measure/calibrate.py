@@ -25,7 +25,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 @dataclass(frozen=True)
-class Job:
+class CalibrationJob:
     """The task of every rank in a calibration.
 
     Attributes:
@@ -81,7 +81,7 @@ class Samples:
     contention: tuple[float, ...] = (0.0,)
 
 
-def measure(job: Job) -> Samples:
+def measure(job: CalibrationJob) -> Samples:
     """Measure on every rank, which all return the same samples."""
     links = [sample for grid in _grids(dist.get_world_size()) for sample in _links(grid, job)]
     return Samples(links, list(_gemms(job)), _copies(job), tuple(_contention(job)))
@@ -92,7 +92,7 @@ def _grids(ranks: int) -> list[Grid]:
     return [Grid(x=ranks // y, y=y) for y in range(2, ranks + 1) if ranks % y == 0]
 
 
-def _links(grid: Grid, job: Job) -> Iterator[LinkSample]:
+def _links(grid: Grid, job: CalibrationJob) -> Iterator[LinkSample]:
     mesh = ProcessGrid(grid, device_type=job.device)
     dtype = getattr(torch, job.dtype)
     for axis in grid.nontrivial(grid.names):
@@ -111,7 +111,7 @@ def _links(grid: Grid, job: Job) -> Iterator[LinkSample]:
                 yield LinkSample(collective, axis, size, stride, received, timed(action, job))
 
 
-def _contention(job: Job) -> Iterator[float]:
+def _contention(job: CalibrationJob) -> Iterator[float]:
     """Products beside a collective that takes as long as they do: what of that time they do not hide.
 
     Above 1, overlapping costs more than it hides; that is taken as hiding nothing.
@@ -140,7 +140,7 @@ def _contention(job: Job) -> Iterator[float]:
         yield float(np.clip(1 - hidden / min(alone, count * product), 0, 1))
 
 
-def _gemms(job: Job) -> Iterator[GemmSample]:
+def _gemms(job: CalibrationJob) -> Iterator[GemmSample]:
     dtype = getattr(torch, job.dtype)
     for m in job.dims:
         for n in job.dims:
@@ -151,7 +151,7 @@ def _gemms(job: Job) -> Iterator[GemmSample]:
                     yield GemmSample(m, n, k, seconds)
 
 
-def _copies(job: Job) -> float:
+def _copies(job: CalibrationJob) -> float:
     """GB/s read and written by an operation that computes nothing to speak of, new memory for its result included.
 
     Several results are held at once, as a step holds them: memory that one result leaves to the next is not new.
@@ -160,7 +160,7 @@ def _copies(job: Job) -> float:
     return held * 2 * x.numel() * 4 / sustained(lambda: [x.relu() for _ in range(held)], job) / 1e9
 
 
-def sustained(action: Callable[[], Any], job: Job) -> float:
+def sustained(action: Callable[[], Any], job: CalibrationJob) -> float:
     """Seconds of an action among many of its kind, on all ranks at once.
 
     One short action alone is over before ranks that share processors get in each other's way.
@@ -174,7 +174,7 @@ def sustained(action: Callable[[], Any], job: Job) -> float:
     return timed(many, job) / count
 
 
-def timed(action: Callable[[], Any], job: Job) -> float:
+def timed(action: Callable[[], Any], job: CalibrationJob) -> float:
     """Median over repeats of the slowest rank's seconds.  All ranks at once: they share what they share in a step."""
     times = []
     for repeat in range(-1, job.repeats):
@@ -208,7 +208,7 @@ class Fit:
         return cls(what, len(errors), float(np.median(errors)), float(errors.max()))
 
 
-def fit(samples: Samples, job: Job, name: str) -> tuple[Hardware, list[Fit]]:
+def fit(samples: Samples, job: CalibrationJob, name: str) -> tuple[Hardware, list[Fit]]:
     """A profile, and the quality of each of its parts."""
     fits: list[Fit] = []
     found: dict[str, Link] = {}
@@ -295,7 +295,7 @@ def fit_gemm(samples: Samples, dtype: str) -> tuple[float, float, float, list[Fi
     if best is None:
         raise GridError(
             f"bench calibrate: products with dims up to {shapes.max():.0f} took no longer than small ones\n"
-            "  fix: a quiet machine and more --repeats, or larger dims in the Job"
+            "  fix: a quiet machine and more --repeats, or larger dims in the CalibrationJob"
         )
     _, peak, half, launch = best
     probe = Hardware(
@@ -318,7 +318,7 @@ def rates_by_class(samples: Samples) -> dict[str, float]:
     return {name: median(found) for name, found in sorted(rates.items())}
 
 
-def _memory_gib(job: Job) -> float:
+def _memory_gib(job: CalibrationJob) -> float:
     import os
 
     if job.device == "cuda":

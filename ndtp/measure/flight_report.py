@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 2**26  # of a file: a record of 512 collectives has some hundred kilobytes
-Key = tuple[tuple[int, ...], tuple[str, ...]]  # of a group: its ranks and axes
+GroupKey = tuple[tuple[int, ...], tuple[str, ...]]  # of a group: its ranks and axes
 
 
 class FlightError(ValueError):
@@ -74,7 +74,7 @@ def report(flights: dict[int, dict[str, Any]]) -> FlightReport:
     }
     found = FlightReport(size, sorted(set(range(size)) - set(flights)), unfinished)
     found.reasons = {rank: str(record.get("reason", "")) for rank, record in sorted(flights.items())}
-    groups: dict[Key, dict[int, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
+    groups: dict[GroupKey, dict[int, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
     for rank, record in sorted(flights.items()):
         for entry in record["collectives"]:
             if entry["kind"] not in ("send", "receive"):  # these have an order of their own on each of two ranks
@@ -85,7 +85,7 @@ def report(flights: dict[int, dict[str, Any]]) -> FlightReport:
     return found
 
 
-def _compare(found: FlightReport, key: Key, by_rank: dict[int, dict[int, str]], there: list[int]) -> None:
+def _compare(found: FlightReport, key: GroupKey, by_rank: dict[int, dict[int, str]], there: list[int]) -> None:
     group = {"ranks": list(key[0]), "axes": list(key[1])}
     last = {rank: max(by_rank[rank]) if rank in by_rank else 0 for rank in there}
     most = max(last.values())

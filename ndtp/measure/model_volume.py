@@ -31,7 +31,7 @@ FAMILIES = ("data parallel", "FSDP", "1D", "2D", "3D")
 
 
 @dataclass(frozen=True)
-class Candidate:
+class GridCandidate:
     """A grid under a scheme, with what the planner said of it."""
 
     plan: GridPlan
@@ -51,14 +51,14 @@ class Candidate:
         return self.grid["dp"] * (self.grid["e"] if "e" in self.grid else 1)
 
 
-def candidates(request: Request, top: int) -> list[Candidate]:
+def candidates(request: Request, top: int) -> list[GridCandidate]:
     """The `top` grids by the planner's volume, and the best of each family; 1D with whole activations, too."""
     plans = search(replace(request, objective="volume"))
     first = {family: next((plan for plan in plans if family_of(plan) == family), None) for family in FAMILIES}
     kept = {id(plan) for plan in (*plans[:top], *first.values())}
-    found = [Candidate(plan, plan.scheme) for plan in plans if id(plan) in kept]
+    found = [GridCandidate(plan, plan.scheme) for plan in plans if id(plan) in kept]
     whole = next((plan for plan in plans if family_of(plan) == "1D" and plan.grid["z"] == 1), None)
-    return found if whole is None else [*found, Candidate(whole, "1d")]
+    return found if whole is None else [*found, GridCandidate(whole, "1d")]
 
 
 def family_of(plan: GridPlan) -> str:
@@ -86,7 +86,7 @@ class ModelVolume:
         self.sequence, self.target = sequence, target
         self.repeat = _repeat(self.config, what)
 
-    def on(self, candidate: Candidate, sequences: int) -> Volume:
+    def on(self, candidate: GridCandidate, sequences: int) -> Volume:
         """Bytes that a rank receives, of so many sequences over all ranks.
 
         Raises:
@@ -101,7 +101,7 @@ class ModelVolume:
         fewer, longer = (self._run(config, candidate, here) for config in (few, more))
         return _extended(fewer, longer, times)
 
-    def _run(self, config: Mapping[str, Any], candidate: Candidate, sequences: int) -> Volume:
+    def _run(self, config: Mapping[str, Any], candidate: GridCandidate, sequences: int) -> Volume:
         model = built(config, self.what).to(self.dtype).train()
         mesh = ProcessGrid(candidate.grid, device_type="cpu")
         with warnings.catch_warnings():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ndtp.collectives.recorder import Recorder, Span
 from ndtp.measure.step import count_wrong
-from ndtp.measure.volume import Case, Shape
+from ndtp.measure.volume import BlockShape, VolumeCase
 from ndtp.nn import MLP
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -21,11 +21,11 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Job:
+class TraceJob:
     """The task of every rank: forward and backward of MatMul -> GELU -> MatMul, `rounds` times after `warmup`."""
 
-    case: Case
-    shape: Shape
+    case: VolumeCase
+    shape: BlockShape
     dtype: str
     chunks: int | str
     rounds: int
@@ -74,7 +74,7 @@ class RankTrace:
         }
 
 
-def measure(job: Job) -> RankTrace:
+def measure(job: TraceJob) -> RankTrace:
     """The measurement, as every rank runs it: the round whose slowest rank took the median time."""
     mesh = ProcessGrid(job.case.grid, device_type=job.device)
     where = mesh.rank, mesh.coordinate

@@ -19,7 +19,7 @@ from torch import Tensor
 from ndtp.collectives.collectives import GlooCollectives
 from ndtp.collectives.handles import Begin, Channel, Shape, Started
 from ndtp.compute.activations import width_of
-from ndtp.compute.gemm import Letters, Product, TorchGemm
+from ndtp.compute.gemm import Letters, Multiply, TorchGemm
 from ndtp.planner.hardware import Hardware
 
 # What waking up late may take off the work that follows: a device would have begun that by itself.
@@ -94,7 +94,7 @@ class PacedGemm(TorchGemm):
         blocks: int | None = None,
         parts: Sequence[int] | None = None,
         accumulate: bool = False,
-    ) -> Product:
+    ) -> Multiply:
         product = super().bound(letters, one, other, blocks=blocks, parts=parts, accumulate=accumulate)
         flops = 2.0 * math.prod({**_sizes(letters[0], one), **_sizes(letters[1], other)}.values())
         if parts is not None:

@@ -19,7 +19,7 @@ from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.collectives.recorder import Recorder
 from ndtp.measure.overlap_trace import RankTrace
 from ndtp.measure.pace import Clock, PacedCollectives, PacedGemm, wake_up_in_time
-from ndtp.measure.volume import Case, Shape, meter_step
+from ndtp.measure.volume import BlockShape, VolumeCase, meter_step
 from ndtp.nn import MLP
 from ndtp.planner.hardware import Hardware
 from ndtp.runtime.probe import Probe
@@ -41,8 +41,8 @@ class PacedJob:
         hardware: the device whose ratio of arithmetic to memory counts, by name.
     """
 
-    case: Case
-    shape: Shape
+    case: VolumeCase
+    shape: BlockShape
     dtype: str
     chunks: int | str
     rounds: int

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.schemes import block_layouts
 from ndtp.measure.rivals import RIVALS, DenseBlock, wait_until_there
-from ndtp.measure.volume import Case, Shape, meter_step, scaled_down
+from ndtp.measure.volume import BlockShape, VolumeCase, meter_step, scaled_down
 from ndtp.nn import MLP
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -27,7 +27,7 @@ Rival = TypeVar("Rival")
 
 
 @dataclass(frozen=True)
-class Job:
+class StepJob:
     """The task of every rank. `log` is a file to which rank 0 appends a line a round, which an interrupted run
     keeps.
 
@@ -35,8 +35,8 @@ class Job:
     local work of a grid as well.
     """
 
-    cases: tuple[Case, ...]
-    shape: Shape
+    cases: tuple[VolumeCase, ...]
+    shape: BlockShape
     dtype: str
     rounds: int
     warmup: int
@@ -47,7 +47,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StepEntry:
     """Something that is measured, prepared on this rank."""
 
     name: str
@@ -57,7 +57,7 @@ class Entry:
     wrong: int
 
 
-def measure(job: Job) -> None:
+def measure(job: StepJob) -> None:
     """The whole measurement, as every rank runs it.  The results are in the log."""
     entries = [_prepare(case, job) for case in job.cases] + [_prepare_rival(name, job) for name in job.rivals]
     rank0 = dist.get_rank() == 0
@@ -87,7 +87,7 @@ def _append(path: str, line: dict[str, Any]) -> None:
         log.write(json.dumps(line) + "\n")
 
 
-def _timed(action: Callable[[], None], job: Job) -> float:
+def _timed(action: Callable[[], None], job: StepJob) -> float:
     dist.barrier()
     if job.device == "cuda":
         torch.cuda.synchronize()
@@ -98,7 +98,7 @@ def _timed(action: Callable[[], None], job: Job) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-def _prepare(case: Case, job: Job) -> Entry:
+def _prepare(case: VolumeCase, job: StepJob) -> StepEntry:
     mesh = ProcessGrid(case.grid, device_type=job.device)
     dtype, shape = getattr(torch, job.dtype), job.shape
     mlp = MLP(
@@ -116,7 +116,7 @@ def _prepare(case: Case, job: Job) -> Entry:
     x = torch.randn(mlp.in_layout.shard_shape((shape.tokens, shape.hidden)), dtype=dtype, device=job.device)
     received = meter_step(mlp, x.requires_grad_()).total
     local = _local_work(case, job) if job.local else None
-    return Entry(str(case), _stepper(mlp, x), local, received, count_wrong(case, mesh, job.shape, job.device))
+    return StepEntry(str(case), _stepper(mlp, x), local, received, count_wrong(case, mesh, job.shape, job.device))
 
 
 def _stepper(module: nn.Module, x: Tensor) -> Callable[[], None]:
@@ -132,7 +132,7 @@ def _stepper(module: nn.Module, x: Tensor) -> Callable[[], None]:
     return step
 
 
-def _local_work(case: Case, job: Job) -> Callable[[], None]:
+def _local_work(case: VolumeCase, job: StepJob) -> Callable[[], None]:
     """The products and activations of a step on tensors that are already where they are needed: no communication."""
     dtype = getattr(torch, job.dtype)
     plans = block_layouts(case.grid, case.scheme).plans()
@@ -163,7 +163,7 @@ class Reference:
     y: Tensor
 
     @classmethod
-    def of(cls, shape: Shape, ranks: int, device: str) -> Reference:
+    def of(cls, shape: BlockShape, ranks: int, device: str) -> Reference:
         shape = scaled_down(shape, ranks, 2**22)
         generator = torch.Generator().manual_seed(1)
 
@@ -186,7 +186,7 @@ def _sum_over_ranks(wrong: Any, device: str) -> int:
     return int(total)
 
 
-def count_wrong(case: Case, mesh: ProcessGrid, shape: Shape, device: str, chunks: int | str = 0) -> int:
+def count_wrong(case: VolumeCase, mesh: ProcessGrid, shape: BlockShape, device: str, chunks: int | str = 0) -> int:
     """Elements, over all ranks, of the output and all gradients that differ from the reference."""
     reference = Reference.of(shape, case.grid.num_ranks, device)
     dense, x, grad = reference.dense, reference.x, reference.grad
@@ -202,7 +202,7 @@ def count_wrong(case: Case, mesh: ProcessGrid, shape: Shape, device: str, chunks
     return _sum_over_ranks(wrong, device)
 
 
-def count_wrong_of_rival(name: str, job: Job) -> int:
+def count_wrong_of_rival(name: str, job: StepJob) -> int:
     """Count a rival's wrong elements, as `count_wrong` does: the output, and the gradients of the input and both
     weights.
     """
@@ -227,7 +227,7 @@ def count_wrong_of_rival(name: str, job: Job) -> int:
     return _sum_over_ranks(sum((got != want).sum() for got, want in pairs), job.device)
 
 
-def _prepare_rival(name: str, job: Job) -> Entry:
+def _prepare_rival(name: str, job: StepJob) -> StepEntry:
     build, rows_split = RIVALS[name]
     dtype, ranks = getattr(torch, job.dtype), dist.get_world_size()
     torch.manual_seed(0)
@@ -235,14 +235,14 @@ def _prepare_rival(name: str, job: Job) -> Entry:
     rows = job.shape.tokens // ranks if rows_split else job.shape.tokens
     x = torch.randn(rows, job.shape.hidden, dtype=dtype, device=job.device).requires_grad_()
     received = meter_step(block, x).total
-    return Entry(name, _stepper(block, x), None, received, count_wrong_of_rival(name, job))
+    return StepEntry(name, _stepper(block, x), None, received, count_wrong_of_rival(name, job))
 
 
 # ------------------------------------------------------------------------------------------------------- results
 
 
 @dataclass(frozen=True)
-class Result:
+class StepResult:
     """Medians over rounds of the slowest rank's times."""
 
     name: str
@@ -259,7 +259,7 @@ class Result:
         return None if self.step_ms is None or not self.local_ms else max(0.0, self.step_ms - self.local_ms)
 
 
-def read_log(path: str | Path) -> list[Result]:
+def read_log(path: str | Path) -> list[StepResult]:
     """Return the results that a log has so far; lines that are not finished are left out."""
     lines = []
     for text in Path(path).read_text().splitlines() if Path(path).exists() else []:
@@ -274,7 +274,7 @@ def read_log(path: str | Path) -> list[Result]:
     for i, entry in enumerate(lines[0]["entries"]):
         steps, local = ([line[key][i] for line in rounds] for key in ("step_ms", "local_ms"))
         found = (median(steps), max(steps), median(local)) if rounds else (None, None, None)
-        results.append(Result(entry["name"], entry["received_bytes"], entry["wrong"], len(rounds), *found))
+        results.append(StepResult(entry["name"], entry["received_bytes"], entry["wrong"], len(rounds), *found))
     return results
 
 

@@ -24,7 +24,7 @@ AXES = ("z", "x", "y")
 
 
 @dataclass(frozen=True)
-class Shape:
+class BlockShape:
     tokens: int
     hidden: int
     ffn: int
@@ -38,7 +38,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Case:
+class VolumeCase:
     """A grid under a scheme."""
 
     grid: Grid
@@ -48,7 +48,7 @@ class Case:
         axes = self.grid.nontrivial(self.grid.names)
         return " ".join(f"{axis}={self.grid[axis]}" for axis in axes) or "one rank"
 
-    def predicted(self, shape: Shape, itemsize: int) -> Volume:
+    def predicted(self, shape: BlockShape, itemsize: int) -> Volume:
         """Bytes per rank of a forward and backward, by the algebra.
 
         Raises:
@@ -59,18 +59,18 @@ class Case:
         return (up.volume(first) + down.volume(second)).in_bytes(itemsize)
 
 
-def cases(ranks: int, shape: Shape, top: int) -> list[Case]:
+def cases(ranks: int, shape: BlockShape, top: int) -> list[VolumeCase]:
     """The grids of `ranks` ranks that divide the shape: the `top` ones by volume, and the best of each scheme.
 
     Raises:
         GridError: none does.
     """
-    found: list[tuple[int, int, Case]] = []
+    found: list[tuple[int, int, VolumeCase]] = []
     for grid in Grid.all(ranks, AXES):
         schemes = [scheme_of(grid)]
         schemes += ["1d"] * (schemes == ["1d-sp"])
         for scheme in schemes:
-            case = Case(grid, scheme)
+            case = VolumeCase(grid, scheme)
             try:
                 found.append((case.predicted(shape, 1).total, len(found), case))
             except LayoutError:
@@ -104,7 +104,7 @@ def fake_group(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def meter(case: Case, shape: Shape, dtype: torch.dtype, device: str = "meta") -> Volume:
+def meter(case: VolumeCase, shape: BlockShape, dtype: torch.dtype, device: str = "meta") -> Volume:
     """Return what this rank receives in a forward and backward of `ndtp.nn.MLP`, in the current process group."""
     from ndtp.nn import MLP
 
@@ -122,7 +122,7 @@ def meter_step(module: torch.nn.Module, x: Any) -> Volume:
 
 
 def meter_real(
-    cases: Sequence[Case], shape: Shape, dtype_name: str, run: Callable[..., list[list[Volume]]]
+    cases: Sequence[VolumeCase], shape: BlockShape, dtype_name: str, run: Callable[..., list[list[Volume]]]
 ) -> list[list[Volume]]:
     """Measure on every real rank, which `run` (`ndtp.testing.run`) starts: `[rank][case]`. The caller compares the
     ranks.
@@ -130,11 +130,11 @@ def meter_real(
     return run(_meter_all, cases[0].grid.num_ranks, args=(list(cases), shape, dtype_name))
 
 
-def _meter_all(cases: Sequence[Case], shape: Shape, dtype_name: str) -> list[Volume]:
+def _meter_all(cases: Sequence[VolumeCase], shape: BlockShape, dtype_name: str) -> list[Volume]:
     return [meter(case, shape, getattr(torch, dtype_name), "cpu") for case in cases]
 
 
-def bytes_needed(cases: Sequence[Case], shape: Shape, dtype: str, rivals: bool = False) -> int:
+def bytes_needed(cases: Sequence[VolumeCase], shape: BlockShape, dtype: str, rivals: bool = False) -> int:
     """Return the bytes that all ranks hold of these cases at once, and of the whole weights that rivals begin with."""
     block, itemsize = Block.mlp(shape.tokens, shape.hidden, shape.ffn), SIZES[dtype]
     kept, working = 0, 0  # weights and their gradients of all cases; what one of them at a time works on
@@ -149,7 +149,7 @@ def bytes_needed(cases: Sequence[Case], shape: Shape, dtype: str, rivals: bool =
     return cases[0].grid.num_ranks * (kept + working + whole)
 
 
-def scaled_down(shape: Shape, ranks: int, elements: int = 2**24) -> Shape:
+def scaled_down(shape: BlockShape, ranks: int, elements: int = 2**24) -> BlockShape:
     """The shape, halved until a product has few enough terms for a CPU; still a multiple of what grids divide by."""
     sizes = original = [shape.tokens, shape.hidden, shape.ffn]
     while sizes[0] * sizes[1] * sizes[2] > elements:
@@ -158,7 +158,7 @@ def scaled_down(shape: Shape, ranks: int, elements: int = 2**24) -> Shape:
             break
         largest = max(halves, key=lambda i: sizes[i] / original[i])
         sizes = [size // 2 if i == largest else size for i, size in enumerate(sizes)]
-    return Shape(*sizes)
+    return BlockShape(*sizes)
 
 
 # -------------------------------------------------------------------------------------- the published table
@@ -168,7 +168,7 @@ def scaled_down(shape: Shape, ranks: int, elements: int = 2**24) -> Shape:
 class Analysis:
     """A row of MindSpore's table, in numbers: shares of the dense block that one rank holds or computes."""
 
-    case: Case
+    case: VolumeCase
     computation: float
     parameters: float
     activations: float
@@ -177,7 +177,7 @@ class Analysis:
     backward: int
 
 
-def analysis(case: Case, shape: Shape) -> Analysis:
+def analysis(case: VolumeCase, shape: BlockShape) -> Analysis:
     """Computation, memory and communication of a case; `published` is the document's formula, forward, in elements.
 
     Source: MindSpore documentation, "High Dimension Tensor Parallel": 1D 2 (P-1) b s h / P, 2D

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.schemes import BlockLayouts, block_layouts
 from ndtp.algebra.volume import Volume
-from ndtp.compute.activations import Activation, activation_named, width_of
+from ndtp.compute.activations import ActivationFunction, activation_named, width_of
 from ndtp.errors import LayoutError
 from ndtp.nn.dropout import Dropout
 from ndtp.nn.hooks import runs_alone
@@ -71,7 +71,7 @@ class MLP(BlockModule):
         self,
         hidden: int,
         inner: int,
-        activation: str | Activation = "gelu",
+        activation: str | ActivationFunction = "gelu",
         bias: bool = True,
         dropout: float = 0.0,
         device: Any = None,
@@ -194,7 +194,7 @@ class MLP(BlockModule):
         cls,
         up: nn.Linear,
         down: nn.Linear,
-        activation: str | Activation = "gelu",
+        activation: str | ActivationFunction = "gelu",
         *,
         mesh: ProcessGrid,
         **arguments: Any,
@@ -231,7 +231,7 @@ class MLP(BlockModule):
 
 
 class _Elementwise(nn.Module):
-    def __init__(self, function: Activation) -> None:
+    def __init__(self, function: ActivationFunction) -> None:
         super().__init__()
         self.function = function
 

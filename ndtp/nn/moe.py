@@ -36,7 +36,7 @@ from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 
 Routes = str | Counts | Tensor
-Way = RelayoutPlan | tuple[Layout, Layout, str]  # legal step by step, or from anywhere to anywhere
+BoundaryWay = RelayoutPlan | tuple[Layout, Layout, str]  # legal step by step, or from anywhere to anywhere
 
 
 class MoE(BlockModule):
@@ -168,7 +168,7 @@ class MoE(BlockModule):
             y = y + self._shared(x_rows)
         return with_leading_dims(y, x.shape[:-1], f"MoE '{self.name}'")
 
-    def _moved(self, x: Tensor, way: Way) -> Tensor:
+    def _moved(self, x: Tensor, way: BoundaryWay) -> Tensor:
         if isinstance(way, RelayoutPlan):
             return reduce(x, way, self.mesh)
         return reshard(x, *way[:2], self.mesh, name=way[2])
@@ -355,7 +355,7 @@ class MoE(BlockModule):
         return f"{self.hidden}, {self.inner}, experts={self.num_experts} over ({axes}), top_k={self.top_k}"
 
 
-def _way(source: Layout, target: Layout, name: str) -> Way:
+def _way(source: Layout, target: Layout, name: str) -> BoundaryWay:
     try:
         return RelayoutPlan(source, target, name=name)
     except LayoutError:

@@ -22,7 +22,7 @@ ELEMENTWISE: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
-class Arithmetic:
+class ElementArithmetic:
     """Operators by torch's functions of elements."""
 
     __slots__ = ()

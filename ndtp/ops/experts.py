@@ -12,7 +12,7 @@ from torch import Tensor
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.relayouts import RelayoutPlan
-from ndtp.algebra.row_flow import Moves, RowFlow, RowMove, Way, sorting_index
+from ndtp.algebra.row_flow import Moves, RowFlow, RowMove, RowWay, sorting_index
 from ndtp.algebra.steps import Step
 from ndtp.collectives.rows_exchange import start_rows
 from ndtp.compute.activations import activation_named
@@ -230,7 +230,7 @@ class _Finish(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------------------- one by another
 
 
-def _along(x: Tensor, way: Way, mesh: ProcessGrid, name: str) -> Tensor:
+def _along(x: Tensor, way: RowWay, mesh: ProcessGrid, name: str) -> Tensor:
     """`x` by the steps of a way; its gradient by those back."""
     if not way.there and not way.back:
         return x
@@ -240,7 +240,7 @@ def _along(x: Tensor, way: Way, mesh: ProcessGrid, name: str) -> Tensor:
 
 class _Along(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: Way, mesh: ProcessGrid, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, way: RowWay, mesh: ProcessGrid, name: str) -> Tensor:
         ctx.way, ctx.mesh, ctx.name = way, mesh, name
         result = _by_moves(x, way.there, mesh, name, "forward")
         return result.view_as(result) if result is x else result

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
 
 
-Between = Callable[[Tensor], Tensor]
+LogitsMap = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +112,7 @@ def linear_cross_entropy(
     reduction: str,
     *,
     weights: Tensor | None = None,
-    between: Between | None = None,
+    between: LogitsMap | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The cross entropy of `x W^T + b`, with gradients computed chunk by chunk as the logits come.
@@ -153,7 +153,7 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: LinearLossPlan, mesh: Any,
-        class_weights: Tensor | None, between: Between | None,
+        class_weights: Tensor | None, between: LogitsMap | None,
     ) -> Tensor:  # fmt: skip
         needs = ctx.needs_input_grad[:3]
         head = weight.detach().requires_grad_(needs[1])

@@ -19,12 +19,12 @@ from ndtp.algebra.einsum import EinsumPlan, ExtremePlan, elementwise, names_of, 
 from ndtp.algebra.einsum_products import ProductForm, product_form
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
-from ndtp.ops.elements import ELEMENTWISE, Arithmetic
+from ndtp.ops.elements import ELEMENTWISE, ElementArithmetic
 from ndtp.ops.loop_nests import applied, contracted, extreme
-from ndtp.ops.placed import Placed, Split, layout_of
+from ndtp.ops.placed import NamedSplit, Placed, layout_of
 
 
-class Mapped(Placed, Arithmetic):
+class Mapped(Placed, ElementArithmetic):
     """A tensor with named dims, of which this rank has a shard.
 
         x = ndtp.Mapped.shard(dense, "b m k", {"m": ("z", "y"), "k": "x"}, mesh)
@@ -50,7 +50,7 @@ class Mapped(Placed, Arithmetic):
 
     # ------------------------------------------------------------------------------------------------------ reductions
 
-    def sum(self, names: str | None = None, split: Split | None = None) -> Mapped:
+    def sum(self, names: str | None = None, split: NamedSplit | None = None) -> Mapped:
         """The sum over dims, `x.sum("m k")`; default: over all.
 
         Args:
@@ -58,7 +58,7 @@ class Mapped(Placed, Arithmetic):
         """
         return einsum(f"{' '.join(self.names)} -> {' '.join(self._left(names))}", self, out=split, name="sum")
 
-    def mean(self, names: str | None = None, split: Split | None = None) -> Mapped:
+    def mean(self, names: str | None = None, split: NamedSplit | None = None) -> Mapped:
         left = self._left(names)
         count = 1
         for name, size in self.sizes.items():
@@ -141,7 +141,7 @@ class Mapped(Placed, Arithmetic):
 def einsum(
     expression: str,
     *operands: Mapped,
-    out: Split | None = None,
+    out: NamedSplit | None = None,
     roles: Mapping[str, str] | None = None,
     chunks: int | str = 0,
     name: str = "",
@@ -188,7 +188,7 @@ def einsum(
 def plan_of(
     expression: str,
     *operands: Mapped,
-    out: Split | None = None,
+    out: NamedSplit | None = None,
     roles: Mapping[str, str] | None = None,
     name: str = "",
 ) -> EinsumPlan:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ndtp.algebra.einsum import Names, names_of
-from ndtp.algebra.layout import Layout, Spec
+from ndtp.algebra.layout import DimSpec, Layout
 from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.algebra.resharding import ReshardPlan
 from ndtp.algebra.steps import is_legal
@@ -21,7 +21,7 @@ from ndtp.runtime.arrival import local_shard
 if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
 
-Split = Mapping[str, Spec]  # name -> the axes that split it, major to minor; what is not named is whole
+NamedSplit = Mapping[str, DimSpec]  # name -> the axes that split it, major to minor; what is not named is whole
 Self = TypeVar("Self", bound="Placed")
 
 
@@ -30,7 +30,9 @@ class Placed:
 
     __slots__ = ("layout", "local", "mesh", "names")
 
-    def __init__(self, local: Tensor, names: str | Sequence[str], split: Layout | Split, mesh: ProcessGrid) -> None:
+    def __init__(
+        self, local: Tensor, names: str | Sequence[str], split: Layout | NamedSplit, mesh: ProcessGrid
+    ) -> None:
         self.local, self.mesh = local, mesh
         self.names: Names = names_of(names if isinstance(names, str) else " ".join(names))
         self.layout = split if isinstance(split, Layout) else layout_of(self.names, split, mesh)
@@ -48,7 +50,7 @@ class Placed:
     # ------------------------------------------------------------------------------------- to and from other tensors
 
     @classmethod
-    def shard(cls: type[Self], dense: Tensor, names: str | Sequence[str], split: Split, mesh: ProcessGrid) -> Self:
+    def shard(cls: type[Self], dense: Tensor, names: str | Sequence[str], split: NamedSplit, mesh: ProcessGrid) -> Self:
         """Return this rank's shard of a tensor that every rank has whole.
 
         Differentiable: the gradient of the whole is gathered from all ranks.  Of a tensor that needs none it is a copy.
@@ -174,7 +176,7 @@ class Placed:
         layout = self.layout.with_dims(*self.layout.dims, *[()] * len(sizes))
         return type(self)(local, (*self.names, *sizes), layout, self.mesh)
 
-    def relayout_plan(self, split: Split) -> RelayoutPlan | ReshardPlan:
+    def relayout_plan(self, split: NamedSplit) -> RelayoutPlan | ReshardPlan:
         """Return the plan of `relayout`: collectives along axes, or one exchange where the order of axes forbids
         these.
         """
@@ -184,7 +186,7 @@ class Placed:
             return RelayoutPlan(self.layout, target, name="relayout")
         return ReshardPlan(self.layout, target, self.shape, name="relayout")
 
-    def relayout(self: Self, split: Split) -> Self:
+    def relayout(self: Self, split: NamedSplit) -> Self:
         """Return the tensor in another split; any split can become any other."""
         plan = self.relayout_plan(split)
         if isinstance(plan, RelayoutPlan):
@@ -193,7 +195,7 @@ class Placed:
             local = resharded(self.local, plan, self.mesh, self.mesh)
         return type(self)(local, self.names, plan.target, self.mesh)
 
-    def to(self: Self, mesh: ProcessGrid, split: Split) -> Self:
+    def to(self: Self, mesh: ProcessGrid, split: NamedSplit) -> Self:
         """Return the tensor on another grid of the same ranks; see `ndtp.reshard`."""
         target = layout_of(self.names, split, mesh)
         target.shard_shape(self.shape)
@@ -244,7 +246,7 @@ class Placed:
                 raise LayoutError(f"{what} of {self!r}: no dim is called {name!r}; dims: {', '.join(self.names)}")
 
 
-def layout_of(names: Sequence[str], split: Split, mesh: ProcessGrid) -> Layout:
+def layout_of(names: Sequence[str], split: NamedSplit, mesh: ProcessGrid) -> Layout:
     """A layout of dims by their names.
 
     Raises:

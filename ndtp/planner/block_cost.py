@@ -177,7 +177,7 @@ def padded(block: Block, g: Grids) -> Sizes:
 
 
 @dataclass(frozen=True)
-class Message:
+class Transfer:
     """One collective of a step: elements received per rank, for each grid.
 
     Attributes:
@@ -196,7 +196,7 @@ class Message:
         return self.elements * {"": itemsize, "wide": max(4, itemsize), "counts": 4}[self.kind]
 
 
-def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -> Iterator[Message]:
+def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -> Iterator[Transfer]:
     """Every collective of a forward and backward.  `regather_*` is 1 where backward gathers the operand again."""
     s, ranks, i, over = padded(block, g), g.ranks, g.inside(block.experts), g.over(block.experts)
     copies, data_axis = (block.experts, "dp") if block.experts else (1, g.data_axis)
@@ -214,31 +214,31 @@ def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -
     if block.tied:
         # y has some rows of the table each: what they find is summed.
         for phase, tensor, collective in (("forward", "A", "reduce_scatter"), ("dgrad", "dA", "all_gather")):
-            yield Message(phase, f"up {tensor}", collective, "y", outside)
+            yield Transfer(phase, f"up {tensor}", collective, "y", outside)
     elif block.looked_up:
         # A rank finds its features of all rows; they go to the ranks of these rows, and their gradient comes back.
         for phase, tensor in (("forward", "A"), ("dgrad", "dA")):
             for axis, others in (("z", g.y), ("y", 1)):
                 found = s.tokens * s.hidden // ranks // others * (getattr(g, axis) - 1) // getattr(g, axis)
-                yield Message(phase, f"up {tensor}", "all_to_all", axis, found)
+                yield Transfer(phase, f"up {tensor}", "all_to_all", axis, found)
         table = s.hidden * block.looked_up // (g.z * g.x * g.y)
-        yield Message("wgrad", "up dB", "all_reduce", data_axis, all_reduced(table, i.dp))
+        yield Transfer("wgrad", "up dB", "all_reduce", data_axis, all_reduced(table, i.dp))
     if block.key_heads:
         keys = s.tokens * block.key_features // ranks * (g.y - 1) * (block.key_heads % g.y != 0)
-        yield Message("forward", "up C", "all_gather", "y", keys)
-        yield Message("dgrad", "up dC", "reduce_scatter", "y", keys)
+        yield Transfer("forward", "up C", "all_gather", "y", keys)
+        yield Transfer("dgrad", "up dC", "reduce_scatter", "y", keys)
     for name, width, a, c, a_axis, c_axis in products:
         shard = copies * width // (over * i.z * i.x * i.y)
         weight = shard * (i.z - 1)
-        yield Message("forward", f"{name} A", "all_gather", a_axis, a)
-        yield Message("forward", f"{name} B", "all_gather", "z", weight)
-        yield Message("forward", f"{name} C", "reduce_scatter", c_axis, c)
-        yield Message("dgrad", f"{name} dC", "all_gather", c_axis, c)
-        yield Message("dgrad", f"{name} B", "all_gather", "z", weight * regather_b)
-        yield Message("dgrad", f"{name} dA", "reduce_scatter", a_axis, a)
-        yield Message("wgrad", f"{name} A", "all_gather", a_axis, a * regather_a)
-        yield Message("wgrad", f"{name} dB", "reduce_scatter", "z", weight)
-        yield Message("wgrad", f"{name} dB", "all_reduce", data_axis, all_reduced(shard, i.dp))
+        yield Transfer("forward", f"{name} A", "all_gather", a_axis, a)
+        yield Transfer("forward", f"{name} B", "all_gather", "z", weight)
+        yield Transfer("forward", f"{name} C", "reduce_scatter", c_axis, c)
+        yield Transfer("dgrad", f"{name} dC", "all_gather", c_axis, c)
+        yield Transfer("dgrad", f"{name} B", "all_gather", "z", weight * regather_b)
+        yield Transfer("dgrad", f"{name} dA", "reduce_scatter", a_axis, a)
+        yield Transfer("wgrad", f"{name} A", "all_gather", a_axis, a * regather_a)
+        yield Transfer("wgrad", f"{name} dB", "reduce_scatter", "z", weight)
+        yield Transfer("wgrad", f"{name} dB", "all_reduce", data_axis, all_reduced(shard, i.dp))
     if block.experts:
         yield from _returned(block, g, s)
 
@@ -248,7 +248,7 @@ def all_reduced(elements: Any, ranks: Any) -> Any:
     return 2 * (ranks - 1) * -(-elements // ranks)
 
 
-def _sent(block: Block, g: Grids, s: Sizes) -> Iterator[Message]:
+def _sent(block: Block, g: Grids, s: Sizes) -> Iterator[Transfer]:
     """Yield the messages before the products of a layer of experts: the router's logits, and rows on their way to
     experts.
 
@@ -257,38 +257,38 @@ def _sent(block: Block, g: Grids, s: Sizes) -> Iterator[Message]:
     i, here = g.inside(block.experts), s.tokens * s.hidden // g.ranks
     x = g.x if block.whole_scores else i.x
     logits = s.tokens * x // g.ranks * block.experts
-    yield Message("forward", "up A", "all_to_all", "x", _of_others(here, g.x // i.x))
-    yield Message("forward", "up A", "all_reduce", "x", all_reduced(logits, x), "wide")
+    yield Transfer("forward", "up A", "all_to_all", "x", _of_others(here, g.x // i.x))
+    yield Transfer("forward", "up A", "all_reduce", "x", all_reduced(logits, x), "wide")
     if block.whole_scores:
-        yield Message("forward", "up A", "all_gather", "scores", (g.z * g.y - 1) * logits, "wide")
+        yield Transfer("forward", "up A", "all_gather", "scores", (g.z * g.y - 1) * logits, "wide")
     others = math.prod(g.splits("counts").values())
-    yield Message("forward", "up A", "all_gather", "counts", (others - 1) * block.experts, "counts")
-    yield Message("forward", "up A", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
-    yield Message("dgrad", "down dC", "all_to_all", "x", _of_others(here, g.x // i.x))
-    yield Message("dgrad", "down dC", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
+    yield Transfer("forward", "up A", "all_gather", "counts", (others - 1) * block.experts, "counts")
+    yield Transfer("forward", "up A", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
+    yield Transfer("dgrad", "down dC", "all_to_all", "x", _of_others(here, g.x // i.x))
+    yield Transfer("dgrad", "down dC", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
 
 
-def _returned(block: Block, g: Grids, s: Sizes) -> Iterator[Message]:
+def _returned(block: Block, g: Grids, s: Sizes) -> Iterator[Transfer]:
     """Yield the messages behind the products: rows on their way back, and gradients of the gates and the router's
     weight.
     """
     i, here = g.inside(block.experts), s.tokens * s.hidden // g.ranks
-    yield Message("forward", "down C", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
-    yield Message("forward", "down C", "all_to_all", "x", _of_others(here, g.x // i.x))
-    yield Message("dgrad", "up dA", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
+    yield Transfer("forward", "down C", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
+    yield Transfer("forward", "down C", "all_to_all", "x", _of_others(here, g.x // i.x))
+    yield Transfer("dgrad", "up dA", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
     gates = s.tokens * i.x // g.ranks * block.top_k
-    yield Message("dgrad", "up dA", "all_reduce", "x", all_reduced(gates, i.x), "wide")
-    yield Message("dgrad", "up dA", "all_to_all", "x", _of_others(here, g.x // i.x))
+    yield Transfer("dgrad", "up dA", "all_reduce", "x", all_reduced(gates, i.x), "wide")
+    yield Transfer("dgrad", "up dA", "all_to_all", "x", _of_others(here, g.x // i.x))
     if block.whole_scores:  # gates are whole, too, and so is the router's weight on every rank
         others = math.prod(g.splits("gates").values()) - 1
-        yield Message("dgrad", "up dA", "all_gather", "gates", others * gates, "wide")
+        yield Transfer("dgrad", "up dA", "all_gather", "gates", others * gates, "wide")
         part = block.experts * s.hidden // g.x
-        yield Message("wgrad", "up dB", "all_reduce", "scores", all_reduced(part, g.z * g.y))
-        yield Message("wgrad", "up dB", "all_gather", "x", (g.x - 1) * part)
-        yield Message("wgrad", "up dB", "all_reduce", "data", all_reduced(block.experts * block.hidden, g.dp * g.e))
+        yield Transfer("wgrad", "up dB", "all_reduce", "scores", all_reduced(part, g.z * g.y))
+        yield Transfer("wgrad", "up dB", "all_gather", "x", (g.x - 1) * part)
+        yield Transfer("wgrad", "up dB", "all_reduce", "data", all_reduced(block.experts * block.hidden, g.dp * g.e))
         return
     router = block.experts * s.hidden // i.x
-    yield Message("wgrad", "up dB", "all_reduce", "rows", all_reduced(router, g.ranks // i.x), "wide")
+    yield Transfer("wgrad", "up dB", "all_reduce", "rows", all_reduced(router, g.ranks // i.x), "wide")
 
 
 def _of_others(elements: Any, ranks: Any) -> Any:

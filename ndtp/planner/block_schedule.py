@@ -9,7 +9,7 @@ from ndtp.planner.block_cost import AXES, Block, Grids
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.request import Request
 from ndtp.planner.search import timeline
-from ndtp.schedule.clocks import Span
+from ndtp.schedule.clocks import LaneSpan
 
 PRODUCTS = ("block", "up", "down")
 
@@ -22,7 +22,7 @@ def schedule(
     dtype: str = "bfloat16",
     chunks: int = 1,
     product: str = "block",
-) -> list[Span]:
+) -> list[LaneSpan]:
     """Return the spans of a training step: what a rank computes, and what the link of each axis carries, in seconds.
 
     Args:

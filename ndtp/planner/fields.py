@@ -1,6 +1,6 @@
 """Declarations of the values that fields of files and arguments may have, checked and reported in one place. Pure.
 
-    LINK = Record({"bandwidth_gbs": Number(1e-9, 1e12), "latency_us": Number(0, 1e12)}, required=("bandwidth_gbs",))
+    LINK = Fields({"bandwidth_gbs": Number(1e-9, 1e12), "latency_us": Number(0, 1e12)}, required=("bandwidth_gbs",))
     LINK.check("profile mine.toml", "inter", table)     # ...: inter.latency_us=nan; it must be a number from 0 to 1e+12
 
 Ranges are closed on both sides: what is finite here stays finite in every sum and quotient that is made of it.
@@ -103,7 +103,7 @@ class Size(Kind):
 
 
 @dataclass(frozen=True)
-class Table(Kind):
+class Entries(Kind):
     """Any number of entries of one kind; at least one, unless it may be `empty`."""
 
     keys: Kind
@@ -132,7 +132,7 @@ class Either(Kind):
     """A value of one kind, or a table."""
 
     value: Kind
-    table: Table
+    table: Entries
 
     def problem(self, name: str, value: Any) -> str | None:
         if isinstance(value, Mapping):
@@ -147,7 +147,7 @@ class Either(Kind):
 
 
 @dataclass(frozen=True)
-class Record(Kind):
+class Fields(Kind):
     """A table of fields that have names and kinds of their own; no others."""
 
     fields: Mapping[str, Kind]

@@ -18,7 +18,7 @@ import numpy as np
 
 from ndtp.dtypes import SIZES
 from ndtp.errors import GridError
-from ndtp.planner.fields import Either, Kind, Number, Record, Size, Table, Word, read_parsed, shown
+from ndtp.planner.fields import Either, Entries, Fields, Kind, Number, Size, Word, read_parsed, shown
 from ndtp.planner.presets import MACHINES
 
 PUBLISHED = "published measurements"
@@ -29,21 +29,21 @@ MAX_RANKS = 2**20
 RATE, DURATION_US = Number(1e-9, 1e12), Number(0, 1e12)
 FRACTION = Number(1e-9, 1)
 DTYPE_BYTES = {**SIZES, "float8": 1}  # that a product may have
-LINK = Record(
+LINK = Fields(
     {
         "bandwidth_gbs": RATE,
         "latency_us": DURATION_US,
         "hop_us": DURATION_US,
-        "efficiency": Table(Word(COLLECTIVES), Either(FRACTION, Table(Size(MAX_RANKS), FRACTION)), empty=True),
+        "efficiency": Entries(Word(COLLECTIVES), Either(FRACTION, Entries(Size(MAX_RANKS), FRACTION)), empty=True),
     },
     required=("bandwidth_gbs",),
 )
 MACHINE: dict[str, Kind] = {
     "name": Word(),
     "ranks_per_node": Number(1, MAX_RANKS, integer=True),
-    "tflops": Table(Word(tuple(DTYPE_BYTES)), RATE),
-    "peak_tflops": Table(Word(tuple(DTYPE_BYTES)), RATE, empty=True),
-    "attention_tflops": Table(Word(), RATE, empty=True),
+    "tflops": Entries(Word(tuple(DTYPE_BYTES)), RATE),
+    "peak_tflops": Entries(Word(tuple(DTYPE_BYTES)), RATE, empty=True),
+    "attention_tflops": Entries(Word(), RATE, empty=True),
     "gemm_half": Number(0, 1e9),
     "memory_gib": RATE,
     "memory_gbs": RATE,
@@ -51,8 +51,8 @@ MACHINE: dict[str, Kind] = {
     "contention": Number(0, 1),
     "source": Word(),
 }
-PROFILE = Record(
-    {**MACHINE, "intra": LINK, "inter": LINK, "measured": Table(Word(), Kind(), empty=True)},
+PROFILE = Fields(
+    {**MACHINE, "intra": LINK, "inter": LINK, "measured": Entries(Word(), Kind(), empty=True)},
     required=("ranks_per_node", "tflops"),
 )
 
@@ -128,7 +128,7 @@ class Hardware:
     source: str = PUBLISHED
 
     def __post_init__(self) -> None:
-        Record(MACHINE).check("Hardware", "", {name: getattr(self, name) for name in MACHINE})
+        Fields(MACHINE).check("Hardware", "", {name: getattr(self, name) for name in MACHINE})
         for name in ("intra", "inter"):
             if not isinstance(getattr(self, name), Link):
                 raise GridError(f"Hardware: {name}={shown(getattr(self, name))}; it must be a Link")

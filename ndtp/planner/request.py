@@ -10,7 +10,7 @@ from ndtp.dtypes import SIZES
 from ndtp.errors import GridError
 from ndtp.planner import block_cost
 from ndtp.planner.block_cost import AXES, EXPERT_AXES, LARGEST_SIZE, Block
-from ndtp.planner.fields import Kind, Number, Table, Word
+from ndtp.planner.fields import Entries, Kind, Number, Word
 from ndtp.planner.hardware import MAX_RANKS, Hardware
 
 MIB, GIB = 2**20, 2**30
@@ -119,7 +119,7 @@ def check_request(request: Request) -> None:
         if block.experts:
             check_arguments({}, {"experts": block.experts})
             Number(1, block.experts, integer=True).check("plan", "top_k", block.top_k)
-    for name, kind in (*FIELDS.items(), ("fixed", Table(Word(request.axes), AXIS, empty=True))):
+    for name, kind in (*FIELDS.items(), ("fixed", Entries(Word(request.axes), AXIS, empty=True))):
         kind.check("plan", name, getattr(request, name))
     check_arguments({}, {"memory_limit_gib": request.memory_limit_gib})
     request.hardware.flops_per_second(request.dtype)

@@ -18,7 +18,7 @@ SERIES = ("1D", "2D", "3D", "best")
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """The least volume and the least time of a family of grids on a number of ranks (not of one grid)."""
 
     ranks: int
@@ -30,8 +30,8 @@ class Point:
 class Scaling:
     """Points per family; `bound` holds the lower bound and the time of the products alone, divided evenly."""
 
-    families: dict[str, list[Point]]
-    bound: list[Point]
+    families: dict[str, list[ScalingPoint]]
+    bound: list[ScalingPoint]
 
 
 def rank_counts(ranks: int) -> list[int]:
@@ -41,11 +41,11 @@ def rank_counts(ranks: int) -> list[int]:
 
 def scaling(request: Request, counts: Sequence[int]) -> Scaling:
     """Constraints hold for each count; a family that they leave no grid of has no point there."""
-    families: dict[str, list[Point]] = {name: [] for name in SERIES}
+    families: dict[str, list[ScalingPoint]] = {name: [] for name in SERIES}
     bound = []
     for count in counts:
         each = replace(request, ranks=count)
-        bound.append(Point(count, each.bound, _products_ms(each)))
+        bound.append(ScalingPoint(count, each.bound, _products_ms(each)))
         try:
             found = candidates(each)
         except GridError:
@@ -54,7 +54,7 @@ def scaling(request: Request, counts: Sequence[int]) -> Scaling:
             mask = _family(name, found.g)
             if mask.any():
                 time = float(found.time.total[mask].min()) * 1e3
-                families[name].append(Point(count, float(found.volume[mask].min()), time))
+                families[name].append(ScalingPoint(count, float(found.volume[mask].min()), time))
     return Scaling(families, bound)
 
 

@@ -23,8 +23,8 @@ from ndtp.planner.grids import FOLDED, grids_of
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.refusals import explain_none
 from ndtp.planner.request import GIB, Request, check_arguments
-from ndtp.planner.time_model import EXPERT_ORDERS, ORDERS, Network, Time, Work
-from ndtp.schedule.clocks import Span
+from ndtp.planner.time_model import EXPERT_ORDERS, ORDERS, BlockWork, Network, Time
+from ndtp.schedule.clocks import LaneSpan
 
 # A step predicted this near to the fastest one is as fast: the model errs by more.  Less memory is better then.
 TIE = 0.01
@@ -219,7 +219,7 @@ def _with_regather(request: Request, g: Grids) -> tuple[Any, Any, Any]:
 
 def _fastest_order(request: Request, g: Grids, variant: Any) -> tuple[Any, Time]:
     """Return, for each grid, the index into ORDERS of its fastest order (-1: none is allowed), and its time."""
-    work = Work.of(
+    work = BlockWork.of(
         request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks,
         regather_a=_mask("a", variant), regather_b=_mask("b", variant),
     )  # fmt: skip
@@ -299,21 +299,25 @@ def weigh(request: Request, g: Grids, order: Sequence[str]) -> tuple[Any, Any, A
     ranks.
     """
     order = (*(axis for axis in request.axes if axis not in order), *order)
-    work = Work.of(request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks)
+    work = BlockWork.of(
+        request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks
+    )
     volumes, memories = _costs(request, g, ())
     return work.time(Network.of(g, order, request.hardware)).total, memories, volumes
 
 
-def timeline(request: Request, grid: Grid, product: int | None = None) -> list[Span]:
+def timeline(request: Request, grid: Grid, product: int | None = None) -> list[LaneSpan]:
     """Return the spans of computation and communication in a step of one layer, or of one product, on one grid."""
     work, network = _on(request, grid)
     return work.spans(network, product)
 
 
-def _on(request: Request, grid: Grid, expert_axis: Sequence[str] = ()) -> tuple[Work, Network]:
+def _on(request: Request, grid: Grid, expert_axis: Sequence[str] = ()) -> tuple[BlockWork, Network]:
     order = (*(axis for axis in request.axes if axis not in grid), *grid.names)
     g = grids_of(grid, expert_axis)
-    work = Work.of(request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks)
+    work = BlockWork.of(
+        request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks
+    )
     return work, Network.of(g, order, request.hardware)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from ndtp.dtypes import SIZES
 from ndtp.planner.block_cost import AXES, EXPERT_AXES, Block, Grids, gemms, messages, padded
 from ndtp.planner.hardware import DTYPE_BYTES, Hardware
-from ndtp.schedule.clocks import Messages, Product, Span, step_seconds
+from ndtp.schedule.clocks import LaneSpan, Messages, TimedProduct, step_seconds
 
 # What a step of a product may move.
 MOVES = (
@@ -178,14 +178,14 @@ class Time:
 
 
 @dataclass(frozen=True)
-class Work:
+class BlockWork:
     """A layer of blocks on many grids: what does not depend on the order of the axes on the ranks.
 
     Attributes:
         segments: products of blocks that are repeated together, and how often in a layer.
     """
 
-    segments: tuple[tuple[int, tuple[Product, ...]], ...]
+    segments: tuple[tuple[int, tuple[TimedProduct, ...]], ...]
     contention: float
     layers: int
     chunks: int
@@ -203,7 +203,7 @@ class Work:
         chunks: int = 1,
         regather_a: Any = 0,
         regather_b: Any = 0,
-    ) -> Work:
+    ) -> BlockWork:
         """Return the work of these blocks on these grids.
 
         Args:
@@ -211,14 +211,14 @@ class Work:
         """
         segments = []
         for times, alike in groupby(blocks, lambda block: block.times):
-            products: list[Product] = []
+            products: list[TimedProduct] = []
             for block in alike:
                 products += _products(block, g, hardware, dtype, chunks, regather_a, regather_b)
             segments.append((times, tuple(products)))
         return cls(tuple(segments), hardware.contention, layers, chunks, bool(np.any(regather_a) or np.any(regather_b)))
 
     @property
-    def products(self) -> tuple[Product, ...]:
+    def products(self) -> tuple[TimedProduct, ...]:
         return tuple(product for _, products in self.segments for product in products)
 
     def time(self, network: Network) -> Time:
@@ -241,9 +241,9 @@ class Work:
             elementwise = elementwise + times * sum(4 * product.after + product.copy for product in products)
         return Time(total, gemm, elementwise, communication)
 
-    def spans(self, network: Network, product: int | None = None) -> list[Span]:
+    def spans(self, network: Network, product: int | None = None) -> list[LaneSpan]:
         """Return the spans of a step of one layer, or of one of its products, on a single grid."""
-        kept: list[Span] = []
+        kept: list[LaneSpan] = []
         products = self.products if product is None else self.products[product : product + 1]
         step_seconds(products, network, self.chunks, self.regather, self.contention, kept)
         return kept
@@ -251,7 +251,7 @@ class Work:
 
 def _products(
     block: Block, g: Grids, hardware: Hardware, dtype: str, chunks: int, regather_a: Any, regather_b: Any
-) -> Iterator[Product]:
+) -> Iterator[TimedProduct]:
     itemsize = float(SIZES[dtype])
     moved: dict[str, dict[tuple[str, str], Messages]] = {name: {key: [] for key in MOVES} for name in ("up", "down")}
     for message in messages(block, g, regather_a, regather_b):
@@ -267,7 +267,7 @@ def _products(
     own = [np.where((size > 1) & (not block.experts), 1 / size, 0.0) for size in (_real(i.y), _real(i.x))]
     per_element = itemsize / (hardware.memory_gbs * 1e9)
     for name, (m, n, k), elements in zip(("up", "down"), gemms(block, g) or [(0, 0, 0)], activation, strict=False):
-        yield Product(
+        yield TimedProduct(
             moved[name],
             gemm_seconds(hardware, m, n, k, dtype, count) if block.outs else 0.0,
             gemm_seconds(hardware, _real(m) / chunks, n, k, dtype, count) if block.outs else 0.0,

@@ -14,7 +14,7 @@ from ndtp.runtime.moves import Cut, Move, Pieces, Way
 from ndtp.schedule.tasks import RowChunks
 
 if TYPE_CHECKING:
-    from ndtp.compute.gemm import Product
+    from ndtp.compute.gemm import Multiply
 
 Slots = list[Any]
 Run = Callable[[Slots], None]
@@ -162,7 +162,7 @@ def where_deferred(is_deferred: bool, runs: Sequence[Run]) -> Run:
 
 
 def multiply_rows_of_whole(
-    slot: int, product: Product, one: Get, other: Get, whole: tuple[int, ...], rows: slice
+    slot: int, product: Multiply, one: Get, other: Get, whole: tuple[int, ...], rows: slice
 ) -> Run:
     """Rows of a gradient that is put together where it stays."""
 
@@ -203,14 +203,14 @@ def start_following(is_forward: bool) -> Run:
 # -------------------------------------------------------------------------------------------------------- products
 
 
-def multiply(slot: int, product: Product, one: int, other: int) -> Run:
+def multiply(slot: int, product: Multiply, one: int, other: int) -> Run:
     def run(slots: Slots) -> None:
         slots[slot] = product(slots[one], slots[other])
 
     return run
 
 
-def multiply_own_rows(slot: int, shape: tuple[int, ...], product: Product, own: int, other: int, at: int) -> Run:
+def multiply_own_rows(slot: int, shape: tuple[int, ...], product: Multiply, own: int, other: int, at: int) -> Run:
     """Into a new tensor for all rows."""
 
     def run(slots: Slots) -> None:
@@ -221,14 +221,14 @@ def multiply_own_rows(slot: int, shape: tuple[int, ...], product: Product, own: 
     return run
 
 
-def multiply_rows(slot: int, product: Product, one: int, other: int, start: int, stop: int) -> Run:
+def multiply_rows(slot: int, product: Multiply, one: int, other: int, start: int, stop: int) -> Run:
     def run(slots: Slots) -> None:
         product(slots[one][start:stop], slots[other], out=slots[slot][start:stop])
 
     return run
 
 
-def multiply_arriving(slot: int, shape: tuple[int, ...], product: Product, handle: int, other: int) -> Run:
+def multiply_arriving(slot: int, shape: tuple[int, ...], product: Multiply, handle: int, other: int) -> Run:
     """Rows of all ranks as they come, this rank's own first, into a new tensor for all of them."""
 
     def run(slots: Slots) -> None:
@@ -241,7 +241,7 @@ def multiply_arriving(slot: int, shape: tuple[int, ...], product: Product, handl
     return run
 
 
-def multiply_own_part(slot: int, product: Product, own: int, other: int, ranks: int) -> Run:
+def multiply_own_part(slot: int, product: Multiply, own: int, other: int, ranks: int) -> Run:
     """Of a sum over the contracted dim, as if it were one of as many blocks."""
 
     def run(slots: Slots) -> None:
@@ -250,7 +250,7 @@ def multiply_own_part(slot: int, product: Product, own: int, other: int, ranks: 
     return run
 
 
-def multiply_own_weight(slot: int, product: Product, one: int, own: int, ranks: int) -> Run:
+def multiply_own_weight(slot: int, product: Multiply, one: int, own: int, ranks: int) -> Run:
     """The same, where the other operand is summed over by parts."""
 
     def run(slots: Slots) -> None:
@@ -259,14 +259,14 @@ def multiply_own_weight(slot: int, product: Product, one: int, own: int, ranks: 
     return run
 
 
-def multiply_others(slot: int, product: Product, one: int, other: int) -> Run:
+def multiply_others(slot: int, product: Multiply, one: int, other: int) -> Run:
     def run(slots: Slots) -> None:
         product(slots[one], slots[other], out=slots[slot])
 
     return run
 
 
-def multiply_chunks(slot: int, products: Sequence[Product], ones: Sequence[Get], others: Sequence[Get]) -> Run:
+def multiply_chunks(slot: int, products: Sequence[Multiply], ones: Sequence[Get], others: Sequence[Get]) -> Run:
     """The sum of products of chunks."""
 
     def run(slots: Slots) -> None:
@@ -278,7 +278,7 @@ def multiply_chunks(slot: int, products: Sequence[Product], ones: Sequence[Get],
     return run
 
 
-def multiply_joined(slot: int, product: Product, one: Get, other: Get) -> Run:
+def multiply_joined(slot: int, product: Multiply, one: Get, other: Get) -> Run:
     def run(slots: Slots) -> None:
         slots[slot] = product(one(slots), other(slots))
 

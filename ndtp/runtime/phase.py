@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.compute.devices import kind_of
-from ndtp.compute.gemm import Product
+from ndtp.compute.gemm import Multiply
 from ndtp.runtime import closures
 from ndtp.runtime.moves import is_matrix
 from ndtp.runtime.slots import Key, letters_of
@@ -67,7 +67,7 @@ class Phase(WeightGradients):
         blocks: int | None,
         parts: Sequence[int] | None = None,
         accumulate: bool = False,
-    ) -> Product:
+    ) -> Multiply:
         """See `TorchGemm.bound`."""
         letters, weight = letters_of(self.stages[p].plan, name), self.shapes[self.tensors[p, "B", None]]
         return self.gemm.bound(letters, operand, weight, blocks=blocks, parts=parts, accumulate=accumulate)

@@ -19,7 +19,7 @@ from ndtp.schedule.tasks import Action, RowChunks, Task, Wanted
 if TYPE_CHECKING:
     from ndtp.collectives.collectives import Collectives
     from ndtp.collectives.handles import Shape
-    from ndtp.compute.gemm import Product, TorchGemm
+    from ndtp.compute.gemm import Multiply, TorchGemm
 
 Key = tuple[int, str, int | None]  # product, tensor, chunk
 Title = tuple[str, str, str, str]  # kind, tensor, part, product
@@ -97,7 +97,7 @@ class Slots:
         self.side_by_side: dict[tuple[int, str], int] = {}  # the gathered chunks of an operand
         self.begun: dict[Key, int] = {}  # results of which this rank's own part is multiplied
         self.complete: set[int] = set()  # those of them of which all parts are
-        self.rest: dict[int, Product] = {}  # of those that a part of the weight began: the product by the others
+        self.rest: dict[int, Multiply] = {}  # of those that a part of the weight began: the product by the others
         self.cut_operands: dict[int, str | None] = {}  # see `WeightGradients._cut_operand`
         self.cut_when_deferred: str | None = None  # the same of the one that takes no collectives
         self.deferred: int | None = None  # the product of which pieces of dB may be left to the next chain

@@ -16,7 +16,7 @@ from ndtp.schedule.tasks import first_deferred
 
 if TYPE_CHECKING:
     from ndtp.collectives.handles import Shape
-    from ndtp.compute.gemm import Product
+    from ndtp.compute.gemm import Multiply
 
 
 class WeightGradients(Slots):
@@ -48,7 +48,7 @@ class WeightGradients(Slots):
             return None
         return "dC" if plan.b_letters[0] in plan.c_letters else "A"
 
-    def _part(self, p: int, cut: str, start: int, stop: int, blocks: int | None) -> tuple[Product, Get, Get]:
+    def _part(self, p: int, cut: str, start: int, stop: int, blocks: int | None) -> tuple[Multiply, Get, Get]:
         """A product that gives these pieces of dB, and its operands."""
         plan, slots = self.stages[p].plan, {name: self.tensors[p, name, None] for name in ("dC", "A")}
         shapes = {name: self.shapes[slot] for name, slot in slots.items()}

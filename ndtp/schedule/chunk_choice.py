@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.volume import traffic
 from ndtp.schedule.arrivals import weight_in_parts
-from ndtp.schedule.clocks import Product, step_seconds
+from ndtp.schedule.clocks import TimedProduct, step_seconds
 from ndtp.schedule.tasks import RowChunks
 
 COUNTS = (1, 2, 3, 4, 6, 8)
@@ -166,7 +166,7 @@ def products_of(
     speeds: Speeds,
     chunks: int,
     after: float = 0.0,
-) -> list[Product]:
+) -> list[TimedProduct]:
     """The products of a chain, timed.
 
     Args:
@@ -176,7 +176,7 @@ def products_of(
     for i, (plan, size) in enumerate(zip(plans, sizes, strict=True)):
         gemm = 2.0 * prod(plan.held_shape(plan.letters, size)) * speeds.per_flop
         products.append(
-            Product(
+            TimedProduct(
                 messages_of(plan, size, itemsize),
                 gemm + speeds.launch,
                 gemm / chunks + speeds.launch,

@@ -22,7 +22,7 @@ from ndtp.schedule.tasks import WINDOW, Action, Task, Wanted, backward_tasks, fi
 Messages = list[tuple[str, str, Any]]
 
 # Phase, product, tensor, chunk.
-Key = tuple[str, int, str, int | None]
+PieceKey = tuple[str, int, str, int | None]
 
 
 class Links(Protocol):
@@ -47,7 +47,7 @@ class Links(Protocol):
 
 
 @dataclass(frozen=True)
-class Product:
+class TimedProduct:
     """One product of a step.
 
     Attributes:
@@ -82,7 +82,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Span:
+class LaneSpan:
     """The work of one lane ("compute", or the axis whose link it is) from `begin` to `end`, in seconds."""
 
     lane: str
@@ -122,15 +122,15 @@ class Timeline:
 
     links: Links
     contention: float = 0.0
-    spans: list[Span] | None = None
+    spans: list[LaneSpan] | None = None
     now: Any = 0.0
     forward: Any = 0.0
     inside: Any = 0.0
     across: Any = 0.0
     shared: SharedLink = field(default_factory=SharedLink)
-    pending: dict[Key, _Move] = field(default_factory=dict)
+    pending: dict[PieceKey, _Move] = field(default_factory=dict)
 
-    def compute(self, key: Key, what: str, seconds: Any) -> None:
+    def compute(self, key: PieceKey, what: str, seconds: Any) -> None:
         """Work of the rank; beside collectives it goes on at `1 - contention` of its speed."""
         begin, slowed = self.now, seconds
         if self.contention:
@@ -142,7 +142,7 @@ class Timeline:
         self._keep("compute", key, what, begin, begin + seconds)
         self._keep("compute", key, "contention", begin + seconds, self.now)
 
-    def start(self, key: Key, messages: Messages, cut: int = 1) -> None:
+    def start(self, key: PieceKey, messages: Messages, cut: int = 1) -> None:
         """Put the first collective of a move on its link; the next starts by `start_next`, or when it is waited for.
 
         Where a grid needs no first one, its second is the first.
@@ -157,7 +157,7 @@ class Timeline:
         del move.rest[:1]
         self.pending[key] = move
 
-    def wait(self, key: Key) -> None:
+    def wait(self, key: PieceKey) -> None:
         """Hold the computation until a move is done."""
         move = self.pending.pop(key)
         self._arrive(key, move)
@@ -165,7 +165,7 @@ class Timeline:
             self._send(key, move, message)
             self._arrive(key, move)
 
-    def start_next(self, key: Key) -> None:
+    def start_next(self, key: PieceKey) -> None:
         """Put the second collective of a move on its link, when its first is done."""
         move = self.pending[key]
         if move.rest:
@@ -173,7 +173,7 @@ class Timeline:
             self._arrive(key, move, np.asarray(message[2]) > 0)
             self._send(key, move, message)
 
-    def _arrive(self, key: Key, move: _Move, there: Any = True) -> None:
+    def _arrive(self, key: PieceKey, move: _Move, there: Any = True) -> None:
         """Add the rank's work of summing up what has arrived, for collectives that leave the sum to the rank."""
         begin, self.now = np.maximum(self.now, move.end), np.where(there, np.maximum(self.now, move.end), self.now)
         self.now = self.now + np.where(there, move.sums, 0.0)
@@ -182,7 +182,7 @@ class Timeline:
         self._keep(move.lane[0], key, move.lane[1], moved, move.begin)
         self._keep("compute", key, "sum", begin, self.now)
 
-    def _send(self, key: Key, move: _Move, message: tuple[str, str, Any]) -> None:
+    def _send(self, key: PieceKey, move: _Move, message: tuple[str, str, Any]) -> None:
         """Put a collective behind those on its link."""
         collective, axis, received = message
         seconds, occupied = (f(collective, axis, received) for f in (self.links.seconds, self.links.occupied))
@@ -202,19 +202,19 @@ class Timeline:
         self._keep("compute", key, "start", started, self.now)
         move.sums = move.sums + self.links.summed(collective, axis, received)
 
-    def _keep(self, lane: str, key: Key, what: str, begin: Any, end: Any) -> None:
+    def _keep(self, lane: str, key: PieceKey, what: str, begin: Any, end: Any) -> None:
         if self.spans is not None and end > begin:
             phase, product, tensor, chunk = key
-            self.spans.append(Span(lane, float(begin), float(end), phase, product, tensor, chunk, what))
+            self.spans.append(LaneSpan(lane, float(begin), float(end), phase, product, tensor, chunk, what))
 
 
 def step_seconds(
-    products: Sequence[Product],
+    products: Sequence[TimedProduct],
     links: Links,
     chunks: int = 1,
     regather: bool = False,
     contention: float = 0.0,
-    spans: list[Span] | None = None,
+    spans: list[LaneSpan] | None = None,
 ) -> Any:
     """Forward through all products and backward again; see `replayed`.  Grids of other orders of tasks go by turns."""
     seconds: Any = 0.0
@@ -224,7 +224,7 @@ def step_seconds(
     return seconds
 
 
-def _orders(products: Sequence[Product], chunks: int) -> Iterator[tuple[tuple[bool, ...], Any]]:
+def _orders(products: Sequence[TimedProduct], chunks: int) -> Iterator[tuple[tuple[bool, ...], Any]]:
     """Return `ndtp.schedule.arrivals.rows_first` of these products, and the grids, among many, on which it holds."""
     flags, rows, result = [], np.zeros(()), np.zeros(())
     for product in products:
@@ -238,12 +238,12 @@ def _orders(products: Sequence[Product], chunks: int) -> Iterator[tuple[tuple[bo
 
 
 def replayed(
-    products: Sequence[Product],
+    products: Sequence[TimedProduct],
     links: Links,
     chunks: int = 1,
     regather: bool = False,
     contention: float = 0.0,
-    spans: list[Span] | None = None,
+    spans: list[LaneSpan] | None = None,
     rows_first: tuple[bool, ...] | None = None,
 ) -> Timeline:
     """The clocks at the end of a forward through all products and backward again.
@@ -256,7 +256,7 @@ def replayed(
     if rows_first is None:
         ((rows_first, _),) = _orders(products, chunks)
     line = Timeline(links, contention, spans)
-    begun: dict[Key, Any] = {}
+    begun: dict[PieceKey, Any] = {}
     for phase, i, task in _tasks(products, chunks, regather, rows_first):
         product, cut = products[i], 1 if task.chunk is None else chunks
         key = (phase, i, task.tensor, task.chunk)
@@ -289,7 +289,7 @@ def replayed(
 
 
 def _tasks(
-    products: Sequence[Product], chunks: int, regather: bool, rows_first: Sequence[bool]
+    products: Sequence[TimedProduct], chunks: int, regather: bool, rows_first: Sequence[bool]
 ) -> Iterator[tuple[str, int, Task]]:
     """(phase, product, task) of a step, as programs go through them, chain by chain."""
     # The last one ends a chain whatever it was cut out of: the first product of a block can be looked at alone.
@@ -316,7 +316,7 @@ def _tasks(
 
 
 def _deferred(
-    chains: Sequence[Sequence[int]], chunks: int, products: Sequence[Product]
+    chains: Sequence[Sequence[int]], chunks: int, products: Sequence[TimedProduct]
 ) -> Iterator[tuple[str, int, Task]]:
     """Return the parts of weight gradients that these chains deferred."""
     for first, *_ in chains:
@@ -325,7 +325,7 @@ def _deferred(
 
 
 def _gradients(
-    action: Action, chains: Sequence[Sequence[int]], chunks: int, products: Sequence[Product]
+    action: Action, chains: Sequence[Sequence[int]], chunks: int, products: Sequence[TimedProduct]
 ) -> Iterator[tuple[str, int, Task]]:
     """Return the deferred parts of every piece of the weight gradients of these chains."""
     for chain in chains:

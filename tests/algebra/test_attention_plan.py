@@ -6,7 +6,7 @@ from math import gcd
 import pytest
 
 from ndtp import Grid, GridError, Layout, LayoutError
-from ndtp.algebra.attention_plan import AttentionPlan, Cut
+from ndtp.algebra.attention_plan import AttentionPlan, SharedCut
 
 
 def test_refined_grids_have_the_same_ranks():
@@ -30,7 +30,7 @@ def test_a_cut_gathers_the_minor_ranks(sizes):
     for ranks in range(1, grid.num_ranks + 1):
         if grid.num_ranks % ranks:
             continue
-        cut = Cut.of(grid, axes, ranks)
+        cut = SharedCut.of(grid, axes, ranks)
         fine = grid.refine(**dict(cut.refinement))
         assert fine.size((*cut.stays, *cut.gathered)) == grid.num_ranks
         gathered = fine.size(cut.gathered)

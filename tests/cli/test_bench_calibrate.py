@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ndtp.errors import GridError
-from ndtp.measure.calibrate import COLLECTIVES, GemmSample, Job, LinkSample, Samples, fit, fit_gemm, fit_link
+from ndtp.measure.calibrate import COLLECTIVES, CalibrationJob, GemmSample, LinkSample, Samples, fit, fit_gemm, fit_link
 from ndtp.planner.hardware import Hardware, Link
 from ndtp.planner.search import plan
 from ndtp.planner.time_model import gemm_seconds
@@ -47,7 +47,7 @@ def test_profile_of_nodes_and_products():
     ]  # fmt: skip
     slow = [s for s in link_samples(per_byte=20e-9, scatter=20e-9) if s.size * s.stride > 4]
     fast = [s for s in link_samples() if s.size * s.stride <= 4]
-    found, fits = fit(Samples([*fast, *slow], gemms, 1e5), Job(4), "mine")
+    found, fits = fit(Samples([*fast, *slow], gemms, 1e5), CalibrationJob(4), "mine")
     assert found.intra.bandwidth_gbs == pytest.approx(0.5, rel=1e-3)
     assert found.inter.bandwidth_gbs == pytest.approx(0.05, rel=1e-3)
     assert found.tflops["float32"] == pytest.approx(0.5, rel=0.05)

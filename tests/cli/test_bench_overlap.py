@@ -19,7 +19,7 @@ from ndtp.algebra.schemes import block_layouts
 from ndtp.cli import bench_overlap
 from ndtp.collectives.recorder import Span
 from ndtp.measure.overlap_trace import RankTrace, lanes, merged, total
-from ndtp.measure.volume import Shape
+from ndtp.measure.volume import BlockShape
 
 TINY = ("--tokens", "64", "--hidden", "16", "--ffn", "32", "--rounds", "2", "--warmup", "1")
 BENCH = Path(__file__).parent.parent.parent / "bench"
@@ -200,7 +200,7 @@ def test_merged():
 
 
 def test_grids_and_schemes():
-    shape = Shape(64, 16, 32)
+    shape = BlockShape(64, 16, 32)
     choose = bench_overlap.choose
     assert choose("z=2 y=2", None, None, shape).scheme == "3d"
     assert choose("y=4", "2d-features", None, shape).scheme == "2d-features"

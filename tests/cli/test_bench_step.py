@@ -10,8 +10,8 @@ from rich.cells import cell_len
 
 from ndtp.cli import bench_step
 from ndtp.measure import rivals
-from ndtp.measure.step import Job, _stepper, count_wrong_of_rival, ranks_of, read_log, turns
-from ndtp.measure.volume import Shape
+from ndtp.measure.step import StepJob, _stepper, count_wrong_of_rival, ranks_of, read_log, turns
+from ndtp.measure.volume import BlockShape
 
 TINY = ("--tokens", "64", "--hidden", "16", "--ffn", "32", "--warmup", "1")
 
@@ -52,7 +52,7 @@ def test_a_wrong_result_exits_1_and_is_not_timed(ndtp, monkeypatch):
 
 def broken_rival() -> tuple[int, int]:
     """Wrong elements of the Megatron-style layer, as it is and without the all-reduce of its output."""
-    job = Job((), Shape(64, 16, 32), "float32", 1, 0, (), "")
+    job = StepJob((), BlockShape(64, 16, 32), "float32", 1, 0, (), "")
     right = count_wrong_of_rival("Megatron-style 1D", job)
     forward, rivals.SumOut.forward = rivals.SumOut.forward, staticmethod(lambda ctx, y: y.clone())
     try:
@@ -101,7 +101,7 @@ def test_ranks_of():
 
 
 def test_named_grids():
-    shape = Shape(64, 16, 32)
+    shape = BlockShape(64, 16, 32)
     (case,) = bench_step.choose(["z=2, x=2 y=2"], 8, shape, 1)
     assert (str(case), case.scheme) == ("z=2 x=2 y=2", "3d")
     assert [case.scheme for case in bench_step.choose(["x=8", "y=8"], 8, shape, 1)] == ["2d", "1d-sp"]

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 
 from ndtp.algebra.grid import Grid
 from ndtp.measure import volume as bench
-from ndtp.measure.volume import Case, Shape, analysis, cases, fake_group, meter, scaled_down
+from ndtp.measure.volume import BlockShape, VolumeCase, analysis, cases, fake_group, meter, scaled_down
 
 
 def test_thousands_of_ranks(ndtp):
@@ -35,8 +35,8 @@ def test_real_ranks_and_rivals(ndtp):
 
 
 def test_a_row_that_differs_exits_1(ndtp, monkeypatch):
-    predicted = Case.predicted
-    monkeypatch.setattr(Case, "predicted", lambda self, shape, itemsize: predicted(self, shape, itemsize + 1))
+    predicted = VolumeCase.predicted
+    monkeypatch.setattr(VolumeCase, "predicted", lambda self, shape, itemsize: predicted(self, shape, itemsize + 1))
     monkeypatch.setattr(bench, "meter_real", lambda *_: pytest.fail("not asked for"))
     code, out, _ = ndtp("bench", "volume", "--ranks", "4", "--no-real")
     assert code == 1
@@ -45,7 +45,7 @@ def test_a_row_that_differs_exits_1(ndtp, monkeypatch):
 
 def test_published_table():
     """MindSpore's formulae, forward, on every grid that has one."""
-    shape = Shape(8192, 4096, 16384)
+    shape = BlockShape(8192, 4096, 16384)
     for ranks in (4, 8, 16, 64):
         for case in cases(ranks, shape, 100):
             row = analysis(case, shape)
@@ -58,14 +58,14 @@ def test_published_table():
 
 
 def test_metered_by_entry_not_only_in_sum():
-    shape, case = Shape(64, 32, 128), Case(Grid(z=2, x=2, y=2), "3d")
+    shape, case = BlockShape(64, 32, 128), VolumeCase(Grid(z=2, x=2, y=2), "3d")
     with fake_group(8):
         assert meter(case, shape, torch.float32) == case.predicted(shape, 4)
 
 
 def test_scaled_down_keeps_what_divides():
-    assert scaled_down(Shape(8192, 4096, 16384), 8) == Shape(256, 128, 512)
-    assert scaled_down(Shape(120, 24, 48), 24) == Shape(120, 24, 48)
+    assert scaled_down(BlockShape(8192, 4096, 16384), 8) == BlockShape(256, 128, 512)
+    assert scaled_down(BlockShape(120, 24, 48), 24) == BlockShape(120, 24, 48)
 
 
 @pytest.mark.parametrize(

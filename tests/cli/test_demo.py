@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from ndtp.algebra.grid import Grid
 from ndtp.cli.app import app
 from ndtp.cli.demo import grids_for
-from ndtp.cli.demo_training import GridRun, Run, text
+from ndtp.cli.demo_training import DemoRun, GridRun, text
 
 runner = CliRunner()
 
@@ -42,10 +42,10 @@ def test_a_loss_beyond_the_tolerance_is_an_error(tmp_path, monkeypatch):
 
 
 def test_bytes_that_differ_on_any_rank_are_an_error():
-    dense = Run(losses=[2.0, 1.0])
-    good = Run([2.0, 1.0], [1.0], predicted_bytes=8, measured_bytes=8)
-    bad = Run([2.0, 1.0], [1.0], predicted_bytes=8, measured_bytes=12)
-    nan = Run([2.0, math.nan], [1.0], predicted_bytes=8, measured_bytes=8)
+    dense = DemoRun(losses=[2.0, 1.0])
+    good = DemoRun([2.0, 1.0], [1.0], predicted_bytes=8, measured_bytes=8)
+    bad = DemoRun([2.0, 1.0], [1.0], predicted_bytes=8, measured_bytes=12)
+    nan = DemoRun([2.0, math.nan], [1.0], predicted_bytes=8, measured_bytes=8)
     grid = Grid(x=2)
     assert GridRun("1d", grid, (good, good), dense).failure is None
     assert "12 bytes a step measured, 8 predicted" in GridRun("1d", grid, (good, bad), dense).failure

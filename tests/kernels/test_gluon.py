@@ -12,7 +12,7 @@ import torch
 from emulated import Machine, kind_of, launch
 from explored import explore
 from ndtp_kernels import reference
-from ndtp_kernels.call import Call
+from ndtp_kernels.call import GemmCall
 from ndtp_kernels.choice.chips import CHIPS
 from ndtp_kernels.choice.problem import Config, Problem
 from ndtp_kernels.choice.table import candidates, choose_for, fits, shipped_table
@@ -215,7 +215,7 @@ def test_what_is_launched():
         matrix(c, "mn", False, None, op="t", name="c"),
     )  # fmt: skip
     for leave, grid in ((0, 132), (16, share_out(2048, config, CHIPS["h200"], 16).grid)):
-        ((found,), _) = gemm_launches(Call(a, b, c, *views, sms_to_leave=leave), config, CHIPS["h200"])
+        ((found,), _) = gemm_launches(GemmCall(a, b, c, *views, sms_to_leave=leave), config, CHIPS["h200"])
         assert found.grid == grid and found.kernel is hopper.hopper_kernel
         assert [found.arguments[name] for name in ("M", "N", "K", "sa", "sb", "sc")] == [
             4096,

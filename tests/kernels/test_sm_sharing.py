@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ndtp_kernels.call import Call
+from ndtp_kernels.call import GemmCall
 from ndtp_kernels.choice.chips import CHIPS
 from ndtp_kernels.choice.problem import TORCH, Config, Problem
 from ndtp_kernels.choice.table import choose, shipped_table
@@ -23,7 +23,7 @@ STAYING = Config("tma", 128, 256, 64, 3, 8)
 
 def launch(m, n, k, config, leave):
     a, b, c = (torch.empty(size, device="meta", dtype=torch.bfloat16) for size in ((m, k), (n, k), (m, n)))
-    call = Call(
+    call = GemmCall(
         a, b, c, matrix(a, "mk", False, None, op="t", name="a"), matrix(b, "kn", True, None, op="t", name="b"),
         matrix(c, "mn", False, None, op="t", name="c"), sms_to_leave=leave,
     )  # fmt: skip

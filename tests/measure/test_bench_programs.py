@@ -16,7 +16,7 @@ import torch.distributed as dist
 from forked import with_torch
 from launched import launch
 
-from ndtp.measure.volume import Case
+from ndtp.measure.volume import VolumeCase
 from ndtp.planner.block_cost import Block
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.request import Request
@@ -175,7 +175,7 @@ def test_the_recorded_accuracy_is_of_this_time_model_and_what_the_docs_say(tmp_p
         for name, found in run["blocks"].items():
             block = Block.mlp(*map(int, name.split(" x ")))
             plans = search(Request((block,), 8, Hardware.load(profile), dtype="float32"))
-            predicted = {str(Case(plan.grid, plan.scheme)): plan.step_ms for plan in plans}
+            predicted = {str(VolumeCase(plan.grid, plan.scheme)): plan.step_ms for plan in plans}
             rows = found["rows"]
             assert predicted == pytest.approx({row["grid"]: row["predicted_ms"] for row in rows}, rel=1e-3)
             hits = sum(abs(row["ratio"] - 1) <= 0.25 for row in rows)

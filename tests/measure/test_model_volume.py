@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 
 import ndtp
 from ndtp import Grid
-from ndtp.measure.model_volume import Candidate, ModelVolume, candidates, family_of
+from ndtp.measure.model_volume import GridCandidate, ModelVolume, candidates, family_of
 from ndtp.measure.volume import fake_group
 from ndtp.models.counted import built, count_config
 from ndtp.planner.hardware import Hardware
@@ -69,5 +69,5 @@ def test_bytes_are_those_of_real_ranks(ranks):
     config = LLAMA | {"num_hidden_layers": 5}
     plan = next(p for p in search(request(config, 4, 64, dp=2)) if p.grid["y"] == 2)
     with fake_group(4):
-        volume = ModelVolume(config, "config", torch.float32, 16).on(Candidate(plan, "2d"), 4)
+        volume = ModelVolume(config, "config", torch.float32, 16).on(GridCandidate(plan, "2d"), 4)
     assert ranks(4).run(metered, config, grid) == [volume] * 4

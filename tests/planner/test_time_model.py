@@ -7,7 +7,7 @@ import pytest
 from ndtp.algebra.grid import Grid
 from ndtp.planner.block_cost import AXES, Block, Grids
 from ndtp.planner.hardware import Hardware, Link
-from ndtp.planner.time_model import Network, Reach, Work, gemm_seconds
+from ndtp.planner.time_model import BlockWork, Network, Reach, gemm_seconds
 
 SLOW = Link(1.0, 100.0, 10.0)
 FAST = Link(100.0, 5.0, 1.0)
@@ -74,7 +74,7 @@ def test_step_by_hand():
     """1D over 4 ranks of one node, one block: what is waited for, and what hides under the weight gradient."""
     block, g = Block.mlp(64, 16, 32), Grids(1, 1, 1, 4)
     net = Network.of(g, AXES, MACHINE)
-    time = Work.of([block], g, MACHINE, "float32").time(net)
+    time = BlockWork.of([block], g, MACHINE, "float32").time(net)
     gemm = 2 * 64 * 16 * 8 / 1e12
     move = 64 * 16 * 3 / 4 * 4 / 100e9 + 8e-6
     # forward: gather, two products, scatter.  Backward: gather dC of down; dA of up hides under nothing but its wgrad.
@@ -91,7 +91,8 @@ def test_chunks_cost_latency():
     g = Grids(1, 1, 1, 4)
     slow = replace(MACHINE, intra=Link(1e9, 1000.0, 0.0))
     one, four = (
-        Work.of([Block.mlp(64, 16, 32)], g, slow, "float32", chunks=n).time(Network.of(g, AXES, slow)) for n in (1, 4)
+        BlockWork.of([Block.mlp(64, 16, 32)], g, slow, "float32", chunks=n).time(Network.of(g, AXES, slow))
+        for n in (1, 4)
     )
     assert four.total > one.total
 
@@ -100,7 +101,7 @@ def test_weight_gradients_of_a_layer_reduce_under_the_layers_before():
     """Data parallel: of four layers only the first one's reduction has nothing left to hide under."""
     g, block = Grids(4, 1, 1, 1), Block.mlp(4096, 256, 256)
     net = Network.of(g, AXES, MACHINE)
-    one, four = (Work.of([block], g, MACHINE, "float32", layers=n).time(net) for n in (1, 4))
+    one, four = (BlockWork.of([block], g, MACHINE, "float32", layers=n).time(net) for n in (1, 4))
     reduction = net.seconds("all_reduce", "dp", 2 * 3 / 4 * 256 * 256 * 4)
     assert reduction < one.gemm / 6
     assert one.exposed == pytest.approx(reduction)
@@ -111,7 +112,7 @@ def test_weight_gradients_of_a_layer_reduce_under_the_layers_before():
 def test_next_weight_is_gathered_under_this_product():
     g, block = Grids(1, 4, 1, 1), Block.mlp(4096, 256, 256)
     net = Network.of(g, AXES, MACHINE)
-    time = Work.of([block], g, MACHINE, "float32").time(net)
+    time = BlockWork.of([block], g, MACHINE, "float32").time(net)
     gather = net.seconds("all_gather", "z", 3 / 4 * 256 * 256 * 4)
     assert gather < time.gemm / 6
     # Exposed: the first gather, and the last reduction.
@@ -125,7 +126,7 @@ def test_contention_takes_a_part_of_what_is_hidden(contention):
     g, block = Grids(1, 4, 1, 1), Block.mlp(4096, 256, 256)
     slower = replace(MACHINE, contention=contention)
     net = Network.of(g, AXES, MACHINE)
-    free, paid = (Work.of([block], g, machine, "float32").time(net) for machine in (MACHINE, slower))
+    free, paid = (BlockWork.of([block], g, machine, "float32").time(net) for machine in (MACHINE, slower))
     gather = net.seconds("all_gather", "z", 3 / 4 * 256 * 256 * 4)
     assert paid.total == pytest.approx(free.total + contention * 2 * gather, rel=1e-4)
     if contention == 1:
@@ -140,7 +141,7 @@ def test_weights_gathered_over_z_are_put_in_order(dtype, itemsize):
     slow_memory = replace(MACHINE, memory_gbs=1.0, tflops={dtype: 1.0})
     block = Block.mlp(64, 16, 32)
     z, dp = (
-        Work.of([block], g, slow_memory, dtype).time(Network.of(g, AXES, slow_memory))
+        BlockWork.of([block], g, slow_memory, dtype).time(Network.of(g, AXES, slow_memory))
         for g in (Grids(1, 4, 1, 1), Grids(4, 1, 1, 1))
     )
     assert z.elementwise - dp.elementwise == pytest.approx(2 * (2 * 16 * 32 * itemsize) / 1e9)
@@ -151,7 +152,7 @@ def test_spans_are_the_step():
     g, block = Grids(1, 2, 2, 2), Block.mlp(8192, 512, 2048)
     machine = replace(MACHINE, memory_gbs=100.0, contention=0.5)
     net = Network.of(g, AXES, machine)
-    work = Work.of([block], g, machine, "float32", chunks=4)
+    work = BlockWork.of([block], g, machine, "float32", chunks=4)
     spans, time = work.spans(net), work.time(net)
     assert max(span.end for span in spans) == pytest.approx(float(time.total))
     multiplied = sum(span.end - span.begin for span in spans if span.what in ("multiply", "own"))
@@ -167,7 +168,7 @@ def test_chunks_never_slow_a_step_down_without_latency():
         replace(MACHINE, intra=Link(1.0, 0.0, 0.0), inter=Link(1.0, 0.0, 0.0)),
     )
     net = Network.of(g, AXES, machine)
-    whole, cut = (Work.of([block], g, machine, "float32", chunks=chunks).time(net) for chunks in (1, 4))
+    whole, cut = (BlockWork.of([block], g, machine, "float32", chunks=chunks).time(net) for chunks in (1, 4))
     activations = (g.z == 1) & (g.dp == 1)  # a weight is not cut
     assert (cut.total <= whole.total * (1 + 1e-12))[activations].all()
     assert (cut.total < whole.total * 0.9)[activations].any()

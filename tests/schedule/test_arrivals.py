@@ -9,7 +9,7 @@ from ndtp import Grid, Layout, MatMulPlan
 from ndtp.algebra.schemes import block_layouts
 from ndtp.schedule.arrivals import rows_first, weight_in_parts
 from ndtp.schedule.chunk_choice import LinkSpeed, Speeds, products_of
-from ndtp.schedule.clocks import Product, replayed, step_seconds
+from ndtp.schedule.clocks import TimedProduct, replayed, step_seconds
 from ndtp.schedule.tasks import Action, Task, forward_tasks
 
 HIDDEN, INNER = 512, 2048
@@ -66,9 +66,9 @@ def test_own_parts_of_a_weight_hide_it():
     """Two gathers of 10 s one after the other; four products of 1 s, of which half need no other's part."""
     gathers = {("forward", "B"): [("all_gather", ("z",), 10)]}
     speeds = Speeds({("all_gather", "z"): LinkSpeed(0.0, 1.0)})
-    first, second = (Product(gathers, 2.0, 1.0, 0.0, own_weight=0.5, chained=chained) for chained in (True, False))
+    first, second = (TimedProduct(gathers, 2.0, 1.0, 0.0, own_weight=0.5, chained=chained) for chained in (True, False))
     assert replayed([first, second], speeds, 2).forward == pytest.approx(10 + 10 + 0.5 * 2)
-    without = [Product(each.messages, 2.0, 1.0, 0.0, chained=each.chained) for each in (first, second)]
+    without = [TimedProduct(each.messages, 2.0, 1.0, 0.0, chained=each.chained) for each in (first, second)]
     assert replayed(without, speeds, 2).forward == pytest.approx(10 + 10 + 2)
 
 
@@ -86,7 +86,7 @@ def test_grids_of_other_orders_are_timed_together_as_they_are_alone():
         return [(*how, received) for how, received in found.items()]
 
     together = [
-        Product(
+        TimedProduct(
             {key: over_y_and_z(p, key) for key in keys[p]},
             *(np.array([getattr(each[p], name) for each in alone]) for name in ("gemm", "chunk", "after")),
             own=tuple(np.array([each[p].own[i] for each in alone]) for i in (0, 1)),

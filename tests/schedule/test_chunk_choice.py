@@ -11,7 +11,7 @@ from ndtp import Grid
 from ndtp.algebra.schemes import block_layouts
 from ndtp.schedule import chunk_choice
 from ndtp.schedule.chunk_choice import COUNTS, LinkSpeed, Speeds, choose, is_small, messages_of, products_of, seconds_of
-from ndtp.schedule.clocks import Product, replayed
+from ndtp.schedule.clocks import TimedProduct, replayed
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 ROWS, HIDDEN, INNER = 4096, 512, 2048
@@ -82,7 +82,7 @@ def test_a_latency_that_goes_by_beside_other_bytes_costs_nothing_but_at_the_ends
 
 def test_sums_are_work_of_the_rank_beside_the_next_bytes():
     """Two chunks of 0.1 s of products and 50 bytes in 0.5 s; a byte keeps the rank busy for 5 ms, and the link not."""
-    product = Product({("forward", "C"): [("reduce_scatter", ("y",), 100)]}, 0.2, 0.1, 0.0)
+    product = TimedProduct({("forward", "C"): [("reduce_scatter", ("y",), 100)]}, 0.2, 0.1, 0.0)
     for sums, forward in ((0.0, 0.1 + 2 * 0.5), (5e-3, 0.1 + 2 * 0.5 + 0.25)):
         speeds = Speeds({("reduce_scatter", "y"): LinkSpeed(0.0, 0.01, sum_per_byte=sums)})
         spans = []
@@ -92,7 +92,7 @@ def test_sums_are_work_of_the_rank_beside_the_next_bytes():
 
 def test_a_rank_that_starts_a_call_multiplies_nothing_meanwhile():
     """Two chunks of a second each, and 50 bytes in 0.5 s behind each; a tenth of a second to start that."""
-    product = Product({("forward", "C"): [("reduce_scatter", ("y",), 100)]}, 2.0, 1.0, 0.0)
+    product = TimedProduct({("forward", "C"): [("reduce_scatter", ("y",), 100)]}, 2.0, 1.0, 0.0)
     for overhead, forward in ((0.0, 2.5), (0.1, 2.6)):
         speeds = Speeds({("reduce_scatter", "y"): LinkSpeed(0.0, 0.01, overhead=overhead)})
         spans = []
@@ -107,7 +107,7 @@ def speeds_that_cost(overhead):
 
 def test_collectives_that_share_a_link_let_it_go_earlier():
     """Of two gathers of 50 bytes, each 0.5 s alone, the second one is there after 0.9 s."""
-    product = Product({("forward", "A"): [("all_gather", ("y",), 100)]}, 0.0, 0.0, 0.0)
+    product = TimedProduct({("forward", "A"): [("all_gather", ("y",), 100)]}, 0.0, 0.0, 0.0)
     speeds = Speeds({("all_gather", "y"): LinkSpeed(0.0, 0.01, gap_per_byte=8e-3)})
     assert replayed([product], speeds, 2).forward == pytest.approx(0.5 * 0.8 + 0.5)
 

@@ -39,7 +39,7 @@ from torch import Tensor
 from ndtp_kernels.choice import roof
 from ndtp_kernels.launch import Launch
 from ndtp_kernels.tools import page
-from ndtp_kernels.tools.cases import TARGETS, Case, cases, launch_of, name_of, problem_of, quick_cases, shown
+from ndtp_kernels.tools.cases import TARGETS, CompiledCase, cases, launch_of, name_of, problem_of, quick_cases, shown
 from ndtp_kernels.tools.sass import Code
 
 NUMBERS = ("registers", "shared_bytes", "spills", "scratch_bytes", "epilogue")
@@ -162,7 +162,7 @@ def numbers(compiled: Any, target: str) -> tuple[dict[str, int], Code | None]:
     }, code
 
 
-def expected(case: Case) -> tuple[str, ...]:
+def expected(case: CompiledCase) -> tuple[str, ...]:
     """The instructions that prove the fast path."""
     if case.kind == "reduce":
         return ()
@@ -179,7 +179,7 @@ def expected(case: Case) -> tuple[str, ...]:
     return (matrix_unit, *loads, *(("setmaxnreg",) if roles else ()))
 
 
-def examine(case: Case, **constants: Any) -> dict[str, Any]:
+def examine(case: CompiledCase, **constants: Any) -> dict[str, Any]:
     """Compile one case and report it; "failures" is empty when all is well.
 
     Args:
@@ -220,7 +220,7 @@ def examine(case: Case, **constants: Any) -> dict[str, Any]:
     return {**row, "occupancy": fit, "failures": failures}
 
 
-def shared_bound(case: Case) -> int:
+def shared_bound(case: CompiledCase) -> int:
     """Return the shared memory that `fits` assumes for a program."""
     if case.kind == "reduce":  # is not chosen: it has none to speak of
         return case.chip.shared_bytes
@@ -238,7 +238,7 @@ def occupancy(registers: int, threads: int, shared: int, target: str) -> int:
     return min(65536 // (max(registers, 1) * threads), per_sm // (shared + 1024), 2048 // threads)
 
 
-def report(of: Sequence[Case], workers: int | None = None) -> list[dict[str, Any]]:
+def report(of: Sequence[CompiledCase], workers: int | None = None) -> list[dict[str, Any]]:
     """Examine cases in processes side by side; by default one for each core."""
     # A server that has imported everything once, and has no threads: the parent may hold torch's.
     context = multiprocessing.get_context("forkserver")

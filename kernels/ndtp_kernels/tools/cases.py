@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndtp_kernels.call import Call
+from ndtp_kernels.call import GemmCall
 from ndtp_kernels.choice.chips import CHIPS, Chip
 from ndtp_kernels.choice.problem import Config, Problem
 from ndtp_kernels.choice.selection import Options
@@ -25,7 +25,7 @@ SIZE = 4096
 
 
 @dataclass(frozen=True)
-class Case:
+class CompiledCase:
     """One kernel to compile: a configuration, and what it is to do."""
 
     target: str
@@ -43,7 +43,7 @@ class Case:
         return replace(self.config, split_k=4) if self.kind == "split" else self.config
 
 
-def cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Case]:
+def cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[CompiledCase]:
     """Every shipped configuration in each of its kinds, and the reduction."""
     table = shipped_table()
     for target in targets:
@@ -51,10 +51,10 @@ def cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Case]:
             dtype = {"half": "bfloat16", "tf32": "tf32", "fp32": "float32", "fp8": "float8_e4m3fn"}[dtype_class]
             for config, kinds in configs:
                 for kind in kinds:
-                    yield Case(target, dtype, kind, config)
+                    yield CompiledCase(target, dtype, kind, config)
         best = table.candidates[target]["half"][0].config
-        yield Case(target, "bfloat16", "split", best)
-        yield Case(target, "bfloat16", "reduce", Config(block_m=16, block_n=256))
+        yield CompiledCase(target, "bfloat16", "split", best)
+        yield CompiledCase(target, "bfloat16", "reduce", Config(block_m=16, block_n=256))
 
 
 # (target, dtype, kind, kernel, whether warps have roles): ways to load and to multiply, and the second pass of a sum.
@@ -72,7 +72,7 @@ QUICK = (
 )
 
 
-def quick_cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Case]:
+def quick_cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[CompiledCase]:
     """A quick look, of some ten seconds: the first configuration of each way in `QUICK`."""
     seen = set()
     for case in cases(targets):
@@ -82,7 +82,7 @@ def quick_cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Case]:
             yield case
 
 
-def call_of(case: Case) -> Call:
+def call_of(case: CompiledCase) -> GemmCall:
     """The product of a case, on meta tensors: a weight [N, K] and its gradients, as in a linear layer."""
     dtype = torch.float32 if case.dtype == "tf32" else getattr(torch, case.dtype)
     out = torch.bfloat16 if dtype.itemsize == 1 else dtype
@@ -119,7 +119,7 @@ def call_of(case: Case) -> Call:
         extra |= dict(scale_a=new(m, 1, dtype=torch.float32), scale_b=new(1, n, dtype=torch.float32))
         extra |= dict(scale_b2=new(1, n, dtype=torch.float32)) if case.kind == "gated" else {}
     view_c = matrix(c, "mn", False, form.c_blocks, op="aot", name="c")
-    return Call(
+    return GemmCall(
         a=a,
         b=b,
         c=c,
@@ -135,7 +135,7 @@ def call_of(case: Case) -> Call:
 EXPERTS = 8
 
 
-def experts_call(case: Case) -> GroupedCall:
+def experts_call(case: CompiledCase) -> GroupedCall:
     """Products of experts, on meta tensors: forward with weights [E, N, K], its dgrad, or the weights' gradient."""
     dtype = torch.float32 if case.dtype == "tf32" else getattr(torch, case.dtype)
     n = SIZE + 16 if case.config.kernel == "pointer" else SIZE
@@ -153,14 +153,14 @@ def experts_call(case: Case) -> GroupedCall:
     )
 
 
-def problem_of(case: Case) -> Problem:
+def problem_of(case: CompiledCase) -> Problem:
     """Return the problem to which this case would be the answer of the choice."""
     if case.kind.startswith("grouped"):
         return experts_call(case).problem()
     return call_of(case).problem()
 
 
-def launch_of(case: Case) -> Launch:
+def launch_of(case: CompiledCase) -> Launch:
     """The kernel of a case with its arguments."""
     if case.kind.startswith("grouped"):
         return experts_call(case).launch(case.config, case.chip)
@@ -171,10 +171,10 @@ def launch_of(case: Case) -> Launch:
     return gemm_launches(call, case.run, case.chip)[0][0]
 
 
-def name_of(case: Case) -> str:
+def name_of(case: CompiledCase) -> str:
     return f"{'reduce' if case.kind == 'reduce' else 'gemm'} {case.kind} {case.dtype}"
 
 
-def shown(case: Case) -> str:
+def shown(case: CompiledCase) -> str:
     """The configuration as reports name it."""
     return "16x256" if case.kind == "reduce" else str(case.run)

@@ -2,7 +2,7 @@
 
 from ndtp.planner.training.practice import Practice
 from ndtp.planner.training.splits import Splits
-from ndtp.planner.training.step import Job, StepTime
+from ndtp.planner.training.step import StepTime, TrainingJob
 from ndtp.planner.training.transformer import Transformer
 
-__all__ = ["Job", "Practice", "Splits", "StepTime", "Transformer"]
+__all__ = ["Practice", "Splits", "StepTime", "TrainingJob", "Transformer"]

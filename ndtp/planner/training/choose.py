@@ -11,12 +11,12 @@ import numpy as np
 
 from ndtp.algebra.grid import divisors
 from ndtp.errors import GridError
-from ndtp.planner.fields import Number, Table, Word
+from ndtp.planner.fields import Entries, Number, Word
 from ndtp.planner.hardware import MAX_RANKS, Hardware
-from ndtp.planner.training.memory import OPTIMIZERS, Memory, memory
+from ndtp.planner.training.memory import OPTIMIZERS, StepMemory, memory
 from ndtp.planner.training.practice import PRACTICES, RECOMPUTE, Practice
 from ndtp.planner.training.splits import RANK_ORDERS, STEP_AXES, Splits
-from ndtp.planner.training.step import Job, StepTime
+from ndtp.planner.training.step import StepTime, TrainingJob
 from ndtp.planner.training.transformer import Transformer
 
 GIB = 2**30
@@ -63,7 +63,7 @@ class Question:
         Word(tuple(OPTIMIZERS)).check("plan", "optimizer", self.optimizer)
         for name in self.recompute:
             Word(tuple(RECOMPUTE)).check("plan", "recompute", name)
-        Table(Word((*STEP_AXES, "micro", "virtual")), size, empty=True).check("plan", "fixed", dict(self.fixed))
+        Entries(Word((*STEP_AXES, "micro", "virtual")), size, empty=True).check("plan", "fixed", dict(self.fixed))
         if self.limit_gib is not None:
             Number(1e-6, 1e12).check("plan", "limit_gib", self.limit_gib)
         self.hardware.flops_per_second(self.practice.dtype)
@@ -75,7 +75,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SplitChoice:
     """One split of the step, with the predictions for it."""
 
     question: Question
@@ -83,7 +83,7 @@ class Choice:
     practice: Practice
     order: tuple[str, ...]
     time: StepTime
-    memory: Memory
+    memory: StepMemory
 
     @property
     def seconds(self) -> float:
@@ -112,7 +112,7 @@ class Choice:
         return int(self.splits.cp) == 1
 
 
-def choose(question: Question, limit: int | None = 10) -> list[Choice]:
+def choose(question: Question, limit: int | None = 10) -> list[SplitChoice]:
     """The fastest ways that fit into memory, best first, one for each set of sizes of axes.
 
     Raises:
@@ -128,7 +128,7 @@ def choose(question: Question, limit: int | None = 10) -> list[Choice]:
         if not fits.any():
             continue
         some, needs = splits.take(fits), needs[fits]
-        job = Job(question.model, question.batch, question.hardware, practice)
+        job = TrainingJob(question.model, question.batch, question.hardware, practice)
         for order in RANK_ORDERS:
             keep = np.ones(needs.shape, dtype=bool)
             if question.within_node:
@@ -141,7 +141,7 @@ def choose(question: Question, limit: int | None = 10) -> list[Choice]:
         raise GridError(_nothing(question, least))
     fastest = min(seconds for seconds, *_ in found)
     found.sort(key=lambda each: (0.0 if each[0] <= fastest * (1 + TIE) else each[0], *_plainness(each), each[0]))
-    chosen: dict[tuple[int, ...], Choice] = {}
+    chosen: dict[tuple[int, ...], SplitChoice] = {}
     for _, _, one, practice, order in found:
         sizes = tuple(getattr(one, axis) for axis in STEP_AXES)
         if sizes not in chosen and (limit is None or len(chosen) < limit):
@@ -156,11 +156,11 @@ def _plainness(found: tuple[Any, ...]) -> tuple[Any, ...]:
     return practice.recompute != "none", split, needs
 
 
-def weigh(question: Question, splits: Splits, practice: Practice, order: Sequence[str] = RANK_ORDERS[0]) -> Choice:
+def weigh(question: Question, splits: Splits, practice: Practice, order: Sequence[str] = RANK_ORDERS[0]) -> SplitChoice:
     """Return the choice with its predictions for one split."""
-    job = Job(question.model, question.batch, question.hardware, practice)
+    job = TrainingJob(question.model, question.batch, question.hardware, practice)
     needs = memory(question.model, question.batch, practice, splits, question.optimizer)
-    return Choice(question, splits, practice, tuple(order), job.step(splits, order), needs)
+    return SplitChoice(question, splits, practice, tuple(order), job.step(splits, order), needs)
 
 
 def _practices(question: Question) -> Iterator[Practice]:

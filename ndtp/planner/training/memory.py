@@ -23,7 +23,7 @@ LOGITS = 12.0  # bytes of a logit that a loss has at a time: itself, its probabi
 
 
 @dataclass(frozen=True)
-class Memory:
+class StepMemory:
     """Bytes of the fullest rank.
 
     Attributes:
@@ -67,7 +67,7 @@ def deepest(model: Transformer, s: Splits) -> Any:
     return -(-model.layers // s.pp)
 
 
-def memory(model: Transformer, batch: int, practice: Practice, s: Splits, optimizer: str = "adamw") -> Memory:
+def memory(model: Transformer, batch: int, practice: Practice, s: Splits, optimizer: str = "adamw") -> StepMemory:
     size = 4.0 if practice.dtype == "float32" else 2.0
     parameters = held(model, s)
     state = OPTIMIZERS[optimizer][0 if size == 4 else 1]
@@ -90,7 +90,7 @@ def memory(model: Transformer, batch: int, practice: Practice, s: Splits, optimi
     layer = whole - per_layer + _working(model, s, tokens) + np.where(over_z, _whole(model, s), 0.0)
     rows = np.minimum(tokens, practice.loss_rows) if practice.loss_rows else tokens
     loss = LOGITS / size * rows * model.vocabulary / spread + s.y * outside + np.where(over_z, head, 0.0)
-    return Memory(
+    return StepMemory(
         weights=parameters * size,
         gradients=parameters * gradient,
         optimizer=parameters * state / copies,

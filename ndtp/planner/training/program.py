@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ndtp.planner.training.choose import Choice
+from ndtp.planner.training.choose import SplitChoice
 from ndtp.planner.training.splits import STEP_AXES
 
 HEAD = '''"""{title}
@@ -103,7 +103,7 @@ if __name__ == "__main__":
 """
 
 
-def program(choice: Choice, config: str) -> str:
+def program(choice: SplitChoice, config: str) -> str:
     """Return the program that runs a choice.
 
     Args:
@@ -139,5 +139,5 @@ def scheme_of_axes(x: int, y: int, z: int) -> str:
     return "3d" if z > 1 or y > 1 else "1d-sp" if x > 1 else "3d"
 
 
-def sizes_of(choice: Choice) -> dict[str, int]:
+def sizes_of(choice: SplitChoice) -> dict[str, int]:
     return {axis: int(getattr(choice.splits, axis)) for axis in STEP_AXES}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ndtp.planner.training.choose import GIB, Choice
+from ndtp.planner.training.choose import GIB, SplitChoice
 
 # What the parts of a step are, as a sentence says them.
 PARTS = {
@@ -22,7 +22,7 @@ PARTS = {
 }
 
 
-def why(choice: Choice) -> str:
+def why(choice: SplitChoice) -> str:
     """Return the parts of a step, what limits it, and how much of the memory it needs."""
     time, total = choice.time.parts(), choice.seconds
     useful = sum(time[name] for name in ("products", "cores")) / total
@@ -34,7 +34,7 @@ def why(choice: Choice) -> str:
     return f"{sentence} {memory / GIB:.1f} of {room / GIB:.1f} GiB a rank, most of it {parts[0][0]}."
 
 
-def limits(choice: Choice) -> str:
+def limits(choice: SplitChoice) -> str:
     """Return the limit in a word: arithmetic, or the largest thing that is waited for."""
     time = choice.time.parts()
     waits = {name: time[name] for name in ("tensor", "weights", "context", "experts", "stages", "data", "bubble")}
@@ -46,7 +46,7 @@ def limits(choice: Choice) -> str:
     )
 
 
-def against(best: Choice, other: Choice) -> str:
+def against(best: SplitChoice, other: SplitChoice) -> str:
     """Return the part of the step in which a runner-up loses most against the best."""
     slower = other.seconds - best.seconds
     mine, theirs = best.time.parts(), other.time.parts()

@@ -68,7 +68,7 @@ class Waits:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A training task: a model, batches of so many sequences, one machine, and the practice of one software."""
 
     model: Transformer
@@ -82,7 +82,7 @@ class Job:
 
 @dataclass(frozen=True)
 class _Clock:
-    job: Job
+    job: TrainingJob
     splits: Splits
     network: Network
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ndtp_kernels import products, reference
-from ndtp_kernels.call import Call
+from ndtp_kernels.call import GemmCall
 from ndtp_kernels.choice.chips import INTERPRETER
 from ndtp_kernels.choice.table import fits
 from ndtp_kernels.form import Form
@@ -96,7 +96,7 @@ def test_descriptors_need_whole_tiles():
         matrix(b, "kn", False, None, op="t", name="b"),
         matrix(c, "mn", False, None, op="t", name="c"),
     )
-    problem = Call(a, b, c, *views).problem()
+    problem = GemmCall(a, b, c, *views).problem()
     assert problem.blocks == (0, 0, 24)
     assert not fits(problem, TMA, INTERPRETER)
     assert fits(problem, replace(TMA, block_k=8), INTERPRETER)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ndtp_kernels import products, reference
-from ndtp_kernels.call import Call
+from ndtp_kernels.call import GemmCall
 from ndtp_kernels.choice.chips import INTERPRETER
 from ndtp_kernels.form import Form
 from ndtp_kernels.launch import gemm_launches
@@ -157,7 +157,7 @@ def test_split_sums_lie_beyond_four_gigabytes():
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named from Python 3.13 on
     reserved = mmap.mmap(-1, 13 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
     space = torch.frombuffer(reserved, dtype=torch.float32)
-    call = Call(
+    call = GemmCall(
         a, b, space, matrix(a, "mk", False, None, op="t", name="a"), matrix(b, "kn", True, None, op="t", name="b"),
         Matrix(16, 16, 16, 1),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 
 from ndtp.planner.hardware import Hardware, Link
 from ndtp.planner.model_config import Mixture
-from ndtp.planner.training import Job, Practice, Splits, Transformer
+from ndtp.planner.training import Practice, Splits, TrainingJob, Transformer
 from ndtp.planner.training.splits import RANK_ORDERS
 
 MACHINE = Hardware(
@@ -19,7 +19,7 @@ PLAIN = Practice(attention="flash2", shard_optimizer=False)
 
 
 def step(practice=PLAIN, batch=32, model=MODEL, machine=MACHINE, order=RANK_ORDERS[0], **splits):
-    return Job(model, batch, machine, practice).step(Splits(**splits), order)
+    return TrainingJob(model, batch, machine, practice).step(Splits(**splits), order)
 
 
 def test_products_are_six_flops_a_parameter_and_token():
@@ -104,6 +104,6 @@ def test_many_splits_at_once_are_each_as_alone():
     columns = {"pp": [1, 2], "dp": [1, 2], "y": [4, 1], "z": [2, 2]}
     names = Splits().as_dict()
     many = Splits(**{name: np.array(columns.get(name, [1, 1])) for name in names})
-    together = Job(MODEL, 32, MACHINE, PLAIN).step(many, RANK_ORDERS[0]).total
+    together = TrainingJob(MODEL, 32, MACHINE, PLAIN).step(many, RANK_ORDERS[0]).total
     alone = [float(step(**many.one(i).as_dict()).total) for i in range(2)]
     assert list(together) == pytest.approx(alone)
