@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Packages and modules whose docstrings are all rewritten.  The others may only become fewer.
 REWRITTEN = (
     "ndtp.errors", "ndtp.dtypes", "ndtp.algebra", "ndtp.compute", "ndtp.schedule", "ndtp.ops", "ndtp.nn",
-    "ndtp.planner", "ndtp.pipelines", "ndtp.measure", "ndtp.testing", "ndtp_kernels",
+    "ndtp.planner", "ndtp.pipelines", "ndtp.measure", "ndtp.testing", "ndtp.collectives", "ndtp.checkpoints",
+    "ndtp.cli", "ndtp_kernels",
 )  # fmt: skip
 
 # First words that lean on a sentence that is not there: pronouns, prepositions, and clauses without a main clause.
@@ -35,7 +36,7 @@ LEANING = set(LEANING_WORDS.split())
 BEGINS_BADLY = re.compile(
     r"The (same|one|ones|others|rest|like|former|latter)\b"
     r"|One (that|of|which|whose|who|by|in|on|with|for|after|more|way)\b"
-    r"|[^A-Za-z`\"'\d(<]|[a-z]+ "
+    r"|[^A-Za-z`\"'\d(<]|(?!torch |ndtp )[a-z]+ "
 )
 
 # Names of classes and types that still mean several things, and how many.  A name leaves this list when its other
@@ -102,7 +103,7 @@ def test_faults_are_told_from_sentences(docstring: str, is_good: bool):
 
 
 def named(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield the capitalised names that a module defines at its top, and what each is: a class, or the text of a type."""
+    """Yield the capitalised names at the top of a module, and what each is: a class, or the text of a type."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             yield node.name, "class"

@@ -100,7 +100,7 @@ def _sources(whole: Whole, chosen: Sequence[Sequence[Stored | None]]) -> Iterato
 def _chosen(
     piece: Piece, every: Sequence[tuple[str, ...]], stored: dict[str, Stored], strict: bool, path: Any
 ) -> list[Stored | None]:
-    """What each entry of a piece is filled from; `every` has the keys of the whole model."""
+    """Return the stored tensors that fill each entry of a piece; `every` has the keys of the whole model."""
     model, entries = piece.module, piece.entries()
     prefix = str(getattr(model, "base_model_prefix", "") or "")
     theirs: dict[str, str] = {}
@@ -151,7 +151,7 @@ def _fill(entry: Entry, source: Stored, piece: Piece, block_bytes: int) -> None:
 
 
 def _agree(crew: Crew, signature: str) -> None:
-    """That all ranks found the same in their files, whatever it is."""
+    """Check that all ranks found the same in their files."""
     by_rank = crew.differing(signature)
     if by_rank is None:
         return
@@ -258,7 +258,7 @@ def _write(path: Path, members: Sequence[tuple[str, Entry]], piece: Piece, block
 
 
 def _files(piece: Piece, file_bytes: int) -> list[list[tuple[str, Entry]]]:
-    """What a piece writes, file by file."""
+    """Return the entries that a piece writes, file by file."""
     # Of the names of a tied tensor, the one that transformers keeps.
     tied: Any = getattr(piece.module, "all_tied_weights_keys", None) or {}
     parts: list[list[tuple[str, Entry]]] = [[]]

@@ -42,7 +42,7 @@ class Written(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a checkpoint has; `signature` is the same on ranks that read the same one."""
+    """The contents of a checkpoint; `signature` is the same on ranks that read the same one."""
 
     run: dict[str, Any]
     tensors: dict[str, Laid]
@@ -56,7 +56,7 @@ def manifest(run: Mapping[str, Any], files: Sequence[Written]) -> bytes:
 
 
 def read(folder: Path) -> Content:
-    """What is in a checkpoint, without a byte of its tensors.
+    """Return the contents of a checkpoint, without reading its tensors.
 
     Raises:
         CheckpointError: no checkpoint, or one that is cut short, newer, or not what was written; names the file.
@@ -101,7 +101,7 @@ def _check_format(run: Mapping[str, Any], path: Path, known: int) -> None:
 
 
 def _check_run(run: Mapping[str, Any], folder: Path) -> None:
-    """That what is no tensor has the form that `save` gives it."""
+    """Check that the values that are no tensors have the form that `save` gives them."""
     groups, values = run.get("groups"), run.get("values")
     try:
         named = groups is None or all(all(type(key) is str for key in group["params"]) for group in groups)
@@ -200,7 +200,7 @@ def locked(folder: Path) -> Iterator[int]:
 
 
 def sync(folder: Path) -> None:
-    """That the names of files in a folder are on the disk."""
+    """Make sure that the names of files in a folder are on the disk."""
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(held)

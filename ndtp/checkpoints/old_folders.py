@@ -43,7 +43,7 @@ RECORDS = {
 
 
 class Record:
-    """What stands for an object of a class on the list: what it was made of, and its state."""
+    """A record in place of an object of a class on the list: its arguments, and its state."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -55,7 +55,7 @@ class Record:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Of an ordered dict, which says nothing that is read here."""
+        """Ignore the items of an ordered dict, which say nothing that is read here."""
 
 
 class _Reader(pickle.Unpickler):
@@ -73,7 +73,7 @@ class _Reader(pickle.Unpickler):
 
 
 def unpickled(data: bytes) -> Any:
-    """What the metadata say, as records.
+    """Return the metadata as records.
 
     Raises:
         UnpicklingError, ValueError and others: it is no such pickle.
@@ -116,7 +116,7 @@ class Saved(NamedTuple):
 
 
 def boxes_in(folder: Path) -> list[Saved]:
-    """What a folder of DCP has, box by box.
+    """Return the contents of a DCP folder, box by box.
 
     Raises:
         CheckpointError: metadata that are no such pickle, or do not fit the files; names the key.

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for the parameters of a model, by the keys and in the shapes of the dense model."""
+"""The state of an optimizer for a model's parameters, by the keys and in the shapes of the dense model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAYS_TO_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
 
 @dataclass
 class Kept:
-    """Of an optimizer.
+    """The state that is kept for one optimizer.
 
     Attributes:
         parts: key in the checkpoint -> what this rank has of the tensor.
@@ -113,7 +113,7 @@ def fresh_state(
 
 
 def names_in(every: Iterable[Kept]) -> dict[Tensor, list[str]]:
-    """Of all pieces."""
+    """Return the names of the parameters of all pieces."""
     return {parameter: keys for kept in every for parameter, keys in kept.names.items()}
 
 
@@ -167,7 +167,7 @@ def restore_groups(optimizer: Optimizer, names: dict[Tensor, list[str]], groups:
 
 
 def _dense_keys(piece: Piece) -> dict[Tensor, list[str]]:
-    """Of every parameter: the entries of a state dict that are views of it."""
+    """Return, for every parameter, the entries of a state dict that are views of it."""
     stores: dict[int, list[str]] = {}
     for entry in piece.entries():
         stores.setdefault(_store(entry.local), []).append(entry.keys[0])
@@ -179,14 +179,14 @@ def _store(x: Tensor) -> int:
 
 
 def _is_shaped(name: str, shape: Any, parameter: Tensor, real: tuple[int, ...] | None = None) -> bool:
-    """Whether what is kept is one number for each of the parameter; a count of steps beside a scalar is not."""
+    """Return whether a state has one number for each of the parameter's; a count of steps beside a scalar has not."""
     return tuple(shape) == (tuple(parameter.shape) if real is None else real) and not (
         name == "step" and len(shape) == 0
     )
 
 
 def _add_parts(kept: Kept, shaped: dict[str, dict[int, Tensor]], piece: Piece) -> None:
-    """What has a parameter's shape goes through the model's own state dict, in the parameter's place."""
+    """Add states of a parameter's shape through the model's own state dict, in the parameter's place."""
     for name, tensors in shaped.items():
         mine = {_store(x if is_plain(x) else x._local_tensor) for x in tensors.values()}  # type: ignore[attr-defined]
         with replaced(piece.module, tensors):

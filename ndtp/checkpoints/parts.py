@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, x: Any, mesh: ProcessGrid | None) -> Part:
-        """Of a tensor that is in no state dict of a model: whole on every rank, or a DTensor."""
+        """Return the part of a tensor that is in no state dict of a model: whole on every rank, or a DTensor."""
         shape, layout = tuple(x.shape), None
         if not is_plain(x) and mesh is not None:
             layout, x = Layout.from_placements(mesh.grid, mesh.mesh_axes, x.placements, x.dim()), x._local_tensor
@@ -42,12 +42,14 @@ class Part(NamedTuple):
         return self.entry.local.dtype
 
     def boxes(self) -> list[tuple[Shape, Tensor]]:
-        """Where each begins, and its memory."""
+        """Return the start of each box, and its memory."""
         found = self.entry.boxes(0 if self.mesh is None else self.mesh.rank)
         return [(start, box) for start, box in found if box.numel() or 0 in self.shape]
 
     def is_written_here(self, turn: int) -> bool:
-        """Of ranks that have the same boxes one writes them; which one, goes round with `turn`."""
+        """Return whether this rank writes the boxes, of the ranks that have the same ones; the choice rotates with
+        `turn`.
+        """
         if self.mesh is None:
             return True
         grid, layout = self.mesh.grid, self.entry.layout

@@ -1,4 +1,4 @@
-"""What this rank has of a model that is written or read as one: a module on a grid, or stages on grids of their own.
+"""The pieces of a model that is written or read as one: a module on a grid, or stages on grids of their own.
 
 A rank that has several stages is as several ranks that have one each.
 """
@@ -41,7 +41,7 @@ class Piece:
         return 0 if self.mesh is None else self.mesh.rank
 
     def entries(self) -> list[Entry]:
-        """What the module's state dict has; a tensor that an earlier piece has goes by its keys first."""
+        """Return the entries of the module's state dict; a tensor that an earlier piece has goes by its keys first."""
         found = entries_of(self.module, self.mesh)
         return [entry._replace(keys=self._names.get(entry.keys[0], entry.keys)) for entry in found]
 
@@ -117,8 +117,9 @@ class Whole:
                 piece.elsewhere |= {names[0]} if first != piece.index else set()
 
     def per_piece(self, said: Callable[[Piece], Any]) -> dict[int, Any]:
-        """What the first rank of each piece says of it, in JSON, by the piece's number; a collective, where there are
-        others."""
+        """Return what the first rank of each piece says, in JSON, by the piece's number; a collective with several
+        pieces.
+        """
         if self.count == 1:
             return {piece.index: said(piece) for piece in self.pieces}
         every = self.crew.gather([(piece.index, said(piece)) for piece in self.pieces if piece.rank == 0])
@@ -126,7 +127,7 @@ class Whole:
 
 
 def whole_of(model: nn.Module | Staged | Sequence[Staged]) -> Whole:
-    """Of a module on any grid, or on none; or of the stages of a pipeline that this rank has."""
+    """Return the whole of a module on any grid, or on none, or of the pipeline stages that this rank has."""
     if isinstance(model, nn.Module):
         mesh = mesh_of_model(model)
         return Whole([Piece(model, mesh)], crew_of(mesh))

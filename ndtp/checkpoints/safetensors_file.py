@@ -109,13 +109,13 @@ def _fill(file: BinaryIO, start: int, block: Tensor, what: Stored) -> None:
 
 
 def blocks_of(shape: Sequence[int], dtype: torch.dtype, block_bytes: int) -> tuple[int, int]:
-    """How many rows of a tensor have a checksum together, and how many checksums there are."""
+    """Return how many rows of a tensor share a checksum, and how many checksums there are."""
     step = max(block_bytes // max(math.prod(shape[1:]) * dtype.itemsize, 1), 1)
     return step, -(-shape[0] // step) if math.prod(shape) else 0
 
 
 def tensors_in(path: str | os.PathLike[str]) -> dict[str, Stored]:
-    """What a folder, a file or the index of several files holds, by key; headers alone are read.
+    """Return the tensors of a folder, a file or an index of several files, by key; only headers are read.
 
     Raises:
         CheckpointError: nothing is there, a file is cut short or no safetensors file, a key that the index names is not

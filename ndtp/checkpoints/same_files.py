@@ -11,7 +11,7 @@ SAMPLES, SAMPLE_BYTES = 16, 4096
 
 
 def contents_of(paths: Iterable[Path]) -> dict[str, str]:
-    """Of each file, by its name: its size, and a hash of blocks of bytes that are spread over it."""
+    """Return for each file, by name, its size and a hash of blocks of bytes that are spread over it."""
     found = {}
     for path in sorted(paths):
         size = os.path.getsize(path)

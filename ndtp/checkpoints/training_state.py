@@ -74,8 +74,10 @@ def start_save(
     extra: Mapping[str, Any] | None = None,
     chunks: bool = False,
 ) -> Saving:
-    """As `save`, beside the training that goes on: what this rank writes is copied to the host's memory, and written
-    by a thread.  The checkpoint is there when `wait` of the result, a collective, has returned.
+    """Start a `save` that runs beside the training.
+
+    This rank's part is copied to the host's memory, and a thread writes it. The checkpoint exists when `wait` of the
+    result, a collective, has returned.
     """
     saving = Saving(model, optimizer, folder, extra, chunks)
     saving.start()
@@ -136,11 +138,11 @@ class Saving:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank has nothing left to write."""
+        """Return whether this rank has nothing left to write."""
         return self._thread is None or not self._thread.is_alive()
 
     def write(self) -> None:
-        """What this rank has, in files of its own; the collectives of others go on meanwhile."""
+        """Write this rank's part, in files of its own; the collectives of others go on meanwhile."""
         self._failure = _failure(self._write)
         self._boxes = []
 
@@ -193,7 +195,7 @@ class Saving:
 
 
 def _run(whole: Whole, every: Sequence[Kept], chunks: bool, extra: dict[str, Any]) -> dict[str, Any]:
-    """What is no tensor, of all pieces."""
+    """Return the values of all pieces that are no tensors."""
 
     def chosen(piece: Piece) -> dict[str, Any] | None:
         mesh = piece.mesh
@@ -304,7 +306,7 @@ def _keys(piece: Piece, whole: Whole, content: Content, folder: Path) -> dict[tu
 
 
 def _failure(step: Callable[[], None]) -> str:
-    """What a step failed with, in one line; nothing if it did not."""
+    """Return a step's failure in one line, or "" if it did not fail."""
     try:
         step()
     except CheckpointError as error:

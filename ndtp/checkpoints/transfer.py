@@ -108,7 +108,7 @@ def transfer(
 
 
 def transfer_volume(model: nn.Module, optimizer: Optimizer | None, to: nn.Module) -> Volume:
-    """What this rank would receive, in bytes.  `to` may be on the meta device.
+    """Return the bytes that this rank would receive. `to` may be on the meta device.
 
     Raises:
         CheckpointError, GridError: as `transfer`.
@@ -136,7 +136,7 @@ class _Way:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it is sent."""
+        """Return the dtype in which the tensor is sent."""
         return min((self.source.dtype, self.target.dtype), key=lambda dtype: dtype.itemsize)
 
     def volume(self, rank: int, itemsize: int | None = None) -> Traffic:
@@ -146,7 +146,7 @@ class _Way:
 
 @dataclass(frozen=True)
 class _Route:
-    """From a grid to another over the same ranks; a model that is on none is whole on every rank.
+    """The route from a grid to another over the same ranks; a model on no grid is whole on every rank.
 
     Attributes:
         mesh, other: of the source and of the target.
@@ -176,7 +176,7 @@ class _Route:
         return crew_of(self.mesh)
 
     def ways(self, model: nn.Module, to: nn.Module) -> list[_Way]:
-        """Of every tensor of the state dict of `to`."""
+        """Return the way of every tensor of the state dict of `to`."""
         theirs = {key: entry for entry in entries_of(model, self.mesh_of_source) for key in entry.keys}
         mine = entries_of(to, self.mesh_of_target)
         own = {_store(x) for x in tensors_of(to)}
@@ -226,7 +226,7 @@ def _is_whole(entry: Entry) -> bool:
 
 
 def _seen_as(entry: Entry, real: tuple[int, ...]) -> Entry:
-    """What is whole on every rank, in another shape of the same elements."""
+    """Return an entry that is whole on every rank, in another shape of the same elements."""
     layout = None if entry.layout is None else Layout(entry.layout.grid, *[None] * len(real))
     return entry._replace(local=entry.local.view(real), layout=layout, stored=real, real=real)
 

@@ -82,9 +82,11 @@ def choice_table(sizes: tuple[int, int, int], dtype: str) -> tuple[Table, dict[s
 
 
 def sizes_of(text: str, option: str) -> tuple[int, int, int]:
-    """
+    """Parse the three sizes of a product.
+
     Raises:
-        typer.BadParameter: not three sizes of a product.
+
+    typer.BadParameter: a text that is not three sizes.
     """
     m, n, k = numbers(text, option, "8192,14336,4096 (M,N,K)", 3)
     if max(m, n, k) > LARGEST:

@@ -141,9 +141,10 @@ def chunks_of(text: str) -> int | str:
 
 
 def checked_balance(balance: float) -> float:
-    """
+    """Check the ratio of products to communication.
+
     Raises:
-        GridError: no ratio, or one so far off that nothing is left to hide.
+        GridError: no ratio, or one so extreme that nothing is left to hide.
     """
     if not 0.01 <= balance <= 100:
         raise GridError(f"bench overlap: --balance {balance:g} is not a ratio from 0.01 to 100")

@@ -1,4 +1,6 @@
-"""What `ndtp check` runs on every rank: products and blocks of every scheme against dense, their bytes counted."""
+"""The cases that `ndtp check` runs on every rank: products and blocks of every scheme against dense, with their
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one case on one rank.  `max_error` is that of real inputs, against fp64."""
+    """The result of one case on one rank. `max_error` is the error of real inputs against fp64."""
 
     max_error: float
     predicted_bytes: int

@@ -155,7 +155,7 @@ def check(
 
 
 def one_of_each_kind(grids: Sequence[Grid]) -> list[Grid]:
-    """Of those that have the same axes of more than one rank, the one whose sizes differ least."""
+    """Return, of grids with the same axes of more than one rank, the grid whose sizes differ least."""
     best: dict[tuple[str, ...], Grid] = {}
     for grid in grids:
         axes = grid.nontrivial(grid.names)

@@ -1,4 +1,4 @@
-"""What commands share: how an option is spelt and what it may be, and where JSON and tables go."""
+"""Options that commands share, their spelling and their values, and the places where JSON and tables go."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _is_launched() -> bool:
 
 
 def environment_number(name: str, least: int = 1) -> int | None:
-    """What a launcher says in a variable.
+    """Return the number that a launcher gives in an environment variable.
 
     Raises:
         typer.BadParameter: no number.
@@ -170,7 +170,7 @@ def num_ranks(ranks: int | None, default: int = 8, least: int = 1) -> int:
 
 
 def console(json_file: str | None) -> Console:
-    """Where tables and progress go: standard output, unless JSON is written there.
+    """Return the console for tables and progress: standard output, unless JSON is written there.
 
     As wide as the terminal, or as COLUMNS says.  Markup is off: names of files and profiles are printed as they are.
     """

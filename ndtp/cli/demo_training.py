@@ -1,4 +1,4 @@
-"""What `ndtp demo` trains: a small byte-level transformer, on the text of Python's own documentation."""
+"""The training of `ndtp demo`: a small byte-level transformer, on the text of Python's own documentation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOSS_TOLERANCE = 1e-3  # a hundred steps of AdamW in fp32 were seen to drift by 
 
 @dataclass(frozen=True)
 class DemoTask:
-    """The same on every grid: sizes, seed and number of steps."""
+    """The task of a run, the same on every grid: sizes, seed and number of steps."""
 
     steps: int
     heads: int = 8
@@ -36,7 +36,7 @@ class DemoTask:
 
     @classmethod
     def on(cls, ranks: int, steps: int) -> DemoTask:
-        """With as many heads, and sequences, as every grid of so many ranks divides."""
+        """Return a task with as many heads, and sequences, as every grid of so many ranks divides."""
         return cls(steps, heads=ranks * max(-(-8 // ranks), 1))
 
     @property
@@ -54,7 +54,7 @@ class DemoTask:
 
 @dataclass(frozen=True)
 class DemoRun:
-    """What one rank saw of a training run.  Bytes are those of one step, forward and backward."""
+    """The record of one rank's training run.  Bytes are those of one step, forward and backward."""
 
     losses: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
@@ -91,7 +91,7 @@ class GridRun:
 
     @property
     def measured_bytes(self) -> int:
-        """Where ranks differ from the prediction, that of one that does."""
+        """Return the measured bytes; where ranks differ from the prediction, those of a rank that does."""
         predicted = self.by_rank[0].predicted_bytes
         return next((r.measured_bytes for r in self.by_rank if r.measured_bytes != predicted), predicted)
 

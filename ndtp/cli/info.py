@@ -81,7 +81,7 @@ def _show_flight(folder: Path, json_file: str | None) -> None:
 
 
 def environment() -> dict[str, dict[str, Any]]:
-    """By topic.  Asks devices for their names, and starts nothing on them."""
+    """Return the environment by topic. Devices are asked for their names, and nothing is started on them."""
     import torch
     import torch.distributed as dist
 

@@ -46,6 +46,6 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of where it runs."""
+        """Return the name of the place where the job runs."""
         grid = " ".join(f"{axis}={size}" for axis, size in self.grid.items())
         return f"{self.stages} stages of {grid or 'x=1'}" if self.stages > 1 else grid or "dense"

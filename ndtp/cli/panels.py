@@ -1,4 +1,4 @@
-"""Who holds which block of a tensor, at each stage of a plan: what `ndtp show` draws.  Pure."""
+"""The panels of `ndtp show`: which rank holds which block of a tensor, at each stage of a plan. Pure."""
 
 from __future__ import annotations
 

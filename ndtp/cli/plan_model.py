@@ -40,7 +40,8 @@ class Asked:
 
 
 def question_of(asked: Asked, model: ModelSizes | CountedModel) -> Question | None:
-    """What the options ask of a model; None of one that is planned block by block, such as two stacks.
+    """Return the planner's question for a model; None for a model that is planned block by block, such as two
+    stacks.
 
     Raises:
         GridError: a value that is none of its kind.
@@ -76,7 +77,7 @@ def question_of(asked: Asked, model: ModelSizes | CountedModel) -> Question | No
 
 
 def _config(path: str) -> dict[str, Any]:
-    """What the file holds that was read before, with its text part brought up."""
+    """Return the contents of the config file, with its text part brought up."""
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     config = json.loads(file.read_text())
     return {**config, **(config.get("text_config") or {})}
@@ -158,7 +159,7 @@ def _say(out: Any, best: SplitChoice, choices: list[SplitChoice]) -> None:
 
 
 def result(choices: list[SplitChoice]) -> dict[str, Any]:
-    """Of `--json`."""
+    """Return the result for `--json`."""
     from ndtp.planner.training.program import sizes_of
     from ndtp.planner.training.reasons import limits, why
 

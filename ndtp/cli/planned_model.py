@@ -44,7 +44,7 @@ def _is_for_transformers(config: dict[str, Any]) -> bool:
 
 
 def say_model(out: Any, model: ModelSizes | CountedModel) -> None:
-    """How the config was understood, so that a wrong reading is seen."""
+    """Print how the config was understood, so that a wrong reading is seen."""
     from ndtp.planner.model_sizes import CountedModel
 
     lines = list(map(_block, model.blocks(1)))
@@ -78,7 +78,7 @@ def _block(block: Block) -> str:
 
 
 def model_as_dict(model: ModelSizes | CountedModel) -> dict[str, Any]:
-    """The same for JSON: which of its parameters are planned, and what lies beside."""
+    """Return the model for JSON: the parameters that are planned, and the others."""
     from ndtp.planner.model_sizes import CountedModel
 
     if isinstance(model, CountedModel):

@@ -1,4 +1,4 @@
-"""How far a command is: a bar on a terminal, and in a pipe or a log a line on standard error every few seconds.
+"""Progress of a command: a bar on a terminal, or a line on standard error every few seconds in a pipe or a log.
 
 For calls on ranks, rank 0 counts what is done in a file, and this process shows it.
 """
@@ -23,7 +23,7 @@ CALL_TIMEOUT_S = 900.0
 
 
 class Bar:
-    """What is being done, how much of it is done, and the time that is left.
+    """A progress bar: the current work, how much is done, and the time that is left.
 
     with Bar(console, "rounds", total=10) as bar, bar.following(count):
         ...     # count() tells how many are done
@@ -99,7 +99,7 @@ class Bar:
 
 @contextmanager
 def waiting(console: Console, what: str) -> Iterator[None]:
-    """Of something that does not tell how far it is."""
+    """Show that something runs that does not tell how far it is."""
     if console.is_terminal or console.quiet:
         with console.status(what):
             yield
@@ -110,7 +110,7 @@ def waiting(console: Console, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Counter:
-    """What a function on the ranks calls to say how far it is."""
+    """A counter that a function on the ranks calls to say how far it is."""
 
     path: str
 

@@ -53,7 +53,7 @@ class BytePart(nn.Module):
 
 
 class StagedModel:
-    """As `ndtp.cli.training.Model`, in stages: what this rank has of it, and its loss, which every rank has."""
+    """A `ndtp.cli.training.Model` in stages: this rank's part of it, and its loss, which every rank has."""
 
     def __init__(self, job: Job) -> None:
         torch.manual_seed(job.seed)

@@ -21,7 +21,7 @@ MARGIN = 10
 
 
 def lanes_of(spans: Sequence[LaneSpan]) -> list[str]:
-    """What computes, and the axes that communicate."""
+    """Return the lanes that compute, and the axes that communicate."""
     return ["compute", *sorted({span.lane for span in spans} - {"compute"}, key=["dp", "z", "x", "y"].index)]
 
 

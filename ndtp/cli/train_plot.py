@@ -50,7 +50,7 @@ def curves(axes: Any, folders: Sequence[Path]) -> None:
 
 
 def distances(axes: Any, folders: Sequence[Path]) -> None:
-    """How far the losses of the other runs are from the first one's, in the colours of `curves`."""
+    """Draw how far the losses of the other runs are from the first one's, in the colours of `curves`."""
     first, *others = ([(int(row["step"]), row["grid"], float(row["loss"])) for row in read_log(folder / LOG)]
                       for folder in folders)  # fmt: skip
     expected = {step: loss for step, _, loss in first}

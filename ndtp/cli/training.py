@@ -1,4 +1,4 @@
-"""What `ndtp train` runs on every rank: the model, its batches, the loop, checkpoints and logs."""
+"""The program of `ndtp train` on every rank: the model, its batches, the loop, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HELD_OUT, HELD_OUT_BATCHES = 0.05, 4  # the last part of the text, and how much 
 
 @dataclass
 class Trained:
-    """What a rank saw.  `step` is the number of steps done, those before included."""
+    """The record of one rank's training. `step` is the number of steps done, earlier runs included."""
 
     first: int = 0
     step: int = 0
@@ -123,7 +123,7 @@ class Model:
         self.module = model
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Of [sequences, context + 1] bytes: the mean over all but the first of each."""
+        """Return the mean loss of [sequences, context + 1] bytes over all but the first byte of each sequence."""
         batch = batch.to(next(self.module.parameters()).device)
         if self.is_ours:
             return self.module(batch[:, :-1], batch[:, 1:])
@@ -150,7 +150,7 @@ class Model:
         return load(self.module, optimizer, folder)
 
     def any_rank(self, mine: bool) -> bool:
-        """Whether any rank says so: all of them stop at the same step."""
+        """Return whether any rank says so, on which all ranks stop at the same step."""
         mesh = self.mesh
         if mesh is None or mesh.grid.num_ranks == 1:
             return mine
@@ -186,7 +186,7 @@ class Batches:
 
 
 def least_bytes(context: int) -> int:
-    """Of a text: a sequence to learn from, and one that is held out."""
+    """Return the least bytes of a text: a sequence to learn from, and one that is held out."""
     return 2 * (context + 2)
 
 

@@ -15,7 +15,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F
 
 
 class Line(NamedTuple):
-    """What one grid moves under one scheme."""
+    """A line of the file: what one grid moves under one scheme."""
 
     grid: str
     scheme: str

@@ -26,7 +26,8 @@ Made = dict[tuple[tuple[str, ...], str], "ProcessGroup"]  # by axes and directio
 
 
 class AxisGroups:
-    """Where a rank is on a grid, and whom it reaches along which axes: what collectives ask of a `ProcessGrid`.
+    """The place of a rank on a grid, and the groups along its axes: the part of a `ProcessGrid` that collectives
+    use.
 
     Args:
         global_ranks: of torch's world, in the order of the grid's; None for a grid of one rank, which has no groups.
@@ -84,7 +85,7 @@ class AxisGroups:
         return self.made[key]
 
     def parameters_group(self, axis: str) -> ProcessGroup:
-        """That of the parameters.
+        """Return the group of the parameters' axes.
 
         DTensor takes equal DeviceMeshes for one another, whatever their groups are, and keeps them for good: those of
         parameters are shared by grids of one timeout, never of one grid alone.
@@ -95,7 +96,8 @@ class AxisGroups:
         return self.given[key]
 
     def conversation(self) -> Conversation | None:
-        """What all ranks of the grid tell each other beside their tensors; None for one rank, or where peers are none.
+        """Return the conversation of all ranks of the grid, beside their tensors; None for one rank, or without
+        peers.
 
         A collective at the first call.
         """
@@ -148,7 +150,7 @@ class AxisGroups:
 
     @property
     def seconds(self) -> float:
-        """After which a wait fails."""
+        """Return the seconds after which a wait fails."""
         return default_timeout() if self.timeout is None else self.timeout
 
     def members(self, axes: Sequence[str]) -> tuple[int, ...]:

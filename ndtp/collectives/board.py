@@ -30,7 +30,8 @@ Row = tuple[int, ...]
 
 
 class Board:
-    """What all ranks show, in two turns: nobody shows a row before all have read the one before the last.
+    """A board of one row for each rank, in two turns: no rank shows a row before all have read the one before the
+    last.
 
     Args:
         memory: of `num_bytes` bytes, shared by all.

@@ -110,7 +110,9 @@ class _Buffer:
                 stream.wait_event(self._event)
 
     def discard(self) -> None:
-        """Before the memory goes back to the allocator, which orders it by the stream that it was made on."""
+        """Discard the memory before it goes back to the allocator, which orders it by the stream that it was made
+        on.
+        """
         if self._stream != self._home:
             self.memory.record_stream(self._stream)  # type: ignore[arg-type]
 
@@ -126,7 +128,9 @@ def _empty(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _has_memory(x: Tensor) -> bool:
-    """Not so meta tensors, fake ones, and other wrappers: those are left to torch."""
+    """Return whether a tensor has memory; meta tensors, fake ones and other wrappers have none and are left to
+    torch.
+    """
     return type(x) in (Tensor, torch.nn.Parameter) and x.device.type in ("cpu", "cuda")
 
 

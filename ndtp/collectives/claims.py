@@ -1,4 +1,4 @@
-"""Which ranks have what to themselves: told through torch's store, where they have no collective in common."""
+"""Claims of ranks on what they have to themselves, told through torch's store, since they share no collective."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class Collectives:
         return Channel(group)
 
     def _all_gather(self, to: Channel, ranks: int, shape: Shape, dim: int, blocks: bool) -> Begin:
-        """[.., s, ..] -> [.., ranks * s, ..] at `dim`, or -> [ranks, .., s, ..] with `blocks`."""
+        """Gather [.., s, ..] to [.., ranks * s, ..] at `dim`, or to [ranks, .., s, ..] with `blocks`."""
         if blocks or dim == 0:
             whole = (ranks, *shape) if blocks else (ranks * shape[0], *shape[1:])
 
@@ -206,7 +206,7 @@ class Collectives:
         return begin_elsewhere
 
     def _reduce_scatter(self, to: Channel, ranks: int, shape: Shape, dim: int, blocks: bool) -> Begin:
-        """[.., ranks * s, ..] partial sums, or [ranks, .., s, ..] with `blocks` -> [.., s, ..] at `dim`."""
+        """Reduce-scatter [.., ranks * s, ..], or [ranks, .., s, ..] with `blocks`, to [.., s, ..] at `dim`."""
         summed = shape[1:] if blocks else with_size(shape, dim, shape[dim] // ranks)
         parts = None if blocks or dim == 0 else (ranks, summed[dim])
         is_stacked = blocks or dim > 0
@@ -222,7 +222,7 @@ class Collectives:
         return begin
 
     def _reduce(self, to: Channel, ranks: int, shape: Shape) -> Begin:
-        """How to add up block j of dim 0 of all ranks, of that shape, on rank j."""
+        """Return how to add up block j of dim 0 of all ranks, of that shape, on rank j."""
 
         def begin(sent: Tensor, out: Tensor | None) -> Started:
             summed = sent.new_empty(shape) if out is None else out
@@ -330,7 +330,7 @@ class GlooCollectives(Collectives):
         return route, gather
 
     def sums_everywhere(self, dtype: torch.dtype) -> bool:
-        """Whether an all-reduce of more than two ranks is left to `_sum_everywhere`."""
+        """Return whether an all-reduce of more than two ranks is left to `_sum_everywhere`."""
         return dtype not in LOW_PRECISION
 
     def _swap(self, to: Channel, shape: Shape, count: int) -> Begin:
@@ -371,7 +371,7 @@ class GlooCollectives(Collectives):
         return Exchange([*announce(to.group, x, to.purpose), super()._sum_everywhere(x, to)])
 
     def _swap_blocks(self, landing: Tensor, blocks: Tensor, to: Channel) -> Any:
-        """Of two ranks: start to send the other one its block, and to receive this rank's in `landing`."""
+        """Start to send the other of two ranks its block, and to receive this rank's block in `landing`."""
         me, nothing = to.group.rank(), blocks.new_empty(0)
         landings = [nothing, landing.detach()] if me == 0 else [landing.detach(), nothing]
         return exchange(to.group, blocks.unbind(), landings, to.purpose, own=False)
@@ -388,7 +388,7 @@ class GlooCollectives(Collectives):
         return begin
 
     def _reduce_pair(self, to: Channel, shape: Shape) -> Begin:
-        """Of two, the order of ranks is any: theirs comes to where the sum is wanted, and mine is added to it."""
+        """Add two ranks' blocks: the other's arrives where the sum is wanted, and this rank's is added to it."""
         me = to.group.rank()
 
         def begin(sent: Tensor, out: Tensor | None) -> Started:

@@ -27,7 +27,7 @@ _DEFAULT_TIMEOUT_S = 1800.0  # torch's for gloo
 
 
 class Conversation:
-    """Of all ranks of a group of gloo's, which take part in every exchange, in one order.
+    """A conversation of all ranks of a gloo group, which take part in every exchange, in one order.
 
     Attributes:
         members: the global ranks, in the order of the group.
@@ -57,7 +57,7 @@ class Conversation:
         return self._sent_round(row) if self._board is None else self._board.exchange(row)
 
     def texts(self, text: str) -> list[str]:
-        """What each rank says, at any length."""
+        """Return what each rank says, at any length."""
         said = text.encode()
         lengths = [row[0] for row in self.exchange((len(said), *(0,) * (WORDS - 1)))]
         mine = np.frombuffer(said.ljust(max(lengths), b" "), np.uint8)
@@ -100,7 +100,7 @@ _CONVERSATIONS: WeakKeyDictionary[ProcessGroup, Conversation] = WeakKeyDictionar
 
 
 def conversation_of(group: ProcessGroup, timeout: float | None) -> Conversation:
-    """That of a group; grids that share the group share it."""
+    """Return the conversation of a group; grids that share the group share it."""
     found = _CONVERSATIONS.get(group)
     if found is None:
         found = _CONVERSATIONS[group] = Conversation(group, timeout)

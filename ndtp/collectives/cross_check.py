@@ -43,7 +43,7 @@ def differing(groups: AxisGroups, signature: str) -> dict[int, str] | None:
 def differing_among(
     group: ProcessGroup, device_type: str, signature: str, describe: Callable[[Sequence[str]], str], label: Label
 ) -> list[str] | None:
-    """As `differing`, of any group, in its order."""
+    """Compare ranks as `differing` does, in any group, in its order."""
     digest = hashlib.blake2b(_encoded(signature), digest_size=DIGEST_BYTES).digest()
     own = torch.tensor(list(digest), dtype=torch.uint8, device=device_type)
     digests = own.new_empty(DIGEST_BYTES * group.size())
@@ -57,7 +57,7 @@ def differing_among(
 def gather_texts(
     group: ProcessGroup, device_type: str, text: str, describe: Callable[[Sequence[str]], str], label: Label
 ) -> list[str]:
-    """What each rank of a group says, in its order: two all-gathers of bytes, of which none is executed anywhere.
+    """Gather texts of all ranks of a group, in its order, by two all-gathers of bytes, none of which is executed.
 
     torch's `all_gather_object` unpickles what comes.
     """

@@ -39,7 +39,7 @@ class Exchange:
 
 @dataclass
 class Past:
-    """What a group has seen: exchanges that were started, and collectives that were given up unfinished.
+    """The past of a group: exchanges that were started, and collectives that were given up unfinished.
 
     Groups are shared by grids (`ndtp.collectives.groups`), and so is their past.
     """

@@ -18,7 +18,7 @@ VERSION = 1
 
 
 class Note(NamedTuple):
-    """What a collective is, as settled when it was bound.  Holds no group and no grid.
+    """The description of a collective, settled when it was bound. It holds no group and no grid.
 
     Attributes:
         ranks: of the world, that take part.
@@ -35,7 +35,7 @@ class Note(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As errors call it: "all_gather 2/4 of mlp.up A (forward) over axis y"."""
+        """Return the name of the collective in errors: "all_gather 2/4 of mlp.up A (forward) over axis y"."""
         what = f"{self.kind} {self.part}".rstrip()
         return f"{what} of {' '.join(self.op)} ({self.phase}) over axis {' '.join(self.axes)}"
 
@@ -72,7 +72,7 @@ class Flight:
         return [entry for entry in (*self.entries[at:], *self.entries[:at]) if entry is not None]
 
     def waiting(self) -> Entry | None:
-        """The one that has been waited for the longest."""
+        """Return the collective that has been waited for the longest."""
         open_ones = [entry for entry in self.entries if entry is not None and entry[WAITED] and not entry[DONE]]
         return min(open_ones, key=lambda entry: entry[WAITED], default=None)
 

@@ -242,7 +242,7 @@ def let_go_of_world() -> None:
 
 
 def _is_registered(group: ProcessGroup) -> bool:
-    """Whether torch knows the group: not after `destroy_process_group`."""
+    """Return whether torch knows the group, which it does not after `destroy_process_group`."""
     try:
         dist.get_process_group_ranks(group)
     except KeyError:

@@ -67,7 +67,7 @@ class Route:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of the world, that take part; known once it was launched."""
+        """Return the ranks of the world that take part; they are known once the collective was launched."""
         return () if self.note is None else self.note.ranks
 
     def enter(self, owner: Owner, tensor: Tensor) -> Entry | None:
@@ -81,7 +81,7 @@ class Route:
 
 
 class Owner(Protocol):
-    """What a handle asks of the `Collectives` that made it."""
+    """The part of `Collectives` that its handles use."""
 
     groups: AxisGroups
     ring: BufferRing
@@ -142,7 +142,8 @@ class Handle:
             self._close()
 
     def arriving(self) -> Iterator[tuple[int, Tensor]]:
-        """Of a gather along dim 0, whose result needs no finishing: which ranks' rows have come, as they come.
+        """Yield the ranks whose rows have come, and these rows, as they come, of a gather along dim 0 that needs no
+        finishing.
 
         Each is waited for on the consumer's stream, or in the host; `wait` comes after it as ever.  Where a collective
         does not tell its parts apart they come all at once.

@@ -1,4 +1,4 @@
-"""What collectives do with tensors on this rank: blocks of a dim behind one another on dim 0, and back in line."""
+"""The rearrangement of tensors around collectives: blocks of a dim behind one another on dim 0, and back."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(eq=False, slots=True)
 class Label:
-    """What a collective is for: ndtp knows, the dispatcher does not.  One object a collective.
+    """The purpose of a collective, which ndtp knows and the dispatcher does not. There is one object a collective.
 
     `part` says which of how many chunks it moves, such as "2/4"; traffic does not tell chunks apart.  `ahead` are the
     bytes received of a collective that is started for a product yet to come; None once that has come, and of others.
@@ -25,7 +25,7 @@ class Label:
 
     @property
     def title(self) -> str:
-        """What profilers call it, such as "all_gather[y] 2/4 mlp.up A"."""
+        """Return the name of the collective for profilers, such as "all_gather[y] 2/4 mlp.up A"."""
         return " ".join(filter(None, (f"{self.collective}[{' '.join(self.axes)}]", self.part, *self.op)))
 
 

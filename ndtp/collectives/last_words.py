@@ -1,4 +1,4 @@
-"""What a rank says when it fails: one error that names what it waited for, and who is to blame."""
+"""The last error of a failing rank, which names what it waited for, and who is to blame."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lost_peer(what: str, ranks: Sequence[int], where: str, cause: BaseException)
 
 
 def is_of_a_peer(error: BaseException | None) -> bool:
-    """Whether an error of torch's tells of a peer or of a link, not of what this rank does."""
+    """Return whether an error of torch's tells of a peer or of a link, not of what this rank does."""
     return (
         isinstance(error, RuntimeError)
         and not isinstance(error, CommunicationError)

@@ -1,4 +1,4 @@
-"""What the kernel of this machine says of another rank's process: whether it runs, is stopped, or is gone."""
+"""The state of another rank's process, as this machine's kernel knows it: running, stopped, or gone."""
 
 from __future__ import annotations
 

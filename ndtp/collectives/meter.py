@@ -50,12 +50,12 @@ class CommMeter(TorchDispatchMode):
 
     @property
     def volume(self) -> Volume:
-        """What was received so far, in bytes."""
+        """Return the bytes received so far."""
         return Volume.of(self._traffic)
 
     @property
     def ahead(self) -> Volume:
-        """What was received so far, in bytes, for products that have not come yet."""
+        """Return the bytes received so far for products that have not come yet."""
         return Volume.of(traffic for label, traffic in self._ahead if label.ahead is not None)
 
     @classmethod
@@ -123,7 +123,7 @@ def arrived(label: Label) -> None:
 
 
 def _label_on(args: Sequence[Any]) -> Label | None:
-    """What a message that others start is for, such as torch's schedules of pipelines: its buffer says so."""
+    """Return the label of a message that others start, such as torch's schedules of pipelines, from its buffer."""
     first = args[0][0] if args and isinstance(args[0], (list, tuple)) and args[0] else None
     return getattr(first, "ndtp_label", None)
 

@@ -1,4 +1,4 @@
-"""Who moves the tensors of a process grid."""
+"""The choice of the collectives that move the tensors of a process grid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def collectives_of(groups: AxisGroups, ring: BufferRing, recording: Recording) -> Collectives:
-    """By the class that fits the backend of the process groups, and what the grid was asked for."""
+    """Return the collectives for the backend of the process groups, and for the options of the grid."""
     if groups.mover == "symmetric" and groups.global_ranks is not None:
         from ndtp.collectives.symmetric.collectives import SymmetricCollectives
 

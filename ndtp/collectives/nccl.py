@@ -1,4 +1,4 @@
-"""What a `ProcessGrid` asks of NCCL: options of its communicators, and memory that they know."""
+"""NCCL for a `ProcessGrid`: options of its communicators, and memory that they know."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def group_arguments(timeout: float | None, high_priority: bool, max_ctas: int | 
 
 
 def can_group_alone() -> bool:
-    """Whether some ranks can make a group while others do not take part.
+    """Return whether some ranks can make a group while others do not take part.
 
     After `init_process_group(device_id=...)` torch splits the communicator of the world, which takes all of its ranks.
     """

@@ -1,4 +1,4 @@
-"""What ranks tell each other through the store: who they are, that they live, whom they wait for, why they leave."""
+"""Notices of ranks in the store: who they are, that they live, whom they wait for, why they leave."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Notices:
         return self.num_came >= self.size
 
     def newcomers(self) -> list[Identity]:
-        """Those on this machine that were not known before."""
+        """Return the ranks on this machine that were not known before."""
         if self._num_met and self.all_came and self._num_met == self._num_here:
             return []
         self.num_came = self._store.add(self._key("came"), 0)
@@ -73,7 +73,7 @@ class Notices:
         self._store.set(self._key("log", number), json.dumps(event))
 
     def news(self) -> list[Event]:
-        """What was logged since this was asked."""
+        """Return the events that were logged since the last call."""
         count, found = self._store.add(self._key("log", "count"), 0), []
         while self._num_read < count and (said := self._get("log", self._num_read + 1)) is not None:
             self._num_read += 1
@@ -89,7 +89,7 @@ class Notices:
             self._store.set(self._key("waits", self._me.rank), text)
 
     def waiting(self, ranks: Sequence[int]) -> dict[int, Waiting]:
-        """What these ranks are in, and those that they wait for, and so on."""
+        """Return the waits of these ranks, of the ranks that they wait for, and so on."""
         known: dict[int, Waiting] = {}
         todo, seen = list(ranks), {self._me.rank}
         while todo:
@@ -105,7 +105,7 @@ class Notices:
         self._store.set(self._key("beat", self._me.rank), str(time.monotonic()))
 
     def silent(self, ranks: Iterable[int], patience_s: float) -> list[int]:
-        """Of these ranks, those whose heartbeat has been looked at for so long and has not changed."""
+        """Return those of these ranks whose heartbeat has been watched for so long and has not changed."""
         silent, now = [], time.monotonic()
         for rank in ranks:
             beat = self._get("beat", rank)

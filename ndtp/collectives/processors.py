@@ -1,4 +1,4 @@
-"""Whether ranks share their processors, so that nobody is left to move bytes while they multiply."""
+"""A check whether ranks share their processors, so that none is left to move bytes while they multiply."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def shared_processors(groups: AxisGroups) -> int:
-    """How many processors all ranks share, if their threads take all of them; else 0.  A collective.
+    """Return how many processors all ranks share if their threads take all of them, else 0; a collective.
 
     Ranks behind network devices of their own do not: their bytes take time that no processor works.
     """

@@ -1,4 +1,4 @@
-"""What a rank does, named and timed: ranges for profilers, and a recorder that writes down the times itself.
+"""The work of a rank, named and timed: ranges for profilers, and a recorder that writes down the times itself.
 
 Local work stands in `with span(...)`.  A collective has a range where it is issued, one where it is waited for and one
 around the local work that finishes it: `ndtp::all_gather[y] 2/4 mlp.up A`, `ndtp::wait all_gather[y] ...`,
@@ -52,7 +52,7 @@ class Span:
 
 
 class Recording:
-    """Who looks on at a process grid, if anybody does.
+    """The recorder of a process grid, if there is one.
 
     Of the grid and not of a thread: backward may run in threads of autograd's own.
     """
@@ -64,7 +64,7 @@ class Recording:
 
 
 class Recorded(Protocol):
-    """What a recorder asks of `Collectives`."""
+    """The part of `Collectives` that a recorder uses."""
 
     groups: AxisGroups
     recording: Recording

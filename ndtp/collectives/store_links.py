@@ -33,14 +33,14 @@ def _duplicate(descriptor: int) -> socket.socket:
 
 
 def shut(descriptors: Iterable[int]) -> None:
-    """Whoever waits for an answer gets an error."""
+    """Shut connections, so that whoever waits for an answer gets an error."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError), _duplicate(descriptor) as link:
             link.shutdown(socket.SHUT_RDWR)
 
 
 def is_with_first_rank(store: Any) -> bool:
-    """Whether rank 0 has the server of a `TCPStore`, as it does unless torchrun's agent has it."""
+    """Return whether rank 0 has the server of a `TCPStore`, as it does unless torchrun's agent has it."""
     return bool(_port(store)) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 

@@ -54,6 +54,6 @@ def heed_no_more() -> None:
 
 
 def end_at_once() -> None:
-    """As the signal would have ended this process; from any thread."""
+    """End this process as the signal would have, from any thread."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), None)  # the default
     os.kill(os.getpid(), signal.SIGTERM)

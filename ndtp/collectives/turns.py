@@ -40,7 +40,7 @@ class Turns:
         self.error: BaseException | None = None
 
     def run(self, number: int, action: Callable[[], Any]) -> Any:
-        """In its own thread: all that thread `number` does.  What it gives; None if it was broken off."""
+        """Run all that thread `number` does, in its own thread; return its result, or None if it was broken off."""
         turn = Turn(self, number)
         token = TURN.set(turn)
         try:
@@ -103,7 +103,7 @@ class Turns:
 
 
 class Turn:
-    """What one of these threads has for itself.
+    """The state that one of these threads has to itself.
 
     Attributes:
         stays: whether it waits without handing over.
@@ -133,7 +133,7 @@ TURN: ContextVar[Turn | None] = ContextVar("ndtp_turn", default=None)
 
 
 def hand_over() -> None:
-    """Where a collective is waited for: let the threads that run in turns with this one go on, if there are any."""
+    """Let the threads that run in turns with this one go on, where a collective is waited for."""
     turn = TURN.get()
     if turn is not None:
         turn.hand_over()

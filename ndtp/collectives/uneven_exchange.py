@@ -86,12 +86,14 @@ def cut(x: Tensor, plan: ReshardPlan, rank: int) -> Tensor:
 
 
 def part_of(x: Tensor, box: Box, mine: Box) -> Tensor:
-    """What a rank whose block is `mine` sends of it: a view where its memory is in one piece."""
+    """Return the part of x that a rank whose block is `mine` sends: a view where its memory is in one piece."""
     return x[slices_of(box, mine)].contiguous()
 
 
 def landing_in(result: Tensor, box: Box, wanted: Box) -> tuple[Tensor, Tensor]:
-    """Where in the block `wanted` a part belongs, and where it arrives: there, if that is one piece of memory."""
+    """Return the place of a part in the block `wanted`, and the memory where it arrives: that place if it is
+    contiguous.
+    """
     room = result[slices_of(box, wanted)]
     return room, room if room.is_contiguous() else torch.empty_like(room, memory_format=torch.contiguous_format)
 
@@ -101,7 +103,7 @@ def slices_of(box: Box, frame: Box) -> tuple[slice, ...]:
 
 
 def sendable(x: Tensor) -> Tensor:
-    """The same memory, of a dtype that process groups take."""
+    """Return the same memory in a dtype that process groups take."""
     if x.is_complex():
         return torch.view_as_real(x)
     return x.view(torch.uint8) if x.dtype in _BYTES else x

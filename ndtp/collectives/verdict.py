@@ -1,4 +1,4 @@
-"""Who is to blame when a collective fails: from what is known of the ranks to one sentence.  Pure: asks nobody."""
+"""The verdict on a failed collective: one sentence from what is known of the ranks. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Waiting(NamedTuple):
 
 @dataclass
 class Facts:
-    """What a rank knows when a collective of its own has failed.
+    """The facts that a rank knows when a collective of its own has failed.
 
     Attributes:
         events: in any order.
@@ -58,7 +58,7 @@ class Facts:
 
 
 class Verdict(NamedTuple):
-    """Who is to blame.
+    """The verdict: which ranks are to blame, and why.
 
     Attributes:
         how: "gone", "raised", "ended", "stopped", "silent", "absent", "behind", "link" or "unknown".
@@ -75,7 +75,7 @@ class Verdict(NamedTuple):
         return self.how in (GONE, RAISED, ENDED, STOPPED)
 
     def sentence(self, place: Callable[[int], str] = lambda rank: "") -> str:
-        """For an error: "gone: rank 3 (y=1, x=1), its process ended without a word"."""
+        """Return the verdict for an error: "gone: rank 3 (y=1, x=1), its process ended without a word"."""
         names = ", ".join(f"rank {rank}{place(rank)}" for rank in self.ranks)
         return f"{_WORDS[self.how]}{names}{', ' if names and self.text else ''}{self.text}"
 
@@ -143,7 +143,7 @@ def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
 
 
 def _behind(me: int, waited_for: Sequence[int], waiting: Mapping[int, Waiting], lost: set[int]) -> tuple[int, ...]:
-    """Of the ranks that this one waits for, and these in turn, those that wait for nobody."""
+    """Return, of the ranks that this one waits for directly or indirectly, those that wait for no rank."""
     seen, found, todo = {me}, set(), [rank for rank in waited_for if rank != me]
     while todo:
         rank = todo.pop()

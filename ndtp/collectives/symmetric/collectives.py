@@ -94,7 +94,7 @@ class SymmetricCollectives(GlooCollectives):
         return self._reduce_all(to, 2, shape)  # every landing takes this rank's part, too
 
     def exchange_parts(self, landings: Sequence[Tensor], parts: Sequence[Tensor], to: Channel) -> Any:
-        """Of any sizes, which windows are not made for: by messages."""
+        """Exchange parts of any sizes by messages, since windows have one size."""
         kind = Collectives if self.orders_by_stream else GlooCollectives
         return kind.exchange_parts(self, landings, parts, to)
 
@@ -109,7 +109,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def check_usable(groups: AxisGroups) -> None:
-    """Whether all ranks of a grid can read each other's memory; a collective.
+    """Check that all ranks of a grid can read each other's memory; a collective.
 
     Raises:
         GridError: they cannot, for the same reason on all ranks.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Window(Protocol):
-    """What an engine asks of the memory of all ranks.  Signals are put and taken in the order of the current stream."""
+    """The memory of all ranks as an engine uses it. Signals are put and taken in the order of the current stream."""
 
     rank: int
     ranks: int
@@ -168,7 +168,7 @@ class DeviceEngine:
 
 
 class DeviceExchange(NamedTuple):
-    """As NCCL's work: waiting blocks the current stream.
+    """An exchange that behaves as NCCL's work does: waiting blocks the current stream.
 
     Attributes:
         flags: int32, of every rank: 1 when its part is there, for kernels that poll.
@@ -212,7 +212,7 @@ def _capturing() -> bool:
 
 
 def unusable_device() -> str:
-    """Why this rank's GPU cannot address its peers'; empty if it can."""
+    """Return the reason why this rank's GPU cannot address its peers'; empty if it can."""
     own = nccl.device().index
     others = [i for i in range(torch.cuda.device_count()) if i != own]
     blind = [i for i in others if not torch.cuda.can_device_access_peer(own, i)]

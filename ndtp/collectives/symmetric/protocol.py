@@ -1,4 +1,4 @@
-"""Who waits for whom, as data: what every rank does in one exchange, in order.  Pure.
+"""The protocol of an exchange, as data: what every rank does, in order, and whom it waits for. Pure.
 
 A window is memory of every rank that its peers read, cut into `SLOTS`; exchanges of a group take them in turns.  In an
 exchange a rank stages what it sends in its own window, and pulls what it receives out of its peers': nobody writes into
@@ -28,7 +28,7 @@ SLOTS = 2  # one is filled while peers still pull out of the other
 
 
 class Do(str, Enum):
-    """What a rank does towards a peer in an exchange."""
+    """The kinds of action of a rank towards a peer in an exchange."""
 
     WAIT_FREE = "wait free"  # until the peer has pulled what the slot held for it
     STAGE = "stage"  # what it sends: the peer's part, or all of it, of which the peer is this rank itself
@@ -45,12 +45,12 @@ class Act(NamedTuple):
 
 
 def arrivals(rank: int, ranks: int) -> tuple[int, ...]:
-    """In which order the parts of all ranks arrive: one's own is there."""
+    """Return the order in which the parts of all ranks arrive; a rank's own part is there at once."""
     return tuple((rank + distance) % ranks for distance in range(ranks))
 
 
 def departures(rank: int, ranks: int) -> tuple[int, ...]:
-    """In which order parts are pulled; one's own stays, and is wanted last."""
+    """Return the order in which parts are pulled; a rank's own part stays, and is wanted last."""
     return tuple((rank - distance) % ranks for distance in (*range(1, ranks), 0))
 
 

@@ -69,12 +69,12 @@ class HostWindow:
         return int(self.memories[self.rank].pad[peer, slot, 2])
 
     def is_gone(self, peer: int) -> bool:
-        """Whether the peer's process has ended."""
+        """Return whether the peer's process has ended."""
         return self.processes is not None and not is_alive(self.processes[peer])
 
 
 def windows_in_process(ranks: int, slot_bytes: int) -> list[HostWindow]:
-    """Those of all ranks, of which this process is every one."""
+    """Return the windows of all ranks, each of which is this process."""
     memories = [_memory(torch.zeros(_size(ranks, slot_bytes), dtype=torch.uint8), ranks) for _ in range(ranks)]
     return [HostWindow(rank, memories) for rank in range(ranks)]
 
@@ -116,7 +116,7 @@ def shared_window(group: ProcessGroup, slot_bytes: int) -> HostWindow:
 
 
 def unusable_host() -> str:
-    """Why this host's shared memory cannot serve; empty if it can."""
+    """Return the reason why this host's shared memory cannot serve; empty if it can."""
     import platform
 
     if platform.machine() not in ORDERED:
@@ -125,7 +125,7 @@ def unusable_host() -> str:
 
 
 def machine() -> str:
-    """What ranks of one machine have in common, and others do not."""
+    """Return a text that ranks of one machine share, and others do not."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -165,7 +165,7 @@ def _memory(raw: Tensor, ranks: int) -> Memory:
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process of this machine has not ended."""
+    """Return whether a process of this machine has not ended."""
     try:
         status = Path(f"/proc/{process}/stat").read_text()
     except FileNotFoundError:
