@@ -1,4 +1,4 @@
-"""What ranks of one machine tell each other without the store, whose process may be the one that is gone.
+"""Words among ranks of one machine that do without the store, whose process may be the one that is gone.
 
 A message goes into a socket that the kernel keeps for the receiver: it is there when the sender is not any more, and
 so is read before its end is seen.  The socket has no file and no port, and goes with its process.
@@ -57,7 +57,7 @@ class LocalWords:
                     self._socket.sendto(text, self._name(who))
 
     def heard(self) -> list[Event]:
-        """What came since this was asked, from processes of the same user."""
+        """Return the events that came since the last call, from processes of the same user."""
         found: list[Event] = []
         while self._socket is not None:
             try:

@@ -24,7 +24,7 @@ def device() -> torch.device:
 
 
 def multiprocessors() -> int:
-    """Of the GPU of this rank."""
+    """Return the number of multiprocessors of this rank's GPU."""
     return int(torch.cuda.get_device_properties(device()).multi_processor_count)
 
 

@@ -1,4 +1,4 @@
-"""Who is there: a thread of every process that watches its peers, and tells them what happens to this one.
+"""Presence: a thread of every process that watches its peers, and tells them what happens to this process.
 
 Peers on this machine are watched through the kernel, which tells of their end at once; of others a heartbeat through
 the store tells.  A rank that loses a peer says so in the store before it leaves, so that those that lose it can tell
@@ -257,7 +257,7 @@ class Presence:
             self._note_departure(self._pidfds.pop(descriptor))
 
     def _end_as_told(self) -> None:
-        """By the launcher, since another rank has failed: say which."""
+        """End as the launcher asks because another rank has failed, and name that rank."""
         if self._said:  # it is saying so itself
             time.sleep(OWN_WORDS_S)
         else:
@@ -313,7 +313,7 @@ class Presence:
 
     @property
     def _is_spread(self) -> bool:
-        """Whether ranks are on several machines, or have not come yet."""
+        """Return whether ranks are on several machines, or have not come yet."""
         return len(self._peers) + 1 < self.size
 
     @property
@@ -377,7 +377,7 @@ _SERIAL = [0]  # of the last world that had one; ranks make worlds together
 
 
 def presence() -> Presence | None:
-    """That of this process's world; made at the first call, by all ranks together.  None for a process of its own."""
+    """Return the presence of this process's world, which all ranks make at the first call; None without a world."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
