@@ -11,6 +11,7 @@ from ndtp.collectives.liveness import GONE, STOPPED
 # What a rank tells the others of itself, or one of another.
 RAISED, ENDED, LOST, RECOVERED, DEPARTED = "raised", "ended", "lost", "recovered", "departed"
 CUT = "cut"  # lost a peer, since a connection broke and not since time was up
+CLOSING_S = 1.0  # gloo closes connections when time is up: others see it about when that rank says so
 SILENT, BEHIND, UNKNOWN, ABSENT, LINK = "silent", "behind", "unknown", "absent", "link"
 
 
@@ -129,7 +130,8 @@ def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
         if ranks:
             return Verdict(how, tuple(ranks), text)
     losses = sorted((event for event in last.values() if event.kind in (LOST, CUT)), key=lambda event: event.when)
-    if losses and losses[0].kind == CUT:
+    in_vain = [event.when for event in losses if event.kind == LOST]
+    if losses and losses[0].kind == CUT and min(in_vain, default=float("inf")) > losses[0].when + CLOSING_S:
         # Nobody had left or been waited for in vain before: who is in no collective has only not noticed yet.
         noticed = f"rank {losses[0].rank} noticed first, in {losses[0].text}"
         return Verdict(LINK, (), f"a connection broke between ranks that were all alive; {noticed}")

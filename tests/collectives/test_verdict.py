@@ -55,6 +55,9 @@ CASES = {
     "a connection broke, since one had waited in vain": (
         Facts([Event(0, CUT, "", 2.1), Event(1, LOST, "", 1.0, [2])], departed={1: 2.0}), BEHIND, (2,),
     ),
+    "a connection was closed by one whose time was up, a little before it said so": (
+        Facts([Event(0, CUT, "", 2.1), Event(1, LOST, "", 2.2, [2])]), BEHIND, (2,),
+    ),
     "all wait for each other": (Facts(waiting={1: waits(0, 2), 2: waits(0, 1)}), UNKNOWN, ()),
 }  # fmt: skip
 
