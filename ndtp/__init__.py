@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ndtp.checkpoints import checkpoint as checkpoint
     from ndtp.collectives.meter import CommMeter
     from ndtp.errors import CheckpointError, CommunicationError, GridError, LayoutError, MismatchError
+    from ndtp.models.nonfinite import find_nonfinite
     from ndtp.models.parallelize import parallelize
     from ndtp.models.profile import use_profile
     from ndtp.ops.mapped import Mapped, einsum
@@ -52,6 +53,7 @@ _HOME = {
     "ProcessGrid": "runtime.process_grid",
     "batch_matmul": "ops.products",
     "einsum": "ops.mapped",
+    "find_nonfinite": "models.nonfinite",
     "matmul": "ops.products",
     "parallelize": "models.parallelize",
     "pipeline_stages": "pipelines.whole_models",
@@ -91,6 +93,7 @@ __all__ = [
     "ProcessGrid",
     "batch_matmul",
     "einsum",
+    "find_nonfinite",
     "matmul",
     "parallelize",
     "pipeline_stages",

@@ -95,7 +95,8 @@ class Collectives:
         """
         if out is not None:
             check_out(out, route.shape, tensor)
-        if ahead or _profiler_enabled() or _modes_on() or self.recording.recorder is not None:
+        looks = self.recording.recorder is not None or self.recording.inspector is not None
+        if looks or ahead or _profiler_enabled() or _modes_on():
             return self._launch_watched(route, tensor, out, ahead)
         try:
             past = route.channel.past
@@ -111,6 +112,7 @@ class Collectives:
         label, begin, recorder = route.label(), route.begin, self.recording.recorder
         if ahead:
             label.ahead = route.received * tensor.element_size()
+        self.recording.inspect(label, tensor)
         if recorder is not None or _profiler_enabled():
             begin = observed(begin, recorder, label)
         entry = route.enter(self, tensor)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -55,12 +55,20 @@ class Recording:
     """The recorder of a process grid, if there is one.
 
     Of the grid and not of a thread: backward may run in threads of autograd's own.
+
+    Attributes:
+        inspector: is given each tensor that a collective is about to send, and what for.
     """
 
-    __slots__ = ("recorder",)
+    __slots__ = ("inspector", "recorder")
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
+        self.inspector: Callable[[Label, Tensor], None] | None = None
+
+    def inspect(self, label: Label, tensor: Tensor) -> None:
+        if self.inspector is not None:
+            self.inspector(label, tensor)
 
 
 class Recorded(Protocol):

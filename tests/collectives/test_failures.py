@@ -58,13 +58,13 @@ def check_reports(kind, by_rank):
     assert "rank 2 (y=1, x=0) waited for rank 3" in by_rank[2], by_rank[2]
 
 
-STALLED = ("all_reduce bf16", "backward")  # each timeout takes its time; a death is told of every kind
+STALLED = ("backward",)  # a timeout takes its time; a death is told of every kind
 
 
 def stall():
     reports = {}
     for kind in STALLED:
-        mesh = ProcessGrid(GRID, timeout=2.0)
+        mesh = ProcessGrid(GRID, timeout=0.5)
         reports[kind] = attempt(kind, mesh, lambda: None)  # waits below, for as long as the others wait for it
         assert not mesh.collectives.in_flight, f"{kind}: handles left over"
         torch.distributed.barrier()
@@ -95,7 +95,7 @@ def test_a_killed_rank_becomes_an_error_that_names_axis_and_ranks(ranks, kind):
 
 
 def stall_in_forward_of_a_block():
-    mesh = ProcessGrid(GRID, timeout=1.0)
+    mesh = ProcessGrid(GRID, timeout=0.5)
     block = ndtp.nn.MLP(8, 16, mesh=mesh, scheme="2d")
     if mesh.rank != VICTIM:
         block(torch.ones(block.in_layout.shard_shape((8, 8))))
