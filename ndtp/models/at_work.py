@@ -7,6 +7,7 @@ So do the other methods that compute with the model: `generate`, and what it or 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from typing import Any
 
@@ -57,12 +58,12 @@ def _noting(theirs: Any, name: str, frame: Frame) -> Any:
 def computing(kind: Any) -> set[str]:
     """Names of methods that the forward of a class, or its `generate`, calls by their name, and of that one."""
     found: set[str] = set()
-    waiting = [name for name in ("forward", "generate") if isinstance(getattr(kind, name, None), types.FunctionType)]
+    waiting = ["forward", "generate"]
     while waiting:
         name = waiting.pop()
-        method: Any = getattr(kind, name, None)
-        is_own = isinstance(method, types.FunctionType) and not hasattr(nn.Module, name)
-        if name in found or not (is_own or name == "forward"):
+        method: Any = inspect.getattr_static(kind, name, None)
+        is_method = isinstance(method, types.FunctionType) and (name == "forward" or not hasattr(nn.Module, name))
+        if name in found or not is_method:
             continue
         found.add(name)
         while hasattr(method, "__wrapped__"):

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from ndtp.models.cached_results import forget_fake_results
 from ndtp.models.roles import features, is_linear
 from ndtp.split.elementwise import NAMES, named
 from ndtp.split.tensor import getters
@@ -247,8 +248,11 @@ def _observed(model: nn.Module, args: Any, kwargs: Any) -> Observation:
         hooks = list(_hooked(shadow, watch, found))
         watch.names = {id(p): name for name, p in shadow.named_parameters(remove_duplicate=False)}
         fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args]
-        with mode, watch, torch.no_grad(), _silent():
-            shadow(*fake, **{k: mode.from_tensor(x) if isinstance(x, Tensor) else x for k, x in kwargs.items()})
+        try:
+            with mode, watch, torch.no_grad(), _silent():
+                shadow(*fake, **{k: mode.from_tensor(x) if isinstance(x, Tensor) else x for k, x in kwargs.items()})
+        finally:
+            forget_fake_results(model)
         for hook in hooks:
             hook.remove()
     found.edges = {name: (watch.kinds.find(a), watch.kinds.find(b)) for name, (a, b) in found.edges.items()}

@@ -123,10 +123,14 @@ def made(case: Any, kind: type[nn.Module]) -> tuple[nn.Module, dict[str, dict[st
     if "MultipleChoice" in kind.__name__:  # choices that are alike have no gradients
         ids = cases["own"]["input_ids"]
         cases["own"]["input_ids"] = torch.stack([x.roll(i, -1) for i, x in enumerate(ids.unbind(1))], 1)
-    given, text = cases["own"], config.get_text_config()
-    classes = text.vocab_size if OF_WORDS.search(kind.__name__) else getattr(config, "num_labels", 0)
-    if "labels" in given and given["labels"].dim() == 2 and "CTC" not in kind.__name__ and classes:
-        given["labels"] = torch.randint(0, classes, given["labels"].shape)  # the testers' are all alike
+    given, text = cases["own"], config
+    with contextlib.suppress(ValueError):  # of several texts
+        text = config.get_text_config()
+    is_of_words = OF_WORDS.search(kind.__name__) and hasattr(text, "vocab_size")
+    classes = text.vocab_size if is_of_words else getattr(config, "num_labels", 0)
+    labels = given.get("labels")
+    if isinstance(labels, Tensor) and labels.dim() == 2 and "CTC" not in kind.__name__ and classes:
+        given["labels"] = torch.randint(0, classes, labels.shape)  # the testers' are all alike
     if is_text(model, case):
         ids, targets = torch.randint(0, text.vocab_size, TEXT), torch.randint(0, text.vocab_size, TEXT)
         cases["text"] = {"input_ids": ids, "labels": targets}
