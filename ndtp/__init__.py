@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ndtp.algebra.matmul_plan import MatMulPlan
     from ndtp.checkpoints import checkpoint as checkpoint
     from ndtp.collectives.meter import CommMeter
+    from ndtp.collectives.wire import Wire
     from ndtp.errors import CheckpointError, CommunicationError, GridError, LayoutError, MismatchError
     from ndtp.models.nonfinite import find_nonfinite
     from ndtp.models.parallelize import parallelize
@@ -51,6 +52,7 @@ _HOME = {
     "Pipeline": "pipelines.pipeline",
     "PipelineStage": "pipelines.stage",
     "ProcessGrid": "runtime.process_grid",
+    "Wire": "collectives.wire",
     "batch_matmul": "ops.products",
     "einsum": "ops.mapped",
     "find_nonfinite": "models.nonfinite",
@@ -91,6 +93,7 @@ __all__ = [
     "Pipeline",
     "PipelineStage",
     "ProcessGrid",
+    "Wire",
     "batch_matmul",
     "einsum",
     "find_nonfinite",

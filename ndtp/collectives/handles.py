@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ndtp.collectives.axis_groups import AxisGroups
     from ndtp.collectives.buffer_ring import BufferRing
+    from ndtp.collectives.codecs import Codec
     from ndtp.collectives.direct_exchange import Past
 
 Shape = tuple[int, ...]
@@ -45,11 +46,16 @@ class Route:
         begin: starts it; knows nothing of the route, which holds it.
         shape: of its result.
         received: elements.
+        codec: by which its tensors travel; None: as they are.
+        coded_bytes: that it receives then, scales included.
         follows: it ends what another one began, and is no call of its own.
         note: for the record; None until it is launched.
     """
 
-    __slots__ = ("axes", "begin", "channel", "follows", "kind", "note", "op", "part", "phase", "received", "shape")
+    __slots__ = (
+        "axes", "begin", "channel", "codec", "coded_bytes", "follows", "kind", "note", "op", "part", "phase",
+        "received", "shape",
+    )  # fmt: skip
 
     begin: Begin
     shape: Shape
@@ -59,7 +65,13 @@ class Route:
         self.kind, self.axes = step.kind, step.axes
         self.op, self.phase, self.part = op, phase, part
         self.channel, self.follows = channel, False
+        self.codec: Codec | None = None
+        self.coded_bytes = 0
         self.note: Note | None = None
+
+    def num_bytes(self, tensor: Tensor) -> int:
+        """That this rank receives, of a tensor that it sends."""
+        return self.received * tensor.element_size() if self.codec is None else self.coded_bytes
 
     def label(self) -> Label:
         """One object a collective, see `Label`."""
@@ -77,7 +89,7 @@ class Route:
         if self.note is None:
             ranks = owner.groups.members(self.axes)
             self.note = Note(self.op, self.phase, self.kind, self.axes, self.part, ranks, self.received)
-        return owner.flight.start(self.note, self.received * tensor.element_size())
+        return owner.flight.start(self.note, self.num_bytes(tensor))
 
 
 class Owner(Protocol):

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ndtp.collectives.collectives import Collectives, GlooCollectives
+from ndtp.collectives.collectives import Collectives
+from ndtp.collectives.gloo import GlooCollectives
 
 if TYPE_CHECKING:
     from ndtp.collectives.axis_groups import AxisGroups
     from ndtp.collectives.buffer_ring import BufferRing
     from ndtp.collectives.recorder import Recording
+    from ndtp.collectives.wire import Wire
 
 
-def collectives_of(groups: AxisGroups, ring: BufferRing, recording: Recording) -> Collectives:
+def collectives_of(groups: AxisGroups, ring: BufferRing, recording: Recording, wire: Wire | None) -> Collectives:
     """Return the collectives for the backend of the process groups, and for the options of the grid."""
+    kind: type[Collectives] = GlooCollectives if groups.backend == "gloo" else Collectives
     if groups.mover == "symmetric" and groups.global_ranks is not None:
-        from ndtp.collectives.symmetric.collectives import SymmetricCollectives
-
-        return SymmetricCollectives(groups, ring, recording)
-    kind = GlooCollectives if groups.backend == "gloo" else Collectives
-    return kind(groups, ring, recording)
+        from ndtp.collectives.symmetric.collectives import SymmetricCollectives as kind
+    made = kind(groups, ring, recording)
+    made.wire = wire
+    return made

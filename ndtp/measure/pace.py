@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ndtp.collectives.collectives import GlooCollectives
+from ndtp.collectives.gloo import GlooCollectives
 from ndtp.collectives.handles import Begin, Channel, Shape, Started
 from ndtp.compute.activations import width_of
 from ndtp.compute.gemm import Letters, Multiply, TorchGemm

@@ -354,6 +354,6 @@ def compare_calls(
         return
     report = vars(model).get("ndtp_report")
     how = [f"{name} {what}" for name, what in getattr(report, "replaced", {}).items()]
-    made_by = f"scheme {scheme!r} on grid {mesh.grid} ({digest(how):016x})"
+    made_by = f"scheme {scheme!r} on grid {mesh.grid} ({digest(how):016x})" + f", {mesh.wire}" * bool(mesh.wire)
     nontrivial = mesh.grid.nontrivial(tuple(rows))
     SameCalls(model, mesh, nontrivial, made_by, check, every).watch(entries_of(model))

@@ -160,7 +160,7 @@ def shadow_of(module: nn.Module, mesh: ProcessGrid, backend: str | None = None, 
         meshes.update({id(value): value for value in vars(part).values() if isinstance(value, ProcessGrid)})
     backend = backend or mesh.backend or "gloo"
     backend = backend if backend in SILENT else "gloo"
-    memo: dict[int, Any] = {key: DryGrid(value.grid, value.rank, backend) for key, value in meshes.items()}
+    memo: dict[int, Any] = {key: DryGrid(m.grid, m.rank, backend, m.wire) for key, m in meshes.items()}
     dry = memo[id(mesh)]
     for parameter in module.parameters():
         local = torch.empty_like(local_shard(parameter.detach()), device="meta")

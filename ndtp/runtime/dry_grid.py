@@ -12,8 +12,10 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.volume import Traffic, Volume
 from ndtp.collectives.axis_groups import AxisGroups
 from ndtp.collectives.buffer_ring import BufferRing
-from ndtp.collectives.collectives import Collectives, GlooCollectives
+from ndtp.collectives.collectives import Collectives
+from ndtp.collectives.gloo import GlooCollectives
 from ndtp.collectives.handles import Handle, Route
+from ndtp.collectives.wire import Wire
 from ndtp.compute.gemm import TorchGemm
 from ndtp.runtime.late_gradients import LateGradients
 from ndtp.runtime.program import Programs
@@ -35,7 +37,7 @@ class _Silent:
         if not route.follows:  # what it ends was counted as a whole
             key = route.phase, route.kind, route.axes
             amount, calls = self.moved.get(key, (0, 0))
-            self.moved[key] = amount + route.received * tensor.element_size(), calls + 1
+            self.moved[key] = amount + route.num_bytes(tensor), calls + 1
         handle: Handle = super().launch(route, tensor, out, ahead)  # type: ignore[misc]
         return handle
 
@@ -84,12 +86,13 @@ class _DryGroup:
 class DryGrid:
     """What chains ask of a `ProcessGrid`, without process groups: for tensors that have no memory."""
 
-    def __init__(self, grid: Grid, rank: int = 0, backend: str = "gloo") -> None:
+    def __init__(self, grid: Grid, rank: int = 0, backend: str = "gloo", wire: Wire | None = None) -> None:
         self.grid, self.rank, self.gemm = grid, rank, TorchGemm()
         self.check, self.device_mesh = False, None
         self.step, self.programs = StepState(LateGradients()), Programs()
         self.backend = backend
         self.collectives = SILENT[backend](_DryGroups(grid, rank, backend), BufferRing(0), self.step.recording)
+        self.collectives.wire = self.wire = wire
 
     @property
     def volume(self) -> Volume:
@@ -99,4 +102,4 @@ class DryGrid:
 
     def refine(self, **axes: Sequence[int]) -> DryGrid:
         """See `ProcessGrid.refine`."""
-        return DryGrid(self.grid.refine(**axes), self.rank, self.backend) if axes else self
+        return DryGrid(self.grid.refine(**axes), self.rank, self.backend, self.wire) if axes else self

@@ -40,6 +40,7 @@ class Way:
     Attributes:
         legs: cuts, and collectives; a step may take two of these.
         shape: of the tensor after the last leg.
+        is_coded: whether it travels by a codec, so that what arrives of this rank's own part is another than the part.
         gathers_in_order: whether it is one gather, whose parts lie behind one another in its result.
     """
 
@@ -71,8 +72,10 @@ class Way:
             legs += collectives.routes(step, op, phase, given, dtype, part=part, blocks=leaves or arrives)
             shape = legs[-1].shape  # type: ignore[union-attr]
         self.legs, self.shape = tuple(legs), shape
+        self.is_coded = any(not isinstance(leg, Cut) and leg.codec is not None for leg in legs)
         arrives = blocks == "arrive" and len(steps) == 1 and gathers_columns(steps[0])
-        self.gathers_in_order = len(steps) == 1 and steps[0].kind == "all_gather" and (arrives or not steps[0].dim)
+        in_order = len(steps) == 1 and steps[0].kind == "all_gather" and (arrives or not steps[0].dim)
+        self.gathers_in_order = in_order and not self.is_coded
         self.ends_by_collective = bool(legs) and not isinstance(legs[-1], Cut)
 
     def is_like(self, other: Way) -> bool:

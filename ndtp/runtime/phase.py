@@ -74,7 +74,10 @@ class Phase(WeightGradients):
 
     def _own(self, p: int, name: str, i: int | None) -> None:
         """Multiply this rank's part of chunk i, or chunk i by its part of the weight, while the others are coming."""
-        if (p, "B", None) in self.moving:
+        key = (p, "B", None) if (p, "B", None) in self.moving else (p, OPERAND[name], i)
+        if key in self.moving and self.moving[key].way.is_coded:
+            return  # what the others have of it is another
+        if key[1] == "B":
             self._own_weight(p, name, i)
         else:
             self._own_operand(p, name, i)

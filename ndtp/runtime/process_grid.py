@@ -21,6 +21,7 @@ from ndtp.collectives.buffer_ring import DEFAULT_BYTES, BufferRing
 from ndtp.collectives.direct_exchange import past_of
 from ndtp.collectives.groups import end, let_go_of_world, never_destroy
 from ndtp.collectives.movers import collectives_of
+from ndtp.collectives.wire import Wire
 from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.errors import GridError
 from ndtp.runtime.foreign_meshes import refuse_joining, spare_advice
@@ -70,6 +71,7 @@ class ProcessGrid:
         ring_bytes: memory for what collectives send, or receive to be added up or put in order; see
             `ndtp.collectives.buffer_ring.BufferRing`.  0: none is kept.
         register_buffers: take that memory from NCCL and register it with the groups.
+        wire: the dtypes in which operands and results of products travel, such as "bf16", see `ndtp.Wire`.
 
     Attributes:
         name: what compiled code knows it by, see `grid_named`.
@@ -104,6 +106,7 @@ class ProcessGrid:
         max_ctas: int | None = None,
         ring_bytes: int = DEFAULT_BYTES,
         register_buffers: bool = False,
+        wire: Wire | str | Mapping[str, str | None] | None = None,
         _bound: tuple[list[int], Made] | None = None,
     ) -> None:
         self.timeout = checked_timeout(timeout)
@@ -113,9 +116,8 @@ class ProcessGrid:
         )  # fmt: skip
         global_ranks, given = _bound or (_world_ranks(grid), {})
         self.grid = grid
-        self.check = check
+        self.check, self.wire, self.global_ranks = check, Wire.of(wire), global_ranks
         self.high_priority, self.max_ctas = high_priority, max_ctas
-        self.global_ranks = global_ranks
         backends = {} if global_ranks is None else backends_by_device()
         self.device_type = ("cuda" if "nccl" in backends.values() else "cpu") if device_type is None else device_type
         check_device_type(self.device_type, None if global_ranks is None else backends)
@@ -176,7 +178,7 @@ class ProcessGrid:
 
             check_usable(self.groups)
         self.step = StepState(late_gradients_of(None if global_ranks is None else dist.group.WORLD))
-        self.collectives = collectives_of(self.groups, self.ring, self.step.recording)
+        self.collectives = collectives_of(self.groups, self.ring, self.step.recording, self.wire)
         self.name = f"{grid} #{next(_COUNT)}"
         _NAMED[self.name] = self
         if gemm == "kernels":
@@ -259,10 +261,11 @@ class ProcessGrid:
                 max_ctas=self.max_ctas,
                 collectives=self.groups.mover,
                 ring_bytes=0,
+                wire=self.wire,
                 _bound=None if ranks is None else (ranks, given),
             )
             refined.gemm, refined.step, refined.ring = self.gemm, self.step, self.ring
-            refined.collectives = collectives_of(refined.groups, self.ring, self.step.recording)
+            refined.collectives = collectives_of(refined.groups, self.ring, self.step.recording, self.wire)
             self._refined[key] = refined
         return self._refined[key]
 

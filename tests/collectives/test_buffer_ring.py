@@ -13,7 +13,8 @@ import ndtp
 from ndtp import CommunicationError, Grid, Layout, MatMulPlan, ProcessGrid
 from ndtp.algebra.steps import Step
 from ndtp.collectives.buffer_ring import SMALLEST, BufferRing, size_class
-from ndtp.collectives.collectives import Collectives, GlooCollectives
+from ndtp.collectives.collectives import Collectives
+from ndtp.collectives.gloo import GlooCollectives
 from ndtp.testing import assert_equal, small_integers
 
 LIKE = torch.empty(0)

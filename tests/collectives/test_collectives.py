@@ -9,8 +9,9 @@ from products import mesh_of
 
 from ndtp import CommMeter, CommunicationError, Grid, ProcessGrid
 from ndtp.algebra.steps import Step
-from ndtp.collectives import collectives
-from ndtp.collectives.collectives import Collectives, GlooCollectives
+from ndtp.collectives import gloo
+from ndtp.collectives.collectives import Collectives
+from ndtp.collectives.gloo import GlooCollectives
 from ndtp.collectives.symmetric.collectives import SymmetricCollectives
 from ndtp.testing import assert_equal, small_integers
 
@@ -125,13 +126,13 @@ def wire_bytes():
     """What ndtp's reduce-scatter sends on gloo is one block to each peer."""
     mesh = mesh_of(GRID)
     sent = []
-    exchange = collectives.exchange
+    exchange = gloo.exchange
 
     def spy(group, blocks, landing, purpose, **how):
         sent.extend(block.numel() for j, block in enumerate(blocks) if j != group.rank())
         return exchange(group, blocks, landing, purpose, **how)
 
-    with mock.patch.object(collectives, "exchange", spy), CommMeter() as meter:
+    with mock.patch.object(gloo, "exchange", spy), CommMeter() as meter:
         mesh.collectives.start(Step("reduce_scatter", ("x",), 0), torch.ones(8, 3), ("test",), "forward").wait()
     assert sent == [6, 6, 6], sent
     assert meter.volume.by("collective") == {"reduce_scatter": 4 * 24 * 3 // 4}, meter.volume

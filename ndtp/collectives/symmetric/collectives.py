@@ -11,9 +11,10 @@ from torch import Tensor
 from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ndtp.collectives.collectives import Collectives, GlooCollectives
+from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.cross_check import cross_check
 from ndtp.collectives.direct_exchange import Past, purpose_of
+from ndtp.collectives.gloo import GlooCollectives
 from ndtp.collectives.handles import Channel
 from ndtp.collectives.meter import received_directly
 from ndtp.collectives.symmetric.host import PROCESS, HostEngine
@@ -65,6 +66,10 @@ class SymmetricCollectives(GlooCollectives):
         # An all-reduce is padded to whole parts.
         self._engine_for(route.channel.group, (math.prod(shape) + ranks) * dtype.itemsize)
         return route
+
+    def make_room(self, route: Route, num_bytes: int) -> None:
+        """See `Collectives.make_room`."""
+        self._engine_for(route.channel.group, num_bytes)
 
     def _engine_for(self, group: ProcessGroup, num_bytes: int) -> None:
         engine = self._engines.get(group)

@@ -1,0 +1,154 @@
+"""Collectives whose tensors travel by a `Codec`: gathers of what is quantised at its owner, sums of what is widened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ndtp.collectives.in_line import with_size
+
+if TYPE_CHECKING:
+    from ndtp.algebra.steps import Step
+    from ndtp.collectives.codecs import Codec
+    from ndtp.collectives.collectives import Collectives
+    from ndtp.collectives.handles import Begin, Route, Shape, Started
+
+
+def coded_routes(
+    owner: Collectives, codec: Codec, step: Step, bare: Sequence[Route], shape: Shape, blocks: bool
+) -> tuple[Route, ...]:
+    """Routes that go by a codec: one, or of an all-reduce the sum and the gather of it.
+
+    Args:
+        bare: two routes that are bound but for `begin`.
+        shape: of what is sent, see `Collectives.routes`.
+    """
+    route, follower = bare
+    ranks, dim = owner.groups.grid.size(step.axes), step.dim or 0
+    peers = ranks - 1
+    route.codec = codec
+    if step.kind == "all_gather":
+        route.begin = _gather(owner, route, codec, ranks, shape, dim, blocks)
+        route.coded_bytes = peers * codec.num_bytes(shape)
+    elif step.kind == "reduce_scatter":
+        part = shape[1:] if blocks else with_size(shape, dim, shape[dim] // ranks)
+        route.begin = _reduce(owner, route, codec, ranks, part, None if blocks else dim)
+        route.coded_bytes = peers * codec.num_bytes(part)
+    elif step.kind == "all_to_all":
+        part = with_size(shape, dim, shape[dim] // ranks)
+        route.begin = _exchange(owner, route, codec, ranks, part, dim, step.source or 0)
+        route.coded_bytes = peers * codec.num_bytes(part)
+    else:
+        rows = shape[0] if shape else 1
+        part = (-(-rows // ranks), *shape[1:])
+        route.begin, route.shape = _reduce(owner, route, codec, ranks, part, 0, pads=True), part
+        follower.begin = _gather(owner, follower, codec, ranks, part, 0, False, whole=shape)
+        follower.codec, follower.follows, follower.coded_bytes = codec, True, 0
+        route.coded_bytes = 2 * peers * codec.num_bytes(part)
+    owner.make_room(route, ranks * max(codec.num_bytes(shape), codec.num_bytes(route.shape)))
+    return (route, follower) if follower.follows else (route,)
+
+
+def _memory(owner: Collectives, num_bytes: int, like: Tensor) -> Tensor:
+    return owner.ring.borrow((num_bytes,), like.new_empty(0, dtype=torch.uint8))
+
+
+def _gather(
+    owner: Collectives,
+    route: Route,
+    codec: Codec,
+    ranks: int,
+    part: Shape,
+    dim: int,
+    blocks: bool,
+    whole: Shape | None = None,
+) -> Begin:
+    """As `Collectives._all_gather`.
+
+    Args:
+        whole: the shape of the result, where rows of padding behind it are dropped.
+    """
+    length = codec.num_bytes(part)
+
+    def begin(x: Tensor, out: Tensor | None) -> Started:
+        sent, landing = _memory(owner, length, x), _memory(owner, ranks * length, x)
+        codec.encode(x, sent)
+        dtype, device = x.dtype, x.device
+
+        def finish() -> Tensor:
+            shape = route.shape if whole is None else (whole or (1,))
+            result = torch.empty(shape, dtype=dtype, device=device) if out is None else out.view(shape)
+            for j, bytes_of_it in enumerate(landing.view(ranks, length)):
+                found = codec.decode(bytes_of_it, part, dtype)
+                if blocks:
+                    result[j].copy_(found)
+                    continue
+                start = j * part[dim]
+                count = max(0, min(part[dim], shape[dim] - start))
+                result.narrow(dim, min(start, shape[dim]), count).copy_(found.narrow(dim, 0, count))
+            return result if whole is None else result.view(whole)
+
+        return owner._gather(landing, sent, route.channel), finish, (sent, landing), (sent, landing)
+
+    return begin
+
+
+def _parts(x: Tensor, ranks: int, part: Shape, dim: int | None, pads: bool = False) -> Tensor:
+    """[ranks, *part]."""
+    if pads:
+        x = x.reshape(-1) if not x.dim() else x
+        missing = ranks * part[0] - x.shape[0]
+        x = torch.cat([x, x.new_zeros(missing, *part[1:])]) if missing else x
+    return x if dim is None else x.unflatten(dim, (ranks, part[dim])).movedim(dim, 0)
+
+
+def _reduce(
+    owner: Collectives, route: Route, codec: Codec, ranks: int, part: Shape, dim: int | None, pads: bool = False
+) -> Begin:
+    """As `Collectives._reduce_scatter`, by an exchange.
+
+    Args:
+        dim: which is scattered; None: what is sent lies as blocks.
+        pads: whether rows may be missing to make equal parts.
+    """
+    length = codec.num_bytes(part)
+
+    def begin(x: Tensor, out: Tensor | None) -> Started:
+        sent, landing = _memory(owner, ranks * length, x), _memory(owner, ranks * length, x)
+        for mine, bytes_of_it in zip(_parts(x.detach(), ranks, part, dim, pads), sent.view(ranks, length), strict=True):
+            codec.encode(mine, bytes_of_it)
+        dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
+
+        def finish() -> Tensor:
+            first, *others = (codec.decode(each, part, wide) for each in landing.view(ranks, length))
+            for other in others:
+                first += other
+            return first.to(dtype) if out is None else out.copy_(first)
+
+        return owner._exchange(landing, sent, route.channel), finish, (sent, landing), (sent, landing)
+
+    return begin
+
+
+def _exchange(owner: Collectives, route: Route, codec: Codec, ranks: int, part: Shape, dim: int, source: int) -> Begin:
+    """As `Collectives._all_to_all`."""
+    length = codec.num_bytes(part)
+
+    def begin(x: Tensor, out: Tensor | None) -> Started:
+        sent, landing = _memory(owner, ranks * length, x), _memory(owner, ranks * length, x)
+        for mine, bytes_of_it in zip(_parts(x.detach(), ranks, part, dim), sent.view(ranks, length), strict=True):
+            codec.encode(mine, bytes_of_it)
+        dtype, device = x.dtype, x.device
+
+        def finish() -> Tensor:
+            result = torch.empty(route.shape, dtype=dtype, device=device) if out is None else out
+            for j, each in enumerate(landing.view(ranks, length)):
+                result.narrow(source, j * part[source], part[source]).copy_(codec.decode(each, part, dtype))
+            return result
+
+        return owner._exchange(landing, sent, route.channel), finish, (sent, landing), (sent, landing)
+
+    return begin
