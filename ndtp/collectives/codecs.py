@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ndtp.collectives.handles import Shape
-
+Shape = tuple[int, ...]
 _SCALE_BYTES = 4  # a scale is a number of fp32
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,15 +12,29 @@ from ndtp.collectives.in_line import with_size
 
 if TYPE_CHECKING:
     from ndtp.algebra.steps import Step
+    from ndtp.collectives.axis_groups import AxisGroups
+    from ndtp.collectives.buffer_ring import BufferRing
     from ndtp.collectives.codecs import Codec
-    from ndtp.collectives.collectives import Collectives
-    from ndtp.collectives.handles import Begin, Route, Shape, Started
+    from ndtp.collectives.handles import Begin, Channel, Route, Shape, Started
+
+
+class Sender(Protocol):
+    """The part of `Collectives` that a coded collective uses."""
+
+    groups: AxisGroups
+    ring: BufferRing
+
+    def make_room(self, route: Route, num_bytes: int) -> None: ...
+
+    def _gather(self, landing: Tensor, x: Tensor, to: Channel) -> Any: ...
+
+    def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel) -> Any: ...
 
 
 def coded_routes(
-    owner: Collectives, codec: Codec, step: Step, bare: Sequence[Route], shape: Shape, blocks: bool
+    owner: Sender, codec: Codec, step: Step, bare: Sequence[Route], shape: Shape, blocks: bool
 ) -> tuple[Route, ...]:
-    """Routes that go by a codec: one, or of an all-reduce the sum and the gather of it.
+    """Return the routes that go by a codec: one, or for an all-reduce the sum and the gather of it.
 
     Args:
         bare: two routes that are bound but for `begin`.
@@ -52,12 +66,12 @@ def coded_routes(
     return (route, follower) if follower.follows else (route,)
 
 
-def _memory(owner: Collectives, num_bytes: int, like: Tensor) -> Tensor:
+def _memory(owner: Sender, num_bytes: int, like: Tensor) -> Tensor:
     return owner.ring.borrow((num_bytes,), like.new_empty(0, dtype=torch.uint8))
 
 
 def _gather(
-    owner: Collectives,
+    owner: Sender,
     route: Route,
     codec: Codec,
     ranks: int,
@@ -66,7 +80,7 @@ def _gather(
     blocks: bool,
     whole: Shape | None = None,
 ) -> Begin:
-    """As `Collectives._all_gather`.
+    """Begin what `Collectives._all_gather` begins, by a codec.
 
     Args:
         whole: the shape of the result, where rows of padding behind it are dropped.
@@ -97,7 +111,7 @@ def _gather(
 
 
 def _parts(x: Tensor, ranks: int, part: Shape, dim: int | None, pads: bool = False) -> Tensor:
-    """[ranks, *part]."""
+    """Return the parts of a tensor for each rank: [ranks, *part]."""
     if pads:
         x = x.reshape(-1) if not x.dim() else x
         missing = ranks * part[0] - x.shape[0]
@@ -106,9 +120,9 @@ def _parts(x: Tensor, ranks: int, part: Shape, dim: int | None, pads: bool = Fal
 
 
 def _reduce(
-    owner: Collectives, route: Route, codec: Codec, ranks: int, part: Shape, dim: int | None, pads: bool = False
+    owner: Sender, route: Route, codec: Codec, ranks: int, part: Shape, dim: int | None, pads: bool = False
 ) -> Begin:
-    """As `Collectives._reduce_scatter`, by an exchange.
+    """Begin what `Collectives._reduce_scatter` begins, by an exchange of parts in a codec.
 
     Args:
         dim: which is scattered; None: what is sent lies as blocks.
@@ -133,8 +147,8 @@ def _reduce(
     return begin
 
 
-def _exchange(owner: Collectives, route: Route, codec: Codec, ranks: int, part: Shape, dim: int, source: int) -> Begin:
-    """As `Collectives._all_to_all`."""
+def _exchange(owner: Sender, route: Route, codec: Codec, ranks: int, part: Shape, dim: int, source: int) -> Begin:
+    """Begin what `Collectives._all_to_all` begins, by a codec."""
     length = codec.num_bytes(part)
 
     def begin(x: Tensor, out: Tensor | None) -> Started:

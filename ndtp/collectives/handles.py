@@ -70,7 +70,7 @@ class Route:
         self.note: Note | None = None
 
     def num_bytes(self, tensor: Tensor) -> int:
-        """That this rank receives, of a tensor that it sends."""
+        """Return the bytes that this rank receives in exchange for a tensor that it sends."""
         return self.received * tensor.element_size() if self.codec is None else self.coded_bytes
 
     def label(self) -> Label:

@@ -41,7 +41,7 @@ class Wire:
 
     @classmethod
     def of(cls, wire: Wire | str | Mapping[str, str | None] | None) -> Wire | None:
-        """From what users write.
+        """Return the wire that a user has written.
 
         Args:
             wire: a name for all kinds; "fp8" is e4m3 for weights and activations and e5m2 for gradients.  Or names by
@@ -67,7 +67,7 @@ class Wire:
         return cls(**found)
 
     def codec(self, op: tuple[str, ...], dtype: torch.dtype) -> Codec | None:
-        """How a tensor of a product travels; None: as it is.
+        """Return the codec by which a tensor of a product travels; None: it travels as it is.
 
         Args:
             op: what errors call it: the name of the product, and what that calls the tensor.
