@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+DOCS   := $(VENV)/.docs
 
-.PHONY: demo test lint types kernels first-device wheel ci clean
+.PHONY: demo test lint types kernels docs first-device wheel ci clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,13 +29,20 @@ types: $(READY)
 kernels: $(READY)   ## compile the Triton kernels ahead of time for every target; no GPU needed
 	$(BIN)/python -m ndtp_kernels.tools.aot --compare docs/kernels.md
 
+$(DOCS): $(READY)   # mkdocs is installed for the site alone
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(DOCS)       ## the documentation site, in build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 first-device: $(READY)  ## every step of the first hour on a GPU, as far as it goes without one
 	PYTHON=$(BIN)/python bench/first_device.sh --dry-run
 
 wheel: $(READY)     ## build the wheel and import it from outside the repository
 	./.ci/check-wheel $(BIN)/python
 
-ci: lint types test kernels first-device demo wheel
+ci: lint types test kernels docs first-device demo wheel
 
 clean:
 	rm -rf $(VENV) build dist demo_output *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -119,7 +119,10 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, "nn", "testing"])
+    """Return the public surface: the names of `__all__`, the packages beside them, and what every module has."""
+    return sorted(
+        [*__all__, "checkpoint", "nn", "testing", "__all__", "__doc__", "__file__", "__name__", "__version__"]
+    )
 
 
 class _Moved:

@@ -124,6 +124,30 @@ def test_torchrun_example(ranks, tmp_path):
     assert losses and losses[-1] < losses[0]
 
 
+def new_sides() -> dict[str, str]:
+    """Return the program that each diff of docs/coming-from.md leads to, by the heading above it."""
+    text = (ROOT / "docs" / "coming-from.md").read_text()
+    found = {}
+    for part in text.split("\n## ")[1:]:
+        body = re.search(r"^```diff\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
+        assert body, f"{part.splitlines()[0]}: no diff"
+        found[part.splitlines()[0]] = "".join(
+            line[1:] + "\n" for line in body[1].splitlines() if not line.startswith("-")
+        )
+    return found
+
+
+def run_new_sides(programs: dict[str, str]) -> None:
+    for heading, source in programs.items():
+        exec(compile(source, heading, "exec"), {})
+
+
+def test_programs_that_other_libraries_lead_to(ranks):
+    programs = new_sides()
+    assert len(programs) == 7
+    ranks(4).run(run_new_sides, programs)
+
+
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -243,6 +267,17 @@ def test_names_in_the_code_exist():
             if not resolves(name):
                 wrong.append(f"{path.relative_to(ROOT)} names {name}")
     assert not wrong, "which does not exist:\n" + "\n".join(wrong)
+
+
+def test_glossary_has_its_places():
+    """Each term has a meaning that is a sentence, a place in the code that exists, and stands there once."""
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    terms = [row for row in rows if row[0] != "term"]
+    assert len(terms) >= 40 and len({row[0] for row in terms}) == len(terms)
+    for term, meaning, place, *others in terms:
+        assert meaning.endswith(".") and len(others) == 4, term
+        assert place.startswith("`ndtp") and resolves(place.strip("`")), f"{term}: {place}"
 
 
 def test_the_code_is_read_in_ten_files():
