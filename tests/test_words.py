@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 REWRITTEN = (
     "ndtp.errors", "ndtp.dtypes", "ndtp.algebra", "ndtp.compute", "ndtp.schedule", "ndtp.ops", "ndtp.nn",
     "ndtp.planner", "ndtp.pipelines", "ndtp.measure", "ndtp.testing", "ndtp.collectives", "ndtp.checkpoints",
-    "ndtp.cli", "ndtp_kernels",
+    "ndtp.cli", "ndtp.runtime", "ndtp.split", "ndtp.models", "ndtp_kernels",
 )  # fmt: skip
 
 # First words that lean on a sentence that is not there: pronouns, prepositions, and clauses without a main clause.

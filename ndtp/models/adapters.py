@@ -35,7 +35,7 @@ def adapters_of(wrapper: Any) -> list[tuple[str, Any, Any]]:
 
 
 def reason_against(modules: dict[str, nn.Module], name: str) -> str | None:
-    """Why the adapters around a layer cannot be split with it, if so."""
+    """Return the reason why the adapters around a layer cannot be split with it, if there is one."""
     wrapper: Any = modules[name.removesuffix(".base_layer")]
     if not name.endswith(".base_layer"):
         return None
@@ -91,7 +91,7 @@ def _place(
 
 
 def wrappers_in(modules: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Those whose layer is on a grid, and of whose adapters some are not."""
+    """Yield the wrappers whose layer is on a grid and some of whose adapters are not."""
     for name, module in modules.items():
         if is_wrapper(module) and isinstance(module.base_layer, Projection) and adapters_of(module):
             yield name, module

@@ -137,7 +137,9 @@ class SplitEmbedding(Adopted, nn.Embedding):
 
 
 class Part(Protocol):
-    """Of a parameter that a module's code reads, what a rank takes; it lies as `stored`, and comes as `used`."""
+    """The part that a rank takes of a parameter that a module's code reads; it is stored as `stored`, and used as
+    `used`.
+    """
 
     @property
     def stored(self) -> Layout: ...
@@ -262,7 +264,7 @@ def lying_as(x: Tensor, frame: Frame, layout: Layout, width: int, name: str) -> 
 
 
 def as_projection_input(x: Tensor, frame: Frame, plan: MatMulPlan, width: int, name: str) -> Hidden:
-    """What a product takes: hidden states as its plan says, whose padding is zero."""
+    """Return hidden states in the layout that a product takes, with zeros for padding."""
     x = lying_as(x, frame, plan.a, width, name)
     passage = x.passage
     if passage.width == passage.features:

@@ -79,7 +79,8 @@ class AnyModel(Placing):
         not_replicated(self.model)
 
     def adapt(self, modules: dict[str, nn.Module]) -> dict[str, str]:
-        """
+        """Adapt to adapters that were added.
+
         Raises:
             LayoutError: adapters were put around layers that are split already.
         """
@@ -109,7 +110,9 @@ class AnyModel(Placing):
         self.report(layer)
 
     def _sections(self, name: str, size: int, leads_in: bool) -> tuple[int, ...]:
-        """Where the features of a layer are taken apart, if each part can be split by itself."""
+        """Return the sections into which the features of a layer are taken apart, if each section can be split by
+        itself.
+        """
         parts = self.sections.get(name, ())
         out = self.layouts.hidden if leads_in else self.layouts.output
         splits = out.num_splits(1)
@@ -261,7 +264,9 @@ def sides(seen: Observation) -> tuple[dict[str, bool], set[str], dict[str, bool]
 
 
 def guessed_sides(modules: dict[str, nn.Module]) -> dict[str, bool]:
-    """Without a run: what has the features that most layers take leads in, what gives them back leads out."""
+    """Guess the sides of layers without a run: a layer that takes the commonest number of features leads in, one
+    that gives it leads out.
+    """
     sizes = {name: features(m) for name, m in modules.items() if is_linear(m)}
     hidden = Counter(n for pair in sizes.values() for n in pair).most_common(1)
     common = hidden[0][0] if hidden else 0

@@ -75,7 +75,7 @@ def computing(kind: Any) -> set[str]:
 
 
 def _is_of_a_base(method: Any) -> bool:
-    """Whether it is what all models have: torch's, or what transformers gives any model."""
+    """Return whether a method is one that all models have: torch's own, or one of transformers' base classes."""
     return str(method.__module__).startswith(("torch.", "transformers.modeling_", "transformers.generation"))
 
 

@@ -106,7 +106,9 @@ class Core:
 
     @property
     def kv_per_rank(self) -> list[int]:
-        """Which of the key and value heads the query heads of this rank use, as the model's code repeats them."""
+        """Return the heads of keys and values that the query heads of this rank use, as the model's code repeats
+        them.
+        """
         part = self.frame.mesh.grid.index(self.frame.mesh.rank, self.inner.dims[1])
         return kv_heads_of(self.heads, self.kv_heads, part, self.inner.num_splits(1))
 
@@ -142,14 +144,16 @@ class Core:
         return value
 
     def _seen(self, passage: Passage) -> tuple[int, int]:
-        """How many sequences of a rank, and how long."""
+        """Return the number of sequences of a rank, and their length."""
         if len(passage.lead) != 2:
             raise LayoutError(f"parallelize: '{self.name}' takes [batch, sequence, features], its input is {passage}")
         length = passage.lead[1]
         return len(replace(passage, layout=self.inner).rows_here) // max(length, 1), length
 
     def _features_seen(self, passage: Passage) -> int:
-        """Where heads have as many features as hidden states, code that reads these wants what its own heads have."""
+        """Return the number of features that the model's code expects, where heads have as many features as hidden
+        states.
+        """
         width = self.heads * self.head_dim
         return self.local_heads * self.head_dim if passage.features == width else passage.features
 
@@ -171,7 +175,7 @@ class Core:
         return value
 
     def _cut(self, name: str, x: Tensor) -> Tensor:
-        """Of a mask, of positions or the like: the sequences of this rank, and its heads."""
+        """Return this rank's sequences and heads of a mask, of positions, or of another argument."""
         batch, frame = self.lead[0], self.frame
         if name in BIASES and x.dim() == 3 and x.shape[0] in (self.heads, batch * self.heads):
             return self._cut("", x.unflatten(0, (-1, self.heads))).flatten(0, 1)
@@ -198,7 +202,7 @@ class Core:
         return self.frame.mesh.grid.nontrivial((*rows, *self.inner.dims[1]))
 
     def projected(self, member: Projection, x: Tensor) -> Tensor:
-        """What a projection of this module gives when the model's code calls it."""
+        """Return the result of a projection of this module when the model's code calls it."""
         if member.adapts is not None:
             return self._adapted(member, member.adapts, x)
         if member is self.output:
@@ -213,14 +217,14 @@ class Core:
         return y.unflatten(0, self._seen(x.source.passage))
 
     def _inside(self, x: Tensor) -> Hidden:
-        """What the model's code made of the heads of this rank."""
+        """Return as hidden states what the model's code made of the heads of this rank."""
         rows = x.reshape(-1, x.shape[-1])
         width = self.heads * self.head_dim
         given = Passage(self.frame, self.inner, self.lead, self.rows, width, width, came_from=self.name)
         return enter(rows.view_as(rows), given)
 
     def _adapted(self, member: Projection, base: Projection, x: Tensor) -> Tensor:
-        """What one of the two layers of an adapter gives, beside a projection of this module."""
+        """Return the result of one of an adapter's two layers, beside a projection of this module."""
         if isinstance(x, Placeholder):
             x = x.source
         elif not isinstance(x, Hidden):
@@ -231,7 +235,7 @@ class Core:
         return self._as_wanted(base, y).unflatten(0, self._seen(x.passage))
 
     def _as_wanted(self, member: Projection, y: Tensor) -> Tensor:
-        """What a projection gives, with the heads of keys and values that this rank's query heads use."""
+        """Return a projection's result with the heads of keys and values that this rank's query heads use."""
         if member in self.normed:
             return y
         if member in (self.inputs.get("k"), self.inputs.get("v")):
@@ -255,7 +259,7 @@ class Core:
         return heads[:, self.kv_per_rank].flatten(1)
 
     def _outside(self, result: Any) -> Any:
-        """What the module gives: where its output projection is elsewhere, the context as split hidden states."""
+        """Return the module's result: where its output projection is elsewhere, the context as split hidden states."""
         if self.output is not None or isinstance(result, Hidden):
             return result
         if isinstance(result, Tensor):
@@ -313,7 +317,9 @@ class AttentionModule(nn.Module):
 
 
 def kv_heads_of(heads: int, kv_heads: int, part: int, splits: int) -> list[int]:
-    """Which key and value heads the query heads of one of `splits` parts use, as the model's code repeats them."""
+    """Return the heads of keys and values that the query heads of one of `splits` parts use, as the model's code
+    repeats them.
+    """
     local, group = heads // splits, heads // kv_heads
     if kv_heads % splits == 0:
         count = kv_heads // splits
@@ -323,7 +329,9 @@ def kv_heads_of(heads: int, kv_heads: int, part: int, splits: int) -> list[int]:
 
 
 def is_batched(name: str, x: Tensor, batch: int) -> bool:
-    """Whether a mask, positions or the like have a part for each sequence; not where it is [sequence, head_dim]."""
+    """Return whether an argument has a part for each sequence, as a mask or positions do; not where it is [sequence,
+    head_dim].
+    """
     return x.dim() >= 2 and x.shape[0] == batch and not (name == "position_embeddings" and x.dim() == 2)
 
 

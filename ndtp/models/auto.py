@@ -27,7 +27,7 @@ Pairs = Sequence[tuple[int, int, bool]]
 
 
 def request_for(pairs: Pairs, tokens: int, ranks: int, hardware: str | Hardware, dtype: str) -> Request:
-    """What the planner is asked: all pairs on one grid, rows not split outside of them."""
+    """Return the planner's request for all pairs on one grid, with rows that are not split outside of them."""
     if not pairs:
         raise LayoutError("parallelize: scheme='auto' found no Linear pair to plan for; name them in plan=")
     profile = Hardware.load(hardware)
@@ -38,7 +38,7 @@ def request_for(pairs: Pairs, tokens: int, ranks: int, hardware: str | Hardware,
 
 
 def whole_request(blocks: Sequence[Block], ranks: int, hardware: str | Hardware, dtype: str) -> Request:
-    """What the planner is asked of a whole model: all of its blocks on one grid, along which none has rows of its own.
+    """Return the planner's request for a whole model: all blocks on one grid, on which no axis has rows of its own.
 
     Raises:
         LayoutError: no rate of products of this dtype is known.
@@ -52,7 +52,7 @@ def whole_request(blocks: Sequence[Block], ranks: int, hardware: str | Hardware,
 
 @dataclass(frozen=True)
 class Choice:
-    """How a model is to lie.
+    """The choice of how a model lies on a grid.
 
     Attributes:
         grid: axes of the process grid.
@@ -99,7 +99,8 @@ def best_of_all_grids(request: Request, experts: Sequence[str] | None = None) ->
 
 
 def best_on_grid(request: Request, grid: Grid, experts: Sequence[str] | None = None) -> Choice:
-    """On a grid that is given: each axis but `dp` plays x, y or z, and experts lie so, that the step takes least.
+    """Return the choice with the fastest step on a given grid: the roles of its axes, and the axes that split
+    experts.
 
     Where there are experts, `e` splits rows as `dp` does, and experts besides; further ones may split these, too.
 
@@ -140,7 +141,9 @@ class _Option:
     volume: int
 
     def rank(self, least: float) -> tuple[Any, ...]:
-        """As in the planner's answer: of those that are tied what needs the least memory, then the fastest."""
+        """Return a key as in the planner's answer: among tied options the least memory comes first, then the least
+        time.
+        """
         time = round(self.seconds / least, 9)  # many are as fast to the last bits
         places = len(self.experts), tuple(self.role_of.values()), self.experts
         return float(untied(time, 1.0)), self.memory, time, self.volume, *places
@@ -149,7 +152,9 @@ class _Option:
 def _weighed(
     request: Request, grid: Grid, role_of: Mapping[str, str], over: Sequence[tuple[str, ...]]
 ) -> Iterator[_Option]:
-    """With axes in these roles each choice of those that split experts, where sizes allow for it."""
+    """Yield an option for each choice of the axes that split experts, with axes in these roles, where sizes allow
+    it.
+    """
     sizes = _as_planned(grid, role_of, over)
     fits = np.logical_and.reduce([divides(block, sizes, request.pad) for block in request.blocks])
     data = [axis for axis in DATA if axis in grid and axis not in role_of]
@@ -164,7 +169,7 @@ def _weighed(
 
 
 def _over(grid: Grid, experts: Sequence[str] | None) -> list[tuple[str, ...]]:
-    """Which axes may split experts: those that are given, or `e` and each choice of others."""
+    """Return the axes that may split experts: the given ones, or `e` with each choice of others."""
     axes = grid.nontrivial(default_mesh_axes(grid))
     if experts is not None:
         return [tuple(axis for axis in axes if axis in experts)]

@@ -33,7 +33,8 @@ from ndtp.runtime.process_grid import ProcessGrid
 
 
 def blocks_of(model: Any, tokens: int) -> list[Block]:
-    """What the planner knows of a model's layers, each as often as it is there: of what stays whole, nothing.
+    """Return the planner's blocks of a model's layers, each as often as it occurs; layers that stay whole are left
+    out.
 
     The order is that of a layer, as `ndtp.planner.model_config` has it: of a model that it reads, these are its blocks.
     """
@@ -110,7 +111,7 @@ def _vocabulary(
 
 
 def _top_k(model: Any, block: nn.Module, name: str) -> int:
-    """Of how many experts a token makes use: what the block, its router or the config says.
+    """Return the number of experts that a token uses, from the block, its router or the config.
 
     Raises:
         LayoutError: none of them does.

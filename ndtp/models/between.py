@@ -1,4 +1,4 @@
-"""What lies between the two layers of a pair that `ndtp.parallelize` made, while the model's own code has it.
+"""The tensor between the two layers of a pair that `ndtp.parallelize` made, while the model's own code has it.
 
 That code was written for the whole activation and gets a shard of it, [rows, features], whose rows come from all of the
 leading dims and may be padded.  What acts element by element gives on shards the shards of what it gives on the whole;
@@ -139,7 +139,7 @@ class Between(Tensor):
 
 
 def is_in_backward() -> bool:
-    """Where a user's own `autograd.Function` has gradients, plain shards, beside what it saved."""
+    """Return whether a user's own `autograd.Function` is in backward, where gradients are plain shards."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -165,7 +165,7 @@ def leave(x: Tensor) -> Tensor:
 
 
 def writes(func: Any) -> bool:
-    """Whether a function of torch changes its first operand, by its name."""
+    """Return whether a function of torch changes its first operand, by its name."""
     name = str(getattr(func, "__name__", ""))
     return name == "__setitem__" or name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 

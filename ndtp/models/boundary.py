@@ -20,7 +20,7 @@ from ndtp.ops.products import relayout
 
 @dataclass(frozen=True)
 class Boundary:
-    """Where a layer stands between the rest of a model and what `parallelize` made of a pair, or of one layer.
+    """The place of a layer between the rest of a model and the split part that `parallelize` made.
 
     Attributes:
         outside: how activations lie in the rest of the model: whole, but for the rows that other axes (`dp`) split.
@@ -73,7 +73,7 @@ class BoundaryLinear(Linear):
         return x, Passage(self.name, self.out_layout, outside, self.mesh, self.out_features, lead, rows)
 
     def _inside(self, x: Tensor) -> tuple[Tensor, Passage]:
-        """What the other layer of the pair gave, and what became of it."""
+        """Return what the pair's other layer gave, and how it lies."""
         if not isinstance(x, Between):
             raise LayoutError(
                 f"parallelize: '{self.name}' is the second layer of a pair and got a tensor of the shape "
@@ -94,7 +94,7 @@ class BoundaryLinear(Linear):
         return shard, passage
 
     def volume(self, tokens: int, dgrad: bool = True) -> Volume:
-        """As `Linear.volume`, with the conversions at the boundary."""
+        """Return the traffic of `Linear.volume` and of the conversions at the boundary."""
         outside = self.boundary.outside
         tokens = padded_tokens(tokens, self.boundary.row_multiple, outside)
         total = super().volume(tokens, dgrad)

@@ -43,7 +43,9 @@ class DenseMLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), and that + mlp(norm(that)); on rows [tokens, width], or this rank's shard of them."""
+    """One layer, y + mlp(norm(y)) with y = x + attention(norm(x)), on rows [tokens, width] or this rank's shard of
+    them.
+    """
 
     def __init__(self, sizes: ByteModelSizes) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the planner needs of a model, counted in the model itself: transformers builds it of its config, on meta.
+"""The blocks of a model, counted in the model itself, which transformers builds from its config on meta.
 
 A config alone does not tell what a model's code makes of it; the model does.  Its blocks are those that `parallelize`
 splits.  What else has parameters is named beside them; no weight is counted twice or left out, which is checked here.
@@ -36,7 +36,7 @@ BATCH, LENGTH = 2, 16  # of the call that tells how often layers run, and on whi
 
 
 def is_installed() -> bool:
-    """Whether there is a transformers to build models."""
+    """Return whether transformers is installed, so that it can build models."""
     try:
         import transformers
     except ImportError:
@@ -45,7 +45,7 @@ def is_installed() -> bool:
 
 
 def knows(config: Mapping[str, Any]) -> bool:
-    """Whether transformers has this type of model."""
+    """Return whether transformers has this type of model."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return config.get("model_type") in CONFIG_MAPPING_NAMES
@@ -247,7 +247,7 @@ def _named(others: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, int]]:
 
 
 def _quiet(transformers: Any) -> ExitStack:
-    """Without its warnings of fields, which are a model's own business."""
+    """Return a context without transformers' warnings about fields, which are a model's own business."""
     stack, logging = ExitStack(), transformers.utils.logging
     stack.callback(logging.set_verbosity, logging.get_verbosity())
     logging.set_verbosity_error()

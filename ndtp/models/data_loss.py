@@ -53,7 +53,7 @@ class DataLoss:
 
 
 def average_loss(model: nn.Module, frame: Frame) -> None:
-    """Where the batch is split over `dp`, and only there."""
+    """Average the loss over `dp`, where the batch is split over it, and only there."""
     if frame.mesh.grid.nontrivial(frame.outside.dims[0]):
         model.register_forward_hook(DataLoss(frame), with_kwargs=True)
         # transformers' Trainer would have the loss divided by the labels it has seen, those of its own rows alone.

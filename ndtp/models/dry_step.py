@@ -71,7 +71,7 @@ def step_volume(model: nn.Module, mesh: ProcessGrid, given: Mapping[str, Any]) -
 
 
 def _end_of(out: Any) -> Tensor | None:
-    """Where backward begins: the loss, or the first result of a model that has none."""
+    """Return the tensor where backward begins: the loss, or the first result of a model that has none."""
     found = list(out.values()) if isinstance(out, Mapping) else list(out) if isinstance(out, (tuple, list)) else [out]
     wanted = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
     if not wanted:
@@ -83,7 +83,7 @@ def _end_of(out: Any) -> Tensor | None:
 
 
 def usual_inputs(model: Any, batch: int | None, sequence: int | None, target: int | None) -> dict[str, Tensor]:
-    """What a stock model is trained with: ids or images and labels, without memory.
+    """Return the inputs that a stock model is trained with, without memory: ids or images, and labels.
 
     Raises:
         LayoutError: a length is missing, or the model takes something else.
@@ -110,7 +110,9 @@ def usual_inputs(model: Any, batch: int | None, sequence: int | None, target: in
 
 
 def _labels(model: Any, batch: int, length: int | None, ids: Any) -> dict[str, Tensor]:
-    """By what the name of its class says that it gives: a place in the text, a class of each token or of the whole."""
+    """Return labels by the name of the model's class: a place in the text, a class of each token, or a class of the
+    whole.
+    """
     kind: Any = next(each for each in type(model).__mro__ if each.__module__.startswith("transformers."))
     task, takes = kind.__name__.partition("For")[2], inspect.signature(kind.forward).parameters
     if {"start_positions", "end_positions"} <= takes.keys():

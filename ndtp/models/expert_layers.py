@@ -44,7 +44,9 @@ class ExpertsRole:
 
 
 def experts_role(module: Any, hidden: int) -> ExpertsRole | str | None:
-    """What the experts of transformers' form are; a reason where they are of another; None of any other module."""
+    """Return the role of experts in transformers' form; a reason for experts of another form; None for any other
+    module.
+    """
     own = {key: p for key, p in module._parameters.items() if p is not None}
     if not (any(p.dim() == 3 for p in own.values()) and "expert" in type(module).__name__.lower()):
         return None

@@ -1,4 +1,4 @@
-"""How the activations of one model lie: what all of them share, and what each is."""
+"""The layout of one model's activations: the facts that they share, and each one's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ndtp.runtime.process_grid import ProcessGrid
 
 @dataclass(eq=False)
 class Frame:
-    """What all split activations of one model share.
+    """The facts that all split activations of one model share.
 
     Attributes:
         outside: the layout of whole activations, [rows, features]: rows split over `dp` alone.
@@ -45,7 +45,7 @@ class Frame:
     has_split_loss = OfTurn(bool)
 
     def note(self, who: str, passage: Passage) -> None:
-        """That somebody takes the whole of what is split; a word where it is the first time."""
+        """Note that an operation takes the whole of a split tensor, and warn the first time."""
         key = f"{who} of what '{passage.came_from}' gave"
         if key not in self.gathered and passage.loud:
             warnings.warn(
@@ -58,13 +58,13 @@ class Frame:
         return -(-count // self.sequences) * self.sequences
 
     def splits(self, layout: Layout) -> int:
-        """Into how many parts the rows of one dp rank are split."""
+        """Return the number of parts into which the rows of one dp rank are split."""
         return layout.num_splits(0) // self.outside.num_splits(0)
 
 
 @dataclass(frozen=True)
 class Passage:
-    """How one activation lies.
+    """The layout of one activation.
 
     Attributes:
         layout: of [rows, features].
@@ -92,13 +92,15 @@ class Passage:
 
     @property
     def order(self) -> Tensor | None:
-        """Of features of several sections, as shards in a row have them; None where that is the dense order."""
+        """Return the order in which shards in a row have features of several sections; None where it is the dense
+        order.
+        """
         count = self.sections
         return None if count == 1 else order_of([self.features // count] * count, self.layout.num_splits(1))
 
     @property
     def rows_here(self) -> range:
-        """Which rows of its dp rank this rank has."""
+        """Return the rows of its dp rank that this rank has."""
         frame = self.frame
         inner = self.layout.dims[0][len(frame.outside.dims[0]) :]
         count = self.rows // frame.splits(self.layout)

@@ -64,7 +64,7 @@ def rows_in_order(kind: str, heads: int, kv_heads: int, head_dim: int, splits: i
 
 
 def in_order(kind: str, parts: tuple[Tensor, Tensor, Tensor], head_dim: int) -> Tensor:
-    """[rows, features] of the heads of q, k and v that a rank has, as its code wants them."""
+    """Return q, k and v [rows, features] of the heads that a rank has, in the order that the model's code wants."""
     y = torch.cat(parts, dim=1)
     heads, kv_heads = (part.shape[1] // head_dim for part in parts[:2])
     order = heads_in_order(kind, heads, kv_heads)

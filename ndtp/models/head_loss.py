@@ -70,7 +70,7 @@ def cross_entropy(
 
 
 def _all_targets(logits: Pending, target: Tensor, ignore_index: int) -> Tensor:
-    """[rows of all dp ranks], of which this one has its own; the others' are never looked at, like padding."""
+    """Return targets [rows of all dp ranks] with this rank's own in place; the others' are ignored, like padding."""
     frame, count = logits.passage.frame, logits.call.source.passage.rows
     outside = frame.outside.dims[0]
     grid = frame.mesh.grid

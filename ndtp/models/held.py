@@ -1,4 +1,4 @@
-"""What users hold of a model's parameters when these are put on a grid: a parameter stays the same object.
+"""References that users hold to a model's parameters: a parameter stays the same object when it is put on a grid.
 
 So lists, optimizers, averages and schedulers that were made before hold the split one, with its hooks and attributes.
 Beside it, an optimizer that has stepped holds statistics of a parameter's shape, which are split with it here.

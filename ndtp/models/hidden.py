@@ -122,7 +122,7 @@ def _cut(x: Tensor, passage: Passage) -> Tensor:
 
 
 def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """On shards, where the other operands are split alike, or can be brought to lie so."""
+    """Apply an element-wise function to shards; the other operands are split alike, or can be brought to lie so."""
     operands = (*args, *kwargs.values())
     if writes(func) and not isinstance(args[0], Hidden):
         return NotImplemented
@@ -151,7 +151,7 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _beside_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mine: Sequence[Hidden]) -> Any:
-    """In backward of an `autograd.Function` of the model's: gradients are plain shards, what it saved is none."""
+    """Apply a function in backward of the model's own `autograd.Function`, where gradients are plain shards."""
     others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not isinstance(x, Hidden)]
     shape = leave(mine[0]).shape
     if any(leave(x).shape != shape for x in mine) or any(x.shape not in (shape, ()) for x in others):
@@ -161,7 +161,7 @@ def _beside_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 
 def _brought(x: Tensor, passage: Passage) -> Tensor:
-    """What of an operand, whole on every rank or smaller in some dims, belongs to the shard."""
+    """Return the part of an operand, whole on every rank or smaller in some dims, that belongs to the shard."""
     if isinstance(x, Hidden):
         return leave(x) if x.passage == passage else _rows_brought(x, passage)
     if not is_plain(x):
@@ -188,7 +188,7 @@ def _brought(x: Tensor, passage: Passage) -> Tensor:
 
 
 def _rows_brought(x: Hidden, passage: Passage) -> Tensor:
-    """Of a split activation that is smaller in some leading dims: the rows that go with those of this rank."""
+    """Return the rows of a split activation, smaller in some leading dims, that go with the rows of this rank."""
     frame, given = passage.frame, x.passage
     mesh, outside = frame.mesh, frame.outside.dims[0]
     all_rows = Layout(mesh.grid, outside, passage.layout.dims[1])
@@ -198,7 +198,7 @@ def _rows_brought(x: Hidden, passage: Passage) -> Tensor:
 
 
 def for_every_row(x: Tensor, passage: Passage) -> Tensor | None:
-    """[1, features / y] of an operand that is the same for all rows, without a gradient; None of any other."""
+    """Return [1, features / y] of an operand that is the same for all rows, without a gradient, or None."""
     lead = tuple(x.shape[:-1])
     if isinstance(x, Hidden) or x.requires_grad or lead != (1,) * len(lead) or len(lead) > len(passage.lead):
         return None
@@ -206,7 +206,7 @@ def for_every_row(x: Tensor, passage: Passage) -> Tensor | None:
 
 
 def is_dropout_off(func: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> bool:
-    """Whether one of `DROPOUTS` gives what it got."""
+    """Return whether one of `DROPOUTS` returns its input unchanged."""
     is_on = (*args, *kwargs.values(), True)[0]
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout: p={p} is not in [0, 1]")
@@ -229,7 +229,7 @@ def _dropout(func: Any, x: Hidden, p: float = 0.5, *args: Any, **kwargs: Any) ->
 
 
 def _reshape(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Of leading dims: rows stay where they are."""
+    """Reshape leading dims, where rows stay on their ranks."""
     if not isinstance(x, Hidden):
         return NotImplemented
     shape = tuple(func(torch.empty(x.passage.shape, device="meta"), *args, **kwargs).shape)
@@ -239,7 +239,7 @@ def _reshape(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _parts(func: Any, x: Tensor, size: Any, dim: int = 0) -> Any:
-    """Of features, where these are parts that are split each by itself."""
+    """Split features into parts, where each part is split over ranks by itself."""
     if not isinstance(x, Hidden) or dim not in (-1, x.dim() - 1) or x.passage.sections == 1:
         return NotImplemented
     passage = x.passage
@@ -304,7 +304,7 @@ def _feature(x: Hidden, key: Any) -> Any:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """By a weight that every rank has whole, and that leads to few features."""
+    """Multiply by a weight that is whole on every rank and leads to few features."""
     is_one = isinstance(x, Hidden) and not isinstance(weight, Hidden) and x.passage.sections == 1
     if not is_one or weight.dim() != 2 or 2 * weight.shape[0] > weight.shape[1]:  # the sum takes twice its size
         return NotImplemented
@@ -321,7 +321,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Of logits that stay split."""
+    """Compute the cross entropy of logits that stay split."""
     if not isinstance(logits, Hidden) or size_average is not None or reduce is not None:
         return NotImplemented
     passage = logits.passage
@@ -343,7 +343,7 @@ def _cross_entropy(
 
 
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """With gradients of shards, as autograd passes them on to a checkpoint's."""
+    """Run backward with gradients of shards, as autograd hands them to a checkpoint."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or ())
     with torch._C.DisableTorchFunctionSubclass():
@@ -367,7 +367,7 @@ FORMS: dict[Any, Callable[..., Any]] = {
 
 
 def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """As the dense model does it, on the whole of what is split."""
+    """Run a function as the dense model does, on whole tensors."""
     name = str(getattr(func, "__name__", func)).strip("_")
     for x in hidden_in((*args, *kwargs.values())):
         x.passage.frame.note(name, x.passage)

@@ -13,7 +13,7 @@ from ndtp.runtime.arrival import is_plain
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """Whether only its own code reads its weights: quantised ones, of a tensor class of its own, or no parameters."""
+    """Return whether only a module's own code reads its weights: quantised ones, a tensor class of its own, or none."""
     own = [p for p in module._parameters.values() if p is not None]
     return any(map(_is_own, own)) or _hides_weight(module)
 
@@ -30,7 +30,7 @@ def _hides_weight(module: Any) -> bool:
 
 
 def why_left(module: Any) -> str | None:
-    """Why a layer that is like a Linear, or holds several, is none that `parallelize` splits; None for another."""
+    """Return the reason why a layer like a Linear, or one that holds several, is not split; None for another layer."""
     own = {key: p for key, p in module._parameters.items() if p is not None}
     weight: Any = getattr(module, "weight", None) if "weight" in own or isinstance(module, nn.Linear) else None
     kind = type(module).__name__

@@ -131,7 +131,7 @@ def _is_elementwise(node: Any) -> bool:
 
 
 def _is_product(node: Any) -> bool:
-    """Whether two tensors are multiplied element by element."""
+    """Return whether a node multiplies two tensors element by element."""
     is_mul = node.target in (operator.mul, torch.mul) if node.op == "call_function" else node.target == "mul"
     return is_mul and node.op in ("call_function", "call_method") and len(node.all_input_nodes) == 2
 

@@ -21,7 +21,7 @@ _MOST = 4096  # flags on the device, until they are put together
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Where the first NaN or Inf was.
+    """The place of the first NaN or Inf.
 
     Attributes:
         module: the name of the module; "" for the model itself.
@@ -167,7 +167,7 @@ class find_nonfinite:
 
 
 class _Gradient:
-    """Of an activation: made by a module, read by another one, whose backward gives the gradient."""
+    """The gradient of an activation, which one module made and the backward of another one gives."""
 
     def __init__(self, producer: str) -> None:
         self.producer = producer
@@ -199,7 +199,7 @@ def _is_finite(x: Any) -> bool:
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:
-    """Those in lists, mappings and a model's outputs; not what is still to be computed."""
+    """Yield the tensors in lists, mappings and a model's outputs, except those that are still to be computed."""
     if isinstance(x, Pending):
         x = x.result
     if isinstance(x, Tensor):

@@ -1,4 +1,4 @@
-"""What a model does with its layers, learned by running it once on tensors without memory.
+"""The behaviour of a model's layers, learned by running the model once on tensors without memory.
 
 The run tells what shares an input (one gather), which activations are added or multiplied (they must lie alike), and
 which layers lead from one of them to another.  Nothing moves, and all ranks see the same.
@@ -48,7 +48,7 @@ IGNORED = {*getters("shape", "dtype", "device", "requires_grad", "ndim", "is_cud
 
 @dataclass
 class Observation:
-    """What was seen of one run.
+    """The facts seen in one run.
 
     Attributes:
         edges: for each layer that multiplies, the kinds of activations that it takes and gives.
@@ -156,7 +156,7 @@ class _Watch(TorchFunctionMode):
         self._sections(func, args, kwargs, given[0], outs)
 
     def _sections(self, func: Any, args: Any, kwargs: Any, x: Tensor, outs: list[Tensor]) -> None:
-        """Where the features of a layer are taken apart."""
+        """Note where the features of a layer are taken apart."""
         layers = self.made_by.get(id(x))
         if layers is None or not x.dim():
             return
@@ -216,7 +216,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def observe(model: nn.Module, example: Any = None) -> Observation | None:
-    """What a run of a model shows; None where no inputs are known with which it runs.
+    """Return the facts that a run of a model shows; None where no inputs are known with which it runs.
 
     Args:
         example: what the model is called with: a tensor, a tuple of positional ones, or a mapping of named ones.
@@ -271,7 +271,7 @@ def _observed(model: nn.Module, args: Any, kwargs: Any) -> Observation:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Without what torch logs where code fails on fake tensors, which is no error here."""
+    """Silence torch's logs about code that fails on fake tensors, which is no error here."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:

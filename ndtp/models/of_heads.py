@@ -1,4 +1,4 @@
-"""What an attention module has beside its projections: norms of q and k over all heads, and parameters of each head.
+"""The other parts of an attention module: norms of q and k over all heads, and parameters of each head.
 
 A norm whose features are the heads' sums one or two numbers a row over the ranks that have them.  Of a parameter with a
 number or a row a head (sinks, gains, biases of positions) a rank has those of its heads.
@@ -34,7 +34,7 @@ SINKS = ("sinks",)  # one number a head, where a head has as many features as th
 
 @dataclass(frozen=True)
 class Beside:
-    """What one module in attention is: a norm of `features`, or one of whose parameters some go by heads.
+    """A module inside attention: a norm of `features`, or one some of whose parameters go by heads.
 
     Attributes:
         by_heads: of such a parameter the dim that goes by heads, and how many there are.
@@ -46,7 +46,7 @@ class Beside:
 
 
 def beside(role: AttentionRole, name: str, child: nn.Module, hidden: int) -> Beside | str:
-    """What a module in attention is that has parameters; or why it cannot be split."""
+    """Return the role of a module inside attention that has parameters, or the reason why it cannot be split."""
     own = {key: p for key, p in child._parameters.items() if p is not None}
     shapes = {tuple(p.shape) for p in own.values()}
     sizes = {role.heads * role.head_dim, role.kv_heads * role.head_dim, hidden}
@@ -83,7 +83,7 @@ def _dim_of_heads(role: AttentionRole, name: str, child: nn.Module, key: str, sh
 
 @torch.no_grad()
 def _is_by_heads(child: nn.Module, shape: tuple[int, ...]) -> bool:
-    """Whether a module makes of each head, [heads, features], what does not depend on the others; found by a try."""
+    """Return whether a module treats each head of [heads, features] independently, by a trial."""
     trial = copy.deepcopy(child).to_empty(device="cpu").double()
     generator = torch.Generator().manual_seed(0)
     for parameter in trial.parameters():
@@ -100,7 +100,7 @@ def _is_by_heads(child: nn.Module, shape: tuple[int, ...]) -> bool:
 def reason_against(
     role: AttentionRole, module: nn.Module, skipped: Any, hidden: int, width: int, splits: int
 ) -> str | None:
-    """Why what an attention module has beside its projections cannot be split, if so.
+    """Return the reason why the parts of attention besides its projections cannot be split, if there is one.
 
     Args:
         skipped: whether a module of that name is a projection or an adapter.

@@ -36,7 +36,7 @@ class MLPSchedule:
         return self._led_back(x) if member is self.down else self._ahead(member, x)
 
     def _ahead(self, member: Projection, x: Hidden) -> Pending | None:
-        """What a projection that leads in will give; None where it is to be computed at once."""
+        """Return the pending result of a projection that leads in; None where it is computed at once."""
         if torch.compiler.is_compiling() or any(has_hooks(each) for each in (*self.ups, self.down, *self.inside)):
             return None
         if any("forward" in each.__dict__ for each in (*self.ups, self.down)):
@@ -51,7 +51,7 @@ class MLPSchedule:
         return made
 
     def _led_back(self, x: Any) -> Hidden | None:
-        """What the last projection gives of the others' results, all in one; None where it takes these by itself."""
+        """Return the last projection's result as part of the one program; None where it takes its inputs by itself."""
         if not isinstance(x, Pending) or x.call.members != self.ups or not x.is_open or not x.call.is_now:
             return None
         down, ups, frame = self.down, self.ups, self.down.frame
@@ -107,7 +107,7 @@ _GATES_AT = _AT.flip(0).roll(7) * 1.1
 
 
 def activation_of(x: Pending) -> tuple[str, list[tuple[int, int | None]]] | None:
-    """Which activation a formula is, found by trying it, and of which projections: the gate comes first.
+    """Find the activation that a formula computes, by a trial, and its projections; the gate comes first.
 
     Returns:
         None for one that `ndtp.compute.epilogues` does not know.

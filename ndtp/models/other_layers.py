@@ -81,7 +81,7 @@ def _table(split: Placing, name: str, module: nn.Embedding, parent: Any) -> None
 
 
 def reads(module: Any, *names: str) -> bool:
-    """Whether the code that a module's forward runs, methods of its own included, takes the numbers of an attribute."""
+    """Return whether the code of a module's forward, with methods of its own, reads the numbers of an attribute."""
     kind, waiting, seen = type(module), ["forward"], set()
     while waiting:
         method: Any = getattr(kind, waiting.pop(), None)

@@ -48,7 +48,7 @@ R = TypeVar("R")
 
 
 def _whatever_the_default_device(function: Callable[P, R]) -> Callable[P, R]:
-    """What a model is tried with is on the CPU, also where the user makes theirs elsewhere, or on meta."""
+    """Make trial inputs on the CPU, whatever the user's default device is."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -221,7 +221,7 @@ def parallelize(
 
 
 def _is_in(name: str, stack: str) -> bool:
-    """Whether a module is a part of another."""
+    """Return whether a module is a part of another."""
     return not stack or name == stack or name.startswith(f"{stack}.")
 
 

@@ -123,7 +123,9 @@ class SplitPatches(Adopted):
 
 
 def way_of_features(stored: Layout, dim: int, layout: Layout, name: str) -> RelayoutPlan:
-    """Of a parameter whose `dim` is features, to a rank that uses it for its rows of hidden states as `layout`."""
+    """Return the relayout of a parameter whose `dim` is features, for a rank that uses it for its rows as in
+    `layout`.
+    """
     dims: list[tuple[str, ...]] = [()] * stored.ndim
     dims[dim] = layout.dims[1]
     return RelayoutPlan(stored, Layout(stored.grid, *dims), (), stored.grid.nontrivial(layout.dims[0]), name)

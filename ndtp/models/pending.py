@@ -67,14 +67,14 @@ class Call:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what they give."""
+        """The dtype of the projections' results."""
         _, is_cast, cast = self.state
         given = self.source.dtype
         return cast if is_cast and given != torch.float64 else given
 
     @property
     def is_now(self) -> bool:
-        """Whether computing now gives what computing then would have."""
+        """Return whether computing now gives what computing at the call would have given."""
         return _state(self.device) == self.state
 
     @contextmanager
@@ -84,7 +84,7 @@ class Call:
             yield
 
     def value(self, member: Projection) -> Hidden:
-        """What a projection gives, computed.
+        """Return a projection's result, computed.
 
         Raises:
             LayoutError: its weights have changed since it was called.
@@ -147,7 +147,7 @@ class Pending(Hidden):
         return self.result
 
     def formula(self, leaves: Mapping[Any, Tensor], seen: dict[int, Tensor] | None = None) -> Tensor:
-        """What it is of the given projections, or of some of their rows."""
+        """Return the formula's value on the given projections, or on some of their rows."""
         seen = {} if seen is None else seen
         if self.leaf is not None:
             return leaves[self.leaf]
@@ -159,12 +159,12 @@ class Pending(Hidden):
 
     @property
     def is_open(self) -> bool:
-        """Whether it is still to be computed, in whatever way."""
+        """Return whether the result is still to be computed, in any way."""
         return self.result is None and self.call.values is None
 
 
 def pending(call: Call, member: Projection) -> Pending:
-    """What a projection of a call will give."""
+    """Return the pending result of a projection of a call."""
     index = call.members.index(member)
     call.asked.add(index)
     return _made(call, member.passage(call.source.passage), call.dtype, leaf=(index, None), key=("leaf", index, None))
@@ -184,7 +184,7 @@ def _made(call: Call, passage: Passage, dtype: torch.dtype, **attributes: Any) -
 
 
 class _Unread(torch.autograd.Function):
-    """What code finds that looks past torch's functions at the memory itself: no numbers, and no gradient."""
+    """The memory that code sees when it looks past torch's functions: it has no numbers and no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, shape: Sequence[int], name: str, *weights: Any) -> Tensor:
@@ -213,7 +213,7 @@ def _now(x: Any) -> Any:
 
 
 def _noted(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same, one step on, where nothing is to be computed for that."""
+    """Return the formula after one more operation, where nothing is to be computed for it."""
     mine = [x for x in (*args, *kwargs.values()) if isinstance(x, Pending)]
     # Elsewhere than where it was called for: under `no_grad`, or in an autograd.Function.
     if not mine or any(x.call is not mine[0].call or not x.is_open for x in mine) or not mine[0].call.is_now:
@@ -275,7 +275,7 @@ def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _like(x: Pending, passage: Passage, func: Any, args: Any, kwargs: Any, **changes: Any) -> Pending:
-    """The same numbers, in another form."""
+    """Return a pending tensor with the same numbers in another form."""
     same = {"operands": (x,), "rows": x.rows, "key": x.key, "func": func, "args": args, "kwargs": kwargs}
     return _made(x.call, passage, x.dtype, **{**same, **changes})
 

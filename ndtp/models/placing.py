@@ -29,7 +29,7 @@ def stock_model(model: Any) -> Any:
 
 
 def is_named(patterns: Sequence[str], *names: str) -> bool:
-    """Whether one of these names is among patterns with wildcards."""
+    """Return whether one of these names matches a pattern with wildcards."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
@@ -102,12 +102,12 @@ class Placing:
         self.linears += 1
 
     def is_kept(self, *names: str) -> bool:
-        """Whether one of these layers is to stay whole."""
+        """Return whether one of these layers is to stay whole."""
         return is_named(self.keep, *names)
 
     @property
     def all_features(self) -> Layout:
-        """Of a table, whose features are split over everything."""
+        """Return the layout of a table whose features are split over all axes."""
         first = self.layouts.input.dims[1]
         rest = [axis for axis in self.mesh.mesh_axes if axis in self.tensor_axes and axis not in first]
         return Layout(self.mesh.grid, None, (*first, *rest))

@@ -167,7 +167,7 @@ def _on_grid(gradient: Tensor, parameter: Any) -> Tensor:
 
 
 def _hook_first(parameter: nn.Parameter, hook: Any) -> None:
-    """In front of all others, which must see what the dense model's gradient would be; of a frozen parameter, too."""
+    """Register a hook before all others, which must see the dense model's gradient; frozen parameters get one, too."""
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)
     handle = parameter.register_hook(hook)
@@ -180,7 +180,7 @@ def _hook_first(parameter: nn.Parameter, hook: Any) -> None:
 
 
 def _is_seen(parameter: nn.Parameter) -> bool:
-    """Whether anybody looks at this gradient before backward ends: hooks, or who called `torch.autograd.grad`."""
+    """Return whether anybody reads this gradient before backward ends: a hook, or a call of `torch.autograd.grad`."""
     if len(parameter._backward_hooks or ()) > 1 or parameter._post_accumulate_grad_hooks:  # type: ignore[arg-type]
         return True
     try:

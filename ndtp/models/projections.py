@@ -46,10 +46,12 @@ class Group:
 
 
 class Schedule(Protocol):
-    """What a projection is one program with."""
+    """The schedule in which several projections are one program."""
 
     def called(self, member: Projection, x: Tensor) -> Hidden | None:
-        """What the model's code gets where it calls a projection; None where that is to be computed by itself."""
+        """Return the result that the model's code gets when it calls a projection; None where it is computed by
+        itself.
+        """
 
 
 class Projection(Adopted):
@@ -96,11 +98,11 @@ class Projection(Adopted):
         return self.as_given(y, x.passage)
 
     def as_given(self, y: Tensor, given: Passage) -> Hidden:
-        """What it gives to the model's code, of an input that lay as `given`."""
+        """Return the result as the model's code gets it, for an input that lay as `given`."""
         return enter(y.view_as(y), self.passage(given))
 
     def taken(self, x: Tensor) -> Hidden:
-        """Its input, as its plan has it."""
+        """Return the input in the layout of the projection's plan."""
         return as_projection_input(x, self.frame, self.plan, self.width, self.name)
 
     def passage(self, given: Passage) -> Passage:
@@ -115,7 +117,9 @@ class Projection(Adopted):
         return self.lies["weight"].real[1 if self.is_conv else 0]
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """As the product takes them: DTensors, or shards that were brought in order where they are stored otherwise."""
+        """Return weight and bias as the product takes them: DTensors, or shards that were reordered where stored
+        otherwise.
+        """
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
         if self.stored == self.plan.b:
@@ -132,12 +136,12 @@ class Projection(Adopted):
 
     @property
     def features_dim(self) -> int:
-        """Which dim of its weight its own features are."""
+        """Return the dim of the weight that holds the projection's own features."""
         return 1 if self.is_conv else 0
 
     @property
     def parts(self) -> int:
-        """Into how many parts its result is split where its weight is one."""
+        """Return the number of parts into which the result is split where its weight is one."""
         return self.plan.out.num_splits(1) // self.plan.b.num_splits(self.features_dim)
 
 
@@ -152,7 +156,7 @@ def order_as(given: Layout, wanted: Layout, size: int) -> Tensor:
 
 
 def products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
-    """[rows, features / y] of each, by one product."""
+    """Return [rows, features / y] of each projection, by one product."""
     rows, first = leave(x), members[0]
     for member in members:
         member.own("weight", rows)
@@ -241,7 +245,7 @@ def place_projection(
 
 
 def _is_product(a: Layout, b: Layout, out: Layout) -> bool:
-    """Whether a product of `a` and a weight [out, in] as `b` can give what lies as `out`."""
+    """Return whether a product of `a` and a weight [out, in] as `b` can give a result that lies as `out`."""
     try:
         MatMulPlan(a, b, out, transpose_b=True)
     except LayoutError:
@@ -250,7 +254,7 @@ def _is_product(a: Layout, b: Layout, out: Layout) -> bool:
 
 
 def used_and_stored(a: Layout, b: Layout, mesh_axes: Sequence[str]) -> tuple[Layout, Layout]:
-    """How a product of `a` uses a weight [out, in] that lies as `b` but for its order, and how all of its rows lie."""
+    """Return how a product of `a` uses a weight [out, in] that lies as `b` but for its order, and how it is stored."""
     in_order = [axis for axis in mesh_axes if axis in b.axes and axis not in a.dims[1]]
     used = Layout(b.grid, b.dims[0], tuple(axis for axis in b.dims[1] if axis in a.dims[1]))
     return used, Layout(b.grid, None, (*a.dims[1], *in_order))

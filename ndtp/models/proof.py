@@ -31,7 +31,7 @@ MOST = 16  # ranks' shares that are tried
 
 
 class Mixes(Exception):
-    """Why a module's code is no function of single heads and sequences."""
+    """An error: a module's code is not a function of single heads and sequences."""
 
 
 class IsHidden(Exception):
@@ -58,7 +58,7 @@ class Unread(Placeholder):
 
 
 class LedBack(Tensor):
-    """What the last projection of a trial gives, and what the code makes of that: hidden states, which are split."""
+    """The result of a trial's last projection, and what the code makes of it: hidden states, which are split."""
 
 
 def unread(seen: Sequence[int]) -> Tensor:
@@ -70,7 +70,7 @@ def unread(seen: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has: sequences, and heads by their numbers; `part` of `splits`."""
+    """The share of one rank: its sequences, and its heads by number; `part` of `splits`."""
 
     role: AttentionRole
     rows: slice
@@ -91,7 +91,7 @@ class Share:
         return torch.tensor([head * size + i for head in heads for i in range(size)])
 
     def features(self, kind: str) -> Tensor:
-        """Of what a projection gives for all heads, those that this rank's code gets, in its order."""
+        """Return the features that this rank's code gets of a projection's result, in its order."""
         role = self.role
         if kind != "qkv":
             return self.of_heads(self.heads if kind == "q" else self.kv_heads)
@@ -104,7 +104,7 @@ class Share:
         return self.of_heads([at[own[head]] for head in local])
 
     def argument(self, name: str, x: Any, batch: int) -> Any:
-        """As `Core` cuts masks, positions and the like."""
+        """Return an argument as `Core` cuts masks, positions and the like."""
         role = self.role
         if isinstance(x, Tensor):
             if name in BIASES and x.dim() == 3 and x.shape[0] in (role.heads, batch * role.heads):
@@ -164,7 +164,7 @@ class Trial:
         return torch.zeros(*x.shape[:-1], self.hidden).as_subclass(LedBack)
 
     def normed(self, size: int) -> Callable[[Tensor], Tensor]:
-        """Of a norm over all heads, which moves its sums: what it does to a head by itself."""
+        """Return the effect on a single head of a norm over all heads, whose sums move between ranks."""
         role, share = self.role, self.share
         gain = self.drawn.setdefault(("norm", size), torch.randn(size))
         local = gain
@@ -174,7 +174,9 @@ class Trial:
 
 
 def why_not(role: AttentionRole, module: nn.Module, calls: Sequence[Call], hidden: int, splits: int) -> str | None:
-    """Why the code of an attention module, of a `skeleton`, cannot run on a share of its heads and sequences, if so."""
+    """Return the reason why the code of an attention module cannot run on a share of its heads and sequences, if
+    any.
+    """
     tried = Tried(role, module, hidden, [*_others(role, module, hidden)])
     for training in (False, True):
         for call in calls or [_usual_call(role, module, hidden)]:
@@ -242,7 +244,7 @@ def _scale(x: Tensor) -> float:
 
 
 def _taken(x: Tensor, shape: torch.Size, share: Share) -> Tensor | None:
-    """What of another result a share should have: sequences in front, and heads in the first dim that is smaller."""
+    """Return a share's part of another result: sequences in front, and heads in the first dim that is smaller."""
     if x.dim() != len(shape):
         return None
     if x.dim() and x.shape[0] != shape[0]:
@@ -259,7 +261,7 @@ def _taken(x: Tensor, shape: torch.Size, share: Share) -> Tensor | None:
 def _run(
     tried: Tried, call: Call, share: Share | None, drawn: dict[Any, Any]
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """What the code gives beside hidden states, by its place, and what it hands to the last projection."""
+    """Run the code; return its results besides hidden states, by place, and what it hands to the last projection."""
     role, hidden = tried.role, tried.hidden
     trial, code = Trial(role, share, drawn, hidden), copy.deepcopy(tried.module)
     local = role.heads if share is None else len(share.heads)
@@ -340,7 +342,7 @@ def _stub(code: nn.Module, tried: Tried, trial: Trial) -> None:
 
 
 def _usual_call(role: AttentionRole, module: nn.Module, hidden: int) -> Call:
-    """Of a module that no trial of its model has reached: what others of its kind are called with."""
+    """Return the call of a module that no trial of its model reached: the call of others of its kind."""
     takes = inspect.signature(type(module).forward).parameters
     given: dict[str, Any] = {}
     batch, length = 3 if role.heads == 2 else 2, 6

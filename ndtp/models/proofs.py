@@ -16,7 +16,7 @@ from ndtp.models.roles import AttentionRole
 
 
 class Proofs:
-    """Of the attention modules of one model: what each is called with, found when it is first asked for.
+    """The proofs for the attention modules of one model, made when they are first asked for.
 
     What was found of a class and its settings is known afterwards, in this model and in others of the process.
     """
@@ -34,7 +34,7 @@ class Proofs:
             self._model = (object(),)
 
     def why_not(self, role: AttentionRole) -> str | None:
-        """Why one of them is no function of single heads and sequences; the same on every rank."""
+        """Return the reason why a module is not a function of single heads and sequences; the same on every rank."""
         module = self.model.get_submodule(role.name)
         kinds = tuple((type(each), type(each).forward) for each in module.modules())
         numbers = {int(part) for part in role.name.split(".") if part.isdigit()}  # which layer it is
@@ -69,7 +69,7 @@ class Proofs:
 
 
 def _forms(seen: Rehearsal, name: str) -> str:
-    """What a module is called with, but for numbers; of masks how many there are of each."""
+    """Return the forms of a module's arguments without their numbers; of masks, how many there are of each."""
     calls = [(call.args, call.kwargs) for call in seen.calls.get(name, ())]
     flat, _ = tree_flatten_with_path(calls)
     is_mask = lambda x: x.dtype == torch.bool or not x.is_floating_point()  # noqa: E731

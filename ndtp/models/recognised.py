@@ -1,4 +1,4 @@
-"""Which way a stock model is split: by its layers as they are known, or by what one run of it shows.
+"""The way in which a stock model is split: by its known layers, or by what one run of it shows.
 
 Layers that are known (attention, MLPs, experts, a vocabulary) run on plain tensors of local sizes and as one schedule,
 which costs the host less.  A trial on a copy without memory tells whether they are all that a model has.
@@ -23,7 +23,7 @@ LEFT = 0.05  # of the parameters
 
 
 def is_recognised(model: nn.Module, mesh: ProcessGrid, layouts: Any, *arguments: Any, **options: Any) -> bool:
-    """Whether nearly all parameters of a stock model belong to layers that are known, or adapters are around these."""
+    """Return whether nearly all parameters of a stock model belong to known layers, or to layers with adapters."""
     axes = mesh.grid.nontrivial((*layouts.up_weight.axes, *layouts.down_weight.axes))
     if (
         "ndtp_stage" in vars(model)

@@ -43,14 +43,14 @@ class Call:
 
 @dataclass
 class Rehearsal:
-    """What was seen: calls by the name of the module, and of modules whose heads others read, which."""
+    """The calls that a rehearsal saw, by the names of modules, and the modules whose heads others read."""
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
     leaks: dict[str, str] = field(default_factory=dict)
 
 
 class Invented(TorchFunctionMode):
-    """Where a function takes a tensor that has no memory, its result is random."""
+    """A mode in which functions of tensors without memory give random results."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,7 +90,7 @@ class OfHeads(Tensor):
 
 
 class Watch:
-    """Which attention module runs, and who reads what belongs to another."""
+    """A mode that notes which attention module runs, and which code reads what belongs to another."""
 
     def __init__(self, seen: Rehearsal) -> None:
         self.seen, self.running = seen, [""]
@@ -146,7 +146,7 @@ def _changed(x: Any, change: Callable[[Any], Any], depth: int) -> Any:
 
 @contextlib.contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:
-    """The same random numbers each time; those of the program go on afterwards as if nothing had drawn."""
+    """Draw the same random numbers each time; the program's own go on afterwards as if nothing had been drawn."""
     numpy, state = sys.modules.get("numpy"), random.getstate()
     of_numpy = None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -186,7 +186,7 @@ def skeleton(module: nn.Module) -> Any:
 
 
 def without_dropout(module: nn.Module) -> None:
-    """Neither of the module nor of its config; and kernels of attention and of experts that a CPU has."""
+    """Turn off the dropout of a module and of its config, and choose kernels that a CPU has."""
     config = module.__dict__.get("config")
     for owner in (module, config):
         for name, value in list(vars(owner).items()) if owner is not None else ():
@@ -254,7 +254,7 @@ def _watch(modules: Mapping[str, Any], name: str, projections: Sequence[str], wa
 
 
 def few_inputs(model: Any, batch: int, length: int) -> dict[str, Any]:
-    """Of a stock model: ids, an image or a sound, by what its class says that it takes."""
+    """Return few inputs of a stock model, by what its class takes: ids, an image or a sound."""
     takes, config = inspect.signature(model.forward).parameters, model.config
     main = getattr(model, "main_input_name", "input_ids")
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -1,4 +1,4 @@
-"""What `parallelize` did to a model, and what that means for memory and traffic."""
+"""The report of `parallelize`: what became of a model, its memory and its traffic."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Report:
 
     @property
     def gathered(self) -> dict[str, int]:
-        """In a whole model, operations that took the whole of a split activation so far, and how often."""
+        """The operations of a whole model that took the whole of a split activation so far, and how often."""
         if self.split is not None:
             return self.split.frame.gathered
         return {key: count for stack in self.stacks for key, count in stack.frame.gathered.items()}
@@ -97,7 +97,7 @@ class Report:
         self.linears, self.parameters = (linears, replaced), (total, split, held)
 
     def include(self, earlier: Report) -> None:
-        """What an earlier call did to the same model, and still holds."""
+        """Include the report of an earlier call on the same model, as far as it still holds."""
         self.kept = {name: why for name, why in earlier.kept.items() if name not in self.replaced} | self.kept
         self.kept = {name: why for name, why in self.kept.items() if name not in earlier.replaced}
         self.replaced = earlier.replaced | self.replaced
@@ -107,9 +107,7 @@ class Report:
         self.carried = [*earlier.carried, *self.carried]
 
     def refuse_nothing(self, linears: int) -> None:
-        """
-        Args:
-            linears: how many Linears were replaced.
+        """Refuse a model of which nothing was replaced.
 
         Raises:
             LayoutError: nothing was replaced, or no layer of a model that is quantised; the same on every rank.
@@ -163,7 +161,7 @@ def _grouped(named: Mapping[str, str]) -> list[str]:
 
 
 def _merged(numbers: list[tuple[str, ...]], position: int) -> list[tuple[str, ...]]:
-    """Those that differ in the number at this position alone, as one."""
+    """Merge names that differ only in the number at this position."""
     groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = {}
     for values in numbers:
         groups.setdefault((values[:position], values[position + 1 :]), []).append(int(values[position]))
@@ -171,7 +169,7 @@ def _merged(numbers: list[tuple[str, ...]], position: int) -> list[tuple[str, ..
 
 
 def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 4] -> {0-2,4}"""
+    """Return numbers as ranges: [0, 1, 2, 4] -> {0-2,4}."""
     numbers = sorted(set(numbers))
     if len(numbers) == 1:
         return str(numbers[0])

@@ -1,4 +1,4 @@
-"""What the modules of a transformer are: attention with its projections, MLPs, norms; by names, sizes and a try.
+"""The roles of a transformer's modules, found by names, sizes and a trial: attention with projections, MLPs, norms.
 
 A new architecture that names its layers as others do needs nothing here; one that does not, a word in a table.
 """
@@ -90,7 +90,7 @@ def is_linear(module: Any) -> bool:
 
 
 def is_wrapper(module: Any) -> bool:
-    """Whether a module adds low-rank adapters to a layer, in peft's form."""
+    """Return whether a module adds low-rank adapters to a layer, in peft's form."""
     own = module._modules if isinstance(module, nn.Module) else {}
     return "base_layer" in own and isinstance(own.get("lora_A"), nn.ModuleDict) and isinstance(
         own.get("lora_B"), nn.ModuleDict
@@ -106,7 +106,7 @@ def linear_at(modules: dict[str, nn.Module], name: str) -> str:
 
 
 def features(module: Any) -> tuple[int, int]:
-    """(in, out)"""
+    """Return a layer's numbers of features, (in, out)."""
     first, second = module.weight.shape
     return (first, second) if not isinstance(module, nn.Linear) else (second, first)
 
@@ -135,7 +135,7 @@ def join(prefix: str, name: str) -> str:
 
 
 def crosses(name: str) -> bool:
-    """Whether an attention module of this name attends to other rows than those of its queries."""
+    """Return whether an attention module of this name attends to other rows than those of its queries."""
     inside = name.lower().rpartition(".decoder.")[2]
     return any(word in inside for word in CROSS)
 
@@ -214,7 +214,7 @@ def _path(kind: type) -> str:
 
 
 def vocabulary_of(model: Any, which: str) -> Any:
-    """What its `get_input_embeddings` or `get_output_embeddings` gives; None where it has none."""
+    """Return the result of `get_input_embeddings` or `get_output_embeddings`; None where the model has none."""
     try:
         return getattr(model, which)() if hasattr(model, which) else None
     except (NotImplementedError, AttributeError):  # code that looks for what this model was made without
@@ -280,7 +280,7 @@ class NormRole:
 
 
 def norm_role(module: nn.Module, hidden: int) -> NormRole | str | None:
-    """Which norm over hidden states a module is, found by trying it; or why it is none, for one that is named so."""
+    """Return the norm over hidden states that a module is, found by a trial, or the reason why it is none."""
     if "norm" not in type(module).__name__.lower() or list(module.children()):
         return None
     weight: Any = getattr(module, "weight", None)

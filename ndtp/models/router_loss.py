@@ -44,6 +44,6 @@ class RouterLoss:
 
 
 def whole_router_loss(model: nn.Module, frame: Frame) -> None:
-    """Where the batch is split, and only there."""
+    """Make the router's loss that of the whole batch, where the batch is split, and only there."""
     if frame.mesh.grid.nontrivial(frame.outside.dims[0]):
         model.register_forward_hook(RouterLoss(frame), with_kwargs=True)

@@ -1,4 +1,4 @@
-"""Which rows and dims of the whole an operation on an activation is about: pure, of what a `Passage` says."""
+"""The rows and dims of the whole that an operation on an activation concerns. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
 
 
 def is_brought(passage: Passage, target: Passage) -> bool:
-    """Whether rows that are the same for several of another activation, as positions are, can be brought to lie so."""
+    """Return whether rows shared by several rows of another activation, as positions are, can be brought to lie so."""
     alike = ("frame", "features", "width", "sections")
     return passage.layout.dims[1] == target.layout.dims[1] and all(
         getattr(passage, key) == getattr(target, key) for key in alike
@@ -41,7 +41,7 @@ def rows_of(rows: Tensor, lead: Sequence[int], passage: Passage) -> Tensor:
 
 
 def picked_rows(passage: Passage, key: Any) -> Tensor | None:
-    """[.. of the result], which rows `x[key]` picks; None where it picks anything else."""
+    """Return the rows that `x[key]` picks, in the shape of the result; None where it picks anything else."""
     keys, dims = list(key) if isinstance(key, tuple) else [key], len(passage.shape)
     named = sum(k is not None and k is not Ellipsis for k in keys)
     if named > dims or any(isinstance(k, Tensor) and (k.dtype == torch.bool or hasattr(k, "passage")) for k in keys):

@@ -189,7 +189,9 @@ class SameCalls:
         self.drawn = random_state(device_type) if model.training and looks else b""
 
     def _settings(self, number: int) -> list[Fact]:
-        """Of a model of transformers: which attention runs; and its config, which is looked at as seldom as weights."""
+        """Return the settings of a model of transformers: its attention kernel, and its config, which is compared
+        rarely.
+        """
         config: Any = getattr(self.model, "config", None)
         facts = [Fact("setting of attention", getattr(config, "_attn_implementation", None))]
         if hasattr(config, "to_dict") and (number - 1) % self.every == 0:
@@ -224,7 +226,7 @@ class SameCalls:
         return facts, numbers
 
     def _taken_late(self) -> tuple[list[Fact], dict[str, Projection]]:
-        """What an accelerator was to compute at an earlier point; it is waited for."""
+        """Return what an accelerator was to compute at an earlier point; the call waits for it."""
         facts = []
         if self.late:
             for (fact, _), seen in zip(self.late, torch.stack([x for _, x in self.late]).tolist(), strict=True):
@@ -256,7 +258,7 @@ class SameCalls:
             x.register_hook(begun)
 
     def _compare_backward(self, number: int, grad: Tensor | None) -> None:
-        """Once a backward, where it begins."""
+        """Compare ranks once a backward, where it begins."""
         task = torch._C._current_graph_task_id()
         if task == self._task or torch.compiler.is_compiling() or not self.is_on:
             return
@@ -290,7 +292,7 @@ class SameCalls:
         self.steps.note_gradient()
 
     def compare_late(self) -> None:
-        """What an accelerator was to compute since the last point: compared before an optimizer uses it."""
+        """Compare what an accelerator has computed since the last point, before an optimizer uses it."""
         if not self.is_on or self.mesh.device_type == "cpu":
             return
         if (conversation := self.mesh.groups.conversation()) is not None:
@@ -313,7 +315,7 @@ def _named(kind: Any, args: Sequence[Any]) -> dict[str, Any]:
 
 
 def _settings_in(config: dict[str, Any]) -> dict[str, Any]:
-    """Of a config, all but what a rank writes there when it saves the model."""
+    """Return a config without the entries that a rank writes when it saves the model."""
     kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in SAVED}
     return {key: _settings_in(value) if isinstance(value, dict) and key.endswith("config") else value
             for key, value in kept.items()}  # fmt: skip

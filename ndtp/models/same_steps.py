@@ -52,7 +52,7 @@ class Parts:
 
 
 class Steps:
-    """What happened to the weights of one model since it was last called.
+    """The steps and changes of the weights of one model since its last call.
 
     Args:
         calls: the `SameCalls` of the model.
@@ -125,11 +125,11 @@ class Steps:
         return facts
 
     def facts(self) -> list[Fact]:
-        """How often optimizers made a step."""
+        """Return facts about how often optimizers made a step."""
         return [Fact("optimizer steps so far", self.taken)]
 
     def taken_settings(self) -> list[Settings]:
-        """Of the steps that optimizers made since the last call."""
+        """Return the settings of the optimizer steps since the last call."""
         done, self._done = self._done, []
         return done
 
@@ -156,7 +156,7 @@ class Steps:
             self.note_weights()
 
     def note_gradient(self) -> None:
-        """At the end of a backward: some numbers of a gradient, to see what becomes of them until the step."""
+        """Note some numbers of a gradient at the end of backward, to see what becomes of them until the step."""
         for parameter in reversed(self._parts.parameters):
             grad: Any = parameter.grad if parameter.requires_grad else None
             is_plain = grad is not None and grad.layout is torch.strided and not grad.is_complex()
@@ -165,7 +165,9 @@ class Steps:
                 return
 
     def taken_factor(self) -> float:
-        """By what gradients were multiplied between backward and the last step, if by one number; else NaN."""
+        """Return the number by which gradients were multiplied between backward and the last step; NaN if not one
+        number.
+        """
         factor, self._factor = float(self._factor), math.nan
         return factor
 
@@ -250,7 +252,7 @@ def _numbers(grad: Any) -> list[float] | Tensor:
 
 
 def _factor(before: list[float] | Tensor, now: list[float] | Tensor) -> float | Tensor:
-    """By what some numbers were multiplied; NaN if not all by one, or if all are zero."""
+    """Return the number by which all of some numbers were multiplied; NaN if there is none, or if all are zero."""
     if isinstance(before, Tensor) or isinstance(now, Tensor):
         first, then = torch.as_tensor(before), torch.as_tensor(now)
         if first.device != then.device or first.shape != then.shape:
@@ -336,7 +338,7 @@ def _concerned(optimizer: Optimizer) -> list[Any]:
 
 
 def _settings_of(optimizer: Optimizer, number: int) -> Settings:
-    """Those by which an optimizer has made a step."""
+    """Return the settings with which an optimizer made a step."""
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         own: dict[str, Any] = {}
@@ -355,7 +357,7 @@ def _settings_of(optimizer: Optimizer, number: int) -> Settings:
 
 
 def settings_by_name(number: int, kind: str, groups: Sequence[dict[str, Any]], count: float | None) -> list[Fact]:
-    """Those by which an optimizer has made a step, each as a fact."""
+    """Return the settings with which an optimizer made a step, each as a fact."""
     step = f"optimizer of step {number}"
     facts = [Fact(step, kind)]
     for index, group in enumerate(groups):

@@ -50,7 +50,7 @@ def saved_whole(model: nn.Module) -> None:
 
 
 def _adapters(key: str, trains: bool) -> bool:
-    """What peft saves of a model."""
+    """Return whether peft saves this entry of a model."""
     return trains or "lora_" in key
 
 

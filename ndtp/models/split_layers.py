@@ -27,7 +27,7 @@ from ndtp.split.tensor import SplitTensor, enter
 
 @dataclass(frozen=True)
 class Rows:
-    """How the leading dims of a layer's input become its rows.
+    """The way in which the leading dims of a layer's input become its rows.
 
     Attributes:
         spec: of the input as the layer takes it.
@@ -41,7 +41,7 @@ class Rows:
 
 
 def row_dim(x: Tensor, rows: Axes, context: Context) -> int:
-    """Which leading dim the axes of rows split: one that they split already, one that they divide, or the longest."""
+    """Return the leading dim that the axes of rows split: one already split, one that they divide, or the longest."""
     lead = tuple(x.shape[:-1])
     if isinstance(x, SplitTensor):
         for dim, axes in enumerate(x.spec.dims[:-1]):
@@ -143,7 +143,7 @@ class ReadAsSplit(Adopted):
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """While the layer itself reads its parameters."""
+        """A context in which the layer itself reads its parameters."""
         self.frame.running.append(None)
         try:
             yield
@@ -180,7 +180,7 @@ class ObservedLinear(ReadAsSplit, Projection):
         return self.as_input(result) if self.turns else result
 
     def product(self, members: Sequence[ObservedLinear], x: Tensor) -> list[tuple[Tensor, Rows]]:
-        """What several layers of one input give, by one product."""
+        """Return the results of several layers of one input, by one product."""
         rows, features = self.axes_in
         shard, lies = as_rows(x, rows, features, self.width, self.context, self.name, bool(rows or self.rows_out))
         return [(y, lies) for y in products(members, shard)]  # type: ignore[arg-type]
@@ -200,7 +200,7 @@ class ObservedLinear(ReadAsSplit, Projection):
         return self.lies["weight"].real[0 if self.is_conv else 1]
 
     def as_input(self, y: Tensor) -> Tensor:
-        """Where the input of this layer lies."""
+        """Return a result brought to lie as the input of this layer."""
         rows, features = self.axes_in
         if not isinstance(y, SplitTensor):
             return y
@@ -276,7 +276,7 @@ class ObservedEmbedding(ReadAsSplit, nn.Embedding):
         return enter(y.view_as(y), spec)
 
     def is_position(self, ids: Tensor) -> bool:
-        """Whether ids of one dim are the places of a sequence, whose rows go with every sample."""
+        """Return whether ids of one dim are the places of a sequence, whose rows go with every sample."""
         return ids.dim() == 1
 
 

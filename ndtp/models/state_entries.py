@@ -1,4 +1,4 @@
-"""What a state dict of a model holds: each tensor once, with all of its keys, and how it lies."""
+"""The entries of a model's state dict: each tensor once, with all of its keys, and its layout."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Entry(NamedTuple):
     dense: tuple[int, ...]
 
     def part(self, rank: int) -> tuple[slice, ...]:
-        """What of the real tensor this rank has."""
+        """Return the slices of the real tensor that this rank has."""
         whole = tuple(slice(0, size) for size in self.stored)
         slices = whole if self.layout is None else self.layout.slices(rank, self.stored)
         return tuple(slice(min(s.start, size), min(s.stop, size)) for s, size in zip(slices, self.real, strict=True))
 
     def boxes(self, rank: int) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The same in the dense shape: where each box of it that this rank has begins, and its memory."""
+        """Return this rank's part in the dense shape: the start of each box, and its memory."""
         part = self.part(rank)
         mine, starts = self.local[tuple(slice(0, s.stop - s.start) for s in part)], [s.start for s in part]
         if self.dense == self.real:
@@ -66,7 +66,7 @@ def mesh_of_model(model: nn.Module) -> ProcessGrid | None:
 
 
 def entries_of(model: nn.Module, mesh: ProcessGrid | None) -> list[Entry]:
-    """In the order of the state dict."""
+    """Return the entries in the order of the state dict."""
     state = model.state_dict(keep_vars=True)
     real = _real_shapes(model)
     gated = {f"{name}.{e.up_name}" for name, e in model.named_modules() if isinstance(e, Experts) and e.is_gated}
@@ -90,7 +90,7 @@ def entries_of(model: nn.Module, mesh: ProcessGrid | None) -> list[Entry]:
 
 
 def _real_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of parameters that may be padded, without that."""
+    """Return the shapes without padding of parameters that may be padded."""
     found: dict[str, tuple[int, ...]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         start = f"{prefix}." if prefix else ""
@@ -157,7 +157,7 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def replaced(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
-    """For a moment other tensors stand where parameters and buffers do, by their `id`; others are not there."""
+    """Put other tensors, by `id`, in the place of parameters and buffers for a moment, and remove all others."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     for module in model.modules():
         for held in (module._parameters, module._buffers):

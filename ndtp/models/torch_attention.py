@@ -80,7 +80,7 @@ class SplitMultihead(Adopted, nn.MultiheadAttention):
         return out.as_given(made, given), weights
 
     def _projected(self, sources: Sequence[Hidden]) -> list[Tensor]:
-        """[rows, features / y] of queries, keys and values: those of one input by one product."""
+        """Return queries, keys and values [rows, features / y]; those of one input are one product."""
         weight, bias = self._brought(leave(sources[0]))
         found: dict[int, Tensor] = {}
         for source in {id(x): x for x in sources}.values():
@@ -92,7 +92,7 @@ class SplitMultihead(Adopted, nn.MultiheadAttention):
         return [found[i] for i in range(3)]
 
     def _some(self, p: Tensor, which: Sequence[int]) -> Tensor:
-        """Of weight or bias, the rows of some of queries, keys and values."""
+        """Return the rows of weight or bias of some of queries, keys and values."""
         if len(which) == 3:
             return p
         parts = self.plan.out.num_splits(1) // self.plan.b.num_splits(0)
@@ -114,7 +114,9 @@ class SplitMultihead(Adopted, nn.MultiheadAttention):
     def _mask(
         self, given: Tensor | None, padding: Tensor | None, batch: int, sizes: tuple[int, int], like: Tensor
     ) -> Tensor | None:
-        """[sequences or 1, heads or 1, length or 1, keys] of this rank, added to scores; torch's True does not see."""
+        """Return this rank's mask [sequences or 1, heads or 1, length or 1, keys], added to scores; torch's True
+        does not see.
+        """
         here, heads = like.shape[:2]
         mask = None
         if given is not None:
@@ -141,7 +143,7 @@ class SplitMultihead(Adopted, nn.MultiheadAttention):
         return mask
 
     def _cut(self, x: Tensor, here: int) -> Tensor:
-        """Of [batch, ..] the sequences of this rank; those of padding see all."""
+        """Return the sequences of this rank of [batch, ..]; padding's sequences see everything."""
         frame = self.frame
         inner = self.plan.out.dims[0][len(frame.outside.dims[0]) :]
         first = frame.mesh.grid.index(frame.mesh.rank, inner) * here
@@ -149,7 +151,7 @@ class SplitMultihead(Adopted, nn.MultiheadAttention):
         return x[first : first + here]
 
     def _whole_weights(self, weights: Tensor, batch: int, averages: bool) -> Tensor:
-        """[batch, length, keys], or [batch, heads, length, keys], on every rank (of its dp rows)."""
+        """Return [batch, length, keys] or [batch, heads, length, keys] on every rank, for the rows of its dp rank."""
         frame, inner, sizes = self.frame, self.plan.out, weights.shape[2:]
         name = f"{self.name} weights"
         if averages:
@@ -177,14 +179,14 @@ class SplitMultihead(Adopted, nn.MultiheadAttention):
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of booleans, True of which does not see, or of numbers."""
+    """Return a mask as numbers that are added to scores, from numbers or from booleans, whose True does not see."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
 
 
 def reason_against(module: nn.MultiheadAttention, layouts: BlockLayouts) -> str | None:
-    """Why an attention stays whole, if so."""
+    """Return the reason why an attention stays whole, if there is one."""
     if type(module) is not nn.MultiheadAttention:
         return "its class is not torch's own"
     if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:

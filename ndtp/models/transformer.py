@@ -47,7 +47,7 @@ from ndtp.runtime.process_grid import ProcessGrid
 
 
 def is_transformer(model: nn.Module) -> bool:
-    """Whether a model is one of transformers, or one around which peft put adapters."""
+    """Return whether a model is one of transformers, or one around which peft put adapters."""
     return stock_model(model) is not None
 
 
@@ -150,7 +150,7 @@ class Split(Placing):
             self.report(layer)
 
     def _attention_reason(self, role: AttentionRole, modules: dict[str, nn.Module]) -> str | None:
-        """Why an attention module cannot be split on this grid, if so."""
+        """Return the reason why an attention module cannot be split on this grid, if there is one."""
         grid, layouts = self.mesh.grid, self.layouts
         reason = next((r for n in (*role.inputs.values(), role.output) if (r := reason_against(modules, n))), None)
         if reason:
@@ -295,7 +295,7 @@ def _linears_in(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 
 
 def _projects(role: AttentionRole) -> Callable[[str], bool]:
-    """Whether a module of a name is one of the projections of an attention, or an adapter around one."""
+    """Return a test whether a module of a name is a projection of an attention, or an adapter around one."""
     projections = {*role.inputs.values(), role.output}
     around = tuple(f"{name.removesuffix('.base_layer')}.lora_" for name in projections)
     return lambda name: name in projections or name.startswith(around)

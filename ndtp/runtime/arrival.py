@@ -1,4 +1,4 @@
-"""Where a tensor's gradient arrives: shards of DTensors, and gradients that are waited for late."""
+"""The arrival of gradients: as shards of DTensors, or as late gradients that are waited for at the end of backward."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Deferred:
         self.late: LateGradient | None = None
 
     def accumulates(self, arrival: Any) -> bool:
-        """Whether the backward that runs adds the gradient to the `.grad` of a parameter.
+        """Return whether the current backward adds the gradient to the `.grad` of a parameter.
 
         Not so where `torch.autograd.grad` asks for it, or nobody does.
 
@@ -91,7 +91,7 @@ class Deferred:
 
 
 class _Arrival(torch.autograd.Function):
-    """Where the gradient of a weight arrives: waits for its reduction, as late as its sequence number says.
+    """The arrival of a weight's gradient, which waits for its reduction as late as its sequence number allows.
 
     A product must not return a gradient that is not finished, and must not wait for it either.  It returns a
     placeholder instead, and this node, between the weight and the product, waits.  There is one a use, so that

@@ -162,7 +162,7 @@ def _description(a: Tensor, plan: MatMulPlan, b: Tensor, bias: Tensor | None, ac
 
 
 def _state(mesh: ProcessGrid, plans: Sequence[MatMulPlan], needs: Sequence[bool] | None) -> str:
-    """What a grid has come to that decides collectives or bits too."""
+    """Return the state of a grid that decides collectives or bits, besides the arguments."""
     rests_on = f"; chunks by {mesh.step.chunks.standing}" if asked_of(plans) is None else ""
     return (
         f"; by {type(mesh.gemm).__name__}" * (type(mesh.gemm) is not TorchGemm)

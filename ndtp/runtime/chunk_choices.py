@@ -1,4 +1,4 @@
-"""What `chunks="auto"` has come to on a process grid, and what it rests on."""
+"""The choices of `chunks="auto"` on a process grid, and the measurements that they rest on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ SHOWN = 2
 
 
 class ChunkChoices:
-    """The same on every rank, since speeds are those of the slowest one, and all that is given is given to all.
+    """The choices of chunks, the same on every rank.
+
+    Speeds are those of the slowest rank, and everything else is given to all ranks alike.
 
     Attributes:
         measured: speeds by grid and dtype; a grid and its refinements share what they have in common.
@@ -38,7 +40,7 @@ class ChunkChoices:
 
     @property
     def standing(self) -> str:
-        """What the next choice rests on, in words."""
+        """Return in words the measurements on which the next choice rests."""
         given = "a profile" if self.profile else "a checkpoint" if self._kept else ""
         by = given or ("speeds measured" if self.measured else "nothing measured")
         return by + ", deterministic" * torch.are_deterministic_algorithms_enabled()
@@ -49,7 +51,7 @@ class ChunkChoices:
         return speeds or self._kept.get((str(grid), dtype))
 
     def find(self, key: str, trains: bool) -> Choice | None:
-        """What was chosen; without gradients, else what was chosen with them."""
+        """Return the choice for a key; without gradients, else the choice with them."""
         return self._made.get(key) if trains else self._made.get(f"{key}, forward") or self._made.get(key)
 
     def add(self, key: str, trains: bool, plans: Sequence[MatMulPlan], rows: int, choice: Choice) -> None:
@@ -69,7 +71,7 @@ class ChunkChoices:
         return {name: text for name, text in every if text}
 
     def to_json(self) -> dict[str, Any]:
-        """What makes another run choose the same, on the same grid."""
+        """Return the choices as JSON, with which another run on the same grid makes the same choices."""
         speeds = self.measured | self._kept
         return {
             "speeds": [[*key, each.to_json()] for key, each in speeds.items()],
@@ -77,7 +79,7 @@ class ChunkChoices:
         }
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """What was chosen here before stays: programs and compiled code are bound to it."""
+        """Restore choices of another run; earlier choices of this run stay, because programs are bound to them."""
         self._kept |= {(grid, dtype): Speeds.from_json(each) for grid, dtype, each in kept["speeds"]}
         for key, (count, why) in kept["made"].items():
             self._made.setdefault(str(key), (int(count), str(why)))

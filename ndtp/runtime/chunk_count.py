@@ -66,7 +66,8 @@ def _measured_alike(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Whether a measurement may depend on the number of rows; if not, it is made here, where the weights are worth it.
+    """Measure here if the number of rows decides nothing, where the weights are worth it; return whether it may
+    decide.
 
     Ranks of `dp` may have other numbers of rows than this one, and must come to it at the same product.
     """
@@ -96,7 +97,7 @@ def ahead(
     dtype: torch.dtype,
     device_type: str,
 ) -> Choice | None:
-    """What can be said without measuring: no collective, the same on every rank.
+    """Return the choice that needs no measurement, if there is one; no collective, and the same on every rank.
 
     What is given, by a profile or a checkpoint, holds for small products as well; what was measured does not, which
     would make them depend on what ran before.
@@ -143,7 +144,7 @@ def _measured(
 
 @contextmanager
 def _unseen(mesh: ProcessGrid) -> Iterator[None]:
-    """Not a part of what a meter counts, or a recorder sees.
+    """A context whose traffic meters do not count and recorders do not see.
 
     And gloo hands a compiler's Python dispatcher on to its threads, which would wait for the interpreter's lock while
     this thread holds it and waits for them.

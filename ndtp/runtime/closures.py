@@ -1,4 +1,4 @@
-"""What a bound chain consists of: functions of a list of slots, each of which does one thing of one task."""
+"""The functions of a bound chain: each acts on a list of slots, and does one step of one task."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def multiply(slot: int, product: Multiply, one: int, other: int) -> Run:
 
 
 def multiply_own_rows(slot: int, shape: tuple[int, ...], product: Multiply, own: int, other: int, at: int) -> Run:
-    """Into a new tensor for all rows."""
+    """Multiply this rank's own rows into a new tensor for all rows."""
 
     def run(slots: Slots) -> None:
         x = slots[own]
@@ -242,7 +242,7 @@ def multiply_arriving(slot: int, shape: tuple[int, ...], product: Multiply, hand
 
 
 def multiply_own_part(slot: int, product: Multiply, own: int, other: int, ranks: int) -> Run:
-    """Of a sum over the contracted dim, as if it were one of as many blocks."""
+    """Multiply this rank's own part of a sum over the contracted dim, as one of several blocks."""
 
     def run(slots: Slots) -> None:
         slots[slot] = product(slots[own].expand(ranks, -1, -1), slots[other])
@@ -251,7 +251,7 @@ def multiply_own_part(slot: int, product: Multiply, own: int, other: int, ranks:
 
 
 def multiply_own_weight(slot: int, product: Multiply, one: int, own: int, ranks: int) -> Run:
-    """The same, where the other operand is summed over by parts."""
+    """Multiply this rank's own part of a sum over the contracted dim, where the weight is summed over by parts."""
 
     def run(slots: Slots) -> None:
         slots[slot] = product(slots[one], slots[own].expand(ranks, -1, -1))
@@ -357,7 +357,7 @@ def paste(slot: int, rows: RowChunks, name: str, i: int, chunk: int) -> Run:
 
 
 def _rows_of_chunk(shard: Tensor, rows: RowChunks, name: str, i: int) -> Tensor:
-    """A view, [.., blocks, rows, ..]"""
+    """Return a view [.., blocks, rows, ..] of a chunk's rows."""
     dim, blocks = rows.place(name)
     return shard.unflatten(dim, (blocks, rows.count, -1)).select(dim + 1, i)
 
@@ -374,7 +374,7 @@ def get(slot: int) -> Get:
 
 
 def get_own(landing: Place, parts: tuple[int, ...], me: int) -> Get:
-    """Of a place into which parts of that shape are gathered, [ranks, ..], this rank's."""
+    """Return this rank's part of a place into which all ranks' parts are gathered, [ranks, ..]."""
     return lambda slots: landing.of(slots).view(parts)[me]
 
 

@@ -47,7 +47,7 @@ class Crew:
         return self.rank == min(self.names)
 
     def gather(self, x: Any) -> dict[int, Any]:
-        """What each rank says, of anything that JSON has; a collective."""
+        """Gather a JSON value from every rank; a collective."""
         if self.group is None:
             said = [json.dumps(x)]
         else:
@@ -55,7 +55,7 @@ class Crew:
         return {rank: json.loads(text) for rank, text in zip(self.names, said, strict=True)}
 
     def differing(self, text: str) -> dict[int, str] | None:
-        """What each rank says, if they do not all say the same; a collective."""
+        """Return every rank's text if the texts differ, else None; a collective."""
         if self.group is None:
             return None
         said = differing_among(self.group, self.device_type, text, self._describe, self._label)
@@ -69,7 +69,7 @@ class Crew:
         return f"rank {self.rank} waited for the others of {sorted(self.names)}"
 
     def agree(self, failure: str, frame: str = "{}") -> None:
-        """What went wrong on some ranks, on all of them; a collective.
+        """Raise on all ranks the failures of some ranks; a collective.
 
         Raises:
             CheckpointError: names a rank, where not all say the same, and what it said.
@@ -80,7 +80,7 @@ class Crew:
                 raise CheckpointError(frame.format(f"rank {rank}: {text}" if len(by_rank) > 1 else text))
 
     def raise_everywhere(self, failure: str, what: str) -> None:
-        """The same, where a machine failed.
+        """Raise on all ranks an error of the machine, such as a full disk; a collective.
 
         Raises:
             CommunicationError: names a rank and what it said.
@@ -97,7 +97,7 @@ class Crew:
         return error
 
     def only_writer(self, folder: Path) -> str:
-        """What forbids these ranks to write to a folder, on the first of them: others do, and know nothing of these.
+        """Return what forbids these ranks to write to a folder, on the first rank: other ranks are writing there.
 
         Two that write there at once, each as if alone, give their files the same names: who is faster loses them, and
         who fails leaves its peers elsewhere waiting.  A collective for nobody.

@@ -59,7 +59,7 @@ SILENT: dict[str, type[Collectives]] = {"gloo": _SilentGloo, "nccl": _SilentNccl
 
 
 class _DryGroups(AxisGroups):
-    """Those of any rank of a grid of any size, of which nobody is there."""
+    """The groups of any rank of a grid of any size, none of which exists as a process."""
 
     def __init__(self, grid: Grid, rank: int, backend: str) -> None:
         super().__init__(grid, None, "meta", backend)
@@ -84,7 +84,7 @@ class _DryGroup:
 
 
 class DryGrid:
-    """What chains ask of a `ProcessGrid`, without process groups: for tensors that have no memory."""
+    """A `ProcessGrid` without process groups, for chains of tensors that have no memory."""
 
     def __init__(self, grid: Grid, rank: int = 0, backend: str = "gloo", wire: Wire | None = None) -> None:
         self.grid, self.rank, self.gemm = grid, rank, TorchGemm()
@@ -96,7 +96,7 @@ class DryGrid:
 
     @property
     def volume(self) -> Volume:
-        """What would have been received so far, in bytes."""
+        """Return the bytes that would have been received so far."""
         silent: Any = self.collectives
         return Volume.of(Traffic(*key, *counts) for key, counts in silent.moved.items())
 

@@ -1,4 +1,4 @@
-"""What ranks compare of a tensor, a call and a thread: few numbers that tell it from any other, read off cheaply."""
+"""The facts that ranks compare of a tensor, a call or a thread: few numbers that are cheap to read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Projection(NamedTuple):
         return Projection(*(a + b for a, b in zip(self, other, strict=True)))
 
     def is_near(self, other: Projection, tolerance: float = 1e-2) -> bool:
-        """Whether both can be of one tensor; what is not finite is near to anything."""
+        """Return whether both projections can be of one tensor; a number that is not finite is near to any."""
         scale = math.sqrt(max(self.square, other.square, 0.0)) * tolerance
         near = abs(self.first - other.first) <= scale and abs(self.second - other.second) <= scale
         return near or not all(map(math.isfinite, (*self, *other)))
@@ -64,7 +64,7 @@ def _number(eight: bytes) -> int:
 
 
 def hash_of(x: Tensor) -> Tensor | int:
-    """Of all bytes of a tensor of integers; on an accelerator a tensor there, for which nobody waits."""
+    """Return a hash of all bytes of an integer tensor; on an accelerator, as a tensor that nobody waits for."""
     if x.device.type == "cpu":
         return _number(hashlib.blake2b(_bytes(x), digest_size=8).digest())
     x = x.detach()
@@ -81,7 +81,7 @@ def content_of(words: Tensor) -> Tensor:
 
 @torch.no_grad()
 def projection_of(x: Tensor, place: int = 0) -> Tensor | Projection:
-    """Of a sample of a tensor of real numbers; on an accelerator its three numbers there.
+    """Return the projection of a sample of a tensor of real numbers; on an accelerator, its three numbers there.
 
     Args:
         place: which of several tensors it is.
@@ -111,7 +111,7 @@ def _bytes(x: Tensor) -> Any:
 
 
 def leaves_of(given: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What is in arguments, by names: tensors, plain values, and of other things their kinds."""
+    """Yield the leaves of arguments by name: tensors, plain values, and the kinds of everything else."""
     if isinstance(given, _LEAVES):
         yield name, given
     elif isinstance(given, Mapping):
@@ -163,7 +163,7 @@ def thread_facts(found: Sequence[Any], device_type: str) -> list[Fact]:
 
 
 def random_state(device_type: str) -> bytes:
-    """Of torch's generators: another one after every draw."""
+    """Return the state of torch's generators, which every draw changes."""
     state = torch.default_generator.get_state().numpy().tobytes()
     if device_type == "cuda" and torch.cuda.is_initialized():
         state += torch.cuda.get_rng_state().numpy().tobytes()

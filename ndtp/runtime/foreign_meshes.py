@@ -1,4 +1,4 @@
-"""What torch's own tools do to parameters on a grid: what is refused by name, and what need not be said.
+"""torch's own tools on parameters of a grid: the calls that are refused by name, and warnings that are dropped.
 
 `fully_shard` over a dim of a user's mesh that is not on the grid is refused, with the way that works.
 
@@ -18,7 +18,7 @@ from ndtp.errors import LayoutError
 
 @cache
 def refuse_joining() -> None:
-    """Once a process: where torch joins meshes, say which of them are grids; torch without that has nothing to say."""
+    """Patch, once a process, torch's joining of meshes, so that its errors name the grids among them."""
     from torch.distributed.device_mesh import DeviceMesh
 
     joined: Callable[[list[Any]], Any] | None = getattr(DeviceMesh, "_concatenate", None)

@@ -150,7 +150,7 @@ def is_whole_tensor(x: Any) -> bool:
 
 
 def _written(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """What an operation writes into, and returns."""
+    """Return the tensors that an operation writes into, and returns."""
     if "out" in kwargs:
         return kwargs["out"]
     is_in_place = name.endswith("_") and not name.endswith("__")
@@ -165,7 +165,7 @@ def _rebuilt(dtensor: Any, requires_grad: bool, own: Any) -> Any:
 
 
 def _taken(made: Any, of: GridTensor, name: str) -> Any:
-    """What an operation gave: a number is finished, and plain."""
+    """Return an operation's result; a number has its sums finished, and is plain."""
     if made.dim() == 0:
         return made.full_tensor()
     result = GridTensor(made)
@@ -227,7 +227,7 @@ def _beside_plain(func: Any, name: str, flat: Sequence[Any], tree: Any, written:
 
 
 def _is_plain_beside(x: Any, flat: Sequence[Any]) -> bool:
-    """Whether a DTensor beside plain tensors is to be one, too: every rank has it whole, and code reads it.
+    """Return whether a DTensor beside plain tensors becomes plain, too: every rank has it whole, and code reads it.
 
     A term of the loss that is made of a layer's parameter alone goes on as one of the grid, as its gradient does.
     """
@@ -262,7 +262,7 @@ def _beside(x: Tensor, split: Any, name: str, flat: Sequence[Any]) -> Any:
 
 
 def refused(what: str, split: Any, flat: Sequence[Any]) -> LayoutError:
-    """Of an operation of a split parameter and plain tensors."""
+    """Return the error about an operation on a split parameter and plain tensors."""
     name, (code, where) = getattr(split, "ndtp_name", ""), _reader()
     owner, what_it_is = name.rpartition(".")[0], f"'{name}'" if name else "a parameter"
     shapes = ", ".join(str(tuple(x.shape)) for x in flat if is_whole_tensor(x))
@@ -276,7 +276,7 @@ def refused(what: str, split: Any, flat: Sequence[Any]) -> LayoutError:
 
 
 def _reader() -> tuple[str, str]:
-    """What reads a parameter, and where: the innermost frame that is neither torch's nor ndtp's."""
+    """Return the code that reads a parameter, and its place: the innermost frame outside of torch and ndtp."""
     frame: Any = sys._getframe(1)
     while frame.f_back and str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "ndtp"):
         frame = frame.f_back

@@ -140,7 +140,7 @@ class _Switch:
         self._now = number
 
     def back(self, error: BaseException | None) -> None:
-        """As it was; what the first part drew is drawn.
+        """Switch the state back to what it was before, but keep what the first part has drawn.
 
         What parts that were broken off have left on its way is ended when the next operation begins, as ever.
         """

@@ -90,7 +90,7 @@ class LateGradient:
 
 @dataclass
 class Backward:
-    """What a backward has left on its way.
+    """The work that a backward has left on its way.
 
     Attributes:
         chains: gradients, oldest first.
@@ -133,7 +133,8 @@ class LateGradients:
         return self.backward.window[0] if len(self.backward.window) == WINDOW else 0
 
     def note_chain(self, sequence_number: int) -> None:
-        """Of the product, or chain of products, whose forward just ran and whose weights want gradients.
+        """Note the sequence number of the product, or chain of products, that just ran and whose weights want
+        gradients.
 
         Gradients arrive under the number before it, which that of one of its own weights was: no product has it.
         """
@@ -144,7 +145,7 @@ class LateGradients:
         return LateGradient(self, self._count, move, leaf, sums)
 
     def enter(self) -> None:
-        """At the beginning of every operation: end what a backward that was broken off, or interrupted, has left."""
+        """End, at the beginning of every operation, the work that a broken or interrupted backward has left."""
         if self.backward.task is not None and torch._C._current_graph_task_id() != self.backward.task:  # type: ignore[attr-defined]
             self.finish()
 
@@ -190,7 +191,7 @@ class LateGradients:
             deferred.popleft()()
 
     def start_next(self) -> None:
-        """Of every gradient, oldest first."""
+        """Start the next collective of every gradient, oldest first."""
         self.catch_up()
         with staying():
             for chain in self.backward.chains:
@@ -223,14 +224,14 @@ class LateGradients:
             self._finish_chain()
 
     def break_off(self) -> bool:
-        """After an exception: whether it ended a backward, of which the rest is finished now."""
+        """End a backward after an exception; return whether the exception broke off a backward."""
         is_broken = self.backward.is_going_on
         if is_broken:
             self.finish()
         return is_broken
 
     def leave(self, backwards: Sequence[Backward]) -> None:
-        """Those of parts that were broken off: they are ended as one, when the next operation begins."""
+        """Leave the work of broken parts to the next operation, which ends it as one."""
         for each in backwards:
             self.backward.chains += each.chains
             self.backward.deferred += each.deferred
@@ -248,7 +249,9 @@ _OF_WORLD: WeakKeyDictionary[ProcessGroup, LateGradients] = WeakKeyDictionary()
 
 
 def late_gradients_of(world: ProcessGroup | None) -> LateGradients:
-    """Those of all grids on the ranks of `world`, as the groups that they share are; None: one rank alone."""
+    """Return the late gradients of all grids on the ranks of `world`, which share its groups; None stands for one
+    rank alone.
+    """
     if world is None:
         return LateGradients()
     found = _OF_WORLD.get(world)

@@ -18,7 +18,7 @@ _LOCK = threading.RLock()
 
 @cache
 def count_list_operations() -> None:
-    """Once a process: have DTensor's dispatcher call `_counted` for operations for which it has no handler yet.
+    """Patch, once a process, DTensor's dispatcher to call `_counted` for operations for which it has no handler yet.
 
     Raises:
         RuntimeError: a torch whose dispatcher takes no handlers.

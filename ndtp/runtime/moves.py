@@ -79,7 +79,7 @@ class Way:
         self.ends_by_collective = bool(legs) and not isinstance(legs[-1], Cut)
 
     def is_like(self, other: Way) -> bool:
-        """Whether a tensor that goes the one way arrives as if it had gone the other."""
+        """Return whether a tensor that goes this way arrives as if it had gone the other way."""
         return self.steps == other.steps and self.blocks == other.blocks
 
     def __str__(self) -> str:
@@ -143,12 +143,12 @@ class Move:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it is waited for: for a collective, or for what is held back."""
+        """Whether the move waits for a collective, or is held back."""
         return self.handle is not None or self.is_held
 
     @property
     def is_held(self) -> bool:
-        """Whether an all-reduce comes next, and is held back."""
+        """Whether the next step is an all-reduce that is held back."""
         if not self.hold or self._taken == len(self.way.legs):
             return False
         leg = self.way.legs[self._taken]
@@ -210,21 +210,21 @@ class Pieces(Move):
 
 
 def is_matrix(plan: MatMulPlan) -> bool:
-    """Whether a product has no batch dims."""
+    """Return whether a product has no batch dims."""
     return len(plan.c_letters) == 2
 
 
 def gathers_columns(step: Step) -> bool:
-    """Whether a step of a matrix is a gather along its last dim."""
+    """Return whether a step of a matrix is a gather along its last dim."""
     return step.kind == "all_gather" and step.dim == 1
 
 
 def scatters_columns(step: Step) -> bool:
-    """Whether a step of a matrix is a reduce-scatter along its last dim."""
+    """Return whether a step of a matrix is a reduce-scatter along its last dim."""
     return step.kind == "reduce_scatter" and step.dim == 1
 
 
 def blocks_of_result(plan: MatMulPlan, name: str) -> int:
-    """Into how many blocks of columns a product falls, for the scatter that follows."""
+    """Return the number of blocks of columns into which a product falls for the scatter that follows it."""
     steps = plan.relayouts[name]
     return plan.grid.size(steps[0].axes) if is_matrix(plan) and steps and scatters_columns(steps[0]) else 1

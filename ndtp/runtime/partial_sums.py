@@ -27,7 +27,7 @@ class _Expected(Protocol):
 
 @dataclass
 class _Sum:
-    """What one weight's micro-batches gave so far on this rank, in front of an all-reduce."""
+    """The sum of a weight's micro-batch gradients on this rank so far, before its all-reduce."""
 
     leaf: Tensor
     number: int  # of the first of them, in the order in which backward came to them
@@ -57,11 +57,11 @@ class PartialSums:
 
     @property
     def holds_back(self) -> bool:
-        """Whether an all-reduce that backward comes to has to wait: for later gradients, or to take up earlier ones."""
+        """Return whether an all-reduce in backward has to wait: for later gradients, or to include earlier ones."""
         return self.is_accumulating or bool(self._sums) or self.in_turns
 
     def expect(self, leaf: Tensor, late: _Expected) -> None:
-        """One that will be held when it arrives."""
+        """Expect a gradient that is held when it arrives."""
         self._expected.setdefault(id(leaf), []).append(late)
 
     def hold(self, leaf: Tensor, number: int, gradient: Tensor, move: Move) -> None:

@@ -208,7 +208,7 @@ class Phase(WeightGradients):
     # ------------------------------------------------------------------------------------------ between the phases
 
     def kept(self) -> dict[Key, int]:
-        """What backward needs of forward: key -> slot."""
+        """Return the slots that backward needs of forward, by key."""
         kept = {key: slot for key, slot in self.tensors.items() if key[1] == "pre"}
         for p, want in enumerate(self.wanted):
             if want.dgrad:

@@ -54,7 +54,7 @@ FIXES = (  # by the beginning of a topic
 
 
 class Compared(Protocol):
-    """What points ask of a `ProcessGrid`."""
+    """The part of a `ProcessGrid` that points use."""
 
     grid: Grid
     global_ranks: list[int] | None
@@ -65,13 +65,14 @@ class Compared(Protocol):
 
 @dataclass
 class Point:
-    """
+    """A point of the program at which ranks are compared.
+
     Attributes:
-        what: where in the program it is.
-        facts: what is compared exactly.
-        numbers: what is compared up to rounding, by topic, among ranks that have the same rows.
-        factor: of gradients, by which all ranks scale theirs; NaN where a rank cannot tell.
-        details: more facts, told where a digest among `facts` differs.
+        what: the place in the program.
+        facts: values that are compared exactly.
+        numbers: values that are compared up to rounding, by topic, among ranks that have the same rows.
+        factor: the number by which all ranks scale their gradients; NaN where a rank cannot tell.
+        details: more facts, reported where a digest among `facts` differs.
     """
 
     what: str
@@ -81,7 +82,7 @@ class Point:
     details: Callable[[], list[Fact]] = list
 
     def row(self) -> Row:
-        """What is shown of it: digests, and numbers."""
+        """Return the row that the point shows to other ranks: digests, and numbers."""
         alike = digest(self.what, [fact[:2] for fact in self.facts if not fact[2]])
         of_rows = digest([fact[:2] for fact in self.facts if fact[2]])
         total = sum(self.numbers.values(), Projection()) if self.numbers else _NOTHING
@@ -226,7 +227,7 @@ def _are_far(factors: Sequence[float]) -> bool:
 def differences(
     told: Sequence[Mapping[str, Any]], grid: Grid, ranks: Sequence[int], rows_differ: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """What ranks have otherwise than others: topics, and who has what."""
+    """Return the topics in which ranks differ, and which rank has which value."""
     order = sorted(range(len(told)), key=lambda i: ranks[i])
     told, ranks = [told[i] for i in order], [ranks[i] for i in order]
     whats = [each["what"] for each in told]
@@ -250,7 +251,7 @@ def differences(
 
 
 def _nearest(i: int, points: Sequence[Projection]) -> str:
-    """What ranks with nearly the same numbers all print."""
+    """Return the numbers that ranks with nearly the same numbers all print."""
     first = next(point for point in points if point.is_near(points[i]))
     return f"norm {math.sqrt(max(first.square, 0.0)):.6g} ({first.first:.4g}, {first.second:.4g})"
 
@@ -270,7 +271,7 @@ def _among(
 
 
 def _who(ranks: Sequence[int], values: Sequence[str], one: str = "has", more: str = "have") -> str:
-    """Who has what; what most have comes last."""
+    """Return which rank has which value, with the commonest value last."""
     common = [value for value, _ in Counter(values).most_common()][::-1]
     parts = []
     for value in common:
@@ -291,7 +292,7 @@ def _spans(ranks: Sequence[int]) -> str:
 
 
 def _kind(topic: str) -> str:
-    """What topics of one kind have in common: all but a name."""
+    """Return the kind of a topic: its text without the name."""
     return re.sub(r"'.*?'|group \d+|[\w.\[\]]+(?=: values)", "", topic).strip()
 
 

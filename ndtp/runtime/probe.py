@@ -1,4 +1,4 @@
-"""What collectives and products cost on the ranks at hand, alone and beside each other."""
+"""Measurements of collectives and products on the current ranks, alone and beside each other."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Probe:
     def links(
         self, probe_bytes: int, kinds: Sequence[str] = KINDS, axes: Sequence[str] | None = None
     ) -> dict[tuple[str, str], LinkSpeed]:
-        """What each kind of collective costs over each axis, on the slowest rank.
+        """Measure the cost of each kind of collective over each axis, on the slowest rank.
 
         Args:
             probe_bytes: of a rank's share.
@@ -105,7 +105,8 @@ class Probe:
         return {key: self._speed(*key, probe_bytes, list(islice(times, 6))) for key in keys}
 
     def _times(self, kind: str, axis: str, probe_bytes: int) -> list[float]:
-        """On this rank: a call that moves next to nothing, a small one, several of these, a large one, two of these.
+        """Time on this rank: a call that moves next to nothing, a small one, several small ones, a large one, two
+        large ones.
 
         And of the several, for how long the rank worked at each to start it; where streams do that, it multiplies.
         """
@@ -119,7 +120,7 @@ class Probe:
         return [*times, 0.0 if self.collectives.orders_by_stream else median(started[-self.repeats :]) / CALLS]
 
     def _speed(self, kind: str, axis: str, probe_bytes: int, times: Sequence[float]) -> LinkSpeed:
-        """Of a call, of a byte received, and of both where calls are under way together."""
+        """Return the cost of a call, of a byte received, and of both where several calls are under way."""
         small, one, large, two, many, overhead = times
         elements = self.share(probe_bytes, axis)
         received = elements * self.like.element_size() * (self._ranks(axis) - 1) * (2 if kind == "all_reduce" else 1)

@@ -238,7 +238,9 @@ class ProcessGrid:
         return self.groups.group(axes, direction)
 
     def refine(self, **axes: Sequence[int]) -> ProcessGrid:
-        """The same ranks with axes taken apart, see `ndtp.Grid.refine`; one grid for every refinement, made together.
+        """Return the same ranks with axes taken apart, see `ndtp.Grid.refine`.
+
+        All ranks make one grid for every refinement together.
 
         It shares buffers and what a step learns with this one, and the process groups of the other axes.
 
@@ -325,7 +327,7 @@ class ProcessGrid:
         self.step.partial_sums.discard()
 
     def chunks_chosen(self, plan: MatMulPlan) -> dict[int, tuple[int, str]]:
-        """What `chunks="auto"` of a plan has come to here so far: rows -> the number of chunks, and why."""
+        """Return the choices of `chunks="auto"` for a plan so far: rows -> the number of chunks, and why."""
         return self.step.chunks.of_plan(plan)
 
     def describe(self, axes: Sequence[str] = ()) -> str:

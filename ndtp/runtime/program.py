@@ -100,7 +100,7 @@ class Program:
         self._backward = _Runner(phase)
 
     def __str__(self) -> str:
-        """What runs, task by task, with the collectives that are started."""
+        """Return the program's tasks in order, with the collectives that they start."""
         phases = {"forward": self._forward.lines, "backward": self._backward.lines if self.is_wanted else ()}
         return "\n".join("\n  ".join([name, *lines]) for name, lines in phases.items() if lines)
 

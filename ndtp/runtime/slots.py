@@ -45,7 +45,7 @@ class Stage:
 
 
 class Setting(NamedTuple):
-    """Where a chain runs, and how: what both of its phases are bound to."""
+    """The setting to which both phases of a chain are bound: the mesh and its options."""
 
     stages: tuple[Stage, ...]
     rows: tuple[RowChunks, ...]
@@ -63,7 +63,7 @@ class Moving(NamedTuple):
 
 
 class Slots:
-    """What is in which slot at the point up to which a phase is bound, and what has been written down by then.
+    """The contents of slots at the point up to which a phase is bound, and the closures written so far.
 
     Args:
         stored: what comes in as it is stored: (product, tensor) -> shape.
@@ -121,12 +121,12 @@ class Slots:
         return self.slot((blocks, shape[0], shape[1] // blocks) if blocks > 1 else shape)
 
     def blocks_of(self, p: int, name: str) -> int:
-        """Into how many blocks of columns a product falls."""
+        """Return the number of blocks of columns into which a product falls."""
         is_whole = name == "dB" and not self.gemm.gradients_in_blocks
         return 1 if is_whole else blocks_of_result(self.stages[p].plan, name)
 
     def let_go(self, *slots: int | None) -> tuple[int, ...]:
-        """Those of these slots that nothing stands for any more; what was passed in is the caller's."""
+        """Release slots that nothing stands for any more, and return these; what was passed in is the caller's."""
         needed = {*self.stored.values(), *self.tensors.values(), *self.side_by_side.values(), *self.begun.values()}
         return tuple({slot for slot in slots if slot is not None and slot not in needed})
 
@@ -182,7 +182,7 @@ class Slots:
         return Way(self.collectives, steps, op, phase, shape, self.dtype, part=self.part(i), blocks=blocks)
 
     def own_place(self, p: int, name: str, i: int | None, source: int, like: int) -> Get | None:
-        """Where to put what is gathered next, so that it is in its place among the parts of the others already.
+        """Return a place for what is gathered next, so that it already lies among the parts of the other ranks.
 
         Args:
             source: its slot, without a tensor as yet.
@@ -249,7 +249,8 @@ class Slots:
         return chunk
 
     def _place(self, p: int, name: str, i: int | None, source: int, like: int | None = None) -> Place | None:
-        """Where chunk i is wanted, contiguous: beside the other gathered ones, or in the shard that goes out.
+        """Return the place where chunk i is wanted, contiguous: beside the other gathered ones, or in the outgoing
+        shard.
 
         Args:
             like: a slot with a tensor of the dtype and device; default: `source`.
@@ -334,7 +335,7 @@ class Slots:
 
 
 def letters_of(plan: MatMulPlan, name: str) -> tuple[Letters, Letters, Letters]:
-    """Those of both operands of a product, and of its result.
+    """Return the letters of both operands of a product, and of its result.
 
     "C"   C[.., M, N] = A . B       of A and B
     "dA"  dA = dC . B^T             of dC and B; stored as A is, summed over batch dims that A lacks

@@ -1,4 +1,4 @@
-"""What a process grid learns of the training step that runs on it."""
+"""The state that a process grid learns of the training step that runs on it."""
 
 from __future__ import annotations
 

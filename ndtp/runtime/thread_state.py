@@ -1,4 +1,4 @@
-"""What torch keeps for each thread, of one thread for another."""
+"""torch's state of one thread, carried to another thread."""
 
 from __future__ import annotations
 

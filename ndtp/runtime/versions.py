@@ -1,4 +1,4 @@
-"""Whether a tensor was changed in place."""
+"""Checks that a tensor was not changed in place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def version_of(x: Tensor) -> tuple[int, ...]:
 
 
 def versions_of(tensors: Sequence[Tensor], swaps: bool = True) -> list[Any]:
-    """For each tensor what changes when it is changed in place.
+    """Return, for each tensor, the numbers that change when the tensor is changed in place.
 
     Args:
         swaps: whether other memory counts as a change, too; without it a look takes a third of the time.
@@ -34,7 +34,7 @@ def versions_of(tensors: Sequence[Tensor], swaps: bool = True) -> list[Any]:
 
 
 def refuse_changed(x: Tensor, seen: tuple[int, ...], what: str) -> None:
-    """Of a tensor that backward needs as forward saw it.
+    """Refuse a changed tensor that backward needs as forward saw it.
 
     Raises:
         RuntimeError: as torch's own, where it was changed in place since.

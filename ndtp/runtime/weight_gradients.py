@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class WeightGradients(Slots):
-    """What `ndtp.runtime.phase.Phase` does for "dB" and "dbias"; see `Slots`."""
+    """The part of `ndtp.runtime.phase.Phase` for "dB" and "dbias"; see `Slots`."""
 
     def start(self, p: int, name: str, i: int | None) -> None:
         if name == "dB" and i is not None:
@@ -29,7 +29,7 @@ class WeightGradients(Slots):
             super().start(p, name, i)
 
     def _cut_operand(self, p: int) -> str | None:
-        """That operand of dB whose columns make pieces of its rows; None where dB goes whole.
+        """Return the operand of dB whose columns make pieces of its rows; None where dB goes whole.
 
         Rows of its pieces are rows of the gradient: nothing on its way cuts or scatters them.
         """
@@ -39,7 +39,7 @@ class WeightGradients(Slots):
         return self._rows_operand(p)
 
     def _rows_operand(self, p: int) -> str | None:
-        """That operand of dB whose columns are its rows; None where these are not cut."""
+        """Return the operand of dB whose columns are its rows; None where the rows are not cut."""
         plan = self.stages[p].plan
         if not is_matrix(plan) or self.stages[p].held(plan.b_letters)[0] % self.chunks:
             return None
@@ -144,7 +144,7 @@ class WeightGradients(Slots):
     # ---------------------------------------------------------------------------------------------------- on their way
 
     def start_next(self, p: int, name: str, i: int | None) -> None:
-        """Of a piece, or of the whole when the last piece would."""
+        """Start the next collective of a piece, or of the whole when this is the last piece."""
         is_cut = i is not None and self.cut_operands[p] is not None
         moving = self.moving.get((p, "dB", None))
         if moving is not None and len(moving.way.legs) > 1 and (is_cut or i in (None, self.chunks - 1)):

@@ -23,7 +23,7 @@ from ndtp.runtime.versions import version_of
 
 
 class _Weight:
-    """What is known of a weight: enough to take part in its gather even when it is gone.
+    """The facts about a weight that suffice to take part in its gather even when the weight is gone.
 
     Attributes:
         following: the weight that came after it, if one did.
@@ -60,7 +60,7 @@ class _Ahead(NamedTuple):
 
 
 class WeightPrefetch:
-    """What a `ProcessGrid` knows of the order of its weights in one phase.
+    """The order of a `ProcessGrid`'s weights in one phase, by which their gathers start ahead.
 
     Args:
         is_forward: whether it is forward, which may run again while backward does.
@@ -74,7 +74,9 @@ class WeightPrefetch:
         self._ahead: _Ahead | None = None
 
     def for_part(self) -> WeightPrefetch:
-        """For one of several parts of a batch, which run in turns: the order is that of all, each gathers its own."""
+        """Return the prefetch of one of several parts of a batch that run in turns: the order is shared, each part
+        gathers its own.
+        """
         own = WeightPrefetch(self._is_forward)
         own._known = self._known
         return own
@@ -121,7 +123,7 @@ class WeightPrefetch:
 
 
 def owner_of(weight: Tensor, layer: nn.Module | None) -> Any:
-    """By what the order of weights is known: the layer of a parameter, or a plain tensor itself; None if by nothing.
+    """Return the key by which the order of weights is known: a parameter's layer, or a plain tensor itself, or None.
 
     Not a DTensor, which `nn.Module.to` swaps only if no weak reference to it is there.
     """

@@ -57,7 +57,7 @@ def dims_of(func: Any, count: int, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 @rule(*functions(*NAMED))
 def along(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """With the dims along which it looks whole; results have these dims, or lack them."""
+    """Apply a function along dims that are whole for it; results have these dims, or lack them."""
     if not isinstance(x, SplitTensor) or split_in([*args, *kwargs.values()]) or kwargs.get("out") is not None:
         return NotImplemented
     count = len(x.spec.sizes)
@@ -107,7 +107,7 @@ def _entered(result: Any, spec: Spec, dims: Sequence[int]) -> Any:
 
 
 def _over_split(func: Any, x: SplitTensor, dims: list[int], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Along dims that axes split: the statistics move, and not the tensor."""
+    """Apply a function along dims that axes split: its statistics move, and not the tensor."""
     name = func.__name__
     if name == "amax" or name == "amin":
         return NotImplemented
@@ -121,7 +121,7 @@ def _over_split(func: Any, x: SplitTensor, dims: list[int], args: Sequence[Any],
 
 
 def _variance(name: str, x: SplitTensor, dims: list[int], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """As the mean of squares of what is left without the mean."""
+    """Compute the variance as the mean of squares of the distances from the mean."""
     known = {"dim", "correction", "unbiased", "keepdim"}
     if set(kwargs) - known or len(args) > 3:
         return NotImplemented
@@ -168,7 +168,7 @@ def total(x: Any, dims: Sequence[int], keepdim: bool, dtype: Any = None) -> Tens
 
 
 def without_padding(shard: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
-    """With zeros for padding in some dims."""
+    """Return the shard with zeros for the padding of some dims."""
     for d in dims:
         if spec.padded[d] != spec.sizes[d]:
             here = spec.here(d)
@@ -255,7 +255,7 @@ def cosine(func: Any, a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
 
 @rule(torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack)
 def join(func: Any, parts: Sequence[Tensor], dim: int = 0, *, out: Any = None, **kwargs: Any) -> Any:
-    """Along a dim that is whole in all of the parts; they lie as the largest of them in the others."""
+    """Join parts along a dim that is whole in all of them; in other dims they lie as the largest part."""
     dim = kwargs.get("axis", dim)
     if out is not None or func in (torch.hstack, torch.vstack):
         return NotImplemented
@@ -306,7 +306,7 @@ def repeat(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule(torch.gather, Tensor.gather, torch.index_select, Tensor.index_select, torch.take_along_dim)
 def pick(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Along a dim that is whole; indices that are whole are cut as the tensor is."""
+    """Pick along a dim that is whole; indices that are whole are cut as the tensor is."""
     names = ("dim", "index") if func is not torch.take_along_dim else ("indices", "dim")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     index, dim = given.get("index", given.get("indices")), given.get("dim")

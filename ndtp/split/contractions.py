@@ -87,7 +87,9 @@ def _sums_pay(
     letter: str, axes: Axes, sizes: dict[str, int], letters: tuple[str, str, str], lies: Any, i: int, grid: Any,
     chosen: dict[str, Any],
 ) -> bool:  # fmt: skip
-    """Whether summing parts of the result moves less than gathering the operand; both split alike is always summed."""
+    """Return whether summing parts of the result moves less than gathering the operand; operands split alike are
+    summed.
+    """
     if letter in lies[1 - i]:
         return lies[1 - i][letter] == lies[i][letter]
     count = lambda own: math.prod(sizes[c] // (grid.size(chosen[c][0]) if c in chosen else 1) for c in own)  # noqa: E731
@@ -144,7 +146,7 @@ def added(func: Any, c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 
 
 @rule(F.linear)
 def linear(func: Any, x: Any, weight: Any, bias: Any = None) -> Any:
-    """By a weight that every rank has whole."""
+    """Multiply by a weight that is whole on every rank."""
     if x.dim() < 1 or weight.dim() != 2:
         return NotImplemented
     lead = LETTERS[: x.dim() - 1]
@@ -185,7 +187,7 @@ def einsum(func: Any, *operands: Any) -> Any:
 
 
 def _einsum_of_others(func: Any, equation: str, tensors: Sequence[Tensor]) -> Any:
-    """With an ellipsis, letters in its place; of one operand or many, by pairs."""
+    """Compute an einsum with its ellipsis replaced by letters, of one operand, or of many by pairs."""
     given, arrow, out = equation.replace(" ", "").partition("->")
     parts = given.split(",")
     if len(parts) != len(tensors):

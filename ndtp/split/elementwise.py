@@ -44,7 +44,8 @@ def named(names: Iterable[str]) -> list[Any]:
 def broadcast_target(
     operands: Sequence[Tensor], sizes: Sequence[int], first: SplitTensor | None = None
 ) -> tuple[Context, list[Axes], list[int], tuple[int, ...], str] | None:
-    """Where the operands of a function with broadcasting meet: axes and padded sizes of each dim of its result.
+    """Return where the operands of a function with broadcasting meet: axes and padded sizes of each dim of its
+    result.
 
     The largest split operand stays where it is, others follow it; `first` does so before all.
     """
@@ -140,7 +141,7 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _of_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Of one tensor and numbers."""
+    """Apply a function of one tensor and numbers."""
     x = next(x for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor))
     into = x if (writes(func) or kwargs.get("inplace")) and args and args[0] is x else None
     refuse_lost(into, name_of(func))

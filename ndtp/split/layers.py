@@ -64,7 +64,9 @@ def rms_norm(func: Any, x: Any, normalized_shape: Any, weight: Any = None, eps: 
 
 
 def _normed(x: Any, shape: Any, weight: Any, bias: Any, eps: float, centred: bool) -> Any:
-    """Over the last dims: moments of a row are merged over the axes that split them, and nothing else moves."""
+    """Normalise over the last dims: moments of a row are merged over the axes that split them, and nothing else
+    moves.
+    """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if not isinstance(x, SplitTensor):
         x, own, other = whole(x), whole(weight), whole(bias)
@@ -183,7 +185,7 @@ def cross_entropy_loss(
     func: Any, logits: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
-    """Of logits whose classes stay split; rows may be split too."""
+    """Compute the loss of logits whose classes stay split; rows may be split, too."""
     if not isinstance(logits, SplitTensor) or size_average is not None or reduce is not None:
         return NotImplemented
     if target.is_floating_point() or isinstance(target, SplitTensor):

@@ -1,4 +1,4 @@
-"""From one layout to another: gathers, slices and exchanges of split tensors, and whole tensors that are cut."""
+"""The moves between layouts: gathers, slices and exchanges of split tensors, and cuts of whole tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _target(spec: Spec, dims: Sequence[Axes], padded: Sequence[int] | None) -> S
 
 
 def _grown(shard: Tensor, spec: Spec, target: Spec) -> Tensor:
-    """With padding at the end of dims that are whole now and split afterwards."""
+    """Pad the end of dims that are whole now and split afterwards."""
     grow = [
         wanted - size if then and not now else 0
         for now, then, size, wanted in zip(spec.dims, target.dims, spec.padded, target.padded, strict=True)
@@ -65,7 +65,7 @@ def _grown(shard: Tensor, spec: Spec, target: Spec) -> Tensor:
 
 
 def _relaid(shard: Tensor, spec: Spec, target: Spec, used: Axes) -> Tensor:
-    """Along the collectives of a relayout; padding of dims that are whole afterwards is cut off."""
+    """Apply the collectives of a relayout, and cut off the padding of dims that are whole afterwards."""
     source, end = spec.layout, target.layout
     is_number = not shard.dim()
     if is_number:

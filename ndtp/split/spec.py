@@ -1,4 +1,4 @@
-"""How an activation lies: the sizes of the whole, and the axes of the grid that split each of its dims."""
+"""The layout of an activation: the sizes of the whole, and the axes of the grid that split each dim."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Axes = tuple[str, ...]
 
 @dataclass(eq=False)
 class Context:
-    """What all split activations of one model share.
+    """The facts that all split activations of one model share.
 
     Attributes:
         data: the axes over which the model is replicated and rows are the user's own (`dp`).  No activation's layout
@@ -47,7 +47,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Spec:
-    """How one tensor lies on a grid.
+    """The layout of one tensor on a grid.
 
     Attributes:
         sizes: of the whole.
@@ -91,7 +91,7 @@ class Spec:
         return self.sizes != self.padded
 
     def here(self, dim: int) -> range:
-        """Which indices of a dim this rank has, those of padding included."""
+        """Return the indices of a dim that this rank has, padding included."""
         count = self.padded[dim] // self.layout.num_splits(dim)
         start = self.mesh.grid.index(self.mesh.rank, self.dims[dim]) * count
         return range(start, start + count)

@@ -140,9 +140,10 @@ def as_view(made: Any, of: SplitTensor, given: SplitTensor) -> Any:
 
 
 def refuse_lost(x: Any, name: str) -> None:
-    """
+    """Refuse writes to a copy.
+
     Raises:
-        LayoutError: what is written to x would not come to the tensor of which it is a view.
+        LayoutError: what is written to x would not reach the tensor of which it is a view.
     """
     if isinstance(x, SplitTensor) and x.is_copy:
         raise LayoutError(
@@ -164,6 +165,6 @@ def name_of(func: Any) -> str:
 
 
 def writes(func: Any) -> bool:
-    """Whether a function of torch changes its first operand, by its name."""
+    """Return whether a function of torch changes its first operand, by its name."""
     name = str(getattr(func, "__name__", ""))
     return name in ("__setitem__", "__set__") or name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))

@@ -33,7 +33,7 @@ VIEWS = [
 
 
 def kept_dims(x: Tensor, out: Tensor) -> list[int | None]:
-    """For each dim of x, the dim of its view `out` that is the whole of it; None where there is none."""
+    """Return, for each dim of x, the dim of its view `out` that is the whole of it, or None."""
     found: list[int | None] = []
     for size, stride in zip(x.shape, x.stride(), strict=True):
         same = [d for d in range(out.dim()) if size > 1 and (out.shape[d], out.stride(d)) == (size, stride)]
@@ -42,7 +42,7 @@ def kept_dims(x: Tensor, out: Tensor) -> list[int | None]:
 
 
 def without(x: SplitTensor, lost: Sequence[int]) -> SplitTensor:
-    """With some dims whole."""
+    """Return x with some dims whole."""
     return moved(x, [() if dim in lost else axes for dim, axes in enumerate(x.spec.dims)])
 
 
@@ -256,7 +256,7 @@ def _regrouped(
 def _of_several(
     spec: Spec, old: Sequence[int], axes: Sequence[Axes], padded: Sequence[int], new: Sequence[int]
 ) -> tuple[list[Axes], list[int]] | int:
-    """Of a group in which more than one dim is split: the minor ones are in the way."""
+    """Return the split of a group in which more than one dim is split, where the minor ones are in the way."""
     return max(d for d, names in enumerate(axes) if names)
 
 
@@ -296,7 +296,7 @@ def _spelt_out(key: Any, count: int) -> list[Any]:
 
 @rule(Tensor.__setitem__)
 def set_item(func: Any, x: Any, key: Any, value: Any) -> Any:
-    """Into places of dims that are whole, each rank in its part of the others."""
+    """Write into places of dims that are whole; each rank writes into its part of the other dims."""
     if not isinstance(x, SplitTensor) or (isinstance(value, Tensor) and value.dim() > len(x.spec.sizes)):
         return NotImplemented
     refuse_lost(x, "setitem")
@@ -313,7 +313,7 @@ def set_item(func: Any, x: Any, key: Any, value: Any) -> Any:
 
 
 def _picked(func: Any, x: SplitTensor, keys: Sequence[Any]) -> Any:
-    """With tensors of indices, which are whole: torch puts what they give where the first stands, or in front."""
+    """Pick by whole tensors of indices; torch puts the result where the first index stands, or in front."""
     if any(isinstance(k, bool) for k in keys):
         return NotImplemented
     dim, plain, advanced = 0, [], []

@@ -1,4 +1,4 @@
-"""What has no rule: the whole tensor, gathered; and what every tensor has beside its numbers, hooks and gradients."""
+"""The whole tensor for functions without a rule, and the parts of a tensor besides its numbers: hooks and gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def whole(x: Any) -> Any:
 
 @rule(NO_RULE)
 def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What the function gives of the whole tensors.
+    """Return the function's result on the whole tensors.
 
     Raises:
         LayoutError: the function hands out memory, which would be that of a copy.
@@ -138,7 +138,7 @@ def _gradients(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) 
 
 @rule(torch.autograd.backward, Tensor.backward)
 def _backward(func: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """With gradients that lie as the tensors do, as autograd passes them on to a checkpoint's."""
+    """Run backward with gradients that lie as the tensors do, as autograd hands them to a checkpoint."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     grads = [grad_tensors] if isinstance(grad_tensors, Tensor) or grad_tensors is None else list(grad_tensors)
     with torch._C.DisableTorchFunctionSubclass():
