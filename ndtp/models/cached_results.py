@@ -22,7 +22,7 @@ def forget_fake_results(model: nn.Module) -> None:
 
 
 def _caches_beside(model: nn.Module) -> Iterator[Any]:
-    """What the modules have that define its classes; `gc.get_objects` does not know of all, see `gc.freeze`."""
+    """Yield the caches of the modules that define its classes; `gc.get_objects` misses some, see `gc.freeze`."""
     seen: set[int] = set()
     for name in {kind.__module__ for part in model.modules() for kind in type(part).__mro__}:
         if name.partition(".")[0] in ("torch", "builtins", "ndtp"):

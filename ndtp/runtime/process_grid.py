@@ -238,9 +238,7 @@ class ProcessGrid:
         return self.groups.group(axes, direction)
 
     def refine(self, **axes: Sequence[int]) -> ProcessGrid:
-        """Return the same ranks with axes taken apart, see `ndtp.Grid.refine`.
-
-        All ranks make one grid for every refinement together.
+        """Return the same ranks with axes taken apart, see `ndtp.Grid.refine`; all ranks make each refinement once.
 
         It shares buffers and what a step learns with this one, and the process groups of the other axes.
 
