@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import block_layouts
-from ndtp.checkpoints.training_state import load, save
+from ndtp.checkpoints.training_state import Saving, load, start_save
 from ndtp.cli.job import Job
 from ndtp.models.byte_model import ByteModel
 from ndtp.nn.losses import linear_cross_entropy
@@ -101,15 +101,15 @@ class StagedModel:
     def clip(self, max_norm: float) -> float:
         return clip_grad_norm_([self.stage], max_norm).item()
 
-    def save(self, optimizer: Optimizer, folder: Path, extra: Mapping[str, Any]) -> None:
-        save(self.stage, optimizer, folder, extra=extra, chunks=True)
+    def save(self, optimizer: Optimizer, folder: Path, extra: Mapping[str, Any]) -> Saving:
+        return start_save(self.stage, optimizer, folder, extra=extra, chunks=True)
 
     def load(self, optimizer: Optimizer, folder: Path) -> dict[str, Any]:
         return load(self.stage, optimizer, folder)
 
-    def any_rank(self, mine: bool) -> bool:
-        flag = torch.tensor(int(mine), device=self.stage.device)
-        return bool(self.pipeline.sum(flag, "request to stop", most=True))
+    def most_of_ranks(self, mine: int) -> int:
+        flag = torch.tensor(mine, device=self.stage.device)
+        return int(self.pipeline.sum(flag, "request to stop", most=True))
 
 
 def _byte_stage(job: Job, grids: list[Grid], dtype: torch.dtype) -> PipelineStage:

@@ -18,6 +18,7 @@ import typer
 from ndtp.algebra.schemes import SCHEMES, TENSOR_AXES
 from ndtp.cli.common import (
     COUNT,
+    COUNT_OR_NONE,
     JsonOption,
     RanksOption,
     axis_sizes,
@@ -73,6 +74,16 @@ def train(
     ] = 2e-3,
     clip: Annotated[float, typer.Option(callback=must_be(Number(0, 1e9)), help="Largest norm of the gradient.")] = 1.0,
     seed: Annotated[int, typer.Option(callback=must_be(Number(0, 10**6, integer=True)))] = 0,
+    resume: Annotated[
+        str,
+        typer.Option(
+            callback=one_of("same", "auto"),
+            help="The ranks of a run that goes on; auto: any, the planner finds a grid.",
+        ),
+    ] = "same",
+    restarts: Annotated[
+        int, typer.Option(callback=COUNT_OR_NONE, help="So often, of local ranks, from the last checkpoint.")
+    ] = 0,
     save_every: Annotated[int, typer.Option(callback=COUNT, help="Steps between checkpoints.")] = 100,
     chunks: Annotated[str, typer.Option(help="Of rows, for overlap: a number or auto.")] = "auto",
     dtype: Annotated[str, typer.Option(callback=one_of("float32", "float64", "bfloat16"))] = "float32",
@@ -93,16 +104,25 @@ def train(
     Exit status: 0 when all steps are done, 1 when a rank fails, 2 on wrong use, 130
     after Ctrl-C.
 
-    With --stages the model is cut by layers, and --grid is that of each stage.
+    With --stages the model is cut by layers, and --grid is that of each stage. With
+    --resume auto a run goes on on as many ranks as there are: where --grid takes
+    another number, the planner chooses one.
 
     Example: ndtp train book.txt --grid z=2,x=2,y=2 --steps 500
     """
     from ndtp.cli.job import ByteModelSizes, Job
+    from ndtp.cli.resuming import chosen_grid
     from ndtp.cli.training import train as train_on_ranks
     from ndtp.testing import RankError
 
     out = console(json_file)
     axes = axis_sizes(grid, "--grid") if grid else {}
+    there = world_size() or ranks
+    if resume == "auto" and there not in (None, math.prod(axes.values()) * stages):
+        axes, planned = chosen_grid(there or 1, world_size() is None, batch, context, (width, heads, layers), model)
+        scheme, stages, micro_batches = planned if scheme == "auto" else scheme, 1, 1
+        out.print(f"of {there} ranks the planner chooses {_named(axes)}, scheme {scheme}", highlight=False)
+        ranks = None
     count = math.prod(axes.values()) * stages
     micro_batches = micro_batches or (2 * stages if stages > 1 else 1)
     if micro_batches > 1 and stages == 1:
@@ -128,16 +148,22 @@ def train(
             dtype=dtype, tensorboard=tensorboard, stages=stages, micro_batches=micro_batches,
         )  # fmt: skip
         name = job.name
-        try:
-            with Runner(out, num_ranks(count, least=1), total=steps, unit=(batch * context, "tokens")) as runner:
-                by_rank: Sequence[Trained] = runner.run(
-                    name, train_on_ranks, job, axes=axes if axes and stages == 1 else None, timeout=YEAR_S
-                )
-        except RankError as error:
-            if is_first_rank():
-                print(f"train failed: {error}", file=sys.stderr)
-            write_json(json_file, {"ok": False, "error": str(error)})
-            raise typer.Exit(1) from None
+        while True:
+            try:
+                with Runner(out, num_ranks(count, least=1), total=steps, unit=(batch * context, "tokens")) as runner:
+                    by_rank: Sequence[Trained] = runner.run(
+                        name, train_on_ranks, job, axes=axes if axes and stages == 1 else None, timeout=YEAR_S
+                    )
+                break
+            except RankError as error:
+                if is_first_rank():
+                    print(f"train failed: {error}", file=sys.stderr)
+                if restarts and world_size() is None and not stop_file.exists():
+                    restarts -= 1
+                    print(f"going on from the last checkpoint; {restarts} restarts are left", file=sys.stderr)
+                    continue
+                write_json(json_file, {"ok": False, "error": str(error)})
+                raise typer.Exit(1) from None
     done = by_rank[0]
     if done.error:
         raise typer.BadParameter(done.error, param_hint="--output")
@@ -198,6 +224,10 @@ def _marking(stop_file: Path) -> Iterator[Path]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _named(axes: dict[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in axes.items()) or "no grid"
 
 
 def _scheme(axes: dict[str, int]) -> str:

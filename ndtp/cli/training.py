@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import TENSOR_AXES
-from ndtp.checkpoints.training_state import load, save
+from ndtp.checkpoints.training_state import Saving, load, start_save
 from ndtp.cli.demo_training import text as help_topics
 from ndtp.cli.job import Job
 from ndtp.collectives.labels import Label
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("step", "loss", "gradient_norm", "learning_rate", "tokens_per_second", "grid")
 CHECKPOINT, LOG = "checkpoint", "log.csv"
+STOP = 2  # of what a rank says after a step: to stop; 1 that it writes still
 WARM_STEPS = 20  # then constant: a run that goes on is the one that was not interrupted
 HELD_OUT, HELD_OUT_BATCHES = 0.05, 4  # the last part of the text, and how much of it is looked at
 
@@ -71,6 +72,7 @@ def train(counter: Counter, job: Job) -> Trained:
     log = Log(job, done.first) if model.rank == 0 else None
     began = time.perf_counter()
     saved = done.first
+    saving: Saving | None = None  # a checkpoint that is being written beside the steps
     while done.step < job.steps and not done.stopped:
         start = time.perf_counter()
         for group in optimizer.param_groups:
@@ -85,10 +87,18 @@ def train(counter: Counter, job: Job) -> Trained:
             seconds = time.perf_counter() - start
             log.add(done.step, done.losses[-1], norm, optimizer.param_groups[0]["lr"], batches.tokens / seconds)
         counter.advance()
-        done.stopped = model.any_rank(job.stop_file.exists())
-        if done.step == job.steps or done.stopped or done.step - saved >= job.save_every:
-            model.save(optimizer, job.output / CHECKPOINT, {"step": done.step})
+        is_writing = saving is not None and not saving.is_written
+        most = model.most_of_ranks(STOP if job.stop_file.exists() else int(is_writing))
+        done.stopped = most == STOP
+        is_due = done.step == job.steps or done.stopped or done.step - saved >= job.save_every
+        if saving is not None and (is_due or not most):  # all ranks have written, or wait for it
+            saving.wait()
+            saving = None
+        if is_due:
+            saving = model.save(optimizer, job.output / CHECKPOINT, {"step": done.step})
             saved = done.step
+    if saving is not None:
+        saving.wait()
     done.tokens_per_second = len(done.losses) * batches.tokens / max(time.perf_counter() - began, 1e-9)
     if not done.stopped:
         done.held_out = _held_out(model, batches)
@@ -143,23 +153,23 @@ class Model:
     def clip(self, max_norm: float) -> float:
         return float(clip_grad_norm_(self.module.parameters(), max_norm))
 
-    def save(self, optimizer: torch.optim.Optimizer, folder: Path, extra: Mapping[str, Any]) -> None:
-        save(self.module, optimizer, folder, extra=extra, chunks=True)
+    def save(self, optimizer: torch.optim.Optimizer, folder: Path, extra: Mapping[str, Any]) -> Saving:
+        return start_save(self.module, optimizer, folder, extra=extra, chunks=True)
 
     def load(self, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
         return load(self.module, optimizer, folder)
 
-    def any_rank(self, mine: bool) -> bool:
-        """Return whether any rank says so, on which all ranks stop at the same step."""
+    def most_of_ranks(self, mine: int) -> int:
+        """Return the largest of what ranks say, so that all of them stop at the same step."""
         mesh = self.mesh
         if mesh is None or mesh.grid.num_ranks == 1:
             return mine
-        flag = torch.tensor(int(mine), device=mesh.device_type)
+        flag = torch.tensor(mine, device=mesh.device_type)
         axes = mesh.grid.nontrivial(mesh.grid.names)
         label = Label(("request to stop",), "forward", "all_reduce", axes)
         with Watch(mesh.describe, label, mesh.groups.members(axes)):
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.groups.group(axes))
-        return bool(flag)
+        return int(flag)
 
 
 class Batches:

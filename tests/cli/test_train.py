@@ -1,8 +1,10 @@
 """`ndtp train`: the dense loss on every grid, also where a run goes on on another; Ctrl-C; torchrun; wrong use."""
 
 import json
+import random
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -59,8 +61,8 @@ def test_a_run_goes_on_on_another_grid(tmp_path):
     assert report["ok"] and report["step"] == 9 and report["losses"] == pytest.approx(losses(dense))
     assert 0 < report["held_out_loss"] < 10
     assert not board or events(dense) == {name: pytest.approx(column(dense, name), rel=1e-5) for name in COLUMNS[1:5]}
-    for steps, grid in ((3, "z=2"), (6, "dp=2"), (9, "")):
-        words = ("--grid", grid) if grid else ()
+    auto = ("--resume", "auto", "--grid", "z=4", "--ranks", 3)  # no grid of three divides it
+    for steps, words in ((3, ("--grid", "z=2")), (6, auto), (9, ())):
         result = train("--output", moved, "--steps", steps, "--compare", dense, *words)
         assert result.exit_code == 0, result.output
     assert losses(moved) == pytest.approx(losses(dense), rel=1e-7)
@@ -68,6 +70,18 @@ def test_a_run_goes_on_on_another_grid(tmp_path):
     assert (moved / "loss.png").read_bytes().startswith(b"\x89PNG")
     result = train("--output", moved, "--steps", 9)
     assert result.exit_code == 0 and "were done before" in result.output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_a_killed_run_goes_on_by_itself(tmp_path, monkeypatch):
+    """Checkpoints are written beside the steps; nine digits of every loss are those of a run that nobody disturbs."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import restarts
+
+    assert restarts.train(tmp_path / "alone", 12).exit_code == 0
+    found = restarts.killed_run(tmp_path / "killed", 12, 1, 3, random.Random(0))
+    assert found["exit"] == 0 and found["kills"] == 1 and "0 restarts are left" in found["stderr"], found
+    assert restarts.losses(tmp_path / "killed") == restarts.losses(tmp_path / "alone")
 
 
 def test_stages(tmp_path):
