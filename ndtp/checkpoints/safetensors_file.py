@@ -136,11 +136,11 @@ def tensors_in(path: str | os.PathLike[str]) -> dict[str, Stored]:
     for key, name in places.items():
         file = inside(path.parent, name)
         if name not in headers:
-            if not file.exists():
-                raise CheckpointError(f"{path}: '{key}' is in {name}, which is not there")
+            if not os.path.exists(file):  # a name may be longer than a file's can be
+                raise CheckpointError(f"{path}: '{key:.100}' is in {name:.100}, which is not there")
             headers[name] = header_of(file)[0]
         if key not in headers[name]:
-            raise CheckpointError(f"{path}: '{key}' is said to be in {name}, which has no such key")
+            raise CheckpointError(f"{path}: '{key:.100}' is said to be in {name}, which has no such key")
         found[key] = headers[name][key]
     return found
 

@@ -50,7 +50,7 @@ def _plans(ranks: int, tokens: int, sizes: tuple[int, int, int], config: Path | 
     found: list[GridPlan] = []
     try:
         if config is None:
-            blocks = (Block.attention(tokens, width, heads), Block.mlp(tokens, width, 4 * width))
+            blocks: tuple[Block, ...] = (Block.attention(tokens, width, heads), Block.mlp(tokens, width, 4 * width))
         else:
             blocks, layers = tuple(model_at(str(config), None).blocks(tokens)), 1
     except GridError as error:

@@ -128,7 +128,8 @@ def test_an_index_names_files_of_its_folder(tmp_path):
     os.link(tmp_path / "x.safetensors", tmp_path / "in" / "part" / "x.safetensors")
     index.write_text(json.dumps({"weight_map": {"x": "part/x.safetensors"}}))
     assert tensors_in(tmp_path / "in")["x"].shape == (2,)
-    for text in ('{"weight_map": 3}', "[]", '{"weight_map": {"x": "nowhere.safetensors"}}'):
+    too_long = json.dumps({"weight_map": {"x": "é" * 200 + ".safetensors"}})  # for a file's name
+    for text in ('{"weight_map": 3}', "[]", '{"weight_map": {"x": "nowhere.safetensors"}}', too_long):
         index.write_text(text)
         with pytest.raises(CheckpointError):
             tensors_in(tmp_path / "in")

@@ -1,0 +1,18 @@
+"""The short form of `python bench/soak.py`: nothing but memory, which settles late, grows at all."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at itself in /proc")
+def test_nothing_grows_and_nothing_changes(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import soak
+
+    record = soak.soak(steps=400, starts=12)
+    assert record["equal"]
+    for name in ("threads", "descriptors", "in_flight", "process_groups", "programs"):
+        for rank in (*record["per_1000_steps"], *record["per_100_starts"]):
+            assert abs(rank[name]["slope"]) <= 3 * rank[name]["error"], (name, record)
