@@ -3,7 +3,7 @@
     nice python tests/fuzz/inputs.py --examples 100000 --out bench/results/fuzz_inputs.json
 
 Of each kind (layouts, einsums, hardware profiles, model configs, checkpoints, command lines) so many examples of
-hypothesis.  Another exception, an example that takes ten seconds, or more than 1 GiB of memory beyond what the program
+hypothesis.  Another exception, an example that takes a minute, or more than 1 GiB of memory beyond what the program
 had at first, is a failure, and is recorded in its smallest form.  The record is written every thousand examples, and a
 second call goes on from it.
 """
@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT / "tests" / "planner"), str(ROOT / "tests" / "cli"), st
 import test_fields as fields  # noqa: E402
 import test_wrong_use as commands  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed.fsdp  # noqa: E402, F401  (an import that is broken off cannot be begun again)
 
 import ndtp  # noqa: E402
 from ndtp import Grid, Layout  # noqa: E402
@@ -41,7 +42,7 @@ from ndtp.errors import CheckpointError, GridError, LayoutError  # noqa: E402
 from ndtp.planner.hardware import Hardware  # noqa: E402
 from ndtp.planner.model_config import read_config  # noqa: E402
 
-SECONDS, MEMORY, BATCH = 10, 2**30, 1000
+SECONDS, MEMORY, BATCH = 60, 2**30, 1000
 GRID = Grid(z=2, x=2, y=2)
 NAMES = ["x", "y", "z", "None", "(", ")", ",", " ", "()", "(x", "y)", "'", "(z y)", "xx", "\n", "²"]
 LETTERS = ["b", "m", "k", "n", " ", ",", "->", "b m k", "k n", "é", "1", "_", ", ", " -> ", "m m", "\t"]
