@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT / "tests" / "planner"), str(ROOT / "tests" / "cli"), st
 import test_fields as fields  # noqa: E402
 import test_wrong_use as commands  # noqa: E402
 import torch  # noqa: E402
-import torch.distributed.fsdp  # noqa: E402, F401  (an import that is broken off cannot be begun again)
+import torch.distributed.fsdp  # noqa: E402  (an import that is broken off cannot be begun again)
 
 import ndtp  # noqa: E402
 from ndtp import Grid, Layout  # noqa: E402
