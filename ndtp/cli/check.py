@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.schemes import SCHEMES
+from ndtp.cli.chaos import chaos
 from ndtp.cli.common import (
     JsonOption,
     RanksOption,
@@ -89,10 +90,17 @@ def check(
     quick: Annotated[
         bool, typer.Option("--quick", help="One grid of each kind, products in one form: some seconds.")
     ] = False,
+    is_chaos: Annotated[
+        bool, typer.Option("--chaos", help="Let one rank do something else in every way there is; all must name it.")
+    ] = False,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="With --chaos: one kind of disagreement; may be repeated. Default: all.")
+    ] = None,
     json_file: JsonOption = None,
     broken: Annotated[
         str | None, typer.Option("--break-collective", hidden=True, callback=one_of(*COLLECTIVES))
     ] = None,
+    is_unchecked: Annotated[bool, typer.Option("--unchecked", hidden=True)] = False,
 ) -> None:
     """Compare every parallel product with the dense one, bytes included.
 
@@ -108,8 +116,22 @@ def check(
     --quick takes one grid for each choice of axes, the evenest, and operands as
     modules store them; everything else is as ever.
 
+    --chaos trains a small model on 2 ranks, one of which is given something
+    else: other inputs, another learning rate, a skipped backward. All ranks must
+    name it. --scheme is 3d there unless given.
+
     Example: ndtp check --ranks 8 --scheme 3d --scheme 2d --dtype bfloat16
     """
+    if kind and not is_chaos:
+        raise typer.BadParameter("kinds of disagreement; fix: add --chaos", param_hint="--kind")
+    if is_chaos:
+        if quick or dtype:
+            raise typer.BadParameter(
+                "it trains one model in float32; fix: leave out --dtype and --quick", param_hint="--chaos"
+            )
+        return chaos(
+            console(json_file), ranks, scheme or ["3d"], kind or [], False if is_unchecked else None, json_file
+        )
     from ndtp.cli.cases import cases, check_grid, exact_up_to
     from ndtp.testing import RankError
 

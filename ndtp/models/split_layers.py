@@ -255,7 +255,7 @@ class ObservedEmbedding(ReadAsSplit, nn.Embedding):
         rows = tuple(a for a in grid.nontrivial(plan.out.dims[0]) if a not in context.data)
         features = grid.nontrivial(plan.out.dims[1])
         weight = self.own("weight", self.weight)
-        dim = row_dim(ids.unsqueeze(-1), rows, context) if lead else 0
+        dim = row_dim(ids.unsqueeze(-1), rows, context) if rows and lead else 0
         padded = list(lead)
         flat = ids.reshape(1) if not lead else ids
         if rows:

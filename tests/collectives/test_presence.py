@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,12 @@ def fail(how):
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stopped":
+        if os.fork() == 0:  # this process ends when all others have told of it: nobody waits for it longer
+            while len(list(Path(os.environ["NDTP_FLIGHT"]).glob("flight_*.json"))) < 3 and os.getppid() != 1:
+                time.sleep(0.1)
+            time.sleep(0.5)
+            os.kill(os.getppid(), signal.SIGKILL)
+            os._exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "late":
         time.sleep(40)

@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="that a program may take")
     parser.add_argument("--shrink", action="store_true", help="look for the smallest program that fails")
     parser.add_argument("--without", default="", help="features to take out of the programs, with commas between")
+    parser.add_argument("--only", default="", choices=["stacks", "languages"], help="programs of one kind")
     parser.add_argument("--json", type=Path, help="add the record of this campaign to a file")
     options = parser.parse_args()
     campaign = Campaign(
@@ -28,6 +29,7 @@ def main() -> int:
         shrink=options.shrink,
         seconds=options.seconds,
         without=[feature for feature in options.without.split(",") if feature],
+        only=options.only,
         report=lambda text: print(text, flush=True),
     )
     began = time.monotonic()
@@ -42,6 +44,7 @@ def main() -> int:
             "ranks": options.ranks,
             "seeds": [options.seed, options.seed + campaign.num_run],
             "programs": campaign.num_run,
+            "only": options.only or "all",
             "results_compared": campaign.num_compared,
             "seconds": round(seconds),
             "torch": torch.__version__,

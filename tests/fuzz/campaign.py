@@ -7,11 +7,12 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from execute import run_programs
+from language import Language, draw_language
 from program import Program, Step, Unit, check_legal, draw
 
 from ndtp import LayoutError
@@ -26,7 +27,7 @@ class Failure:
     seed: int
     what: str
     alone: bool  # it fails on fresh ranks, too
-    smallest: Program | None = None
+    smallest: Program | Language | None = None
 
     def __str__(self) -> str:
         after = "" if self.alone else " (only after the programs before it)"
@@ -41,6 +42,7 @@ class Campaign:
         shrink: look for the smallest program that fails, for each that does.
         seconds: that a program may take.
         without: features that are taken out of the programs, see `stripped`.
+        only: "stacks" or "languages"; else every other program is a language.
         report: called with a line whenever there is something to say.
     """
 
@@ -51,10 +53,11 @@ class Campaign:
         shrink: bool = False,
         seconds: float = SECONDS,
         without: Collection[str] = (),
+        only: str = "",
         report: Callable[[str], None] = print,
     ) -> None:
         self.ranks, self.shrink, self.seconds, self.report = ranks, shrink, seconds, report
-        self.without = set(without)
+        self.without, self.only = set(without), only
         self.num_run = self.num_compared = 0
         self.features: Counter[str] = Counter()
         self.failures: list[Failure] = []
@@ -66,7 +69,7 @@ class Campaign:
         with RankPool(self.ranks) as pool:
             waiting = list(seeds)
             while waiting and time.monotonic() < deadline:
-                programs = [stripped(draw(seed, self.ranks), self.without) for seed in waiting[:CHUNK]]
+                programs = [self.drawn(seed) for seed in waiting[:CHUNK]]
                 failed = self._call(pool, programs)
                 done = programs if failed is None else programs[: programs.index(failed[0]) + 1]
                 self._count(done)
@@ -74,7 +77,14 @@ class Campaign:
                 if failed is not None:
                     self._add(pool, *failed)
 
-    def _call(self, pool: RankPool, programs: list[Program], patience: int = 1) -> tuple[Program, str] | None:
+    def drawn(self, seed: int) -> Program | Language:
+        if self.only == "languages" or (not self.only and seed % 2):
+            return draw_language(seed, self.ranks)
+        return stripped(draw(seed, self.ranks), self.without)
+
+    def _call(
+        self, pool: RankPool, programs: Sequence[Program | Language], patience: int = 1
+    ) -> tuple[Program | Language, str] | None:
         """The first program that fails, and how."""
         Path(self._progress).write_text(str(programs[0].seed))
         timeout = patience * self.seconds * (1 + len(programs) / 10)
@@ -88,12 +98,12 @@ class Campaign:
         self.num_compared += sum(compared[0])
         return None
 
-    def _count(self, programs: list[Program]) -> None:
+    def _count(self, programs: Sequence[Program | Language]) -> None:
         self.num_run += len(programs)
         for program in programs:
-            self.features.update(features(program))
+            self.features.update(program.features() if isinstance(program, Language) else features(program))
 
-    def _add(self, pool: RankPool, program: Program, what: str) -> None:
+    def _add(self, pool: RankPool, program: Program | Language, what: str) -> None:
         again = self._call(pool, [program])
         failure = Failure(program.seed, what, again is not None)
         if self.shrink and again is not None:
@@ -101,16 +111,18 @@ class Campaign:
         self.failures.append(failure)
         command = f"python tests/fuzz --ranks {self.ranks} --seed {program.seed} --programs 1"
         without = f" --without '{','.join(sorted(self.without))}'" if self.without else ""
+        without += f" --only {self.only}" if self.only else ""
         self.report(f"{failure}\n  reproduce: {command}{without}")
 
-    def smallest(self, pool: RankPool, program: Program, kind: str) -> Program:
+    def smallest(self, pool: RankPool, program: Program | Language, kind: str) -> Program | Language:
         """Take away one thing after another for as long as what is left fails in the same way."""
         progress = True
         while progress:
             progress = False
-            for simpler in simpler_ones(program):
+            for simpler in program.simpler() if isinstance(program, Language) else simpler_ones(program):
                 try:
-                    check_legal(simpler)
+                    if isinstance(simpler, Program):
+                        check_legal(simpler)
                 except (LayoutError, ValueError, IndexError):
                     continue
                 failed = self._call(pool, [simpler])
@@ -234,7 +246,7 @@ def features(program: Program) -> set[str]:
 
 def concise(thing: object) -> str:
     """A description without what is at its default."""
-    if isinstance(thing, Program | Unit | Step):
+    if isinstance(thing, Program | Language | Unit | Step):
         told = ((spec.name, spec, getattr(thing, spec.name)) for spec in fields(thing) if spec.repr)
         shown = [f"{name}={concise(value)}" for name, spec, value in told if value != spec.default]
         return f"{type(thing).__name__}({', '.join(shown)})"

@@ -13,6 +13,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from hooks import register_module_hooks
+from language import Language
+from language_deeds import Wrong
+from language_run import run_language
 from program import Program
 from sides import Dense, Parallel, Record
 from steps import perform
@@ -32,7 +35,7 @@ class Finding(Exception):
     """A program that does not do on the grid what it does on dense; its text is what a rank saw."""
 
 
-def run_programs(programs: Sequence[Program], progress: str = "") -> list[int]:
+def run_programs(programs: Sequence[Program | Language], progress: str = "") -> list[int]:
     """Run programs one after another; a finding ends the call.  Returns how many tensors of each were compared."""
     gc.collect()
     gc.freeze()  # programs collect garbage again and again: their own alone, not torch's modules
@@ -42,7 +45,7 @@ def run_programs(programs: Sequence[Program], progress: str = "") -> list[int]:
         gc.unfreeze()
 
 
-def run_program(program: Program, progress: str = "") -> int:
+def run_program(program: Program | Language, progress: str = "") -> int:
     """Run one program; returns how many results were compared.
 
     Args:
@@ -56,6 +59,8 @@ def run_program(program: Program, progress: str = "") -> int:
         Path(progress).write_text(str(program.seed))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if isinstance(program, Language):
+            return _run_language(program)
         try:
             expected = _dense(program, False)
             exact = expected if program.is_fp64 else _dense(program, True)
@@ -72,6 +77,14 @@ def run_program(program: Program, progress: str = "") -> int:
     if wrong:
         raise Finding(f"{name}: " + "\n  ".join(wrong[:6]))
     return len(actual.records)
+
+
+def _run_language(program: Language) -> int:
+    try:
+        return run_language(program)
+    except Exception as error:
+        kind = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
+        raise Finding(f"seed {program.seed} on {program.ranks} ranks: {kind}{error}") from error
 
 
 @contextlib.contextmanager

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from campaign import simpler_ones, stripped
 from execute import run_programs
+from language import DEEDS, HELD, ODD, Language, draw_language
+from language_deeds import DEEDS as DONE
+from language_deeds import Wrong
+from language_run import KIND_OF, run_language
 from program import check_legal, draw
 
 CASES = {"": (2, 6), "noise": (4, 3), "updates": (2, 4)}  # (ranks, programs)
@@ -17,6 +23,38 @@ def test_programs_equal_dense_whatever_ranks_do_beside_them(ranks, focus):
     programs = [stripped(draw(seed, num_ranks, focus), {"compiled"}) for seed in range(count)]
     compared = ranks(num_ranks).run(run_programs, programs, timeout=200)
     assert min(compared[0]) > 0
+
+
+def languages():
+    """By seeds, of which 23 has a batch of one; and one whose odd rank is not odd, which must be found."""
+    pytest.importorskip("transformers")
+    compared = run_programs([draw_language(seed, 2) for seed in (5, 9, 23)])
+    plain = Language(
+        0, 2, grid=(("x", 2),), hidden=8, inner=8, vocabulary=16, batch=1, deeds=(), odd="learning rate", rank=1
+    )
+    compared.append(run_language(plain))
+    odd, KIND_OF["learning rate"] = KIND_OF["learning rate"], replace(KIND_OF["learning rate"], changes={})
+    try:
+        run_language(plain)
+    except Wrong as error:
+        return compared, str(error)
+    finally:
+        KIND_OF["learning rate"] = odd
+    return compared, ""
+
+
+def test_languages_equal_dense_and_odd_ranks_are_named(ranks):
+    compared, error = ranks(2).run(languages, timeout=200)[0]
+    assert min(compared) > 0
+    assert "learning rate on rank 1 is not named on all" in error
+
+
+def test_what_is_drawn_can_be_done():
+    programs = [draw_language(seed, 4) for seed in range(400)]
+    assert set(DONE) == set(DEEDS) == {deed for program in programs for deed in program.deeds}
+    assert set(HELD) == {held for program in programs for held in program.held}
+    assert set(ODD) == {program.odd for program in programs} - {""}
+    assert all(simpler != program for program in programs[:20] for simpler in program.simpler())
 
 
 def test_a_seed_draws_one_program_and_what_shrinks_it_ends():
