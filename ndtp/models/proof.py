@@ -26,7 +26,6 @@ from ndtp.models.rehearsal import Call, bare, seeded, with_tensors
 from ndtp.models.roles import AttentionRole
 
 CLOSE = 1e-3  # relative: what other heads give is as large as a result
-WINDOWS = ("window", "chunk")  # attributes that are lengths, brought to those of a trial
 MOST = 16  # ranks' shares that are tried
 
 

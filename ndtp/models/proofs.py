@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path
+from torch import nn
 
 from ndtp.models.proof import why_not
-from ndtp.models.rehearsal import Rehearsal, rehearse, seeded, skeleton
+from ndtp.models.rehearsal import Rehearsal, forms, rehearse, seeded, settings, skeleton
 from ndtp.models.roles import AttentionRole
 
 
@@ -37,15 +35,13 @@ class Proofs:
         """Return the reason why a module is not a function of single heads and sequences; the same on every rank."""
         module = self.model.get_submodule(role.name)
         kinds = tuple((type(each), type(each).forward) for each in module.modules())
-        numbers = {int(part) for part in role.name.split(".") if part.isdigit()}  # which layer it is
-        own = {k: x for k, x in vars(module).items() if type(x) in (int, float, bool, str) and x not in numbers}
-        own |= {"training": None}
+        own = settings(module, role.name)
         key = (self._model, repr(role), kinds, *own.items())
         if any("forward" in vars(each) for each in module.modules()):
             return self._found(role, module)
         if key not in self.known:
             seen, kind = self.seen, str(replace(role, name="", inputs=dict.fromkeys(role.inputs, ""), output=""))
-            alike = (self._model, kind, kinds, *own.items(), seen.leaks.get(role.name), _forms(seen, role.name))
+            alike = (self._model, kind, kinds, *own.items(), seen.leaks.get(role.name), self._forms(role))
             if alike not in self.known:
                 self.known[alike] = self._found(role, module)
             self.known[key] = self.known[alike]
@@ -56,7 +52,12 @@ class Proofs:
         if role.name in seen.leaks:
             return f"{seen.leaks[role.name]} reads keys or values of its heads, which would be those of one rank"
         with seeded(2):
-            return why_not(role, skeleton(module), seen.calls.get(role.name, ()), self.hidden, self.splits)
+            return why_not(
+                role, skeleton(module, _projections(role)), seen.calls.get(role.name, ()), self.hidden, self.splits
+            )
+
+    def _forms(self, role: AttentionRole) -> str:
+        return forms([(call.args, call.kwargs) for call in self.seen.calls.get(role.name, ())])
 
     @property
     def seen(self) -> Rehearsal:
@@ -68,10 +69,7 @@ class Proofs:
         return self._seen
 
 
-def _forms(seen: Rehearsal, name: str) -> str:
-    """Return the forms of a module's arguments without their numbers; of masks, how many there are of each."""
-    calls = [(call.args, call.kwargs) for call in seen.calls.get(name, ())]
-    flat, _ = tree_flatten_with_path(calls)
-    is_mask = lambda x: x.dtype == torch.bool or not x.is_floating_point()  # noqa: E731
-    return str([(str(key), (x.shape, int(x.sum()) if is_mask(x) else 0) if isinstance(x, Tensor) else type(x))
-                for key, x in flat])  # fmt: skip
+def _projections(role: AttentionRole) -> list[str]:
+    """Names in the module of those of its layers whose products a trial draws."""
+    inside = [*role.inputs.values(), *([role.output] if role.inside else [])]
+    return [name.removeprefix(role.name).removeprefix(".") for name in inside]

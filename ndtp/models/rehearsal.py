@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ndtp.models.between import FACTS, SIZES
+from ndtp.models.roles import features, is_linear, vocabulary_of
 
 BATCH, LENGTH = (2, 3, 5), (5, 6, 7, 11)  # the first that is no number of heads or the like
-FEW = 4096  # numbers of a parameter that is copied as it is in size; of larger ones only the shape is
+FEW = 512  # numbers of a parameter that is copied as it is in size; of larger ones only the shape is
+PLACES = ("layer", "idx", "index", "block")  # in the name of an attribute that tells which layer a module is
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -94,6 +96,8 @@ class Watch:
 
     def __init__(self, seen: Rehearsal) -> None:
         self.seen, self.running = seen, [""]
+        self.copied: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.known: dict[Any, Call] = {}  # calls that are alike, whichever module of a kind was called so
 
     def read(self, owner: str) -> None:
         if self.running[-1] != owner:
@@ -107,18 +111,28 @@ class Watch:
         return marked
 
 
-def bare(x: Any) -> Any:
-    """A copy of an argument or result: plain tensors, and caches with such."""
+def bare(x: Any, copied: dict[tuple[int, int], tuple[Tensor, Tensor]] | None = None) -> Any:
+    """A copy of an argument or result: plain tensors, and caches with such.
+
+    Args:
+        copied: tensors and their copies, by what and which version they are: each is copied once.
+    """
     if isinstance(x, Tensor):
         with torch._C.DisableTorchFunctionSubclass():
-            return x.detach().as_subclass(Tensor).clone()
+            key = (id(x), x._version)
+            if copied is None or key not in copied:
+                made = x.detach().as_subclass(Tensor).clone()
+                if copied is None:
+                    return made
+                copied[key] = (x, made)
+            return copied[key][1]
     if isinstance(x, (list, tuple)) and type(x) in (list, tuple):
-        return type(x)(bare(each) for each in x)
+        return type(x)(bare(each, copied) for each in x)
     if type(x) is dict:
-        return {key: bare(each) for key, each in x.items()}
+        return {key: bare(each, copied) for key, each in x.items()}
     if x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.device)):
         return x
-    return with_tensors(copy.copy(x), bare) if hasattr(x, "__dict__") else x
+    return with_tensors(copy.copy(x), lambda each: bare(each, copied)) if hasattr(x, "__dict__") else x
 
 
 def with_tensors(x: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
@@ -144,6 +158,22 @@ def _changed(x: Any, change: Callable[[Any], Any], depth: int) -> Any:
     return with_tensors(copy.copy(x), change, depth + 1) if is_object and depth < 3 else x
 
 
+def settings(module: nn.Module, name: str) -> dict[str, Any]:
+    """What a module is made with, but for which layer it is."""
+    numbers = {int(part) for part in name.split(".") if part.isdigit()}
+    place = {k for k, x in vars(module).items() if type(x) is int and x in numbers and any(w in k for w in PLACES)}
+    own = {k: x for k, x in vars(module).items() if type(x) in (int, float, bool, str) and k not in place}
+    return own | {"training": None}
+
+
+def forms(given: Any) -> str:
+    """Of what a module is called with, all but numbers and what a cache holds; of masks how many there are of each."""
+    flat, _ = tree_flatten_with_path(given, is_leaf=lambda x: "ache" in type(x).__name__)
+    is_mask = lambda x: x.dtype == torch.bool or not x.is_floating_point()  # noqa: E731
+    return str([(str(key), (x.shape, int(x.sum()) if is_mask(x) and not x.is_meta else 0) if isinstance(x, Tensor)
+                 else type(x)) for key, x in flat])  # fmt: skip
+
+
 @contextlib.contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:
     """Draw the same random numbers each time; the program's own go on afterwards as if nothing had been drawn."""
@@ -162,11 +192,16 @@ def seeded(seed: int = 0) -> Iterator[None]:
                 numpy.random.set_state(of_numpy)
 
 
-def skeleton(module: nn.Module) -> Any:
-    """A copy on the CPU in fp32, without hooks and dropout; large parameters have a shape and no numbers."""
+def skeleton(module: nn.Module, unread: Sequence[str] = ()) -> Any:
+    """A copy on the CPU in fp32, without hooks and dropout; large parameters have a shape and no numbers.
+
+    Args:
+        unread: names of modules whose numbers nobody reads.
+    """
     memo: dict[int, Any] = {}
+    none = {id(x) for name in unread for x in module.get_submodule(name).parameters()}
     for x in module.parameters():
-        is_few = x.numel() <= FEW or x.dim() < 2
+        is_few = (x.numel() <= FEW or x.dim() < 2) and id(x) not in none
         made = torch.randn(x.shape) if is_few else torch.empty(x.shape, device="meta")
         memo[id(x)] = nn.Parameter(made if x.is_floating_point() else torch.zeros(x.shape, dtype=x.dtype), False)
     for buffer in module.buffers():
@@ -210,13 +245,16 @@ def rehearse(model: Any, names: Sequence[str], projections: Mapping[str, Sequenc
     batch = next(size for size in BATCH if size not in avoid)
     length = next(size for size in LENGTH if size not in avoid)
     with seeded(), Invented():
-        copied = skeleton(model).eval()
+        copied = skeleton(model, [each for name in names for each in projections[name]]).eval()
         modules = dict(copied.named_modules())
         for part in modules.values():
             if any(p is not None and p.dim() == 3 for p in part._parameters.values()) and not list(part.children())[1:]:
                 part.forward = lambda x, *_, **__: torch.randn(
                     x.shape
                 )  # experts: by which numbers tokens go is no matter
+            head = vocabulary_of(part, "get_output_embeddings")
+            if is_linear(head):  # logits are the largest that there is, and nobody reads them
+                head.forward = _without_numbers(features(head)[1])
         watch = Watch(seen)
         for name in names:
             _watch(modules, name, projections[name], watch, batch)
@@ -233,15 +271,25 @@ def rehearse(model: Any, names: Sequence[str], projections: Mapping[str, Sequenc
                         again["encoder_outputs"] = (out.get("encoder_last_hidden_state"),)
                     part(**again)
             watch.running[1:] = []
+        watch.copied.clear()
     return seen
 
 
+def _without_numbers(size: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.empty(*x.shape[:-1], size, device="meta")
+
+
 def _watch(modules: Mapping[str, Any], name: str, projections: Sequence[str], watch: Watch, batch: int) -> None:
+    kind = (type(modules[name]), str(settings(modules[name], name)))
+
     def enters(_: Any, args: Any, kwargs: Any) -> None:
         watch.running.append(name)
         calls = watch.seen.calls.setdefault(name, [])
         if len(calls) < 4:
-            calls.append(Call(bare(args), bare(kwargs), batch))
+            form = (kind, len(calls), forms((args, kwargs)))
+            if form not in watch.known:
+                watch.known[form] = Call(bare(args, watch.copied), bare(kwargs, watch.copied), batch)
+            calls.append(watch.known[form])
 
     def leaves(_: Any, __: Any, result: Any) -> Any:
         watch.running.pop()

@@ -88,6 +88,8 @@ class _Reduce(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid, phase: str, backward: str) -> Tensor:
         ctx.plan, ctx.mesh, ctx.backward = plan, mesh, backward
         result = moved(x, plan.steps, mesh, plan.name, phase)
+        if any(step.kind != "slice" for step in plan.steps):
+            return result.detach()  # new memory: a view of it could not be changed in place
         return result.view_as(result) if result is x else result
 
     @staticmethod

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ndtp.split.moving import brought, moved, section_order
 from ndtp.split.spec import Axes, Context, Spec, layout_of
-from ndtp.split.tensor import SplitTensor, enter, leave, name_of, refuse_lost, rule, split_in, writes
+from ndtp.split.tensor import SplitTensor, enter, leave, name_of, refuse_lost, rule, split_in, writes, written
 
 # By name: as functions of torch and of torch.nn.functional, as methods, in place (`relu_`) and as operators.
 NAMES = (
@@ -153,9 +153,10 @@ def _of_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _result(func: Any, args: Sequence[Any], kwargs: dict[str, Any], spec: Spec, into: SplitTensor | None) -> Any:
+    is_written = writes(func) or bool(kwargs.get("inplace"))
     result = func(*args, **kwargs)
     if into is not None and any(result is x for x in (*args, *kwargs.values())):
-        return into  # in place, or nothing to do
+        return written(into) if is_written else into  # in place, or nothing to do
     if not isinstance(result, Tensor) or tuple(result.shape) != spec.local:
         return NotImplemented
     if any(result is x for x in (*args, *kwargs.values())):

@@ -170,8 +170,11 @@ def pointwise_loss(func: Any, x: Any, target: Any, *args: Any, reduction: str = 
 
 
 @rule(F.kl_div)
-def kl_div(func: Any, x: Any, target: Any, *args: Any, reduction: str = "mean", log_target: bool = False) -> Any:
-    if args:
+def kl_div(
+    func: Any, x: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean",
+    log_target: bool = False,
+) -> Any:  # fmt: skip
+    if size_average is not None or reduce is not None:
         return NotImplemented
     if log_target:
         losses = target.exp() * (target - x)

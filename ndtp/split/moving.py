@@ -74,7 +74,8 @@ def _relaid(shard: Tensor, spec: Spec, target: Spec, used: Axes) -> Tensor:
     plan = relayout_plan(source, end, (), in_order, spec.origin or "activation")
     given = shard
     shard = reduce(shard.contiguous(), plan, spec.mesh)
-    if (used and shard.data_ptr() == given.data_ptr()) or (plan.steps and plan.steps[-1].kind == "slice"):
+    is_slice = bool(plan.steps) and all(step.kind == "slice" for step in plan.steps)
+    if is_slice or (used and shard.data_ptr() == given.data_ptr()):
         shard = shard.clone()  # a view that an autograd.Function made may not be changed in place
     shard = shard.view_as(shard) if shard is given else shard
     if is_number:

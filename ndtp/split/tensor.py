@@ -61,10 +61,12 @@ class SplitTensor(Tensor):
     Attributes:
         is_copy: whether it is a view of another tensor in the dense model and a copy here, since dims were gathered for
             it: what is written to it would be lost, and is refused.
+        source: of such a copy that a subscript gave, the tensor and the key: what is written is written there, too.
     """
 
     spec: Spec
     is_copy = False
+    source: tuple[SplitTensor, Any] | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,12 +147,20 @@ def refuse_lost(x: Any, name: str) -> None:
     Raises:
         LayoutError: what is written to x would not reach the tensor of which it is a view.
     """
-    if isinstance(x, SplitTensor) and x.is_copy:
+    if isinstance(x, SplitTensor) and x.is_copy and x.source is None:
         raise LayoutError(
             f"parallelize: {name} writes to {x.spec}, a view of what '{x.spec.origin}' gave; dims that are split were "
             "gathered for it, so that this rank writes to a copy\n"
             "  fix: x.clone() before it is changed, where the tensor itself need not change; or torch.where, index_copy"
         )
+
+
+def written(x: Any) -> Any:
+    """A tensor after it was changed in place: so is that of which it is a slice."""
+    if isinstance(x, SplitTensor) and x.source is not None:
+        of, key = x.source
+        of[key] = x
+    return x
 
 
 IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}

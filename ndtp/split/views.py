@@ -13,7 +13,7 @@ from torch import Tensor
 from ndtp.split.elementwise import aligned
 from ndtp.split.moving import moved
 from ndtp.split.spec import Axes, Spec, layout_of
-from ndtp.split.tensor import SplitTensor, as_view, enter, getters, leave, like, refuse_lost, rule, split_in
+from ndtp.split.tensor import SplitTensor, as_view, enter, getters, leave, like, refuse_lost, rule, split_in, written
 from ndtp.split.whole import whole
 
 VIEWS = [
@@ -280,7 +280,10 @@ def item(func: Any, x: Any, key: Any) -> Any:
     keys = _spelt_out(key, len(x.spec.sizes))
     if any(isinstance(k, Tensor) for k in keys) or any(isinstance(k, bool) for k in keys):
         return _picked(func, x, keys)
-    return view(func, x, tuple(keys))
+    made = view(func, x, tuple(keys))
+    if isinstance(made, SplitTensor) and made.is_copy and (not x.is_copy or x.source is not None):
+        made.source = (x, tuple(keys))
+    return made
 
 
 def _spelt_out(key: Any, count: int) -> list[Any]:
@@ -309,6 +312,7 @@ def set_item(func: Any, x: Any, key: Any, value: Any) -> Any:
         spec = part.spec
         value = aligned(value, spec.context, spec.dims, spec.padded, spec.sizes)
     leave(x)[tuple(keys)] = value
+    written(x)
     return None
 
 

@@ -24,6 +24,7 @@ from ndtp.split.tensor import (
     rule,
     split_in,
     writes,
+    written,
 )
 
 
@@ -65,6 +66,7 @@ def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         )
     with torch._C.DisableTorchFunctionSubclass():
         into.copy_(cut(given[0], into.spec))
+    written(into)
     return into if result is given[0] else result
 
 

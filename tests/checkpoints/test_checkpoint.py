@@ -101,7 +101,7 @@ def check_peak(folder):
     own = sum(p._local_tensor.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
     table = model.lm_head.weight.numel() * 8
     # The trial of attention runs a few tokens; no parameter is whole.
-    assert made < table / 2, f"parallelize took {made} bytes of a model on meta"
+    assert made < 30_000, f"parallelize took {made} bytes of a model on meta"
     # Beside its own part a block, its views, and small ones of the rotary embedding.
     assert own < live.peak <= own + BLOCK + 2_000 < own + table / 2, (live.peak, own, table)
     with Live([*(p._local_tensor for p in model.parameters()), *model.buffers()]) as live:
