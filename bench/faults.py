@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=RESULTS / "faults.jsonl", help="one line an injection; goes on")
     given = parser.parse_args()
     lines = [json.loads(line) for line in given.log.read_text().splitlines()] if given.log.exists() else []
+    lines = [line for line in lines if line["seconds"] >= 0]
     until, written = time.monotonic() + 60 * given.minutes, threading.Lock()
     done = Counter((line["place"], line["kind"]) for line in lines)
     todo = ((turn, place, kind) for turn in itertools.count() for place in given.places for kind in given.kinds)
@@ -150,7 +151,8 @@ def main() -> None:
             line = inject(place, kind, random.Random(f"{place} {kind} {turn}").randrange(2**32))
             with written, given.log.open("a") as log:
                 log.write(json.dumps(line) + "\n")
-                lines.append(line)
+                if line["seconds"] >= 0:  # else the port was taken meanwhile, and no fault was put in
+                    lines.append(line)
 
     with ThreadPoolExecutor(given.at_once) as workers:
         for each in [workers.submit(work) for _ in range(given.at_once)]:

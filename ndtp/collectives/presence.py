@@ -33,7 +33,6 @@ from ndtp.collectives.verdict import (
     CUT,
     DEPARTED,
     ENDED,
-    LINK,
     LOST,
     RAISED,
     RECOVERED,
@@ -140,7 +139,7 @@ class Presence:
         # What the kernel of this machine knows is known without the store.
         verdict = found[-1] if found else judge(self.rank, ranks, self._local_facts())
         no_store = self.rank and self._host_is_first and (not answered.is_set() or self._is_unanswered)
-        if no_store and (verdict.how == UNKNOWN or (verdict.how == LINK and 0 not in self._peers)):
+        if no_store and (verdict.how == UNKNOWN or not (verdict.is_sure or 0 in self._peers)):
             verdict = Verdict(SILENT, (0,), "which has the store, and does not answer")
         if self._is_spread and self._host_is_first and self.rank == 0:
             time.sleep(LINGER_S)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
+from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.volume import Volume
 from ndtp.compute.cross_entropy import LossForm
 from ndtp.errors import LayoutError
@@ -114,9 +116,14 @@ def linear_loss_plan(
         raise ValueError("linear_cross_entropy: reduction='none' keeps nothing to scale\n  fix: 'mean' or 'sum'")
     if chunk_rows < 1:
         raise ValueError(f"linear_cross_entropy: chunk_rows={chunk_rows} is not at least 1")
-    layout = head.out_layout
-    loss = loss_plan(layout, head.out_features, ignore_index, label_smoothing, z_loss, reduction, name)
-    return LinearLossPlan(head.plan, loss, chunk_rows)
+    loss = loss_plan(head.out_layout, head.out_features, ignore_index, label_smoothing, z_loss, reduction, name)
+    return _known_plan(head.plan, loss, chunk_rows)
+
+
+@lru_cache(maxsize=256)
+def _known_plan(head: MatMulPlan, loss: LossPlan, chunk_rows: int) -> LinearLossPlan:
+    """Return the same plan for each step: programs are bound to plans, and a new plan would bind a new program."""
+    return LinearLossPlan(head, loss, chunk_rows)
 
 
 def loss_plan(
