@@ -12,6 +12,7 @@ slope, with its standard error.  Then ranks make a world, a grid and a model, ma
 from __future__ import annotations
 
 import argparse
+import atexit
 import hashlib
 import json
 import os
@@ -46,6 +47,7 @@ def looked_at(mesh: ProcessGrid) -> dict[str, float]:
         "in_flight": mesh.collectives.in_flight,
         "process_groups": len(_world.pg_map),
         "programs": len(mesh.programs),
+        "exit_callbacks": atexit._ncallbacks(),
     }
 
 

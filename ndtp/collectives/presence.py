@@ -184,6 +184,7 @@ class Presence:
             return
         self._tell(ENDED, text)
         self._closed = True
+        atexit.unregister(self.close)  # which would keep it: a program may join a thousand worlds
         if self._heeds:
             heed_no_more()
         self._do(None)

@@ -13,6 +13,6 @@ def test_nothing_grows_and_nothing_changes(monkeypatch):
 
     record = soak.soak(steps=400, starts=12)
     assert record["equal"]
-    for name in ("threads", "descriptors", "in_flight", "process_groups", "programs"):
+    for name in ("threads", "descriptors", "in_flight", "process_groups", "programs", "exit_callbacks"):
         for rank in (*record["per_1000_steps"], *record["per_100_starts"]):
             assert abs(rank[name]["slope"]) <= 3 * rank[name]["error"], (name, record)
