@@ -41,7 +41,7 @@ SHAPES = "1024x512x2048,2048x256x1024,512x512x2048"  # neither dwarfs the other;
 def profile_of(arguments: argparse.Namespace) -> tuple[Hardware, list[calibrate.Fit], str]:
     """Every rank fits the same samples, and gets the same profile."""
     largest = int(arguments.largest * 2**20)
-    job = calibrate.Job(
+    job = calibrate.CalibrationJob(
         ranks_per_node=1,
         dtype=DTYPE,
         rank_bytes=tuple(largest >> shift for shift in (6, 4, 2, 0)),
@@ -62,12 +62,12 @@ def measure(shape: BlockShape, hardware: Hardware, arguments: argparse.Namespace
     cases = tuple(VolumeCase(plan.grid, plan.scheme) for plan in plans)
     with tempfile.TemporaryDirectory() as folder:
         log = str(Path(folder) / "rounds.jsonl")
-        step.measure(step.Job(cases, shape, DTYPE, arguments.rounds, arguments.warmup, (), log, local=False))
+        step.measure(step.StepJob(cases, shape, DTYPE, arguments.rounds, arguments.warmup, (), log, local=False))
         results = step.read_log(log)
     return judge(plans, results) if dist.get_rank() == 0 else {}
 
 
-def judge(plans: list[GridPlan], results: list[step.Result]) -> dict[str, Any]:
+def judge(plans: list[GridPlan], results: list[step.StepResult]) -> dict[str, Any]:
     """
     Raises:
         SystemExit: a grid gave a wrong result; nothing was timed.

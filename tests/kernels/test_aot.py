@@ -104,22 +104,24 @@ def test_registers_and_shared_memory_bound_the_occupancy():
 
 def test_a_bad_configuration_is_found(monkeypatch):
     """The checks can fail: too many stages, and too large a tile for its warps."""
-    large = aot.examine(cases.Case("sm_90", "bfloat16", "plain", Config("tma", 128, 128, 64, 8, 8)))
+    large = aot.examine(cases.CompiledCase("sm_90", "bfloat16", "plain", Config("tma", 128, 128, 64, 8, 8)))
     assert large["failures"] == ["shared memory 294976 > 232448"]
-    spilling = aot.examine(cases.Case("sm_80", "bfloat16", "gated", Config("pointer", 128, 128, 32, 3, 4)))
+    spilling = aot.examine(cases.CompiledCase("sm_80", "bfloat16", "gated", Config("pointer", 128, 128, 32, 3, 4)))
     assert any("spills" in failure for failure in spilling["failures"])
-    slow = aot.examine(cases.Case("sm_90", "bfloat16", "plain", Config("tma", 128, 128, 64, 1, 8)))  # no pipeline
+    slow = aot.examine(
+        cases.CompiledCase("sm_90", "bfloat16", "plain", Config("tma", 128, 128, 64, 1, 8))
+    )  # no pipeline
     assert slow["failures"] == ["waits for all wgmma 1 times in a step of K"]
     monkeypatch.setattr(roof, "shared_bytes", lambda *_: 1)  # too little: launches would fail
     monkeypatch.setattr(aot, "occupancy", lambda *_: 0)
     alike = aot.examine(
-        cases.Case("sm_90", "bfloat16", "plain", Config("tma", 128, 128, 64, 5, 4, warp_specialize=True))
+        cases.CompiledCase("sm_90", "bfloat16", "plain", Config("tma", 128, 128, 64, 5, 4, warp_specialize=True))
     )
     lacking, bound, registers = alike["failures"]
     assert lacking == "lacks setmaxnreg"  # the compiler gives all warps the same work, without a word
     assert "> 1, the bound that launches are chosen by" in bound and "no block of 128 threads" in registers
     monkeypatch.undo()
-    missing = aot.examine(cases.Case("sm_90", "bfloat16", "plain", Config("pointer", 32, 64, 64, 3, 4)))
+    missing = aot.examine(cases.CompiledCase("sm_90", "bfloat16", "plain", Config("pointer", 32, 64, 64, 3, 4)))
     assert missing["failures"] == []  # too few rows for wgmma, and not said to have it
     assert "wgmma" not in missing["instructions"]
 
