@@ -69,6 +69,16 @@ def test_import_time(tmp_path):
     assert len(calls) == 6 and all(took > 0 for took in calls.values())
 
 
+def same_on_all_ranks():
+    with mock.patch.object(sys, "path", [str(BENCH), *sys.path]):
+        return importlib.import_module("same_on_all_ranks").measure({"y": 2}, 8)
+
+
+def test_same_on_all_ranks(ranks):
+    for found in ranks(2).run(same_on_all_ranks):
+        assert 0 < found["within"] < found["step_on"] and found["step_off"] > 0
+
+
 def test_overlap_checks_every_rival_and_tells_the_parts(ranks, tmp_path):
     out = tmp_path / "overlap.json"
     sizes = ("--tokens", 64, "--hidden", 16, "--inner", 32, "--repetitions", 1, "--out", out)

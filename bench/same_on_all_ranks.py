@@ -1,0 +1,129 @@
+"""What a step of the demo costs more because ranks compare their calls, backwards and optimizer steps.
+
+    python bench/same_on_all_ranks.py [--ranks 2] [--steps 200] [--out bench/results/same_on_all_ranks.json]
+
+Blocks of steps with the comparison and without it take turns on one model.  Two figures of processor time come out:
+
+- `within`: what the thread spends in the comparison's own code, of all that the process spends in a step.  Other
+  programs on the machine hardly change it.
+- `apart`: how much more a step takes with the comparison than without, by the medians.  It has the wakes of a rank that
+  sleeps and all that is not in the comparison's code, and the noise of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ndtp
+import ndtp.testing
+from ndtp.cli.demo_training import DemoTask
+from ndtp.models.byte_model import VOCABULARY, ByteModel
+from ndtp.models.same_calls import SameCalls
+from ndtp.models.same_steps import Steps
+
+PLACES = [(SameCalls, ("begin", "end", "_compare_backward", "_ended")), (Steps, ("before_step", "after_step"))]
+GRIDS = {2: {"y": 2}, 4: {"x": 2, "y": 2}, 8: {"z": 2, "x": 2, "y": 2}}
+BLOCK = 8  # steps, the first of which is left out: all weights may be compared there
+
+
+class Watched:
+    """Counts the processor time that a thread spends in the comparison's code."""
+
+    def __init__(self) -> None:
+        self.spent, self._depth = 0.0, 0
+        self._kept: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Watched:
+        for kind, names in PLACES:
+            for name in names:
+                self._kept.append((kind, name, getattr(kind, name)))
+                setattr(kind, name, self._timed(getattr(kind, name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for kind, name, method in self._kept:
+            setattr(kind, name, method)
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            begin, self._depth = time.thread_time(), self._depth + 1
+            try:
+                return method(*arguments, **named)
+            finally:
+                self._depth -= 1
+                self.spent += 0 if self._depth else time.thread_time() - begin
+
+        return run
+
+
+def measure(sizes: dict[str, int], steps: int) -> dict[str, float]:
+    """Milliseconds of processor time of a step on this rank, by the median."""
+    task = DemoTask.on(8, steps)
+    torch.manual_seed(0)
+    with Watched() as watched:
+        mesh = ndtp.ProcessGrid(ndtp.Grid(sizes))
+        model = ByteModel(task.sizes).to_grid(mesh, "3d")
+        hooked = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
+        calls = next(each for each in hooked if isinstance(each, SameCalls))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+        ids = torch.randint(VOCABULARY, (task.batch, task.context + 1), generator=torch.Generator().manual_seed(0))
+        taken: dict[bool, list[float]] = {True: [], False: []}
+        within: list[float] = []
+        for step in range(2 * steps + BLOCK):
+            is_on = step // BLOCK % 2 == 0
+            calls.check = None if is_on else False
+            begin, before = time.process_time(), watched.spent
+            optimizer.zero_grad()
+            model(ids[:, :-1], ids[:, 1:]).backward()
+            optimizer.step()
+            if step >= BLOCK and step % BLOCK:
+                taken[is_on].append((time.process_time() - begin) * 1e3)
+                within += [(watched.spent - before) * 1e3] if is_on else []
+    on, off = (statistics.median(taken[which]) for which in (True, False))
+    return {"step_on": on, "step_off": off, "within": statistics.median(within)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, choices=list(GRIDS), default=2)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    sizes = GRIDS[arguments.ranks]
+    found = ndtp.testing.run(measure, arguments.ranks, args=(sizes, arguments.steps), timeout=3600)
+    mean = {key: statistics.mean(rank[key] for rank in found) for key in found[0]}
+    shares = {
+        "within_percent": 100 * mean["within"] / mean["step_off"],
+        "apart_percent": 100 * (mean["step_on"] / mean["step_off"] - 1),
+    }
+    print(
+        f"demo's model on {ndtp.Grid(sizes)}: a step takes {mean['step_off']:.1f} ms of a processor on each rank; "
+        f"comparing takes {mean['within']:.2f} ms of it, {shares['within_percent']:.2f} %; "
+        f"steps with it take {shares['apart_percent']:+.2f} %"
+    )
+    if arguments.out:
+        result = {
+            "date": str(date.today()),
+            "torch": torch.__version__,
+            "cpu": platform.machine(),
+            "unit": "median milliseconds of processor time of a step, mean over ranks",
+            "ranks": arguments.ranks,
+            "grid": sizes,
+            "steps": arguments.steps,
+            **{key: round(value, 3) for key, value in (mean | shares).items()},
+        }
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
