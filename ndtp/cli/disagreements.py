@@ -1,4 +1,4 @@
-"""What one rank may do otherwise than all others in a training loop: each kind changes one point of the loop.
+"""The ways in which one rank may differ in a training loop: each kind changes one point of the loop.
 
 Every kind must end as a `MismatchError` that names it on all ranks; what ranks may well have of their own must not.
 """
@@ -30,7 +30,7 @@ Change = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step is called with; `asks` is a flag of the model, and `sampled` tokens are the model's own."""
+    """The inputs of a step; `asks` is a flag of the model, and `sampled` tokens are the model's own."""
 
     ids: Tensor
     labels: Tensor
@@ -212,7 +212,7 @@ def run_kind(
     check: bool | None,
     timeout: float,
 ) -> str:
-    """What this rank raises where the rank `odd` does otherwise; runs on every rank."""
+    """Return the error that this rank raises where the rank `odd` does otherwise; runs on every rank."""
     kind = next(kind for kind in (*KINDS, *SILENT) if kind.name == name)
     mesh = ProcessGrid(ndtp.Grid(sizes), timeout=timeout)
     loop = Loop(kind, mesh, scheme, mesh.rank == odd, check, "dp" if kind.along_dp else "")

@@ -159,7 +159,7 @@ def _changed(x: Any, change: Callable[[Any], Any], depth: int) -> Any:
 
 
 def settings(module: nn.Module, name: str) -> dict[str, Any]:
-    """What a module is made with, but for which layer it is."""
+    """Return the settings of a module, except the number of its layer."""
     numbers = {int(part) for part in name.split(".") if part.isdigit()}
     place = {k for k, x in vars(module).items() if type(x) is int and x in numbers and any(w in k for w in PLACES)}
     own = {k: x for k, x in vars(module).items() if type(x) in (int, float, bool, str) and k not in place}
@@ -167,7 +167,7 @@ def settings(module: nn.Module, name: str) -> dict[str, Any]:
 
 
 def forms(given: Any) -> str:
-    """Of what a module is called with, all but numbers and what a cache holds; of masks how many there are of each."""
+    """Return the forms of a module's arguments, without numbers and a cache's contents; masks are counted."""
     flat, _ = tree_flatten_with_path(given, is_leaf=lambda x: "ache" in type(x).__name__)
     is_mask = lambda x: x.dtype == torch.bool or not x.is_floating_point()  # noqa: E731
     return str([(str(key), (x.shape, int(x.sum()) if is_mask(x) and not x.is_meta else 0) if isinstance(x, Tensor)
