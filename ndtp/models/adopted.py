@@ -21,13 +21,16 @@ from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.hidden import Hidden, enter, leave, split, whole
+from ndtp.models.made_classes import made_class
+from ndtp.models.standing_in import lying, take_place
 from ndtp.nn.padding import zero_padding
-from ndtp.nn.parameters import put_on_grid
+from ndtp.nn.parameters import check_own, put_on_grid
 from ndtp.nn.parameters import taken as taken_from
 from ndtp.nn.sharded import Lies, Sharded
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
 from ndtp.ops.norms import NormPlan, norm
+from ndtp.runtime.arrival import stored_shape
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.versions import refuse_changed, version_of
 
@@ -36,7 +39,7 @@ def is_placed(parameter: Tensor) -> bool:
     return hasattr(parameter, "ndtp_layout")
 
 
-_made: Callable[..., type] = cache(lambda name, bases, module: type(name, bases, {"__module__": module}))
+_made: Callable[..., type] = cache(lambda name, bases, module: made_class(name, bases, {"__module__": module}))
 
 
 def class_of(mine: Any, theirs: Any, behind: bool = False) -> type:
@@ -72,12 +75,36 @@ class Adopted(Sharded):
             return
         if not is_placed(own):
             put_on_grid(own, layout, self.mesh, f"{self.name}.{name}", shape)
-        if own.ndtp_layout != layout or tuple(own.shape) != tuple(shape or own.ndtp_real):
+        if own.ndtp_layout != layout or tuple(stored_shape(own)) != tuple(shape or own.ndtp_real):
             raise LayoutError(
                 f"'{self.name}': {name} is shared with another module, which wants it as {own.ndtp_layout}, not "
                 f"{layout}"
             )
-        self.lies[name] = Lies.of(layout, own.shape, own.ndtp_real)
+        self.lies[name] = Lies.of(layout, stored_shape(own), own.ndtp_real)
+
+    def own(self, name: str, x: Tensor) -> Tensor | None:
+        """Its parameter, or what stands in the place of it, a tensor that hooks or a parametrization computed."""
+        value = self.held(name)
+        if value is not None and value is not self._parameters.get(name):
+            lies = self.lies[name]
+            check_own(value, lies.shape, lies.shard, x, f"{type(self).__name__} '{self.name}': {name}")
+            return value
+        return super().own(name, x)
+
+    def held(self, name: str) -> Tensor | None:
+        """A parameter, or what was computed in its place, to lie as that."""
+        found = self._parameters.get(name)
+        if found is not None or name not in self.lies:
+            return found
+        value = getattr(self, name, None)
+        return value if value is None else lying(value, self.lies[name], self.mesh, f"{self.name}.{name}")
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """A dense one is put on the grid, and stays the same object."""
+        lies = vars(self).get("lies", {}).get(name)
+        if lies is not None and param is not None:
+            take_place(param, lies, self.mesh, f"{self.name}.{name}")
+        super().register_parameter(name, param)
 
 
 def adopt(module: nn.Module, kind: type[Adopted], frame: Frame, name: str, behind: bool = False) -> Any:
@@ -220,6 +247,14 @@ class Replicated(nn.Module):
                 if isinstance(x, Tensor) and x.grad_fn is not None:
                     x.grad_fn.register_prehook(partial(_refuse_changed, read))
         return given
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """A dense one is put on the grid, and stays the same object."""
+        own: Any = self._parameters.get(name)
+        if own is not None and param is not None and is_placed(own):
+            lies = Lies.of(own.ndtp_layout, stored_shape(own), own.ndtp_real)
+            take_place(param, lies, self.ndtp_frame.mesh, f"{self.ndtp_name}.{name}")
+        super().register_parameter(name, param)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         mesh = self.ndtp_frame.mesh

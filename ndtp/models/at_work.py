@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ndtp.models.frame import Frame
+from ndtp.models.made_classes import made_class
 from ndtp.runtime.versions import refuse_changed
 
 
@@ -30,7 +31,7 @@ def reads_parameters(model: nn.Module, frame: Frame) -> None:
         return
     made = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
     methods = {name: _noting(theirs, name, frame) for name in ("forward", *computing(theirs))}
-    model.__class__ = type(theirs.__name__, (AtWork, theirs), made | methods)
+    model.__class__ = made_class(theirs.__name__, (AtWork, theirs), made | methods)
 
 
 def _noting(theirs: Any, name: str, frame: Frame) -> Any:

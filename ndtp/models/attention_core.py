@@ -62,7 +62,8 @@ class Placeholder(Tensor):
         name = str(getattr(func, "__name__", func)).strip("_")
         raise LayoutError(
             f"parallelize: an attention module computes {name} of its hidden states before it projects them, which are "
-            f"split: {args[0].source.passage}\n  fix: leave its projections whole, by keep="
+            f"split: {args[0].source.passage}\n  fix: leave its projections whole, by keep=; of adapters that were "
+            "put on since, parallelize(model) once more"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,11 +12,15 @@ from torch import Tensor, nn
 
 from ndtp.models.frame import Frame
 from ndtp.models.hidden import Hidden, leave
+from ndtp.models.kept_logits import Kept
+from ndtp.models.made_classes import made_class
 from ndtp.models.pending import Call, Pending, pending
 from ndtp.models.projections import Projection, products
 from ndtp.nn.hooks import has_hooks
 from ndtp.nn.losses import loss_plan
 from ndtp.ops.linear_losses import LinearLossPlan, linear_cross_entropy
+from ndtp.ops.products import chain
+from ndtp.runtime.arrival import local_of
 
 
 class HeadSchedule:
@@ -26,7 +31,18 @@ class HeadSchedule:
             return None
         if has_hooks(member) or "forward" in member.__dict__:
             return None
-        return pending(Call((member,), member.taken(x), products, x, cross_entropy), member)
+        call = Call((member,), member.taken(x), plain_products, x, cross_entropy, Kept((member,)))
+        return pending(call, member)
+
+
+def plain_products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
+    """Of a head by itself; of weights that were kept, which are no layer's any more, nothing was gathered ahead."""
+    (head,) = members
+    weight, bias = head.weight_and_bias()
+    if weight is head.__dict__["_parameters"]["weight"] and isinstance(weight, torch.nn.Parameter):
+        return products(members, x)
+    given = (local_of(weight),), (None if bias is None else local_of(bias),)
+    return [chain(leave(x), *given, (head.plan,), (None,), head.mesh)]
 
 
 def cross_entropy(
@@ -104,5 +120,6 @@ def place_model(model: nn.Module, frame: Frame) -> None:
         finally:
             frame.has_labels = before
 
-    model.__class__ = type(theirs.__name__, (WholeModel, theirs), {"__module__": theirs.__module__, "forward": forward})
+    kind = made_class(theirs.__name__, (WholeModel, theirs), {"__module__": theirs.__module__, "forward": forward})
+    model.__class__ = kind
     model.ndtp_frame = frame  # type: ignore[assignment]

@@ -95,7 +95,7 @@ def parallelize(
             Or what `ndtp.plan` returns, which gives the scheme and the axes of experts.
         mesh: a `ProcessGrid`; or a `Grid` or a `DeviceMesh` with named dims, of which one is made, which is in
             `model.ndtp_report.mesh`.  It may be left out with scheme="auto", which takes the best grid
-            of all ranks.
+            of all ranks, and with "1d" or "1d-sp", which take all ranks as one axis.
         scheme, axes: as for `ndtp.nn.MLP`; "auto" takes the layouts by which a step on `mesh` takes least.
         tokens, hardware: what "auto" plans for: rows of a step, and a preset or profile of `ndtp.planner.hardware`.
             By a profile that was measured (`ndtp bench calibrate`) numbers of chunks are chosen, too.
@@ -127,7 +127,8 @@ def parallelize(
     if isinstance(plan, GridPlan):
         expert_axis = plan.expert_axis if expert_axis is None else expert_axis
         scheme, regather, plan = plan.scheme, plan.regather, None
-    earlier: Report | None = vars(stock_model(model) or model).get("ndtp_report")
+    inner: Any = model.get_base_model() if hasattr(type(model), "get_base_model") else model
+    earlier: Report | None = vars(stock_model(model) or inner).get("ndtp_report")
     if earlier is not None and earlier.split is not None:
         check_same_weights(model, earlier.mesh)  # type: ignore[arg-type]
         report = split_before(model, mesh, earlier)
@@ -135,6 +136,8 @@ def parallelize(
         report.count(model, count, earlier.split.linears)
         model.ndtp_report = report  # type: ignore[assignment]
         return model
+    if mesh is None and scheme != "auto":
+        mesh = _of_all_ranks(scheme, axes)
     if plan is None and is_transformer(model) and (mesh is not None or scheme == "auto"):
         split_by = (expert_axis,) if isinstance(expert_axis, str) else expert_axis
         if scheme == "auto":
@@ -183,9 +186,8 @@ def parallelize(
         pairs = pairs_by_name(model, {name: value for name, value in plan.items() if isinstance(value, str)})
     if scheme == "auto":
         mesh, layouts = _automatic(model, pairs, mesh, tokens, hardware)
-    elif mesh is None:
-        raise LayoutError("parallelize: give a mesh; only scheme='auto' makes one")
     else:
+        assert mesh is not None
         layouts = block_layouts(mesh.grid, scheme, axes)
     check_same_weights(model, mesh)
     use_measured(mesh, hardware)
@@ -218,6 +220,18 @@ def parallelize(
     report.plain = sum_plain_gradients_of(model, mesh, rows)
     compare_calls(model, mesh, rows, scheme, check, check_every)
     return model
+
+
+def _of_all_ranks(scheme: str, axes: Sequence[str] | None) -> ProcessGrid:
+    """The mesh where none is given: all ranks as one axis, where a scheme has but one."""
+    if scheme not in ("1d", "1d-sp"):
+        raise LayoutError(
+            f"parallelize: no mesh is given, and scheme {scheme!r} does not say how many ranks its axes have\n  fix: "
+            "parallelize(model, ndtp.Grid(x=2, y=2)), whose sizes multiply to the number of ranks; scheme='1d', which "
+            "takes all ranks as one axis; or scheme='auto' with tokens=, the rows of a step"
+        )
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return ProcessGrid(Grid({axes[0] if axes else "x": ranks}))
 
 
 def _is_in(name: str, stack: str) -> bool:

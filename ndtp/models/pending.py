@@ -10,7 +10,7 @@ called for: the same grad mode, autocast and weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from ndtp.errors import LayoutError
 from ndtp.models.between import DROPOUTS, KNOWN, SIZES, getters, writes
 from ndtp.models.hidden import PARTS, RESHAPES, Hidden, for_every_row, is_dropout_off, leave
+from ndtp.models.kept_logits import Kept
 from ndtp.models.rows import picked_rows
 from ndtp.runtime.versions import version_of
 
@@ -45,6 +46,7 @@ class Call:
         source: their input, as their plan has it; `given` as it came.
         compute: gives what each of them does, as one product.
         loss: (of a head) the cross entropy of what it gives, or `NotImplemented`.
+        kept: (of a head) its weights, where they are about to change.
         asked: those that were called so far.
     """
 
@@ -53,6 +55,7 @@ class Call:
     compute: Callable[[Sequence[Projection], Hidden], list[Tensor]]
     given: Any = None
     loss: Callable[..., Any] | None = None
+    kept: Kept | None = None
 
     def __post_init__(self) -> None:
         self.device = "cpu" if self.source.is_meta else self.source.device.type
@@ -90,15 +93,19 @@ class Call:
             LayoutError: its weights have changed since it was called.
         """
         if self.values is None:
-            for x, version in self.watched:
-                if version_of(x) != version:
+            changed = [(x, version) for x, version in self.watched if version_of(x) != version]
+            for x, version in changed:
+                if self.kept is None or not self.kept.has(x, version):
                     raise LayoutError(
                         f"'{member.name}': what it gave is asked for after its input or weights, {tuple(x.shape)}, "
-                        "were changed; it was not computed before\n"
+                        "were changed by other than an optimizer; it was not computed before\n"
                         "  fix: ask for it first, or parallelize(..., fuse=False)"
                     )
-            made = self.compute(self.members, self.source)
-            self.values = [m.as_given(y, self.source.passage) for m, y in zip(self.members, made, strict=True)]
+            with self.kept.as_then() if changed and self.kept is not None else nullcontext():
+                made = self.compute(self.members, self.source)
+                self.values = [m.as_given(y, self.source.passage) for m, y in zip(self.members, made, strict=True)]
+            if self.kept is not None:
+                self.kept.done()
         return self.values[self.members.index(member)]
 
 

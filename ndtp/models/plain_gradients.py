@@ -30,7 +30,7 @@ from ndtp.models.left_alone import is_foreign
 from ndtp.nn.parameters import put_on_grid
 from ndtp.nn.sharded import Sharded
 from ndtp.ops.gradients import all_reduce
-from ndtp.runtime.arrival import is_plain, local_of, wrapped
+from ndtp.runtime.arrival import is_plain, local_of, real_of, wrapped
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -163,7 +163,7 @@ def _on_grid(gradient: Tensor, parameter: Any) -> Tensor:
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(gradient, parameter.device_mesh, parameter.placements, run_check=False)
-    return wrapped(gradient, parameter._spec)  # type: ignore[no-any-return]
+    return wrapped(gradient, parameter._spec, real_of(parameter))  # type: ignore[no-any-return]
 
 
 def _hook_first(parameter: nn.Parameter, hook: Any) -> None:

@@ -35,6 +35,8 @@ class Group:
     results = OfTurn(dict)
 
     def result(self, member: Projection, x: Tensor) -> Tensor:
+        if any(each._forward_pre_hooks for each in self.members):  # which may change a weight that is used later
+            return products([member], member.taken(x))[0]
         if self.source is not x or id(member) not in self.results:
             self.source = x
             made = products(self.members, member.taken(x))
@@ -120,7 +122,7 @@ class Projection(Adopted):
         """Return weight and bias as the product takes them: DTensors, or shards that were reordered where stored
         otherwise.
         """
-        weight, bias = self._parameters["weight"], self._parameters.get("bias")
+        weight, bias = self.held("weight"), self.held("bias")
         assert weight is not None
         if self.stored == self.plan.b:
             return weight, bias

@@ -13,6 +13,7 @@ from torch import nn
 
 from ndtp.models.adopted import Adopted
 from ndtp.models.hidden import Hidden
+from ndtp.models.made_classes import made_class
 from ndtp.models.pending import Pending
 from ndtp.runtime.eagerly import backwards_as_they_are
 
@@ -37,4 +38,5 @@ def run_eagerly(model: nn.Module) -> None:
         if not isinstance(module, Adopted):
             forward = torch.compiler.disable(theirs.forward, reason=WHY)
             made = {"__module__": theirs.__module__, "forward": forward}
-            module.__class__ = type(theirs.__name__, (theirs,), made)
+            kind = made_class(theirs.__name__, (theirs,), made)
+            module.__class__ = kind

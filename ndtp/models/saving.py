@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
 from ndtp.models.state_entries import Entry, entries_of, mesh_of_model
 from ndtp.ops.products import relayout
@@ -42,6 +43,20 @@ class SavedWhole:
                 failure = f"{type(error).__name__}: {error}"
         crew.raise_everywhere(failure, f"save_pretrained: {save_directory} is not complete")
         return result
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            LayoutError: another number of tokens than the model has.
+        """
+        embeddings: Any = self.get_input_embeddings()  # type: ignore[attr-defined]
+        count = getattr(embeddings, "num_embeddings", None)
+        if new_num_tokens is not None and (new_num_tokens != count or args or kwargs.get("pad_to_multiple_of")):
+            raise LayoutError(
+                f"resize_token_embeddings({new_num_tokens}): the {count} rows of this model's vocabulary are split\n"
+                "  fix: resize_token_embeddings before parallelize"
+            )
+        return embeddings
 
 
 def saved_whole(model: nn.Module) -> None:

@@ -127,7 +127,7 @@ class ReadAsSplit(Adopted):
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
-        running = self.frame.running if name in self.__dict__["_parameters"] else ()
+        running = self.frame.running if name in self.__dict__["_parameters"] and name in self.lies else ()
         if not running or running[-1] is None or value is None:
             return value
         lies = self.lies[name]
@@ -217,6 +217,8 @@ class SharedInput:
     results = OfTurn(dict)
 
     def result(self, member: ObservedLinear, x: Tensor) -> tuple[Tensor, Rows]:
+        if any(each._forward_pre_hooks for each in self.members):  # which may change a weight that is used later
+            return member.product([member], x)[0]
         if self.source is not x or id(member) not in self.results:
             self.source = x
             made = member.product(self.members, x)

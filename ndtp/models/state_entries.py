@@ -15,7 +15,7 @@ from ndtp.nn.experts import Experts
 from ndtp.nn.gated import GatedMLP
 from ndtp.nn.linear import Linear
 from ndtp.nn.sharded import Sharded
-from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -81,7 +81,7 @@ def entries_of(model: nn.Module, mesh: ProcessGrid | None) -> list[Entry]:
         if not is_plain(x) and mesh is not None:
             layout = Layout.from_placements(mesh.grid, mesh.mesh_axes, x.placements, x.dim())
             local = x._local_tensor.detach()
-        shape = tuple(x.shape)
+        shape = tuple(stored_shape(x))
         own = next((real[key] for key in keys if key in real), shape)  # of any module that has it
         # Gates and ups of experts, which a file has as one dim.
         dense = (own[0], own[1] * own[2], own[3]) if keys[0] in gated else own
@@ -139,8 +139,8 @@ def take_memory(parameter: Any, device: Any) -> None:
 
     local = torch.empty_like(parameter._local_tensor, device=device)
     made = DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-        stride=parameter.stride(),
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter._spec.shape,
+        stride=parameter._spec.stride,
     )  # fmt: skip
     become(parameter, made, parameter.ndtp_name, parameter.ndtp_real)
 

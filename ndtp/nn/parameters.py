@@ -13,7 +13,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.nn.random import key_of, uniform
 from ndtp.ops.products import relayout
-from ndtp.runtime.arrival import is_plain, local_shard
+from ndtp.runtime.arrival import is_plain, local_shard, real_of, stored_shape, wrapped
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -58,6 +58,13 @@ def empty_parameter(
     from ndtp.runtime.grid_tensor import parameter_of
 
     return parameter_of(sharded(local, layout, mesh))
+
+
+def put_in_place(dense: Tensor, placements: Any, device_mesh: Any, shape: Sequence[int]) -> Tensor:
+    """This rank's part of a tensor that every rank has, as one on the grid; differentiable."""
+    from ndtp.runtime.grid_tensor import PutInPlace
+
+    return PutInPlace.apply(dense, placements, device_mesh, torch.Size(shape))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def put_on_grid(
@@ -107,7 +114,7 @@ def shard_like(parameter: Any, dense: Tensor, mesh: ProcessGrid) -> Tensor:
     if is_plain(parameter):
         return dense.view(parameter.shape)
     dense = dense.detach().reshape(parameter.ndtp_real)
-    own = sharded(dense.new_empty(parameter._local_tensor.shape), parameter.ndtp_layout, mesh)
+    own = wrapped(dense.new_empty(parameter._local_tensor.shape), parameter._spec, real_of(parameter))
     if not dense.is_meta:
         fill_from_dense(own, parameter.ndtp_layout, mesh, dense)
     return own
@@ -123,7 +130,7 @@ def fill_uniform(
         real: the global shape without padding; what lies beyond is zero.
     """
     local = local_shard(parameter)
-    parts = _real_part(layout, mesh, parameter.shape, real)
+    parts = _real_part(layout, mesh, stored_shape(parameter), real)
     local.zero_()
     drawn = uniform(real, parts, key_of(seed, name), local.device)
     local[tuple(slice(0, part.stop - part.start) for part in parts)] = ((2 * drawn - 1) * bound).to(local.dtype)
@@ -138,7 +145,7 @@ def fill_normal(
     Source: Box and Muller 1958, "A note on the generation of random normal deviates".
     """
     local = local_shard(parameter)
-    parts = _real_part(layout, mesh, parameter.shape, real)
+    parts = _real_part(layout, mesh, stored_shape(parameter), real)
     local.zero_()
     radius, angle = (uniform(real, parts, key_of(seed, f"{name}.{part}"), local.device) for part in ("radius", "angle"))
     drawn = (-2 * torch.log1p(-radius)).sqrt() * torch.cos(2 * math.pi * angle)
@@ -149,7 +156,7 @@ def fill_normal(
 def fill_from_dense(parameter: Tensor, layout: Layout, mesh: ProcessGrid, dense: Tensor) -> None:
     """Copy this rank's shard out of the dense tensor; what lies beyond it is zero."""
     local = local_shard(parameter)
-    parts = _real_part(layout, mesh, parameter.shape, dense.shape)
+    parts = _real_part(layout, mesh, stored_shape(parameter), dense.shape)
     local.zero_()
     local[tuple(slice(0, part.stop - part.start) for part in parts)] = dense[parts].to(local)
 
@@ -174,9 +181,9 @@ def taken(value: Tensor, own: Tensor, layout: Layout, mesh: ProcessGrid, real: S
                 f"a DTensor with placements {lies[1]} on {lies[0]}, this parameter has {wanted[1]} on {wanted[0]}\n"
                 "  fix: redistribute it, or load its full_tensor()"
             )
-        return value
-    shape = tuple(own.shape)
-    if tuple(value.shape) not in (shape, tuple(real)) or (mesh.device_mesh is None and value.shape == own.shape):
+        return value if value.shape == own.shape else wrapped(value._local_tensor, value._spec, real_of(own))  # type: ignore[attr-defined]
+    shape = tuple(stored_shape(own))
+    if tuple(value.shape) not in (shape, tuple(real)) or (mesh.device_mesh is None and tuple(value.shape) == shape):
         return value
     dense = value.detach()[tuple(slice(0, size) for size in real)]
     if dense.shape != value.shape and not value.is_meta and value.count_nonzero() != dense.count_nonzero():
@@ -187,7 +194,7 @@ def taken(value: Tensor, own: Tensor, layout: Layout, mesh: ProcessGrid, real: S
     local = dense.new_zeros(layout.shard_shape(shape))
     parts = _real_part(layout, mesh, shape, real)
     local[tuple(slice(0, part.stop - part.start) for part in parts)] = dense[parts]
-    return sharded(local, layout, mesh)
+    return sharded(local, layout, mesh) if is_plain(own) else wrapped(local, own._spec, real_of(own))  # type: ignore[attr-defined]
 
 
 def _lies(x: Any) -> tuple[Any, Any]:
@@ -202,13 +209,18 @@ def check_own(parameter: Tensor, shape: Sequence[int], shard_shape: Sequence[int
     Raises:
         LayoutError: names the parameter, and how to bring it in.
     """
+    if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
+        raise LayoutError(
+            f"{name}: torch.func transforms look past the shards of a split model\n  fix: loss.backward(), or "
+            "torch.autograd.grad(loss, list(model.parameters())); or the dense model"
+        )
     if parameter.is_meta and not x.is_meta:
         raise LayoutError(
             f"{name} is on the meta device and has no values yet\n  fix: to_empty(device=...), then reset_parameters() "
             "or load_state_dict(); or load_state_dict(state, assign=True)"
         )
     is_shard = is_plain(parameter)
-    if tuple(parameter.shape) != tuple(shard_shape if is_shard else shape):
+    if tuple(stored_shape(parameter)) != tuple(shard_shape if is_shard else shape):
         raise LayoutError(
             f"{name} is a {'plain tensor' if is_shard else 'DTensor'} of the shape {tuple(parameter.shape)}; of "
             f"{tuple(shape)} a rank has a shard of {tuple(shard_shape)}\n  fix: load_state_dict, which cuts the shard "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.runtime.arrival import Deferred, is_plain, taken_in, wrapped
+from ndtp.runtime.arrival import Deferred, is_plain, real_of, taken_in, wrapped
 from ndtp.runtime.moves import Move
 from ndtp.runtime.versions import refuse_changed, version_of
 from ndtp.runtime.weight_prefetch import owner_of
@@ -42,7 +42,7 @@ def run_chain(
             if i in late:
                 shards[i], call.deferred[i] = taken_in(x, step.late.window_start, given[i])
             elif program.needs[i] and x is not shards[i]:
-                shards[i], call.specs[i] = x, x._spec
+                shards[i], call.specs[i] = x, x
     # Of other tensors autograd itself watches those that it saves; A that was gathered is not needed as it was.
     for i in program.operands:
         x = given[i]
@@ -73,7 +73,7 @@ class _Call:
 
     Attributes:
         deferred: gradients that take collectives and arrive late, by their places among the operands.
-        specs: how DTensors lie that autograd sees as they are, by their places.
+        specs: DTensors that autograd sees as they are, by their places.
         watched: operands that backward multiplies by, and the versions that forward saw.
         ahead, ahead_backward: the weights that are needed first, and by what their order is known.
     """
@@ -143,8 +143,8 @@ class _Chain(torch.autograd.Function):
         gradients = program.backward(step, grad, kept, held, *call.ahead_backward, defers=program.may_defer)
         if call.deferred:
             _expect(call, gradients, grad, bool(held))
-        for i, spec in call.specs.items():
-            gradients[i] = wrapped(gradients[i], spec)
+        for i, x in call.specs.items():
+            gradients[i] = wrapped(gradients[i], x._spec, real_of(x))
         return None, *gradients
 
 

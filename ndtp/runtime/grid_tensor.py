@@ -2,14 +2,10 @@
 
 To torch and to whoever asks `isinstance` it is a DTensor.  It is none in memory: a Python object cannot grow, a DTensor
 has two slots that a Parameter has not, and so `torch.utils.swap_tensors` refuses the two.  It holds the DTensor
-instead, and each operation of torch runs on that.  Beside plain tensors it goes by three rules:
+instead, and each operation of torch runs on that (see `ndtp.runtime.grid_operations`).
 
-- one that every rank has whole counts as a plain tensor, and so does what comes of it;
-- into a plain tensor that is written (`ema.lerp_(p, 0.1)`) goes the whole of it, gathered, without padding;
-- element by element, a plain tensor beside a split one is one that every rank has: a rank takes its part.
-
-A number made of it (`p.pow(2).sum()`) is a plain number, the same on every rank.  What draws (`nn.init`) draws what it
-would of the dense tensor, from torch's generator, of which a rank keeps its part.
+Its sizes are those of the whole.  Where they do not divide, the DTensor has padding behind them, which is zero and
+which nobody sees: a mean, a saved state or a dense weight that is assigned know nothing of it.
 """
 
 from __future__ import annotations
@@ -21,17 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.distributed.tensor import DTensor
 
 from ndtp.errors import LayoutError
+from ndtp.runtime.grid_operations import box_of, full_of, operate, part_of
 
-NEW = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones", "new_full")
-SAME = ("detach", "clone", "_to_copy", "alias", "empty_like")
-DRAWS = (
-    "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_",
-)  # fmt: skip
 CLASS: Any = vars(object)["__class__"]
+KEPT = ("_dtensor", "ndtp_summed_over", "ndtp_is_handed")  # hooks, and what stands for one, are not copied
 
 
 class GridTensor(torch.Tensor):
@@ -39,24 +31,33 @@ class GridTensor(torch.Tensor):
 
     Attributes:
         _dtensor: the DTensor, outside of autograd.
-        ndtp_real: the shape without padding.
+        ndtp_real: its shape; that of the DTensor may have padding.
         ndtp_name: what errors call it.
         ndtp_is_read: whether a model's own code takes it for a plain tensor, so that its gradient is one.
+        ndtp_view: (of a view) what it is a view of, and how it was made where it shares no memory with that.
+        ndtp_is_handed: whether code outside of the layers computes with it, whose gradient may be a plain tensor.
     """
 
     _dtensor: Any
     ndtp_real: Any
     ndtp_name: str
     ndtp_is_read: bool
+    ndtp_view: Any
+    ndtp_is_handed: bool
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls: Any, dtensor: Any, requires_grad: bool = False) -> Any:
+    def __new__(cls: Any, dtensor: Any, requires_grad: bool = False, real: Sequence[int] | None = None) -> Any:
+        shape = dtensor.shape
+        is_padded = real is not None and tuple(real) != tuple(shape)
+        if real is None or not is_padded:
+            real = shape
+        strides = torch.empty(real, device="meta").stride() if is_padded else dtensor.stride()
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, dtensor.shape, strides=dtensor.stride(), dtype=dtensor.dtype, device=dtensor.device,
+            cls, torch.Size(real), strides=strides, dtype=dtensor.dtype, device=dtensor.device,
             layout=dtensor.layout, requires_grad=requires_grad,
         )  # fmt: skip
-        made._dtensor, made.ndtp_real, made.ndtp_name = dtensor, dtensor.shape, ""
+        made._dtensor, made.ndtp_real, made.ndtp_name = dtensor, torch.Size(real), ""
         return made
 
     @property  # type: ignore[misc]
@@ -72,18 +73,117 @@ class GridTensor(torch.Tensor):
     _spec = property(lambda self: self._dtensor._spec, lambda self, x: self._take_slot("spec", x))
     placements = property(lambda self: self._dtensor.placements)
     device_mesh = property(lambda self: self._dtensor.device_mesh)
-    to_local, redistribute = DTensor.to_local, DTensor.redistribute
-    __tensor_flatten__ = DTensor.__tensor_flatten__
     # Names, not a `__getattr__`, which the compiler does not see through.
     _raise_if_contains_partial_placements = DTensor._raise_if_contains_partial_placements
-    __create_chunk_list__ = DTensor.__create_chunk_list__
-    __create_write_items__ = DTensor.__create_write_items__
-    __get_tensor_shard__ = DTensor.__get_tensor_shard__
+
+    @property
+    def is_padded(self) -> bool:
+        return self.ndtp_real != self._dtensor.shape  # type: ignore[no-any-return]
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """A dense tensor, of which this rank takes its part; or one that lies as this does."""
+        self._refuse_other(value)
+        local = value._local_tensor if isinstance(value, DTensor) else part_of(value.detach(), self._dtensor)
+        if local.dtype == self.dtype and not isinstance(value, DTensor):
+            self._dtensor._local_tensor.copy_(local)
+        else:
+            become(self, DTensor.from_local(
+                local, self.device_mesh, self.placements, run_check=False, shape=self._dtensor.shape,
+                stride=self._dtensor.stride(),
+            ), self.ndtp_name, self.ndtp_real)  # fmt: skip
+
+    def _refuse_other(self, value: Tensor) -> None:
+        what = f"'{self.ndtp_name}'" if self.ndtp_name else "a parameter"
+        if tuple(value.shape) != tuple(self.shape):
+            raise LayoutError(
+                f"ndtp: .data = of {what} {tuple(self.shape)}, which is split over ranks, got a tensor of the shape "
+                f"{tuple(value.shape)}\n  fix: a dense tensor of its shape, of which each rank takes its part; or make "
+                "the model anew and parallelize that"
+            )
+        if isinstance(value, DTensor) and (value.placements, value.device_mesh) != (self.placements, self.device_mesh):
+            raise LayoutError(
+                f"ndtp: .data = of {what} got a tensor that lies as {value.placements}, and this one lies as "
+                f"{self.placements}\n  fix: p.data = value.full_tensor(), of which each rank takes its part"
+            )
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """This rank's shard, with padding."""
+        if sys._getframe(1).f_code.co_name == "_get_in_out_features":
+            # peft asks how many features a layer takes and gives: here these are those of the whole.
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        if not self.is_padded or not torch.is_grad_enabled():
+            return DTensor.to_local(self, grad_placements=grad_placements)  # type: ignore[arg-type]
+        return _ToLocal.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_padded:
+            return self._dtensor.redistribute(*args, **kwargs)  # with its padding, outside of autograd
+        return DTensor.redistribute(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
+        """The whole, as of a dense tensor; a collective."""
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return full_of(self).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The whole, as of a dense tensor; a collective."""
+        return full_of(self).tolist()
+
+    def share_memory_(self) -> Any:
+        raise LayoutError(
+            "ndtp: share_memory() of a model that is split over ranks would share this rank's shards alone\n"
+            "  fix: share the dense model; or start a rank for each process, as ndtp.testing.run does"
+        )
+
+    def __tensor_flatten__(self) -> Any:
+        names, given = DTensor.__tensor_flatten__(self)  # type: ignore[arg-type]
+        return names, (given, self.ndtp_real, self._dtensor.shape, self._dtensor.stride())
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, given: Any, size: Any, stride: Any) -> Any:
-        made: Any = DTensor.__tensor_unflatten__(inner, given, size, stride)
-        return GridTensor(DTensor(made._local_tensor, made._spec, requires_grad=False), made.requires_grad)
+        theirs, real, shape, strides = given
+        if real != shape:
+            size, stride = shape, strides
+        made: Any = DTensor.__tensor_unflatten__(inner, theirs, size, stride)
+        dtensor = DTensor(made._local_tensor, made._spec, requires_grad=False)
+        return GridTensor(dtensor, made.requires_grad, real if real != shape else None)
+
+    # What a distributed checkpoint of torch asks for; padding is in none.
+
+    def __create_chunk_list__(self) -> Any:
+        if not self.is_padded:
+            return DTensor.__create_chunk_list__(self)  # type: ignore[arg-type]
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        start, shape = self._real_box()
+        return [ChunkStorageMetadata(offsets=torch.Size(start), sizes=torch.Size(shape))]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        items = DTensor.__create_write_items__(self, fqn, object)  # type: ignore[arg-type]
+        if not self.is_padded:
+            return items
+        from dataclasses import replace
+
+        start, shape = self._real_box()
+        chunk = replace(items[0].tensor_data.chunk, offsets=torch.Size(start), sizes=torch.Size(shape))
+        index = replace(items[0].index, offset=torch.Size(start))
+        given = replace(items[0].tensor_data, chunk=chunk, size=self.ndtp_real)
+        return [replace(items[0], index=index, tensor_data=given)]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return self._local_tensor.detach()[tuple(map(slice, self._real_box()[1]))]  # type: ignore[no-any-return]
+
+    def _real_box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where this rank's shard begins, and its shape, without padding."""
+        start, shape = box_of(self._dtensor)
+        start = tuple(min(a, n) for a, n in zip(start, self.ndtp_real, strict=True))
+        return start, tuple(min(n - a, m) for a, n, m in zip(start, self.ndtp_real, shape, strict=True))
 
     def _take_slot(self, name: str, value: Any) -> None:
         """A slot of a DTensor that `torch.utils.swap_tensors` gives; that of one of these has come with `__dict__`."""
@@ -99,8 +199,9 @@ class GridTensor(torch.Tensor):
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole of it without padding, on every rank; a collective."""
-        whole = DTensor.full_tensor(self, grad_placements=grad_placements)  # type: ignore[arg-type]
-        return whole if whole.shape == self.ndtp_real else whole[tuple(map(slice, self.ndtp_real))]
+        if not self.is_padded:
+            return DTensor.full_tensor(self, grad_placements=grad_placements)  # type: ignore[arg-type]
+        return _Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self._dtensor)
@@ -108,181 +209,82 @@ class GridTensor(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> Any:
         if id(self) in memo:
             return memo[id(self)]
-        made = GridTensor(copy.deepcopy(self._dtensor, memo), self.requires_grad)
+        made = GridTensor(copy.deepcopy(self._dtensor, memo), self.requires_grad, self.ndtp_real)
         memo[id(self)] = made
         for name, value in vars(self).items():
-            if name not in ("_dtensor", "ndtp_summed_over"):  # hooks are not copied
+            if name not in KEPT:
                 setattr(made, name, copy.deepcopy(value, memo))
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        own = {name: value for name, value in vars(self).items() if name not in ("_dtensor", "ndtp_summed_over")}
-        return _rebuilt, (self._dtensor, self.requires_grad, own)
+        own = {"_is_param": True} if getattr(self, "_is_param", False) else {}
+        return _rebuilt, (self._dtensor, self.requires_grad, tuple(self.ndtp_real), self.ndtp_name, own)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        flat, tree = tree_flatten((args, kwargs))
-        mine = [x for x in flat if type(x) is cls]
-        written = _written(func, name, args, kwargs)
-        if name in DRAWS and type(args[0]) is cls:
-            return _drawn(func, args, kwargs)
-        if any(is_whole_tensor(x) for x in flat):
-            return _beside_plain(func, name, flat, tree, written)
-        args, kwargs = tree_unflatten([x._dtensor if type(x) is cls else x for x in flat], tree)
-        made = func(*args, **kwargs)
-        if written is not None:
-            return None if made is None else written
-        if name in NEW:
-            return made
-        of = mine[0]
-        return tree_map(lambda x: _taken(x, of, name) if isinstance(x, DTensor) else x, made)
+        return operate(cls, func, args, kwargs or {})
 
 
 KINDS = (DTensor, GridTensor)  # the compiler goes by the class itself, not by what a tensor says of it
 
 
-def is_whole_tensor(x: Any) -> bool:
-    """A plain tensor that is no number."""
-    return isinstance(x, Tensor) and x.dim() > 0 and not isinstance(x, DTensor)
+class _Whole(torch.autograd.Function):
+    """`full_tensor` of one with padding: its gradient is whole on every rank, which takes its part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        ctx.like, ctx.real = x._dtensor, x.ndtp_real
+        return x._dtensor.full_tensor()[tuple(map(slice, x.ndtp_real))].clone()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return GridTensor(DTensor(part_of(grad, ctx.like), ctx.like._spec, requires_grad=False), False, ctx.real)
 
 
-def _written(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Return the tensors that an operation writes into, and returns."""
-    if "out" in kwargs:
-        return kwargs["out"]
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    return args[0] if is_in_place and func._schema.is_mutable and args else None
+class _ToLocal(torch.autograd.Function):
+    """`to_local` of one with padding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        ctx.spec, ctx.real = x._spec, x.ndtp_real
+        local = x._local_tensor
+        return local.view_as(local)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return GridTensor(DTensor(grad.contiguous(), ctx.spec, requires_grad=False), False, ctx.real)
 
 
-def _rebuilt(dtensor: Any, requires_grad: bool, own: Any) -> Any:
-    made = GridTensor(dtensor, requires_grad)
-    for name, value in own.items():
-        setattr(made, name, value)
+class PutInPlace(torch.autograd.Function):
+    """A tensor that every rank has, as one on the grid; its gradient is whole on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, placements: Any, device_mesh: Any, shape: torch.Size) -> Any:
+        strides = torch.empty(shape, device="meta").stride()
+        with torch.no_grad():
+            like = DTensor.from_local(
+                dense.new_empty(0), device_mesh, placements, run_check=False, shape=shape, stride=strides
+            )
+            local = part_of(dense, like)
+        return GridTensor(DTensor(local, like._spec, requires_grad=False), False, dense.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return full_of(grad), None, None, None
+
+
+def _rebuilt(dtensor: Any, requires_grad: bool, real: Any, name: str, own: Any) -> Any:
+    """What a file has of one; `weights_only=True` reads it."""
+    made = GridTensor(dtensor, bool(requires_grad), torch.Size(real))
+    made.ndtp_name = name
+    if own:
+        vars(made)["_is_param"] = True
     return made
 
 
-def _taken(made: Any, of: GridTensor, name: str) -> Any:
-    """Return an operation's result; a number has its sums finished, and is plain."""
-    if made.dim() == 0:
-        return made.full_tensor()
-    result = GridTensor(made)
-    result.ndtp_name = of.ndtp_name
-    if hasattr(of, "ndtp_is_read"):
-        result.ndtp_is_read = of.ndtp_is_read
-    if made.shape == of.shape:
-        result.ndtp_real = of.ndtp_real
-        if name in SAME and hasattr(of, "ndtp_layout"):
-            result.ndtp_layout = of.ndtp_layout
-    return result
-
-
-def part_of(dense: Tensor, like: Any) -> Tensor:
-    """This rank's shard of a tensor that every rank has, with padding or without, to lie as a DTensor does."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, start = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    inside = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
-    mine = dense[inside]
-    if mine.shape == torch.Size(shape):
-        return mine
-    whole = dense.new_zeros(shape)
-    whole[tuple(map(slice, mine.shape))] = mine
-    return whole
-
-
-def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
-    own = args[0]
-    if own.is_meta:
-        return own
-    whole = torch.empty(own.ndtp_real, dtype=own.dtype, device=own.device)
-    func(whole, *args[1:], **kwargs)
-    own._local_tensor.copy_(part_of(whole, own))
-    return own
-
-
-def _beside_plain(func: Any, name: str, flat: Sequence[Any], tree: Any, written: Any) -> Any:
-    into = written if isinstance(written, (list, tuple)) else [written]
-    is_split = False
-    if any(is_whole_tensor(x) for x in into):
-        given = [full_of(x) if isinstance(x, DTensor) else x for x in flat]
-    elif all(_is_plain_beside(x, flat) for x in flat if isinstance(x, DTensor)):
-        given = [x._local_tensor if isinstance(x, DTensor) else x for x in flat]
-    else:
-        split = next(x for x in flat if isinstance(x, DTensor) and not _is_plain_beside(x, flat))
-        if torch.Tag.pointwise not in func.tags and name != "copy_" and "foreach" not in name:
-            raise refused(name, split, flat)
-        given = [_beside(x, split, name, flat) if is_whole_tensor(x) else x for x in flat]
-        is_split = True
-    args, kwargs = tree_unflatten(given, tree)
-    made = func(*args, **kwargs)
-    if written is not None and made is not None:
-        return written
-    if not is_split or isinstance(made, GridTensor):
-        return made
-    of = next(x for x in flat if type(x) is GridTensor)
-    return tree_map(lambda x: _taken(x, of, name) if isinstance(x, DTensor) else x, made)
-
-
-def _is_plain_beside(x: Any, flat: Sequence[Any]) -> bool:
-    """Return whether a DTensor beside plain tensors becomes plain, too: every rank has it whole, and code reads it.
-
-    A term of the loss that is made of a layer's parameter alone goes on as one of the grid, as its gradient does.
-    """
-    if not all(placement.is_replicate() for placement in x.placements):
-        return False
-    if getattr(x, "ndtp_is_read", False):
-        return True
-    return any(is_whole_tensor(y) and not _fits(y, x.shape) for y in flat)
-
-
-def _fits(x: Tensor, shape: Any) -> bool:
-    try:
-        return torch.broadcast_shapes(x.shape, shape) == shape
-    except RuntimeError:
-        return False
-
-
-def full_of(x: Any) -> Tensor:
-    return x.full_tensor() if type(x) is GridTensor else DTensor.full_tensor(x)
-
-
-def _beside(x: Tensor, split: Any, name: str, flat: Sequence[Any]) -> Any:
-    """A plain tensor as one that every rank has, in the place of the split one's whole."""
-    real = getattr(split, "ndtp_real", split.shape)
-    if x.shape == real and real != split.shape:
-        sizes = [size for have, want in zip(reversed(real), reversed(split.shape), strict=True)
-                 for size in (0, want - have)]  # fmt: skip
-        x = torch.nn.functional.pad(x, sizes)
-    if not _fits(x, split.shape):
-        raise refused(name, split, flat)
-    return DTensor.from_local(x, split.device_mesh, [Replicate()] * split.device_mesh.ndim, run_check=False)
-
-
-def refused(what: str, split: Any, flat: Sequence[Any]) -> LayoutError:
-    """Return the error about an operation on a split parameter and plain tensors."""
-    name, (code, where) = getattr(split, "ndtp_name", ""), _reader()
-    owner, what_it_is = name.rpartition(".")[0], f"'{name}'" if name else "a parameter"
-    shapes = ", ".join(str(tuple(x.shape)) for x in flat if is_whole_tensor(x))
-    others = f"tensors that are not, {shapes}" if shapes else "tensors that are not"
-    keep = f"; or parallelize(..., keep=['{owner}']), which leaves it whole" if name else ""
-    return LayoutError(
-        f"ndtp: {code} reads {what_it_is} {tuple(split.shape)}, which is split over ranks, in {what} beside {others}\n"
-        f"  at {where}\n"
-        f"  fix: call the layer that has it; or take the whole of it, p.full_tensor(), a collective{keep}"
-    )
-
-
-def _reader() -> tuple[str, str]:
-    """Return the code that reads a parameter, and its place: the innermost frame outside of torch and ndtp."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back and str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "ndtp"):
-        frame = frame.f_back
-    own = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
-    code = f"the code of {type(own).__name__}" if isinstance(own, torch.nn.Module) else frame.f_code.co_name
-    return code, f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+torch.serialization.add_safe_globals([_rebuilt])
 
 
 def parameter_of(dtensor: Any) -> Any:
@@ -298,8 +300,8 @@ def become(parameter: Any, dtensor: Any, name: str, real: Sequence[int]) -> None
     Its hooks with their handles, its attributes and weak references to it stay.  What of autograd was recorded of it
     before cannot run any more, and says so.
     """
-    made = GridTensor(dtensor, parameter.requires_grad)
-    vars(parameter).update(vars(made), ndtp_real=torch.Size(real), ndtp_name=name, _is_param=True)
+    made = GridTensor(dtensor, parameter.requires_grad, real)
+    vars(parameter).update(vars(made), ndtp_name=name, _is_param=True)
     exchange(parameter, made)
 
 

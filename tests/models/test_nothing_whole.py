@@ -89,7 +89,7 @@ PARAMETERS_SPLIT = {
     "BertForMaskedLM": 0.987,
     "BertForTokenClassification": 0.989,
     "BertForQuestionAnswering": 0.989,
-    "ViTForImageClassification": 0.988,
+    "ViTForImageClassification": 0.987,
     "BartForConditionalGeneration": 0.989,
 }
 

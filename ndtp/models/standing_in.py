@@ -1,0 +1,49 @@
+"""What a user puts in the place of a parameter on the grid: another parameter, or a tensor that is computed.
+
+Weight norms, spectral norms, pruning and parametrizations take a parameter off a layer, and have it find a tensor
+under its name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ndtp.errors import LayoutError
+from ndtp.nn.parameters import put_in_place, put_on_grid
+from ndtp.nn.sharded import Lies
+from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.process_grid import ProcessGrid
+
+
+def take_place(param: Any, lies: Lies, mesh: ProcessGrid, name: str) -> None:
+    """A parameter that a user puts in the place of one on the grid.
+
+    Raises:
+        LayoutError: another shape, or one that lies otherwise, as that of a layer with which it is to be tied.
+    """
+    if is_plain(param) and tuple(param.shape) == lies.real and not param.is_meta and mesh.device_mesh is not None:
+        put_on_grid(param, lies.layout, mesh, name, lies.shape)
+    elif is_plain(param) and tuple(param.shape) not in (lies.real, lies.shard):
+        raise LayoutError(
+            f"ndtp: '{name}' is {lies.real}, split over ranks, and got a parameter {tuple(param.shape)}\n"
+            "  fix: a dense parameter of its shape; or change the model before parallelize"
+        )
+    elif not is_plain(param) and param.placements != tuple(lies.layout.placements_on(mesh.mesh_axes)):
+        theirs = f"'{param.ndtp_name}'" if getattr(param, "ndtp_name", "") else "the other"
+        raise LayoutError(
+            f"ndtp: '{name}' got a parameter that lies as {param.placements}, and its own lies as "
+            f"{tuple(lies.layout.placements_on(mesh.mesh_axes))}: the two layers use {theirs} otherwise\n"
+            "  fix: tie the weights before parallelize, which then lets both layers have one"
+        )
+
+
+def lying(value: Any, lies: Lies, mesh: ProcessGrid, name: str) -> Any:
+    """What was computed in the place of a parameter, differentiably, to lie as that."""
+    if mesh.device_mesh is None or (is_plain(value) and tuple(value.shape) == lies.shard != lies.real):
+        return value
+    if is_plain(value):
+        if tuple(value.shape) != lies.real:
+            raise LayoutError(f"ndtp: in the place of '{name}' {lies.real} is a tensor {tuple(value.shape)}")
+        return put_in_place(value, lies.layout.placements_on(mesh.mesh_axes), mesh.device_mesh, lies.shape)
+    wanted = tuple(lies.layout.placements_on(mesh.mesh_axes))
+    return value if value.placements == wanted else value.redistribute(placements=wanted)

@@ -1,0 +1,362 @@
+"""What torch's operations do with parameters of a grid (`ndtp.runtime.grid_tensor`): what they do with dense ones.
+
+An operation runs on the DTensors where these have a rule for it; padding is zero wherever it would count.  Where they
+have none, and where padding would count otherwise, it runs on the whole, gathered, on every rank: what it writes goes
+back into the shards, also through a view that shares no memory with them.  Beside plain tensors it goes by three rules:
+
+- one that every rank has whole counts as a plain tensor, and so does what comes of it;
+- into a plain tensor that is written (`ema.lerp_(p, 0.1)`) goes the whole of it, gathered;
+- element by element, and where a parameter is written, a plain tensor is one that every rank has.
+
+A number made of it (`p.pow(2).sum()`) is a plain number, the same on every rank.  What draws (`nn.init`) draws what it
+would of the dense tensor, from torch's generator, of which a rank keeps its part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from ndtp.errors import LayoutError
+
+LIKE = ("zeros_like", "ones_like", "full_like")
+NEW = ("new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided")
+SAME = ("detach", "clone", "_to_copy", "alias", "empty_like")
+# Of one with padding these run on the DTensor, too; the others that do are those that go element by element.
+SUMS = ("sum", "linalg_vector_norm", "norm", "_foreach_norm", "count_nonzero")  # to which zeros add nothing
+DRAWS = (
+    "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_",
+)  # fmt: skip
+LACKS = ("sharding strategy", "placement", "sharding prop", "stack expects each tensor")
+
+
+def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation of which some operands are of `kind`."""
+    name = func.overloadpacket.__name__
+    flat, tree = tree_flatten((args, kwargs))
+    mine = [x for x in flat if type(x) is kind]
+    if torch.is_grad_enabled():
+        for x in mine:
+            if x.requires_grad and x.is_leaf:
+                _hand_out(x)
+    written = _written(func, name, args, kwargs)
+    is_padded = any(x.is_padded for x in mine)
+    if is_padded:  # one that every rank has, as code that takes all for dense brings it, has no padding
+        flat = [x._local_tensor if _is_bare(kind, x) and x is not written else x for x in flat]
+    if name in DRAWS and type(args[0]) is kind:
+        return _drawn(func, args, kwargs)
+    if any(is_whole_tensor(x) for x in flat):
+        return _beside_plain(kind, func, name, flat, tree, written)
+    is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+    is_refilled = "out" in kwargs  # which would take the size of what is written
+    if is_drawn or is_refilled or (is_padded and not _keeps_padding(func, name, args)):
+        return _by_whole(kind, func, name, flat, tree, written, is_drawn)
+    if is_padded:
+        if name in SUMS:
+            for x in mine:
+                if not x.is_leaf:
+                    _clear(x)
+        if name in NEW and tuple(args[1]) == tuple(mine[0].shape):
+            args = (args[0], mine[0]._dtensor.shape, *args[2:])
+            flat, tree = tree_flatten((args, kwargs))
+    given, named = tree_unflatten([x._dtensor if type(x) is kind else x for x in flat], tree)
+    try:
+        made = func(*given, **named)
+    except (NotImplementedError, RuntimeError) as error:
+        if not any(word in str(error).lower() for word in LACKS):
+            raise
+        return _by_whole(kind, func, name, flat, tree, written)
+    if written is not None:
+        _wrote(kind, written)
+        return None if made is None else written
+    of = mine[0]
+    if name == "_foreach_norm":  # the norms of many are summed at once
+        return made
+    is_view = any(each.alias_info is not None for each in func._schema.returns)
+    source = (of, (func, flat, tree)) if is_view and name not in ("detach", "alias") else None
+    return tree_map(lambda x: _taken(kind, x, of, name, source) if isinstance(x, DTensor) else x, made)
+
+
+def _is_bare(kind: Any, x: Any) -> bool:
+    """A DTensor that every rank has whole, and which is no parameter's."""
+    is_other = isinstance(x, DTensor) and type(x) is not kind and x.dim() > 0
+    return is_other and all(placement.is_replicate() for placement in x.placements)
+
+
+def is_whole_tensor(x: Any) -> bool:
+    """A plain tensor that is no number."""
+    return isinstance(x, Tensor) and x.dim() > 0 and not isinstance(x, DTensor)
+
+
+def _written(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """What an operation writes into, and returns."""
+    if "out" in kwargs:
+        return kwargs["out"]
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return args[0] if is_in_place and func._schema.is_mutable and args else None
+
+
+def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None) -> Any:
+    """What an operation gave: a number is finished, and plain."""
+    if made.dim() == 0 and (source is None or torch.is_grad_enabled()):
+        return made.full_tensor()
+    if any(placement.is_partial() for placement in made.placements):
+        made = made.redistribute(placements=[Replicate() if p.is_partial() else p for p in made.placements])
+    is_like = made.shape == of._dtensor.shape and source is None
+    result = kind(made, False, of.ndtp_real if is_like else None)
+    result.ndtp_name = of.ndtp_name
+    if hasattr(of, "ndtp_is_read"):
+        result.ndtp_is_read = of.ndtp_is_read
+    if name in SAME and hasattr(of, "ndtp_layout"):
+        result.ndtp_layout = of.ndtp_layout
+    if source is not None:
+        mine, theirs = made._local_tensor, of._local_tensor
+        is_shared = mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()
+        result.ndtp_view = (source[0], None if is_shared else source[1])
+    elif name in ("detach", "alias") and hasattr(of, "ndtp_view"):
+        result.ndtp_view = of.ndtp_view
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------- the whole
+
+
+def _by_whole(
+    kind: Any, func: Any, name: str, flat: Sequence[Any], tree: Any, written: Any, is_drawn: bool = False
+) -> Any:
+    """On the whole of each operand, on every rank; what is written goes back into the shards."""
+    whole = {id(x): full_of(x) for x in flat if isinstance(x, DTensor)}
+    args, kwargs = tree_unflatten([whole.get(id(x), x) for x in flat], tree)
+    made = func(*args, **kwargs)
+    if written is not None:
+        for x in written if isinstance(written, (list, tuple)) else [written]:
+            if isinstance(x, DTensor):
+                x._local_tensor.copy_(part_of(whole[id(x)], getattr(x, "_dtensor", x)))  # type: ignore[attr-defined]
+        _wrote(kind, written)
+        return None if made is None else written
+    of = next(x for x in flat if type(x) is kind)
+    is_view = any(each.alias_info is not None for each in func._schema.returns)
+
+    def back(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if is_view:
+            result = kind(_on_every_rank(x, of))
+            result.ndtp_name, result.ndtp_is_read = of.ndtp_name, True
+            result.ndtp_view = (of, (func, list(flat), tree))
+            return result
+        if is_drawn and x.shape == of.shape:
+            local = part_of(x, of._dtensor)
+            return kind(_lying_as(local, of._dtensor), False, of.ndtp_real)
+        return x
+
+    return tree_map(back, made)
+
+
+def _wrote(kind: Any, written: Any) -> None:
+    """Padding stays zero; and what a view was written to, what it is a view of has, too."""
+    for x in written if isinstance(written, (list, tuple)) else [written]:
+        if type(x) is not kind:
+            continue
+        if x.is_padded:
+            _clear(x)
+        source, way = getattr(x, "ndtp_view", (None, None))
+        if source is None:
+            continue
+        if way is not None:
+            func, flat, tree = way
+            whole = full_of(source).clone()
+            args, kwargs = tree_unflatten([whole if each is source else each for each in flat], tree)
+            made = func(*args, **kwargs)
+            here = full_of(x)
+            for each in made if isinstance(made, (list, tuple)) else [made]:
+                if each.shape == here.shape:
+                    each.copy_(here)
+            source._local_tensor.copy_(part_of(whole, source._dtensor))
+        _wrote(kind, source)
+
+
+def _keeps_padding(func: Any, name: str, args: Any) -> bool:
+    """Whether an operation on a DTensor with padding gives one that has it at the same place, or counts no zeros."""
+    if name in SUMS:
+        return name == "_foreach_norm" or len([x for x in args[1:] if isinstance(x, (list, tuple)) and x]) == 0
+    if name in (*SAME, *LIKE, *NEW, "copy_", "zero_", "fill_", "equal", "is_same_size"):
+        return True
+    return torch.Tag.pointwise in func.tags or name.startswith(("_foreach_", "_fused_", "_amp_"))
+
+
+def _clear(x: Any) -> None:
+    """Zeros behind the sizes of the whole."""
+    start, _ = box_of(x._dtensor)
+    local = x._local_tensor.detach()
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(x._local_tensor):  # type: ignore[attr-defined]
+        for dim, (first, real) in enumerate(zip(start, x.ndtp_real, strict=True)):
+            inside = min(max(real - first, 0), local.shape[dim])
+            if inside < local.shape[dim]:
+                local.narrow(dim, inside, local.shape[dim] - inside).zero_()
+
+
+def box_of(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this rank's shard of a DTensor begins, and its shape."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, start = compute_local_shape_and_global_offset(dtensor.shape, dtensor.device_mesh, dtensor.placements)
+    return tuple(start), tuple(shape)
+
+
+def part_of(dense: Tensor, like: Any) -> Tensor:
+    """This rank's shard of a tensor that every rank has, with padding or without, to lie as a DTensor does."""
+    start, shape = box_of(like)
+    inside = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
+    mine = dense[inside]
+    if mine.shape == torch.Size(shape):
+        return mine.clone() if mine.data_ptr() == dense.data_ptr() or not mine.is_contiguous() else mine
+    whole = dense.new_zeros(shape)
+    whole[tuple(map(slice, mine.shape))] = mine
+    return whole
+
+
+def _lying_as(local: Tensor, like: Any) -> Any:
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _on_every_rank(x: Tensor, like: Any) -> Any:
+    return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+@torch.no_grad()
+def full_of(x: Any) -> Tensor:
+    """The whole without padding, on every rank; a collective."""
+    whole = getattr(x, "_dtensor", x).full_tensor()
+    real = getattr(x, "ndtp_real", whole.shape)
+    return whole if whole.shape == real else whole[tuple(map(slice, real))].clone()
+
+
+def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
+    own = args[0]
+    if own.is_meta:
+        return own
+    whole = torch.empty(own.ndtp_real, dtype=own.dtype, device=own.device)
+    func(whole, *args[1:], **kwargs)
+    own._local_tensor.copy_(part_of(whole, own._dtensor))
+    _wrote(type(own), own)
+    return own
+
+
+# ------------------------------------------------------------------------------------------------ beside plain tensors
+
+
+def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: Any, written: Any) -> Any:
+    into = written if isinstance(written, (list, tuple)) else [written]
+    is_split = False
+    if any(is_whole_tensor(x) for x in into):
+        given = [full_of(x) if isinstance(x, DTensor) else x for x in flat]
+    elif all(_is_plain_beside(x, flat) for x in flat if isinstance(x, DTensor)) and written is None:
+        given = [x._local_tensor if isinstance(x, DTensor) else x for x in flat]
+    else:
+        split = next((x for x in flat if isinstance(x, DTensor) and not _is_plain_beside(x, flat)), written)
+        is_each = torch.Tag.pointwise in func.tags or name == "copy_" or "foreach" in name
+        if not is_each and type(written) is kind:
+            return _by_whole(kind, func, name, flat, tree, written)
+        if not is_each:
+            raise refused(name, split, flat)
+        given = [_beside(x, split, name, flat) if is_whole_tensor(x) else x for x in flat]
+        is_split = True
+    if is_split:
+        given = [getattr(x, "_dtensor", x) for x in given]
+    args, kwargs = tree_unflatten(given, tree)
+    made = func(*args, **kwargs)
+    if is_split and written is not None:
+        _wrote(kind, written)
+    if written is not None and made is not None:
+        return written
+    if not is_split:
+        return made
+    of = next((x for x in flat if type(x) is kind and x.is_padded), next(x for x in flat if type(x) is kind))
+    return tree_map(lambda x: _taken(kind, x, of, name) if isinstance(x, DTensor) else x, made)
+
+
+def _is_plain_beside(x: Any, flat: Sequence[Any]) -> bool:
+    """Whether a DTensor beside plain tensors is to be one, too: every rank has it whole, and code reads it.
+
+    A term of the loss that is made of a layer's parameter alone goes on as one of the grid, as its gradient does.
+    """
+    if not all(placement.is_replicate() for placement in x.placements) or getattr(x, "is_padded", False):
+        return False
+    if getattr(x, "ndtp_is_read", False):
+        return True
+    return any(is_whole_tensor(y) and not _fits(y, x.shape) for y in flat)
+
+
+def _fits(x: Tensor, shape: Any) -> bool:
+    try:
+        return torch.broadcast_shapes(x.shape, shape) == shape
+    except RuntimeError:
+        return False
+
+
+def _beside(x: Tensor, split: Any, name: str, flat: Sequence[Any]) -> Any:
+    """A plain tensor as one that every rank has, in the place of the split one's whole."""
+    shape = getattr(split, "_dtensor", split).shape
+    if not _fits(x, split.shape):
+        raise refused(name, split, flat)
+    if shape != split.shape:
+        grow: list[int] = []
+        for have, real, want in zip(reversed(x.shape), reversed(split.shape), reversed(shape), strict=False):
+            grow += [0, want - real if have == real and want != real else 0]
+        x = torch.nn.functional.pad(x, grow) if any(grow) else x
+    return _on_every_rank(x, split)
+
+
+def refused(what: str, split: Any, flat: Sequence[Any]) -> LayoutError:
+    """Of an operation of a split parameter and plain tensors."""
+    name, (code, where) = getattr(split, "ndtp_name", ""), _reader()
+    owner, what_it_is = name.rpartition(".")[0], f"'{name}'" if name else "a parameter"
+    shapes = ", ".join(str(tuple(x.shape)) for x in flat if is_whole_tensor(x))
+    others = f"tensors that are not, {shapes}" if shapes else "tensors that are not"
+    keep = f"; or parallelize(..., keep=['{owner}']), which leaves it whole" if name else ""
+    return LayoutError(
+        f"ndtp: {code} reads {what_it_is} {tuple(split.shape)}, which is split over ranks, in {what} beside {others}\n"
+        f"  at {where}\n"
+        f"  fix: call the layer that has it; or take the whole of it, p.full_tensor(), a collective{keep}"
+    )
+
+
+def _reader() -> tuple[str, str]:
+    """What reads a parameter, and where: the innermost frame that is neither torch's nor ndtp's."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back and str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "ndtp"):
+        frame = frame.f_back
+    own = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+    code = f"the code of {type(own).__name__}" if isinstance(own, torch.nn.Module) else frame.f_code.co_name
+    return code, f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+
+
+# -------------------------------------------------------------------------------------------------------- gradients
+
+
+def _hand_out(parameter: Any) -> None:
+    """That code outside of the layers computes with a parameter, in a graph of autograd.
+
+    A number has plain gradients, also where it was made of a parameter (`p.sum()`).  They become ones of the grid here,
+    and those that layers give become such beside which torch adds plain ones up.
+    """
+    own = vars(parameter)
+    if not own.get("ndtp_is_handed") and not own.get("ndtp_summed_over") and not own.get("ndtp_is_read"):
+        parameter.ndtp_is_handed = True
+        kind, dtensor, real = type(parameter), parameter._dtensor, parameter.ndtp_real
+
+        def put(grad: Any) -> Any:
+            if isinstance(grad, DTensor) or grad.shape != real:
+                return None
+            return kind(_lying_as(part_of(grad.detach(), dtensor), dtensor), False, real)
+
+        parameter.register_hook(put)
