@@ -127,7 +127,8 @@ def parallelize(
     if isinstance(plan, GridPlan):
         expert_axis = plan.expert_axis if expert_axis is None else expert_axis
         scheme, regather, plan = plan.scheme, plan.regather, None
-    inner: Any = model.get_base_model() if hasattr(type(model), "get_base_model") else model
+    wrapped: Any = model  # perhaps one of peft
+    inner = wrapped.get_base_model() if hasattr(type(model), "get_base_model") else model
     earlier: Report | None = vars(stock_model(model) or inner).get("ndtp_report")
     if earlier is not None and earlier.split is not None:
         check_same_weights(model, earlier.mesh)  # type: ignore[arg-type]
