@@ -102,12 +102,17 @@ def _written(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return args[0] if is_in_place and func._schema.is_mutable and args else None
 
 
+def _is_odd(placement: Any) -> bool:
+    """A sum that is not finished, or a shard that is no block."""
+    return placement.is_partial() or type(placement).__name__ == "_StridedShard"
+
+
 def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None) -> Any:
     """What an operation gave: a number is finished, and plain."""
     if made.dim() == 0 and (source is None or torch.is_grad_enabled()):
         return made.full_tensor()
-    if any(placement.is_partial() for placement in made.placements):
-        made = made.redistribute(placements=[Replicate() if p.is_partial() else p for p in made.placements])
+    if any(map(_is_odd, made.placements)):
+        made = made.redistribute(placements=[Replicate() if _is_odd(p) else p for p in made.placements])
     is_like = made.shape == of._dtensor.shape and source is None
     result = kind(made, False, of.ndtp_real if is_like else None)
     result.ndtp_name = of.ndtp_name
@@ -264,7 +269,8 @@ def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: An
     else:
         split = next((x for x in flat if isinstance(x, DTensor) and not _is_plain_beside(x, flat)), written)
         is_each = torch.Tag.pointwise in func.tags or name == "copy_" or "foreach" in name
-        if not is_each and type(written) is kind:
+        is_in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]  # of what ran on the whole
+        if not is_each and (type(written) is kind or is_in_backward):
             return _by_whole(kind, func, name, flat, tree, written)
         if not is_each:
             raise refused(name, split, flat)

@@ -89,7 +89,7 @@ class GridTensor(torch.Tensor):
         """A dense tensor, of which this rank takes its part; or one that lies as this does."""
         self._refuse_other(value)
         local = value._local_tensor if isinstance(value, DTensor) else part_of(value.detach(), self._dtensor)
-        if local.dtype == self.dtype and not isinstance(value, DTensor):
+        if (local.dtype, local.device) == (self.dtype, self.device):
             self._dtensor._local_tensor.copy_(local)
         else:
             become(self, DTensor.from_local(
