@@ -33,6 +33,7 @@ SUMS = ("sum", "linalg_vector_norm", "norm", "_foreach_norm", "count_nonzero")  
 DRAWS = (
     "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_",
 )  # fmt: skip
+LISTS = ("_foreach_", "_fused_", "_amp_")
 LACKS = ("sharding strategy", "placement", "sharding prop", "stack expects each tensor")
 
 
@@ -47,7 +48,9 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
                 _hand_out(x)
     written = _written(func, name, args, kwargs)
     is_padded = any(x.is_padded for x in mine)
-    if is_padded:  # one that every rank has, as code that takes all for dense brings it, has no padding
+    if is_padded and not name.startswith(
+        LISTS
+    ):  # one that every rank has, as code that takes all for dense brings it, has no padding
         flat = [x._local_tensor if _is_bare(kind, x) and x is not written else x for x in flat]
     if name in DRAWS and type(args[0]) is kind:
         return _drawn(func, args, kwargs)
@@ -193,7 +196,7 @@ def _keeps_padding(func: Any, name: str, args: Any) -> bool:
         return name == "_foreach_norm" or len([x for x in args[1:] if isinstance(x, (list, tuple)) and x]) == 0
     if name in (*SAME, *LIKE, *NEW, "copy_", "zero_", "fill_", "equal", "is_same_size"):
         return True
-    return torch.Tag.pointwise in func.tags or name.startswith(("_foreach_", "_fused_", "_amp_"))
+    return torch.Tag.pointwise in func.tags or name.startswith(LISTS)
 
 
 def _clear(x: Any) -> None:
