@@ -285,7 +285,7 @@ def _width_of(module: Any) -> int:
 
 
 def _hooked(model: nn.Module, watch: _Watch, found: Observation) -> Iterator[Any]:
-    inputs: dict[int, list[str]] = {}
+    inputs: dict[tuple[int, int], list[str]] = {}
 
     def before(name: str) -> Any:
         def hook(_: Any, args: Any) -> None:
@@ -303,7 +303,7 @@ def _hooked(model: nn.Module, watch: _Watch, found: Observation) -> Iterator[Any
             if name not in found.edges:
                 found.edges[name] = (watch.kind(x), kind)
                 found.order.append(name)
-                group = inputs.setdefault(id(x), [])
+                group = inputs.setdefault((id(x), x._version), [])
                 if not group:
                     found.groups.append(group)
                 group.append(name)

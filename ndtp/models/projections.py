@@ -174,7 +174,11 @@ def products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
                   for w, (_, b) in zip(weights, both, strict=True)]  # fmt: skip
         bias = _by_parts(biases, parts, 0)
     y = chain(rows, (_by_parts(weights, parts, dim),), (bias,), (first.plan,), (None,), first.mesh)
-    return [part.contiguous() for part in y.split([w.shape[dim] // parts for w in weights], dim=1)]
+    # Copies in any case: one of several views may not be changed in place.
+    return [
+        part.clone(memory_format=torch.contiguous_format)
+        for part in y.split([w.shape[dim] // parts for w in weights], dim=1)
+    ]
 
 
 def _by_parts(shards: Sequence[Tensor], parts: int, dim: int) -> Tensor:

@@ -20,6 +20,7 @@ from ndtp.ops.moving import taken
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.versions import version_of
 from ndtp.split.along import without_padding
+from ndtp.split.copies import state_of
 from ndtp.split.moving import brought, moved
 from ndtp.split.spec import Axes, Context, Spec, layout_of
 from ndtp.split.tensor import SplitTensor, enter
@@ -214,13 +215,15 @@ class SharedInput:
 
     members: list[ObservedLinear]
     source = OfTurn()
+    version = OfTurn()
     results = OfTurn(dict)
 
     def result(self, member: ObservedLinear, x: Tensor) -> tuple[Tensor, Rows]:
         if any(each._forward_pre_hooks for each in self.members):  # which may change a weight that is used later
             return member.product([member], x)[0]
-        if self.source is not x or id(member) not in self.results:
-            self.source = x
+        now = state_of(x)
+        if self.source is not x or self.version != now or id(member) not in self.results:
+            self.source, self.version = x, now
             made = member.product(self.members, x)
             self.results = {id(m): y for m, y in zip(self.members, made, strict=True)}
         found: tuple[Tensor, Rows] = self.results.pop(id(member))

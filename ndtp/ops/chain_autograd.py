@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ndtp.ops.moving import as_own
 from ndtp.runtime.arrival import Deferred, is_plain, real_of, taken_in, wrapped
 from ndtp.runtime.moves import Move
 from ndtp.runtime.versions import refuse_changed, version_of
@@ -127,7 +128,7 @@ class _Chain(torch.autograd.Function):
         c, kept = call.program.forward(call.step, tensors, *call.ahead)
         ctx.call = call
         ctx.save_for_backward(*kept)
-        return c
+        return as_own(c, *kept)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

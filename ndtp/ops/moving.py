@@ -68,6 +68,16 @@ def taken(parameter: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
     return used
 
 
+def as_own(x: Tensor, *others: Tensor | None) -> Tensor:
+    """A tensor as no view, unless `others` share its memory: what a Function of autograd gives may be changed so."""
+    if not x._is_view():
+        return x
+    memory = x.untyped_storage()._cdata
+    if any(other is not None and other.untyped_storage()._cdata == memory for other in others):
+        return x
+    return x.new_empty(0).set_(x)  # type: ignore[call-overload, no-any-return]
+
+
 class _Used(torch.autograd.Function):
     """The autograd function from a parameter's shard to the part that an operation uses."""
 

@@ -16,7 +16,7 @@ from ndtp.algebra.volume import Volume
 from ndtp.compute import norms as one_rank
 from ndtp.errors import LayoutError
 from ndtp.ops import compiled_layers
-from ndtp.ops.moving import enter, moved, refuse_second, sent, taken
+from ndtp.ops.moving import as_own, enter, moved, refuse_second, sent, taken
 from ndtp.ops.reductions import merged
 from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.versions import refuse_changed, version_of
@@ -154,7 +154,7 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(x, gain, mean, scale)
         ctx.plan, ctx.mesh, ctx.bias_dtype = plan, mesh, None if bias is None else bias.dtype
         ctx.watched = watched
-        return _cut(one_rank.scaled(normal, gain, bias, x.dtype), real)
+        return as_own(_cut(one_rank.scaled(normal, gain, bias, x.dtype), real), x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import MergePlan, RelayoutPlan
 from ndtp.errors import LayoutError
-from ndtp.ops.moving import enter, moved
+from ndtp.ops.moving import as_own, enter, moved
 
 if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
@@ -88,9 +88,7 @@ class _Reduce(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid, phase: str, backward: str) -> Tensor:
         ctx.plan, ctx.mesh, ctx.backward = plan, mesh, backward
         result = moved(x, plan.steps, mesh, plan.name, phase)
-        if any(step.kind != "slice" for step in plan.steps):
-            return result.detach()  # new memory: a view of it could not be changed in place
-        return result.view_as(result) if result is x else result
+        return result.view_as(result) if result is x else as_own(result, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:

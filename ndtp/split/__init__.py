@@ -1,6 +1,6 @@
 """The split tensor: any model's code between two products, by one table of rules.  See `ndtp.split.tensor`."""
 
-from ndtp.split import along, contractions, elementwise, layers, views  # noqa: F401  (their rules enter the table)
+from ndtp.split import along, contractions, elementwise, indexing, layers, views  # noqa: F401  (their rules enter the table)
 from ndtp.split.functions import guard_functions
 from ndtp.split.moving import brought, cut, moved
 from ndtp.split.register import register_rule

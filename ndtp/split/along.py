@@ -134,7 +134,7 @@ def _variance(name: str, x: SplitTensor, dims: list[int], args: Sequence[Any], k
     count = math.prod(x.spec.sizes[d] for d in dims)
     rest = x - total(x, dims, True) / count
     variance = total(rest * rest, dims, keepdim) / max(count - (1 if correction is None else correction), 0)
-    return variance.sqrt() if name == "std" else variance
+    return _root(variance) if name == "std" else variance
 
 
 def total(x: Any, dims: Sequence[int], keepdim: bool, dtype: Any = None) -> Tensor:
@@ -257,8 +257,14 @@ def cosine(func: Any, a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
 def join(func: Any, parts: Sequence[Tensor], dim: int = 0, *, out: Any = None, **kwargs: Any) -> Any:
     """Join parts along a dim that is whole in all of them; in other dims they lie as the largest part."""
     dim = kwargs.get("axis", dim)
-    if out is not None or func in (torch.hstack, torch.vstack):
+    if out is not None:
         return NotImplemented
+    if func in (torch.hstack, torch.vstack):
+        if func is torch.vstack:
+            parts = [x[None] if x.dim() == 1 else x for x in parts]
+        if any(x.dim() == 0 for x in parts):
+            return NotImplemented
+        return torch.cat(list(parts), 0 if func is torch.vstack or parts[0].dim() == 1 else 1)
     is_stack = func is torch.stack
     # An empty tensor of one dim goes with any others, as caches begin.
     parts = [x for x in parts if is_stack or isinstance(x, SplitTensor) or tuple(x.shape) != (0,)]
@@ -287,6 +293,15 @@ def join(func: Any, parts: Sequence[Tensor], dim: int = 0, *, out: Any = None, *
     where: list[int | None] = [d + (is_stack and d >= at) for d in range(count)]
     result = func(shards, dim)
     return enter(result, with_dims_at(spec, sizes, where))
+
+
+@rule(torch.tril, Tensor.tril, torch.triu, Tensor.triu)
+def triangle(func: Any, x: Any, diagonal: int = 0, *, out: Any = None) -> Any:
+    """What is kept follows from the places in the last two dims."""
+    if not isinstance(x, SplitTensor) or out is not None or len(x.spec.sizes) < 2:
+        return NotImplemented
+    kept = func(torch.ones(x.spec.sizes[-2:], dtype=torch.bool, device=x.device), diagonal)
+    return torch.where(kept, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 @rule(Tensor.repeat, torch.tile, Tensor.tile)

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ndtp.split.copies import as_view, share_memory, version_of, written
 from ndtp.split.moving import brought, moved, section_order
 from ndtp.split.spec import Axes, Context, Spec, layout_of
-from ndtp.split.tensor import SplitTensor, enter, leave, name_of, refuse_lost, rule, split_in, writes, written
+from ndtp.split.tensor import SplitTensor, enter, leave, rule, split_in, writes
 
 # By name: as functions of torch and of torch.nn.functional, as methods, in place (`relu_`) and as operators.
 NAMES = (
@@ -104,7 +105,6 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     ):
         return NotImplemented
     into = args[0] if args and writes(func) else None
-    refuse_lost(into, name_of(func))
     if into is not None and not isinstance(into, SplitTensor):
         return NotImplemented
     if func in (Tensor.to, Tensor.type_as) and len(operands) == 2:
@@ -137,26 +137,48 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         return aligned(x, context, dims, padded, sizes, sections)
 
     spec = Spec(context, tuple(sizes), layout_of(context.mesh, dims), tuple(padded), sections, origin)
-    return _result(func, [bring(x) for x in args], {k: bring(x) for k, x in kwargs.items()}, spec, into)
+    made = _result(func, [bring(x) for x in args], {k: bring(x) for k, x in kwargs.items()}, spec, into)
+    if into is None and made is not NotImplemented and any(x.strides is not None for x in split_in(operands)):
+        first = next((x for x in operands if tuple(x.shape) == spec.sizes), None)
+        made.strides = strides_of(first) if isinstance(first, SplitTensor) else None
+    return made
+
+
+def strides_of(x: SplitTensor) -> tuple[int, ...] | None:
+    """The strides of a new tensor that is computed of x element by element: dims in the order of those of x."""
+    if x.strides is None:
+        return None
+    order = sorted(range(len(x.strides)), key=lambda d: (-x.strides[d], d))  # type: ignore[index]
+    made, width = [0] * len(order), 1
+    for d in reversed(order):
+        made[d], width = width, width * max(x.spec.sizes[d], 1)
+    return None if order == sorted(order) else tuple(made)
 
 
 def _of_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Apply a function of one tensor and numbers."""
     x = next(x for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor))
     into = x if (writes(func) or kwargs.get("inplace")) and args and args[0] is x else None
-    refuse_lost(into, name_of(func))
     bare = leave(x)
     given = [bare if y is x else y for y in args]
-    return _result(
+    made = _result(
         func, given, {k: bare if y is x else y for k, y in kwargs.items()}, x.spec, x if into is None else into
     )
+    if made is not x and made is not NotImplemented and not (x.link is None and x.strides is None):
+        if share_memory(made, x):  # detached, say
+            made.strides = x.strides
+            return as_view(made, x)
+        made.strides = strides_of(x)
+    return made
 
 
 def _result(func: Any, args: Sequence[Any], kwargs: dict[str, Any], spec: Spec, into: SplitTensor | None) -> Any:
-    is_written = writes(func) or bool(kwargs.get("inplace"))
+    before = None if into is None else version_of(into)
     result = func(*args, **kwargs)
     if into is not None and any(result is x for x in (*args, *kwargs.values())):
-        return written(into) if is_written else into  # in place, or nothing to do
+        if writes(func) or version_of(into) != before:
+            written(into)
+        return into  # in place, or nothing to do
     if not isinstance(result, Tensor) or tuple(result.shape) != spec.local:
         return NotImplemented
     if any(result is x for x in (*args, *kwargs.values())):

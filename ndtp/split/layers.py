@@ -12,6 +12,7 @@ from ndtp.nn.dropout import drop
 from ndtp.nn.losses import cross_entropy
 from ndtp.nn.padding import RowBlocks
 from ndtp.ops.norms import NormPlan, norm
+from ndtp.split.copies import written
 from ndtp.split.elementwise import elementwise
 from ndtp.split.moving import brought
 from ndtp.split.spec import Spec, layout_of
@@ -45,6 +46,7 @@ def dropout(func: Any, x: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> Any
     if inplace or func is torch.dropout_:
         with torch._C.DisableTorchFunctionSubclass():
             x.copy_(dropped)
+        written(x)
         return x
     return enter(dropped, spec)
 
@@ -90,6 +92,31 @@ def _normed(x: Any, shape: Any, weight: Any, bias: Any, eps: float, centred: boo
         y = enter(made.view(spec.local), spec)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
+
+
+@rule(F.batch_norm)
+def batch_norm(
+    func: Any, x: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Any:  # fmt: skip
+    """By the statistics of each channel, which move where samples or places are split."""
+    if not isinstance(x, SplitTensor) or len(x.spec.sizes) < 2:
+        return NotImplemented
+    count = len(x.spec.sizes)
+    others = [d for d in range(count) if d != 1]
+    mean, var = running_mean, running_var
+    form = [-1 if d == 1 else 1 for d in range(count)]
+    if training:
+        mean = x.mean(others)
+        var = (x - mean.view(form)).square().mean(others)
+        number = x.numel() // x.shape[1]
+        with torch.no_grad():
+            for running, now in ((running_mean, mean), (running_var, var * number / max(number - 1, 1))):
+                if running is not None:
+                    running.lerp_(whole(now).to(running.dtype), momentum)
+    y = (x - mean.view(form)) * torch.rsqrt(var.view(form) + eps)
+    y = y if weight is None else y * weight.view(form)
+    return y if bias is None else y + bias.view(form)
 
 
 # Functions of [N, C, ..]: N may be split, all else is whole.

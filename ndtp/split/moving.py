@@ -74,10 +74,10 @@ def _relaid(shard: Tensor, spec: Spec, target: Spec, used: Axes) -> Tensor:
     plan = relayout_plan(source, end, (), in_order, spec.origin or "activation")
     given = shard
     shard = reduce(shard.contiguous(), plan, spec.mesh)
-    is_slice = bool(plan.steps) and all(step.kind == "slice" for step in plan.steps)
-    if is_slice or (used and shard.data_ptr() == given.data_ptr()):
+    if shard is given:
+        shard = shard.view_as(shard)
+    elif shard.untyped_storage()._cdata == given.untyped_storage()._cdata:
         shard = shard.clone()  # a view that an autograd.Function made may not be changed in place
-    shard = shard.view_as(shard) if shard is given else shard
     if is_number:
         return shard.view(())
     for dim, (axes, size) in enumerate(zip(target.dims, target.sizes, strict=True)):

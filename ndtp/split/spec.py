@@ -25,6 +25,7 @@ class Context:
         gathered: for each function that took a whole tensor, how often.
         losses: of a stock model, whose loss is that of the rows of all data-parallel ranks: what has `has_split_loss`,
             which is set where a loss was taken so.
+        writes: how often memory was changed by writes that torch may not count, those of inference mode among them.
     """
 
     mesh: ProcessGrid
@@ -32,11 +33,12 @@ class Context:
     multiple: int = 1
     gathered: dict[str, int] = field(default_factory=dict)
     losses: Any = None
+    writes: dict[int, int] = field(default_factory=dict)
 
     def note(self, who: str, spec: Spec) -> None:
-        """Record that a function takes the whole of a split tensor, and warn of the first time."""
+        """Record that a function takes the whole of a split tensor, and warn of it once."""
         key = f"{who} of what '{spec.origin}' gave"
-        if key not in self.gathered:
+        if not any(known.startswith(f"{who} of what ") for known in self.gathered):
             warnings.warn(
                 f"ndtp: {who} has no rule for {spec}, which '{spec.origin}' gave, and takes it whole, gathered\n"
                 "  fix: ndtp.register_rule, see docs/models.md",

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndtp.errors import LayoutError
 from ndtp.split.spec import Spec
 
 Rule = Callable[..., Any]
@@ -59,14 +58,13 @@ class SplitTensor(Tensor):
     """A shard; its sizes are those of the whole, `spec.sizes`.
 
     Attributes:
-        is_copy: whether it is a view of another tensor in the dense model and a copy here, since dims were gathered for
-            it: what is written to it would be lost, and is refused.
-        source: of such a copy that a subscript gave, the tensor and the key: what is written is written there, too.
+        strides: those of the dense tensor; None where it is contiguous.  They tell which reshapes are views of it.
+        link: of a view for which dims were gathered, what ties it to the tensor of which the dense one is a view.
     """
 
     spec: Spec
-    is_copy = False
-    source: tuple[SplitTensor, Any] | None = None
+    strides: tuple[int, ...] | None = None
+    link: Any = None  # a `ndtp.split.copies.Copy`
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,6 +93,8 @@ class SplitTensor(Tensor):
 def like(x: SplitTensor) -> Tensor:
     """A tensor without memory that has the sizes of the whole."""
     with torch._C.DisableTorchFunctionSubclass():
+        if x.strides is not None:
+            return torch.empty_strided(x.spec.sizes, x.strides, dtype=x.dtype, device="meta")
         return torch.empty(x.spec.sizes, dtype=x.dtype, device="meta")
 
 
@@ -108,6 +108,9 @@ def enter(shard: Tensor, spec: Spec) -> SplitTensor:
 
 def leave(x: Tensor) -> Tensor:
     """The shard, as a plain tensor."""
+    link = x.link  # type: ignore[attr-defined]
+    if link is not None:
+        link.fresh()
     with torch._C.DisableTorchFunctionSubclass():
         return x.view_as(x)
 
@@ -130,36 +133,6 @@ def mapped(x: Any, change: Callable[[SplitTensor], Any]) -> Any:
     if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
         made = [mapped(value, change) for value in x]
         return type(x)(*made) if hasattr(x, "_fields") else type(x)(made)
-    return x
-
-
-def as_view(made: Any, of: SplitTensor, given: SplitTensor) -> Any:
-    """Views, of which those that had to be gathered first are marked: they do not share memory with their tensor."""
-    if of.is_copy or given is not of:
-        for x in split_in([made]):
-            x.is_copy = True
-    return made
-
-
-def refuse_lost(x: Any, name: str) -> None:
-    """Refuse writes to a copy.
-
-    Raises:
-        LayoutError: what is written to x would not reach the tensor of which it is a view.
-    """
-    if isinstance(x, SplitTensor) and x.is_copy and x.source is None:
-        raise LayoutError(
-            f"parallelize: {name} writes to {x.spec}, a view of what '{x.spec.origin}' gave; dims that are split were "
-            "gathered for it, so that this rank writes to a copy\n"
-            "  fix: x.clone() before it is changed, where the tensor itself need not change; or torch.where, index_copy"
-        )
-
-
-def written(x: Any) -> Any:
-    """A tensor after it was changed in place: so is that of which it is a slice."""
-    if isinstance(x, SplitTensor) and x.source is not None:
-        of, key = x.source
-        of[key] = x
     return x
 
 

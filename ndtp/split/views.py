@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndtp.split.elementwise import aligned
+from ndtp.split.copies import as_view, in_form, share_memory, standing_for, with_strides_of
 from ndtp.split.moving import moved
 from ndtp.split.spec import Axes, Spec, layout_of
-from ndtp.split.tensor import SplitTensor, as_view, enter, getters, leave, like, refuse_lost, rule, split_in, written
-from ndtp.split.whole import whole
+from ndtp.split.tensor import SplitTensor, enter, getters, leave, like, rule, split_in
 
 VIEWS = [
     *getters("T", "mT", "H", "mH"),
@@ -69,7 +68,7 @@ def view(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         parts = _sections(func, x, args, kwargs)
         if parts is not None:
             return parts
-    bare = like(x)
+    bare = plain(x)
     made = func(bare, *args, **kwargs)
     outs = [made] if isinstance(made, Tensor) else list(made)
     where = [kept_dims(bare, out) for out in outs]
@@ -77,24 +76,35 @@ def view(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if x.spec.sections and any(kept[-1] != out.dim() - 1 for kept, out in zip(where, outs, strict=True)):
         lost.append(len(x.spec.sizes) - 1)
     if lost:
-        less = without(x, lost)
-        return as_view(view(func, less, *args, **kwargs), x, less)
-    result = func(leave(x), *args, **kwargs)
-    if isinstance(made, Tensor):
-        return as_view(enter(result.view_as(result), with_dims_at(x.spec, made.shape, where[0])), x, x)
+        return view(func, standing_for(x, without(x, lost)), *args, **kwargs)
+    specs = [with_dims_at(x.spec, out.shape, kept) for out, kept in zip(outs, where, strict=True)]
+    try:
+        result = func(leave(x), *args, **kwargs)
+    except RuntimeError:
+        if not x.spec.split_dims:
+            raise
+        result = None
+    shards = [result] if isinstance(result, Tensor) else list(result or ())
+    if [tuple(shard.shape) for shard in shards] != [spec.local for spec in specs]:  # arguments name all of a split dim
+        return view(func, standing_for(x, without(x, x.spec.split_dims)), *args, **kwargs)
+    dense = made if x.strides is None else func(like(x), *args, **kwargs)
     parts = [
-        enter(part.view_as(part), with_dims_at(x.spec, out.shape, kept))
-        for part, out, kept in zip(result, outs, where, strict=True)
+        with_strides_of(enter(shard.view_as(shard), spec), strided)
+        for shard, spec, strided in zip(shards, specs, [dense] if isinstance(made, Tensor) else dense, strict=True)
     ]
-    return as_view(type(made)(parts), x, x)
+    return as_view(parts[0] if isinstance(made, Tensor) else type(made)(parts), x)
+
+
+def plain(x: SplitTensor) -> Tensor:
+    """A contiguous tensor without memory that has the sizes of the whole: its strides tell dims apart."""
+    return torch.empty(x.spec.sizes, dtype=torch.bool, device="meta")
 
 
 def _sections(func: Any, x: SplitTensor, args: Any, kwargs: Any) -> Any:
     """The sections of a last dim, each with its own split; None where the function takes it apart otherwise."""
     spec = x.spec
-    bare = like(x)
-    made = func(bare, *args, **kwargs)
-    if isinstance(made, Tensor) or bare.dim() == 0:
+    made = func(like(x), *args, **kwargs)
+    if isinstance(made, Tensor) or not spec.sizes:
         return None
     last, lead = len(spec.sizes) - 1, spec.sizes[:-1]
     if any(tuple(part.shape[:-1]) != lead for part in made):
@@ -109,27 +119,22 @@ def _sections(func: Any, x: SplitTensor, args: Any, kwargs: Any) -> Any:
         grouped.append(group)
     splits = spec.layout.num_splits(-1)
     shards = leave(x).split([sum(group) // splits for group in grouped], dim=last)
-    return type(made)(
+    parts = [
         enter(
-            shard.contiguous(),
+            shard.view_as(shard),
             replace(
                 spec, sizes=(*lead, sum(group)), padded=(*spec.padded[:-1], sum(group)),
                 sections=tuple(group) if len(group) > 1 else (),
             ),
         )
         for shard, group in zip(shards, grouped, strict=True)
-    )  # fmt: skip
-
-
-@rule(Tensor.squeeze, torch.squeeze)
-def squeeze(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    made = func(like(x), *args, **kwargs)
-    return _reshaped(x, tuple(made.shape))
+    ]  # fmt: skip
+    return as_view(type(made)(map(with_strides_of, parts, made)), x)
 
 
 @rule(
     Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, torch.unflatten,
-    torch.ravel, Tensor.ravel, Tensor.view_as, Tensor.reshape_as,
+    torch.ravel, Tensor.ravel, Tensor.view_as, Tensor.reshape_as, Tensor.squeeze, torch.squeeze,
 )  # fmt: skip
 def reshape(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """A dim that is split stays split where the cut falls on a multiple of the parts; else its axes are gathered."""
@@ -140,19 +145,34 @@ def reshape(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     args = tuple(like(y) if isinstance(y, SplitTensor) else y for y in args)
     if len(args) == 1 and isinstance(args[0], torch.dtype):
         return NotImplemented
-    made = func(like(x), *args, **kwargs)
-    return _reshaped(x, tuple(made.shape))
+    bare = like(x)
+    try:
+        made = func(bare, *args, **kwargs)
+    except RuntimeError:
+        if x.strides is None:
+            raise
+        bare = plain(x)  # strides of results are told from those of operands, and torch may choose others
+        made = func(bare, *args, **kwargs)
+    is_view = share_memory(made, bare)
+    result: SplitTensor = _in_form(x, tuple(made.shape), is_view)
+    return with_strides_of(result, made) if is_view else result
 
 
-def _reshaped(x: SplitTensor, sizes: tuple[int, ...]) -> SplitTensor:
-    made: SplitTensor = _in_form(x, sizes)
-    # Of a tensor that torch can only copy into this form, what is written is lost in the dense model, too.
-    made.is_copy = made.is_copy or x.is_copy
-    return made
+@rule(Tensor.contiguous)
+def contiguous(func: Any, x: Any, memory_format: Any = torch.contiguous_format) -> Any:
+    """The tensor itself if the dense one is contiguous, else a copy."""
+    if memory_format is torch.contiguous_format and x.strides is None:
+        return x
+    return enter(leave(x).clone(memory_format=torch.contiguous_format), x.spec)
 
 
-def _in_form(x: SplitTensor, sizes: tuple[int, ...]) -> Any:
+def _in_form(x: SplitTensor, sizes: tuple[int, ...], is_view: bool) -> Any:
     spec = x.spec
+
+    def copied(less: SplitTensor) -> Any:
+        """Of a tensor for which dims were gathered."""
+        return _in_form(standing_for(x, less) if is_view else less, sizes, is_view)
+
     if 0 in sizes:
         return enter(leave(without(x, spec.split_dims)).reshape(sizes), spec_whole(spec, sizes))
     given, axes, padded = list(spec.sizes), list(spec.dims), list(spec.padded)
@@ -162,11 +182,11 @@ def _in_form(x: SplitTensor, sizes: tuple[int, ...]) -> Any:
     elif sections:
         count, each = len(sections), sections[0]
         if any(size != each for size in sections):
-            return _copied(without(x, [len(given) - 1]), sizes)
+            return copied(without(x, [len(given) - 1]))
         given[-1:], axes[-1:], padded[-1:], sections = [count, each], [(), axes[-1]], [count, each], ()
     groups = _groups(given, sizes)
     if groups is None:
-        return _copied(without(x, spec.split_dims), sizes) if spec.split_dims else NotImplemented
+        return copied(without(x, spec.split_dims)) if spec.split_dims else NotImplemented
     out_axes: list[Axes] = []
     out_padded: list[int] = []
     for old, new in groups:
@@ -176,19 +196,13 @@ def _in_form(x: SplitTensor, sizes: tuple[int, ...]) -> Any:
         if isinstance(made, int):  # the axes of this dim are in the way
             dim = min(old[made], len(spec.sizes) - 1)
             keep = spec.dims[dim][:-1] if not spec.sections else ()
-            return _copied(moved(x, [keep if d == dim else a for d, a in enumerate(spec.dims)]), sizes)
+            return copied(moved(x, [keep if d == dim else a for d, a in enumerate(spec.dims)]))
         out_axes += made[0]
         out_padded += made[1]
     target = replace(
         spec, sizes=sizes, layout=layout_of(spec.mesh, out_axes), padded=tuple(out_padded), sections=sections
     )
-    return enter(leave(x).reshape(target.local), target)
-
-
-def _copied(less: SplitTensor, sizes: tuple[int, ...]) -> SplitTensor:
-    """The form of a tensor for which dims were gathered."""
-    less.is_copy = True
-    return _reshaped(less, sizes)
+    return in_form(x, target, is_view)
 
 
 def spec_whole(spec: Spec, sizes: Sequence[int]) -> Spec:
@@ -269,94 +283,8 @@ def expand(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     sizes = tuple(func(like(x), *args, **kwargs).shape)
     offset = len(sizes) - len(x.spec.sizes)
     spec = with_dims_at(x.spec, sizes, [offset + dim for dim in range(len(x.spec.sizes))])
-    return as_view(enter(leave(x).expand(spec.local), spec), x, x)
-
-
-@rule(Tensor.__getitem__)
-def item(func: Any, x: Any, key: Any) -> Any:
-    """Slices and picks of dims that are whole; a dim that is picked from is gathered, and no other."""
-    if not isinstance(x, SplitTensor):
-        return NotImplemented
-    keys = _spelt_out(key, len(x.spec.sizes))
-    if any(isinstance(k, Tensor) for k in keys) or any(isinstance(k, bool) for k in keys):
-        return _picked(func, x, keys)
-    made = view(func, x, tuple(keys))
-    if isinstance(made, SplitTensor) and made.is_copy and (not x.is_copy or x.source is not None):
-        made.source = (x, tuple(keys))
-    return made
-
-
-def _spelt_out(key: Any, count: int) -> list[Any]:
-    """One key a dim of the tensor or of the result; lists are tensors, and an ellipsis is slices."""
-    keys = [whole(k) if isinstance(k, Tensor) else torch.as_tensor(k) if isinstance(k, (list, range)) else k
-            for k in (key if isinstance(key, tuple) else [key])]  # fmt: skip
-    used = sum(k.dim() if isinstance(k, Tensor) and k.dtype in (torch.bool, torch.uint8) else 1
-               for k in keys if k is not None and k is not Ellipsis)  # fmt: skip
-    at = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
-    keys[at : at + 1] = [slice(None)] * (count - used)
-    return keys
-
-
-@rule(Tensor.__setitem__)
-def set_item(func: Any, x: Any, key: Any, value: Any) -> Any:
-    """Write into places of dims that are whole; each rank writes into its part of the other dims."""
-    if not isinstance(x, SplitTensor) or (isinstance(value, Tensor) and value.dim() > len(x.spec.sizes)):
-        return NotImplemented
-    refuse_lost(x, "setitem")
-    keys = _spelt_out(key, len(x.spec.sizes))
-    with torch.no_grad():
-        part = item(Tensor.__getitem__, x, tuple(keys))
-    if x.spec.sections or (part.spec.axes if isinstance(part, SplitTensor) else ()) != x.spec.axes:
-        return NotImplemented
-    if isinstance(value, Tensor) and (value.dim() or value.requires_grad):
-        spec = part.spec
-        value = aligned(value, spec.context, spec.dims, spec.padded, spec.sizes)
-    leave(x)[tuple(keys)] = value
-    written(x)
-    return None
-
-
-def _picked(func: Any, x: SplitTensor, keys: Sequence[Any]) -> Any:
-    """Pick by whole tensors of indices; torch puts the result where the first index stands, or in front."""
-    if any(isinstance(k, bool) for k in keys):
-        return NotImplemented
-    dim, plain, advanced = 0, [], []
-    for place, k in enumerate(keys):
-        if k is None:
-            continue
-        count = k.dim() if isinstance(k, Tensor) and k.dtype in (torch.bool, torch.uint8) else 1
-        if isinstance(k, slice) and k.indices(x.spec.sizes[dim]) == (0, x.spec.sizes[dim], 1):
-            plain.append((place, dim))
-        elif isinstance(k, (Tensor, int)):
-            advanced.append(place)
-        dim += count
-    stay = {d for _, d in plain}
-    lost = [d for d in x.spec.split_dims if d not in stay]
-    if lost:
-        x = without(x, lost)
-    shard = leave(x)
-    result = func(shard, tuple(keys))
-    # Which dim of the result is each of those that stay: dims of a trial whose sizes tell.
-    together = advanced == list(range(advanced[0], advanced[-1] + 1))
-    tensors = [k for k in keys if isinstance(k, Tensor)]
-    count = max([k.dim() for k in tensors if k.dtype not in (torch.bool, torch.uint8)]
-                + [1 for k in tensors if k.dtype in (torch.bool, torch.uint8)])  # fmt: skip
-    where: list[int | None] = [None] * len(x.spec.sizes)
-    out = 0 if together else count
-    for place in range(len(keys)):
-        if together and place == advanced[0]:
-            out += count
-        if place in advanced:
-            continue
-        match = next((d for p, d in plain if p == place), None)
-        if match is not None:
-            where[match] = out
-        out += 1
-    sizes = list(result.shape)
-    for d, o in enumerate(where):
-        if o is not None:
-            sizes[o] = x.spec.sizes[d]
-    return enter(result.view_as(result), with_dims_at(x.spec, sizes, where))
+    made = enter(leave(x).expand(spec.local), spec)
+    return as_view(with_strides_of(made, func(like(x), *args, **kwargs)), x)
 
 
 @rule(Tensor.unsqueeze_, Tensor.transpose_, Tensor.t_, Tensor.swapaxes_, Tensor.swapdims_, Tensor.squeeze_)
@@ -366,12 +294,11 @@ def view_in_place(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else kwargs.get("dim", range(len(x.spec.sizes)))
         asked = {d % len(x.spec.sizes) for d in ([given] if isinstance(given, int) else given)}
         gone = [d for d in asked if x.spec.sizes[d] == 1]
-        spec = squeeze(torch.squeeze, x, tuple(gone)).spec if gone else x.spec
+        made = reshape(torch.squeeze, x, tuple(gone)) if gone else x
         args, kwargs = (tuple(gone),), {}
     else:
-        plain = getattr(Tensor, func.__name__.removesuffix("_"))
-        spec = view(plain, x, *args, **kwargs).spec
+        made = view(getattr(Tensor, func.__name__.removesuffix("_")), x, *args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         func(x, *args, **kwargs)
-    x.spec = spec
+    x.spec, x.strides = made.spec, made.strides
     return x

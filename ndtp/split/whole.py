@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ndtp.errors import LayoutError
+from ndtp.split.copies import as_view, share_memory, standing_for, written
 from ndtp.split.moving import cut, moved
 from ndtp.split.spec import Spec, layout_of
 from ndtp.split.tensor import (
@@ -20,11 +21,9 @@ from ndtp.split.tensor import (
     leave,
     mapped,
     name_of,
-    refuse_lost,
     rule,
     split_in,
     writes,
-    written,
 )
 
 
@@ -33,7 +32,9 @@ def whole(x: Any) -> Any:
     """The whole tensor of a split one, on every rank; a collective.  Anything else as it is."""
     if not isinstance(x, SplitTensor):
         return x
-    return x.spec.mesh.step.made_whole(leave(moved(x, [()] * len(x.spec.sizes))))
+    made = leave(moved(x, [()] * len(x.spec.sizes)))
+    made = made.contiguous() if x.strides is None else made  # as the dense one is: code may ask for a view
+    return x.spec.mesh.step.made_whole(made)
 
 
 @rule(NO_RULE)
@@ -50,15 +51,14 @@ def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             f"parallelize: code asks for the memory ({name}) of {found[0].spec}, of which this rank has a shard\n"
             "  fix: x.gathered() gives the whole tensor; ndtp.register_rule tells how the code's kernel takes shards"
         )
-    if args and writes(func):
-        refuse_lost(args[0], name)
     for x in found:
-        x.spec.context.note(name, x.spec)
+        if x.spec.axes:
+            x.spec.context.note(name, x.spec)
     into = args[0] if args and isinstance(args[0], SplitTensor) and writes(func) else None
     given = mapped(list(args), whole)
     result = func(*given, **mapped(dict(kwargs), whole))
     if into is None:
-        return _marked(result, given, found[0])
+        return _marked(result, given, args[0]) if args and isinstance(args[0], SplitTensor) else result
     if tuple(given[0].shape) != into.spec.sizes:
         raise LayoutError(
             f"parallelize: {name} gives {into.spec} other sizes, {tuple(given[0].shape)}, in place\n"
@@ -71,15 +71,17 @@ def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _marked(result: Any, given: Sequence[Any], x: SplitTensor) -> Any:
-    """A view of a gathered tensor as one to which nothing may be written."""
+    """A view of a gathered tensor as one of the tensor itself."""
     first = given[0] if given else None
     if not isinstance(result, Tensor) or not isinstance(first, Tensor) or result is first:
         return result
-    if result.device.type == "meta" or result.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+    if result.device.type == "meta" or not share_memory(result, first):
         return result
     bare = Spec(x.spec.context, tuple(result.shape), layout_of(x.spec.mesh, [()] * result.dim()), tuple(result.shape))
     made = enter(result.view_as(result), bare)
-    made.is_copy = True
+    if share_memory(first, x):
+        return as_view(made, x)
+    made.link = standing_for(x, first)
     return made
 
 
@@ -99,8 +101,11 @@ def _bare(func: Any, x: SplitTensor, kind: type) -> Any:
 
 
 @rule(*getters("data"))
-def _numbers(func: Any, x: SplitTensor) -> SplitTensor:
-    return enter(leave(x).detach(), x.spec)
+def _numbers(func: Any, x: SplitTensor) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        made = enter(leave(x).data, x.spec)
+    made.strides = x.strides
+    return as_view(made, x)
 
 
 @rule(*getters("grad", "_grad"))

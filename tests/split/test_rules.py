@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -41,6 +42,15 @@ def rows_of_gathered(x: Tensor) -> Tensor:
     scores = scores.view(4, 6, 12)
     scores.unsqueeze_(2).mul_(2.0)
     return scores
+
+
+def written(x: Tensor, *writes: Callable[[Tensor], object]) -> Tensor:
+    """Writes to views come to the tensor, and writes to the tensor are seen by views that were made before."""
+    x = x * 1
+    rows, parts = x.view(24, 8), x[1:3]  # of which dims are gathered in some layouts
+    for write in writes:
+        write(x)
+    return torch.cat([x.flatten(), rows.flatten() * 2, parts.flatten() * 3])
 
 
 def rotary(q: Tensor) -> Tensor:
@@ -94,6 +104,8 @@ CASES = {
     "cat": lambda x: torch.cat([x, x * 2], 1),
     "cat with a whole one": lambda x: torch.cat([x, torch.ones(4, 6, 8)], -1),
     "class token": lambda x: torch.cat([torch.ones(1, 1, 8).expand(4, -1, -1), x], 1),
+    "stacks": lambda x: torch.hstack([x, x * 2]) + torch.vstack([x[:2], x, x[2:]]).view(4, 12, 8),
+    "triangles": lambda x: x.tril() + x.triu(1) * 2,
     "stack": lambda x: torch.stack([x, x + 1], 2),
     "topk": lambda x: x.topk(2, -1)[0],
     "sort": lambda x: x.sort(1).values,
@@ -131,9 +143,19 @@ CASES = {
     "gathered, in place": rows_of_gathered,
     "kl": lambda x: F.kl_div(x.log_softmax(-1), x.detach().softmax(-1), size_average=None, reduction="sum"),
     "unbind": lambda x: x.unbind(1)[2],
+    "batch norm": lambda x: F.batch_norm(x, None, None, torch.arange(6.0), torch.ones(6), True),
+    "batch norm as trained": lambda x: F.batch_norm(x, torch.arange(6.0), torch.arange(6.0) + 1),
     "group norm": lambda x: F.group_norm(x, 2),
     "three in one": lambda x: x.reshape(4, 6, 2, 2, 2).permute(2, 0, 3, 1, 4)[0],
     "interpolate": lambda x: F.interpolate(x, scale_factor=2),
+    "writes to places": lambda x: written(x, lambda y: y[0].mul_(2), lambda y: y[..., 3:].zero_()),
+    "writes to parts": lambda x: written(x, lambda y: y.narrow(-1, 4, 4).add_(1), lambda y: y.view(-1)[5:9].fill_(1)),
+    "writes by index": lambda x: written(x, lambda y: y.__setitem__([0, 2], 0.5), lambda y: y[:, [1]].tanh_()),
+    "writes to a copy": lambda x: written(x, lambda y: y.mT.reshape(-1).zero_(), lambda y: y.mT.contiguous().add_(1)),
+    "all of a dim by its size": lambda x: x.narrow(0, 0, 4).narrow(-1, 0, 8),
+    "divergence": lambda x: F.kl_div(x.log_softmax(-1), torch.full((4, 6, 8), 0.125), reduction="batchmean"),
+    "std of nothing": lambda x: (x - x).std(-1),
+    "in place behind": lambda x: F.relu(F.linear(x, torch.arange(24.0).view(3, 8) / 8), inplace=True),
 }
 LAYOUTS = {
     "samples and features": (("y",), (), ("x",)),
@@ -213,6 +235,7 @@ def check_strangers():
     first = (x * 1).select(0, 0)  # samples are split: what the view shows was gathered
     with pytest.raises(LayoutError, match=r"writes to .* a copy"):
         first.zero_()
+
     grads = []
     y = x * 3
     y.register_hook(grads.append)

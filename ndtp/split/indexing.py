@@ -1,0 +1,129 @@
+"""Indices and slices, read and written: dims that are picked from are whole, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndtp.split.copies import Copy, share_memory, version_of, written
+from ndtp.split.elementwise import aligned
+from ndtp.split.tensor import SplitTensor, enter, leave, rule
+from ndtp.split.views import kept_dims, plain, view, with_dims_at, without
+from ndtp.split.whole import whole
+
+
+@rule(Tensor.__getitem__)
+def item(func: Any, x: Any, key: Any) -> Any:
+    """Slices and picks of dims that are whole; a dim that is picked from is gathered, and no other."""
+    if not isinstance(x, SplitTensor):
+        return NotImplemented
+    keys = _spelt_out(key, len(x.spec.sizes))
+    if any(isinstance(k, Tensor) for k in keys) or any(isinstance(k, bool) for k in keys):
+        return _picked(func, x, keys)
+    return view(func, x, tuple(keys))
+
+
+def _spelt_out(key: Any, count: int) -> list[Any]:
+    """One key a dim of the tensor or of the result; lists are tensors, and an ellipsis is slices."""
+    keys = [whole(k) if isinstance(k, Tensor) else torch.as_tensor(k) if isinstance(k, (list, range)) else k
+            for k in (key if isinstance(key, tuple) else [key])]  # fmt: skip
+    used = sum(k.dim() if isinstance(k, Tensor) and k.dtype in (torch.bool, torch.uint8) else 1
+               for k in keys if k is not None and k is not Ellipsis)  # fmt: skip
+    at = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
+    keys[at : at + 1] = [slice(None)] * (count - used)
+    return keys
+
+
+@rule(Tensor.__setitem__)
+def set_item(func: Any, x: Any, key: Any, value: Any) -> Any:
+    """Write into places of dims that are whole; each rank writes into its part of the other dims."""
+    if not isinstance(x, SplitTensor) or (isinstance(value, Tensor) and value.dim() > len(x.spec.sizes)):
+        return NotImplemented
+    if isinstance(key, Tensor) and key.dtype == torch.bool and key.shape == x.shape and not isinstance(value, Tensor):
+        x.masked_fill_(key, value)
+        return None
+    keys = _spelt_out(key, len(x.spec.sizes))
+    lost = _lost(x, keys)
+    if lost:
+        less = without(x, lost)
+        set_item(func, less, tuple(keys), value)
+        Copy(x, less, version_of(x)).write()
+        return None
+    if isinstance(value, Tensor) and (value.dim() or value.requires_grad):
+        with torch.no_grad():
+            part = item(Tensor.__getitem__, x, tuple(keys))
+        if isinstance(part, SplitTensor):
+            spec = part.spec
+            value = aligned(value, spec.context, spec.dims, spec.padded, spec.sizes)
+        else:
+            value = whole(value)
+    shard = leave(x)
+    if isinstance(value, Tensor) and share_memory(value, shard):  # x[i] *= 2
+        value = value.clone()
+    shard[tuple(keys)] = value
+    written(x)
+    return None
+
+
+def _lost(x: SplitTensor, keys: Sequence[Any]) -> list[int]:
+    """The dims that are split and must be whole for these keys."""
+    bare = plain(x)
+    if any(isinstance(k, (Tensor, bool)) for k in keys):
+        at, stay = 0, []
+        for k in keys:
+            if isinstance(k, slice) and k.indices(x.spec.sizes[at]) == (0, x.spec.sizes[at], 1):
+                stay.append(at)
+            if k is not None:
+                at += k.dim() if isinstance(k, Tensor) and k.dtype in (torch.bool, torch.uint8) else 1
+        lost = [d for d in x.spec.split_dims if d not in stay]
+    else:
+        kept = kept_dims(bare, bare[tuple(keys)])
+        lost = [d for d in x.spec.split_dims if kept[d] is None]
+    last = len(x.spec.sizes) - 1
+    return lost if not x.spec.sections or last in lost else [*lost, last]
+
+
+def _picked(func: Any, x: SplitTensor, keys: Sequence[Any]) -> Any:
+    """Pick by whole tensors of indices; torch puts the result where the first index stands, or in front."""
+    if any(isinstance(k, bool) for k in keys):
+        return NotImplemented
+    dim, plain, advanced = 0, [], []
+    for place, k in enumerate(keys):
+        if k is None:
+            continue
+        count = k.dim() if isinstance(k, Tensor) and k.dtype in (torch.bool, torch.uint8) else 1
+        if isinstance(k, slice) and k.indices(x.spec.sizes[dim]) == (0, x.spec.sizes[dim], 1):
+            plain.append((place, dim))
+        elif isinstance(k, (Tensor, int)):
+            advanced.append(place)
+        dim += count
+    stay = {d for _, d in plain}
+    lost = [d for d in x.spec.split_dims if d not in stay]
+    if lost:
+        x = without(x, lost)
+    shard = leave(x)
+    result = func(shard, tuple(keys))
+    # Which dim of the result is each of those that stay: dims of a trial whose sizes tell.
+    together = advanced == list(range(advanced[0], advanced[-1] + 1))
+    tensors = [k for k in keys if isinstance(k, Tensor)]
+    count = max([k.dim() for k in tensors if k.dtype not in (torch.bool, torch.uint8)]
+                + [1 for k in tensors if k.dtype in (torch.bool, torch.uint8)])  # fmt: skip
+    where: list[int | None] = [None] * len(x.spec.sizes)
+    out = 0 if together else count
+    for place in range(len(keys)):
+        if together and place == advanced[0]:
+            out += count
+        if place in advanced:
+            continue
+        match = next((d for p, d in plain if p == place), None)
+        if match is not None:
+            where[match] = out
+        out += 1
+    sizes = list(result.shape)
+    for d, o in enumerate(where):
+        if o is not None:
+            sizes[o] = x.spec.sizes[d]
+    return enter(result.view_as(result), with_dims_at(x.spec, sizes, where))

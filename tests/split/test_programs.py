@@ -1,0 +1,63 @@
+"""A sample of the random programs of `programs.py`, of which more are on record, and what they found beside rules."""
+
+import torch
+from programs import run_programs
+from torch import nn
+
+import ndtp
+
+
+def test_programs(ranks):
+    """Modules with layers are split by `parallelize`; of others the inputs are split."""
+    found = ranks(2).run(run_programs, list(range(20)), 2)[0]
+    assert not found.wrong + found.broken
+    assert found.compared > 100
+
+
+class Turned(nn.Module):
+    """It gives a view of a tensor that was changed through another view."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = x * 1.5
+        turned = y.mT
+        turned.select(-2, 0).add_(0.5)
+        return turned, self.layer(x)
+
+
+def check_hooked():
+    model = ndtp.parallelize(Turned(), ndtp.ProcessGrid(ndtp.Grid(x=2)), scheme="1d")
+    x = torch.ones(2, 4, requires_grad=True)
+    turned, _ = model(x)
+    turned.sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 4), 1.5))
+    return True
+
+
+def test_an_output_that_is_a_changed_view_can_be_watched(ranks):
+    """Ranks compare their backwards by hooks on outputs; torch's own on a stale view ends the process."""
+    assert all(ranks(2).run(check_hooked))
+
+
+class Both(nn.Module):
+    """Two layers of one input are one product, of which each gives a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 8)
+
+    def forward(self, x):
+        return self.one(x).relu_().sum() + self.two(x).relu_().sum()
+
+
+def check_in_place():
+    model = ndtp.parallelize(Both(), ndtp.ProcessGrid(ndtp.Grid(x=2)), scheme="1d")
+    model(torch.ones(1, 4)).backward()
+    return True
+
+
+def test_what_layers_give_may_be_changed_in_place(ranks):
+    assert all(ranks(2).run(check_in_place))
