@@ -12,7 +12,7 @@ slope, with its standard error.  Then ranks make a world, a grid and a model, ma
 from __future__ import annotations
 
 import argparse
-import atexit
+import gc
 import hashlib
 import json
 import os
@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import ndtp
 from ndtp import Grid, ProcessGrid
+from ndtp.collectives.presence import Presence
 from ndtp.models.byte_model import ByteModel, ByteModelSizes
 from ndtp.testing import RankPool
 
@@ -47,7 +48,6 @@ def looked_at(mesh: ProcessGrid) -> dict[str, float]:
         "in_flight": mesh.collectives.in_flight,
         "process_groups": len(_world.pg_map),
         "programs": len(mesh.programs),
-        "exit_callbacks": atexit._ncallbacks(),
     }
 
 
@@ -116,7 +116,9 @@ def start_and_end(times: int, folder: str) -> list[dict[str, float]]:
         block = ndtp.nn.MLP(8, 16, mesh=mesh, scheme="1d-sp")
         block(torch.ones(block.in_layout.shard_shape((4, 8)))).sum().backward()
         if turn % max(times // 100, 1) == 0:
-            seen.append(looked_at(mesh))
+            gc.collect()
+            worlds = sum(isinstance(each, Presence) for each in gc.get_objects())
+            seen.append({**looked_at(mesh), "worlds": worlds})
         del mesh, block
         dist.barrier()
         dist.destroy_process_group()
