@@ -16,7 +16,8 @@ import torch.distributed as dist
 from ndtp.collectives.groups import default_timeout, never_destroy
 from ndtp.collectives.last_words import tell_of
 from ndtp.testing.messages import IMPORTING_MAIN, dumps
-from ndtp.testing.pool import RankError, coordinates_of, shared_pool
+from ndtp.testing.pool import shared_pool
+from ndtp.testing.rank_error import RankError
 
 
 def run(
@@ -60,6 +61,11 @@ def run(
     return _run_in_place(fn, tuple(args), dict(kwargs or {}), axes)
 
 
+def is_one_of_many() -> bool:
+    """Whether this process is one of the ranks of a launcher, or of a group that was made: `run` runs in place then."""
+    return _world_size() is not None
+
+
 def _world_size() -> int | None:
     """Size of the group that this process is part of; None for a process of its own."""
     if dist.is_available() and dist.is_initialized():
@@ -90,7 +96,7 @@ def _run_in_place(
         raise RankError(
             rank,
             {rank: "".join(traceback.format_exception(error))},
-            coordinates=None if axes is None else coordinates_of(rank, axes),
+            axes=axes,
             exceptions={rank: error},
             summaries={rank: f"{type(error).__name__}: {error}"},
         ) from error

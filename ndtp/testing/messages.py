@@ -10,15 +10,19 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from ndtp.testing.rank_asserts import PytestSettings
+
 # True in a rank while it imports the user's script: starting ranks from there would never end.
 IMPORTING_MAIN: ContextVar[bool] = ContextVar("IMPORTING_MAIN", default=False)
 
 
+_PROTOCOL = pickle.HIGHEST_PROTOCOL
 # Makes a rank write its Python stack to its trace file.  (Windows has no such signal, and no ranks.)
 TRACE_SIGNAL = getattr(signal, "SIGUSR1", signal.SIGTERM)
 
@@ -44,6 +48,8 @@ class Call:
     cwd: str
     main: tuple[str, str] | None  # ("module", name) or ("path", file) of the parent's __main__, if the call uses it
     echo: bool  # forward what this rank prints
+    pytest: PytestSettings | None = None  # of the session whose test calls
+    home: tuple[str, str] | None = None  # name and file of the function's module, which pytest may import by no path
 
 
 @dataclass(frozen=True)
@@ -76,28 +82,56 @@ class Raised:
     traceback: str
     exception: bytes | None  # pickled, where that is possible both ways
     when: float
+    report: bytes | None = None  # pickled, what pytest shows of it; in tests only
+    printed: str = ""  # the last of what it printed and nobody has seen; in tests only
 
 
 class _PlainPickler(pickle.Pickler):
     """Pickles tensors by value: detached, on the CPU, and without the rest of a larger storage they look into."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.layout != torch.strided:
-            return NotImplemented
-        plain = obj.detach().cpu()
-        if plain.device.type != "cpu" or type(plain) is not torch.Tensor:
-            return NotImplemented
-        if plain.untyped_storage().nbytes() != plain.numel() * plain.element_size():
-            plain = plain.clone()
-        return plain.__reduce_ex__(self.protocol)  # type: ignore[attr-defined]
+        return _reduced_tensor(obj)
 
-    protocol = pickle.HIGHEST_PROTOCOL
+
+def _reduced_tensor(obj: Any) -> Any:
+    """Return what a plain tensor is made of again; NotImplemented for other things."""
+    if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.layout != torch.strided:
+        return NotImplemented
+    plain = obj.detach().cpu()
+    if plain.device.type != "cpu" or type(plain) is not torch.Tensor:
+        return NotImplemented
+    if plain.untyped_storage().nbytes() != plain.numel() * plain.element_size():
+        plain = plain.clone()
+    return plain.__reduce_ex__(_PROTOCOL)  # type: ignore[attr-defined]
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle by value; tensors arrive as plain CPU tensors without autograd history."""
+    """Pickle by value; tensors arrive as plain CPU tensors without autograd history.
+
+    Functions and classes that no module holds, those of a notebook's cells for instance, go by value where cloudpickle
+    is installed.
+    """
     buffer = io.BytesIO()
-    _PlainPickler(buffer, protocol=_PlainPickler.protocol).dump(value)
+    try:
+        _PlainPickler(buffer, protocol=_PROTOCOL).dump(value)
+        return buffer.getvalue()
+    except Exception:
+        if find_spec("cloudpickle") is None:
+            raise
+    return dumps_by_value(value)
+
+
+def dumps_by_value(value: Any) -> bytes:
+    """Pickle as `dumps` does, with the code of functions and classes that ranks cannot import."""
+    import cloudpickle
+
+    class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            plain = _reduced_tensor(obj)
+            return super().reducer_override(obj) if plain is NotImplemented else plain
+
+    buffer = io.BytesIO()
+    ByValue(buffer, protocol=_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
@@ -108,24 +142,36 @@ def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         ValueError: the function cannot be imported by name, or an argument cannot be pickled; says which.
     """
     name = getattr(fn, "__qualname__", repr(fn))
+    by_value = "  fix: pip install cloudpickle, which sends its code"
+    is_typed = getattr(fn, "__module__", None) == "__main__" and describe_main() is None
     try:
         pickle.dumps(fn)
     except Exception as error:
+        if find_spec("cloudpickle") is None:
+            raise ValueError(
+                f"{name} cannot be sent to the ranks: {error}\n"
+                "  ranks are other processes, which import the function by its name; lambdas and functions defined "
+                "inside functions have none\n"
+                "  fix: define it at module level and pass what it captured as arguments\n"
+                f"{by_value}"
+            ) from error
+        is_typed = True
+    if is_typed and find_spec("cloudpickle") is None:
         raise ValueError(
-            f"{name} cannot be sent to the ranks: {error}\n"
-            "  ranks are other processes, which import the function by its name; lambdas and functions defined inside "
-            "functions have none\n"
-            "  fix: define it at module level and pass what it captured as arguments"
-        ) from error
-    if getattr(fn, "__module__", None) == "__main__" and describe_main() is None:
-        raise ValueError(
-            f"{name} cannot be sent to the ranks: it was typed at a prompt or piped in, so no file holds it\n"
-            "  fix: put it into a file and import it from there"
+            f"{name} cannot be sent to the ranks: it was typed at a prompt, in a notebook or piped in, so no file "
+            f"holds it\n  fix: put it into a file and import it from there\n{by_value}"
         )
     try:
-        return dumps((fn, args, kwargs))
+        return (dumps_by_value if is_typed else dumps)((fn, args, kwargs))
     except Exception as error:
         raise ValueError(f"an argument of {name} cannot be pickled for the ranks: {error}") from error
+
+
+def home_of(fn: Callable[..., Any]) -> tuple[str, str] | None:
+    """Name and file of the module that a function is in; None where it has none, or is of the main script."""
+    name = getattr(fn, "__module__", None)
+    path = getattr(sys.modules.get(name or ""), "__file__", None)
+    return (name, path) if name and path and name != "__main__" else None
 
 
 def describe_main() -> tuple[str, str] | None:

@@ -33,9 +33,12 @@ from ndtp.testing.messages import (
     Ready,
     Returned,
     describe_main,
+    home_of,
     pickle_call,
 )
 from ndtp.testing.process import RankProcess, kill, place_in, traces
+from ndtp.testing.rank_asserts import settings
+from ndtp.testing.rank_error import RankError, RankTimeout
 from ndtp.testing.zygote import Zygote
 
 _START_TIMEOUT_S = 180.0  # importing torch on a cold, busy machine included
@@ -43,52 +46,6 @@ _STARTS = 3  # of the ranks for one call, should whoever forks them be killed me
 _LONGEST_WAIT_S = 86400.0  # the operating system takes 24 days at most
 _GRACE_S = 0.5  # after the first failure, for the others to report theirs
 _MOST_THREADS = 100  # of one rank; a process group of gloo has three or four
-
-
-class RankError(RuntimeError):
-    """A rank raised, died or hung.
-
-    Attributes:
-        rank: the rank that failed first; one that died before those that raised, who may only have lost it.
-        coordinates: its place on the grid, e.g. `{"z": 0, "x": 1, "y": 1}`; None unless the call named its `axes`.
-        errors: rank -> traceback text, or how the process ended, of every rank that failed.
-        exceptions: rank -> the exception itself, for those whose exception can be pickled.
-        stopped: ranks that had not finished and were killed.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        errors: Mapping[int, str],
-        *,
-        coordinates: Mapping[str, int] | None = None,
-        exceptions: Mapping[int, BaseException] | None = None,
-        summaries: Mapping[int, str] | None = None,
-        stopped: Collection[int] = (),
-    ) -> None:
-        self.rank = rank
-        self.errors = dict(errors)
-        self.coordinates = coordinates
-        self.exceptions = dict(exceptions or {})
-        self.stopped = tuple(sorted(stopped))
-        summaries = summaries or {}
-        place = "" if coordinates is None else " (" + " ".join(f"{a}={i}" for a, i in coordinates.items()) + ")"
-        summary = summaries.get(rank, "failed")
-        lines = [f"rank {rank}{place}: {summary}"]
-        if self.errors[rank] != summary:
-            lines.append(_indent(self.errors[rank]))
-        others: dict[str, list[int]] = {}
-        for other in sorted(set(self.errors) - {rank}):
-            others.setdefault(summaries.get(other, "failed"), []).append(other)
-        lines += [f"also {_name(ranks)}: {summary}" for summary, ranks in others.items()]
-        unfinished = sorted(set(self.stopped) - set(self.errors))
-        if unfinished:
-            lines.append(f"stopped before the end: {_name(unfinished)}")
-        super().__init__("\n".join(lines))
-
-
-class RankTimeout(RankError):
-    """Ranks were still running at the timeout; `errors` holds the Python stack where each of them was."""
 
 
 class RankPool:
@@ -196,8 +153,9 @@ class RankPool:
         with self._lock:
             try:
                 self._ensure_started()
-                place = list(sys.path), os.getcwd(), main
-                headers = {echo: pickle.dumps(Call(*place, echo)) for echo in (False, True)}
+                place, test = (list(sys.path), os.getcwd(), main), settings()
+                home = None if test is None else home_of(fn)
+                headers = {echo: pickle.dumps(Call(*place, echo, test, home)) for echo in (False, True)}
                 for rank, payload in zip(self._ranks, payloads, strict=True):
                     with contextlib.suppress(OSError):  # it just died: _collect reports it
                         rank.connection.send_bytes(headers[rank.index in self._echo] + payload)
@@ -293,10 +251,12 @@ class RankPool:
         raise error_type(
             first,
             {index: failure.traceback or failure.summary for index, failure in sorted(failures.items())},
-            coordinates=None if axes is None else coordinates_of(first, axes),
+            axes=axes,
             exceptions=_exceptions(failures),
             summaries={index: failure.summary for index, failure in failures.items()},
             stopped=pending,
+            reports={index: failure.report for index, failure in failures.items() if failure.report},
+            printed={index: failure.printed for index, failure in failures.items() if failure.printed},
         )
 
     def _receive(self, rank: RankProcess, results: dict[int, Any]) -> Ready | Returned | Raised | None:
@@ -358,19 +318,3 @@ def _shared_pools(pid: int) -> dict[int, RankPool]:  # by pid: a fork must not u
 @functools.cache
 def _zygote(pid: int) -> Zygote:
     return Zygote()
-
-
-def coordinates_of(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
-    """Grid coordinates of a rank, for axis sizes given slowest first."""
-    coordinates = {}
-    for axis in reversed(list(axes)):
-        rank, coordinates[axis] = divmod(rank, axes[axis])
-    return {axis: coordinates[axis] for axis in axes}
-
-
-def _indent(text: str) -> str:
-    return "".join(f"  {line}" for line in text.rstrip("\n").splitlines(keepends=True))
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

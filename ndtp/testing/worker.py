@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
@@ -26,12 +27,14 @@ import torch
 import torch.distributed as dist
 
 from ndtp.collectives.last_words import tell_of
+from ndtp.testing import rank_asserts
 from ndtp.testing.messages import IMPORTING_MAIN, TRACE_SIGNAL, Birth, Call, Printed, Raised, Ready, Returned, dumps
 
 # Process groups that a call created stay alive, since a cached mesh may come back in a later call (DTensor caches
 # some itself).  A gloo group of two holds five descriptors and three threads, so they are finite: past this many
 # descriptors, or half of what the system allows, the pool replaces its ranks.
 _MAX_OPEN_FDS = 640
+_MOST_PRINTS = 1000  # that are kept of a rank whose prints are not shown
 
 
 class _Sender:
@@ -55,6 +58,7 @@ class _Stdout(io.TextIOBase):
         self._sender = sender
         self._pending = ""
         self.echo = False
+        self.unseen: deque[str] | None = None  # what is not echoed, where a test may want to show it
 
     def writable(self) -> bool:
         return True
@@ -67,6 +71,8 @@ class _Stdout(io.TextIOBase):
             self._pending += text
             if "\n" in text:
                 self.flush()
+        elif self.unseen is not None:
+            self.unseen.append(text)
         return len(text)
 
     def flush(self) -> None:
@@ -115,11 +121,12 @@ def work(birth: Birth, connection_fd: int, zygote_pid: int) -> None:
             return
         call: Call = pickle.load(stream)
         stdout.echo = call.echo
+        stdout.unseen = None if call.pytest is None else deque(maxlen=_MOST_PRINTS)
         try:
             payload = dumps(_perform(call, stream))
         except BaseException as error:
             stdout.flush()
-            sender.send(_describe(tell_of(error)))
+            sender.send(_describe(tell_of(error), call, "".join(stdout.unseen or ())))
         else:
             stdout.flush()
             sender.send(Returned(dist.group.WORLD is world and not _short_of_fds()), payload)
@@ -131,6 +138,10 @@ def _perform(call: Call, stream: io.BytesIO) -> Any:
         importlib.invalidate_caches()
     if os.getcwd() != call.cwd:
         os.chdir(call.cwd)
+    if call.pytest is not None:
+        rank_asserts.install(call.pytest)
+        if call.home is not None:
+            rank_asserts.load(*call.home)
     if call.main is not None and sys.modules["__main__"].__name__ != "__mp_main__":
         _import_main(*call.main)
     fn, args, kwargs = pickle.load(stream)
@@ -151,7 +162,7 @@ def _import_main(kind: str, name: str) -> None:
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
 
 
-def _describe(error: BaseException) -> Raised:
+def _describe(error: BaseException, call: Call, printed: str) -> Raised:
     # The frames of ndtp.testing, at the top, say nothing to the reader.
     frames = error.__traceback__
     while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) == os.path.dirname(__file__):
@@ -163,7 +174,9 @@ def _describe(error: BaseException) -> Raised:
         pickle.loads(pickled)
     except Exception:
         pickled = None
-    return Raised(summary, text, pickled, time.monotonic())
+    when = time.monotonic()
+    report = None if call.pytest is None else rank_asserts.report_of(error)
+    return Raised(summary, text, pickled, when, report, printed)
 
 
 def _die_with(zygote_pid: int) -> None:

@@ -31,6 +31,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from ndtp.testing import rank_asserts
 from ndtp.testing.messages import Birth
 
 Work = Callable[[Birth, int, int], None]  # being a rank: `ndtp.testing.worker.work`
@@ -264,6 +265,8 @@ def _fork_one(control: socket.socket, status_fds: dict[int, int], wake_fds: Sequ
     birth, names = pickle.loads(_receive_exactly(control, _LENGTH.unpack(header)[0]))
     if names:
         _import(names)
+    if "pytest" in sys.modules:
+        rank_asserts.prepare()
     connection_fd, status_fd, stdout_fd, stderr_fd = fds
     zygote_pid = os.getpid()
     with warnings.catch_warnings():

@@ -1,0 +1,53 @@
+"""Functions and classes of a notebook's cells on ranks: by value, where cloudpickle is installed."""
+
+import sys
+from types import ModuleType
+
+import pytest
+
+import ndtp.testing
+
+CELL = """
+import torch
+import torch.distributed as dist
+from dataclasses import dataclass
+
+scale = 10
+
+@dataclass
+class Answer:
+    rank: int
+    values: object
+
+def scaled(rank):
+    return scale * rank
+
+def work(offset):
+    mean = lambda values: values.mean().item()
+    return Answer(scaled(dist.get_rank()) + offset, mean(torch.ones(4)))
+"""
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """A `__main__` that no file holds, as IPython makes it."""
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(compile(CELL, "<cell>", "exec"), main.__dict__)
+    return main
+
+
+def test_cells_run_on_ranks(notebook):
+    pytest.importorskip("cloudpickle")
+    first = ndtp.testing.run(notebook.work, 2, args=(1,))
+    assert first == [notebook.Answer(1, 1.0), notebook.Answer(11, 1.0)], "of the cell's own class"
+    notebook.scale = 100  # a cell that is executed once more
+    assert [each.rank for each in ndtp.testing.run(notebook.work, 2, args=(1,))] == [1, 101]
+    assert ndtp.testing.run(lambda: notebook.scale + 1, 2) == [101, 101]
+
+
+def test_without_cloudpickle_the_error_names_it(notebook, monkeypatch):
+    monkeypatch.setattr("ndtp.testing.messages.find_spec", lambda name: None)
+    for fn in (notebook.work, lambda: None):
+        with pytest.raises(ValueError, match="pip install cloudpickle"):
+            ndtp.testing.run(fn, 2)
