@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ndtp.algebra import html
 from ndtp.errors import GridError
 
 RESERVED_NAMES = ("None", "interleaved_parallel")
@@ -159,6 +160,9 @@ class Grid:
 
     def __str__(self) -> str:
         return " ".join(f"{name}={size}" for name, size in zip(self.names, self.shape, strict=True))
+
+    def _repr_html_(self) -> str:
+        return html.grid_picture(self)
 
     def __repr__(self) -> str:
         return f"Grid({', '.join(str(self).split())})"

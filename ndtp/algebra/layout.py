@@ -12,7 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any
 
-from ndtp.algebra import picture
+from ndtp.algebra import html, picture
 from ndtp.algebra.grid import Grid
 from ndtp.errors import LayoutError
 
@@ -291,6 +291,9 @@ class Layout:
 
     def __str__(self) -> str:
         return _text(self.dims)
+
+    def _repr_html_(self) -> str:
+        return html.layout_picture(self, f"{self} on grid {self.grid};")
 
     def __repr__(self) -> str:
         chunks = f", chunks={self.chunks}" if self.chunks else ""

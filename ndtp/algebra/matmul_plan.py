@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from ndtp.algebra import html
 from ndtp.algebra import roles as rule
 from ndtp.algebra.cached import cached_property
 from ndtp.algebra.grid import Grid
@@ -223,6 +224,12 @@ class MatMulPlan(LoopNest):
         return sizes
 
     # -------------------------------------------------------------------------------------------------- printing
+
+    def _repr_html_(self) -> str:
+        tensors = (("A", self.a), ("B", self.b), ("C", self.out))
+        pictures = [html.layout_picture(layout, name) for name, layout in tensors]
+        steps = [(step.phase, str(step)) for step in self.steps]
+        return html.table(("phase", "moves"), steps, f"{self.equation} on grid {self.grid}") + "".join(pictures)
 
     def __str__(self) -> str:
         moves = [str(s) for s in self.steps if s.phase == "forward"]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ndtp.algebra import html
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import subscript
 from ndtp.algebra.steps import SHORT, Step, apply
@@ -77,6 +78,10 @@ class Volume:
 
     def __iter__(self) -> Iterator[Traffic]:
         return iter(self.entries)
+
+    def _repr_html_(self) -> str:
+        rows = [(each.phase, each.collective, " ".join(each.axes), f"{each.amount:,}") for each in self.entries]
+        return html.table(("phase", "collective", "axes", "received per rank"), rows, f"{self.total:,} in all")
 
     def __str__(self) -> str:
         return ", ".join(f"{entry} {entry.amount:,}" for entry in self.entries) or "no communication"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ndtp.algebra import html
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 from ndtp.models.dry_step import step_volume, usual_inputs
@@ -125,6 +126,9 @@ class Report:
         raise LayoutError(
             f"parallelize: nothing was replaced\n{reasons}\n  fix: name layers in plan=, or strict=False to go on"
         )
+
+    def _repr_html_(self) -> str:
+        return html.table(("", "layers"), (line.split(" ", 1) for line in str(self).splitlines()))
 
     def __str__(self) -> str:
         linears, replaced = self.linears

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ndtp.algebra import html
 from ndtp.algebra.grid import Grid
 from ndtp.planner import block_cost
 from ndtp.planner.grids import Grids, grids_of
@@ -55,6 +56,15 @@ class GridPlan:
     comm_ms: float
     request: Request = field(repr=False)
     expert_axis: tuple[str, ...] | None = None
+
+    def _repr_html_(self) -> str:
+        rows = {
+            "grid": self.grid, "scheme": f"{self.scheme} ({self.kind})", "step": f"{self.step_ms:,.3f} ms predicted",
+            "products": f"{self.gemm_ms:,.3f} ms", "exposed communication": f"{self.exposed_ms:,.3f} ms",
+            "received": f"{self.volume_bytes / 2**20:,.1f} MiB a step and rank",
+            "memory": f"{self.memory_bytes / 2**20:,.0f} MiB a rank", "why": self.why,
+        }  # fmt: skip
+        return html.table(("plan", ""), rows.items())
 
     @property
     def arguments(self) -> dict[str, Any]:
