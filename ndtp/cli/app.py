@@ -7,7 +7,6 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from ndtp.cli.bench_calibrate import calibrate
 from ndtp.cli.bench_gemm import gemm
@@ -16,6 +15,7 @@ from ndtp.cli.bench_step import step
 from ndtp.cli.bench_volume import volume
 from ndtp.cli.check import check
 from ndtp.cli.demo import demo
+from ndtp.cli.help import Command, CommandGroup
 from ndtp.cli.info import info
 from ndtp.cli.plan import plan
 from ndtp.cli.show import show
@@ -27,7 +27,7 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 LONGEST = 1000  # characters of a message: a number of a million digits is not repeated
 
 
-class CommandLine(TyperGroup):
+class CommandLine(CommandGroup):
     """Wrong use ends with a line on standard error that names what was wrong, and status 2; a rank that failed with its
     traceback, and status 1; Ctrl-C with status 130.  Anything else is a bug, and keeps its own traceback.
     """
@@ -72,8 +72,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 bench = typer.Typer(help="Benchmarks: volume, step, overlap, calibrate, gemm.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-app.add_typer(show, name="show")
+app.add_typer(bench, name="bench", cls=CommandGroup)
+app.add_typer(show, name="show", cls=CommandGroup)
 
 
 def _say_version(wanted: bool) -> None:
@@ -97,3 +97,6 @@ for command in (demo, check, train, plan, info):
     app.command()(command)
 for benchmark in (volume, step, overlap, calibrate, gemm):
     bench.command()(benchmark)
+for each in (app, bench, show):
+    for registered in each.registered_commands:
+        registered.cls = Command

@@ -1,5 +1,6 @@
 """What holds for every command: an example in its help, JSON, 100 columns."""
 
+import re
 import shlex
 
 import pytest
@@ -30,11 +31,19 @@ def test_none_is_missing():
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("columns", [60, 80, 100])
 def test_help_has_an_example_and_fits(words, columns):
     result = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": str(columns), "TERMINAL_WIDTH": None})
     assert result.exit_code == 0
     assert max(map(cell_len, result.stdout.splitlines())) <= columns
+    names = [
+        name
+        for option in COMMANDS[words].params
+        if not getattr(option, "hidden", False)
+        for name in option.opts
+        if name.startswith("--")
+    ]
+    assert names and set(names) <= set(re.findall(r"--[\w-]+(?![\w…-])", result.stdout)), "cut short"
     assert f"Example: ndtp {' '.join(words)}" in " ".join(result.stdout.split())
     assert "--json" in result.stdout
 
