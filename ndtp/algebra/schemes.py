@@ -5,7 +5,7 @@ A scheme is nothing but five layouts; the rule of `ndtp.algebra.roles` does the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,3 +166,9 @@ MEANT = {  # by what other libraries and papers call them
     "megatron": "1d", "tp": "1d", "tensor": "1d", "sp": "1d-sp", "sequence": "1d-sp", "megatronsp": "1d-sp",
     "summa": "2d", "cube": "3d", "agarwal": "3d",
 }  # fmt: skip
+
+
+def usual_scheme(axes: Mapping[str, int]) -> str:
+    """The scheme that axes suggest: 3D where there is z, 2D on a square, 1D sequence parallel on a line."""
+    used = [axis for axis in TENSOR_AXES if axes.get(axis, 1) > 1]
+    return "3d" if "z" in used else "2d" if len(used) == 2 else "1d-sp"

@@ -1,0 +1,127 @@
+"""All ranks of a grid as accelerate sees them: one process that trains one model on whole batches.
+
+accelerate knows of data parallelism and of its own kinds of parallel models.  A model on a grid is none of these: it is
+called with whole batches on every rank, sums its gradients itself, and is saved by all ranks together.  So accelerate
+is told of a single process.  The rank stays: rank 0 logs and writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from torch import Tensor, nn
+
+from ndtp.algebra.grid import Grid
+from ndtp.algebra.layout import Layout
+from ndtp.algebra.schemes import TENSOR_AXES, usual_scheme
+from ndtp.errors import GridError
+from ndtp.models.parallelize import parallelize
+from ndtp.runtime.process_grid import ProcessGrid
+
+GridLike = str | Mapping[str, int] | Grid | ProcessGrid
+
+
+def become_one_program() -> None:
+    """From here on accelerate, whose state is there, takes the ranks for one process."""
+    rank = dist.get_rank()
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    one = {
+        "distributed_type": DistributedType.NO,
+        "num_processes": 1,
+        "process_index": rank,
+        "local_process_index": local,
+    }
+    PartialState._shared_state.update(one)
+    if AcceleratorState._shared_state:
+        AcceleratorState._shared_state.update(one)
+
+
+def mesh_of(grid: GridLike) -> ProcessGrid:
+    """Of "z=2,x=2,y=2", axis sizes, a Grid, or a ProcessGrid itself.
+
+    Raises:
+        GridError: the text is no grid, or there are no ranks for it.
+    """
+    if isinstance(grid, ProcessGrid):
+        return grid
+    if isinstance(grid, str):
+        grid = Grid(_parsed(grid))
+    elif not isinstance(grid, Grid):
+        grid = Grid(dict(grid))
+    if not dist.is_initialized():
+        raise GridError(
+            f"ndtp_grid={grid}: there is no process group\n"
+            "  fix: start the program with `torchrun --nproc-per-node "
+            f"{grid.num_ranks}`, or call it by ndtp.testing.run(main, ranks={grid.num_ranks})"
+        )
+    return ProcessGrid(grid)
+
+
+def _parsed(text: str) -> dict[str, int]:
+    axes: dict[str, int] = {}
+    for part in text.replace(" ", ",").split(","):
+        name, equals, size = part.partition("=")
+        if part and not (name and equals and size.isdecimal()):
+            raise GridError(f"ndtp_grid={text!r}: {part!r} is no axis with its size\n  fix: like z=2,x=2,y=2")
+        if part:
+            axes[name] = int(size)
+    return axes
+
+
+def on_grid(model: nn.Module, mesh: ProcessGrid, scheme: str | None, options: Mapping[str, Any] | None) -> nn.Module:
+    """`parallelize`, unless the model is on a grid already."""
+    if getattr(model, "ndtp_report", None) is not None:
+        return model
+    sizes = {axis: mesh.grid[axis] for axis in mesh.grid}
+    return parallelize(model, mesh, scheme=scheme or usual_scheme(sizes), **dict(options or {}))
+
+
+def rows_here(inputs: Any, mesh: ProcessGrid | None) -> Any:
+    """Of a whole batch, the rows that this rank's model is called with: a share, where axes such as `dp` split rows.
+
+    A batch that those axes do not divide is left whole for all of them: the mean of equal losses is the loss.
+    """
+    if mesh is None:
+        return inputs
+    axes = tuple(axis for axis in mesh.grid if axis not in TENSOR_AXES and mesh.grid[axis] > 1)
+    if not axes:
+        return inputs
+    tensors = _tensors_of(inputs)
+    count = max((len(tensor) for tensor in tensors if tensor.dim()), default=0)
+    if not count or count % mesh.grid.size(axes):
+        return inputs
+    rows = Layout(mesh.grid, axes).slices(mesh.rank, (count,))[0]
+    return _cut(inputs, rows, count)
+
+
+def _tensors_of(inputs: Any) -> list[Tensor]:
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    parts = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _tensors_of(part)]
+
+
+def _cut(inputs: Any, rows: slice, count: int) -> Any:
+    if isinstance(inputs, Tensor):
+        return inputs[rows] if inputs.dim() and len(inputs) == count else inputs
+    if isinstance(inputs, Mapping):
+        cut = {key: _cut(value, rows, count) for key, value in inputs.items()}
+        return type(inputs)(cut)  # type: ignore[call-arg]
+    if isinstance(inputs, (list, tuple)):
+        return type(inputs)(_cut(value, rows, count) for value in inputs)
+    return inputs
+
+
+def whole(result: Any) -> Any:
+    """Results with the tensors that are split gathered; a collective."""
+    if hasattr(result, "gathered"):
+        return result.gathered()
+    if isinstance(result, (list, tuple)):
+        return type(result)(whole(part) for part in result)
+    if isinstance(result, Mapping):
+        return {key: whole(part) for key, part in result.items()}
+    return result

@@ -1,0 +1,118 @@
+"""`Trainer`: transformers' own, of a model on a grid.
+
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, ndtp_grid="z=2,x=2,y=2")
+    trainer.train()
+
+Run it under torchrun, as any Trainer.  Every rank gets whole batches, the losses are the dense model's, and checkpoints
+are read on any other grid.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from ndtp.checkpoints.training_state import load, save
+from ndtp.integrations.one_program import GridLike, become_one_program, mesh_of, on_grid, rows_here, whole
+from ndtp.models.state_entries import mesh_of_model
+from ndtp.runtime.process_grid import ProcessGrid
+
+STATE, SCHEDULER = "ndtp", "scheduler.pt"  # of a checkpoint's folder
+
+
+class GridTrainerMixin:
+    """Puts the model of any Trainer on a grid: `class MyTrainer(GridTrainerMixin, SFTTrainer): ...`.
+
+    Args:
+        ndtp_grid: "z=2,x=2,y=2", axis sizes, a Grid or a ProcessGrid; None for a model that is on one already.
+        ndtp_scheme: of `ndtp.parallelize`; the default is what the axes suggest, as `ndtp train` does.
+        ndtp_options: further arguments of `ndtp.parallelize`, {"keep": ["lm_head"]} say.
+
+    A batch of `per_device_train_batch_size` rows is that of the whole grid, on which axes such as `dp` take shares.
+    `model.safetensors` in a checkpoint is the dense model's, and `from_pretrained` reads it; the folder `ndtp` beside
+    holds the optimizer, and a Trainer on any other grid resumes from it.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *rest: Any,
+        ndtp_grid: GridLike | None = None,
+        ndtp_scheme: str | None = None,
+        ndtp_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        args = transformers.TrainingArguments("tmp_trainer") if args is None else args
+        self._ndtp_mesh: ProcessGrid | None = (
+            mesh_of(ndtp_grid) if ndtp_grid is not None else mesh_of_model(model) if model else None
+        )
+        self._ndtp_how = ndtp_scheme, ndtp_options
+        if self._ndtp_mesh is not None:
+            become_one_program()
+            model = None if model is None else self._on_grid(model.to(args.device))
+        super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
+
+    def _on_grid(self, model: nn.Module) -> nn.Module:
+        assert self._ndtp_mesh is not None
+        return on_grid(model, self._ndtp_mesh, *self._ndtp_how)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        return model if self._ndtp_mesh is None else self._on_grid(model.to(self.args.device))  # type: ignore[attr-defined]
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return rows_here(super()._prepare_inputs(inputs), self._ndtp_mesh)  # type: ignore[misc]
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        mesh = self._ndtp_mesh
+        if mesh is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+        if not prediction_loss_only:  # the predictions of all rows are asked for, on every rank
+            self._ndtp_mesh = None
+        try:
+            return whole(super().prediction_step(model, inputs, prediction_loss_only, ignore_keys))  # type: ignore[misc]
+        finally:
+            self._ndtp_mesh = mesh
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        writes: bool = self.args.should_save  # type: ignore[attr-defined]
+        if self._ndtp_mesh is None or writes:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+        else:  # the others send their parts
+            self.model.save_pretrained(output_dir or self.args.output_dir)  # type: ignore[attr-defined]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._ndtp_mesh is None:
+            return super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        save(self.model, _bare(self.optimizer), Path(output_dir) / STATE, chunks=True)  # type: ignore[attr-defined]
+        if self.args.should_save:  # type: ignore[attr-defined]
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))  # type: ignore[attr-defined]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._ndtp_mesh is None or checkpoint is None or not (Path(checkpoint) / STATE).is_dir():
+            return super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        load(self.model, _bare(self.optimizer), Path(checkpoint) / STATE)  # type: ignore[attr-defined]
+        state = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
+        self.lr_scheduler.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self._ndtp_mesh is None or self.args.should_save:  # type: ignore[attr-defined]
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
+
+
+class Trainer(GridTrainerMixin, transformers.Trainer):
+    """transformers' `Trainer`, of a model on a grid: see `GridTrainerMixin`."""
+
+
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    """Without accelerate's wrapping."""
+    while not isinstance(getattr(optimizer, "optimizer", None), type(None)):
+        optimizer = optimizer.optimizer
+    return optimizer

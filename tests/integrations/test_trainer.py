@@ -1,0 +1,139 @@
+"""transformers' Trainer and accelerate's Accelerator on grids against dense ones, under torchrun's environment."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ndtp
+from ndtp.integrations import Accelerator, Trainer
+from ndtp.integrations.one_program import mesh_of
+
+VOCABULARY, LENGTH = 32, 6
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=1, **SIZES))
+
+
+def rows(count):
+    ids = torch.randint(VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+def under_torchrun():
+    """accelerate reads the launcher from these, and would wrap models in DDP."""
+    rank, size = (str(dist.get_rank()), str(dist.get_world_size())) if dist.is_initialized() else ("0", "1")
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    return mock.patch.dict(os.environ, names | address if size != "1" else {})
+
+
+def most_frequent(evaluated):
+    """A metric of whole predictions: of all rows, wherever they were made."""
+    logits, labels = evaluated
+    assert logits.shape == (3, LENGTH, VOCABULARY) and labels.shape == (3, LENGTH)
+    return {"score": float(logits.std()) + float(logits.argmax(-1).sum())}
+
+
+def trained(folder, steps, *, resume=False, **grid):
+    arguments = transformers.TrainingArguments(
+        output_dir=folder, max_steps=steps, per_device_train_batch_size=4, per_device_eval_batch_size=2,
+        logging_steps=1, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, report_to=[],
+        use_cpu=True, learning_rate=1e-2, disable_tqdm=True, lr_scheduler_type="constant",
+    )  # fmt: skip
+    kind = Trainer if grid else transformers.Trainer
+    trainer = kind(
+        model=llama(),
+        args=arguments,
+        train_dataset=rows(16),
+        eval_dataset=rows(3),
+        compute_metrics=most_frequent,
+        **grid,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    named = ("loss", "grad_norm", "eval_loss", "eval_score")
+    return {
+        (entry["step"], name): entry[name] for entry in trainer.state.log_history for name in named if name in entry
+    }
+
+
+def on_grids(folder):
+    with under_torchrun():
+        half = trained(f"{folder}/grid", 2, ndtp_grid="x=2")
+        dist.barrier()
+        return half, trained(f"{folder}/grid", 4, resume=True, ndtp_grid={"dp": 2}, ndtp_scheme="1d")
+
+
+def test_a_trainer_goes_on_on_another_grid(ranks, tmp_path):
+    dense = trained(str(tmp_path / "dense"), 4)
+    for half, whole in ranks(2).run(on_grids, str(tmp_path)):
+        assert whole.keys() == dense.keys() and half.items() <= whole.items()
+        for name, value in whole.items():
+            assert value == pytest.approx(dense[name], rel=2e-4), name
+    assert sorted(path.name for path in (tmp_path / "grid").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    mine, theirs = (LlamaForCausalLM.from_pretrained(tmp_path / kind / "checkpoint-4") for kind in ("grid", "dense"))
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(mine.state_dict()[name], value, rtol=1e-3, atol=1e-4)
+
+
+def loop(accelerator, steps, folder=None, load=None):
+    """accelerate's own example of a loop."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = torch.utils.data.DataLoader(rows(8), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if load:
+        accelerator.load_state(load)
+    losses = []
+    for _ in range(steps):
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses += [loss.item(), float(norm)]
+    if folder:
+        accelerator.save_state(folder)
+    return losses, accelerator.get_state_dict(model)
+
+
+def accelerated(folder):
+    from accelerate.state import AcceleratorState
+
+    with under_torchrun():
+        first, _ = loop(Accelerator(ndtp_grid="x=2", cpu=True), 1, folder)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        second, state = loop(Accelerator(ndtp_grid="dp=2", ndtp_scheme="1d", cpu=True), 1, load=folder)
+    return first + second, state
+
+
+def test_an_accelerator_goes_on_on_another_grid(ranks, tmp_path):
+    import accelerate
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    dense, expected = loop(accelerate.Accelerator(cpu=True), 2)
+    (losses, state), (others, nothing) = ranks(2).run(accelerated, str(tmp_path))
+    assert losses == others == pytest.approx(dense, rel=2e-4) and not nothing
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_grids_that_are_none_are_refused():
+    for wrong in ("x", "x=two", "=2"):
+        with pytest.raises(ndtp.GridError, match="is no axis with its size"):
+            mesh_of(wrong)
+    with pytest.raises(ndtp.GridError, match="torchrun --nproc-per-node 4"):
+        mesh_of("x=2 y=2")
