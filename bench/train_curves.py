@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 import ndtp
+from ndtp.cli.train_log import read_log
 from ndtp.cli.train_plot import curves, distances, figure_of
-from ndtp.cli.training import read_log
 
 # name of a run: the grids that it is on, one after the other
 RUNS = {

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ndtp.collectives.meter import CommMeter
     from ndtp.collectives.wire import Wire
     from ndtp.errors import CheckpointError, CommunicationError, GridError, LayoutError, MismatchError
+    from ndtp.measure.profile import profile
     from ndtp.models.nonfinite import find_nonfinite
     from ndtp.models.parallelize import parallelize
     from ndtp.models.profile import use_profile
@@ -61,6 +62,7 @@ _HOME = {
     "pipeline_stages": "pipelines.whole_models",
     "plan": "planner.search",
     "plan_sequence": "planner.sequence",
+    "profile": "measure.profile",
     "register_rule": "split.register",
     "relayout": "ops.products",
     "reshard": "ops.resharding",
@@ -102,6 +104,7 @@ __all__ = [
     "pipeline_stages",
     "plan",
     "plan_sequence",
+    "profile",
     "register_rule",
     "relayout",
     "reshard",
@@ -110,7 +113,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("nn", "planner", "testing", *_MOVED):
+    if name in ("integrations", "nn", "planner", "testing", *_MOVED):
         return import_module(f"ndtp.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'ndtp' has no attribute {name!r}")

@@ -33,10 +33,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "models": ("split", "planner"),
     "checkpoints": ("models",),
     "pipelines": ("checkpoints",),
+    "integrations": ("checkpoints",),
     "measure": ("models",),
     "testing": ("runtime",),
-    "": ("pipelines", "testing"),  # the front door, ndtp/__init__.py
-    "cli": ("measure", ""),
+    "": ("pipelines", "integrations", "testing", "measure"),  # the front door, ndtp/__init__.py
+    "cli": ("",),
     "__main__": ("cli",),
 }
 KERNEL_FLOORS: dict[str, tuple[str, ...]] = {

@@ -21,6 +21,10 @@ class Job:
         batch: sequences a step, of all ranks.
         save_every: steps between checkpoints; there is one at the end in any case.
         stop_file: where Ctrl-C leaves a mark for the ranks.
+        tokens: a file of packed tokens that takes the place of `text`; see `ndtp.cli.train_data`.
+        tokenizer: turns these into text; None: they are bytes.
+        hardware: a preset or profile of the planner, by which utilisation (MFU) is measured; "" for none.
+        sample, prompt: how many tokens are made at the end, and what they follow.
         stages, micro_batches: into how many the model and each batch are cut; each stage is on a grid of its own.
     """
 
@@ -43,6 +47,11 @@ class Job:
     tensorboard: bool
     stages: int = 1
     micro_batches: int = 1
+    tokens: Path | None = None
+    tokenizer: Path | None = None
+    hardware: str = ""
+    sample: int = 0
+    prompt: str = ""
 
     @property
     def name(self) -> str:

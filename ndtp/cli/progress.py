@@ -30,10 +30,24 @@ class Bar:
 
     Args:
         unit: how many of what each of them is, for a speed: (4096, "tokens").
+        below: what stands below the bar, asked for whenever it is drawn.
     """
 
-    def __init__(self, console: Console, what: str, total: int, unit: tuple[float, str] | None = None) -> None:
+    def __init__(
+        self,
+        console: Console,
+        what: str,
+        total: int,
+        unit: tuple[float, str] | None = None,
+        below: Callable[[], Any] | None = None,
+    ) -> None:
         from rich import progress as bars
+
+        class Progress(bars.Progress):
+            def get_renderables(self) -> Iterator[Any]:
+                yield from super().get_renderables()
+                if below is not None:
+                    yield below()
 
         self.unit = unit
         self.what, self.total, self.done = what, total, 0
@@ -48,7 +62,7 @@ class Bar:
             bars.TextColumn("left"),
             bars.TimeRemainingColumn(),
         )
-        self._progress = bars.Progress(*columns, console=console, transient=True, disable=self._says)
+        self._progress = Progress(*columns, console=console, transient=True, disable=self._says)
         self._task = self._progress.add_task(what, total=total)
 
     def __enter__(self) -> Bar:
@@ -129,9 +143,16 @@ class Runner:
         results = runner.run("grid x=8", work, grid)    # calls work(counter, grid) on every rank
     """
 
-    def __init__(self, console: Console, ranks: int, total: int, unit: tuple[float, str] | None = None) -> None:
+    def __init__(
+        self,
+        console: Console,
+        ranks: int,
+        total: int,
+        unit: tuple[float, str] | None = None,
+        below: Callable[[], Any] | None = None,
+    ) -> None:
         self.ranks = ranks
-        self.bar = Bar(console, "starting ranks", total, unit)
+        self.bar = Bar(console, "starting ranks", total, unit, below)
 
     def __enter__(self) -> Runner:
         self.bar.__enter__()

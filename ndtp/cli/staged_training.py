@@ -70,7 +70,7 @@ class StagedModel:
             each = job.batch // job.micro_batches
             (self.stage,) = pipeline_stages(model, grids, each, job.context + 1, scheme=job.scheme)
             loss = self.stage.loss
-        self.pipeline, self.rank = self.stage.pipeline, dist.get_rank()
+        self.pipeline, self.rank, self.mesh = self.stage.pipeline, dist.get_rank(), self.stage.mesh
         self.schedule = Schedule1F1B(self.stage, n_microbatches=job.micro_batches, loss_fn=loss)
         self.module = self.stage.submod
 

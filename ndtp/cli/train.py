@@ -9,13 +9,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ndtp.algebra.schemes import SCHEMES, TENSOR_AXES
+from ndtp.algebra.schemes import SCHEMES, usual_scheme
 from ndtp.cli.common import (
     COUNT,
     COUNT_OR_NONE,
@@ -32,6 +33,7 @@ from ndtp.cli.common import (
     writing,
 )
 from ndtp.cli.progress import Runner
+from ndtp.cli.train_log import LOG, live_table
 from ndtp.planner.fields import Number, integer, reason, unwritable
 
 if TYPE_CHECKING:
@@ -47,6 +49,14 @@ def train(
     text: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="What to learn. Default: the help topics of Python's library.")
     ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="Files (text, JSONL, Parquet, Arrow) or dataset folders; repeat it."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Of --data: a folder or a tokenizer.json. Default: bytes.")
+    ] = None,
+    field: Annotated[str, typer.Option(help="Of records of --data: where the text is.")] = "text",
     output: Annotated[
         Path, typer.Option(metavar="DIR", help="Checkpoint, log and picture; goes on from these.")
     ] = Path("train_output"),
@@ -87,6 +97,13 @@ def train(
     save_every: Annotated[int, typer.Option(callback=COUNT, help="Steps between checkpoints.")] = 100,
     chunks: Annotated[str, typer.Option(help="Of rows, for overlap: a number or auto.")] = "auto",
     dtype: Annotated[str, typer.Option(callback=one_of("float32", "float64", "bfloat16"))] = "float32",
+    hardware: Annotated[
+        str, typer.Option(metavar="NAME", help="A preset like h100-ib or a .toml profile: logs utilisation, MFU.")
+    ] = "",
+    sample: Annotated[
+        int, typer.Option(callback=must_be(Number(0, 2**16, integer=True)), help="Tokens of text to make at the end.")
+    ] = 0,
+    prompt: Annotated[str, typer.Option(help="What that text follows.")] = "",
     tensorboard: Annotated[bool, typer.Option(help="Log for TensorBoard, too.")] = False,
     compare: Annotated[
         list[Path] | None, typer.Option(metavar="DIR", help="Outputs of other runs, for the picture; repeat it.")
@@ -106,7 +123,8 @@ def train(
 
     With --stages the model is cut by layers, and --grid is that of each stage. With
     --resume auto a run goes on on as many ranks as there are: where --grid takes
-    another number, the planner chooses one.
+    another number, the planner chooses one. --data is
+    tokenised and packed; --tokenizer and --model go with it.
 
     Example: ndtp train book.txt --grid z=2,x=2,y=2 --steps 500
     """
@@ -137,20 +155,29 @@ def train(
         raise typer.BadParameter(f"{what} takes {count} ranks, {where}; `ndtp plan` finds a grid", param_hint="--grid")
     if tensorboard and find_spec("tensorboard") is None:
         raise typer.BadParameter("TensorBoard is not installed; pip install tensorboard", param_hint="--tensorboard")
+    if sample and stages > 1:
+        raise typer.BadParameter("text is made by models that are not cut: --stages 1", param_hint="--sample")
     _check_files(text, model, context, output)
+    tokens = _tokens(data, text, tokenizer, model, field, context, output)
+    if hardware:
+        from ndtp.planner.hardware import Hardware
+
+        Hardware.load(hardware).peak(dtype)  # raises where it is not known
     with tempfile.TemporaryDirectory(prefix="ndtp-train-") as folder, _marking(Path(folder) / "stop") as stop_file:
         job = Job(
             output=output.resolve(), stop_file=stop_file,
             text=text and text.resolve(), config=model and model.resolve(),
             sizes=ByteModelSizes(width, 4 * width, layers, heads), grid=axes,
-            scheme=_scheme(axes) if scheme == "auto" else scheme, steps=steps, batch=batch, context=context,
+            scheme=usual_scheme(axes) if scheme == "auto" else scheme, steps=steps, batch=batch, context=context,
             learning_rate=learning_rate, clip=clip, seed=seed, save_every=save_every, chunks=_chunks(chunks),
             dtype=dtype, tensorboard=tensorboard, stages=stages, micro_batches=micro_batches,
+            tokens=tokens, tokenizer=tokenizer and tokenizer.resolve(), hardware=hardware, sample=sample, prompt=prompt,
         )  # fmt: skip
         name = job.name
+        table, unit = partial(live_table, job.output / LOG), (batch * context, "tokens")
         while True:
             try:
-                with Runner(out, num_ranks(count, least=1), total=steps, unit=(batch * context, "tokens")) as runner:
+                with Runner(out, num_ranks(count, least=1), total=steps, unit=unit, below=table) as runner:
                     by_rank: Sequence[Trained] = runner.run(
                         name, train_on_ranks, job, axes=axes if axes and stages == 1 else None, timeout=YEAR_S
                     )
@@ -183,13 +210,14 @@ def _summary(job: Job, done: Trained) -> dict[str, Any]:
         "step": done.step,
         "losses": done.losses,
         "held_out_loss": done.held_out,
+        "sample": done.sample,
         "tokens_per_second": done.tokens_per_second,
     }
 
 
 def _finish(out: Any, job: Job, name: str, done: Trained, compare: Sequence[Path]) -> None:
     from ndtp.cli.train_plot import draw
-    from ndtp.cli.training import CHECKPOINT, LOG
+    from ndtp.cli.training import CHECKPOINT
 
     if not is_first_rank():
         return
@@ -202,6 +230,8 @@ def _finish(out: Any, job: Job, name: str, done: Trained, compare: Sequence[Path
         out.print(f"{at}: loss {done.losses[-1]:.4f}{held_out}; {done.tokens_per_second:,.0f} tokens a second")
     else:
         out.print(f"{at} were done before; --steps takes more")
+    if done.sample:
+        out.print(done.sample, markup=False, highlight=False)
     if done.stopped:
         out.print("stopped and saved; the same command goes on")
     out.print(f"{job.output / CHECKPOINT}, {job.output / LOG} and {picture} written")
@@ -230,12 +260,6 @@ def _named(axes: dict[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in axes.items()) or "no grid"
 
 
-def _scheme(axes: dict[str, int]) -> str:
-    """1D sequence parallel on a line, 2D on a square, 3D where there is z."""
-    used = [axis for axis in TENSOR_AXES if axes.get(axis, 1) > 1]
-    return "3d" if "z" in used else "2d" if len(used) == 2 else "1d-sp"
-
-
 def _chunks(text: str) -> int | str:
     number = integer(text)
     if text == "auto" or (number and number <= 1024):
@@ -254,8 +278,44 @@ def _check_config(path: Path, content: bytes) -> None:
         )
 
 
+def _tokens(
+    data: Sequence[Path] | None, text: Path | None, tokenizer: Path | None, model: Path | None, field: str,
+    context: int, output: Path,
+) -> Path | None:  # fmt: skip
+    """The file of packed tokens, made before any rank is started."""
+    if not data:
+        if tokenizer is not None:
+            raise typer.BadParameter("it is for --data", param_hint="--tokenizer")
+        return None
+    if text is not None:
+        raise typer.BadParameter(f"FILE, {text}, is a text as well; give one of them", param_hint="--data")
+    if tokenizer is not None and model is None:
+        raise typer.BadParameter("the byte-level model has bytes; --model takes others", param_hint="--tokenizer")
+    import numpy as np
+
+    from ndtp.cli.train_data import DataError, least_tokens, tokenised
+
+    try:
+        path = tokenised(data, tokenizer, field, output, is_first_rank())
+    except DataError as error:
+        raise typer.BadParameter(str(error), param_hint="--data") from None
+    stream = np.load(path, mmap_mode="r")
+    if len(stream) < least_tokens(context):
+        raise typer.BadParameter(
+            f"{len(stream)} tokens; sequences of {context} take {least_tokens(context)} at least", param_hint="--data"
+        )
+    config = {} if model is None else json.loads(model.read_bytes())
+    size = (config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")) if model else 256
+    if size and int(stream.max()) >= size:
+        raise typer.BadParameter(
+            f"the data has token {int(stream.max())}, the model's vocabulary has {size}; --tokenizer names the model's "
+            "own", param_hint="--data",
+        )  # fmt: skip
+    return path
+
+
 def _check_files(text: Path | None, model: Path | None, context: int, output: Path) -> None:
-    from ndtp.cli.training import LOG, least_bytes
+    from ndtp.cli.training import least_bytes
 
     for path, option in ((text, "FILE"), (model, "--model")):
         if path is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ndtp.cli.demo_picture import CURVES, INK
-from ndtp.cli.training import LOG, read_log
+from ndtp.cli.train_log import LOG, read_log
 
 COLOURS = (*CURVES, "#56b4e9", "#000000", "#8c564b")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,8 @@ from ndtp.algebra.schemes import TENSOR_AXES
 from ndtp.checkpoints.training_state import Saving, load, start_save
 from ndtp.cli.demo_training import text as help_topics
 from ndtp.cli.job import Job
+from ndtp.cli.train_data import PackedBatches
+from ndtp.cli.train_log import Log, StepMeter, memory_mib
 from ndtp.collectives.labels import Label
 from ndtp.collectives.watch import Watch
 from ndtp.errors import CheckpointError
@@ -30,8 +31,7 @@ from ndtp.runtime.process_grid import ProcessGrid
 if TYPE_CHECKING:
     from ndtp.cli.progress import Counter
 
-COLUMNS = ("step", "loss", "gradient_norm", "learning_rate", "tokens_per_second", "grid")
-CHECKPOINT, LOG = "checkpoint", "log.csv"
+CHECKPOINT = "checkpoint"
 STOP = 2  # of what a rank says after a step: to stop; 1 that it writes still
 WARM_STEPS = 20  # then constant: a run that goes on is the one that was not interrupted
 HELD_OUT, HELD_OUT_BATCHES = 0.05, 4  # the last part of the text, and how much of it is looked at
@@ -48,6 +48,7 @@ class Trained:
     tokens_per_second: float = 0.0
     stopped: bool = False
     error: str = ""
+    sample: str = ""
 
 
 def train(counter: Counter, job: Job) -> Trained:
@@ -61,31 +62,34 @@ def train(counter: Counter, job: Job) -> Trained:
         model = Model(job)
     optimizer = torch.optim.AdamW(model.module.parameters(), lr=job.learning_rate)
     done = Trained()
+    batches: Any = Batches(job) if job.tokens is None else PackedBatches(job)
     if (job.output / CHECKPOINT).exists() or (job.output / f"{CHECKPOINT}.before").exists():
         try:
-            done.first = done.step = model.load(optimizer, job.output / CHECKPOINT)["step"]
+            state = model.load(optimizer, job.output / CHECKPOINT)
+            batches.resume(state)
+            done.first = done.step = state["step"]
         except CheckpointError as error:
             done.error = str(error)
             return done
     counter.advance(done.first)
-    batches = Batches(job)
+    meter = StepMeter(job, model.mesh)
     log = Log(job, done.first) if model.rank == 0 else None
     began = time.perf_counter()
     saved = done.first
     saving: Saving | None = None  # a checkpoint that is being written beside the steps
     while done.step < job.steps and not done.stopped:
-        start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = job.learning_rate * min((done.step + 1) / WARM_STEPS, 1.0)
-        loss = model.step(batches.at(done.step))
-        norm = model.clip(job.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        with meter.step():
+            loss = model.step(batches.at(done.step))
+            norm = model.clip(job.clip)
+            optimizer.step()
+            optimizer.zero_grad()
         done.losses.append(loss)
         done.step += 1
         if log is not None:
-            seconds = time.perf_counter() - start
-            log.add(done.step, done.losses[-1], norm, optimizer.param_groups[0]["lr"], batches.tokens / seconds)
+            speed, rate = batches.tokens / meter.seconds, optimizer.param_groups[0]["lr"]
+            log.add(done.step, loss, norm, rate, speed, meter.mfu, meter.exposed, memory_mib())
         counter.advance()
         is_writing = saving is not None and not saving.is_written
         most = model.most_of_ranks(STOP if job.stop_file.exists() else int(is_writing))
@@ -95,13 +99,17 @@ def train(counter: Counter, job: Job) -> Trained:
             saving.wait()
             saving = None
         if is_due:
-            saving = model.save(optimizer, job.output / CHECKPOINT, {"step": done.step})
+            saving = model.save(optimizer, job.output / CHECKPOINT, {"step": done.step, **batches.state(done.step)})
             saved = done.step
     if saving is not None:
         saving.wait()
     done.tokens_per_second = len(done.losses) * batches.tokens / max(time.perf_counter() - began, 1e-9)
     if not done.stopped:
         done.held_out = _held_out(model, batches)
+        if job.sample:
+            from ndtp.cli.train_sample import sample
+
+            done.sample = sample(model, job)
     if log is not None:
         log.close()
     return done
@@ -181,12 +189,21 @@ class Batches:
         else:
             whole = torch.frombuffer(bytearray(job.text.read_bytes()), dtype=torch.uint8)
         cut = len(whole) - max(int(len(whole) * HELD_OUT), job.context + 1)
-        self.text, self.held_out = whole[:cut], whole[cut:]
+        self.text, self.held_out_text = whole[:cut], whole[cut:]
         self.batch, self.context, self.seed = job.batch, job.context, job.seed
 
     @property
     def tokens(self) -> int:
         return self.batch * self.context
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Nothing is to be kept: the batch of a step follows from the seed and its number."""
+
+    def state(self, step: int) -> dict[str, int]:
+        return {}
+
+    def held_out(self, number: int) -> Tensor:
+        return self.at(number, self.held_out_text)
 
     def at(self, step: int, text: Tensor | None = None) -> Tensor:
         text = self.text if text is None else text
@@ -201,46 +218,8 @@ def least_bytes(context: int) -> int:
 
 
 @torch.no_grad()
-def _held_out(model: Model, batches: Batches) -> float:
+def _held_out(model: Any, batches: Any) -> float:
     model.module.eval()
-    losses = [model.loss_of(batches.at(i, batches.held_out)) for i in range(HELD_OUT_BATCHES)]
+    losses = [model.loss_of(batches.held_out(i)) for i in range(HELD_OUT_BATCHES)]
     model.module.train()
     return sum(losses) / len(losses)
-
-
-class Log:
-    """A line a step, in log.csv and, if asked for, for TensorBoard; what was behind the checkpoint is taken out."""
-
-    def __init__(self, job: Job, first: int) -> None:
-        self.grid = job.name
-        path = job.output / LOG
-        before = [row for row in read_log(path) if int(row["step"]) <= first] if first else []
-        self.file = path.open("w", newline="", encoding="utf-8")
-        self.writer = csv.DictWriter(self.file, COLUMNS)
-        self.writer.writeheader()
-        self.writer.writerows(before)
-        self.board: Any = None
-        if job.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(job.output / "tensorboard"), purge_step=first + 1)
-
-    def add(self, step: int, loss: float, norm: float, learning_rate: float, speed: float) -> None:
-        row = (step, f"{loss:.9g}", f"{norm:.6g}", f"{learning_rate:.6g}", f"{speed:.6g}", self.grid)
-        self.writer.writerow(dict(zip(COLUMNS, row, strict=True)))
-        self.file.flush()
-        if self.board is not None:
-            for name, value in zip(COLUMNS[1:5], (loss, norm, learning_rate, speed), strict=True):
-                self.board.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self.file.close()
-        if self.board is not None:
-            self.board.close()
-
-
-def read_log(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if row.get("step") and row.get("grid")]

@@ -126,6 +126,12 @@ def num_chunks(traces: Sequence[RankTrace]) -> int:
     return max((int(part[1]) for part in parts if part), default=1)
 
 
+def phase_of(name: str) -> str:
+    """The phase of local work by what comes out of it: "gemm dB mlp.up" is of wgrad; "" where the name does not say."""
+    made = {"dA": "dgrad", "dB": "wgrad", "C": "forward"}
+    return next((made[word] for word in name.split() if word in made), "")
+
+
 def lanes(trace: RankTrace) -> list[tuple[str, list[Span]]]:
     """(name, spans) of a rank's lanes: what it computes and waits for, then every axis.
 
@@ -161,7 +167,8 @@ def chrome_trace(traces: Sequence[RankTrace]) -> dict[str, Any]:
             events.append(_named("thread_sort_index", pid, tid, sort_index=tid))
             for span in spans:
                 start, end = round(span.start * 1e6, 3), round(span.end * 1e6, 3)
-                args = {} if span.kind == "compute" else {"phase": span.phase, "axes": " ".join(span.axes)}
+                args = {"phase": span.phase or phase_of(span.name), "axes": " ".join(span.axes)}
+                args = {key: value for key, value in args.items() if value}
                 event = {"ph": "X", "name": span.name, "cat": span.kind, "pid": pid, "tid": tid, "args": args}
                 events.append({**event, "ts": start, "dur": round(end - start, 3)})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ndtp.algebra.layout import Layout
 from ndtp.algebra.volume import Volume
 from ndtp.compute.rotary import Rotary
 from ndtp.models.same_calls import compare_calls
@@ -18,6 +19,7 @@ from ndtp.nn.linear import Linear
 from ndtp.nn.losses import LinearCrossEntropy, linear_cross_entropy
 from ndtp.nn.mlp import MLP
 from ndtp.nn.norms import LayerNorm
+from ndtp.ops.products import relayout
 from ndtp.runtime.process_grid import ProcessGrid
 
 VOCABULARY = 256  # bytes
@@ -98,14 +100,25 @@ class ByteModel(nn.Module):
 
         ids, targets    [batch, length]  whole, on every rank
         """
+        h = self.hidden(ids)
+        if self.mesh is None:
+            return F.cross_entropy(self.head(h), targets.flatten())
+        return linear_cross_entropy(h, self.head, targets.flatten())
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Hidden states before the head: of all rows, or this rank's shard of them."""
         rows = ids.flatten()
         h = self.embedding(rows if self.mesh is None else self.embedding.in_layout.shard(rows, self.mesh.rank))
         for layer in self.layers:
             h = layer(h, ids.shape[1])
-        h = self.norm(h)
-        if self.mesh is None:
-            return F.cross_entropy(self.head(h), targets.flatten())
-        return linear_cross_entropy(h, self.head, targets.flatten())
+        return self.norm(h)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """[batch, length, 256] logits of the next byte, whole on every rank."""
+        rows = self.head(self.hidden(ids))
+        if self.mesh is not None:
+            rows = relayout(rows, self.head.out_layout, Layout(self.mesh.grid, None, None), self.mesh, "logits")
+        return rows[: ids.numel(), :VOCABULARY].unflatten(0, ids.shape)
 
     def volume(self, batch: int, length: int) -> Volume:
         """The exact traffic of a forward and backward on the grid, in elements of fp32 received per rank.

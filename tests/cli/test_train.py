@@ -13,7 +13,7 @@ from test_interrupt import interrupted
 from typer.testing import CliRunner
 
 from ndtp.cli.app import app
-from ndtp.cli.training import COLUMNS, LOG, Log, read_log
+from ndtp.cli.train_log import COLUMNS, LOG, Log, read_log
 
 SMALL = ("--batch", 8, "--context", 16, "--layers", 1, "--width", 32, "--heads", 4, "--dtype", "float64")
 
@@ -55,18 +55,24 @@ def test_events_behind_the_checkpoint_are_taken_out(tmp_path):
 def test_a_run_goes_on_on_another_grid(tmp_path):
     dense, moved = tmp_path / "dense", tmp_path / "moved"
     board = ("--tensorboard",) if find_spec("tensorboard") else ()
-    result = train("--output", dense, "--steps", 9, "--json", "-", *board)
+    result = train("--output", dense, "--steps", 9, "--json", "-", "--hardware", "cpu", *board)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["ok"] and report["step"] == 9 and report["losses"] == pytest.approx(losses(dense))
     assert 0 < report["held_out_loss"] < 10
-    assert not board or events(dense) == {name: pytest.approx(column(dense, name), rel=1e-5) for name in COLUMNS[1:5]}
+    assert {row["exposed_communication"] for row in read_log(dense / LOG)} == {""}, "a dense run has none"
+    logged = [*COLUMNS[1:5], "mfu", "memory_mib"]
+    assert not board or events(dense) == {name: pytest.approx(column(dense, name), rel=1e-5) for name in logged}
+    assert all(0 < mfu < 1 for mfu in column(dense, "mfu"))
     auto = ("--resume", "auto", "--grid", "z=4", "--ranks", 3)  # no grid of three divides it
     for steps, words in ((3, ("--grid", "z=2")), (6, auto), (9, ())):
         result = train("--output", moved, "--steps", steps, "--compare", dense, *words)
         assert result.exit_code == 0, result.output
     assert losses(moved) == pytest.approx(losses(dense), rel=1e-7)
     assert [row["grid"] for row in read_log(moved / "log.csv")] == ["z=2"] * 3 + ["dp=2"] * 3 + ["dense"] * 3
+    exposed = [row["exposed_communication"] for row in read_log(moved / LOG)]
+    assert [bool(each) for each in exposed] == [False, True, False, False, True, False] + 3 * [False]
+    assert all(0 < float(each) < 1 for each in exposed if each)
     assert (moved / "loss.png").read_bytes().startswith(b"\x89PNG")
     result = train("--output", moved, "--steps", 9)
     assert result.exit_code == 0 and "were done before" in result.output

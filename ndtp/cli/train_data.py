@@ -1,0 +1,235 @@
+"""The data of `ndtp train --data`: files and folders of datasets, tokenised once, packed, and drawn without repetition.
+
+Documents are put one behind the other, each with an end, and cut into sequences: none is padded and none is cut off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from ndtp.cli.job import Job
+
+TEXTS = (".txt", ".md", ".rst", ".py", "")
+TABLES = (".parquet", ".arrow")
+RECORDS = (".jsonl", ".ndjson", ".json")
+KNOWN = (*(each for each in TEXTS if each), *TABLES, *RECORDS)
+END_OF_BYTES = b"\n\n"
+IDS = "input_ids"  # of records that are tokenised already
+HELD_OUT = 0.05
+SLOW_S = 3600.0  # for another rank to tokenise
+
+
+class DataError(ValueError):
+    """Data that cannot be read; the message says which file, and what to do."""
+
+
+def files_of(paths: Sequence[Path]) -> list[Path]:
+    """The files to read, in order: those named, and those of folders; of a dataset with splits, those of `train`.
+
+    Raises:
+        DataError: a path is not there, or a folder has no file of a known kind.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if path.is_file():
+            found.append(path)
+            continue
+        if not path.is_dir():
+            raise DataError(f"{path} is not there")
+        root = path / "train" if (path / "dataset_dict.json").exists() and (path / "train").is_dir() else path
+        inside = sorted(each for each in root.rglob("*") if each.is_file() and each.suffix in KNOWN)
+        # save_to_disk writes state.json and dataset_info.json beside the tables.
+        tables = [each for each in inside if each.suffix in TABLES and not each.name.startswith("cache-")]
+        inside = tables or [each for each in inside if each.suffix != ".json"] or inside
+        if not inside:
+            raise DataError(f"{path} has no file that ends in {', '.join(KNOWN)}")
+        found += inside
+    return found
+
+
+def documents(path: Path, field: str) -> Iterator[str | Sequence[int]]:
+    """The texts of a file, or the tokens of records that have `input_ids`.
+
+    Raises:
+        DataError: a file that is no text, no JSON or no table, a record without the field, or pyarrow is missing.
+    """
+    if path.suffix in TABLES:
+        yield from (_document(record, field, path) for record in _table_records(path))
+        return
+    try:
+        if path.suffix not in RECORDS:
+            yield path.read_text(encoding="utf-8", errors="replace")
+            return
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _document(json.loads(line), field, f"{path}:{number}")
+    except (OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _document(record: Any, field: str, where: object) -> str | Sequence[int]:
+    found = record.get(field, record.get(IDS)) if isinstance(record, dict) else None
+    if isinstance(found, str) or (isinstance(found, list) and all(isinstance(each, int) for each in found)):
+        return found
+    has = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
+    raise DataError(f"{where}: no text in {field!r}; the record has {has}; --field names another")
+
+
+def _table_records(path: Path) -> Iterator[dict[str, Any]]:
+    if find_spec("pyarrow") is None:
+        raise DataError(f"{path} is read by pyarrow, which is not installed; pip install 'ndtp[data]'")
+    import pyarrow
+
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            batches: Iterable[Any] = pyarrow.parquet.ParquetFile(path).iter_batches()
+        else:
+            with pyarrow.memory_map(str(path)) as source:
+                try:
+                    batches = list(pyarrow.ipc.open_stream(source))
+                except pyarrow.ArrowInvalid:
+                    file = pyarrow.ipc.open_file(source)
+                    batches = [file.get_batch(i) for i in range(file.num_record_batches)]
+        for batch in batches:
+            yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def tokenised(paths: Sequence[Path], tokenizer: Path | None, field: str, folder: Path, writes: bool) -> Path:
+    """A file with the tokens of all documents, made once for the same files and tokenizer.
+
+    Args:
+        tokenizer: a folder of transformers', or a tokenizer.json; None: tokens are bytes.
+        folder: to write it to.
+        writes: whether this rank makes it; others wait for it.
+
+    Raises:
+        DataError: see `documents`; or the tokenizer cannot be read.
+    """
+    files = files_of(paths)
+    seen = [(str(each.resolve()), each.stat().st_size, each.stat().st_mtime_ns) for each in files]
+    key = hashlib.sha256(json.dumps([seen, str(tokenizer), field]).encode()).hexdigest()[:12]
+    path = folder / f"tokens-{key}.npy"
+    if path.exists():
+        return path
+    if not writes:
+        end = time.monotonic() + SLOW_S
+        while not path.exists():
+            if time.monotonic() > end:
+                raise DataError(f"{path} was not written by rank 0 in {SLOW_S:g} s")
+            time.sleep(0.2)
+        return path
+    encode, end_of_document = encoder(tokenizer)
+    parts: list[np.ndarray[Any, Any]] = []
+    for each in files:
+        for document in documents(each, field):
+            ids = encode(document) if isinstance(document, str) else document
+            parts.append(np.asarray([*ids, *end_of_document], np.uint32))
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    with partial.open("wb") as file:
+        np.save(file, np.concatenate(parts) if parts else np.zeros(0, np.uint32))
+    os.replace(partial, path)
+    return path
+
+
+def encoder(tokenizer: Path | None) -> tuple[Any, Sequence[int]]:
+    """How a text becomes tokens, and the tokens behind a document."""
+    if tokenizer is None:
+        return lambda text: text.encode(), END_OF_BYTES
+    found = load_tokenizer(tokenizer)
+    end = [] if found.eos_token_id is None else [found.eos_token_id]
+    return lambda text: found(text, add_special_tokens=False, verbose=False)[IDS], end
+
+
+def load_tokenizer(path: Path) -> Any:
+    """A tokenizer of transformers.
+
+    Raises:
+        DataError: transformers is missing, or the path leads to no tokenizer.
+    """
+    if find_spec("transformers") is None:
+        raise DataError("--tokenizer takes transformers; pip install 'ndtp[transformers]'")
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if path.is_dir():
+            return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return PreTrainedTokenizerFast(tokenizer_file=str(path))
+    except Exception as error:
+        raise DataError(f"{path} is no tokenizer that transformers reads: {error}") from None
+
+
+class PackedBatches:
+    """Sequences of a token file, each once before any comes again; the last twentieth is held out.
+
+    Which come in a step follows from the seed and the number of sequences before: that is the position in a checkpoint,
+    so a run goes on where it was, on another grid and with another batch as well.
+    """
+
+    def __init__(self, job: Job) -> None:
+        assert job.tokens is not None
+        self.stream = tokens = np.load(job.tokens, mmap_mode="r")
+        self.batch, self.context, self.seed = job.batch, job.context, job.seed
+        count = (len(tokens) - 1) // job.context
+        self.num_held_out = max(1, int(count * HELD_OUT))
+        self.num_sequences = count - self.num_held_out
+        self._before, self._first = 0, 0  # sequences seen, and the step, when this run began
+        self._order: tuple[int, Any] = (-1, None)
+
+    @property
+    def tokens(self) -> int:
+        """Those of a step."""
+        return self.batch * self.context
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` has kept in a checkpoint."""
+        self._first, self._before = int(state["step"]), int(state.get("sequences", int(state["step"]) * self.batch))
+
+    def state(self, step: int) -> dict[str, int]:
+        return {"sequences": self._before + (step - self._first) * self.batch}
+
+    def at(self, step: int) -> Any:
+        """[batch, context + 1] tokens."""
+        position = self.state(step)["sequences"]
+        return self._cut([self._sequence(position + i) for i in range(self.batch)])
+
+    def held_out(self, number: int) -> Any:
+        """A batch of what no step sees."""
+        first = number * self.batch
+        return self._cut([self.num_sequences + (first + i) % self.num_held_out for i in range(self.batch)])
+
+    def _sequence(self, number: int) -> int:
+        import torch
+
+        epoch, at = divmod(number, self.num_sequences)
+        if self._order[0] != epoch:
+            draw = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._order = epoch, torch.randperm(self.num_sequences, generator=draw)
+        return int(self._order[1][at])
+
+    def _cut(self, sequences: Sequence[int]) -> Any:
+        import torch
+
+        starts = np.asarray(sequences)[:, None] * self.context
+        return torch.from_numpy(self.stream[starts + np.arange(self.context + 1)].astype(np.int64))
+
+
+def least_tokens(context: int) -> int:
+    """A sequence to learn from, and one that is held out."""
+    return 2 * context + 1

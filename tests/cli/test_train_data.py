@@ -1,0 +1,143 @@
+"""`ndtp train --data`: what is read, packed and drawn, and a run that goes on where it was on another grid."""
+
+import json
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from test_train import losses, train
+
+from ndtp.cli.job import Job
+from ndtp.cli.train_data import DataError, PackedBatches, documents, files_of, tokenised
+from ndtp.cli.train_log import COLUMNS, LOG, live_table
+from ndtp.models.byte_model import ByteModelSizes
+
+TEXT = "the quick brown fox jumps over the lazy dog and goes on to the next field of corn. "
+
+
+def job(tmp_path, **fields):
+    of_all = {
+        "output": tmp_path, "stop_file": tmp_path / "stop", "text": None, "config": None, "sizes": ByteModelSizes(),
+        "grid": {}, "scheme": "3d", "steps": 1, "batch": 4, "context": 8, "learning_rate": 1e-3, "clip": 1.0, "seed": 0,
+        "save_every": 1, "chunks": 1, "dtype": "float32", "tensorboard": False,
+    }  # fmt: skip
+    return Job(**of_all | fields)
+
+
+def test_documents_of_every_kind(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.jsonl").write_text('{"text": "two", "n": 1}\n\n{"input_ids": [3, 4]}\n')
+    assert [path.name for path in files_of([tmp_path])] == ["a.txt", "b.jsonl"]
+    assert [*documents(tmp_path / "a.txt", "text")] == ["one"]
+    assert [*documents(tmp_path / "b.jsonl", "text")] == ["two", [3, 4]]
+    path = tokenised([tmp_path / "a.txt", tmp_path / "b.jsonl"], None, "text", tmp_path, writes=True)
+    assert np.load(path).tolist() == [*b"one\n\ntwo\n\n", 3, 4, *b"\n\n"]
+    before = path.stat().st_mtime_ns
+    assert tokenised([tmp_path / "a.txt", tmp_path / "b.jsonl"], None, "text", tmp_path, writes=False) == path
+    assert path.stat().st_mtime_ns == before, "made once"
+    for content, message in (("{", "cannot be read"), ("[1]", "the record has list"), ('{"body": 1}', "has body")):
+        (tmp_path / "c.jsonl").write_text(content)
+        with pytest.raises(DataError, match=message):
+            list(documents(tmp_path / "c.jsonl", "text"))
+    with pytest.raises(DataError, match="is not there"):
+        files_of([tmp_path / "nothing"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="has no file that ends in"):
+        files_of([tmp_path / "empty"])
+
+
+def test_tables_of_datasets(tmp_path, monkeypatch):
+    """A folder of `save_to_disk` with splits: that of training, without what is cached beside."""
+    folder = tmp_path / "train"
+    folder.mkdir()
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    (folder / "state.json").write_text("{}")
+    for name in ("data-00000-of-00001.arrow", "cache-1.arrow"):
+        (folder / name).write_bytes(b"none")
+    (table,) = files_of([tmp_path])
+    assert table.name == "data-00000-of-00001.arrow"
+    if find_spec("pyarrow") is None:
+        with pytest.raises(DataError, match=r"pip install 'ndtp\[data\]'"):
+            list(documents(table, "text"))
+        return
+    import pyarrow
+    import pyarrow.parquet
+
+    records = pyarrow.table({"text": ["one", "two"]})
+    with pyarrow.ipc.new_stream(str(table), records.schema) as writer:
+        writer.write_table(records)
+    pyarrow.parquet.write_table(records, tmp_path / "a.parquet")
+    assert [*documents(table, "text")] == [*documents(tmp_path / "a.parquet", "text")] == ["one", "two"]
+
+
+def test_sequences_come_once_before_any_comes_again(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(401, dtype=np.uint32))  # 50 sequences of 8, and their targets
+    packed = PackedBatches(job(tmp_path, tokens=tmp_path / "tokens.npy", batch=6))
+    assert (packed.num_sequences, packed.num_held_out) == (48, 2)
+    first = [packed.at(step) for step in range(8)]
+    starts = sorted(int(row[0]) for batch in first for row in batch)
+    assert starts == list(range(0, 48 * 8, 8)), "an epoch is every sequence once"
+    assert all((row[1:] == row[:-1] + 1).all() for row in first[0]) and first[0].shape == (6, 9)
+    assert sorted(int(row[0]) for row in packed.at(8)) != sorted(int(row[0]) for row in first[0])
+    assert {int(row[0]) // 8 for row in packed.held_out(0)} == {48, 49}
+    # Goes on behind 18 sequences with another batch.
+    other = PackedBatches(job(tmp_path, tokens=tmp_path / "tokens.npy", batch=2))
+    other.resume({"step": 3, **packed.state(3)})
+    rows = [row.tolist() for step in range(3, 6) for row in other.at(step)]
+    assert rows == first[3].tolist() and other.state(6) == packed.state(4)
+
+
+def test_a_run_with_a_tokenizer_goes_on_on_another_grid(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<end>", "<unknown>", *sorted(set(TEXT.split()))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unknown>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.Qwen2Config(vocab_size=len(words), num_key_value_heads=2, **sizes).save_pretrained(tmp_path)
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"body": TEXT * 8}) for _ in range(8)))
+    options = (
+        "--data", tmp_path / "data.jsonl", "--field", "body", "--tokenizer", tmp_path / "tokenizer.json",
+        "--model", tmp_path / "config.json", "--sample", 5, "--prompt", "the quick", "--json", "-",
+    )  # fmt: skip
+    for folder, runs in (("dense", ((4,),)), ("moved", ((2, "--grid", "x=2"), (4,)))):
+        for steps, *grid in runs:
+            result = train(*options, "--steps", steps, *grid, "--output", tmp_path / folder)
+            assert result.exit_code == 0, result.output
+            report = json.loads(result.stdout)
+            assert 0 < report["held_out_loss"] < 10
+            made = report["sample"].split()
+            assert made[:2] == ["the", "quick"] and len(made) == 7 and set(made) <= set(words)
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "dense"), rel=1e-5)
+    for wrong, message in (
+        (("--data", tmp_path / "data.jsonl"), "no text in 'text'"),
+        (("--tokenizer", tmp_path), "it is for --data"),
+        ((tmp_path / "data.jsonl", "--data", tmp_path), "give one of them"),
+        ((*options[:6], "--output", tmp_path / "o"), "the byte-level model has bytes"),
+        (("--sample", 1, "--stages", 2, "--layers", 2), "--stages 1"),
+    ):
+        result = train(*wrong)
+        assert result.exit_code == 2 and message in " ".join(result.stderr.split()), result.output
+
+
+def test_a_byte_model_makes_text_on_a_grid(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT * 20)
+    made = set()
+    for grid in ((), ("--grid", "dp=2")):
+        words = ("--data", tmp_path / "text.txt", "--steps", 1, "--sample", 3, "--prompt", "the", "--json", "-")
+        result = train(*words, *grid, "--output", tmp_path / f"out{len(grid)}")
+        assert result.exit_code == 0, result.output
+        made.add(json.loads(result.stdout)["sample"])
+    assert len(made) == 1 and made.pop().startswith("the")
+
+
+def test_the_live_table_shows_the_last_steps(tmp_path):
+    assert live_table(tmp_path / LOG) == ""
+    rows = [f"{step},2.5,1,0.1,100,,0.25,300,x=2" for step in range(1, 500)]
+    (tmp_path / LOG).write_text("\n".join([",".join(COLUMNS), *rows]) + "\n500,2.")
+    table = live_table(tmp_path / LOG)
+    assert [column.header for column in table.columns] == ["step", "loss", "norm", "tokens/s", "exposed", "MiB"]
+    assert [*table.columns[0].cells] == ["495", "496", "497", "498", "499"]
+    assert set(table.columns[4].cells) == {"25.0%"}
