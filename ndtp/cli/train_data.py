@@ -149,7 +149,7 @@ def tokenised(paths: Sequence[Path], tokenizer: Path | None, field: str, folder:
 
 
 def encoder(tokenizer: Path | None) -> tuple[Any, Sequence[int]]:
-    """How a text becomes tokens, and the tokens behind a document."""
+    """Return what makes tokens of a text, and the tokens that end a document."""
     if tokenizer is None:
         return lambda text: text.encode(), END_OF_BYTES
     found = load_tokenizer(tokenizer)
@@ -194,7 +194,7 @@ class PackedBatches:
 
     @property
     def tokens(self) -> int:
-        """Those of a step."""
+        """The number of tokens of a step."""
         return self.batch * self.context
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -205,7 +205,7 @@ class PackedBatches:
         return {"sequences": self._before + (step - self._first) * self.batch}
 
     def at(self, step: int) -> Any:
-        """[batch, context + 1] tokens."""
+        """Return the tokens of a step, [batch, context + 1]."""
         position = self.state(step)["sequences"]
         return self._cut([self._sequence(position + i) for i in range(self.batch)])
 

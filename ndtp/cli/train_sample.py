@@ -41,7 +41,7 @@ def sample(model: Any, job: Job) -> str:
 
 
 def _continued(model: Any, ids: Tensor, job: Job) -> Tensor:
-    """By whole windows of the sizes of training, which every grid that trains them takes."""
+    """Continue one sequence by whole windows of the sizes of training, which every grid that trains them takes."""
     for _ in range(job.sample):
         seen = ids[:, -job.context :]
         window = torch.zeros(job.batch, job.context, dtype=torch.long, device=ids.device)
