@@ -13,6 +13,8 @@ WIDE = 100  # columns, from which on Typer's table of options has room for their
 class _PlainWhereNarrow:
     """Typer's tables on a wide terminal; on others, lists in which a long name has a line of its own."""
 
+    rich_markup_mode: Any
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         columns = shutil.get_terminal_size().columns
         if columns >= WIDE:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -11,9 +10,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ndtp.cli.job import Job
-
 if TYPE_CHECKING:
+    from ndtp.cli.job import Job
     from ndtp.runtime.process_grid import ProcessGrid
 
 LOG = "log.csv"
@@ -96,6 +94,8 @@ def peak_flops(job: Job) -> float:
 
 def memory_mib() -> float:
     """The most memory that this rank has had so far: of its device, or else of its process."""
+    import resource
+
     import torch
 
     if torch.cuda.is_available():
