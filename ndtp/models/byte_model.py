@@ -114,7 +114,7 @@ class ByteModel(nn.Module):
         return self.norm(h)
 
     def logits(self, ids: Tensor) -> Tensor:
-        """[batch, length, 256] logits of the next byte, whole on every rank."""
+        """Return logits of the next byte, [batch, length, 256], whole on every rank."""
         rows = self.head(self.hidden(ids))
         if self.mesh is not None:
             rows = relayout(rows, self.head.out_layout, Layout(self.mesh.grid, None, None), self.mesh, "logits")
