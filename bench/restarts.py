@@ -22,7 +22,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from ndtp.cli.app import app
-from ndtp.cli.training import LOG, read_log
+from ndtp.cli.train_log import LOG, read_log
 from ndtp.testing.pool import shared_pool
 
 RANKS = 2
