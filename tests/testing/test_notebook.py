@@ -43,7 +43,8 @@ def test_cells_run_on_ranks(notebook):
     assert first == [notebook.Answer(1, 1.0), notebook.Answer(11, 1.0)], "of the cell's own class"
     notebook.scale = 100  # a cell that is executed once more
     assert [each.rank for each in ndtp.testing.run(notebook.work, 2, args=(1,))] == [1, 101]
-    assert ndtp.testing.run(lambda: notebook.scale + 1, 2) == [101, 101]
+    exec("next_one = lambda: scale + 1", notebook.__dict__)
+    assert ndtp.testing.run(notebook.next_one, 2) == [101, 101]
 
 
 def test_without_cloudpickle_the_error_names_it(notebook, monkeypatch):
