@@ -124,7 +124,7 @@ class Projection(Adopted):
         """
         weight, bias = self.held("weight"), self.held("bias")
         assert weight is not None
-        if self.stored == self.plan.b:
+        if self.stored == self.plan.b and self.order is None:
             return weight, bias
         mesh, dim = self.mesh, 1 if self.is_conv else 0
         order: Any = slice(None) if self.order is None else self.order.to(weight.device)

@@ -26,9 +26,10 @@ def test_programs_equal_dense_whatever_ranks_do_beside_them(ranks, focus):
 
 
 def languages():
-    """By seeds, of which 23 has a batch of one; and one whose odd rank is not odd, which must be found."""
+    """By seeds, of which 23 has a batch of one; q, k, v of one layer; and an odd rank that is none, which is found."""
     pytest.importorskip("transformers")
-    compared = run_programs([draw_language(seed, 2) for seed in (5, 9, 23)])
+    scattered = Language(0, 2, scheme="2d-features", grid=(("y", 2),), projections=("fused",), deeds=("eval",))
+    compared = run_programs([*(draw_language(seed, 2) for seed in (5, 9, 23)), scattered])
     plain = Language(
         0, 2, grid=(("x", 2),), hidden=8, inner=8, vocabulary=16, batch=1, deeds=(), odd="learning rate", rank=1
     )
