@@ -129,6 +129,8 @@ def _become(held, words, fds, environment, folder, session):
     os.chdir(folder)
     faulthandler.disable()
     faulthandler.unregister(TRACE_SIGNAL)
+    # Where ndtp is installed, pytest rewrites its modules, too, and runpy cannot run one by the hook that does.
+    sys.meta_path[:] = [hook for hook in sys.meta_path if type(hook).__name__ != "AssertionRewritingHook"]
     atexit.unregister(weakref.finalize._exitfunc)
     weakref.finalize._registered_with_atexit = False  # it is at the first use, so that what came before ends after it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -117,7 +118,7 @@ def wait_for_godot():
 
 
 def unpicklable():
-    return lambda: None
+    return threading.Lock()  # which cloudpickle cannot, either
 
 
 def print_rank():
@@ -236,10 +237,13 @@ def test_any_ranks_print_on_request(capsys):
 # ---- wrong use ----
 
 
-def test_what_cannot_be_imported_is_refused(pool):
+def test_what_cannot_be_imported_is_refused(pool, monkeypatch):
     def local():
         return random.random()
 
+    with pytest.raises(ValueError, match="argument of gather_arguments"):
+        pool.run(gather_arguments, threading.Lock())
+    monkeypatch.setattr("ndtp.testing.messages.find_spec", lambda name: None)  # as if there were no cloudpickle
     for fn in (local, lambda: None):
         with pytest.raises(ValueError, match="module level"):
             pool.run(fn)
@@ -254,6 +258,19 @@ def test_numbers_that_do_not_fit_are_refused(pool):
         pool.run(rank_and_pid, per_rank=[(), (), ()])
     with pytest.raises(ValueError, match="make 6 ranks, but the pool has 4"):
         pool.run(rank_and_pid, axes={"x": 2, "y": 3})
+
+
+def test_with_cloudpickle_what_cannot_be_imported_goes_by_value(pool):
+    pytest.importorskip("cloudpickle")
+    captured = 3
+
+    def local(plus):
+        rank = rank_and_pid()[0]
+        return lambda x: captured * rank + plus(x)
+
+    assert pool.run(lambda: captured * dist.get_rank()) == [0, 3, 6, 9]
+    made = pool.run(local, lambda x: x + 1)
+    assert [fn(1) for fn in made] == [2, 5, 8, 11], "what they return goes by value, too"
 
 
 # ---- failures ----
