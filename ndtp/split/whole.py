@@ -58,7 +58,9 @@ def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     given = mapped(list(args), whole)
     result = func(*given, **mapped(dict(kwargs), whole))
     if into is None:
-        return _marked(result, given, args[0]) if args and isinstance(args[0], SplitTensor) else result
+        if not args or not isinstance(args[0], SplitTensor):
+            return result
+        return args[0] if result is given[0] else _marked(result, given, args[0])
     if tuple(given[0].shape) != into.spec.sizes:
         raise LayoutError(
             f"parallelize: {name} gives {into.spec} other sizes, {tuple(given[0].shape)}, in place\n"
@@ -73,7 +75,7 @@ def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _marked(result: Any, given: Sequence[Any], x: SplitTensor) -> Any:
     """A view of a gathered tensor as one of the tensor itself."""
     first = given[0] if given else None
-    if not isinstance(result, Tensor) or not isinstance(first, Tensor) or result is first:
+    if not isinstance(result, Tensor) or not isinstance(first, Tensor):
         return result
     if result.device.type == "meta" or not share_memory(result, first):
         return result

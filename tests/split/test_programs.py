@@ -61,3 +61,30 @@ def check_in_place():
 
 def test_what_layers_give_may_be_changed_in_place(ranks):
     assert all(ranks(2).run(check_in_place))
+
+
+class Returned(nn.Module):
+    """A function without a rule may return its input; what is written to that is written to the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        h = self.up(x) * 1.0
+        torch.atleast_2d(h).add_(1.0)
+        return self.down(h)
+
+
+def check_returned():
+    torch.manual_seed(0)
+    dense, x = Returned(), torch.ones(2, 4)
+    expected = dense(x).detach()
+    model = ndtp.parallelize(dense, ndtp.ProcessGrid(ndtp.Grid(x=2)), scheme="1d", example=x)
+    found = model(x)
+    torch.testing.assert_close(found.gathered() if hasattr(found, "gathered") else found, expected)
+    return True
+
+
+def test_what_a_function_returns_of_its_input_is_the_input(ranks):
+    assert all(ranks(2).run(check_returned))
