@@ -83,7 +83,7 @@ class Adopted(Sharded):
         self.lies[name] = Lies.of(layout, stored_shape(own), own.ndtp_real)
 
     def own(self, name: str, x: Tensor) -> Tensor | None:
-        """Its parameter, or what stands in the place of it, a tensor that hooks or a parametrization computed."""
+        """Return the parameter of the layer, or the tensor that hooks or a parametrization have put in its place."""
         value = self.held(name)
         if value is not None and value is not self._parameters.get(name):
             lies = self.lies[name]

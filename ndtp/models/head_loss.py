@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ndtp.models.frame import Frame
 from ndtp.models.hidden import Hidden, leave
-from ndtp.models.kept_logits import Kept
+from ndtp.models.kept_logits import KeptWeights
 from ndtp.models.made_classes import made_class
 from ndtp.models.pending import Call, Pending, pending
 from ndtp.models.projections import Projection, products
@@ -31,12 +31,12 @@ class HeadSchedule:
             return None
         if has_hooks(member) or "forward" in member.__dict__:
             return None
-        call = Call((member,), member.taken(x), plain_products, x, cross_entropy, Kept((member,)))
+        call = Call((member,), member.taken(x), plain_products, x, cross_entropy, KeptWeights((member,)))
         return pending(call, member)
 
 
 def plain_products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
-    """Of a head by itself; of weights that were kept, which are no layer's any more, nothing was gathered ahead."""
+    """Multiply by a head by itself; nothing was gathered ahead of weights that were kept, which are no layer's."""
     (head,) = members
     weight, bias = head.weight_and_bias()
     if weight is head.__dict__["_parameters"]["weight"] and isinstance(weight, torch.nn.Parameter):

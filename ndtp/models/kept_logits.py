@@ -1,4 +1,4 @@
-"""Logits that are asked for after an optimizer's step, as metrics do: what they were.
+"""Logits that metrics ask for after an optimizer's step: their values are those of before it.
 
 A head that is one with its loss computes no logits before somebody asks for them.  Where they are still to be had when
 an optimizer is about to change the head's weights, this rank's shards of these are copied first, and go when nobody can
@@ -24,7 +24,7 @@ from ndtp.runtime.versions import version_of
 _OPEN: WeakSet[Any] = WeakSet()
 
 
-class Kept:
+class KeptWeights:
     """The weights of one call of a head, as it saw them.
 
     Args:
@@ -58,7 +58,7 @@ class Kept:
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
-        """With the weights of then in their places, without gradients: backward is over where weights have changed."""
+        """Put the kept weights in their places, without gradients: backward is over where weights have changed."""
         now = [(member, key, p) for member, key, p in self.parameters() if id(p) in self.copies]
         try:
             for member, key, p in now:
@@ -70,7 +70,7 @@ class Kept:
                 member._parameters[key] = p
 
     def done(self) -> None:
-        """They are computed."""
+        """Forget the copies: the logits are computed."""
         self.copies.clear()
         _OPEN.discard(self)
 

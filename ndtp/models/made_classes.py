@@ -10,7 +10,7 @@ from typing import Any
 from ndtp.errors import LayoutError
 
 
-class Made(type):
+class MadeClass(type):
     """The class of such classes, by which a pickle refuses them."""
 
 
@@ -21,9 +21,9 @@ def made_class(name: str, bases: tuple[type, ...], namespace: dict[str, Any]) ->
 
 @cache
 def _kind(theirs: type) -> type:
-    if issubclass(theirs, Made):
+    if issubclass(theirs, MadeClass):
         return theirs
-    made = Made if theirs is type else type("Made", (Made, theirs), {})
+    made = MadeClass if theirs is type else type("MadeClass", (MadeClass, theirs), {})
     copyreg.pickle(made, _refuse_pickle)
     return made
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ndtp.errors import LayoutError
 from ndtp.models.between import DROPOUTS, KNOWN, SIZES, getters, writes
 from ndtp.models.hidden import PARTS, RESHAPES, Hidden, for_every_row, is_dropout_off, leave
-from ndtp.models.kept_logits import Kept
+from ndtp.models.kept_logits import KeptWeights
 from ndtp.models.rows import picked_rows
 from ndtp.runtime.versions import version_of
 
@@ -55,7 +55,7 @@ class Call:
     compute: Callable[[Sequence[Projection], Hidden], list[Tensor]]
     given: Any = None
     loss: Callable[..., Any] | None = None
-    kept: Kept | None = None
+    kept: KeptWeights | None = None
 
     def __post_init__(self) -> None:
         self.device = "cpu" if self.source.is_meta else self.source.device.type

@@ -45,7 +45,8 @@ class SavedWhole:
         return result
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """
+        """Give the table of tokens as it is; its size is settled where a model is split.
+
         Raises:
             LayoutError: another number of tokens than the model has.
         """

@@ -1,4 +1,4 @@
-"""What a user puts in the place of a parameter on the grid: another parameter, or a tensor that is computed.
+"""Things that a user puts in the place of a parameter on the grid: another parameter, or a tensor that is computed.
 
 Weight norms, spectral norms, pruning and parametrizations take a parameter off a layer, and have it find a tensor
 under its name.
@@ -38,7 +38,7 @@ def take_place(param: Any, lies: Lies, mesh: ProcessGrid, name: str) -> None:
 
 
 def lying(value: Any, lies: Lies, mesh: ProcessGrid, name: str) -> Any:
-    """What was computed in the place of a parameter, differentiably, to lie as that."""
+    """Move a tensor that was computed in the place of a parameter to where that lies, differentiably."""
     if mesh.device_mesh is None or (is_plain(value) and tuple(value.shape) == lies.shard != lies.real):
         return value
     if is_plain(value):

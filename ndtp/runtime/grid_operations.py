@@ -1,4 +1,4 @@
-"""What torch's operations do with parameters of a grid (`ndtp.runtime.grid_tensor`): what they do with dense ones.
+"""Torch's operations on parameters of a grid (`ndtp.runtime.grid_tensor`) do what they do with dense ones.
 
 An operation runs on the DTensors where these have a rule for it; padding is zero wherever it would count.  Where they
 have none, and where padding would count otherwise, it runs on the whole, gathered, on every rank: what it writes goes
@@ -98,7 +98,7 @@ def is_whole_tensor(x: Any) -> bool:
 
 
 def _written(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """What an operation writes into, and returns."""
+    """Return what an operation writes into, and returns."""
     if "out" in kwargs:
         return kwargs["out"]
     is_in_place = name.endswith("_") and not name.endswith("__")
@@ -111,7 +111,7 @@ def _is_odd(placement: Any) -> bool:
 
 
 def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None) -> Any:
-    """What an operation gave: a number is finished, and plain."""
+    """Return what an operation gave: a number is finished, and plain."""
     if made.dim() == 0 and (source is None or torch.is_grad_enabled()):
         return made.full_tensor()
     if any(map(_is_odd, made.placements)):
@@ -138,7 +138,7 @@ def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None) -> Any:
 def _by_whole(
     kind: Any, func: Any, name: str, flat: Sequence[Any], tree: Any, written: Any, is_drawn: bool = False
 ) -> Any:
-    """On the whole of each operand, on every rank; what is written goes back into the shards."""
+    """Run an operation on the whole of each operand, on every rank; what it writes goes back into the shards."""
     whole = {id(x): full_of(x) for x in flat if isinstance(x, DTensor)}
     args, kwargs = tree_unflatten([whole.get(id(x), x) for x in flat], tree)
     made = func(*args, **kwargs)
@@ -211,7 +211,7 @@ def _clear(x: Any) -> None:
 
 
 def box_of(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where this rank's shard of a DTensor begins, and its shape."""
+    """Return where this rank's shard of a DTensor begins, and its shape."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, start = compute_local_shape_and_global_offset(dtensor.shape, dtensor.device_mesh, dtensor.placements)
@@ -326,7 +326,7 @@ def _beside(x: Tensor, split: Any, name: str, flat: Sequence[Any]) -> Any:
 
 
 def refused(what: str, split: Any, flat: Sequence[Any]) -> LayoutError:
-    """Of an operation of a split parameter and plain tensors."""
+    """Return the error of an operation on a split parameter and plain tensors."""
     name, (code, where) = getattr(split, "ndtp_name", ""), _reader()
     owner, what_it_is = name.rpartition(".")[0], f"'{name}'" if name else "a parameter"
     shapes = ", ".join(str(tuple(x.shape)) for x in flat if is_whole_tensor(x))
@@ -340,7 +340,7 @@ def refused(what: str, split: Any, flat: Sequence[Any]) -> LayoutError:
 
 
 def _reader() -> tuple[str, str]:
-    """What reads a parameter, and where: the innermost frame that is neither torch's nor ndtp's."""
+    """Return what reads a parameter, and where: the innermost frame that is neither torch's nor ndtp's."""
     frame: Any = sys._getframe(1)
     while frame.f_back and str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "ndtp"):
         frame = frame.f_back
@@ -353,7 +353,7 @@ def _reader() -> tuple[str, str]:
 
 
 def _hand_out(parameter: Any) -> None:
-    """That code outside of the layers computes with a parameter, in a graph of autograd.
+    """Note that code outside of the layers computes with a parameter, in a graph of autograd.
 
     A number has plain gradients, also where it was made of a parameter (`p.sum()`).  They become ones of the grid here,
     and those that layers give become such beside which torch adds plain ones up.

@@ -180,7 +180,7 @@ class GridTensor(torch.Tensor):
         return self._local_tensor.detach()[tuple(map(slice, self._real_box()[1]))]  # type: ignore[no-any-return]
 
     def _real_box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Where this rank's shard begins, and its shape, without padding."""
+        """Return where this rank's shard begins, and its shape, without padding."""
         start, shape = box_of(self._dtensor)
         start = tuple(min(a, n) for a, n in zip(start, self.ndtp_real, strict=True))
         return start, tuple(min(n - a, m) for a, n, m in zip(start, self.ndtp_real, shape, strict=True))
@@ -276,7 +276,7 @@ class PutInPlace(torch.autograd.Function):
 
 
 def _rebuilt(dtensor: Any, requires_grad: bool, real: Any, name: str, own: Any) -> Any:
-    """What a file has of one; `weights_only=True` reads it."""
+    """Return the tensor that a file has of one; `weights_only=True` reads it."""
     made = GridTensor(dtensor, bool(requires_grad), torch.Size(real))
     made.ndtp_name = name
     if own:

@@ -297,7 +297,7 @@ def join(func: Any, parts: Sequence[Tensor], dim: int = 0, *, out: Any = None, *
 
 @rule(torch.tril, Tensor.tril, torch.triu, Tensor.triu)
 def triangle(func: Any, x: Any, diagonal: int = 0, *, out: Any = None) -> Any:
-    """What is kept follows from the places in the last two dims."""
+    """Keep a triangle, by the places in the last two dims."""
     if not isinstance(x, SplitTensor) or out is not None or len(x.spec.sizes) < 2:
         return NotImplemented
     kept = func(torch.ones(x.spec.sizes[-2:], dtype=torch.bool, device=x.device), diagonal)

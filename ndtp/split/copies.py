@@ -64,7 +64,7 @@ class Copy:
 
 
 def version_of(x: SplitTensor) -> tuple[int, int]:
-    """How often a tensor was changed in place: as torch counts it, and what it does not count."""
+    """Return how often a tensor was changed in place: as torch counts it, and what it does not count."""
     with torch._C.DisableTorchFunctionSubclass():
         counted = 0 if x.is_inference() else x._version
         return counted, x.spec.context.writes.get(x.untyped_storage()._cdata, 0)

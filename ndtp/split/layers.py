@@ -99,7 +99,7 @@ def batch_norm(
     func: Any, x: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
-    """By the statistics of each channel, which move where samples or places are split."""
+    """Normalise by the statistics of each channel, which move where samples or places are split."""
     if not isinstance(x, SplitTensor) or len(x.spec.sizes) < 2:
         return NotImplemented
     count = len(x.spec.sizes)

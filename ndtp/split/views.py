@@ -170,7 +170,7 @@ def _in_form(x: SplitTensor, sizes: tuple[int, ...], is_view: bool) -> Any:
     spec = x.spec
 
     def copied(less: SplitTensor) -> Any:
-        """Of a tensor for which dims were gathered."""
+        """Return the view of a tensor for which dims were gathered."""
         return _in_form(standing_for(x, less) if is_view else less, sizes, is_view)
 
     if 0 in sizes:
