@@ -32,10 +32,13 @@ def _run(port, *command):
     launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     start = runpy.run_module if command[0] == "-m" else runpy.run_path
     words = list(command[command[0] == "-m" :])
+    # Where ndtp is installed, pytest rewrites its modules, too, and runpy cannot run one by the hook that does.
+    finders = [hook for hook in sys.meta_path if type(hook).__name__ != "AssertionRewritingHook"]
     printed = io.StringIO()
     with (
         mock.patch.dict(os.environ, {name: str(value) for name, value in launched.items()}),
         mock.patch.object(sys, "argv", words),
+        mock.patch.object(sys, "meta_path", finders),
         mock.patch.object(sys, "path", [os.path.dirname(words[0]), *sys.path]),  # what lies beside a script
         contextlib.redirect_stdout(printed),
     ):
