@@ -30,7 +30,7 @@ from ndtp.models.left_alone import is_foreign
 from ndtp.nn.parameters import put_on_grid
 from ndtp.nn.sharded import Sharded
 from ndtp.ops.gradients import all_reduce
-from ndtp.runtime.arrival import is_plain, local_of, real_of, wrapped
+from ndtp.runtime.arrival import end_of, is_plain, local_of, real_of, wrapped
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -184,8 +184,7 @@ def _is_seen(parameter: nn.Parameter) -> bool:
     if len(parameter._backward_hooks or ()) > 1 or parameter._post_accumulate_grad_hooks:  # type: ignore[arg-type]
         return True
     try:
-        end = torch.autograd.graph.get_gradient_edge(parameter).node
-        return not torch._C._will_engine_execute_node(end)  # type: ignore[attr-defined]
+        return not torch._C._will_engine_execute_node(end_of(parameter))  # type: ignore[attr-defined]
     except RuntimeError:  # torch's answer for a leaf that `torch.autograd.grad` was given
         return True
 

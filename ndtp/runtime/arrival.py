@@ -105,8 +105,7 @@ class Deferred:
         if self.leaf is None or not torch._C._will_engine_execute_node(arrival):  # type: ignore[attr-defined]
             return False
         try:
-            end = torch.autograd.graph.get_gradient_edge(self.leaf).node
-            return torch._C._will_engine_execute_node(end)  # type: ignore[attr-defined]
+            return torch._C._will_engine_execute_node(end_of(self.leaf))  # type: ignore[attr-defined]
         except RuntimeError:  # torch's answer for a leaf that `torch.autograd.grad` was given
             return False
 
@@ -137,6 +136,16 @@ class _Arrival(torch.autograd.Function):
         if grad is not None and ctx.spec is not None:
             grad = wrapped(_lying_as(grad, ctx.stride), ctx.spec, real_of(ctx.x))
         return grad, None
+
+
+def end_of(leaf: Tensor) -> Any:
+    """The node of autograd that adds up a parameter's gradient.
+
+    torch's `get_gradient_edge` computes with the parameter, as code outside of the layers does, and that has gradients
+    of another kind.
+    """
+    with torch.enable_grad():
+        return _Arrival.apply(leaf, None).grad_fn.next_functions[0][0]  # type: ignore[no-untyped-call]
 
 
 def _lying_as(grad: Tensor, stride: tuple[int, ...]) -> Tensor:
