@@ -209,7 +209,7 @@ def check_own(parameter: Tensor, shape: Sequence[int], shard_shape: Sequence[int
     Raises:
         LayoutError: names the parameter, and how to bring it in.
     """
-    if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(parameter):
         raise LayoutError(
             f"{name}: torch.func transforms look past the shards of a split model\n  fix: loss.backward(), or "
             "torch.autograd.grad(loss, list(model.parameters())); or the dense model"

@@ -125,7 +125,7 @@ def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None) -> Any:
         result.ndtp_layout = of.ndtp_layout
     if source is not None:
         mine, theirs = made._local_tensor, of._local_tensor
-        is_shared = mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()
+        is_shared = mine.untyped_storage()._cdata == theirs.untyped_storage()._cdata
         result.ndtp_view = (source[0], None if is_shared else source[1])
     elif name in ("detach", "alias") and hasattr(of, "ndtp_view"):
         result.ndtp_view = of.ndtp_view

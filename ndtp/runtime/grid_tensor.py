@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ndtp.errors import LayoutError
+from ndtp.runtime.arrival import end_of
 from ndtp.runtime.grid_operations import box_of, full_of, operate, part_of
 
 CLASS: Any = vars(object)["__class__"]
@@ -141,18 +142,15 @@ class GridTensor(torch.Tensor):
             "  fix: share the dense model; or start a rank for each process, as ndtp.testing.run does"
         )
 
-    def __tensor_flatten__(self) -> Any:
-        names, given = DTensor.__tensor_flatten__(self)  # type: ignore[arg-type]
-        return names, (given, self.ndtp_real, self._dtensor.shape, self._dtensor.stride())
+    __tensor_flatten__ = DTensor.__tensor_flatten__  # to the letter, as the compiler of torch checks
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, given: Any, size: Any, stride: Any) -> Any:
-        theirs, real, shape, strides = given
-        if real != shape:
-            size, stride = shape, strides
-        made: Any = DTensor.__tensor_unflatten__(inner, theirs, size, stride)
-        dtensor = DTensor(made._local_tensor, made._spec, requires_grad=False)
-        return GridTensor(dtensor, made.requires_grad, real if real != shape else None)
+        meta, real = given[1], None
+        if tuple(size) != tuple(meta.shape):  # it has padding
+            real, size, stride = size, meta.shape, meta.stride
+        made: Any = DTensor.__tensor_unflatten__(inner, given, size, stride)
+        return GridTensor(DTensor(made._local_tensor, made._spec, requires_grad=False), made.requires_grad, real)
 
     # What a distributed checkpoint of torch asks for; padding is in none.
 
@@ -310,7 +308,7 @@ def exchange(parameter: Any, other: Any) -> None:
     parameter.grad = None
     of_gradient, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     if parameter.requires_grad and parameter.is_leaf:
-        torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(_refuse_backward)
+        end_of(parameter).register_prehook(_refuse_backward)
     kind, its = type(parameter), type(other)
     if kind is not its:
         CLASS.__set__(parameter, its)
