@@ -51,7 +51,8 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if is_padded and not name.startswith(
         LISTS
     ):  # one that every rank has, as code that takes all for dense brings it, has no padding
-        flat = [x._local_tensor if _is_bare(kind, x) and x is not written else x for x in flat]
+        stored = [x._dtensor.shape for x in mine]
+        flat = [full_of(x) if _is_dense(kind, x, stored) and x is not written else x for x in flat]
     if name in DRAWS and type(args[0]) is kind:
         return _drawn(func, args, kwargs)
     if any(is_whole_tensor(x) for x in flat):
@@ -86,10 +87,10 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(lambda x: _taken(kind, x, of, name, source) if isinstance(x, DTensor) else x, made)
 
 
-def _is_bare(kind: Any, x: Any) -> bool:
-    """A DTensor that every rank has whole, and which is no parameter's."""
+def _is_dense(kind: Any, x: Any, stored: Sequence[Any]) -> bool:
+    """A DTensor that is no parameter's, and which every rank has whole, or whose sizes are those without padding."""
     is_other = isinstance(x, DTensor) and type(x) is not kind and x.dim() > 0
-    return is_other and all(placement.is_replicate() for placement in x.placements)
+    return is_other and (x.shape not in stored or all(placement.is_replicate() for placement in x.placements))
 
 
 def is_whole_tensor(x: Any) -> bool:
