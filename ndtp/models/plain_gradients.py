@@ -30,7 +30,8 @@ from ndtp.models.left_alone import is_foreign
 from ndtp.nn.parameters import put_on_grid
 from ndtp.nn.sharded import Sharded
 from ndtp.ops.gradients import all_reduce
-from ndtp.runtime.arrival import end_of, is_plain, local_of, real_of, wrapped
+from ndtp.runtime.arrival import is_plain, local_of, real_of, wrapped
+from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 

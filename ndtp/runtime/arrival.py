@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ndtp.runtime.gradient_ends import end_of
+
 if TYPE_CHECKING:
     from ndtp.runtime.late_gradients import LateGradient
 
@@ -136,16 +138,6 @@ class _Arrival(torch.autograd.Function):
         if grad is not None and ctx.spec is not None:
             grad = wrapped(_lying_as(grad, ctx.stride), ctx.spec, real_of(ctx.x))
         return grad, None
-
-
-def end_of(leaf: Tensor) -> Any:
-    """The node of autograd that adds up a parameter's gradient.
-
-    torch's `get_gradient_edge` computes with the parameter, as code outside of the layers does, and that has gradients
-    of another kind.
-    """
-    with torch.enable_grad():
-        return _Arrival.apply(leaf, None).grad_fn.next_functions[0][0]  # type: ignore[no-untyped-call]
 
 
 def _lying_as(grad: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ndtp.errors import LayoutError
-from ndtp.runtime.arrival import end_of
+from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.grid_operations import box_of, full_of, operate, part_of
 
 CLASS: Any = vars(object)["__class__"]

@@ -4,6 +4,7 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch.distributed as dist
 
 import ndtp.testing
 
@@ -52,3 +53,16 @@ def test_without_cloudpickle_the_error_names_it(notebook, monkeypatch):
     for fn in (notebook.work, lambda: None):
         with pytest.raises(ValueError, match="pip install cloudpickle"):
             ndtp.testing.run(fn, 2)
+
+
+def test_what_cannot_be_imported_goes_by_value(ranks):
+    pytest.importorskip("cloudpickle")
+    captured = 3
+
+    def local(plus):
+        rank = dist.get_rank()
+        return lambda x: captured * rank + plus(x)
+
+    assert ranks(4).run(lambda: captured * dist.get_rank()) == [0, 3, 6, 9]
+    made = ranks(4).run(local, lambda x: x + 1)
+    assert [fn(1) for fn in made] == [2, 5, 8, 11], "what they return goes by value, too"

@@ -234,9 +234,6 @@ def test_any_ranks_print_on_request(capsys):
     ]
 
 
-# ---- wrong use ----
-
-
 def test_what_cannot_be_imported_is_refused(pool, monkeypatch):
     def local():
         return random.random()
@@ -258,22 +255,6 @@ def test_numbers_that_do_not_fit_are_refused(pool):
         pool.run(rank_and_pid, per_rank=[(), (), ()])
     with pytest.raises(ValueError, match="make 6 ranks, but the pool has 4"):
         pool.run(rank_and_pid, axes={"x": 2, "y": 3})
-
-
-def test_with_cloudpickle_what_cannot_be_imported_goes_by_value(pool):
-    pytest.importorskip("cloudpickle")
-    captured = 3
-
-    def local(plus):
-        rank = rank_and_pid()[0]
-        return lambda x: captured * rank + plus(x)
-
-    assert pool.run(lambda: captured * dist.get_rank()) == [0, 3, 6, 9]
-    made = pool.run(local, lambda x: x + 1)
-    assert [fn(1) for fn in made] == [2, 5, 8, 11], "what they return goes by value, too"
-
-
-# ---- failures ----
 
 
 @pytest.mark.parametrize("then", ["all_reduce", "sleep", "return"])

@@ -1,0 +1,30 @@
+"""`end_of`: where autograd adds up the gradient of a parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Edge(torch.autograd.Function):
+    """Depends on a parameter, and computes nothing with it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        return None
+
+
+def end_of(leaf: Tensor) -> Any:
+    """Return the node of autograd that adds up a parameter's gradient.
+
+    torch's `get_gradient_edge` computes with the parameter, as code outside of the layers does, and that has gradients
+    of another kind.
+    """
+    with torch.enable_grad():
+        return _Edge.apply(leaf).grad_fn.next_functions[0][0]  # type: ignore[no-untyped-call]
