@@ -1,168 +1,123 @@
-"""Programs of four ranks that `faults.py` puts faults into, and the faults.
-
-A fault that no code of the victim takes part in (killed, exited, stopped, cut) comes from a thread of it at a random
-time, in the middle of whatever the victim does; one that its code makes (an exception, memory, a sleep) comes at a
-random step, and in saves and loads at a random call inside.
-"""
+"""Programs of four ranks that `faults.py` puts the faults of `fault_kinds.py` into."""
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import hashlib
 import itertools
 import json
 import os
-import signal
-import socket
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fault_kinds import KINDS, RANKS, Named, Plan, fail
+from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B
 
 import ndtp
-from ndtp import Grid, ProcessGrid
+from ndtp import CommunicationError, CorruptionError, Grid, ProcessGrid
 from ndtp.checkpoints import folder as folders
 from ndtp.checkpoints import training_state
 
-RANKS, STEPS, LATEST_S = 4, 6, 0.25
-# What survivors may say of the victim.
-HOW = {
-    "killed": ("gone",), "raised": ("raised",), "exited": ("gone",), "out of memory": ("raised",),
-    "stopped": ("stopped",), "late": ("behind",), "cut": ("link", "gone", "absent", "behind", "raised"),
-}  # fmt: skip
-AT_ANY_TIME = ("killed", "exited", "stopped", "cut")
-KINDS = tuple(HOW)
+Numbers = Iterable[Tensor]  # that a program comes to
 
 
-class Fault(Exception):
-    """An error of the user's own program."""
+def grid_of(plan: Plan, **axes: int) -> ProcessGrid:
+    mesh = ProcessGrid(Grid(axes), timeout=plan.timeout)
+    plan.flips()
+    if plan.kind == "flipped bit":
+        ndtp.recheck(mesh, 1.0)
+    return mesh
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Which rank fails, how and when: after `seconds` of the loop, or at its step `at`.
-
-    Attributes:
-        port: where the ranks meet; 0: in a file.
-    """
-
-    kind: str
-    victim: int
-    at: int
-    seconds: float
-    timeout: float
-    port: int
-
-    @property
-    def is_mine(self) -> bool:
-        return dist.get_rank() == self.victim
-
-    def steps(self) -> Iterator[int]:
-        """The steps of a program that goes on until the fault is there; it starts with the first."""
-        if self.is_mine and self.kind in AT_ANY_TIME:
-            threading.Thread(target=self._later, daemon=True).start()
-        return itertools.count()
-
-    def _later(self) -> None:
-        time.sleep(self.seconds)
-        fail(self.kind)
-        while True:  # what is connected anew is cut, too
-            time.sleep(0.02)
-            cut()
-
-    def at_step(self, step: int) -> None:
-        """Where the victim's own code fails."""
-        if self.is_mine and self.kind not in AT_ANY_TIME and step == self.at:
-            fail(self.kind)
+def looked_at(plan: Plan, model: torch.nn.Module) -> Any:
+    return ndtp.find_nonfinite(model) if plan.kind == "nan" else nullcontext()
 
 
-def fail(kind: str) -> None:
-    Path(tempfile.gettempdir(), "fault").write_text(str(time.time()))
-    if kind == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == "exited":
-        os._exit(3)
-    elif kind == "stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif kind == "raised":
-        raise Fault("the program's own")
-    elif kind == "out of memory":
-        torch.empty(2**50)
-    elif kind == "late":
-        time.sleep(600)
-    else:
-        cut()
+def look(watch: Any) -> None:
+    """Whether a NaN came up, which all ranks learn."""
+    if watch is not None and (found := watch.first()) is not None:
+        raise Named("nan", found.ranks)
 
 
-def cut() -> None:
-    """Every connection of this rank is gone, as with its network card; the process is there."""
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            link = socket.socket(fileno=os.dup(int(number)))
-        except OSError:
-            continue
-        with link:
-            if link.family in (socket.AF_INET, socket.AF_INET6):
-                with contextlib.suppress(OSError):
-                    if not link.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        link.shutdown(socket.SHUT_RDWR)
-
-
-def train(plan: Plan) -> None:
-    mesh = ProcessGrid(Grid(x=2, y=2), timeout=plan.timeout)
+def train(plan: Plan) -> Numbers:
+    mesh = grid_of(plan, x=2, y=2)
     block = ndtp.nn.MLP(8, 16, mesh=mesh, scheme="2d")
     optimizer = torch.optim.AdamW(block.parameters())
-    x = torch.ones(block.in_layout.shard_shape((8, 8)))
+    plan.in_optimizer(optimizer)
+    inputs = plan.loader(torch.ones(block.in_layout.shard_shape((8, 8))))
     for step in plan.steps():
-        y = block(x)
-        plan.at_step(step if step % 2 else -1)  # between forward and backward
-        y.sum().backward()
-        plan.at_step(step)
+        x = next(inputs)
+        with looked_at(plan, block) as watch:
+            plan.at_step(step if step % 2 else -1, x)  # before forward, or between it and backward
+            y = block(x)
+            plan.at_step(-1 if step % 2 else step, y)
+            plan.in_backward(step, y)
+            y.sum().backward()
+        look(watch)
         ndtp.nn.clip_grad_norm_(block.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    return block.state_dict().values()
 
 
-def generate(plan: Plan) -> None:
-    mesh = ProcessGrid(Grid(z=2, x=2), timeout=plan.timeout)
+def generate(plan: Plan) -> Numbers:
+    mesh = grid_of(plan, z=2, x=2)
     block = ndtp.nn.MLP(8, 16, mesh=mesh, scheme="3d")
     x = torch.ones(block.in_layout.shard_shape((8, 8)))
     with torch.no_grad():
         for step in plan.steps():
-            plan.at_step(step)
-            x = block(x)
+            with looked_at(plan, block) as watch:
+                plan.at_step(step, x)
+                x = block(x)
+            look(watch)
+    return [x]
 
 
-def experts(plan: Plan) -> None:
-    mesh = ProcessGrid(Grid(e=2, x=2), timeout=plan.timeout)
+def experts(plan: Plan) -> Numbers:
+    mesh = grid_of(plan, e=2, x=2)
     moe = ndtp.nn.MoE(8, 16, experts=4, top_k=2, router="mixtral", mesh=mesh, scheme="1d-sp", expert_axis="e")
     x = torch.randn(moe.in_layout.shard_shape((16, 8)))
+    y = x
     for step in plan.steps():
-        plan.at_step(step)
-        moe(x).sum().backward()
+        with looked_at(plan, moe) as watch:
+            plan.at_step(step, x)
+            y = moe(x)
+            plan.in_backward(step, y)
+            y.sum().backward()
+        look(watch)
+    return [y]
 
 
-def pipeline(plan: Plan) -> None:
+def pipeline(plan: Plan) -> Numbers:
     cut_model = ndtp.Pipeline([Grid(x=2), Grid(x=2)], (4, 8), scheme="1d-sp")
     mesh = cut_model.mesh(timeout=plan.timeout)
     stage = ndtp.PipelineStage(ndtp.nn.MLP(8, 16, mesh=mesh, scheme="1d-sp"), cut_model)
-    schedule = Schedule1F1B(stage, 4, loss_fn=lambda y, target: ((y - target) ** 2).sum())
+
+    def loss_of(y: Tensor, target: Tensor) -> Tensor:
+        return ((y - target) ** 2).sum()
+
+    schedule = Schedule1F1B(stage, 4, loss_fn=loss_of)
     rows = stage.rows(torch.ones(16, 8), 4)
     for step in plan.steps():
         plan.at_step(step)
+        if plan.is_due(step) and plan.kind == "in backward":
+            next(stage.submod.parameters()).register_post_accumulate_grad_hook(lambda _: fail("raised"))
         schedule.step(rows) if stage.is_first else schedule.step(target=rows)
+    return [each.grad.to_local() for each in stage.submod.parameters()]
 
 
-def start(plan: Plan) -> None:
+def start(plan: Plan) -> Numbers:
     for step in plan.steps():  # each of these makes groups of its own
         plan.at_step(step)
         ProcessGrid(Grid(x=2, y=2), timeout=plan.timeout)
+    return ()
 
 
 def _checkpointed(plan: Plan, folder: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, str]:
@@ -176,8 +131,10 @@ def _checkpointed(plan: Plan, folder: str) -> tuple[torch.nn.Module, torch.optim
 
 def _fail_inside(plan: Plan, *places: tuple[Any, str]) -> None:
     """The victim's own failures: in one of these functions, at a call of it that `at` says."""
-    if not plan.is_mine or plan.kind in AT_ANY_TIME:
+    if not plan.is_mine or plan.is_at_any_time or not plan.kind:
         return
+    if plan.kind in ("disk full", "folder gone"):
+        places = ((os, "pwrite"),) if plan.kind == "disk full" else ((training_state.Saving, "_write"),)
     owner, name = places[plan.at % len(places)]
     before: Callable[..., Any] = getattr(owner, name)
     calls = itertools.count()
@@ -190,19 +147,28 @@ def _fail_inside(plan: Plan, *places: tuple[Any, str]) -> None:
     setattr(owner, name, failing)
 
 
-def save(plan: Plan) -> None:
+def save(plan: Plan) -> Numbers:
     block, optimizer, folder = _checkpointed(plan, _folder_of_all())
+    if KINDS.get(plan.kind, KINDS["killed"]).places == ("save",):
+        ndtp.checkpoint.save(block, optimizer, folder)  # this one must stay
     _fail_inside(plan, (training_state.Saving, "_write"), (training_state.Saving, "wait"), (training_state, "kept_by"))
-    for _ in plan.steps():
-        ndtp.checkpoint.save(block, optimizer, folder)
+    try:
+        for _ in plan.steps():
+            ndtp.checkpoint.save(block, optimizer, folder)
+    except CommunicationError:
+        if plan.kind in ("disk full", "folder gone"):  # nobody is gone, and what was saved before is there
+            ndtp.checkpoint.load(block, optimizer, folder)
+        raise
+    return block.state_dict().values()
 
 
-def load(plan: Plan) -> None:
+def load(plan: Plan) -> Numbers:
     block, optimizer, folder = _checkpointed(plan, _folder_of_all())
     ndtp.checkpoint.save(block, optimizer, folder)
     _fail_inside(plan, (folders, "read"), (training_state, "fresh_state"), (training_state, "restore_groups"))
     for _ in plan.steps():
         ndtp.checkpoint.load(block, optimizer, folder)
+    return block.state_dict().values()
 
 
 def _folder_of_all() -> str:
@@ -210,7 +176,7 @@ def _folder_of_all() -> str:
     return tempfile.gettempdir()
 
 
-PLACES: dict[str, Callable[[Plan], None]] = {
+PLACES: dict[str, Callable[[Plan], Numbers]] = {
     "train": train, "generate": generate, "experts": experts, "pipeline": pipeline, "start": start, "save": save,
     "load": load,
 }  # fmt: skip
@@ -221,16 +187,32 @@ def until_the_end(place: str, plan: Plan, folder: str) -> None:
     from ndtp.collectives.last_words import tell_of
 
     tempfile.tempdir = folder
+    os.dup2(os.open(f"{folder}/{dist.get_rank()}.stderr", os.O_WRONLY | os.O_CREAT), 2)
     if plan.port:  # as torchrun and plain programs meet; the ranks of `ndtp.testing` met by a file
         rank = dist.get_rank()
         dist.destroy_process_group()
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{plan.port}", rank=rank, world_size=RANKS)
+    rank = dist.get_rank()
     try:
-        PLACES[place](plan)
-        said: dict[str, Any] = {"error": "none"}
+        said: dict[str, Any] = {"error": "none", "numbers": _digest(PLACES[place](plan))}
+        dist.barrier()
+        time.sleep(0.3)  # nobody is lost by those who come later
+    except SystemExit:  # as at the end of a program
+        atexit._run_exitfuncs()
+        os._exit(0)
+    except (Named, CorruptionError) as error:  # what all ranks have found out together
+        said = {"error": "", "how": getattr(error, "how", "corrupt"), "text": str(error), "ranks": list(error.ranks)}
     except Exception as error:
         told = tell_of(error)  # as at the end of a program
         said = {"error": type(told).__name__, "how": getattr(told, "how", ""), "text": str(told)[:600],
                 "ranks": list(getattr(told, "ranks", ()))}  # fmt: skip
-    (Path(folder) / f"{dist.get_rank()}.json").write_text(json.dumps(said))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(said))
     os._exit(1)
+
+
+def _digest(numbers: Numbers) -> str:
+    found = hashlib.sha256()
+    for each in numbers:
+        local: Any = each.to_local() if hasattr(each, "to_local") else each
+        found.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]

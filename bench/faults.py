@@ -5,8 +5,10 @@
 
 Every kind of fault at every place in turn, at a random rank and time, in one of four gloo ranks that are forks of a
 process which has torch; several such programs wait at once.  A rank that survives must end with a `CommunicationError`
-that names the victim, and how it was lost (`named`).  Counted apart: wrong names (`wrong`), other errors (`unnamed`),
-and ranks that did not end within the grid's timeout and ten seconds (`hung`).  Each injection is a line of the log, and
+that names the victim, and how it was lost (`named`); where the fault is none of theirs, with the numbers of a run that
+nothing happened to.  Counted apart: wrong names or numbers (`wrong`), other errors (`unnamed`), and ranks that did not
+end within the grid's timeout and ten seconds (`hung`).  After each, nothing may be left: no process of a rank, no
+shared memory, no port, and no word of C++ about how a process ended (`left`).  Each injection is a line of the log, and
 the table over all lines is written beside it as JSON.
 """
 
@@ -24,28 +26,30 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from fault_programs import HOW, KINDS, LATEST_S, PLACES, RANKS, STEPS, Plan, until_the_end
+from fault_kinds import KINDS, LATEST_S, RANKS, STEPS, Plan
+from fault_programs import PLACES, until_the_end
 
 from ndtp.testing import RankError, RankPool
 from ndtp.testing.process import traces
 
-DEADLY_TIMEOUT_S, SILENT_TIMEOUT_S, MARGIN_S, START_S = 20.0, 3.0, 10.0, 90.0
+MARGIN_S, START_S, END_S = 10.0, 90.0, 5.0
 RESULTS = Path(__file__).parent / "results"
-SILENT = ("stopped", "late")
+LAST_WORDS = ("terminate called", "Fatal Python error", "pure virtual", "Assertion")
 
 
 def inject(place: str, kind: str, seed: int) -> dict[str, Any]:
     """One fault, and what came of it."""
     draw = random.Random(seed)
     port = _free_port() if draw.random() < 0.5 else 0
-    timeout = SILENT_TIMEOUT_S if kind in SILENT else DEADLY_TIMEOUT_S
+    timeout = KINDS[kind].timeout if kind else 20.0
     plan = Plan(kind, draw.randrange(RANKS), draw.randrange(STEPS), draw.uniform(0, LATEST_S), timeout, port)
-    others = set(range(RANKS)) - {plan.victim}
+    others = set(range(RANKS)) - ({plan.victim} if KINDS[kind].how[:1] else set())
     limit = timeout + MARGIN_S
     with RankPool(RANKS, echo=()) as pool, TemporaryDirectory(prefix="ndtp-faults-") as folder:
         pool.run(os.getpid)  # they have started
@@ -66,14 +70,47 @@ def inject(place: str, kind: str, seed: int) -> dict[str, Any]:
         waiting.join()
         paths = {rank: Path(folder) / f"{rank}.json" for rank in others}
         said = {rank: json.loads(path.read_text()) if path.exists() else None for rank, path in paths.items()}
-    found = {rank: _judge(words, plan) for rank, words in said.items()}
+        left = _left(pids, Path(folder), plan)
+    found = {rank: _judge(words, place, plan) for rank, words in said.items()}
     store = "tcp" if port else "file"
     line: dict[str, Any] = {"place": place, "kind": kind, "seed": seed, "store": store, "seconds": round(seconds, 2)}
-    line["told"] = dict(Counter(found.values()))
+    line["told"], line["left"] = dict(Counter(found.values())), left
     if set(found.values()) != {"named"}:
         line["victim"], line["said"] = plan.victim, said
         line["hung"] = {rank: where.get(rank, "")[-1500:] for rank, words in said.items() if words is None}
     return line
+
+
+def _left(pids: list[int], folder: Path, plan: Plan) -> list[str]:
+    """What is left of the ranks when all have ended."""
+    until = time.monotonic() + END_S
+    while (alive := _processes_of(pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    found = [f"process {pid}" for pid in alive]
+    names = [f"torch_{pid}_" for pid in pids]
+    found += [each for each in os.listdir("/dev/shm") if each.startswith(tuple(names))]
+    if plan.port:
+        with socket.socket() as again:
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                again.bind(("127.0.0.1", plan.port))
+            except OSError:
+                found.append(f"port {plan.port}")
+    for path in folder.glob("*.stderr"):
+        text = path.read_text(errors="replace")
+        found += [f"rank {path.stem}: {text[text.index(each) :][:300]}" for each in LAST_WORDS if each in text]
+    return found
+
+
+def _processes_of(pids: list[int]) -> list[int]:
+    """The processes of ranks, and those that they have started: each rank is the first of a group of processes."""
+    found = []
+    for each in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            state, _, group, *_ = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            if int(group) in pids and state != "Z":
+                found.append(int(each))
+    return found
 
 
 def _free_port() -> int:
@@ -82,21 +119,42 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _judge(words: dict[str, Any] | None, plan: Plan) -> str:
+def _judge(words: dict[str, Any] | None, place: str, plan: Plan) -> str:
     if words is None:
         return "hung"
+    expected = KINDS[plan.kind].how if plan.kind else ()
+    if not expected:
+        return "named" if words["error"] == "none" and words["numbers"] in undisturbed(place) else "wrong"
     if words["error"] == "CheckpointError":  # what failed was said to all, and nobody died
         return "named" if f"rank {plan.victim}: " in words["text"] else "wrong"
-    if words["error"] != "CommunicationError":
+    if words["error"] not in ("CommunicationError", ""):
         return "unnamed"
     if plan.kind == "cut" and words["how"] == "link":  # every process is alive then
         return "named"
-    how = (*HOW[plan.kind], "absent")  # who had not come to the first grid yet
+    if plan.kind == "folder gone" and words["how"] == "raised":  # who comes to write there first
+        return "named"
+    how = (*expected, "absent")  # who had not come to the first grid yet
     if not words["ranks"]:
         return "unnamed"
     if plan.port and not plan.victim:  # it had the store: what it said goes with it, where it is not heard before
         how = (*how, "gone", "silent")
     return "named" if words["ranks"] == [plan.victim] and words["how"] in how else "wrong"
+
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def undisturbed(place: str) -> set[str]:
+    """The numbers of the ranks of a program that nothing happens to."""
+    with _ONE_AT_A_TIME:
+        return _undisturbed(place)
+
+
+@cache
+def _undisturbed(place: str) -> set[str]:
+    with RankPool(RANKS, echo=()) as pool, TemporaryDirectory(prefix="ndtp-faults-") as folder:
+        _run(pool, place, Plan("", 0, 0, 0.0, 20.0, 0), folder)
+        return {json.loads(path.read_text())["numbers"] for path in Path(folder).glob("?.json")}
 
 
 def _run(pool: RankPool, place: str, plan: Plan, folder: str) -> None:
@@ -112,7 +170,7 @@ def table(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
             told: Counter[str] = sum((Counter(line["told"]) for line in mine), Counter())
             longest = max(line["seconds"] for line in mine)
             rows.append({"place": place, "kind": kind, "injections": len(mine), "survivors": dict(told),
-                         "longest_s": longest})  # fmt: skip
+                         "longest_s": longest, "left": sum(bool(line["left"]) for line in mine)})  # fmt: skip
     return rows
 
 
@@ -121,13 +179,14 @@ def sums(lines: list[dict[str, Any]], by: str) -> dict[str, Any]:
     for name in dict.fromkeys(line[by] for line in lines):
         mine = [line for line in lines if line[by] == name]
         told: Counter[str] = sum((Counter(line["told"]) for line in mine), Counter())
-        every[name] = {"injections": len(mine), "survivors": dict(told)}
+        left, longest = [x for line in mine for x in line["left"]], max(line["seconds"] for line in mine)
+        every[name] = {"injections": len(mine), "survivors": dict(told), "longest_s": longest, "left": left}
     return every
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--each", type=int, default=10**6, help="injections of each kind at each place")
+    parser.add_argument("--each", type=int, default=10**6, help="injections of each kind, over its places")
     parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no more after so many")
@@ -138,8 +197,10 @@ def main() -> None:
     lines = [line for line in lines if line["seconds"] >= 0]
     until, written = time.monotonic() + 60 * given.minutes, threading.Lock()
     done = Counter((line["place"], line["kind"]) for line in lines)
-    todo = ((turn, place, kind) for turn in itertools.count() for place in given.places for kind in given.kinds)
-    turns = itertools.takewhile(lambda each: each[0] < given.each, todo)
+    todo = ((turn, place, kind) for turn in itertools.count() for kind in given.kinds for place in given.places
+            if place in KINDS[kind].places)  # fmt: skip
+    most = {kind: -(-given.each // len(each.places)) for kind, each in KINDS.items()}
+    turns = (each for each in itertools.takewhile(lambda each: each[0] < given.each, todo) if each[0] < most[each[2]])
 
     def work() -> None:
         while time.monotonic() < until:
@@ -160,9 +221,9 @@ def main() -> None:
     rows = table(lines)
     for row in rows:
         print(f"{row['place']:10} {row['kind']:14} x {row['injections']:4}  {row['survivors']}  {row['longest_s']}")
-    record = {"torch": torch.__version__, "ranks": RANKS, "timeouts_s": {"deaths": DEADLY_TIMEOUT_S, "silence":
-              SILENT_TIMEOUT_S}, "injections": len(lines), "by_kind": sums(lines, "kind"),
-              "by_place": sums(lines, "place"), "rows": rows}  # fmt: skip
+    timeouts = {kind: each.timeout for kind, each in KINDS.items()}
+    record = {"torch": torch.__version__, "ranks": RANKS, "timeouts_s": timeouts, "injections": len(lines),
+              "by_kind": sums(lines, "kind"), "by_place": sums(lines, "place"), "rows": rows}  # fmt: skip
     given.log.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -21,11 +21,19 @@ if TYPE_CHECKING:
     from ndtp.checkpoints import checkpoint as checkpoint
     from ndtp.collectives.meter import CommMeter
     from ndtp.collectives.wire import Wire
-    from ndtp.errors import CheckpointError, CommunicationError, GridError, LayoutError, MismatchError
+    from ndtp.errors import (
+        CheckpointError,
+        CommunicationError,
+        CorruptionError,
+        GridError,
+        LayoutError,
+        MismatchError,
+    )
     from ndtp.measure.profile import profile
     from ndtp.models.nonfinite import find_nonfinite
     from ndtp.models.parallelize import parallelize
     from ndtp.models.profile import use_profile
+    from ndtp.models.rechecked import recheck
     from ndtp.ops.mapped import Mapped, einsum
     from ndtp.ops.products import batch_matmul, matmul, relayout
     from ndtp.ops.resharding import reshard
@@ -43,6 +51,7 @@ _HOME = {
     "CheckpointError": "errors",
     "CommMeter": "collectives.meter",
     "CommunicationError": "errors",
+    "CorruptionError": "errors",
     "Grid": "algebra.grid",
     "GridError": "errors",
     "Layout": "algebra.layout",
@@ -63,6 +72,7 @@ _HOME = {
     "plan": "planner.search",
     "plan_sequence": "planner.sequence",
     "profile": "measure.profile",
+    "recheck": "models.rechecked",
     "register_rule": "split.register",
     "relayout": "ops.products",
     "reshard": "ops.resharding",
@@ -85,6 +95,7 @@ __all__ = [
     "CheckpointError",
     "CommMeter",
     "CommunicationError",
+    "CorruptionError",
     "Grid",
     "GridError",
     "Layout",
@@ -105,6 +116,7 @@ __all__ = [
     "plan",
     "plan_sequence",
     "profile",
+    "recheck",
     "register_rule",
     "relayout",
     "reshard",

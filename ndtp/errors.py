@@ -32,6 +32,19 @@ class CommunicationError(RuntimeError):
     ranks: tuple[int, ...] = ()
 
 
+class CorruptionError(RuntimeError):
+    """A rank has computed a wrong product in silence, which another one has found (`ndtp.recheck`).
+
+    Attributes:
+        ranks: of the world, that computed wrong.
+        module, phase: whose product it was, and of which phase: "forward", "dgrad" or "wgrad".
+    """
+
+    ranks: tuple[int, ...] = ()
+    module: str = ""
+    phase: str = ""
+
+
 class RangeError(ValueError, IndexError):
     """Ids or targets that are none of the rows of a table, or of the classes."""
 

@@ -17,7 +17,11 @@ _OF_A_PEER = re.compile(
     re.IGNORECASE,
 )
 
-_CUT = re.compile(r"connection (closed|reset|refused|was likely)|broken pipe|pair closure|got 0 bytes", re.IGNORECASE)
+_CUT = re.compile(
+    r"connection (closed|reset|refused|was likely)|broken pipe|pair closure|got 0 bytes|endpoint is not connected|"
+    r"timed out connecting|unreachable|no route to host",
+    re.IGNORECASE,
+)
 
 
 def lost_peer(what: str, ranks: Sequence[int], where: str, cause: BaseException) -> CommunicationError:

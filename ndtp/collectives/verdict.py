@@ -11,6 +11,7 @@ from ndtp.collectives.liveness import GONE, STOPPED
 # What a rank tells the others of itself, or one of another.
 RAISED, ENDED, LOST, RECOVERED, DEPARTED = "raised", "ended", "lost", "recovered", "departed"
 CUT = "cut"  # lost a peer, since a connection broke and not since time was up
+START_UP = "(start-up)"  # of the text of a wait for the making of a process group
 CLOSING_S = 1.0  # gloo closes connections when time is up: others see it about when that rank says so
 SILENT, BEHIND, UNKNOWN, ABSENT, LINK = "silent", "behind", "unknown", "absent", "link"
 
@@ -138,9 +139,11 @@ def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
     waiting = {event.rank: Waiting(event.text, tuple(event.ranks)) for event in losses if event.ranks}
     if behind := _behind(me, waited_for, waiting | dict(facts.waiting), set(lost)):
         return Verdict(BEHIND, behind, "alive, but in no collective that this one waits for")
-    first = sorted((rank for rank in gone if rank in lost and rank != me), key=lambda rank: lost[rank])
-    if first:
-        return Verdict(GONE, (first[0],), "it lost a peer itself, and ended")
+    ended = any(rank in lost and rank != me for rank in gone)
+    if losses and (ended or any(START_UP in event.text for event in losses)):
+        # Nobody is missing but those that had lost their peers before: what failed lies between the ranks.
+        noticed = f"rank {losses[0].rank} noticed first, in {losses[0].text}"
+        return Verdict(LINK, (), f"connections failed between ranks that were all alive; {noticed}")
     return Verdict(UNKNOWN, (), "every rank is alive: they wait for each other, or cannot reach each other")
 
 

@@ -26,6 +26,7 @@ from ndtp.models.not_replicated import not_replicated
 from ndtp.models.placing import Placing, is_named, stock_model
 from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.profile import use_measured
+from ndtp.models.rechecked import rechecked
 from ndtp.models.recognised import is_recognised
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
@@ -78,6 +79,7 @@ def parallelize(
     example: Any = None,
     check: bool | None = None,
     check_every: int = 100,
+    recheck: float = 0.0,
 ) -> nn.Module:
     """Split a model over a grid, in place, keeping its weights, names and code.
 
@@ -112,6 +114,7 @@ def parallelize(
         check: whether all ranks compare what they call the model with, and the steps of its optimizers.  True looks at
             more in every call.  Default: yes.  See docs/same-on-all-ranks.md.
         check_every: optimizer steps from one comparison of all weights to the next one.
+        recheck: of all products, the fraction that another rank computes again, see `ndtp.recheck`.
 
     Raises:
         LayoutError: names that match nothing or do not pair up, sizes that do not divide, or nothing was replaced.
@@ -123,6 +126,7 @@ def parallelize(
     if scheme != "auto":
         known_scheme(scheme)
     report, held = Report(), Held(model)
+    options: dict[str, Any] = {"regather": regather, "chunks": chunks}
     count = sum(isinstance(m, (nn.Linear, BoundaryLinear)) or is_linear(m) for m in model.modules())
     if isinstance(plan, GridPlan):
         expert_axis = plan.expert_axis if expert_axis is None else expert_axis
@@ -136,7 +140,7 @@ def parallelize(
         report.carried += held.bring(report.mesh)  # type: ignore[arg-type]
         report.count(model, count, earlier.split.linears)
         model.ndtp_report = report  # type: ignore[assignment]
-        return model
+        return rechecked(model, recheck)
     if mesh is None and scheme != "auto":
         mesh = _of_all_ranks(scheme, axes)
     if plan is None and is_transformer(model) and (mesh is not None or scheme == "auto"):
@@ -148,7 +152,7 @@ def parallelize(
         assert mesh is not None
         check_same_weights(model, mesh)
         use_measured(mesh, hardware)
-        placing: dict[str, Any] = {"regather": regather, "chunks": chunks, "fuse": fuse, "expert_axes": split_by}
+        placing: dict[str, Any] = {**options, "fuse": fuse, "expert_axes": split_by}
         split: Placing
         if is_recognised(model, mesh, layouts, keep, **placing):
             split = Split(model, mesh, layouts, keep, **placing)
@@ -160,7 +164,7 @@ def parallelize(
         sum_plain_gradients_of(model, mesh, split.frame.outside.dims[0], watches=False)
         _reported(model, mesh, report, count, split.linears, strict)
         compare_calls(model, mesh, split.frame.outside.dims[0], scheme, check, check_every)
-        return model
+        return rechecked(model, recheck)
     stacks = find_stacks(model) if plan is None else {}
     if plan is None:
         found, report.kept = find_pairs(model)
@@ -169,16 +173,14 @@ def parallelize(
             layouts = block_layouts(mesh.grid, scheme, axes)
             check_same_weights(model, mesh)
             use_measured(mesh, hardware)
-            any_model = AnyModel(
-                model, mesh, layouts, keep, regather=regather, chunks=chunks, fuse=fuse, example=example
-            )
+            any_model = AnyModel(model, mesh, layouts, keep, fuse=fuse, example=example, **options)
             any_model.run()
             report.replaced, report.kept, report.split = any_model.replaced, any_model.kept, any_model
             report.carried = held.bring(mesh)
             sum_plain_gradients_of(model, mesh, any_model.frame.outside.dims[0], watches=False)
             _reported(model, mesh, report, count, any_model.linears, strict)
             compare_calls(model, mesh, any_model.context.data, scheme, check, check_every)
-            return model
+            return rechecked(model, recheck)
         pairs = [pair for pair in found if not any(_is_in(pair.up, name) for name in stacks)]
         for pair in [pair for pair in pairs if is_named(keep, *pair.ups, pair.down)]:
             report.kept |= dict.fromkeys((*pair.ups, pair.down), "as asked")
@@ -192,7 +194,6 @@ def parallelize(
         layouts = block_layouts(mesh.grid, scheme, axes)
     check_same_weights(model, mesh)
     use_measured(mesh, hardware)
-    options: dict[str, Any] = {"regather": regather, "chunks": chunks}
     report.kept = {key: why for key, why in report.kept.items() if not any(_is_in(key, name) for name in stacks)}
     for name, stack in stacks.items():
         torch_split = TorchSplit(name, stack, mesh, layouts, keep, fuse=fuse, **options)
@@ -220,7 +221,7 @@ def parallelize(
     rows = _axes_of_rows(model, report)
     report.plain = sum_plain_gradients_of(model, mesh, rows)
     compare_calls(model, mesh, rows, scheme, check, check_every)
-    return model
+    return rechecked(model, recheck)
 
 
 def _of_all_ranks(scheme: str, axes: Sequence[str] | None) -> ProcessGrid:

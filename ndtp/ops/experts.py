@@ -18,6 +18,7 @@ from ndtp.collectives.rows_exchange import start_rows
 from ndtp.compute.activations import activation_named
 from ndtp.compute.grouped import Groups, grouped_product
 from ndtp.ops.moving import moved, refuse_second, taken
+from ndtp.runtime.recheck import LookedAt
 
 if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
@@ -66,14 +67,19 @@ def experts(
         x = _along(_finish(there[i]), entering, mesh, plan.up.name)
         x = x if order is None else _Sorted.apply(x, order, False)  # type: ignore[no-untyped-call]
         groups = Groups(flow.sizes, x.device)
-        h = grouped_product(x, up, groups, mesh.gemm)
+        h = grouped_product(x, up, groups, _multiplier(mesh, plan.up.name))
         if gated and plan.moves_features:  # a split of features keeps gate and up together where they take turns
             h = h.unflatten(1, (2, -1)).mT.flatten(1)
         h = _activated(_along(h, leaving, mesh, plan.up.name), activation, gated, plan.moves_features)
-        y = grouped_product(_along(h, again, mesh, plan.down.name), down, groups, mesh.gemm)
+        y = grouped_product(_along(h, again, mesh, plan.down.name), down, groups, _multiplier(mesh, plan.down.name))
         y = y if order is None else _Sorted.apply(y, order, True)  # type: ignore[no-untyped-call]
         back.append(_start(_along(y, out, mesh, plan.down.name), flow.combine, mesh, name, _part(i, flows)))
     return [_finish(trip) for trip in back]
+
+
+def _multiplier(mesh: ProcessGrid, name: str) -> Any:
+    """Return the multiplier of one product of experts, which the probe may look at."""
+    return mesh.gemm if mesh.step.recheck is None else LookedAt(mesh.gemm, mesh.step.recheck, name)
 
 
 def _activated(h: Tensor, activation: str, gated: bool, in_turns: bool) -> Tensor:

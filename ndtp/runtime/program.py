@@ -14,12 +14,14 @@ from ndtp.collectives.recorder import NOTHING, span
 from ndtp.runtime.closures import DEFERS, FIRST, HELD, OWNER, STEP, WEIGHT, Run
 from ndtp.runtime.moves import Move
 from ndtp.runtime.phase import Phase
+from ndtp.runtime.recheck import PHASES
 from ndtp.runtime.slots import Key, Setting
 from ndtp.schedule.arrivals import rows_first
 from ndtp.schedule.tasks import Wanted, backward_tasks, forward_tasks
 
 if TYPE_CHECKING:
     from ndtp.collectives.handles import Shape
+    from ndtp.runtime.recheck import Looking
     from ndtp.runtime.step_state import StepState
 
 MOST_PROGRAMS = 1024
@@ -75,7 +77,7 @@ class Program:
         phase.end_of_task("finish")
         self._inputs = [i for i, shape in enumerate(self.shapes) if shape is not None]
         self._c, self._kept = c, tuple(kept.values())
-        self._forward = _Runner(phase)
+        self._forward = _Runner(phase, len(self.setting.stages))
         return tuple(kept), [phase.shapes[slot] for slot in kept.values()]
 
     def _bind_backward(self, kept: dict[Key, Shape], stored: dict[tuple[int, str], Shape], last: int | None) -> None:
@@ -97,7 +99,7 @@ class Program:
         self.may_defer = phase.deferred is not None
         if phase.deferred is not None and not self.plans[phase.deferred].relayouts["dB"]:
             self.late_if_deferred = [1 + phase.deferred]
-        self._backward = _Runner(phase)
+        self._backward = _Runner(phase, sum(want.dgrad + want.wgrad for want in self.wanted))
 
     def __str__(self) -> str:
         """Return the program's tasks in order, with the collectives that they start."""
@@ -152,23 +154,36 @@ class Program:
 
 
 class _Runner:
-    """The functions of a phase, one after the other."""
+    """The functions of a phase, one after the other.
 
-    def __init__(self, phase: Phase) -> None:
-        self.size = len(phase.shapes)
+    Args:
+        products: of the phase, as all ranks count them.
+    """
+
+    def __init__(self, phase: Phase, products: int) -> None:
+        self.size, self.products = len(phase.shapes), products
         self.lines, self._tasks = phase.lines, phase.tasks
         self._runs: tuple[Run, ...] = tuple(chain.from_iterable(runs for _, runs in phase.tasks))
 
     def run(self, slots: list[Any], step: StepState) -> None:
-        recorder = step.recording.recorder
-        if recorder is not None or _profiler_enabled():
-            for title, runs in self._tasks:
-                with NOTHING if title is None else span(recorder, *title):
-                    for run in runs:
-                        run(slots)
-            return
-        for run in self._runs:
-            run(slots)
+        recorder, recheck = step.recording.recorder, step.recheck
+        if recheck is not None and (wanted := recheck.due(self.products)):
+            with recheck.looking(wanted, self.products) as look:
+                self._run_tasks(slots, recorder, look)
+        elif recorder is not None or _profiler_enabled():
+            self._run_tasks(slots, recorder)
+        else:
+            for run in self._runs:
+                run(slots)
+
+    def _run_tasks(self, slots: list[Any], recorder: Any, look: Looking | None = None) -> None:
+        is_watched = recorder is not None or _profiler_enabled()
+        for title, runs in self._tasks:
+            if look is not None and title is not None:
+                look.title = title[3], PHASES.get(title[1], "forward")
+            with span(recorder, *title) if is_watched and title is not None else NOTHING:
+                for run in runs:
+                    run(slots)
 
 
 class Programs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,6 +13,9 @@ from ndtp.runtime.chunk_choices import ChunkChoices
 from ndtp.runtime.late_gradients import LateGradients
 from ndtp.runtime.partial_sums import PartialSums
 from ndtp.runtime.weight_prefetch import WeightPrefetch
+
+if TYPE_CHECKING:
+    from ndtp.runtime.recheck import Recheck
 
 
 class StepState:
@@ -27,6 +30,7 @@ class StepState:
     Attributes:
         chunks: the numbers of chunks that were chosen, and what they rest on.
         recording: who looks on, if anybody does.
+        recheck: has some products computed again by another rank; None: none.
         expect_backward: is told of whole tensors, such as losses, that code has made of split activations.
     """
 
@@ -36,6 +40,7 @@ class StepState:
         self.late = late
         self.chunks = ChunkChoices()
         self.recording = Recording()
+        self.recheck: Recheck | None = None
         self.expect_backward: Callable[[Tensor], None] | None = None
 
     def made_whole(self, result: Any) -> Any:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.ops.reductions import sum_over
+from ndtp.runtime.recheck import looking_at
 from ndtp.split.along import without_padding
 from ndtp.split.moving import brought
 from ndtp.split.spec import Axes, Spec, layout_of
@@ -65,7 +66,9 @@ def contract(a: Tensor, b: Tensor, letters: tuple[str, str, str], local: Any) ->
         spec = Spec(context, tuple(sizes[c] for c in own), layout_of(context.mesh, dims), tuple(padded))
         return without_padding(shard, spec, [d for d, c in enumerate(own) if c not in of_out])
 
-    result = local(bring(a, of_a), bring(b, of_b))
+    one, other = bring(a, of_a), bring(b, of_b)
+    with looking_at(context.mesh.step.recheck, first.spec.origin or "a product of activations"):
+        result = local(one, other)
     dims = [chosen[c][0] if c in chosen else () for c in of_out]
     padded = [chosen[c][1] if c in chosen else sizes[c] for c in of_out]
     spec = Spec(

@@ -46,7 +46,11 @@ CASES = {
         Facts([Event(3, LOST, "", 1.0), Event(3, RECOVERED, "", 2.0)], departed={3: 9.0}), GONE, (3,),
     ),
     "consequences alone": (
-        Facts([Event(1, LOST, "", 1.0)], departed={1: 2.0}, waiting={2: waits(1)}), GONE, (1,),
+        Facts([Event(1, LOST, "", 1.0)], departed={1: 2.0}, waiting={2: waits(1)}), LINK, (),
+    ),
+    "groups cannot be made, and all ranks are alive": (
+        Facts([Event(1, LOST, "making of the group (start-up) over axis x", 1.0, [0])], waiting={2: waits(0, 1)}),
+        LINK, (),
     ),
     "a connection broke, and another rank has not noticed": (
         Facts([Event(1, CUT, "", 1.0)], departed={1: 2.0}, waiting={1: waits(2)}), LINK, (),
