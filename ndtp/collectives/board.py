@@ -22,6 +22,7 @@ WORDS = 8
 _CELL = struct.Struct(f"<{WORDS + 2}q")  # number, words, and a sum that tells a row from half of one
 _MASK, _SPREAD = (1 << 63) - 1, 0x9E3779B97F4A7C15
 _SHORTEST_NAP_S, _LONGEST_NAP_S, _LOOKS_S = 2e-5, 1e-3, 0.5
+_STUCK_S = 2.0  # a row that comes no sooner may never come
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None  # of `syscall`
 _NUMBER, _LOW = struct.Struct("<I"), 2**32 - 1  # what a futex compares: the lower half of a row's number
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1
@@ -48,8 +49,11 @@ class Board:
     def num_bytes(ranks: int) -> int:
         return 2 * ranks * _CELL.size
 
-    def exchange(self, row: Row) -> list[Row]:
+    def exchange(self, row: Row, look: Callable[[Sequence[int]], None] = lambda missing: None) -> list[Row]:
         """The rows that all ranks show with this one, in their order.
+
+        Args:
+            look: called now and then with the ranks that are waited for, and may raise.
 
         Raises:
             Missing: names the ranks that have ended, or have shown nothing until the timeout.
@@ -77,6 +81,8 @@ class Board:
             if now - looked > _LOOKS_S:
                 looked = now
                 self._complain(missing, now - begin)
+                if now - begin > _STUCK_S:
+                    look(missing)
             at = (turn + missing[0]) * _CELL.size
             if self._sleep is not None and (seen := _NUMBER.unpack_from(self.memory, at)[0]) != count & _LOW:
                 self._sleep.wait(at, seen, _LOOKS_S)

@@ -7,6 +7,7 @@ start different collectives learn of it before either waits for the other.  It i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from ndtp.collectives.board import WORDS, Board, Missing, Row, shared_board
 from ndtp.collectives.labels import ASIDE, LABEL
+from ndtp.collectives.presence import presence
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,12 +51,19 @@ class Conversation:
         """The rows of all ranks, in the order of the group.
 
         Raises:
+            HeldElsewhere: a rank waits for this one in a collective that this one has not begun.
             Missing: names ranks that have ended or not come.
         """
         if not self._has_looked:
             self._board = shared_board(self._rank, self._ranks, self._timeout, self._sent_round)
             self._has_looked = True
-        return self._sent_round(row) if self._board is None else self._board.exchange(row)
+        return self._sent_round(row) if self._board is None else self._board.exchange(row, self._look)
+
+    def _look(self, missing: Sequence[int]) -> None:
+        here = presence()
+        found = {} if here is None else here.never_begun([self.members[rank] for rank in missing])
+        if found:
+            raise HeldElsewhere(found)
 
     def texts(self, text: str) -> list[str]:
         """Return what each rank says, at any length."""
@@ -94,6 +103,18 @@ class Conversation:
         finally:
             LABEL.reset(token)
         return np.roll(rows, me, axis=0)  # row i is that of rank me + i
+
+
+class HeldElsewhere(RuntimeError):
+    """Ranks do not come: they wait for this rank in other collectives.
+
+    Attributes:
+        collectives: by the global rank that waits in it.
+    """
+
+    def __init__(self, collectives: dict[int, str]) -> None:
+        super().__init__("; ".join(f"rank {rank} waits in {text}" for rank, text in collectives.items()))
+        self.collectives = collectives
 
 
 _CONVERSATIONS: WeakKeyDictionary[ProcessGroup, Conversation] = WeakKeyDictionary()

@@ -95,8 +95,8 @@ class Notices:
         while todo:
             rank = todo.pop()
             if rank not in seen and (said := self._get("waits", rank)):
-                what, others = json.loads(said)
-                known[rank] = Waiting(what, tuple(others))
+                what, others, members, axes, nth = json.loads(said)
+                known[rank] = Waiting(what, tuple(others), tuple(members), tuple(axes), nth)
                 todo += others
             seen.add(rank)
         return known

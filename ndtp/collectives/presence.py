@@ -18,15 +18,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 import torch.distributed as dist
 
-from ndtp.collectives.flight import DONE, NOTE, WAITED, Flight
+from ndtp.collectives.flight import DONE, NOTE, NTH, WAITED, Flight
 from ndtp.collectives.liveness import GONE, RUNNING, Identity, open_pidfd, own_identity, state_of
 from ndtp.collectives.local_words import LocalWords
 from ndtp.collectives.notices import Notices
+from ndtp.collectives.places import Places
 from ndtp.collectives.store_links import is_with_first_rank, links_to, shut
 from ndtp.collectives.told_to_end import OWN_WORDS_S, end_at_once, heed, heed_no_more
 from ndtp.collectives.verdict import (
@@ -43,10 +44,8 @@ from ndtp.collectives.verdict import (
     Verdict,
     Waiting,
     judge,
+    never_begun,
 )  # fmt: skip
-
-if TYPE_CHECKING:
-    from ndtp.algebra.grid import Grid
 
 TICK_S = 1.0  # between heartbeats, of up to 500 ranks; more beat less often
 MEETING_TICK_S = 0.05  # until all have come
@@ -83,7 +82,8 @@ class Presence:
         self._events: list[Event] = []
         self._said, self._lost_at = "", 0.0  # the last of LOST, CUT, RAISED or ENDED
         self._guards: list[float] = []
-        self._places: list[tuple[Grid, tuple[int, ...]]] = []
+        places = Places()
+        self.on_grid, self.place = places.add, places.name_of
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -99,21 +99,6 @@ class Presence:
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------- asked by other threads
-
-    def on_grid(self, grid: Grid, ranks: Sequence[int]) -> None:
-        """Remember where ranks are on a grid, to name them so."""
-        entry = grid, tuple(ranks)
-        if entry in self._places:
-            self._places.remove(entry)
-        self._places.append(entry)
-        del self._places[:-16]
-
-    def place(self, rank: int) -> str:
-        """ " (y=1, x=0)", on the last grid that has the rank."""
-        for grid, ranks in reversed(self._places):
-            if rank in ranks:
-                return f" ({', '.join(f'{a}={i}' for a, i in grid.coordinate(ranks.index(rank)).items())})"
-        return ""
 
     def lost(self, what: str, ranks: Sequence[int], cut: bool = False) -> Verdict:
         """Tell the others that this rank has lost one of `ranks`, write down the flight, and find out who is to blame.
@@ -144,6 +129,19 @@ class Presence:
         if self._is_spread and self._host_is_first and self.rank == 0:
             time.sleep(LINGER_S)
         return verdict
+
+    def never_begun(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the collectives in which these ranks wait for this one, that it has not begun; within a second."""
+        found: list[dict[int, str]] = []
+        answered = threading.Event()
+
+        def ask() -> None:
+            if (store := self._store) is not None:
+                found.append(never_begun(self.rank, self.flight.counts, store.waiting(ranks)))
+            answered.set()
+
+        self._do(ask)
+        return found[0] if answered.wait(1.0) and found else {}
 
     def has_lost(self) -> bool:
         """Whether somebody left, and those who are stuck in a wait for them have had time to notice."""
@@ -292,7 +290,8 @@ class Presence:
                 store.tell_waiting(None)
         else:
             note = entry[NOTE]
-            store.tell_waiting(Waiting(note.text, tuple(rank for rank in note.ranks if rank != self.rank)))
+            others = tuple(rank for rank in note.ranks if rank != self.rank)
+            store.tell_waiting(Waiting(note.text, others, note.ranks, note.axes, entry[NTH]))
         if self._said in (LOST, CUT) and (done := self.flight.last_done()) is not None and done[DONE] > self._lost_at:
             self._said = ""
             self._log(Event(self.rank, RECOVERED, "", time.time()))

@@ -32,10 +32,19 @@ class Event(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A rank that is in a collective: which one, and for whom it waits there."""
+    """A rank that is in a collective: which one, and for whom it waits there.
+
+    Attributes:
+        members: the ranks that take part, this one included, as the collective's `Note` has them.
+        axes: of the collective.
+        nth: how many-th it is of those ranks over those axes; 0 where that is not known.
+    """
 
     text: str
     ranks: tuple[int, ...]
+    members: tuple[int, ...] = ()
+    axes: tuple[str, ...] = ()
+    nth: int = 0
 
 
 @dataclass
@@ -160,3 +169,18 @@ def _behind(me: int, waited_for: Sequence[int], waiting: Mapping[int, Waiting], 
         elif rank not in lost:
             found.add(rank)
     return tuple(sorted(found))
+
+
+def never_begun(
+    me: int, begun: Mapping[tuple[tuple[int, ...], tuple[str, ...]], int], waiting: Mapping[int, Waiting]
+) -> dict[int, str]:
+    """Return the collectives in which ranks wait for `me`, and which `me` has not begun, by the rank that waits.
+
+    Args:
+        begun: how many collectives `me` has begun, of which ranks and over which axes.
+    """
+    return {
+        rank: wait.text
+        for rank, wait in waiting.items()
+        if me in wait.ranks and wait.nth > begun.get((wait.members, wait.axes), 0)
+    }

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from ndtp.algebra.grid import Grid
 from ndtp.collectives.axis_groups import AxisGroups
 from ndtp.collectives.board import WORDS, Row
-from ndtp.collectives.conversation import Conversation
+from ndtp.collectives.conversation import Conversation, HeldElsewhere
 from ndtp.collectives.labels import Label
 from ndtp.collectives.turns import TURN
 from ndtp.collectives.watch import failure
@@ -51,6 +51,12 @@ FIXES = (  # by the beginning of a topic
     ("hooks", "the same hooks on every rank"),
     ("what", "the same calls in the same order on every rank"),
 )  # fmt: skip
+
+
+ELSEWHERE = (
+    "the same calls in the same order on every rank.  What reads, prints or adds up a split tensor (logits, hidden "
+    "states, weights) is a collective: call it on every rank, and print what it gives on one"
+)
 
 
 class Compared(Protocol):
@@ -188,9 +194,22 @@ class Speaking:
 def _heard(mesh: Compared, conversation: Conversation, say: Callable[[Any], Any], own: Any, what: str) -> Any:
     try:
         return say(own)
+    except HeldElsewhere as error:
+        where = [f"rank {_of(mesh, rank)} is in {text}" for rank, text in sorted(error.collectives.items())]
+        me = mesh.groups.rank
+        raise MismatchError(
+            f"ranks of grid {mesh.grid} are at different points: {', '.join(where)}, which rank {me} has not begun: "
+            f"rank {me} is at the {what}\n  fix: {ELSEWHERE}"
+        ) from error
     except RuntimeError as error:
-        label = Label((what,), "point", "comparison", ())
+        label = Label((what,), "point", "comparison", mesh.grid.nontrivial(tuple(mesh.grid)))
         raise failure(label, mesh.describe, error, conversation.members) from error
+
+
+def _of(mesh: Compared, rank: int) -> int:
+    """The rank on the grid of a rank of the world."""
+    assert mesh.global_ranks is not None
+    return mesh.global_ranks.index(rank)
 
 
 def _ranks(mesh: Compared, conversation: Conversation) -> list[int]:

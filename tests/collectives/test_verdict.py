@@ -18,6 +18,7 @@ from ndtp.collectives.verdict import (
     Facts,
     Waiting,
     judge,
+    never_begun,
 )
 
 
@@ -76,3 +77,12 @@ def test_the_right_one_is_named(case):
 
 def test_this_process_runs():
     assert state_of(own_identity(0)) == RUNNING
+
+
+def test_who_waits_in_vain():
+    """A slow rank waits in what all have begun; one that is elsewhere waits in what the others have not."""
+    begun = {((0, 1), ("x",)): 4, ((0, 2), ("y",)): 7}
+    for nth, found in ((4, {}), (5, {1: "all_gather of up"})):
+        assert never_begun(0, begun, {1: Waiting("all_gather of up", (0,), (0, 1), ("x",), nth)}) == found
+    assert never_begun(0, begun, {2: Waiting("all_reduce", (3,), (2, 3), ("x",), 9)}) == {}
+    assert never_begun(0, begun, {3: Waiting("all_reduce", (0,))}) == {}

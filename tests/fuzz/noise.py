@@ -51,7 +51,7 @@ class Noise:
         elif kind == "private backward":
             private_backward(self.rng)
         elif kind == "log":
-            self.logged.append(float(x.detach().double().sum()))
+            self.logged.append(float(_own(x).detach().double().sum()))
         elif kind == "no grad":
             with torch.no_grad():
                 self.logged.append(float(self._aux(x)))
@@ -67,6 +67,7 @@ class Noise:
             gc.collect()
 
     def _aux(self, x: Tensor) -> Tensor:
+        x = _own(x)
         if self.rng.random() < 0.5 or not x.requires_grad:
             x = torch.ones(3, dtype=x.dtype, requires_grad=True)
         for _ in range(self.rng.randint(1, 12)):
@@ -100,3 +101,8 @@ def private_backward(rng: random.Random) -> None:
             b = b * 1.1
         b.sum().backward()
     assert a.grad is not None
+
+
+def _own(x: Tensor) -> Tensor:
+    """`x`, or where it is split, which no rank reads alone, something else."""
+    return x if type(x) is Tensor else torch.ones(3, dtype=x.dtype)

@@ -45,6 +45,34 @@ def test_hooks_are_looked_at_in_every_call_if_asked_for(ranks):
     assert ranks(2).run(hooked_later, None) == [17, 17]
 
 
+class Scores(Tiny):
+    def forward(self, ids):
+        h = self.table(ids)
+        return self.head(h + self.down(self.act(self.up(h))))
+
+
+def reads_alone():
+    """Rank 0 alone prints a number of a split tensor; rank 1 says so, and reads it then, for which rank 0 waits."""
+    mesh = ProcessGrid(Grid(x=2), timeout=60)
+    torch.manual_seed(0)
+    model = ndtp.parallelize(Scores(), mesh, example=(torch.zeros(2, 8, dtype=torch.long),), scheme="1d")
+    scores = model(torch.zeros(2, 8, dtype=torch.long))
+    if mesh.rank == 0:
+        return float(scores.mean())
+    try:
+        model(torch.zeros(2, 8, dtype=torch.long))
+    except MismatchError as error:
+        scores.mean()
+        return str(error)
+
+
+def test_a_tensor_that_one_rank_alone_reads_is_named(ranks):
+    """Rank 0 waits in a collective, which rank 1 learns of where it waits for rank 0."""
+    _, said = ranks(2).run(reads_alone)
+    assert re.search("rank 0 is in all_\\w+ of .*head.* over axis x, which rank 1 has not begun", said), said
+    assert "rank 1 is at the call 2 of Scores" in said and "call it on every rank" in said
+
+
 def trains_in_silence():
     """Ranks of other `dp` have other rows; what has no effect may differ; with `check=False` all may."""
     for axes, scheme in (({"dp": 2}, "3d"), ({"x": 2}, "1d")):
