@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 
 from ndtp.algebra.layout import Layout
+from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.algebra.schemes import BlockLayouts
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted, adopt, is_placed
 from ndtp.models.at_work import reads_parameters
 from ndtp.models.data_loss import average_loss
 from ndtp.models.left_alone import is_foreign, why_left
+from ndtp.models.named_plan import BY_PLAN, OfProduct
 from ndtp.models.not_replicated import not_replicated
-from ndtp.models.observation import Observation, observe
+from ndtp.models.observation import Observation
 from ndtp.models.other_layers import reads
 from ndtp.models.placing import Placing
 from ndtp.models.projections import place_projection
 from ndtp.models.roles import features, is_linear
 from ndtp.models.saving import saved_whole
 from ndtp.models.split_layers import AsStored, ObservedEmbedding, ObservedLinear, SharedInput
+from ndtp.nn.padding import row_multiple
 from ndtp.ops.lookup import LookupPlan
 from ndtp.split import Context, guard_functions
 
@@ -34,13 +39,18 @@ class AnyModel(Placing):
         model: nn.Module,
         mesh: Any,
         layouts: Any,
-        keep: Sequence[str] = (),
+        keep: Collection[str] = (),
         *,
-        example: Any = None,
+        by_name: Mapping[str, BlockLayouts] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(model, mesh, layouts, keep, hidden=0, **options)
-        self.example = example
+        self.by_name = dict(by_name or {})
+        products = {
+            MatMulPlan(kind.input, kind.up_weight, kind.hidden, transpose_b=True) for kind in self.by_name.values()
+        }
+        multiples = [row_multiple((product,), self.frame.outside) for product in products]
+        self.frame.sequences = math.lcm(self.frame.sequences, *multiples)
         is_stock = self.stock is not None
         self.stock = self.stock or model
         data = tuple(axis for axis in mesh.grid.nontrivial(self.frame.outside.dims[0]))
@@ -49,10 +59,10 @@ class AnyModel(Placing):
             self.context.losses = self.frame
         self.count = mesh.grid.size(self.tensor_axes)
 
-    def run(self) -> None:
+    def place_by(self, seen: Observation | None) -> None:
+        """Split the model by what a run of it has shown; see `ndtp.models.observation`."""
         guard_functions()
         modules = dict(self.model.named_modules())
-        seen = observe(self.model, self.example)
         self.feeds: dict[str, bool] | None = None
         if seen is None:
             self.leads_in, self.turns = guessed_sides(modules), set[str]()
@@ -86,24 +96,28 @@ class AnyModel(Placing):
         """
         raise LayoutError("parallelize: this model is split already\n  fix: put the adapters on before parallelize")
 
+    def layouts_of(self, name: str) -> BlockLayouts:
+        """The layouts of a layer, which a plan may name."""
+        return self.by_name.get(name, self.layouts)
+
     # ------------------------------------------------------------------------------------------------- the layers
 
     def _linear(self, name: str, module: Any) -> None:
         inside, outside = features(module)
         if self.is_kept(name):
-            self.kept[name] = "as asked"
+            self.kept[name] = BY_PLAN
             return
         if not name:
             raise LayoutError("parallelize: the model is a single Linear; use ndtp.nn.Linear.from_dense")
         if min(inside, outside) == 1:
             self.kept[name] = f"{inside} to {outside} features: one cannot be split"
             return
-        leads_in = self.leads_in.get(name, True)
+        leads_in = isinstance(self.layouts_of(name), OfProduct) or self.leads_in.get(name, True)
         side = inside if leads_in else outside
         sections = self._sections(name, outside, leads_in)
         layer: ObservedLinear = place_projection(
             module, name, leads_in=leads_in, pad_to=self.count, sections=sections, kind=ObservedLinear,
-            **self.place | {"width": -(-side // self.count) * self.count},
+            **self.place | {"width": -(-side // self.count) * self.count, "layouts": self.layouts_of(name)},
         )  # type: ignore[assignment]  # fmt: skip
         layer.context, layer.turns = self.context, name in self.turns
         self.others.append(layer)
@@ -114,8 +128,8 @@ class AnyModel(Placing):
         itself.
         """
         parts = self.sections.get(name, ())
-        out = self.layouts.hidden if leads_in else self.layouts.output
-        splits = out.num_splits(1)
+        layouts = self.layouts_of(name)
+        splits = (layouts.hidden if leads_in else layouts.output).num_splits(1)
         is_fit = len(parts) > 1 and splits > 1 and all(part % splits == 0 for part in parts) and size % self.count == 0
         return parts if is_fit else ()
 
@@ -140,11 +154,11 @@ class AnyModel(Placing):
         is_tied = id(module.weight) in tied and is_placed(module.weight)
         is_odd = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
         if self.is_kept(name) or is_odd or (module.embedding_dim == 1 and not is_tied):
-            self.kept[name] = "as asked" if self.is_kept(name) else "it renormalises, or has one feature"
+            self.kept[name] = BY_PLAN if self.is_kept(name) else "it renormalises, or has one feature"
             return
         if type(module) is not nn.Embedding and reads(module, "weight"):
             return  # a class of its own looks rows up in another way
-        grid, outside, out = self.mesh.grid, self.frame.outside.dims[0], self.layouts.input
+        grid, outside, out = self.mesh.grid, self.frame.outside.dims[0], self.layouts_of(name).input
         width = -(-module.embedding_dim // self.count) * self.count
         if is_tied:
             owner: Any = dict(self.model.named_modules())[tied[id(module.weight)]]
@@ -154,7 +168,7 @@ class AnyModel(Placing):
                     f"parallelize: '{name}' shares its weight with '{owner.name}', which wants it otherwise"
                 )
         else:
-            table, rows = self.all_features, module.num_embeddings
+            table, rows = self.all_features_as(out), module.num_embeddings
         embedding: ObservedEmbedding = adopt(module, ObservedEmbedding, self.frame, name, behind=True)
         ids = Layout(grid, outside)
         embedding.lookup = LookupPlan(ids, table, out, name)
@@ -201,13 +215,13 @@ class AnyModel(Placing):
             if is_placed(p):
                 continue
             full = f"{name}.{key}" if name else key
-            layout = self._with_features(module, full, p) or self._anywhere(p)
+            layout = self._with_features(name, module, full, p) or self._anywhere(p)
             if layout is not None:
                 found[key] = AsStored(self.context, layout, layout, tuple(p.shape), tuple(p.shape), full)
                 self.replaced[full] = f"[{layout.label('ABCDEFGH'[: p.dim()])}]"
         return found
 
-    def _with_features(self, module: nn.Module, full: str, p: nn.Parameter) -> Layout | None:
+    def _with_features(self, name: str, module: nn.Module, full: str, p: nn.Parameter) -> Layout | None:
         """A parameter that goes with activations element by element lies as their features do."""
         size = p.shape[-1] if p.dim() else 0
         lead = tuple(p.shape[:-1])
@@ -217,7 +231,8 @@ class AnyModel(Placing):
             side = self.feeds.get(full)
         if side is None:
             return None
-        layout = self.layouts.hidden if side else self.layouts.input
+        layouts = self.layouts_of(name)
+        layout = layouts.hidden if side else layouts.input
         axes = self.mesh.grid.nontrivial(layout.dims[1])
         count = self.mesh.grid.size(axes)
         if count == 1 or size % self.count:

@@ -63,6 +63,7 @@ def find_pairs(model: nn.Module) -> tuple[list[Pair], dict[str, str]]:
     for prefix, parent in model.named_modules():
         if type(parent) is nn.Linear or not any(type(child) is nn.Linear for child in parent.modules()):
             continue
+        before = dict(vars(parent))
         try:
             graph = _Tracer().trace(parent)
         except Exception as error:  # a forward may do anything under tracing, and raise anything
@@ -73,6 +74,10 @@ def find_pairs(model: nn.Module) -> tuple[list[Pair], dict[str, str]]:
                         "name the pair in the plan"
                     )
             continue
+        finally:  # what its code notes of a call, it shall not note of this one
+            for key in vars(parent).keys() - before:
+                del vars(parent)[key]
+            vars(parent).update(before)
         calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
         for node in graph.nodes:
             name = _join(prefix, str(node.target))

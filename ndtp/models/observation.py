@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ndtp.models.cached_results import forget_fake_results
 from ndtp.models.roles import features, is_linear
@@ -211,6 +212,10 @@ def _lead_of(out: Tensor, width: int) -> int:
     return out.shape[: out.dim() - len(parts)].numel() if parts else -1
 
 
+def _bare(x: Any, mode: FakeTensorMode) -> Any:
+    return mode.from_tensor(x) if isinstance(x, Tensor) else x
+
+
 def _tensors(x: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
 
@@ -223,7 +228,7 @@ def observe(model: nn.Module, example: Any = None) -> Observation | None:
     """
     for args, kwargs in [_call_of(example)] if example is not None else guesses(model):
         try:
-            return _observed(model, args, kwargs)
+            return _observed(model, args, kwargs, torch.device("cpu"))
         except Exception:  # whatever a model's code raises on such inputs: the next ones are tried
             if example is not None:
                 return None
@@ -236,21 +241,48 @@ def _call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(example), {}) if isinstance(example, (tuple, list)) else ((example,), {})
 
 
-def _observed(model: nn.Module, args: Any, kwargs: Any) -> Observation:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.random.fork_rng(devices=()):
-        memo: dict[int, Any] = {}
-        with mode:
-            for p in model.parameters():
-                memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cpu"), p.requires_grad)
+def observe_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Observation | None:
+    """Return the facts that a call of a dense model shows, which then still is to be made.
+
+    The run is on tensors without memory; where the code asks for numbers it computes, on a copy of all but parameters.
+    """
+    for is_fake in (True, False):
+        try:
+            return _observed(model, args, kwargs, None if is_fake else REAL)
+        except Exception:  # as above: if it is an error of the model's own, the call itself raises it
+            continue
+    return None
+
+
+REAL = object()  # in the place of a device: with numbers
+
+
+def _observed(model: nn.Module, args: Any, kwargs: Any, device: Any) -> Observation:
+    """Run a copy of a model, and watch.
+
+    Args:
+        device: of tensors without memory; None: the one that each has.  `REAL`: with the numbers that there are.
+    """
+    mode: Any = nullcontext() if device is REAL else FakeTensorMode(allow_non_fake_inputs=True)
+    devices = {p.device for p in model.parameters() if p.is_cuda} if device is REAL else set()
+    with torch.random.fork_rng(devices=devices):
+        memo: dict[int, Any] = {id(p): p for p in model.parameters()}
+        memo[id(vars(model).get("ndtp_waiting"))] = None
+        if device is not REAL:
+            with mode:
+                for p in model.parameters():
+                    bare = torch.empty(p.shape, dtype=p.dtype, device=device or p.device)
+                    memo[id(p)] = nn.Parameter(bare, p.requires_grad)
+            args, kwargs = (tree_map(lambda x: _bare(x, mode), given) for given in (args, dict(kwargs)))
+        for part in model.modules():  # hooks of a user's are called in the call itself, once
+            memo |= {id(part._forward_hooks): OrderedDict(), id(part._forward_pre_hooks): OrderedDict()}
         shadow = copy.deepcopy(model, memo)
         found, watch = Observation(), _Watch()
         hooks = list(_hooked(shadow, watch, found))
         watch.names = {id(p): name for name, p in shadow.named_parameters(remove_duplicate=False)}
-        fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args]
         try:
             with mode, watch, torch.no_grad(), _silent():
-                shadow(*fake, **{k: mode.from_tensor(x) if isinstance(x, Tensor) else x for k, x in kwargs.items()})
+                shadow(*args, **kwargs)
         finally:
             forget_fake_results(model)
         for hook in hooks:

@@ -16,6 +16,7 @@ from torch import nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.models.adopted import Adopted
+from ndtp.models.named_plan import BY_PLAN
 from ndtp.models.projections import place_projection
 from ndtp.models.roles import features, is_linear, is_wrapper
 from ndtp.ops.lookup import LookupPlan
@@ -51,7 +52,7 @@ def _linear(split: Placing, name: str, module: nn.Module, parent: nn.Module) -> 
     if not takes and not gives:
         return
     if split.is_kept(name):
-        split.kept[name] = "as asked"
+        split.kept[name] = BY_PLAN
         return
     if reads(parent, *NAMES):
         split.kept[name] = f"the code of {type(parent).__name__} may read its weight"
@@ -67,7 +68,7 @@ def _linear(split: Placing, name: str, module: nn.Module, parent: nn.Module) -> 
 
 def _table(split: Placing, name: str, module: nn.Embedding, parent: Any) -> None:
     if split.is_kept(name):
-        split.kept[name] = "as asked"
+        split.kept[name] = BY_PLAN
         return
     for reader in (module, parent):
         if type(reader) is not nn.Embedding and reads(reader, "weight"):

@@ -12,18 +12,21 @@ from torch import nn
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import BlockLayouts, block_layouts, known_scheme
 from ndtp.errors import LayoutError
 from ndtp.models.any_model import AnyModel
 from ndtp.models.auto import best_grid, best_layouts, request_for
 from ndtp.models.auto_whole import plan_whole
-from ndtp.models.boundary import Boundary, BoundaryLinear
+from ndtp.models.boundary import BoundaryLinear
+from ndtp.models.first_call import FirstCall, can_wait, finish
 from ndtp.models.held import Held
 from ndtp.models.left_alone import why_left
-from ndtp.models.linear_pairs import Pair, find_pairs, pairs_by_name, refuse_unfit
+from ndtp.models.linear_pairs import Pair, find_pairs, pairs_by_name
+from ndtp.models.named_plan import BY_PLAN, LAYOUTS, NamedPlan, named_layouts, schemes_in
 from ndtp.models.not_replicated import not_replicated
-from ndtp.models.placing import Placing, is_named, stock_model
+from ndtp.models.observation import observe
+from ndtp.models.pair_layers import axes_of_rows, replace_one, replace_pair
+from ndtp.models.placing import stock_model
 from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.profile import use_measured
 from ndtp.models.rechecked import rechecked
@@ -34,8 +37,6 @@ from ndtp.models.same_calls import compare_calls
 from ndtp.models.same_weights import check_same_weights
 from ndtp.models.torch_stacks import TorchSplit, find_stacks
 from ndtp.models.transformer import Split, is_transformer, split_before
-from ndtp.nn.padding import pair_multiples, row_multiple
-from ndtp.nn.parameters import stand_in
 from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
 from ndtp.runtime.given_mesh import given_mesh
@@ -63,7 +64,7 @@ def _whatever_the_default_device(function: Callable[P, R]) -> Callable[P, R]:
 def parallelize(
     model: nn.Module,
     mesh: ProcessGrid | Grid | DeviceMesh | None = None,
-    plan: Mapping[str, str | Sequence[Layout]] | GridPlan | None = None,
+    plan: Mapping[str, str | Sequence[Layout] | None] | GridPlan | None = None,
     *,
     scheme: str = "3d",
     axes: Sequence[str] | None = None,
@@ -91,10 +92,13 @@ def parallelize(
     was and was not replaced, and why, is in `model.ndtp_report`.
 
     Args:
-        plan: names instead of a search, with wildcards: `{"encoder.*.fc1": "up", "encoder.*.fc2": "down"}`, or layouts
-            of one layer: `{"head": (in_layout, weight_layout, out_layout)}`, the last of which may be left out.  Rows
-            that axes split in both activations and that split no weight stay split outside.
-            Or what `ndtp.plan` returns, which gives the scheme and the axes of experts.
+        plan: what becomes of layers, by their names or by patterns of these: the name of a scheme; None for one that
+            stays whole; or its layouts, `(input, weight, output)`.  A name of a module stands for all layers in it, "*"
+            for all that nothing else names, and the last entry that matches a layer counts:
+            `{"*": "2d", "blocks.*.attn": "1d", "head": None}`.  `report.plan` is such a plan.
+            Or names of pairs alone: `{"encoder.*.fc1": "up", "encoder.*.fc2": "down"}`, and layers by their layouts;
+            all others stay whole.  Rows that axes split in both activations and that split no weight stay split
+            outside.  Or what `ndtp.plan` returns, which gives the scheme and the axes of experts.
         mesh: a `ProcessGrid`; or a `Grid` or a `DeviceMesh` with named dims, of which one is made, which is in
             `model.ndtp_report.mesh`.  It may be left out with scheme="auto", which takes the best grid
             of all ranks, and with "1d" or "1d-sp", which take all ranks as one axis.
@@ -103,21 +107,25 @@ def parallelize(
             By a profile that was measured (`ndtp bench calibrate`) numbers of chunks are chosen, too.
         pad: pad sizes that do not divide; without it they are an error.
         regather, chunks: as for `ndtp.nn.Linear`.
-        keep: names of layers that stay whole, with wildcards; what they belong to stays whole too.
+        keep: names of layers that stay whole, with wildcards, as None says in `plan`.  What is recognised (attention,
+            an MLP) stays whole with each of its layers.
         expert_axis: the axes that split the experts of a transformer, as for `ndtp.nn.MoE`; "auto" chooses them where
             none are given.
         fuse: whether the products of an MLP run as one schedule, and the head with the loss in chunks of rows, where a
             whole model's code puts nothing between them that forbids it.
         strict: nothing to replace is an error.
         example: what the model is called with, a tensor, a tuple or a mapping, where it is none that is recognised:
-            one run with it, on tensors without memory, shows what shares an input and what is added to what.
+            one run with it, on tensors without memory, shows what shares an input and what is added to what.  Where
+            there is none, inputs are made up; where the model does not run with them, its first call decides, and it
+            stays dense until then.
         check: whether all ranks compare what they call the model with, and the steps of its optimizers.  True looks at
             more in every call.  Default: yes.  See docs/same-on-all-ranks.md.
         check_every: optimizer steps from one comparison of all weights to the next one.
         recheck: of all products, the fraction that another rank computes again, see `ndtp.recheck`.
 
     Raises:
-        LayoutError: names that match nothing or do not pair up, sizes that do not divide, or nothing was replaced.
+        LayoutError: names that match nothing (with the nearest ones) or do not pair up, sizes that do not divide, or
+            nothing was replaced.
         MismatchError: ranks have different weights.
     """
     if isinstance(plan, str):
@@ -125,12 +133,17 @@ def parallelize(
     mesh = None if mesh is None else given_mesh(mesh, "parallelize", makes=True)
     if scheme != "auto":
         known_scheme(scheme)
-    report, held = Report(), Held(model)
-    options: dict[str, Any] = {"regather": regather, "chunks": chunks}
-    count = sum(isinstance(m, (nn.Linear, BoundaryLinear)) or is_linear(m) for m in model.modules())
     if isinstance(plan, GridPlan):
         expert_axis = plan.expert_axis if expert_axis is None else expert_axis
         scheme, regather, plan = plan.scheme, plan.regather, None
+    names = NamedPlan.given(plan, keep, scheme)
+    values = {} if names.names_pairs else names.values(model)
+    schemes = schemes_in(values, model)
+    scheme = next(iter(schemes)) if len(schemes) == 1 and LAYOUTS not in schemes else names.scheme
+    is_mixed = len(schemes) > 1 or LAYOUTS in schemes
+    left = [name for name, value in values.items() if value is None]
+    report, held = Report(plan=names.as_dict()), Held(model)
+    count = sum(isinstance(m, (nn.Linear, BoundaryLinear)) or is_linear(m) for m in model.modules())
     wrapped: Any = model  # perhaps one of peft
     inner = wrapped.get_base_model() if hasattr(type(model), "get_base_model") else model
     earlier: Report | None = vars(stock_model(model) or inner).get("ndtp_report")
@@ -143,50 +156,56 @@ def parallelize(
         return rechecked(model, recheck)
     if mesh is None and scheme != "auto":
         mesh = _of_all_ranks(scheme, axes)
-    if plan is None and is_transformer(model) and (mesh is not None or scheme == "auto"):
+    made_by = names.scheme if len(report.plan) == 1 else f"{report.plan}"
+    options: dict[str, Any] = {"regather": regather, "chunks": chunks}
+
+    def whole_model(mesh: ProcessGrid, layouts: BlockLayouts, **others: Any) -> nn.Module:
+        """Split the model from end to end."""
+        check_same_weights(model, mesh)
+        use_measured(mesh, hardware)
+        placing = {**options, "fuse": fuse, **others}
+        split: Split | AnyModel
+        if not is_mixed and is_transformer(model) and is_recognised(model, mesh, layouts, left, **placing):
+            split = Split(model, mesh, layouts, left, **placing)
+            split.run()
+            finish(split, report, held, count, strict)
+        else:
+            by_name = named_layouts(values, model, mesh.grid, axes) if is_mixed else {}
+            split = AnyModel(model, mesh, layouts, left, by_name=by_name, **placing)
+            seen = observe(model, example)
+            if seen is None and example is None and can_wait(model):
+                FirstCall(split, report, count, strict).wait()
+            else:
+                split.place_by(seen)
+                finish(split, report, held, count, strict)
+        compare_calls(model, mesh, split.frame.outside.dims[0], made_by, check, check_every)
+        return rechecked(model, recheck, mesh)
+
+    if is_mixed and scheme == "auto":
+        raise LayoutError(
+            "parallelize: scheme='auto' plans for a whole model, and the plan names schemes of layers\n"
+            '  fix: name the scheme of all others, plan={"*": "2d", ...}'
+        )
+    if not names.names_pairs and is_transformer(model) and (mesh is not None or scheme == "auto"):
         split_by = (expert_axis,) if isinstance(expert_axis, str) else expert_axis
         if scheme == "auto":
             mesh, layouts, split_by, report.planned = plan_whole(model, mesh, tokens, hardware, split_by)
         else:
             layouts = block_layouts(mesh.grid, scheme, axes)  # type: ignore[union-attr]
         assert mesh is not None
-        check_same_weights(model, mesh)
-        use_measured(mesh, hardware)
-        placing: dict[str, Any] = {**options, "fuse": fuse, "expert_axes": split_by}
-        split: Placing
-        if is_recognised(model, mesh, layouts, keep, **placing):
-            split = Split(model, mesh, layouts, keep, **placing)
-        else:
-            split = AnyModel(model, mesh, layouts, keep, example=example, **placing)
-        split.run()
-        report.replaced, report.kept, report.split = split.replaced, split.kept, split
-        report.carried = held.bring(mesh)
-        sum_plain_gradients_of(model, mesh, split.frame.outside.dims[0], watches=False)
-        _reported(model, mesh, report, count, split.linears, strict)
-        compare_calls(model, mesh, split.frame.outside.dims[0], scheme, check, check_every)
-        return rechecked(model, recheck)
-    stacks = find_stacks(model) if plan is None else {}
-    if plan is None:
+        return whole_model(mesh, layouts, expert_axes=split_by)
+    stacks = {} if names.names_pairs else find_stacks(model)
+    if names.names_pairs:
+        pairs = pairs_by_name(model, names.roles)
+    else:
         found, report.kept = find_pairs(model)
         in_pairs = sum(len(pair.ups) + 1 for pair in found)
-        if mesh is not None and scheme != "auto" and not stacks and in_pairs < count:
-            layouts = block_layouts(mesh.grid, scheme, axes)
-            check_same_weights(model, mesh)
-            use_measured(mesh, hardware)
-            any_model = AnyModel(model, mesh, layouts, keep, fuse=fuse, example=example, **options)
-            any_model.run()
-            report.replaced, report.kept, report.split = any_model.replaced, any_model.kept, any_model
-            report.carried = held.bring(mesh)
-            sum_plain_gradients_of(model, mesh, any_model.frame.outside.dims[0], watches=False)
-            _reported(model, mesh, report, count, any_model.linears, strict)
-            compare_calls(model, mesh, any_model.context.data, scheme, check, check_every)
-            return rechecked(model, recheck)
+        if mesh is not None and scheme != "auto" and (is_mixed or (not stacks and in_pairs < count)):
+            return whole_model(mesh, block_layouts(mesh.grid, scheme, axes))
         pairs = [pair for pair in found if not any(_is_in(pair.up, name) for name in stacks)]
-        for pair in [pair for pair in pairs if is_named(keep, *pair.ups, pair.down)]:
-            report.kept |= dict.fromkeys((*pair.ups, pair.down), "as asked")
+        for pair in [pair for pair in pairs if not {*pair.ups, pair.down}.isdisjoint(left)]:
+            report.kept |= dict.fromkeys((*pair.ups, pair.down), BY_PLAN)
             pairs.remove(pair)
-    else:
-        pairs = pairs_by_name(model, {name: value for name, value in plan.items() if isinstance(value, str)})
     if scheme == "auto":
         mesh, layouts = _automatic(model, pairs, mesh, tokens, hardware)
     else:
@@ -196,16 +215,16 @@ def parallelize(
     use_measured(mesh, hardware)
     report.kept = {key: why for key, why in report.kept.items() if not any(_is_in(key, name) for name in stacks)}
     for name, stack in stacks.items():
-        torch_split = TorchSplit(name, stack, mesh, layouts, keep, fuse=fuse, **options)
+        torch_split = TorchSplit(name, stack, mesh, layouts, left, fuse=fuse, **options)
         torch_split.run()
         report.replaced |= torch_split.replaced
         report.kept |= torch_split.kept
         report.stacks.append(torch_split)
     for pair in pairs:
-        _replace_pair(model, pair, mesh, report, pad, layouts.plans(pair.up), options)
-    for name, value in (plan or {}).items():
-        if not isinstance(value, str):
-            _replace_one(model, name, value, mesh, report, pad, options)
+        replace_pair(model, pair, mesh, report, pad, layouts.plans(pair.up), options)
+    if names.names_pairs:
+        for name, value in names.layouts.items():
+            replace_one(model, name, value, mesh, report, pad, options)
     linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
     for name in linears:
         if not any(_is_in(name, stack) for stack in stacks):
@@ -216,11 +235,11 @@ def parallelize(
             report.kept.setdefault(name, reason)
     report.carried = held.bring(mesh)
     replaced = len(report.replaced) - sum(len(s.replaced) - s.linears for s in report.stacks)
-    _reported(model, mesh, report, count, replaced, strict)
+    report.of(model, mesh, count, replaced, strict)
     not_replicated(model)
-    rows = _axes_of_rows(model, report)
+    rows = axes_of_rows(model, report)
     report.plain = sum_plain_gradients_of(model, mesh, rows)
-    compare_calls(model, mesh, rows, scheme, check, check_every)
+    compare_calls(model, mesh, rows, made_by, check, check_every)
     return rechecked(model, recheck)
 
 
@@ -241,20 +260,6 @@ def _is_in(name: str, stack: str) -> bool:
     return not stack or name == stack or name.startswith(f"{stack}.")
 
 
-def _reported(
-    model: nn.Module, mesh: ProcessGrid, report: Report, linears: int, replaced: int, strict: bool
-) -> nn.Module:
-    if strict:
-        report.refuse_nothing(replaced)
-    report.mesh = mesh
-    report.count(model, linears, replaced)
-    earlier = vars(model).get("ndtp_report")
-    if earlier is not None:
-        report.include(earlier)
-    model.ndtp_report = report  # type: ignore[assignment]
-    return model
-
-
 def _automatic(
     model: nn.Module, pairs: Sequence[Pair], mesh: ProcessGrid | None, tokens: int | None, hardware: str | Hardware
 ) -> tuple[ProcessGrid, BlockLayouts]:
@@ -268,129 +273,3 @@ def _automatic(
     request = request_for(sizes, tokens, ranks, hardware, dtype)  # type: ignore[arg-type]
     mesh = mesh or ProcessGrid(best_grid(request))
     return mesh, best_layouts(request, mesh.grid)
-
-
-def _outside(layouts: Sequence[Layout], axes: Sequence[str]) -> Layout:
-    """Whole, but for the rows that axes split in every layout."""
-    rows = [axis for axis in axes if all(axis in layout.dims[0] for layout in layouts)]
-    return Layout(layouts[0].grid, rows, None)
-
-
-def _axes_of_rows(model: nn.Module, report: Report) -> tuple[str, ...]:
-    """The axes that split rows everywhere outside of what was replaced.
-
-    Raises:
-        LayoutError: layers between which rows lie now so, now otherwise.
-    """
-    outsides = {m.name: m.boundary.outside for m in model.modules() if isinstance(m, BoundaryLinear)}
-    outsides |= {stack.name or "the model": stack.frame.outside for stack in report.stacks}
-    found: dict[tuple[str, ...], str] = {}
-    for name, outside in outsides.items():
-        found.setdefault(outside.grid.nontrivial(outside.dims[0]), name)
-    if len(found) > 1:
-        (first, a), (second, b) = list(found.items())[:2]
-        raise LayoutError(
-            f"parallelize: outside of '{a}' rows are split over {list(first)}, outside of '{b}' over {list(second)}\n"
-            "  fix: layouts whose weights are split over the same axes, or a grid each"
-        )
-    return next(iter(found), ())
-
-
-def _replace_pair(
-    model: nn.Module,
-    pair: Pair,
-    mesh: ProcessGrid,
-    report: Report,
-    pad: bool,
-    plans: tuple[MatMulPlan, MatMulPlan],
-    options: Mapping[str, Any],
-) -> None:
-    up, down = plans
-    # Rows that every activation splits and no weight uses are data parallel; they stay split outside.
-    used = {axis for plan in plans for axis in plan.b.axes}
-    rows = [axis for axis in up.a.dims[0] if axis not in used]
-    outside = _outside((up.a, down.out), rows)
-    enters, inside, leaves = pair_multiples(up, down, pad)
-    multiple = row_multiple(plans, outside) if pad else 1
-    first, second = (Boundary(outside, multiple, enters=first, leaves=not first) for first in (True, False))
-    layers = [(name, up, (enters, inside), first) for name in pair.ups] + [(pair.down, down, (inside, leaves), second)]
-    for name, plan, padding, boundary in layers:
-        layer = _boundary_linear(model.get_submodule(name), name, plan, mesh, padding, boundary, options)
-        _put(model, name, layer, report)
-
-
-def _replace_one(
-    model: nn.Module,
-    name: str,
-    layouts: Sequence[Layout],
-    mesh: ProcessGrid,
-    report: Report,
-    pad: bool,
-    options: Mapping[str, Any],
-) -> None:
-    dense = dict(model.named_modules()).get(name)
-    if type(dense) is not nn.Linear:
-        raise LayoutError(f"parallelize: {name!r} is no nn.Linear of the model")
-    refuse_unfit(model, [name])
-    a, b, out = (*layouts, None, None)[:3]
-    if a is None or b is None:
-        raise LayoutError(f"parallelize: give {name!r} an input and a weight layout")
-    plan = MatMulPlan(a, b, out, transpose_b=True, name=name)
-    rows = [axis for axis in plan.a.dims[0] if axis not in plan.b.axes]
-    outside = _outside((plan.a, plan.out), rows)
-    boundary = Boundary(outside, row_multiple((plan,), outside) if pad else 1)
-    _put(model, name, _boundary_linear(dense, name, plan, mesh, pad, boundary, options), report)
-
-
-def _boundary_linear(
-    dense: Any,
-    name: str,
-    plan: MatMulPlan,
-    mesh: ProcessGrid,
-    pad: bool | tuple[int, int],
-    boundary: Boundary,
-    options: Mapping[str, Any],
-) -> BoundaryLinear:
-    layer = BoundaryLinear.from_dense(
-        dense, mesh=mesh, in_layout=plan.a, weight_layout=plan.b, out_layout=plan.out,
-        pad=pad, name=name, boundary=boundary, **options,
-    )  # fmt: skip
-    assert isinstance(layer, BoundaryLinear)
-    return layer.train(dense.training)
-
-
-def _put(model: nn.Module, name: str, layer: BoundaryLinear, report: Report) -> None:
-    if not name:
-        raise LayoutError("parallelize: the model is a single Linear; use ndtp.nn.Linear.from_dense")
-    layer = _in_place_of(model.get_submodule(name), layer)
-    parts = name.split(".")
-    for depth in range(len(parts)):
-        _leave_fast_paths(model.get_submodule(".".join(parts[:depth])))
-    report.replaced[name] = str(layer.plan)
-    report.layers.append(layer)
-
-
-def _in_place_of(module: nn.Module, layer: BoundaryLinear) -> Any:
-    """`module`, which becomes what `layer` is, and its parameters what those of `layer` are.
-
-    What else it has, its hooks of state dicts among it, it keeps.
-    """
-    theirs: dict[str, Any] = module._parameters
-    for name, made in list(layer._parameters.items()):
-        if made is not None:
-            lies = layer.lies[name]
-            stand_in(theirs[name], made, lies.layout, layer.mesh, f"{layer.name}.{name}", lies.real)
-            layer._parameters[name] = theirs[name]
-    fresh = vars(nn.Module())
-    own = {key: value for key, value in vars(layer).items() if key not in fresh or "hooks" not in key}
-    module.__class__ = type(layer)
-    vars(module).update(own)
-    return module
-
-
-def _leave_fast_paths(module: nn.Module) -> None:
-    """Make torch's encoder call its layers: its fast path for inference reads their weights instead."""
-    if isinstance(module, nn.TransformerEncoderLayer):
-        module.activation_relu_or_gelu = 0  # "an activation that the fast path does not have"
-    elif isinstance(module, nn.TransformerEncoder):
-        module.use_nested_tensor = False

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,11 +27,6 @@ def stock_model(model: Any) -> Any:
     return stock_model(model.get_base_model()) if hasattr(type(model), "get_base_model") else None
 
 
-def is_named(patterns: Sequence[str], *names: str) -> bool:
-    """Return whether one of these names matches a pattern with wildcards."""
-    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
-
-
 class Placing:
     """One model on its way to the grid.
 
@@ -40,6 +34,7 @@ class Placing:
         widths: sizes of activations that lie as hidden states do, with padding.
         replaced: what became of each layer, by name.
         kept: why others were left as they are.
+        keep: names of modules that stay whole.
         scores: layers beside experts whose few features every rank wants whole, by name.
     """
 
@@ -48,7 +43,7 @@ class Placing:
         model: nn.Module,
         mesh: ProcessGrid,
         layouts: BlockLayouts,
-        keep: Sequence[str] = (),
+        keep: Collection[str] = (),
         *,
         hidden: int | None = None,
         regather: tuple[str, ...] = (),
@@ -68,7 +63,7 @@ class Placing:
         self.adapters: list[Projection] = []
         self.others: list[Projection] = []
         self.whole: list[tuple[nn.Module, tuple[str, ...]]] = []
-        self.keep = tuple(keep)
+        self.keep = frozenset(keep)
         self.model, self.mesh, self.layouts = model, mesh, layouts
         self.stock = stock_model(model)
         self.replaced: dict[str, str] = {}
@@ -103,12 +98,16 @@ class Placing:
 
     def is_kept(self, *names: str) -> bool:
         """Return whether one of these layers is to stay whole."""
-        return is_named(self.keep, *names)
+        return not self.keep.isdisjoint(names)
 
     @property
     def all_features(self) -> Layout:
         """Return the layout of a table whose features are split over all axes."""
-        first = self.layouts.input.dims[1]
+        return self.all_features_as(self.layouts.input)
+
+    def all_features_as(self, out: Layout) -> Layout:
+        """The layout of a table whose features are split over all axes, first over those that split the result's."""
+        first = out.dims[1]
         rest = [axis for axis in self.mesh.mesh_axes if axis in self.tensor_axes and axis not in first]
         return Layout(self.mesh.grid, None, (*first, *rest))
 

@@ -37,8 +37,12 @@ def recheck(model: nn.Module | ProcessGrid, fraction: float | None = None) -> Re
     return mesh.step.recheck
 
 
-def rechecked(model: nn.Module, fraction: float) -> nn.Module:
-    """Return the model, whose products are looked at from now on if the fraction is not 0."""
+def rechecked(model: nn.Module, fraction: float, mesh: ProcessGrid | None = None) -> nn.Module:
+    """Return the model, whose products are looked at from now on if the fraction is not 0.
+
+    Args:
+        mesh: on which it is, or will be when it is called first.
+    """
     if fraction:
-        recheck(model, fraction)
+        recheck(mesh or model, fraction)
     return model

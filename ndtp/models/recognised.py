@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from ndtp.errors import LayoutError
+from ndtp.models.named_plan import BY_PLAN
 from ndtp.models.placing import stock_model
 from ndtp.models.roles import is_wrapper
 from ndtp.models.transformer import Split
@@ -45,7 +46,7 @@ def is_recognised(model: nn.Module, mesh: ProcessGrid, layouts: Any, *arguments:
 
 def _left(model: nn.Module, split: Split) -> int:
     """Elements of matrices and stacks that stayed whole, but for routers, and what was to stay."""
-    stay = [*split.scores, *(name for name, why in split.kept.items() if why == "as asked")]
+    stay = [*split.scores, *(name for name, why in split.kept.items() if why == BY_PLAN)]
     count = 0
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and not any(name.startswith(f"{each}.") for each in stay):

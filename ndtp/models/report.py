@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,14 +12,13 @@ from ndtp.algebra import html
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 from ndtp.models.dry_step import step_volume, usual_inputs
+from ndtp.models.named_plan import NUMBER
 from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
     from ndtp.models.boundary import BoundaryLinear
     from ndtp.models.plain_gradients import PlainGradients
-
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass
@@ -35,6 +33,8 @@ class Report:
         stacks: of any other model, torch's transformer modules on the grid.
         plain: what sums the gradients of its other parameters, where axes split rows.
         planned: what scheme="auto" chose for it, and for what.
+        waits: why nothing is split yet; empty once it is.
+        plan: what was said of layers by their names, as `parallelize(.., plan=report.plan)` takes it.
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
@@ -46,6 +46,8 @@ class Report:
     split: Any = field(default=None, repr=False)
     carried: list[str] = field(default_factory=list)
     planned: str = ""
+    waits: str = ""
+    plan: dict[str, Any] = field(default_factory=dict)
     stacks: list[Any] = field(default_factory=list, repr=False)
     plain: PlainGradients | None = field(default=None, repr=False)
 
@@ -74,6 +76,8 @@ class Report:
         Raises:
             LayoutError: a whole model without `sequence`, or inputs of anything else.
         """
+        if self.waits:
+            raise LayoutError(f"report.volume: {self.waits}")
         if self.split is not None:
             inputs = inputs or usual_inputs(self.split.stock, tokens, sequence, target)
             return step_volume(self.split.model, self.split.mesh, inputs)
@@ -86,6 +90,25 @@ class Report:
             plain = self.plain.volume(in_bytes=True) if self.plain else Volume()
             return sum((stack.volume(tokens, sequence) for stack in self.stacks), sum(pairs, plain))
         return sum((layer.volume(tokens) for layer in self.layers), self.plain.volume() if self.plain else Volume())
+
+    def of(self, model: nn.Module, mesh: ProcessGrid, linears: int, replaced: int, strict: bool) -> None:
+        """Become the report of a model that is split.
+
+        Args:
+            linears: how many it had, of which `replaced` are on the grid.
+            strict: whether none is an error.
+
+        Raises:
+            LayoutError: none was replaced.
+        """
+        if strict:
+            self.refuse_nothing(replaced)
+        self.mesh = mesh
+        self.count(model, linears, replaced)
+        earlier = vars(model).get("ndtp_report")
+        if earlier is not None and earlier is not self:
+            self.include(earlier)
+        model.ndtp_report = self  # type: ignore[assignment]
 
     def count(self, model: nn.Module, linears: int, replaced: int) -> None:
         """Take stock of the model as it is now."""
@@ -106,6 +129,7 @@ class Report:
         self.linears = (self.linears[0], earlier.linears[1] + self.linears[1])
         self.split = self.split or earlier.split
         self.carried = [*earlier.carried, *self.carried]
+        self.plan = earlier.plan | self.plan
 
     def refuse_nothing(self, linears: int) -> None:
         """Refuse a model of which nothing was replaced.
@@ -138,6 +162,8 @@ class Report:
             f"split, {100 * held / (total or 1):.1f} % held per rank"
         ]
         lines += [f"planned  {self.planned}"] if self.planned else []
+        lines += [f"waits    {self.waits}"] if self.waits else []
+        lines += [f"plan     {self.plan}"] if len(self.plan) > 1 else []
         lines += [f"replaced {line}" for line in _grouped(self.replaced)]
         lines += [f"kept     {line}" for line in _grouped(self.kept)]
         lines += [f"carried  {line}" for line in self.carried]

@@ -6,7 +6,7 @@ activations; inside of it they stay split.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ndtp.models.adopted import class_of
 from ndtp.models.frame import Frame
 from ndtp.models.hidden import Hidden, split, whole
 from ndtp.models.layer_volume import mlp_volume, norm_volume, product_volume
+from ndtp.models.named_plan import BY_PLAN
 from ndtp.models.roles import MLPRole, join
 from ndtp.models.run_eagerly import run_eagerly
 from ndtp.models.torch_attention import SplitMultihead, place_multihead, reason_against
@@ -46,7 +47,7 @@ class TorchSplit(Split):
     """One stack on its way to the grid."""
 
     def __init__(
-        self, name: str, stack: nn.Module, mesh: ProcessGrid, layouts: BlockLayouts, keep: Sequence[str] = (),
+        self, name: str, stack: nn.Module, mesh: ProcessGrid, layouts: BlockLayouts, keep: Collection[str] = (),
         **options: Any,
     ) -> None:  # fmt: skip
         attention = [module for module in stack.modules() if isinstance(module, nn.MultiheadAttention)]
@@ -78,7 +79,7 @@ class TorchSplit(Split):
             run_eagerly(self.model)
 
     def _multihead(self, name: str, module: nn.MultiheadAttention) -> None:
-        reason = "as asked" if self.is_kept(name, f"{name}.out_proj") else reason_against(module, self.layouts)
+        reason = BY_PLAN if self.is_kept(name, f"{name}.out_proj") else reason_against(module, self.layouts)
         if reason is None and module.embed_dim != self.hidden:
             reason = f"{module.embed_dim} features, others of '{self.name}' have {self.hidden}"
         if reason:

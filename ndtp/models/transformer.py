@@ -18,6 +18,7 @@ from ndtp.models.expert_layers import experts_role, place_experts
 from ndtp.models.fused_order import heads_in_order, rows_in_order
 from ndtp.models.head_loss import HeadSchedule, place_model
 from ndtp.models.left_alone import is_foreign, leave_alone, why_left
+from ndtp.models.named_plan import BY_PLAN
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.of_heads import place_beside
 from ndtp.models.of_heads import reason_against as not_of_heads
@@ -156,7 +157,7 @@ class Split(Placing):
         if reason:
             return reason
         if self.is_kept(role.name, *role.inputs.values(), role.output):
-            return "as asked"
+            return BY_PLAN
         axes = layouts.hidden.dims[1]
         splits = grid.size(axes)
         if role.heads % splits:
@@ -179,7 +180,7 @@ class Split(Placing):
 
     def _mlp(self, role: MLPRole, modules: dict[str, nn.Module]) -> None:
         if self.is_kept(role.name, *role.ups, role.down):
-            self.kept[role.name] = "as asked"
+            self.kept[role.name] = BY_PLAN
             return
         reason = next((r for n in (*role.ups, role.down) if (r := reason_against(modules, n))), None)
         if reason:
@@ -213,7 +214,7 @@ class Split(Placing):
         role = experts_role(module, self.hidden)
         if role is None or isinstance(role, str) or self.is_kept(name):
             if role is not None:
-                self.kept[name] = role if isinstance(role, str) else "as asked"
+                self.kept[name] = role if isinstance(role, str) else BY_PLAN
             return
         layer = place_experts(module, name, role, self.frame, self.layouts, self.width, self.expert_axes)
         self.experts.append(layer)
@@ -222,7 +223,7 @@ class Split(Placing):
     def _norm(self, name: str, module: nn.Module) -> None:
         size, role = next(((size, role) for size in self.widths if (role := norm_role(module, size))), (0, None))
         if self.is_kept(name):
-            role = "as asked"
+            role = BY_PLAN
         if role is None or isinstance(role, str):
             if role:
                 self.kept[name] = role
@@ -246,6 +247,12 @@ class Split(Placing):
         vocabulary = max([m.num_embeddings for m in shared], default=0)
         if not is_linear(head) or features(head)[0] not in self.widths:
             head = None
+        by_plan = [names[id(m)] for m in (head, *shared) if m is not None and self.is_kept(names[id(m)])]
+        if by_plan:  # a table and a head that share a weight stay whole together
+            self.kept |= dict.fromkeys(by_plan, BY_PLAN)
+            kept = {id(modules[name].weight) for name in by_plan}
+            head = None if head is not None and id(head.weight) in kept else head
+            shared = [m for m in shared if id(m.weight) not in kept]
         is_tied = head is not None and any(table.weight is head.weight for table in shared)
         up = self.layouts.up_weight
         multiple = math.lcm(up.num_splits(0), self.layouts.hidden.num_splits(1))  # logits may be split further

@@ -133,7 +133,7 @@ def check_in_a_model():
     with pytest.raises(LayoutError, match="nested tensor"):
         model.encoder(torch.nested.nested_tensor([randn(2, HIDDEN)]))
     kept = ndtp.parallelize(encoder().double(), mesh, scheme="2d", keep=["layers.0.self_attn"])
-    assert kept.ndtp_report.kept == {"layers.0.self_attn": "as asked"}, kept.ndtp_report
+    assert kept.ndtp_report.kept == {"layers.0.self_attn": "by the plan"}, kept.ndtp_report
 
 
 def dropped(sizes, scheme):

@@ -163,7 +163,7 @@ def check_left_alone():
     loss.backward()
     dense(**given).loss.backward()
     check_gradients(model, dense, "left alone")
-    assert report.kept["model.layers.1.mlp.up_proj"] == "as asked"
+    assert report.kept["model.layers.1.mlp.up_proj"] == "by the plan"
     assert {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.first"} <= report.replaced.keys()
     assert gradient(model.model.layers[0].mlp.odd.weight) is not None
     text = str(report)

@@ -1,0 +1,112 @@
+"""A model that is split when it is called first, since nothing else tells what its code does with its layers.
+
+Until then every rank has the dense model.  The first call shows what shares an input and what is added to what: a run
+on tensors without memory with that call's own inputs or, where the code asks for numbers, one that computes.  Then
+the layers are put on the grid, in place, and the call goes on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ndtp.collectives.cross_check import differing
+from ndtp.errors import MismatchError
+from ndtp.models.held import Held
+from ndtp.models.made_classes import made_class
+from ndtp.models.observation import observe_call
+from ndtp.models.plain_gradients import sum_plain_gradients_of
+from ndtp.models.report import Report
+from ndtp.runtime.arrival import is_plain
+
+WAITS = "the first call decides: no inputs are known with which the model runs; example= decides at once"
+
+
+class WaitsForCall:
+    """The class of such a model."""
+
+
+@dataclass(eq=False)
+class FirstCall:
+    """The split of a model that waits for its first call.
+
+    Attributes:
+        split: the model on its way to the grid.
+        linears: how many Linears it has.
+        strict: nothing to replace is an error.
+        hook: keeps torch from looking for the hooks of the model before its call, which may give it some.
+    """
+
+    split: Any
+    report: Report
+    linears: int
+    strict: bool
+    hook: Any = None
+
+    def wait(self) -> None:
+        model = self.split.model
+        theirs: Any = type(model)
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or any(type(p) is not nn.Parameter for p in self.parameters()):
+                return theirs.forward(self, *args, **kwargs)  # of a tracer, or parameters of somebody's function
+            self.ndtp_waiting.settle(args, kwargs)
+            return self.forward(*args, **kwargs)
+
+        model.__class__ = made_class(
+            theirs.__name__, (WaitsForCall, theirs), {"__module__": theirs.__module__, "forward": forward}
+        )
+        model.ndtp_waiting, self.hook = self, model.register_forward_hook(_nothing)
+        self.report.mesh, self.report.waits = self.split.mesh, WAITS
+        self.report.count(model, self.linears, 0)
+        model.ndtp_report = self.report
+
+    def settle(self, args: Any, kwargs: Any) -> None:
+        """Split the model by what a call of it shows.
+
+        Raises:
+            MismatchError: ranks are called in ways that show other things.
+            LayoutError: nothing can be split.
+        """
+        split, model = self.split, self.split.model
+        model.__class__ = type(model).__mro__[2]
+        try:
+            with torch.inference_mode(False):
+                seen, mesh = observe_call(model, args, kwargs), split.mesh
+                by_rank = differing(mesh.groups, repr(seen)) if mesh.backend != "fake" else None
+                if by_rank is not None:
+                    raise MismatchError(
+                        f"parallelize: the first call of {type(model).__name__} shows other layers on rank "
+                        f"{min(rank for rank, text in by_rank.items() if text != by_rank[0])} than on rank 0\n"
+                        "  fix: call it alike on every rank, or parallelize(..., example=...)"
+                    )
+                with torch.device("cpu"):
+                    held = Held(model)
+                    split.place_by(seen)
+                    finish(split, self.report, held, self.linears, self.strict)
+        except BaseException:
+            if all(map(is_plain, model.parameters())):  # it is dense still, and can be called again
+                self.wait()
+            raise
+        del model.ndtp_waiting
+        self.hook.remove()
+
+
+def _nothing(*_: Any) -> None:
+    """A hook that does nothing."""
+
+
+def can_wait(model: nn.Module) -> bool:
+    """Return whether a model may stay dense until it is called: its weights are there, and it is called by itself."""
+    return not any(p.is_meta for p in model.parameters()) and "ndtp_stage" not in vars(model)
+
+
+def finish(split: Any, report: Report, held: Held, linears: int, strict: bool) -> None:
+    """End the split of a whole model: states of optimizers, gradients of plain parameters, and the report."""
+    report.replaced, report.kept, report.split, report.waits = split.replaced, split.kept, split, ""
+    report.carried = held.bring(split.mesh)
+    sum_plain_gradients_of(split.model, split.mesh, split.frame.outside.dims[0], watches=False)
+    report.of(split.model, split.mesh, linears, split.linears, strict)

@@ -1,0 +1,95 @@
+"""A model with whose inputs nobody could come up is split by what its first call shows."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models_from_elsewhere import FusedAttention
+from products import mesh_of
+from torch import nn
+
+import ndtp
+from ndtp import Grid, LayoutError, MismatchError
+
+
+class Odd(nn.Module):
+    """It takes a mapping, has two sides of one size, and asks for numbers on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.attn = nn.Embedding(24, 32), FusedAttention(True)
+        self.gate, self.up, self.down, self.head = (nn.Linear(32, 32) for _ in range(4))
+        self.calls = 0
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.calls += 1
+        x = self.table(batch["ids"])
+        x = x + self.attn(x)
+        if "branch" in batch and batch["ids"].max() > 20:
+            x = x + self.down(F.silu(self.gate(x)) * self.up(x))
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch["ids"].flatten())
+
+
+def batch(branch):
+    ids = torch.arange(32).view(4, 8) % 24
+    return {"ids": ids, "branch": ids} if branch else {"ids": ids}
+
+
+def steps(model, optimizer, branch):
+    losses = []
+    for _ in range(2):
+        loss = model(batch(branch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def check_first_call():
+    mesh, told = mesh_of(Grid(x=2)), []
+    for branch in (False, True):
+        torch.manual_seed(0)
+        dense = Odd()
+        model, seen = copy.deepcopy(dense), []
+        ndtp.parallelize(model, mesh, scheme="2d")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        before = list(model.parameters())
+        model.attn.c_attn.register_forward_hook(lambda *_: seen.append(1))  # noqa: B023
+        report = model.ndtp_report
+        assert report.linears == (6, 0) and "waits    the first call" in str(report), report
+        with pytest.raises(LayoutError, match="first call decides"):
+            report.volume(4)
+        other = copy.deepcopy(model)
+        losses = steps(model, optimizer, branch)
+        torch.testing.assert_close(losses, steps(dense, torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9), branch))
+        assert len(seen) == 2 and model.calls == 2, "a trial is no call"
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+        assert report is model.ndtp_report and "waits" not in str(report) and report.linears == (6, 6), report
+        for ours, theirs in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-5)
+        assert other.ndtp_report is not report and other.ndtp_report.waits
+        with torch.inference_mode():
+            torch.testing.assert_close(other(batch(branch)).item(), losses[0])
+        assert not other.ndtp_report.waits
+        told.append(type(model).__mro__[2].__name__)
+    return told
+
+
+def test_the_first_call_decides(ranks):
+    assert ranks(2).run(check_first_call)[0] == ["Odd", "Odd"]
+
+
+def check_ranks_that_differ():
+    mesh = mesh_of(Grid(x=2))
+    torch.manual_seed(0)
+    model = ndtp.parallelize(Odd(), mesh, scheme="1d", check=False)
+    with pytest.raises(MismatchError, match="first call of Odd shows other layers on rank 1"):
+        model(batch(mesh.rank == 0))
+    model(batch(True)).backward()
+    assert not model.ndtp_report.waits
+
+
+def test_ranks_whose_first_calls_differ_are_told(ranks):
+    ranks(2).run(check_ranks_that_differ)
