@@ -175,7 +175,5 @@ def _of_product(name: str, given: Sequence[Layout | None], grid: Grid) -> BlockL
     data = block_layouts(grid, "1d").input.dims[0]
     for layout in (a, plan.out):
         if layout.dims[0][: len(data)] != data:
-            raise LayoutError(
-                f"parallelize: {name!r} as {layout}: {' '.join(data)} has to split its rows first"
-            )
+            raise LayoutError(f"parallelize: {name!r} as {layout}: {' '.join(data)} has to split its rows first")
     return OfProduct(a, b, plan.out, Layout(grid, *reversed(b.dims)), a)

@@ -63,7 +63,8 @@ def check_first_call():
             report.volume(4)
         other = copy.deepcopy(model)
         losses = steps(model, optimizer, branch)
-        torch.testing.assert_close(losses, steps(dense, torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9), branch))
+        expected = steps(dense, torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9), branch)
+        torch.testing.assert_close(losses, expected)
         assert len(seen) == 2 and model.calls == 2, "a trial is no call"
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
         assert report is model.ndtp_report and "waits" not in str(report) and report.linears == (6, 6), report
