@@ -152,14 +152,15 @@ class SplitEmbedding(Adopted, nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
         frame = self.frame
         lead, plan = tuple(ids.shape), self.lookup
-        rows = frame.padded(lead[0]) * ids[0].numel()
+        rows, across = frame.rows_of(lead)
         self.is_for_all = self.for_all is not None and (len(lead) == 1 or lead[0] == 1)
         if self.for_all is not None and self.is_for_all:
-            rows, plan = ids.numel(), self.for_all
-        flat = torch.nn.functional.pad(ids.flatten(), (0, rows - ids.numel()))
-        weight = self.own("weight", self.weight)
+            rows, across, plan = ids.numel(), 0, self.for_all
+        passage = Passage(
+            frame, plan.out, lead, rows, self.embedding_dim, self.padded_dim, across=across, came_from=self.name
+        )
+        flat, weight = passage.laid(ids.flatten()), self.own("weight", self.weight)
         y = look_up(flat, weight, plan, self.mesh, self.num_embeddings, self.padding_idx)  # type: ignore[arg-type]
-        passage = Passage(frame, plan.out, lead, rows, self.embedding_dim, self.padded_dim, came_from=self.name)
         return enter(y.view_as(y), passage)
 
 
@@ -218,7 +219,7 @@ class Replicated(nn.Module):
         lies: Any = getattr(value, "ndtp_layout", None) or self.ndtp_lies[name]  # a moved one has no attributes
         part = self.ndtp_parts.get(name)
         used = Layout(frame.mesh.grid, *[None] * lies.ndim) if part is None else part.used
-        sums = tuple(axis for axis in self.ndtp_sums if axis not in used.axes)
+        sums = tuple(axis for axis in self.ndtp_sums if axis not in used.axes and axis not in frame.summed)
         return RelayoutPlan(lies, used, (), sums, f"{self.ndtp_name}.{name}")
 
     def __getattr__(self, name: str) -> Any:

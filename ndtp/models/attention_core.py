@@ -20,6 +20,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
 from ndtp.models.between import DROPOUTS, FACTS, SIZES
+from ndtp.models.cut_sequences import as_rows, context_of, in_sequences, of_tokens, row_axes, with_all_heads
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.fused_order import in_order
 from ndtp.models.hidden import Hidden, enter, hidden_in, split
@@ -27,7 +28,7 @@ from ndtp.models.projections import Group, Projection, products
 from ndtp.ops.products import relayout
 from ndtp.ops.reductions import used_over
 from ndtp.runtime.of_turn import OfTurn
-from ndtp.split.spec import Context, Spec, layout_of
+from ndtp.split.spec import Spec, layout_of
 from ndtp.split.tensor import SplitTensor
 from ndtp.split.tensor import enter as put
 from ndtp.split.tensor import leave as bare
@@ -84,6 +85,8 @@ class Core:
         output: leads back to hidden states, if it is a part of the module; else `beside` does.
         order: of heads in a weight that has q, k and v in one, see `ndtp.models.fused_order`.
         normed: projections whose few heads are brought together behind a norm over all of them.
+        of_tokens: whether the module's code runs on tokens of every sequence, see `ndtp.models.cut_sequences`; else it
+            runs on whole sequences of this rank.
     """
 
     frame: Frame
@@ -97,9 +100,15 @@ class Core:
     beside: Projection
     order: str = ""
     normed: tuple[Projection, ...] = ()
-    lead = OfTurn(tuple)
-    rows = OfTurn(int)
+    given = OfTurn()
     groups = OfTurn(dict)
+
+    def __post_init__(self) -> None:
+        self.context = context_of(self.frame)
+
+    @property
+    def of_tokens(self) -> bool:
+        return bool(self.given.across)
 
     @property
     def local_heads(self) -> int:
@@ -120,34 +129,38 @@ class Core:
         sources = {id(x): x for x in hidden_in({name: x for name, x in named.items() if name not in PASSED})}
         if not sources:
             raise LayoutError(f"parallelize: '{self.name}' got no hidden states")
-        first = next(iter(sources.values())).passage
-        self.lead, self.rows = first.lead, first.rows
+        self.given = next(iter(sources.values())).passage
         q = self.inputs.get("q")
         ties = [[q], [self.inputs["k"], self.inputs["v"]]] if q and len(sources) > 1 else [list(self.inputs.values())]
         groups = [Group(list(tie)) for tie in ties]  # type: ignore[arg-type]
         self.groups = {id(member): group for group in groups for member in group.members}
         bound.arguments.update({name: self._local(name, value) for name, value in named.items()})
-        if self.frame.splits(self.inner) > 1:
+        if self.frame.splits(self.inner) > 1 and not self.of_tokens:
             _refuse_whole_batches(bound.arguments.get("past_key_values"))
+        before, self.frame.summed = self.frame.summed, row_axes(self.frame, self.inner) if self.of_tokens else ()
         try:
             result = self._outside(forward(*bound.args, **bound.kwargs))
             if type(result) is tuple and len(result) > 1:
                 result = (result[0], *map(self._besides, result[1:]))
             return result
         finally:
-            self.groups = {}
+            self.groups, self.frame.summed = {}, before
 
     def _entered(self, name: str, value: Any) -> Any:
         """Hidden states that are whole, split."""
         if name in HIDDEN and isinstance(value, Tensor) and not isinstance(value, Hidden):
             plan = next(iter(self.inputs.values())).plan
             return split(value, self.frame, plan.a, next(iter(self.inputs.values())).width, self.name)
+        if name in HIDDEN and isinstance(value, Hidden) and len(value.passage.lead) == 2:
+            return in_sequences(value, self.name)
         return value
 
     def _seen(self, passage: Passage) -> tuple[int, int]:
         """Return the number of sequences of a rank, and their length."""
         if len(passage.lead) != 2:
             raise LayoutError(f"parallelize: '{self.name}' takes [batch, sequence, features], its input is {passage}")
+        if passage.across:
+            return passage.lead  # type: ignore[return-value]
         length = passage.lead[1]
         return len(replace(passage, layout=self.inner).rows_here) // max(length, 1), length
 
@@ -177,15 +190,22 @@ class Core:
 
     def _cut(self, name: str, x: Tensor) -> Tensor:
         """Return this rank's sequences and heads of a mask, of positions, or of another argument."""
-        batch, frame = self.lead[0], self.frame
+        batch, frame = self.given.lead[0], self.frame
         if name in BIASES and x.dim() == 3 and x.shape[0] in (self.heads, batch * self.heads):
             return self._cut("", x.unflatten(0, (-1, self.heads))).flatten(0, 1)
         padded = frame.padded(batch)
         splits = frame.splits(self.inner)
         is_of_heads = x.dim() == 4 and x.shape[1] == self.local_heads  # a bias that the model made of this rank's heads
         if x.requires_grad and not is_of_heads:
-            x = used_over(x, Layout(frame.mesh.grid, *[None] * x.dim()), self.sums, frame.mesh, f"{self.name} {name}")
-        if is_batched(name, x, batch) and (batch > 1 or padded == 1) and padded > 1 and splits * padded > 1:
+            sums = tuple(axis for axis in self.sums if axis not in frame.summed)
+            x = used_over(x, Layout(frame.mesh.grid, *[None] * x.dim()), sums, frame.mesh, f"{self.name} {name}")
+        if (
+            not self.of_tokens
+            and is_batched(name, x, batch)
+            and (batch > 1 or padded == 1)
+            and padded > 1
+            and splits * padded > 1
+        ):
             passage = Passage(frame, self.inner, (batch,), padded, 1, 1)
             here = passage.rows_here
             if padded > batch:
@@ -215,13 +235,21 @@ class Core:
                 f"parallelize: '{member.name}' of '{self.name}' takes hidden states, and got {tuple(x.shape)}"
             )
         y = self._as_wanted(member, self.groups[id(member)].result(member, x.source))
-        return y.unflatten(0, self._seen(x.source.passage))
+        return self._handed(y, x.source.passage)
+
+    def _handed(self, y: Tensor, passage: Passage) -> Tensor:
+        """Return rows of this rank's heads as the model's code gets them, [sequences, length, features]."""
+        if passage.across:
+            return of_tokens(y, passage, self.inner, self.context, self.name)
+        return y.unflatten(0, self._seen(passage))
 
     def _inside(self, x: Tensor) -> Hidden:
         """Return as hidden states what the model's code made of the heads of this rank."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = as_rows(x, self.given, self.inner, self.context) if self.of_tokens else x.reshape(-1, x.shape[-1])
         width = self.heads * self.head_dim
-        given = Passage(self.frame, self.inner, self.lead, self.rows, width, width, came_from=self.name)
+        given = replace(
+            self.given, layout=self.inner, features=width, width=width, sections=1, came_from=self.name, loud=True
+        )
         return enter(rows.view_as(rows), given)
 
     def _adapted(self, member: Projection, base: Projection, x: Tensor) -> Tensor:
@@ -233,7 +261,7 @@ class Core:
         (y,) = products([member], member.taken(x))
         if not member.gives_features:
             return enter(y.view_as(y), member.passage(x.passage))
-        return self._as_wanted(base, y).unflatten(0, self._seen(x.passage))
+        return self._handed(self._as_wanted(base, y), x.passage)
 
     def _as_wanted(self, member: Projection, y: Tensor) -> Tensor:
         """Return a projection's result with the heads of keys and values that this rank's query heads use."""
@@ -267,11 +295,7 @@ class Core:
             width = self.heads * self.head_dim
             if result.dim() != 3 or result.shape[2] * self.inner.num_splits(1) != width:
                 return result
-            rows = result.flatten(0, 1)
-            return enter(
-                rows.view_as(rows),
-                Passage(self.frame, self.inner, self.lead, self.rows, width, width, came_from=self.name),
-            )
+            return self._inside(result)
         if isinstance(result, tuple) and result:
             return (self._outside(result[0]), *result[1:])
         return result
@@ -282,16 +306,19 @@ class Core:
 
     def _besides(self, x: Any) -> Any:
         """Attention weights and the like, of this rank's heads and sequences, with the sizes of the whole."""
-        rows = self.frame.mesh.grid.nontrivial(self.inner.dims[0][len(self.frame.outside.dims[0]) :])
+        rows, lead = row_axes(self.frame, self.inner), self.given.lead
+        if self.of_tokens and isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] == self.local_heads:
+            if isinstance(x, SplitTensor):
+                return with_all_heads(x, self.heads, self.head_axes, self.name)
+            rows, lead = (), (x.shape[0],)
         if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1] != self.local_heads or not (rows or self.head_axes):
             return x
         mine = x.shape[0] * self.frame.mesh.grid.size(rows)
-        is_batch = x.shape[0] > 1 or mine == self.frame.padded(self.lead[0])
+        is_batch = x.shape[0] > 1 or mine == self.frame.padded(lead[0])
         dims = [rows if is_batch else (), self.head_axes, (), ()]
-        sizes = (self.lead[0] if is_batch else x.shape[0], self.heads, *x.shape[2:])
+        sizes = (lead[0] if is_batch else x.shape[0], self.heads, *x.shape[2:])
         padded = (mine if is_batch else x.shape[0], self.heads, *x.shape[2:])
-        context = Context(self.frame.mesh, self.frame.outside.dims[0], self.frame.sequences, self.frame.gathered)
-        return put(x.view_as(x), Spec(context, sizes, layout_of(self.frame.mesh, dims), padded, (), self.name))
+        return put(x.view_as(x), Spec(self.context, sizes, layout_of(self.frame.mesh, dims), padded, (), self.name))
 
 
 def _refuse_whole_batches(cache: Any) -> None:

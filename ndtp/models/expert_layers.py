@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ndtp.algebra.expert_plan import expert_plan
@@ -104,7 +103,7 @@ class SplitExperts(Adopted, Experts):
         passage, rows = x.passage, leave(x)
         if passage.width != passage.features:
             rows = zero_padding(rows, lies, mesh, passage.features)
-        count, (real, top_k) = passage.rows, top_k_index.shape
+        count, top_k = passage.rows, top_k_index.shape[1]
         if rows.is_meta:  # in a dry run: routed as the last forward, or evenly
             here = count // frame.splits(tokens) * top_k
             even = [list(even_split(here, self.count))] * mesh.grid.size(self.plan.count_axes)
@@ -112,9 +111,8 @@ class SplitExperts(Adopted, Experts):
         self.last = passage.lead
         held = Layout(mesh.grid, tokens.dims[0], None)
         outside = Layout(mesh.grid, frame.outside.dims[0], None)
-        padding = (0, 0, 0, count - real)
-        gates = relayout(F.pad(top_k_weights, padding), outside, held, mesh, f"{self.name}.gates")
-        choice = F.pad(top_k_index, padding, value=self.count)
+        gates = relayout(passage.laid(top_k_weights), outside, held, mesh, f"{self.name}.gates")
+        choice = passage.laid(top_k_index, self.count)
         choice = relayout(choice, outside, held, mesh, f"{self.name}.choice")
         kept = choice < self.count
         y = Experts.forward(self, self._moved(rows, lies, tokens), choice.clamp(max=self.count - 1), gates, kept)

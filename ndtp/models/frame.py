@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.algebra.layout import Layout
@@ -29,6 +32,9 @@ class Frame:
         activations: those that formulas of the model's code were found to be, by their keys.
         has_split_loss: whether a loss was taken of logits that are split: it is that of all sequences.
         losses: plans of a head with its loss, by what these depend on.
+        cuts_sequences: whether a batch that the ranks do not divide is split by the tokens of its sequences; else it is
+            padded with sequences that count for nothing.
+        summed: the axes over which the code that runs has its gradients summed already: that of split tensors.
     """
 
     mesh: ProcessGrid
@@ -37,12 +43,14 @@ class Frame:
     gathered: dict[str, int] = field(default_factory=dict)
     fuse: bool = True
     loss_rows: int = 1024
+    cuts_sequences: bool = False
     head: Any = None
     activations: dict[Any, Any] = field(default_factory=dict)
     losses: dict[Any, Any] = field(default_factory=dict)
     running = OfTurn(list)
     has_labels = OfTurn(bool)
     has_split_loss = OfTurn(bool)
+    summed = OfTurn(tuple)
 
     def note(self, who: str, passage: Passage) -> None:
         """Note that an operation takes the whole of a split tensor, and warn the first time."""
@@ -56,6 +64,13 @@ class Frame:
 
     def padded(self, count: int) -> int:
         return -(-count // self.sequences) * self.sequences
+
+    def rows_of(self, lead: Sequence[int]) -> tuple[int, int]:
+        """Return the rows of an activation with these leading dims, padding included, and its `Passage.across`."""
+        count, each = lead[0], math.prod(lead[1:])
+        if self.cuts_sequences and len(lead) > 1 and count % self.sequences:
+            return self.padded(each) * count, count
+        return self.padded(count) * each, 0
 
     def splits(self, layout: Layout) -> int:
         """Return the number of parts into which the rows of one dp rank are split."""
@@ -71,6 +86,8 @@ class Passage:
         lead: the leading dims of the whole.
         rows: their product, with the rows of padding behind them.
         features, width: without padding, and with it.
+        across: 0 where rows are in the order of the leading dims; else the size of the first of these, which comes last
+            in the order of rows, so that ranks have tokens of every sequence.
         sections: the features are so many parts one after the other, each of which is split by itself.
         came_from: what gave it.
         loud: whether it is worth a word when it is gathered.
@@ -83,6 +100,7 @@ class Passage:
     features: int
     width: int
     sections: int = 1
+    across: int = 0
     came_from: str = field(default="", compare=False)
     loud: bool = field(default=True, compare=False)
 
@@ -106,6 +124,30 @@ class Passage:
         count = self.rows // frame.splits(self.layout)
         start = frame.mesh.grid.index(frame.mesh.rank, inner) * count
         return range(start, start + count)
+
+    def index_of(self, rows: Tensor) -> Tensor:
+        """Return the index of each of these rows in the order of the leading dims; the last one's for padding."""
+        real = math.prod(self.lead)
+        rows = rows.clamp(max=real - 1)
+        return rows if self.across < 2 else rows % self.across * (real // self.across) + rows // self.across
+
+    def row_of(self, index: Tensor) -> Tensor:
+        """Return the row of each of these indices in the order of the leading dims."""
+        each = math.prod(self.lead) // max(self.across, 1)
+        return index if self.across < 2 else index % each * self.across + index // each
+
+    def in_order(self, rows: Tensor) -> Tensor:
+        """Return all rows [rows, ..] in the order of the leading dims, without padding."""
+        rows = rows[: math.prod(self.lead)]
+        if self.across < 2 or not len(rows):
+            return rows
+        return rows.unflatten(0, (-1, self.across)).transpose(0, 1).flatten(0, 1)
+
+    def laid(self, x: Tensor, value: float = 0) -> Tensor:
+        """Return what is in the order of the leading dims, [n, ..], as all rows, with padding of this value."""
+        if self.across > 1 and len(x):
+            x = x.unflatten(0, (self.across, -1)).transpose(0, 1).flatten(0, 1)
+        return F.pad(x, (0, 0) * (x.dim() - 1) + (0, self.rows - len(x)), value=value)
 
     def __str__(self) -> str:
         return f"{self.shape} as [{self.layout.label('MK')}]"

@@ -87,15 +87,15 @@ def cross_entropy(
 
 def _all_targets(logits: Pending, target: Tensor, ignore_index: int) -> Tensor:
     """Return targets [rows of all dp ranks] with this rank's own in place; the others' are ignored, like padding."""
-    frame, count = logits.passage.frame, logits.call.source.passage.rows
+    frame, given = logits.passage.frame, logits.call.source.passage
     outside = frame.outside.dims[0]
     grid = frame.mesh.grid
-    whole = target.new_full((grid.size(outside), count), ignore_index)
+    whole = target.new_full((grid.size(outside), given.rows), ignore_index)
     mine = whole[grid.index(frame.mesh.rank, outside)]
     if logits.rows is None:
-        mine[: target.numel()] = target
+        mine[:] = given.laid(target, ignore_index)
     else:
-        mine[logits.rows.to(target.device)] = target
+        mine[given.row_of(logits.rows).to(target.device)] = target
     return whole.flatten()
 
 

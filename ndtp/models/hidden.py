@@ -98,7 +98,7 @@ def whole(x: Tensor) -> Tensor:
     y = relayout(leave(x), passage.layout, passage.frame.outside, passage.frame.mesh, f"{passage.came_from} whole")
     if (order := passage.order) is not None:
         y = y[:, order.argsort().to(y.device)]
-    y = y[: math.prod(passage.lead), : passage.features].reshape(passage.shape)
+    y = passage.in_order(y)[:, : passage.features].reshape(passage.shape)
     return passage.frame.mesh.step.made_whole(y)  # type: ignore[no-any-return]
 
 
@@ -107,8 +107,8 @@ def split(x: Tensor, frame: Frame, layout: Layout, width: int, came_from: str = 
     if x.dim() < 2:
         raise LayoutError(f"'{came_from}': an activation {tuple(x.shape)} has no rows to split")
     lead, features = tuple(x.shape[:-1]), x.shape[-1]
-    rows = frame.padded(lead[0]) * math.prod(lead[1:])
-    passage = Passage(frame, layout, lead, rows, features, width, came_from=came_from)
+    rows, across = frame.rows_of(lead)
+    passage = Passage(frame, layout, lead, rows, features, width, across=across, came_from=came_from)
     return enter(_cut(x, passage), passage)
 
 
@@ -116,7 +116,7 @@ def _cut(x: Tensor, passage: Passage) -> Tensor:
     frame = passage.frame
     if (order := passage.order) is not None:
         x = x.index_select(-1, order.to(x.device))
-    x = F.pad(x.reshape(-1, x.shape[-1]), (0, passage.width - x.shape[-1], 0, passage.rows - math.prod(passage.lead)))
+    x = F.pad(passage.laid(x.reshape(-1, x.shape[-1])), (0, passage.width - x.shape[-1]))
     y = relayout(x, frame.outside, passage.layout, frame.mesh, passage.came_from or "split")
     return y.view_as(y)
 
@@ -192,7 +192,7 @@ def _rows_brought(x: Hidden, passage: Passage) -> Tensor:
     frame, given = passage.frame, x.passage
     mesh, outside = frame.mesh, frame.outside.dims[0]
     all_rows = Layout(mesh.grid, outside, passage.layout.dims[1])
-    rows = relayout(leave(x), given.layout, all_rows, mesh, "operand")[: math.prod(given.lead)]
+    rows = given.in_order(relayout(leave(x), given.layout, all_rows, mesh, "operand"))
     rows = used_over(rows, all_rows, passage.layout.dims[0][len(outside) :], mesh, "operand")
     return rows_of(rows, (1,) * (len(passage.lead) - len(given.lead)) + given.lead, passage)
 
@@ -219,7 +219,7 @@ def _dropout(func: Any, x: Hidden, p: float = 0.5, *args: Any, **kwargs: Any) ->
     if is_dropout_off(func, p, *args, **kwargs):
         return x
     passage = x.passage
-    blocks = RowBlocks(math.prod(passage.lead) or 1, passage.rows or 1)
+    blocks = RowBlocks(math.prod(passage.lead) or 1, passage.rows or 1, passage.across)
     dropped = drop(leave(x), p, passage.layout, passage.frame.mesh, passage.features, blocks)
     if inplace or func is torch.dropout_:
         with torch._C.DisableTorchFunctionSubclass():
@@ -262,9 +262,10 @@ def _picked(x: Tensor, key: Any) -> Any:
     if ids.shape == passage.lead and torch.equal(ids.flatten(), torch.arange(ids.numel())):
         return enter(leave(x), passage)
     lead = tuple(ids.shape)
-    rows = frame.padded(lead[0]) * math.prod(lead[1:])
+    rows, across = frame.rows_of(lead)
+    target = replace(passage, lead=lead, rows=rows, across=across)
     here = passage.rows_here
-    local = F.pad(ids.flatten(), (0, rows - ids.numel()), value=-1).to(leave(x).device) - here.start
+    local = target.laid(passage.row_of(ids.flatten()), value=-1).to(leave(x).device) - here.start
     mine = (local >= 0) & (local < len(here))
     if len(here):
         found = leave(x)[local.clamp(0, len(here) - 1)]
@@ -274,7 +275,7 @@ def _picked(x: Tensor, key: Any) -> Any:
     held = Layout(frame.mesh.grid, frame.outside.dims[0], passage.layout.dims[1])
     inner = passage.layout.dims[0][len(frame.outside.dims[0]) :]
     shard = relayout(found, held, passage.layout, frame.mesh, f"{passage.came_from} rows", partial=inner)
-    return enter(shard.view_as(shard), replace(passage, lead=lead, rows=rows))
+    return enter(shard.view_as(shard), target)
 
 
 def _expanded(x: Tensor, *sizes: Any) -> Any:
@@ -300,7 +301,7 @@ def _feature(x: Hidden, key: Any) -> Any:
     mine = leave(x)[:, at : at + 1] if 0 <= at < count else leave(x)[:, :1] * 0
     held = Layout(mesh.grid, passage.layout.dims[0], None)
     column = relayout(mine, held, outside, mesh, f"{passage.came_from} feature", partial=mesh.grid.nontrivial(axes))
-    return column[: math.prod(passage.lead), 0].view(passage.lead)
+    return passage.in_order(column)[:, 0].reshape(passage.lead)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -328,7 +329,7 @@ def _cross_entropy(
     frame = passage.frame
     if logits.dim() != 2 or target.is_floating_point() or target.numel() != passage.lead[0]:
         return NotImplemented
-    padded = F.pad(target, (0, passage.rows - target.numel()), value=ignore_index)
+    padded = passage.laid(target, ignore_index)
     here = passage.rows_here
     frame.has_split_loss = True
     loss = cross_entropy(
@@ -339,7 +340,7 @@ def _cross_entropy(
     if reduction != "none":
         return frame.mesh.step.made_whole(loss)
     rows = Layout(frame.mesh.grid, passage.layout.dims[0], None)
-    return relayout(loss[:, None], rows, frame.outside, frame.mesh, "losses")[: target.numel(), 0]
+    return passage.in_order(relayout(loss[:, None], rows, frame.outside, frame.mesh, "losses"))[:, 0]
 
 
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:

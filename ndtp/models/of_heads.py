@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from ndtp.models.hidden import Hidden
 from ndtp.models.roles import AttentionRole, NormRole, norm_role
 from ndtp.nn.parameters import expressible
 from ndtp.ops.norms import NormPlan, norm
+from ndtp.split.tensor import SplitTensor, enter, leave
 
 if TYPE_CHECKING:
     from ndtp.models.placing import Placing
@@ -156,10 +157,17 @@ class HeadNorm(SplitNorm):
         self.norm_plan = plan
         if is_hidden:
             return super().forward(x)
+        spec = x.spec if isinstance(x, SplitTensor) else None
+        x = leave(x) if isinstance(x, SplitTensor) else x
         gain, bias = (self.own(p, x) if p in self._parameters else None for p in ("weight", "bias"))
         y = norm(x.reshape(-1, local), gain, bias, plan, self.mesh, self.offset)
         y = y if self.core is None else self.core.shared_heads(y)
-        return y.unflatten(0, x.shape[:-1])
+        y = y.unflatten(0, x.shape[:-1])
+        if spec is None:
+            return y
+        features = y.shape[-1]
+        made = replace(spec, sizes=(*spec.sizes[:-1], features), padded=(*spec.padded[:-1], features))
+        return enter(y.view_as(y), made)
 
 
 def place_beside(split: Placing, role: AttentionRole, core: Core, skipped: Any) -> Iterator[tuple[str, HeadNorm]]:

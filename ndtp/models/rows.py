@@ -30,7 +30,7 @@ def rows_of(rows: Tensor, lead: Sequence[int], passage: Passage) -> Tensor:
     if lead == (1,) * len(lead):
         return rows
     here = torch.arange(passage.rows_here.start, passage.rows_here.stop, device=rows.device)
-    here = here.clamp(max=math.prod(passage.lead) - 1)
+    here = passage.index_of(here)
     index = torch.zeros_like(here)
     stride = math.prod(passage.lead)
     for size, wanted in zip(lead, passage.lead, strict=True):

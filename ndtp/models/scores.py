@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 
 import torch
@@ -38,5 +37,5 @@ def scores(shard: Tensor, weight: Tensor, bias: Tensor | None, passage: Passage)
         part = shard.to(wide) @ mine.to(wide).t()
         held = Layout(mesh.grid, layout.dims[0], None)
         y = relayout(part, held, frame.outside, mesh, name, partial=layout.dims[1])
-        y = y[: math.prod(passage.lead)].reshape(*passage.lead, -1)
+        y = passage.in_order(y).reshape(*passage.lead, -1)
         return (y if bias is None else y + bias).to(dtype)

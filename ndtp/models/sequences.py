@@ -23,7 +23,7 @@ def expanded(shard: Tensor, passage: Passage, *sizes: Any) -> tuple[Tensor, Pass
     """
     frame = passage.frame
     lead = tuple(torch.empty(passage.shape, device="meta").expand(*sizes).shape[:-1])
-    if len(lead) != len(passage.lead) or frame.splits(passage.layout) > 1:
+    if len(lead) != len(passage.lead) or frame.splits(passage.layout) > 1 or passage.across:
         return None
     rows = frame.padded(lead[0]) * math.prod(lead[1:])
     index = torch.arange(math.prod(passage.lead), device=shard.device).view(passage.lead).expand(lead).flatten()
@@ -44,7 +44,11 @@ def joined(
     is_sequence = dim in (1, -2) and all(x.dim() == 3 for x in parts)
     if not is_sequence or any(x.shape[::2] != parts[0].shape[::2] for x in parts):
         return None
-    if target.sections > 1 or any(each is not None and not is_brought(each, target) for each in passages):
+    if (
+        target.sections > 1
+        or target.across
+        or any(each is not None and not is_brought(each, target) for each in passages)
+    ):
         return None
     batch, count = parts[0].shape[0], frame.padded(parts[0].shape[0])
     if count % frame.splits(target.layout):

@@ -24,7 +24,7 @@ from ndtp.models.of_heads import place_beside
 from ndtp.models.of_heads import reason_against as not_of_heads
 from ndtp.models.one_schedule import MLPSchedule
 from ndtp.models.other_layers import NAMES, place_others, reads
-from ndtp.models.patches import place_patches, states_of
+from ndtp.models.patches import SplitPatches, place_patches, states_of
 from ndtp.models.placing import Placing, stock_model
 from ndtp.models.projections import Projection, in_group, place_projection
 from ndtp.models.proofs import Proofs
@@ -99,6 +99,9 @@ class Split(Placing):
         blocks = {layer.name.rpartition(".")[0] for layer in self.experts}  # whose scores every rank wants whole
         place_others(self, modules, {*cores, *blocks})
         place_patches(self, modules)
+        # Patches of an image come image by image; stages of a pipeline pass on rows of whole sequences.
+        has_patches = any(isinstance(module, SplitPatches) for module in modules.values())
+        self.frame.cuts_sequences = not has_patches and "ndtp_stage" not in vars(self.model)
         self._others(modules)
         if self.experts:
             whole_router_loss(self.stock, self.frame)

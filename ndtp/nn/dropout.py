@@ -24,8 +24,7 @@ def drop(x: Tensor, p: float, layout: Layout, mesh: ProcessGrid, features: int |
     shape = [size * layout.num_splits(dim) for dim, size in enumerate(rows.shape)]
     key = key_of(draw_seed(), "dropout")
     row, *others = (torch.arange(part.start, part.stop, device=x.device) for part in layout.slices(mesh.rank, shape))
-    row = row // blocks.padded * blocks.real + row % blocks.padded
-    kept = uniform_at((*shape[:-1], features or shape[-1]), (row, *others), key) >= p
+    kept = uniform_at((*shape[:-1], features or shape[-1]), (blocks.dense_row(row), *others), key) >= p
     return x * (kept.view(x.shape).to(x.dtype) / (1.0 - p or 1.0))
 
 

@@ -22,10 +22,23 @@ from ndtp.runtime.process_grid import ProcessGrid
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """The rows of the whole tensor come in blocks of `padded`, of which the first `real` are no padding."""
+    """The rows of the whole tensor come in blocks of `padded`, of which the first `real` are no padding.
+
+    Attributes:
+        across: if more than 1, the real rows of a block are a matrix of so many columns, of which the dense tensor has
+            the columns one behind the other.
+    """
 
     real: int = 1
     padded: int = 1
+    across: int = 0
+
+    def dense_row(self, row: Tensor) -> Tensor:
+        """Return the index, in the dense tensor, of each of these rows; of padding any."""
+        block, row = row // self.padded, row % self.padded
+        if self.across > 1:
+            row = row % self.across * (self.real // self.across) + row // self.across
+        return block * self.real + row
 
     @classmethod
     def of(cls, rows: int, padded_rows: Tensor) -> RowBlocks:

@@ -270,6 +270,8 @@ def join(func: Any, parts: Sequence[Tensor], dim: int = 0, *, out: Any = None, *
     parts = [x for x in parts if is_stack or isinstance(x, SplitTensor) or tuple(x.shape) != (0,)]
     count = parts[0].dim()
     at = dim % (count + is_stack)
+    if len(parts) == 1 and not is_stack and isinstance(parts[0], SplitTensor):
+        return enter(leave(parts[0]).clone(), parts[0].spec)
     bare = [
         like(x) if isinstance(x, SplitTensor) else torch.empty(x.shape, dtype=x.dtype, device="meta") for x in parts
     ]

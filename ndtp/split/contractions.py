@@ -14,6 +14,7 @@ from ndtp.ops.reductions import sum_over
 from ndtp.runtime.recheck import looking_at
 from ndtp.split.along import without_padding
 from ndtp.split.moving import brought
+from ndtp.split.repeated import once
 from ndtp.split.spec import Axes, Spec, layout_of
 from ndtp.split.tensor import SplitTensor, enter, rule
 from ndtp.split.views import without
@@ -226,12 +227,15 @@ def attention(
     func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """Batch dims and heads may be split; of queries, keys and values the last two dims are whole."""
+    """Batch dims and heads may be split, and the places of queries, each of which looks at all keys and values."""
     if query.dim() < 3 or not (query.dim() == key.dim() == value.dim()):
         return NotImplemented
     if dropout_p > 0.0:
         return _composed(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     count = query.dim()
+    (few, times), (few_values, times_of_values) = once(key, -3), once(value, -3)
+    if times == times_of_values > 1 and not enable_gqa:
+        key, value, enable_gqa = few, few_values, True
     if enable_gqa and query.shape[-3] != key.shape[-3]:
         made = _grouped(query, key, value)
         if made is None:
@@ -240,8 +244,10 @@ def attention(
             enable_gqa = False
         else:
             query, key, value = made
-    whole_ends = lambda x: without(x, [count - 2, count - 1]) if isinstance(x, SplitTensor) else x  # noqa: E731
-    query, key, value = map(whole_ends, (query, key, value))
+    along = query.spec.dims[-2] if isinstance(query, SplitTensor) else ()
+    query, key, value = (without(x, [count - 1]) if isinstance(x, SplitTensor) else x for x in (query, key, value))
+    if along and is_causal:
+        attn_mask, is_causal = _below(query), False
     first = max(
         (x for x in (query, key, value) if isinstance(x, SplitTensor)), key=lambda x: len(x.spec.axes), default=None
     )
@@ -252,7 +258,8 @@ def attention(
     spec = first.spec
     lead = [axes if all(x.shape[d] == size or (enable_gqa and d == count - 3) for x in (query, key, value)) else ()
             for d, (axes, size) in enumerate(zip(spec.dims[:-2], spec.sizes[:-2], strict=True))]  # fmt: skip
-    used = tuple(axis for axes in lead for axis in axes)
+    lead = [() if set(axes) & set(along) else axes for axes in lead]
+    used = (*(axis for axes in lead for axis in axes), *along)
 
     def wide(sizes: Sequence[int]) -> list[int]:
         """Leading sizes with padding; of a tensor with fewer heads its own."""
@@ -272,15 +279,38 @@ def attention(
             lead[offset + d] if d < mask.dim() - 2 and mask.shape[d] == spec.sizes[offset + d] else ()
             for d in range(mask.dim())
         ]
-        padded = [spec.padded[offset + d] if axes else mask.shape[d] for d, axes in enumerate(dims)]
-        mask = brought(mask, spec.context, dims, padded, used)
-    shards = [bring(x) for x in (query, key, value)]
-    result = func(*shards, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        wide_mask = [spec.padded[offset + d] if axes else mask.shape[d] for d, axes in enumerate(dims)]
+        if along and mask.dim() > 1 and mask.shape[-2] == query.shape[-2]:
+            dims[-2], wide_mask[-2] = along, query.spec.padded[-2]
+        whole_mask = tuple(mask.shape)
+        mask = brought(mask, spec.context, dims, wide_mask, used)
+        mask = _open(mask, Spec(spec.context, whole_mask, layout_of(spec.mesh, dims), tuple(wide_mask)))
+    last = query.spec.padded[-2] if along else query.shape[-2]
+    q = brought(query, spec.context, [*lead, along, ()], [*wide(query.shape[:-2]), last, query.shape[-1]], used)
+    result = func(q, bring(key), bring(value), mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     sizes = (*query.shape[:-1], value.shape[-1])
-    padded = [*wide(sizes[:-2]), *sizes[-2:]]
-    return enter(
-        result, Spec(spec.context, tuple(sizes), layout_of(spec.mesh, [*lead, (), ()]), tuple(padded), (), spec.origin)
-    )
+    padded = [*wide(sizes[:-2]), last, sizes[-1]]
+    made = Spec(spec.context, tuple(sizes), layout_of(spec.mesh, [*lead, along, ()]), tuple(padded), (), spec.origin)
+    return enter(result, made)
+
+
+def _below(query: Any) -> Tensor:
+    """Return the causal mask of all queries, [1, .., queries, queries], as torch aligns it."""
+    count = query.shape[-2]
+    return torch.ones(count, count, dtype=torch.bool, device=query.device).tril()
+
+
+def _open(mask: Tensor, spec: Spec) -> Tensor:
+    """Let the rows of a mask that are padding see everything: a row that sees nothing has no softmax."""
+    if mask.dtype != torch.bool:
+        return mask
+    for d in spec.split_dims:
+        here = spec.here(d)
+        if here.stop > spec.sizes[d]:
+            start = max(0, spec.sizes[d] - here.start)
+            mask = mask.clone()
+            mask.narrow(d, start, len(here) - start).fill_(True)
+    return mask
 
 
 def _grouped(query: Any, key: Any, value: Any) -> Any:

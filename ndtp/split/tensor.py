@@ -59,11 +59,13 @@ class SplitTensor(Tensor):
 
     Attributes:
         strides: those of the dense tensor; None where it is contiguous.  They tell which reshapes are views of it.
+        repeats: of a copy that has each entry of a dim several times, what it repeats; see `ndtp.split.repeated`.
         link: of a view for which dims were gathered, what ties it to the tensor of which the dense one is a view.
     """
 
     spec: Spec
     strides: tuple[int, ...] | None = None
+    repeats: Any = None
     link: Any = None  # a `ndtp.split.copies.Copy`
 
     @classmethod

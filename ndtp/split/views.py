@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ndtp.split.copies import as_view, in_form, share_memory, standing_for, with_strides_of
 from ndtp.split.moving import moved
+from ndtp.split.repeated import repeating
 from ndtp.split.spec import Axes, Spec, layout_of
 from ndtp.split.tensor import SplitTensor, enter, getters, leave, like, rule, split_in
 
@@ -155,7 +156,7 @@ def reshape(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         made = func(bare, *args, **kwargs)
     is_view = share_memory(made, bare)
     result: SplitTensor = _in_form(x, tuple(made.shape), is_view)
-    return with_strides_of(result, made) if is_view else result
+    return repeating(with_strides_of(result, made) if is_view else result, x)
 
 
 @rule(Tensor.contiguous)

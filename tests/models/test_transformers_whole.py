@@ -1,4 +1,4 @@
-"""Stock models in fp64, split as a whole, with masks and odd batches; `test_every_grid.py` has all architectures."""
+"""Stock models in fp64, split as a whole, with masks; `test_every_grid.py` has all architectures."""
 
 import warnings
 
@@ -65,12 +65,6 @@ def check_models(names, sizes, scheme, batch=4, masked=False, **changes):
 def test_one_dimension_and_masks(ranks):
     ranks(2).run(check_models, ["LlamaForCausalLM", "GPT2LMHeadModel"], {"x": 2}, "1d", masked=True)
     ranks(2).run(check_models, ["LlamaForCausalLM", "Phi3ForCausalLM"], {"x": 2}, "1d-sp", masked=True)
-
-
-def test_three_dimensions_and_a_batch_that_does_not_divide(ranks):
-    ranks(8).run(
-        check_models, ["LlamaForCausalLM"], {"z": 2, "x": 2, "y": 2}, "3d", batch=3, masked=True, num_hidden_layers=1
-    )
 
 
 def test_classifiers(ranks):

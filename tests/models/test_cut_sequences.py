@@ -1,0 +1,64 @@
+"""Stock models whose batch the ranks do not divide: each rank has tokens of every sequence; equal to dense."""
+
+import warnings
+
+import pytest
+import torch
+from products import mesh_of
+from test_transformers_whole import check_gradients
+
+import ndtp
+from ndtp import CommMeter, Grid
+from ndtp.models.hidden import leave, whole
+
+pytest.importorskip("transformers")
+import architectures
+import transformers.modeling_layers
+import transformers.modeling_utils  # noqa: F401  # so that ranks are forked with it
+
+
+def check(names, sizes, scheme, batch, length=7, generates=False, **changes):
+    """Logits, loss, gradients, bytes and the rows that a rank computes; and tokens that are generated."""
+    mesh = mesh_of(Grid(sizes))
+    for name in names:
+        where = f"{name}, {mesh.grid}, {scheme}, {batch} sequences"
+        dense, model = (architectures.build(name, num_hidden_layers=1, **changes) for _ in range(2))
+        given = architectures.inputs(name, batch, length)
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
+        given["attention_mask"][0, 4:] = 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # nothing whole is gathered
+            ndtp.parallelize(model, mesh, scheme=scheme)
+            with CommMeter() as meter:
+                out = model(**given)
+                out.loss.backward()
+        expected = dense(**given)
+        expected.loss.backward()
+        torch.testing.assert_close(out.loss, expected.loss, rtol=2e-6, atol=0.0, msg=f"{where}: loss")
+        torch.testing.assert_close(whole(out.logits), expected.logits, rtol=1e-6, atol=1e-6, msg=f"{where}: logits")
+        check_gradients(model, dense, where)
+        if not name.startswith("T5"):  # its bias is [1, ..] where there is no padding, as a dry run has it
+            predicted = model.ndtp_report.volume(**given)
+            assert meter.volume.total == predicted.total, f"{where}: {meter.volume} instead of {predicted}"
+        split = model.ndtp_report.split
+        tokens = batch * -(-length // split.frame.sequences) * split.frame.sequences
+        assert len(leave(out.logits)) * split.layouts.hidden.num_splits(0) == tokens, where
+        if generates:
+            ids, options = given["input_ids"], {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False}
+            mask = given["attention_mask"].flip(1)
+            tokens = dense.generate(ids, attention_mask=mask, **options)
+            assert torch.equal(model.generate(ids, attention_mask=mask, **options), tokens), where
+
+
+def test_one_sequence_on_two_ranks(ranks):
+    ranks(2).run(check, ["LlamaForCausalLM"], {"x": 2}, "1d-sp", 1, generates=True)
+
+
+def test_three_sequences_on_four_ranks(ranks):
+    """Norms and biases inside of attention, scores by hand, windows, relative positions, two sources."""
+    names = ["Qwen3ForCausalLM", "Olmo2ForCausalLM", "Gemma2ForCausalLM", "T5ForConditionalGeneration"]
+    ranks(4).run(check, names, {"x": 2, "y": 2}, "2d", 3)
+
+
+def test_one_sequence_on_eight_ranks(ranks):
+    ranks(8).run(check, ["LlamaForCausalLM"], {"z": 2, "x": 2, "y": 2}, "3d", 1)
