@@ -39,6 +39,7 @@ from ndtp.models.torch_stacks import TorchSplit, find_stacks
 from ndtp.models.transformer import Split, is_transformer, split_before
 from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
+from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.given_mesh import given_mesh
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -238,6 +239,7 @@ def parallelize(
     report.of(model, mesh, count, replaced, strict)
     not_replicated(model)
     rows = axes_of_rows(model, report)
+    OwnRows(mesh, rows).watch(model)
     report.plain = sum_plain_gradients_of(model, mesh, rows)
     compare_calls(model, mesh, rows, made_by, check, check_every)
     return rechecked(model, recheck)

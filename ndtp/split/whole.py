@@ -87,6 +87,28 @@ def _marked(result: Any, given: Sequence[Any], x: SplitTensor) -> Any:
     return made
 
 
+@rule(torch.as_strided, Tensor.as_strided)
+def _strided(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a view of memory: of a whole tensor that lies in it as the dense one does.
+
+    Raises:
+        LayoutError: the dense one is a part of a larger tensor, whose memory it would look at.
+    """
+    if not isinstance(x, SplitTensor):
+        return NotImplemented
+    x.spec.context.note("as_strided", x.spec)
+    made = whole(x)
+    if x.strides is not None:
+        order = sorted(range(made.dim()), key=lambda d: (-x.strides[d], d))  # type: ignore[index]
+        made = made.permute(order).contiguous().permute([order.index(d) for d in range(made.dim())])
+        if any(a != b for a, b, n in zip(made.stride(), x.strides, made.shape, strict=True) if n > 1):
+            raise LayoutError(
+                f"parallelize: as_strided of {x.spec}, which is a part of the memory of a larger tensor\n"
+                "  fix: x.contiguous() before it, or x.unfold"
+            )
+    return func(made, *args, **kwargs)
+
+
 MEMORY = {
     Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.share_memory_,
 }  # fmt: skip
