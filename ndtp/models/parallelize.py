@@ -42,6 +42,7 @@ from ndtp.planner.hardware import Hardware
 from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.given_mesh import given_mesh
 from ndtp.runtime.process_grid import ProcessGrid
+from ndtp.split import guard_backward_hooks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -143,6 +144,7 @@ def parallelize(
     scheme = next(iter(schemes)) if len(schemes) == 1 and LAYOUTS not in schemes else names.scheme
     is_mixed = len(schemes) > 1 or LAYOUTS in schemes
     left = [name for name, value in values.items() if value is None]
+    guard_backward_hooks()
     report, held = Report(plan=names.as_dict()), Held(model)
     count = sum(isinstance(m, (nn.Linear, BoundaryLinear)) or is_linear(m) for m in model.modules())
     wrapped: Any = model  # perhaps one of peft

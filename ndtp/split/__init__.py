@@ -2,6 +2,7 @@
 
 from ndtp.split import along, contractions, elementwise, indexing, layers, views  # noqa: F401  (their rules enter the table)
 from ndtp.split.functions import guard_functions
+from ndtp.split.hooked_gradients import guard_backward_hooks
 from ndtp.split.moving import brought, cut, moved
 from ndtp.split.register import register_rule
 from ndtp.split.spec import Context, Spec, spec_of
@@ -15,6 +16,7 @@ __all__ = [
     "brought",
     "cut",
     "enter",
+    "guard_backward_hooks",
     "guard_functions",
     "leave",
     "moved",
