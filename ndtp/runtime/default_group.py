@@ -47,7 +47,8 @@ class OwnRows:
 
     def begin(self, *_: Any) -> None:
         """Say that the code of the model runs in this thread from now on, until `end`."""
-        if self.mesh.groups.global_ranks is not None and not torch.compiler.is_compiling():
+        groups = getattr(self.mesh, "groups", None)  # a dry run's grid has none
+        if groups is not None and groups.global_ranks is not None and not torch.compiler.is_compiling():
             _at_work.models.append(self)
 
     def end(self, *_: Any) -> None:
