@@ -1,7 +1,8 @@
 """The table of steps that take a tensor from how it is held to how it is stored.
 
 Per axis: partial -> split: reduce-scatter; partial -> replicated: all-reduce; split -> replicated: all-gather;
-replicated -> split: slice; split -> another dim: all-to-all.
+replicated -> split: slice; split -> another dim: all-to-all.  Two more moves change whose shard it is and no layout:
+a rank passes its shard on to the next one along axes, or swaps it with the one that is as far from the other end.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ SHORT = {
     "all_reduce": "AR",
     "all_to_all": "A2A",
     "slice": "slice",
+    "pass_on": "PASS",
+    "swap_ends": "SWAP",
 }
 
 
@@ -28,7 +31,8 @@ class Step:
     """One move of a relayout: a collective over the ranks along `axes`, or a local slice.
 
     `dim` is the dim that grows by a gather, or shrinks by a scatter or slice; an all-reduce has none.  An all-to-all
-    gathers `source` and scatters `dim`.
+    gathers `source` and scatters `dim`.  A point-to-point move ("pass_on", "swap_ends") has no dim: rank i of those
+    along `axes` sends its shard to rank i + 1, the last one to the first; or to rank p - 1 - i.
     """
 
     kind: str
@@ -143,12 +147,23 @@ def relayout_steps(grid: Grid, held: Dims, stored: Dims, partial: Iterable[str] 
     return tuple(steps)
 
 
+POINT_TO_POINT = ("pass_on", "swap_ends")
+
+
+def target_of(kind: str, rank: int, ranks: int) -> int:
+    """Return the rank to which one of `ranks` sends in a point-to-point move."""
+    return (rank + 1) % ranks if kind == "pass_on" else ranks - 1 - rank
+
+
 def received(kind: str, elements: int, ranks: int) -> int:
     """Elements that each rank receives in a collective over `ranks` ranks, by ring or pairwise exchange.
 
     `elements` is the size of the larger side: the gathered result, or the input of a reduction or an all-to-all.  An
     all-reduce is a reduce-scatter and an all-gather; where `ranks` does not divide `elements` its blocks round up.
+    In a point-to-point move it is the shard.
     """
+    if kind in POINT_TO_POINT:
+        return elements if ranks > 1 else 0
     if kind == "slice":
         return 0
     if kind == "all_reduce":

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 
-from ndtp.algebra.steps import Step, apply
+from ndtp.algebra.steps import POINT_TO_POINT, Step, apply, target_of
 from ndtp.collectives.coded import coded_routes
 from ndtp.collectives.direct_exchange import Past
 from ndtp.collectives.handles import Begin, Channel, Handle, Relay, Route, Shape, Started
@@ -174,6 +174,8 @@ class Collectives:
             route.begin = self._reduce_scatter(route.channel, ranks, shape, dim, blocks)
         elif step.kind == "all_reduce":
             route.begin = self._all_reduce(route.channel)
+        elif step.kind in POINT_TO_POINT:
+            route.begin = self._point_to_point(route.channel, step.kind, ranks)
         else:
             route.begin = self._all_to_all(route.channel, ranks, shape, dim, step.source or 0)
         return route
@@ -266,6 +268,22 @@ class Collectives:
             blocks, copied = (blocks, ()) if blocks.is_contiguous() else copied_from(self.ring, blocks)
             landing, finish, landed = land(x, out)
             return self._exchange(landing, blocks.flatten(0, 1), to), finish, (blocks, landing), copied + landed
+
+        return begin
+
+    def _point_to_point(self, to: Channel, kind: str, ranks: int) -> Begin:
+        """Send a shard to one rank, and receive that of another."""
+        me = to.group.rank()
+        target = target_of(kind, me, ranks)
+        source = next(rank for rank in range(ranks) if target_of(kind, rank, ranks) == me)
+
+        def begin(x: Tensor, out: Tensor | None) -> Started:
+            x, copied = (x, ()) if x.is_contiguous() else copied_from(self.ring, x)
+            landing = x.new_empty(x.shape) if out is None else out
+            nothing = x.new_empty(0)
+            parts, landings = [nothing] * ranks, [nothing] * ranks
+            parts[target], landings[source] = x.detach(), landing.detach()
+            return self.exchange_parts(landings, parts, to), lambda: landing, (x, landing), copied
 
         return begin
 

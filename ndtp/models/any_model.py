@@ -54,7 +54,7 @@ class AnyModel(Placing):
         is_stock = self.stock is not None
         self.stock = self.stock or model
         data = tuple(axis for axis in mesh.grid.nontrivial(self.frame.outside.dims[0]))
-        self.context = Context(mesh, data, self.frame.sequences, self.frame.gathered)
+        self.context = Context(mesh, data, self.frame.sequences, self.frame.gathered, attention=self.frame.attention)
         if is_stock:
             self.context.losses = self.frame
         self.count = mesh.grid.size(self.tensor_axes)

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from ndtp.models.frame import Frame
 from ndtp.models.made_classes import made_class
-from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.versions import refuse_changed
 
 
@@ -31,12 +30,11 @@ def reads_parameters(model: nn.Module, frame: Frame) -> None:
     if isinstance(model, AtWork):
         return
     made = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
-    rows = OwnRows(frame.mesh, frame.outside.dims[0])
-    methods = {name: _noting(theirs, name, frame, rows) for name in ("forward", *computing(theirs))}
+    methods = {name: _noting(theirs, name, frame) for name in ("forward", *computing(theirs))}
     model.__class__ = made_class(theirs.__name__, (AtWork, theirs), made | methods)
 
 
-def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows) -> Any:
+def _noting(theirs: Any, name: str, frame: Frame) -> Any:
     method = getattr(theirs, name)
 
     @functools.wraps(method)
@@ -45,11 +43,9 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows) -> Any:
             return method(self, *args, **kwargs)
         read: list[Any] = []
         frame.running.append(read)
-        rows.begin()
         try:
             given = method(self, *args, **kwargs)
         finally:
-            rows.end()
             frame.running.pop()
         if read and not torch.compiler.is_compiling():
             for x in tree_leaves(given):

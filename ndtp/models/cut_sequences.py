@@ -21,7 +21,8 @@ from ndtp.split.tensor import SplitTensor, enter
 
 def context_of(frame: Frame) -> Context:
     """Return what split tensors inside of a model's attention share."""
-    return Context(frame.mesh, frame.outside.dims[0], frame.sequences, frame.gathered)
+    shared = (frame.outside.dims[0], frame.sequences, frame.gathered)
+    return Context(frame.mesh, *shared, attention=frame.attention)
 
 
 def row_axes(frame: Frame, layout: Layout) -> Axes:

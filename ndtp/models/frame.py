@@ -34,6 +34,7 @@ class Frame:
         losses: plans of a head with its loss, by what these depend on.
         cuts_sequences: whether a batch that the ranks do not divide is split by the tokens of its sequences; else it is
             padded with sequences that count for nothing.
+        attention: as of `ndtp.split.spec.Context`.
         summed: the axes over which the code that runs has its gradients summed already: that of split tensors.
     """
 
@@ -44,6 +45,7 @@ class Frame:
     fuse: bool = True
     loss_rows: int = 1024
     cuts_sequences: bool = False
+    attention: str = "auto"
     head: Any = None
     activations: dict[Any, Any] = field(default_factory=dict)
     losses: dict[Any, Any] = field(default_factory=dict)

@@ -39,10 +39,8 @@ from ndtp.models.torch_stacks import TorchSplit, find_stacks
 from ndtp.models.transformer import Split, is_transformer, split_before
 from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
-from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.given_mesh import given_mesh
 from ndtp.runtime.process_grid import ProcessGrid
-from ndtp.split import guard_backward_hooks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -83,6 +81,7 @@ def parallelize(
     check: bool | None = None,
     check_every: int = 100,
     recheck: float = 0.0,
+    attention: str = "auto",
 ) -> nn.Module:
     """Split a model over a grid, in place, keeping its weights, names and code.
 
@@ -124,6 +123,9 @@ def parallelize(
             more in every call.  Default: yes.  See docs/same-on-all-ranks.md.
         check_every: optimizer steps from one comparison of all weights to the next one.
         recheck: of all products, the fraction that another rank computes again, see `ndtp.recheck`.
+        attention: how queries meet keys where sequences are split over ranks (a batch that the ranks do not divide, one
+            long sequence): "gather", "ring" or "heads"; "auto" takes what moves and keeps least.  See
+            docs/long-sequences.md.
 
     Raises:
         LayoutError: names that match nothing (with the nearest ones) or do not pair up, sizes that do not divide, or
@@ -144,7 +146,6 @@ def parallelize(
     scheme = next(iter(schemes)) if len(schemes) == 1 and LAYOUTS not in schemes else names.scheme
     is_mixed = len(schemes) > 1 or LAYOUTS in schemes
     left = [name for name, value in values.items() if value is None]
-    guard_backward_hooks()
     report, held = Report(plan=names.as_dict()), Held(model)
     count = sum(isinstance(m, (nn.Linear, BoundaryLinear)) or is_linear(m) for m in model.modules())
     wrapped: Any = model  # perhaps one of peft
@@ -166,7 +167,7 @@ def parallelize(
         """Split the model from end to end."""
         check_same_weights(model, mesh)
         use_measured(mesh, hardware)
-        placing = {**options, "fuse": fuse, **others}
+        placing = {**options, "fuse": fuse, "attention": attention, **others}
         split: Split | AnyModel
         if not is_mixed and is_transformer(model) and is_recognised(model, mesh, layouts, left, **placing):
             split = Split(model, mesh, layouts, left, **placing)
@@ -241,7 +242,6 @@ def parallelize(
     report.of(model, mesh, count, replaced, strict)
     not_replicated(model)
     rows = axes_of_rows(model, report)
-    OwnRows(mesh, rows).watch(model)
     report.plain = sum_plain_gradients_of(model, mesh, rows)
     compare_calls(model, mesh, rows, made_by, check, check_every)
     return rechecked(model, recheck)

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from ndtp.algebra.attention_ways import known_way
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
-from ndtp.models import hidden_forms  # noqa: F401  (its functions enter the table of hidden states)
 from ndtp.models.adopted import Part, SplitEmbedding, SplitNorm, adopt, replicate
 from ndtp.models.attention_core import Core
 from ndtp.models.expert_layers import SplitExperts
@@ -51,6 +51,7 @@ class Placing:
         chunks: int | str = 0,
         fuse: bool = True,
         expert_axes: Sequence[str] | None = None,
+        attention: str = "auto",
     ) -> None:
         self.linears = 0
         self.experts: list[SplitExperts] = []
@@ -75,6 +76,7 @@ class Placing:
         data = tuple(axis for axis in layouts.input.dims[0] if axis not in weights)
         outside = Layout(grid, data, None)
         self.frame = Frame(mesh, outside, row_multiple(layouts.plans("model"), outside), fuse=fuse)
+        self.frame.attention = known_way(attention)
         self.options: dict[str, Any] = {"regather": regather, "chunks": chunks}
         self.tensor_axes = tuple(axis for axis in grid.nontrivial(grid.names) if axis in weights)
         self.hidden = hidden_size(self.stock) if hidden is None else hidden

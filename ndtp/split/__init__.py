@@ -1,8 +1,15 @@
 """The split tensor: any model's code between two products, by one table of rules.  See `ndtp.split.tensor`."""
 
-from ndtp.split import along, contractions, elementwise, indexing, layers, views  # noqa: F401  (their rules enter the table)
+from ndtp.split import (  # noqa: F401  (their rules enter the table)
+    along,
+    attention,
+    contractions,
+    elementwise,
+    indexing,
+    layers,
+    views,
+)
 from ndtp.split.functions import guard_functions
-from ndtp.split.hooked_gradients import guard_backward_hooks
 from ndtp.split.moving import brought, cut, moved
 from ndtp.split.register import register_rule
 from ndtp.split.spec import Context, Spec, spec_of
@@ -16,7 +23,6 @@ __all__ = [
     "brought",
     "cut",
     "enter",
-    "guard_backward_hooks",
     "guard_functions",
     "leave",
     "moved",

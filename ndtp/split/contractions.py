@@ -14,11 +14,9 @@ from ndtp.ops.reductions import sum_over
 from ndtp.runtime.recheck import looking_at
 from ndtp.split.along import without_padding
 from ndtp.split.moving import brought
-from ndtp.split.repeated import once
 from ndtp.split.spec import Axes, Spec, layout_of
 from ndtp.split.tensor import SplitTensor, enter, rule
 from ndtp.split.views import without
-from ndtp.split.whole import whole
 
 
 def contract(a: Tensor, b: Tensor, letters: tuple[str, str, str], local: Any) -> Any:
@@ -220,124 +218,3 @@ def _einsum_of_others(func: Any, equation: str, tensors: Sequence[Tensor]) -> An
         pair = torch.einsum(f"{first},{second}->{keep}", tensors[0], tensors[1])
         return torch.einsum(",".join([keep, *others]) + "->" + out, pair, *tensors[2:])
     return NotImplemented
-
-
-@rule(F.scaled_dot_product_attention)
-def attention(
-    func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
-    """Batch dims and heads may be split, and the places of queries, each of which looks at all keys and values."""
-    if query.dim() < 3 or not (query.dim() == key.dim() == value.dim()):
-        return NotImplemented
-    if dropout_p > 0.0:
-        return _composed(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    count = query.dim()
-    (few, times), (few_values, times_of_values) = once(key, -3), once(value, -3)
-    if times == times_of_values > 1 and not enable_gqa:
-        key, value, enable_gqa = few, few_values, True
-    if enable_gqa and query.shape[-3] != key.shape[-3]:
-        made = _grouped(query, key, value)
-        if made is None:
-            times = query.shape[-3] // key.shape[-3]
-            key, value = (x.repeat_interleave(times, -3) for x in (key, value))
-            enable_gqa = False
-        else:
-            query, key, value = made
-    along = query.spec.dims[-2] if isinstance(query, SplitTensor) else ()
-    query, key, value = (without(x, [count - 1]) if isinstance(x, SplitTensor) else x for x in (query, key, value))
-    if along and is_causal:
-        attn_mask, is_causal = _below(query), False
-    first = max(
-        (x for x in (query, key, value) if isinstance(x, SplitTensor)), key=lambda x: len(x.spec.axes), default=None
-    )
-    if first is None or not first.spec.axes:
-        return func(
-            whole(query), whole(key), whole(value), whole(attn_mask), 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    spec = first.spec
-    lead = [axes if all(x.shape[d] == size or (enable_gqa and d == count - 3) for x in (query, key, value)) else ()
-            for d, (axes, size) in enumerate(zip(spec.dims[:-2], spec.sizes[:-2], strict=True))]  # fmt: skip
-    lead = [() if set(axes) & set(along) else axes for axes in lead]
-    used = (*(axis for axes in lead for axis in axes), *along)
-
-    def wide(sizes: Sequence[int]) -> list[int]:
-        """Leading sizes with padding; of a tensor with fewer heads its own."""
-        count = [spec.mesh.grid.size(axes) for axes in lead]
-        return [
-            size if not axes else spec.padded[d] if size == spec.sizes[d] else -(-size // n) * n
-            for d, (size, axes, n) in enumerate(zip(sizes, lead, count, strict=False))
-        ]
-
-    def bring(x: Tensor) -> Tensor:
-        return brought(x, spec.context, [*lead, (), ()], [*wide(x.shape[:-2]), *x.shape[-2:]], used)
-
-    mask = attn_mask
-    if isinstance(mask, Tensor):
-        offset = count - mask.dim()
-        dims = [
-            lead[offset + d] if d < mask.dim() - 2 and mask.shape[d] == spec.sizes[offset + d] else ()
-            for d in range(mask.dim())
-        ]
-        wide_mask = [spec.padded[offset + d] if axes else mask.shape[d] for d, axes in enumerate(dims)]
-        if along and mask.dim() > 1 and mask.shape[-2] == query.shape[-2]:
-            dims[-2], wide_mask[-2] = along, query.spec.padded[-2]
-        whole_mask = tuple(mask.shape)
-        mask = brought(mask, spec.context, dims, wide_mask, used)
-        mask = _open(mask, Spec(spec.context, whole_mask, layout_of(spec.mesh, dims), tuple(wide_mask)))
-    last = query.spec.padded[-2] if along else query.shape[-2]
-    q = brought(query, spec.context, [*lead, along, ()], [*wide(query.shape[:-2]), last, query.shape[-1]], used)
-    result = func(q, bring(key), bring(value), mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-    batch = (*torch.broadcast_shapes(*[x.shape[:-3] for x in (query, key, value)]), query.shape[-3])
-    if not enable_gqa:
-        batch = torch.broadcast_shapes(*[x.shape[:-2] for x in (query, key, value)])
-    sizes = (*batch, query.shape[-2], value.shape[-1])
-    padded = [*wide(batch), last, sizes[-1]]
-    made = Spec(spec.context, tuple(sizes), layout_of(spec.mesh, [*lead, along, ()]), tuple(padded), (), spec.origin)
-    return enter(result, made)
-
-
-def _below(query: Any) -> Tensor:
-    """Return the causal mask of all queries, [1, .., queries, queries], as torch aligns it."""
-    count = query.shape[-2]
-    return torch.ones(count, count, dtype=torch.bool, device=query.device).tril()
-
-
-def _open(mask: Tensor, spec: Spec) -> Tensor:
-    """Let the rows of a mask that are padding see everything: a row that sees nothing has no softmax."""
-    if mask.dtype != torch.bool:
-        return mask
-    for d in spec.split_dims:
-        here = spec.here(d)
-        if here.stop > spec.sizes[d]:
-            start = max(0, spec.sizes[d] - here.start)
-            mask = mask.clone()
-            mask.narrow(d, start, len(here) - start).fill_(True)
-    return mask
-
-
-def _grouped(query: Any, key: Any, value: Any) -> Any:
-    """Queries, keys and values whose heads are split alike, where each rank's query heads use its own key heads."""
-    heads = query.dim() - 3
-    specs = [x.spec.dims[heads] if isinstance(x, SplitTensor) else () for x in (query, key, value)]
-    axes = specs[0] or specs[1] or specs[2]
-    if not axes:
-        return query, key, value
-    mesh = next(x for x in (query, key, value) if isinstance(x, SplitTensor)).spec.mesh
-    if key.shape[-3] % mesh.grid.size(axes):
-        return None
-    return query, key, value
-
-
-def _composed(q: Any, k: Any, v: Any, mask: Any, p: float, is_causal: bool, scale: float | None, gqa: bool) -> Any:
-    """Attention with dropout, whose mask is one for the whole, by its parts."""
-    if gqa and q.shape[-3] != k.shape[-3]:
-        k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for x in (k, v))
-    scores = torch.matmul(q, k.transpose(-2, -1)) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if is_causal:
-        rows, columns = q.shape[-2], k.shape[-2]
-        seen = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~seen, float("-inf"))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    return torch.matmul(F.dropout(torch.softmax(scores, -1), p, True), v)

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
-
-from torch import Tensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.runtime.process_grid import ProcessGrid
 
 Axes = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ShardForm:
-    """The way in which one split tensor lies, whatever its class is, without the tensor.
-
-    Attributes:
-        enter: makes a tensor with the sizes of the whole of a shard that lies so.
-        shard: gives this rank's shard of another tensor, split or whole, to lie so.
-    """
-
-    enter: Callable[[Tensor], Tensor]
-    shard: Callable[[Tensor], Tensor]
 
 
 @dataclass(eq=False)
@@ -40,6 +25,8 @@ class Context:
         gathered: for each function that took a whole tensor, how often.
         losses: of a stock model, whose loss is that of the rows of all data-parallel ranks: what has `has_split_loss`,
             which is set where a loss was taken so.
+        attention: how queries of split sequences meet keys: "gather", "ring", "heads" or "auto", see
+            `ndtp.algebra.attention_ways`.
         writes: how often memory was changed by writes that torch may not count, those of inference mode among them.
     """
 
@@ -48,6 +35,7 @@ class Context:
     multiple: int = 1
     gathered: dict[str, int] = field(default_factory=dict)
     losses: Any = None
+    attention: str = "auto"
     writes: dict[int, int] = field(default_factory=dict)
 
     def note(self, who: str, spec: Spec) -> None:

@@ -1,0 +1,106 @@
+"""`RingPlan`: attention of one sequence over ranks that pass their keys and values on.  Pure.
+
+Each rank keeps its queries.  In as many turns as there are ranks it attends to the keys that it has, and passes them on
+beside that product.  Backward passes keys and values round once more, and with them their gradients, which end where
+they belong.  No rank ever has more than two parts of keys and values.
+
+Where attention is causal, a rank in front would have little to do.  So each rank swaps the second half of its part with
+the rank that is as far from the other end.  Each has an early and a late half then, and as many pairs of a query and a
+key in every turn as all the others (zigzag order).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ndtp.algebra.attention_pieces import AttentionPiece, pieces
+from ndtp.algebra.cached import cached_property
+from ndtp.algebra.grid import Grid
+from ndtp.algebra.steps import Step, received
+from ndtp.algebra.volume import Traffic, Volume
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """The turns of one attention.
+
+    Args:
+        grid, axes: the ranks along these axes have consecutive parts of the sequence.
+        length: of the sequence.
+        part: the positions of a rank, padding behind the sequence included.
+        is_causal: whether a query sees no key behind its own.
+    """
+
+    grid: Grid
+    axes: tuple[str, ...]
+    length: int
+    part: int
+    is_causal: bool
+
+    @property
+    def ranks(self) -> int:
+        return self.grid.size(self.axes)
+
+    @property
+    def is_zigzag(self) -> bool:
+        """Return whether halves are swapped, so that causal work is equal."""
+        return self.is_causal and self.ranks % 2 == 0 and self.part > 1
+
+    @property
+    def pass_on(self) -> Step:
+        return Step("pass_on", self.axes)
+
+    @property
+    def swap(self) -> Step:
+        return Step("swap_ends", self.axes)
+
+    @cached_property
+    def half(self) -> int:
+        """Return the first of a rank's positions that it swaps."""
+        return self.part // 2
+
+    def positions(self, index: int) -> list[range]:
+        """Return the positions of one of the ranks' parts, in its order, while they attend."""
+        start = index * self.part
+        if not self.is_zigzag:
+            return [range(start, start + self.part)]
+        other = (self.ranks - 1 - index) * self.part
+        return [range(start, start + self.half), range(other + self.half, other + self.part)]
+
+    def source(self, index: int, turn: int) -> int:
+        """Return the rank whose keys one of the ranks has in a turn."""
+        return (index - turn) % self.ranks
+
+    def pieces(self, index: int, turn: int) -> list[AttentionPiece]:
+        """Return the work of one of the ranks in a turn."""
+        keys = self.positions(self.source(index, turn))
+        return pieces(self.positions(index), keys, self.length, self.is_causal)
+
+    def work(self, index: int) -> list[int]:
+        """Return the pairs of a query and a key that one of the ranks multiplies, turn by turn."""
+        return [sum(piece.work for piece in self.pieces(index, turn)) for turn in range(self.ranks)]
+
+    def volume(
+        self, q: Sequence[int], k: Sequence[int], v: Sequence[int], itemsize: int, wide: int, backward: bool = True
+    ) -> Volume:
+        """Return the bytes that a rank receives.
+
+        Args:
+            q, k, v: local shapes, [.., part, features].
+            itemsize, wide: bytes of an element, and of one of the gradients that are added up on their way.
+            backward: whether there is one.
+        """
+        keys = math.prod(k) + math.prod(v)
+        halves = (self.part - self.half) * (keys + math.prod(q)) // self.part
+        outs = (self.part - self.half) * math.prod(q) // q[-1] * v[-1] // self.part
+        once = received("pass_on", keys, self.ranks) * (self.ranks - 1) * itemsize
+        found = [Traffic("forward", "pass_on", self.axes, once)]
+        swapped = (halves + outs) * itemsize if self.is_zigzag else 0
+        found.append(Traffic("forward", "swap_ends", self.axes, swapped))
+        if backward:
+            again = once + received("pass_on", keys, self.ranks) * self.ranks * wide
+            found.append(Traffic("dgrad", "pass_on", self.axes, again))
+            found.append(Traffic("dgrad", "swap_ends", self.axes, swapped))
+        return Volume.of(found)

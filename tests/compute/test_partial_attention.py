@@ -1,0 +1,58 @@
+"""Parts of attention merged by their log-sum-exps: equal to torch's attention at once, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ndtp.algebra.attention_pieces import pieces
+from ndtp.compute.partial_attention import Gradients, Merged
+
+LENGTH = 11
+# Positions of the queries, and of the keys in the order in which they come: zigzag, and padding behind the sequence.
+QUERIES = [range(0, 3), range(9, 12)]
+BLOCKS = [[range(3, 6), range(6, 9)], [range(0, 3), range(9, 12)]]
+
+
+def at(x, spans):
+    padded = F.pad(x, (0, 0, 0, 12 - LENGTH), value=7.0)
+    return torch.cat([padded[..., span.start : span.stop, :] for span in spans], -2)
+
+
+@pytest.mark.parametrize("features", [8, 6], ids=["kernel", "by hand"])
+@pytest.mark.parametrize("form", ["causal", "all", "mask"])
+def test_equals_attention_at_once(form, features):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, LENGTH, 8, dtype=torch.float64), torch.randn(2, 2, LENGTH, 8, dtype=torch.float64)
+    v = torch.randn(2, 2, LENGTH, features, dtype=torch.float64)
+    mask = torch.rand(2, 1, LENGTH, LENGTH) < 0.5 if form == "mask" else None
+    if mask is not None:
+        mask[0, 0, 1] = False  # a query that sees nothing
+    for x in (q, k, v):
+        x.requires_grad_()
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=form == "causal", enable_gqa=True)
+    grad = torch.randn_like(expected)
+    here = [i for span in QUERIES for i in span if i < LENGTH]
+    only = torch.zeros_like(grad)
+    only[..., here, :] = grad[..., here, :]
+    expected.backward(only)
+
+    queries, upstream = at(q.detach(), QUERIES), at(grad, QUERIES)
+    merged = Merged(queries, features)
+    places = []
+    for keys in BLOCKS:
+        columns = [i for span in keys for i in span]
+        seen = None
+        if mask is not None:
+            wide = F.pad(mask, (0, 1, 0, 1), value=True)
+            seen = wide[..., [i for span in QUERIES for i in span], :][..., columns]
+        parts = pieces(QUERIES, keys, LENGTH, form == "causal")
+        places.append((keys, parts, seen))
+        merged.see(queries, at(k.detach(), keys), at(v.detach(), keys), parts, 8**-0.5, seen)
+    torch.testing.assert_close(merged.out[..., : len(here), :], expected[..., here, :].detach())
+    back = Gradients(upstream, queries, merged.out, merged.lse, 8**-0.5)
+    for keys, parts, seen in places:
+        dk, dv = back.see(at(k.detach(), keys), at(v.detach(), keys), parts, seen)
+        real = [i for span in keys for i in span if i < LENGTH]
+        torch.testing.assert_close(dk[..., : len(real), :], k.grad[..., real, :])
+        torch.testing.assert_close(dv[..., : len(real), :], v.grad[..., real, :])
+    torch.testing.assert_close(back.dq[..., : len(here), :], q.grad[..., here, :])
