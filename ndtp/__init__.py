@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from ndtp.algebra.grid import Grid
     from ndtp.algebra.layout import Layout
     from ndtp.algebra.matmul_plan import MatMulPlan
+    from ndtp.algebra.wire import Wire
     from ndtp.checkpoints import checkpoint as checkpoint
     from ndtp.collectives.meter import CommMeter
-    from ndtp.collectives.wire import Wire
     from ndtp.errors import (
         CheckpointError,
         CommunicationError,
@@ -62,7 +62,7 @@ _HOME = {
     "Pipeline": "pipelines.pipeline",
     "PipelineStage": "pipelines.stage",
     "ProcessGrid": "runtime.process_grid",
-    "Wire": "collectives.wire",
+    "Wire": "algebra.wire",
     "batch_matmul": "ops.products",
     "einsum": "ops.mapped",
     "find_nonfinite": "models.nonfinite",

@@ -59,7 +59,7 @@ class SharedCut:
         target = list(source)
         source[dim], target[dim] = (*self.stays, *self.gathered), self.stays
         used = refined.nontrivial(self.gathered)
-        return RelayoutPlan(Layout(refined, *source), Layout(refined, *target), (), used, name)
+        return RelayoutPlan(Layout(refined, *source), Layout(refined, *target), (), used, name, "activations")
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from ndtp.algebra.cached import cached_property
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.steps import Step, is_legal, relayout_steps
-from ndtp.algebra.volume import Volume, traffic
+from ndtp.algebra.volume import Traffic, Volume, traffic
+from ndtp.algebra.wire import BACK, Wire, traffic_in_bytes
 from ndtp.errors import LayoutError
 
 
@@ -24,6 +26,7 @@ class RelayoutPlan:
         grad_partial: axes over which each rank uses the result for something of its own, so that the gradient which
             comes back is an unreduced part of a sum.  It is reduced on the way back.
         name: what errors and profiles call it.
+        kind: of the tensor, as `ndtp.Wire` has them; "": it travels as it is.
 
     The gradient of a part of a sum is that of the sum, and that of what ranks use on their own is the sum of theirs: so
     the way back is again a relayout, with the two sets of axes swapped.
@@ -37,6 +40,7 @@ class RelayoutPlan:
     partial: tuple[str, ...] = ()
     grad_partial: tuple[str, ...] = ()
     name: str = "relayout"
+    kind: str = ""
 
     def __post_init__(self) -> None:
         source, target, grid = self.source, self.target, self.source.grid
@@ -77,7 +81,12 @@ class RelayoutPlan:
     @cached_property
     def back(self) -> RelayoutPlan:
         """The way of the gradient."""
-        return RelayoutPlan(self.target, self.source, self.grad_partial, self.partial, self.name)
+        return RelayoutPlan(*self._back)
+
+    @property
+    def _back(self) -> tuple[Any, ...]:
+        kind = BACK.get(self.kind, "")
+        return self.target, self.source, self.grad_partial, self.partial, self.name, kind
 
     @property
     def is_identity(self) -> bool:
@@ -109,6 +118,21 @@ class RelayoutPlan:
         back = traffic(self.grid, self.back.steps, self.target.shard_shape(shape), backward) if dgrad else ()
         return Volume.of((*there, *back))
 
+    def num_bytes(
+        self, shape: Sequence[int], itemsize: int, wire: Wire | None, dgrad: bool = True, backward: str = "dgrad"
+    ) -> Volume:
+        """The traffic of `volume` in bytes as they travel, scales included.
+
+        Args:
+            itemsize: of the dtype in which the tensor is computed.
+        """
+        found: list[Traffic] = []
+        ways = [(self, self.source, "forward"), (self.back, self.target, backward)]
+        for plan, layout, phase in ways if dgrad else ways[:1]:
+            form = None if wire is None else wire.format(plan.kind)
+            found += traffic_in_bytes(self.grid, plan.steps, layout.shard_shape(shape), phase, itemsize, form)
+        return Volume.of(found)
+
 
 @dataclass(frozen=True)
 class ExchangePlan(RelayoutPlan):
@@ -133,7 +157,7 @@ class ExchangePlan(RelayoutPlan):
 
     @cached_property
     def back(self) -> RelayoutPlan:
-        return ExchangePlan(self.target, self.source, self.grad_partial, self.partial, self.name)
+        return ExchangePlan(*self._back)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from ndtp.algebra.wire import Wire
+from ndtp.errors import GridError
 from ndtp.planner.fields import Kind, Number, Word, finite, integer, reason, shown, unwritable
 
 WIDTH, NARROW = 100, 80
@@ -69,6 +71,25 @@ RanksOption = Annotated[
     int | None,
     typer.Option("--ranks", callback=COUNT, help="Number of local ranks; torchrun's are joined. Default: 8."),
 ]
+
+
+def _wire(text: str | None) -> str | None:
+    """The callback of an option that names a wire."""
+    try:
+        Wire.of(text)
+    except GridError as error:
+        why = str(error).splitlines()[0].removeprefix(f"wire={text!r} ")
+        raise typer.BadParameter(f"{shown(text)} {why}; take bf16, or weights=fp8,gradients=bf16") from None
+    return text
+
+
+WireOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE|KIND=DTYPE,..", callback=_wire,
+        help="In which dtype tensors travel: bf16, fp8, int8, or weights=fp8,gradients=bf16. Default: as computed.",
+    ),
+]  # fmt: skip
 
 PICTURES = (".png", ".svg", ".pdf")
 

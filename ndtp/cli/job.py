@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ndtp.algebra.wire import Wire
 from ndtp.models.byte_model import ByteModelSizes
 
 
@@ -25,6 +26,7 @@ class Job:
         tokenizer: turns these into text; None: they are bytes.
         hardware: a preset or profile of the planner, by which utilisation (MFU) is measured; "" for none.
         sample, prompt: how many tokens are made at the end, and what they follow.
+        wire: the dtypes in which tensors travel between ranks.
         stages, micro_batches: into how many the model and each batch are cut; each stage is on a grid of its own.
     """
 
@@ -52,6 +54,7 @@ class Job:
     hardware: str = ""
     sample: int = 0
     prompt: str = ""
+    wire: Wire | None = None
 
     @property
     def name(self) -> str:

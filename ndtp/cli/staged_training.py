@@ -68,7 +68,7 @@ class StagedModel:
 
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.config)).to(dtype)
             each = job.batch // job.micro_batches
-            (self.stage,) = pipeline_stages(model, grids, each, job.context + 1, scheme=job.scheme)
+            (self.stage,) = pipeline_stages(model, grids, each, job.context + 1, scheme=job.scheme, wire=job.wire)
             loss = self.stage.loss
         self.pipeline, self.rank, self.mesh = self.stage.pipeline, dist.get_rank(), self.stage.mesh
         self.schedule = Schedule1F1B(self.stage, n_microbatches=job.micro_batches, loss_fn=loss)
@@ -121,7 +121,7 @@ def _byte_stage(job: Job, grids: list[Grid], dtype: torch.dtype) -> PipelineStag
         layouts=[(block.input, block.output) for block in blocks],
     )
     index = pipeline.own_stage()
-    mesh, stages = pipeline.mesh(), len(grids)
+    mesh, stages = pipeline.mesh(wire=job.wire), len(grids)
     bounds = [i * count // stages for i in range(stages + 1)]
     model.to(mesh.device_type).to_grid(mesh, job.scheme, job.chunks)
     part = BytePart(

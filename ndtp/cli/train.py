@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ndtp.algebra.schemes import SCHEMES, usual_scheme
+from ndtp.algebra.wire import Wire
 from ndtp.cli.common import (
     COUNT,
     COUNT_OR_NONE,
     JsonOption,
     RanksOption,
+    WireOption,
     axis_sizes,
     console,
     is_first_rank,
@@ -96,6 +98,7 @@ def train(
     ] = 0,
     save_every: Annotated[int, typer.Option(callback=COUNT, help="Steps between checkpoints.")] = 100,
     chunks: Annotated[str, typer.Option(help="Of rows, for overlap: a number or auto.")] = "auto",
+    wire: WireOption = None,
     dtype: Annotated[str, typer.Option(callback=one_of("float32", "float64", "bfloat16"))] = "float32",
     hardware: Annotated[
         str, typer.Option(metavar="NAME", help="A preset like h100-ib or a .toml profile: logs utilisation, MFU.")
@@ -172,6 +175,7 @@ def train(
             learning_rate=learning_rate, clip=clip, seed=seed, save_every=save_every, chunks=_chunks(chunks),
             dtype=dtype, tensorboard=tensorboard, stages=stages, micro_batches=micro_batches,
             tokens=tokens, tokenizer=tokenizer and tokenizer.resolve(), hardware=hardware, sample=sample, prompt=prompt,
+            wire=Wire.of(wire),
         )  # fmt: skip
         name = job.name
         table, unit = partial(live_table, job.output / LOG), (batch * context, "tokens")

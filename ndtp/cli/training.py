@@ -119,7 +119,7 @@ class Model:
     """A model on a grid or on none, and its loss of whole batches, which every rank has."""
 
     def __init__(self, job: Job) -> None:
-        self.mesh = mesh = ProcessGrid(Grid(job.grid)) if job.grid else None
+        self.mesh = mesh = ProcessGrid(Grid(job.grid), wire=job.wire) if job.grid else None
         torch.manual_seed(job.seed)
         device = "cpu" if mesh is None else mesh.device_type
         dtype = getattr(torch, job.dtype)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ndtp.algebra.wire import FORMATS, Format
+
 Shape = tuple[int, ...]
-_SCALE_BYTES = 4  # a scale is a number of fp32
 
 
 @dataclass(frozen=True)
@@ -17,68 +18,96 @@ class Codec:
     """A dtype of the wire; where it has few values, each row (all of the last dim) travels with a scale of its own.
 
     A row that holds a NaN or an infinity arrives as NaN as a whole where it has a scale: nothing that is not finite is
-    hidden.
+    hidden.  Of a tensor the numbers come first, then the scales.
 
     Attributes:
         dtype: of the elements on the wire.
         largest: the number that the largest of a row becomes; None: numbers travel unscaled.
     """
 
-    name: str
+    form: Format
     dtype: torch.dtype
     largest: float | None = None
 
-    def fits(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of a dtype travel in fewer bytes by it."""
-        return dtype.is_floating_point and self.dtype.itemsize < dtype.itemsize
-
     def num_bytes(self, shape: Shape) -> int:
         """Bytes of a tensor on the wire, its scales included."""
-        payload = math.prod(shape) * self.dtype.itemsize
-        return payload if self.largest is None else _padded(payload) + _SCALE_BYTES * _rows(shape)
+        return self.form.num_bytes(shape)
 
     def encode(self, x: Tensor, sent: Tensor) -> None:
         """Write a tensor into `sent`: bytes, `num_bytes` of them."""
         payload, scales = self._parts(sent, tuple(x.shape))
         x = x.detach()
-        if scales is None or not x.numel():
+        if self.largest is None:
             payload.copy_(x)
             return
-        scale = x.abs().amax(-1, keepdim=True).float() / self.largest  # type: ignore[operator]
-        scale = torch.where(scale == 0, 1.0, scale)
-        scales.copy_(scale)
+        if not x.numel():
+            scales.zero_()
+            return
+        quantised, scale = self.quantised(x)
+        payload.copy_(quantised)
+        scales.copy_(scale.flatten().view(torch.uint8))
+
+    def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return numbers that are yet to be rounded to the dtype, or are integers, and the scale of each row in fp32.
+
+        In fp32 at least: what a scale of fp16 would lose, or a row of bf16 would round before it is divided.
+        """
+        assert self.largest is not None
+        x = x if x.dtype == torch.float64 else x.float()
+        largest = x.abs().amax(-1, keepdim=True)
+        # Its quotient by the largest number must not be 0, nor must what is multiplied by it again overflow.
+        scale = (largest / self.largest).float().clamp_(min=torch.finfo(torch.float32).tiny)
         x = x / scale
-        payload.copy_(x if self.dtype.is_floating_point else x.round_())
+        # A scale is rounded, and what is above the largest number of a dtype becomes a NaN or another integer.
+        x = x.clamp(-self.largest, self.largest)
+        return (x if self.dtype.is_floating_point else _rounded(x)), scale
 
     def decode(self, received: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
         """The tensor of a shape that was written into bytes, in `dtype`."""
         payload, scales = self._parts(received, shape)
-        return payload.to(dtype) if scales is None else payload.to(dtype) * scales
-
-    def _parts(self, memory: Tensor, shape: Shape) -> tuple[Tensor, Tensor | None]:
-        count = math.prod(shape) * self.dtype.itemsize
-        payload = memory[:count].view(self.dtype).view(shape)
         if self.largest is None:
-            return payload, None
-        scales = memory[_padded(count) : self.num_bytes(shape)].view(torch.float32)
-        return payload, scales.view(*shape[:-1], 1)
+            return payload.to(dtype)
+        scale = scales.clone().view(torch.float32).view(*shape[:-1], 1)  # those bytes may lie at any address
+        if dtype == torch.float64:
+            return payload.to(dtype) * scale
+        x = payload.to(torch.float32).mul_(scale)
+        return x.to(dtype)
+
+    def encode_rows(self, x: Tensor) -> Tensor:
+        """Return rows [rows, width] as bytes [rows, ..]: the numbers of each, and its scale behind them."""
+        if self.largest is None:
+            return x.to(self.dtype).view(torch.uint8)
+        if not x.numel():
+            return x.new_zeros(x.shape[0], self.num_bytes((1, x.shape[1])), dtype=torch.uint8)
+        quantised, scale = self.quantised(x)
+        return torch.cat([quantised.to(self.dtype).view(torch.uint8), scale.view(torch.uint8)], 1)
+
+    def decode_rows(self, received: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """The rows [rows, width] that were written into bytes, in `dtype`."""
+        if self.largest is None:
+            return received.view(self.dtype).to(dtype)
+        numbers = received[:, : width * self.dtype.itemsize].contiguous().view(self.dtype)
+        scale = received[:, width * self.dtype.itemsize :].contiguous().view(torch.float32)
+        wide = torch.promote_types(dtype, torch.float32)
+        return (numbers.to(wide) * scale).to(dtype)
+
+    def _parts(self, memory: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        count = math.prod(shape) * self.dtype.itemsize
+        return memory[:count].view(self.dtype).view(shape), memory[count : self.num_bytes(shape)]
 
 
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _SCALE_BYTES) * _SCALE_BYTES
-
-
-def _rows(shape: Shape) -> int:
-    return math.prod(shape[:-1])
+def _rounded(x: Tensor) -> Tensor:
+    """Integers; of what is not finite 0, whose scale tells."""
+    return x.round().nan_to_num_(0.0)
 
 
 CODECS = {
-    codec.name: codec
-    for codec in (
-        Codec("bf16", torch.bfloat16),
-        Codec("fp16", torch.float16),
-        Codec("fp8_e4m3", torch.float8_e4m3fn, 448.0),
-        Codec("fp8_e5m2", torch.float8_e5m2, 57344.0),
-        Codec("int8", torch.int8, 127.0),
+    name: Codec(FORMATS[name], dtype, largest)
+    for name, dtype, largest in (
+        ("bf16", torch.bfloat16, None),
+        ("fp16", torch.float16, None),
+        ("fp8_e4m3", torch.float8_e4m3fn, 448.0),
+        ("fp8_e5m2", torch.float8_e5m2, 57344.0),
+        ("int8", torch.int8, 127.0),
     )
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ndtp.collectives.in_line import with_size
+from ndtp.algebra.wire import part_of
 
 if TYPE_CHECKING:
     from ndtp.algebra.steps import Step
@@ -42,26 +42,20 @@ def coded_routes(
     """
     route, follower = bare
     ranks, dim = owner.groups.grid.size(step.axes), step.dim or 0
-    peers = ranks - 1
     route.codec = codec
+    is_stacked = blocks and step.kind == "reduce_scatter"
+    part, received = part_of(owner.groups.grid, step, (shape[1], shape[0] * shape[2]) if is_stacked else shape)
+    route.coded_bytes = received * codec.num_bytes(part)
     if step.kind == "all_gather":
         route.begin = _gather(owner, route, codec, ranks, shape, dim, blocks)
-        route.coded_bytes = peers * codec.num_bytes(shape)
     elif step.kind == "reduce_scatter":
-        part = shape[1:] if blocks else with_size(shape, dim, shape[dim] // ranks)
         route.begin = _reduce(owner, route, codec, ranks, part, None if blocks else dim)
-        route.coded_bytes = peers * codec.num_bytes(part)
     elif step.kind == "all_to_all":
-        part = with_size(shape, dim, shape[dim] // ranks)
         route.begin = _exchange(owner, route, codec, ranks, part, dim, step.source or 0)
-        route.coded_bytes = peers * codec.num_bytes(part)
     else:
-        rows = shape[0] if shape else 1
-        part = (-(-rows // ranks), *shape[1:])
         route.begin, route.shape = _reduce(owner, route, codec, ranks, part, 0, pads=True), part
         follower.begin = _gather(owner, follower, codec, ranks, part, 0, False, whole=shape)
         follower.codec, follower.follows, follower.coded_bytes = codec, True, 0
-        route.coded_bytes = 2 * peers * codec.num_bytes(part)
     owner.make_room(route, ranks * max(codec.num_bytes(shape), codec.num_bytes(route.shape)))
     return (route, follower) if follower.follows else (route,)
 

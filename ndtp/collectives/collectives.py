@@ -11,6 +11,8 @@ from torch.autograd import _profiler_enabled
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 
 from ndtp.algebra.steps import POINT_TO_POINT, Step, apply, target_of
+from ndtp.algebra.wire import KINDS, part_of
+from ndtp.collectives.codecs import CODECS, Codec
 from ndtp.collectives.coded import coded_routes
 from ndtp.collectives.direct_exchange import Past
 from ndtp.collectives.handles import Begin, Channel, Handle, Relay, Route, Shape, Started
@@ -23,9 +25,9 @@ from ndtp.collectives.watch import Watch, failure
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from ndtp.algebra.wire import Wire
     from ndtp.collectives.axis_groups import AxisGroups
     from ndtp.collectives.buffer_ring import BufferRing
-    from ndtp.collectives.wire import Wire
 
 _GATHER, _EXCHANGE = AllgatherOptions(), AllToAllOptions()
 _SCATTER, _REDUCE = ReduceScatterOptions(), AllreduceOptions()
@@ -139,6 +141,7 @@ class Collectives:
         *,
         part: str = "",
         blocks: bool = False,
+        kind: str = "",
     ) -> tuple[Route, ...]:
         """Bind a collective step to tensors of one shape: one route, or two, of which the second goes on.
 
@@ -148,16 +151,28 @@ class Collectives:
             phase: "forward", "dgrad" or "wgrad".
             part: which chunk of how many, such as "2/4".
             blocks: the gathered matrix stays, or the scattered one comes, as blocks of columns [p, rows, columns / p].
+            kind: of the tensors, for the wire, see `ndtp.Wire`; default: what `op` says.
         """
 
         def bind() -> Route:
             return self._route(step, op, phase, shape, dtype, part, blocks)
 
-        codec = None if self.wire is None else self.wire.codec(op, dtype)
+        codec = None
+        if self.wire is not None:
+            whole = (shape[1], shape[0] * shape[2]) if blocks and step.kind == "reduce_scatter" else shape
+            kind = kind or (KINDS.get(op[1], "") if len(op) > 1 else "")
+            codec = self.codec(part_of(self.groups.grid, step, whole)[0], dtype, kind)
         if codec is not None:
             bare = [self._bound(step, op, phase, shape, codec.dtype, part, blocks) for _ in range(2)]
             return coded_routes(self, codec, step, bare, shape, blocks)
         return self._legs(bind, shape, dtype)
+
+    def codec(self, part: Shape, dtype: torch.dtype, kind: str) -> Codec | None:
+        """Return the codec by which a tensor of a kind travels in parts of a shape; None: as it is."""
+        form = None if self.wire is None else self.wire.format(kind)
+        if form is None or not dtype.is_floating_point or form.itemsize >= dtype.itemsize:
+            return None
+        return CODECS[form.name] if form.saves(part, dtype.itemsize) else None
 
     def _legs(self, bind: Callable[[], Route], shape: Shape, dtype: torch.dtype) -> tuple[Route, ...]:
         """The routes that `bind` makes of a step, one each time."""

@@ -8,10 +8,10 @@ from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.gloo import GlooCollectives
 
 if TYPE_CHECKING:
+    from ndtp.algebra.wire import Wire
     from ndtp.collectives.axis_groups import AxisGroups
     from ndtp.collectives.buffer_ring import BufferRing
     from ndtp.collectives.recorder import Recording
-    from ndtp.collectives.wire import Wire
 
 
 def collectives_of(groups: AxisGroups, ring: BufferRing, recording: Recording, wire: Wire | None) -> Collectives:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,20 +18,30 @@ if TYPE_CHECKING:
     from ndtp.collectives.collectives import Collectives
 
 
-def start_rows(x: Tensor, move: RowMove, collectives: Collectives, op: str, phase: str, part: str = "") -> Handle:
+def start_rows(
+    x: Tensor, move: RowMove, collectives: Collectives, op: str, phase: str, part: str = "", kind: str = ""
+) -> Handle:
     """Launch a move of rows `x` [rows, ..]; `wait` gives those that this rank has then.
 
     Messages have the sizes that the move says, and no padding: every byte that is sent is one of a row.  Sums are made
     in fp32 and rounded once, in the order of the ranks along the axes.
+
+    Args:
+        kind: of the rows, as `ndtp.Wire` has them; "": they travel as they are.
     """
     groups = collectives.groups
     step, (rows, *others) = Step(move.kind, move.axes, 0), x.shape
     assert rows == move.before, f"{rows} rows for {move}"
     group = groups.group(groups.grid.nontrivial(move.axes), "gather" if move.kind == "all_gather" else "scatter")
-    channel = collectives.channel(group, Label((op,), phase, move.kind, move.axes, part), x.dtype)
+    width = math.prod(others)
+    codec = collectives.codec((1, width), x.dtype, kind)
+    sent_as = x.dtype if codec is None else codec.dtype
+    channel = collectives.channel(group, Label((op,), phase, move.kind, move.axes, part), sent_as)
     route = Route(step, (op,), phase, part, channel)
     route.shape = (move.after, *others)
-    route.received = move.received * (x[0].numel() if rows else 0)
+    route.received = move.received * (width if rows else 0)
+    if codec is not None:
+        route.codec, route.coded_bytes = codec, move.received * codec.num_bytes((1, width))
     members = groups.grid.group(groups.rank, move.axes)
     ranks = groups.global_ranks
     order = members if ranks is None else [ranks[member] for member in members]
@@ -39,8 +50,8 @@ def start_rows(x: Tensor, move: RowMove, collectives: Collectives, op: str, phas
 
     def begin(x: Tensor, out: Tensor | None) -> Started:
         assert out is None
-        sent = x.detach().contiguous()
-        landing = sent.new_empty((sum(move.receives), *others))
+        sent = x.detach().contiguous() if codec is None else codec.encode_rows(x.detach().reshape(rows, width))
+        landing = sent.new_empty((sum(move.receives), *sent.shape[1:]))
         given = [sent] * len(members) if move.kind == "all_gather" else sent.split(move.sends)
         taken = list(landing.split(move.receives))
         taken[move.me].copy_(given[move.me])
@@ -52,10 +63,13 @@ def start_rows(x: Tensor, move: RowMove, collectives: Collectives, op: str, phas
         work = collectives.exchange_parts(landings, parts, channel)
 
         def finish() -> Tensor:
-            if move.kind != "reduce_scatter":
-                return landing
-            blocks = landing.view(len(members), move.after, *others)
             wide = torch.float32 if x.dtype in LOW_PRECISION else x.dtype
+            is_sum, arrived = move.kind == "reduce_scatter", landing
+            if codec is not None:
+                arrived = codec.decode_rows(landing, width, wide if is_sum else x.dtype).view(-1, *others)
+            if not is_sum:
+                return arrived
+            blocks = arrived.view(len(members), move.after, *others)
             return blocks.sum(0, dtype=wide).to(x.dtype)
 
         return work, finish, (sent, landing), ()

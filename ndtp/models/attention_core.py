@@ -283,7 +283,8 @@ class Core:
             return y
         mesh, axes = self.frame.mesh, self.inner.dims[1]
         bare = self.inner.with_dims(self.inner.dims[0], None)
-        y = relayout(y, self.inner, bare, mesh, f"{self.name} key heads", grad_partial=mesh.grid.nontrivial(axes))
+        shared = mesh.grid.nontrivial(axes)
+        y = relayout(y, self.inner, bare, mesh, f"{self.name} key heads", grad_partial=shared, kind="activations")
         heads = y.unflatten(1, (self.kv_heads, self.head_dim))
         return heads[:, self.kv_per_rank].flatten(1)
 

@@ -12,6 +12,7 @@ import numpy as np
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout, default_mesh_axes
 from ndtp.algebra.schemes import SCHEMES, BlockLayouts
+from ndtp.algebra.wire import Wire
 from ndtp.dtypes import SIZES
 from ndtp.errors import LayoutError
 from ndtp.planner.block_cost import Block, divides, volume
@@ -26,7 +27,9 @@ DATA = ("dp", "e")
 Pairs = Sequence[tuple[int, int, bool]]
 
 
-def request_for(pairs: Pairs, tokens: int, ranks: int, hardware: str | Hardware, dtype: str) -> Request:
+def request_for(
+    pairs: Pairs, tokens: int, ranks: int, hardware: str | Hardware, dtype: str, wire: Wire | None = None
+) -> Request:
     """Return the planner's request for all pairs on one grid, with rows that are not split outside of them."""
     if not pairs:
         raise LayoutError("parallelize: scheme='auto' found no Linear pair to plan for; name them in plan=")
@@ -34,10 +37,12 @@ def request_for(pairs: Pairs, tokens: int, ranks: int, hardware: str | Hardware,
     if dtype not in SIZES or dtype not in profile.tflops:
         raise LayoutError(f"parallelize: scheme='auto' has no rate of {dtype} products on hardware {profile.name!r}")
     blocks = tuple(Block.mlp(tokens, hidden, inner, gated) for hidden, inner, gated in pairs)
-    return Request(blocks, ranks, profile, dtype=dtype, fixed={"dp": 1})
+    return Request(blocks, ranks, profile, dtype=dtype, fixed={"dp": 1}, wire=wire)
 
 
-def whole_request(blocks: Sequence[Block], ranks: int, hardware: str | Hardware, dtype: str) -> Request:
+def whole_request(
+    blocks: Sequence[Block], ranks: int, hardware: str | Hardware, dtype: str, wire: Wire | None = None
+) -> Request:
     """Return the planner's request for a whole model: all blocks on one grid, on which no axis has rows of its own.
 
     Raises:
@@ -47,7 +52,8 @@ def whole_request(blocks: Sequence[Block], ranks: int, hardware: str | Hardware,
     if dtype not in SIZES or dtype not in profile.tflops:
         raise LayoutError(f"parallelize: scheme='auto' has no rate of {dtype} products on hardware {profile.name!r}")
     own_rows = DATA if any(block.experts for block in blocks) else DATA[:1]
-    return Request(tuple(blocks), ranks, profile, dtype=dtype, fixed=dict.fromkeys(own_rows, 1))
+    fixed = dict.fromkeys(own_rows, 1)
+    return Request(tuple(blocks), ranks, profile, dtype=dtype, fixed=fixed, wire=wire)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ndtp.algebra.schemes import BlockLayouts
+from ndtp.algebra.wire import Wire
 from ndtp.errors import LayoutError
 from ndtp.models.auto import Choice, best_of_all_grids, best_on_grid, whole_request
 from ndtp.models.expert_layers import ExpertsRole, experts_role
@@ -29,6 +30,7 @@ from ndtp.planner.block_cost import Block, num_bytes
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.model_sizes import cross_attention
 from ndtp.planner.request import Request
+from ndtp.runtime.given_mesh import GivenWire
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -133,11 +135,13 @@ def plan_whole(
     tokens: int | None,
     hardware: str | Hardware,
     expert_axis: Sequence[str] | None = None,
+    wire: GivenWire = None,
 ) -> tuple[ProcessGrid, BlockLayouts, Sequence[str] | None, str]:
     """The mesh, the layouts, the axes of experts, and a line for the report.  The same on every rank: sizes decide.
 
     Args:
         expert_axis: the axes of experts, where they are given.
+        wire: of the mesh that is made where none is given.
 
     Raises:
         LayoutError: no number of rows to plan for; heads or experts that nothing divides.
@@ -146,14 +150,17 @@ def plan_whole(
         raise LayoutError("parallelize: scheme='auto' plans for a number of rows; give tokens=, those of a step")
     ranks = mesh.grid.num_ranks if mesh else dist.get_world_size() if dist.is_initialized() else 1
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    request = whole_request(blocks_of(model, tokens), ranks, hardware, dtype)
+    used = mesh.wire if mesh else Wire.of(wire)
+    request = whole_request(blocks_of(model, tokens), ranks, hardware, dtype, used)
     best = best_on_grid(request, mesh.grid, expert_axis) if mesh else best_of_all_grids(request, expert_axis)
-    mesh = mesh or ProcessGrid(best.grid)
+    mesh = mesh or ProcessGrid(best.grid, wire=used)
     return mesh, best.layouts, best.experts if request.has_experts else expert_axis, _said(request, best)
 
 
 def _said(request: Request, best: Choice) -> str:
-    moved = sum(block.times * int(num_bytes(block, best.sizes, request.itemsize)) for block in request.blocks)
+    moved = sum(
+        block.times * int(num_bytes(block, best.sizes, request.itemsize, wire=request.wire)) for block in request.blocks
+    )
     names: Counter[str] = Counter()
     for block in request.blocks:
         names[block.name] += block.times

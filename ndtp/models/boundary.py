@@ -52,7 +52,7 @@ class BoundaryLinear(Linear):
         y = super().forward(x)
         if not self.boundary.leaves:
             return enter(zero_padding_rows(y, self.out_layout, self.mesh, passage.rows), passage)
-        y = relayout(y, self.out_layout, self.boundary.outside, self.mesh, f"{self.name} output")
+        y = relayout(y, self.out_layout, self.boundary.outside, self.mesh, f"{self.name} output", kind="activations")
         y = y[: math.prod(passage.lead), : self.out_features]
         return with_leading_dims(y, passage.lead, f"parallelize: '{self.name}'")
 
@@ -69,7 +69,7 @@ class BoundaryLinear(Linear):
         x = x.reshape(count, self.in_features)
         x = pad_rows(x, self.boundary.row_multiple, self.padded_in - self.in_features)
         rows = RowBlocks.of(count, x)
-        x = relayout(x, outside, self.in_layout, self.mesh, f"{self.name} input")
+        x = relayout(x, outside, self.in_layout, self.mesh, f"{self.name} input", kind="activations")
         return x, Passage(self.name, self.out_layout, outside, self.mesh, self.out_features, lead, rows)
 
     def _inside(self, x: Tensor) -> tuple[Tensor, Passage]:

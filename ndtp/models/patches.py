@@ -128,7 +128,7 @@ def way_of_features(stored: Layout, dim: int, layout: Layout, name: str) -> Rela
     """
     dims: list[tuple[str, ...]] = [()] * stored.ndim
     dims[dim] = layout.dims[1]
-    return RelayoutPlan(stored, Layout(stored.grid, *dims), (), stored.grid.nontrivial(layout.dims[0]), name)
+    return RelayoutPlan(stored, Layout(stored.grid, *dims), (), stored.grid.nontrivial(layout.dims[0]), name, "weights")
 
 
 @dataclass(frozen=True)

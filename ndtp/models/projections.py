@@ -130,7 +130,7 @@ class Projection(Adopted):
         order: Any = slice(None) if self.order is None else self.order.to(weight.device)
         shard = local_shard(weight)
         shard = shard.index_select(dim, order) if isinstance(order, Tensor) else shard
-        shard = relayout(shard, self.stored, self.plan.b, mesh, f"{self.name}.weight")
+        shard = relayout(shard, self.stored, self.plan.b, mesh, f"{self.name}.weight", kind="weights")
         if bias is None:
             return shard, None
         one = Layout(mesh.grid, None)

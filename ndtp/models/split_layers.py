@@ -133,7 +133,7 @@ class ReadAsSplit(Adopted):
             return value
         lies = self.lies[name]
         running[-1].append((value, version_of(value), f"'{self.name}.{name}'"))
-        plan = RelayoutPlan(lies.layout, lies.layout, (), self.context.data, f"{self.name}.{name}")
+        plan = RelayoutPlan(lies.layout, lies.layout, (), self.context.data, f"{self.name}.{name}", "weights")
         layout = layout_of(self.mesh, [self.mesh.grid.nontrivial(axes) for axes in lies.layout.dims])
         shard, own = taken(value, plan, self.mesh), f"{self.name}.{name}"
         padded = tuple(n if axes else m for n, m, axes in zip(lies.shape, lies.real, layout.dims, strict=True))

@@ -105,7 +105,7 @@ class SplitMultihead(Adopted, nn.MultiheadAttention):
         order: Any = order_of((self.embed_dim,) * 3, splits)
         order = order.to(weight.device)
         shard = local_shard(weight)[order]
-        shard = relayout(shard, self.stored, self.plan.b, mesh, f"{self.name}.in_proj_weight")
+        shard = relayout(shard, self.stored, self.plan.b, mesh, f"{self.name}.in_proj_weight", kind="weights")
         if bias is None:
             return shard, None
         one = Layout(mesh.grid, None)

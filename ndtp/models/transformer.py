@@ -60,7 +60,7 @@ def split_before(model: nn.Module, mesh: ProcessGrid | None, report: Any) -> Any
     """
     split, modules = report.split, dict(model.named_modules())
     assert split is not None
-    if mesh is not None and mesh is not report.mesh:
+    if mesh is not None and mesh.groups is not report.mesh.groups:
         raise LayoutError(
             f"parallelize: the model is split already, on {report.mesh}; it cannot be split anew on {mesh}\n"
             "  fix: make the model again, or load what ndtp.checkpoint.export_safetensors has written of it"

@@ -36,7 +36,7 @@ from ndtp.ops.memory import Memory
 from ndtp.ops.products import chain
 from ndtp.ops.reductions import reduce
 from ndtp.runtime.arrival import local_shard
-from ndtp.runtime.given_mesh import given_mesh
+from ndtp.runtime.given_mesh import GivenWire, given_mesh
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -73,7 +73,7 @@ class Attention(BlockModule):
         fused, fused_order: the name of a layer that has queries, keys and values in one in the dense model: the state
             dict has its keys (writing it is a collective), with rows in the order "parts" or "groups" of
             `ndtp.nn.attention_dense.split_projections`.
-        regather, chunks: as for `ndtp.nn.Linear`.
+        regather, chunks, wire: as for `ndtp.nn.Linear`.
         seed: default: drawn from torch's generator, which must be seeded alike on every rank.
         name: what errors, profiles and the initialisation call it.
 
@@ -107,11 +107,12 @@ class Attention(BlockModule):
         fused_order: str = "parts",
         regather: tuple[str, ...] = (),
         chunks: int | str = "auto",
+        wire: GivenWire = None,
         seed: int | None = None,
         name: str = "attention",
     ) -> None:
         super().__init__()
-        given_mesh(mesh, name)
+        mesh = given_mesh(mesh, name, wire=wire)
         layouts = layouts or block_layouts(mesh.grid, scheme, axes)
         self.hidden, self.heads, self.kv_heads = hidden, heads, kv_heads or heads
         if head_dim is None and hidden % heads:

@@ -19,6 +19,7 @@ from ndtp.nn.sharded import Sharded, memory_of
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.memory import Memory
 from ndtp.runtime.arrival import local_shard
+from ndtp.runtime.given_mesh import GivenWire
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -47,6 +48,7 @@ class Embedding(Sharded):
         pad: store a table that does not divide padded with zero rows and features; the rows returned are padded then.
         checks: look at the ids before they are used: one that is out of range is an error on every rank, not on the
             one that met it.  It waits for the device; one number is summed over axes such as dp.
+        wire: as for `ndtp.nn.Linear`; ids travel as they are.
         seed: default: drawn from torch's generator, which must be seeded alike on every rank.
         name: what errors, profiles and the initialisation call it.
 
@@ -73,10 +75,11 @@ class Embedding(Sharded):
         tied: bool = False,
         pad: bool = False,
         checks: bool = True,
+        wire: GivenWire = None,
         seed: int | None = None,
         name: str = "embedding",
     ) -> None:
-        super().__init__(mesh, seed, name)
+        super().__init__(mesh, seed, name, wire)
         if tied and out_layout is not None and weight_layout is None:
             raise LayoutError(f"Embedding '{name}': with tied=True and out_layout, give the head's weight_layout")
         named = None if out_layout is not None else block_layouts(mesh.grid, scheme, axes)

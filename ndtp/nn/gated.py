@@ -13,6 +13,7 @@ from ndtp.compute.epilogues import ACTIVATIONS, GATES
 from ndtp.errors import LayoutError
 from ndtp.nn.in_turns import InTurns
 from ndtp.nn.mlp import MLP
+from ndtp.runtime.given_mesh import GivenWire
 from ndtp.runtime.process_grid import ProcessGrid
 
 TURNS = InTurns("up", ("gate", "up"), "down")
@@ -59,6 +60,7 @@ class GatedMLP(MLP):
         pad: bool | int = False,
         regather: tuple[str, ...] = (),
         chunks: int | str = "auto",
+        wire: GivenWire = None,
         seed: int | None = None,
         name: str = "mlp",
     ) -> None:
@@ -66,7 +68,7 @@ class GatedMLP(MLP):
             raise ValueError(f"GatedMLP: activation {activation!r} of the gate is not one of {', '.join(GATED)}")
         super().__init__(
             hidden, inner, GATED[activation], bias, dropout, device, dtype, mesh=mesh, scheme=scheme, axes=axes,
-            layouts=layouts, pad=pad, regather=regather, chunks=chunks, seed=seed, name=name,
+            layouts=layouts, pad=pad, regather=regather, chunks=chunks, wire=wire, seed=seed, name=name,
         )  # fmt: skip
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:

@@ -21,6 +21,7 @@ from ndtp.nn.sharded import Sharded
 from ndtp.ops.memory import Memory, memory
 from ndtp.ops.products import chain
 from ndtp.runtime.chunk_choices import in_words
+from ndtp.runtime.given_mesh import GivenWire
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -48,6 +49,7 @@ class Linear(Sharded):
         chunks: the number of chunks of rows whose communication and GEMMs overlap.  Default: what the layout of x asks
             for, else as many as pay (`ndtp.runtime.chunk_count`); where that is worth a measurement all ranks of the
             grid measure together, once, where a product first runs.
+        wire: the dtypes in which its tensors travel, such as "bf16", see `ndtp.Wire`.  Default: those of the mesh.
         seed: default: drawn from torch's generator, which must be seeded alike on every rank.
         name: what errors, profiles and the initialisation call this layer.
 
@@ -73,10 +75,11 @@ class Linear(Sharded):
         pad: bool | tuple[int, int] = False,
         regather: tuple[str, ...] = (),
         chunks: int | str = "auto",
+        wire: GivenWire = None,
         seed: int | None = None,
         name: str = "linear",
     ) -> None:
-        super().__init__(mesh, seed, name)
+        super().__init__(mesh, seed, name, wire)
         if position not in ("up", "down"):
             raise LayoutError(f"Linear '{name}': position={position!r} is neither 'up' nor 'down'")
         if (in_layout is None) != (weight_layout is None) or (out_layout is not None and in_layout is None):

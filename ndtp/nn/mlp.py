@@ -32,7 +32,7 @@ from ndtp.nn.random import draw_seed, given_or_drawn
 from ndtp.nn.sharded import BlockModule
 from ndtp.ops.memory import Memory, memory
 from ndtp.ops.products import mlp
-from ndtp.runtime.given_mesh import given_mesh
+from ndtp.runtime.given_mesh import GivenWire, given_mesh
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -59,7 +59,7 @@ class MLP(BlockModule):
         layouts: explicit layouts instead of a scheme.
         pad: pad features that do not divide, see `ndtp.nn.Linear`; rows that do not divide inside the block too.
         regather: "a" and/or "b": operands of both products that backward gathers again instead of keeping.
-        chunks: as for `ndtp.nn.Linear`.
+        chunks, wire: as for `ndtp.nn.Linear`.
         seed: default: drawn from torch's generator, which must be seeded alike on every rank.
         name: what errors, profiles and the initialisation call this block.
 
@@ -84,11 +84,12 @@ class MLP(BlockModule):
         pad: bool | int = False,
         regather: tuple[str, ...] = (),
         chunks: int | str = "auto",
+        wire: GivenWire = None,
         seed: int | None = None,
         name: str = "mlp",
     ) -> None:
         super().__init__()
-        given_mesh(mesh, name)
+        mesh = given_mesh(mesh, name, wire=wire)
         layouts = layouts or block_layouts(mesh.grid, scheme, axes)
         plans = layouts.plans(name)
         # Both products must agree on the padded inner size, and the block on the hidden one at both ends.

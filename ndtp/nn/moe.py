@@ -31,7 +31,7 @@ from ndtp.ops.moving import enter
 from ndtp.ops.reductions import reduce
 from ndtp.ops.resharding import reshard
 from ndtp.runtime.eagerly import eagerly
-from ndtp.runtime.given_mesh import given_mesh
+from ndtp.runtime.given_mesh import GivenWire, given_mesh
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -63,7 +63,7 @@ class MoE(BlockModule):
         scheme, axes, layouts: as for `ndtp.nn.MLP`: of the layer's two ends, and of an expert but for `expert_axis`.
         expert_axis: one axis or several; default: "e" if the grid has it, else none.
         chunks: of each expert's rows, whose exchanges and products overlap.
-        device, dtype, seed, name: as for `ndtp.nn.MLP`.
+        device, dtype, wire, seed, name: as for `ndtp.nn.MLP`.  What a router sends travels as it is computed.
 
     Attributes:
         routing: the last forward's `ndtp.nn.router.Routing`; for losses, `aux_loss`.
@@ -96,11 +96,12 @@ class MoE(BlockModule):
         expert_axis: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
         chunks: int = 1,
+        wire: GivenWire = None,
         seed: int | None = None,
         name: str = "moe",
     ) -> None:
         super().__init__()
-        given_mesh(mesh, name)
+        mesh = given_mesh(mesh, name, wire=wire)
         if expert_axis is None:
             expert_axis = ("e",) if "e" in mesh.grid else ()
         split_by = (expert_axis,) if isinstance(expert_axis, str) else tuple(expert_axis)
@@ -357,7 +358,7 @@ class MoE(BlockModule):
 
 def _way(source: Layout, target: Layout, name: str) -> BoundaryWay:
     try:
-        return RelayoutPlan(source, target, name=name)
+        return RelayoutPlan(source, target, name=name, kind="activations")
     except LayoutError:
         if source.grid != target.grid or source.ndim != target.ndim:
             raise

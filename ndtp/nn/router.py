@@ -11,6 +11,7 @@ from torch import Tensor
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import reduction_volume
 from ndtp.algebra.volume import Traffic, Volume
+from ndtp.algebra.wire import Wire
 from ndtp.compute.grouped import tally
 from ndtp.errors import LayoutError
 from ndtp.nn.linear import Linear
@@ -96,7 +97,8 @@ class Router(Linear):
         grid, (rows, features) = tokens.grid, tokens.dims
         super().__init__(
             hidden, experts, False, device, wide, mesh=mesh, in_layout=tokens,
-            weight_layout=Layout(grid, None, features), out_layout=Layout(grid, rows, None), seed=seed, name=name,
+            weight_layout=Layout(grid, None, features), out_layout=Layout(grid, rows, None), wire=Wire(), seed=seed,
+            name=name,
         )  # fmt: skip
         self.top_k, self.capacity, self.groups = top_k, capacity, groups
         self.normalize, self.scale, self.balance, self.z_loss = normalize, scale, balance, z_loss

@@ -16,7 +16,7 @@ from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, full
 from ndtp.ops.memory import Memory, measured
 from ndtp.runtime.arrival import local_shard
 from ndtp.runtime.dry_grid import SILENT, DryGrid
-from ndtp.runtime.given_mesh import given_mesh
+from ndtp.runtime.given_mesh import GivenWire, given_mesh
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -40,11 +40,12 @@ class Sharded(nn.Module):
         mesh: the process grid.
         seed: default: drawn from torch's generator, which must be seeded alike on every rank.
         name: what errors, profiles and the initialisation call this module.
+        wire: the dtypes in which its tensors travel.
     """
 
-    def __init__(self, mesh: ProcessGrid, seed: int | None, name: str) -> None:
+    def __init__(self, mesh: ProcessGrid, seed: int | None, name: str, wire: GivenWire = None) -> None:
         super().__init__()
-        given_mesh(mesh, name)
+        mesh = given_mesh(mesh, name, wire=wire)
         self.mesh, self.seed, self.name = mesh, seed, name
         self.lies: dict[str, Lies] = {}
 
@@ -160,8 +161,9 @@ def shadow_of(module: nn.Module, mesh: ProcessGrid, backend: str | None = None, 
         meshes.update({id(value): value for value in vars(part).values() if isinstance(value, ProcessGrid)})
     backend = backend or mesh.backend or "gloo"
     backend = backend if backend in SILENT else "gloo"
-    memo: dict[int, Any] = {key: DryGrid(m.grid, m.rank, backend, m.wire) for key, m in meshes.items()}
-    dry = memo[id(mesh)]
+    dry = DryGrid(mesh.grid, mesh.rank, backend, mesh.wire)
+    memo: dict[int, Any] = {key: DryGrid(m.grid, m.rank, backend, m.wire, dry) for key, m in meshes.items()}
+    memo[id(mesh)] = dry
     for parameter in module.parameters():
         local = torch.empty_like(local_shard(parameter.detach()), device="meta")
         made = nn.Parameter(local, parameter.requires_grad)

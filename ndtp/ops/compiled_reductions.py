@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import RelayoutPlan
+from ndtp.algebra.wire import BACK
 from ndtp.collectives.meter import IMPLEMENTATIONS
 from ndtp.ops.compiled import layout_text
 from ndtp.ops.moving import enter, moved
@@ -25,21 +26,22 @@ def compiled_reduce(x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
 def _text(plan: RelayoutPlan) -> str:
     """A line for each of the plan's fields, which `_read` reads."""
     layouts = layout_text(plan.source), layout_text(plan.target)
-    return "\n".join([*layouts, " ".join(plan.partial), " ".join(plan.grad_partial), plan.name.replace("\n", " ")])
+    axes = " ".join(plan.partial), " ".join(plan.grad_partial)
+    return "\n".join([*layouts, *axes, plan.name.replace("\n", " "), plan.kind])
 
 
 def _read(grid: str, text: str) -> tuple[ProcessGrid, RelayoutPlan]:
     mesh = grid_named(grid)
-    source, target, partial, grad_partial, name = text.split("\n")
+    source, target, partial, grad_partial, name, kind = text.split("\n")
     one, other = Layout.parse(mesh.grid, source), Layout.parse(mesh.grid, target)
-    return mesh, RelayoutPlan(one, other, tuple(partial.split()), tuple(grad_partial.split()), name)
+    return mesh, RelayoutPlan(one, other, tuple(partial.split()), tuple(grad_partial.split()), name, kind)
 
 
 def _run_relayout(x: Tensor, grid: str, text: str, phase: str) -> Tensor:
     """`x` along the relayout; always a tensor of its own."""
     mesh, plan = _read(grid, text)
     enter(mesh, plan, x)
-    result = moved(x, plan.steps, mesh, plan.name, phase)
+    result = moved(x, plan.steps, mesh, plan.name, phase, plan.kind)
     is_own = result.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
     return result.contiguous() if is_own else result.clone(memory_format=torch.contiguous_format)
 
@@ -58,8 +60,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    source, target, partial, grad_partial, name = ctx.text.split("\n")
-    back = "\n".join([target, source, grad_partial, partial, name])
+    source, target, partial, grad_partial, name, kind = ctx.text.split("\n")
+    back = "\n".join([target, source, grad_partial, partial, name, BACK.get(kind, "")])
     return _relayout(grad, ctx.grid, back, "dgrad"), None, None, None
 
 

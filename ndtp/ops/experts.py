@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
 
 
+_KINDS = {"forward": "activations", "dgrad": "activation_gradients"}  # of rows, by phase
+
+
 def experts(
     rows: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -98,7 +101,7 @@ def weight_plan(plan: MatMulPlan, ndim: int = 3) -> RelayoutPlan:
     """
     need, parts = plan.need(plan.b_letters), ((),) * (ndim - 3)
     stored, used = (Layout(plan.grid, dims[0], *parts, *dims[1:]) for dims in (plan.b.dims, need))
-    return RelayoutPlan(stored, used, (), plan.grid.nontrivial(plan.lacks(plan.b_letters)), plan.name)
+    return RelayoutPlan(stored, used, (), plan.grid.nontrivial(plan.lacks(plan.b_letters)), plan.name, "weights")
 
 
 def _part(i: int, flows: Sequence[RowFlow]) -> str:
@@ -185,7 +188,9 @@ class _Trip:
     def start(self, x: Tensor, move: RowMove, phase: str) -> None:
         self.mesh.step.late.enter()
         alone = len(move.sends) == 1
-        handle = None if alone else start_rows(x, move, self.mesh.collectives, self.name, phase, self.part)
+        handle = (
+            None if alone else start_rows(x, move, self.mesh.collectives, self.name, phase, self.part, _KINDS[phase])
+        )
         self.under_way = (x, handle)
 
     def wait(self) -> Tensor:
@@ -261,9 +266,9 @@ class _Along(torch.autograd.Function):
 def _by_moves(x: Tensor, moves: Moves, mesh: ProcessGrid, name: str, phase: str) -> Tensor:
     for move in moves:
         if isinstance(move, RowMove):
-            x = start_rows(x, move, mesh.collectives, name, phase).wait()
+            x = start_rows(x, move, mesh.collectives, name, phase, kind=_KINDS[phase]).wait()
         else:
-            x = moved(x.contiguous(), (move,), mesh, name, phase)
+            x = moved(x.contiguous(), (move,), mesh, name, phase, _KINDS[phase])
     return x
 
 

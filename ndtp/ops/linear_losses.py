@@ -66,7 +66,7 @@ class LinearLossPlan:
         head = self.head
         used = head.need(head.b_letters)
         parts = head.grid.nontrivial(self.apart)
-        return RelayoutPlan(head.b, head.b.with_dims(*used), (), parts, head.name)
+        return RelayoutPlan(head.b, head.b.with_dims(*used), (), parts, head.name, "weights")
 
     @cached_property
     def bias(self) -> RelayoutPlan:

@@ -87,14 +87,14 @@ class LookupPlan:
         if self.exchange:
             stay = self.out.dims[1]
             source = self.held.with_dims(self.held.dims[0], (*stay, *self.exchange[1]))
-            return ExchangePlan(source, self.out, name=self.name)
-        return RelayoutPlan(self.held, self.out, self.table.dims[0], name=self.name)
+            return ExchangePlan(source, self.out, name=self.name, kind="activations")
+        return RelayoutPlan(self.held, self.out, self.table.dims[0], name=self.name, kind="activations")
 
     @cached_property
     def parameter(self) -> RelayoutPlan:
         """The relayout of the table's gradient, since each rank uses the table for rows of its own."""
         used = self.ids.grid.nontrivial(self.held.dims[0])
-        return RelayoutPlan(self.table, self.table, (), used, self.name)
+        return RelayoutPlan(self.table, self.table, (), used, self.name, "weights")
 
     @cached_property
     def check(self) -> tuple[Step, ...]:

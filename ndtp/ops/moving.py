@@ -18,20 +18,26 @@ if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
 
 
-def moved(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str) -> Tensor:
-    """The tensor at the end of its steps."""
+def moved(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str, kind: str = "") -> Tensor:
+    """The tensor at the end of its steps.
+
+    Args:
+        kind: of the tensor, as `ndtp.Wire` has them; "": it travels as it is.
+    """
     if not steps:
         return x
-    return sent(x, steps, mesh, name, phase)()
+    return sent(x, steps, mesh, name, phase, kind)()
 
 
-def sent(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str) -> Callable[[], Tensor]:
+def sent(
+    x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str, kind: str = ""
+) -> Callable[[], Tensor]:
     """Send a tensor off; what is returned waits for the end of its steps."""
-    return _way(x, steps, mesh, name, phase).start(x).wait
+    return _way(x, steps, mesh, name, phase, kind).start(x).wait
 
 
-def _way(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str) -> Way:
-    return Way(mesh.collectives, steps, (name,), phase, tuple(x.shape), x.dtype)
+def _way(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str, kind: str) -> Way:
+    return Way(mesh.collectives, steps, (name,), phase, tuple(x.shape), x.dtype, kind=kind)
 
 
 def enter(mesh: ProcessGrid, op: object, x: Tensor) -> None:
@@ -84,7 +90,7 @@ class _Used(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid, deferred: Deferred | None) -> Tensor:
         ctx.plan, ctx.mesh, ctx.deferred, ctx.shape = plan, mesh, deferred, x.shape
-        result = moved(x, plan.steps, mesh, plan.name, "forward")
+        result = moved(x, plan.steps, mesh, plan.name, "forward", plan.kind)
         return result.view_as(result) if result is x else result
 
     @staticmethod
@@ -94,7 +100,7 @@ class _Used(torch.autograd.Function):
         late.enter()
         refuse_second(plan.name)
         held = sums.holds_back and deferred is not None and deferred.accumulates(ctx.next_functions[0][0])
-        move = Move(_way(grad, plan.back.steps, mesh, plan.name, "wgrad"), grad, hold=held).start()
+        move = Move(_way(grad, plan.back.steps, mesh, plan.name, "wgrad", plan.back.kind), grad, hold=held).start()
         if deferred is None or not move.is_under_way:
             return move.wait(), None, None, None
         deferred.late = late.expect(move, deferred.leaf if held else None, sums)

@@ -165,6 +165,7 @@ def relayout(
     name: str = "relayout",
     partial: Sequence[str] = (),
     grad_partial: Sequence[str] = (),
+    kind: str = "",
 ) -> Tensor:
     """This rank's shard of a tensor in the layout `target`, from its shard in `source`.
 
@@ -174,12 +175,14 @@ def relayout(
         partial: axes over which the shards are unreduced parts of a sum, which is reduced on the way.
         grad_partial: axes over which every rank uses the result for something of its own; the gradients that come back
             are unreduced parts of a sum, which is reduced on their way.
+        kind: "activations" or "weights", which travel, and their gradients, as the mesh's `ndtp.Wire` says; default:
+            as they are computed.
 
     Raises:
         LayoutError: an axis that is gathered is not the minor one of its dim; shapes that do not divide; an axis that
             splits what is to be summed over it.
     """
-    return reduce(x, relayout_plan(source, target, tuple(partial), tuple(grad_partial), name), mesh)
+    return reduce(x, relayout_plan(source, target, tuple(partial), tuple(grad_partial), name, kind), mesh)
 
 
 def _check_placements(x: Any, i: int, plans: Sequence[MatMulPlan], mesh: ProcessGrid) -> None:

@@ -76,18 +76,23 @@ _cached_plan = lru_cache(maxsize=4096)(RelayoutPlan)
 
 
 def relayout_plan(
-    source: Layout, target: Layout, partial: tuple[str, ...], grad_partial: tuple[str, ...], name: str
+    source: Layout,
+    target: Layout,
+    partial: tuple[str, ...],
+    grad_partial: tuple[str, ...],
+    name: str,
+    kind: str = "",
 ) -> RelayoutPlan:
     """The plan, made once; a compiler warns of a cache."""
     made = RelayoutPlan if torch.compiler.is_compiling() else _cached_plan
-    return made(source, target, partial, grad_partial, name)
+    return made(source, target, partial, grad_partial, name, kind)
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid, phase: str, backward: str) -> Tensor:
         ctx.plan, ctx.mesh, ctx.backward = plan, mesh, backward
-        result = moved(x, plan.steps, mesh, plan.name, phase)
+        result = moved(x, plan.steps, mesh, plan.name, phase, plan.kind)
         return result.view_as(result) if result is x else as_own(result, x)
 
     @staticmethod

@@ -13,7 +13,8 @@ from ndtp.collectives.groups import default_timeout, shared_group
 from ndtp.collectives.labels import Label
 from ndtp.collectives.watch import Watch
 from ndtp.errors import GridError, MismatchError
-from ndtp.runtime.process_grid import ProcessGrid, backends_by_device
+from ndtp.runtime.grid_options import backends_by_device
+from ndtp.runtime.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 
 from ndtp.algebra.volume import lower_bound
+from ndtp.algebra.wire import Wire
 from ndtp.planner.grids import AXES, EXPERT_AXES, FOLDED, Grids
+from ndtp.planner.transfers import Transfer
 
 __all__ = ["AXES", "EXPERT_AXES", "Block", "Grids", "divides", "gemms", "memory", "messages", "num_bytes", "volume"]
 
@@ -176,26 +178,6 @@ def padded(block: Block, g: Grids) -> Sizes:
     return Sizes(to(block.tokens, rows), to(block.hidden, g.x * g.z), inner, up)
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """One collective of a step: elements received per rank, for each grid.
-
-    Attributes:
-        axis: one, or a set of them: see `Grids.splits`.
-        kind: "wide": in fp32 at least; "counts": four bytes each.
-    """
-
-    phase: str
-    tensor: str
-    collective: str
-    axis: str
-    elements: Any
-    kind: str = ""
-
-    def num_bytes(self, itemsize: int) -> Any:
-        return self.elements * {"": itemsize, "wide": max(4, itemsize), "counts": 4}[self.kind]
-
-
 def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -> Iterator[Transfer]:
     """Every collective of a forward and backward.  `regather_*` is 1 where backward gathers the operand again."""
     s, ranks, i, over = padded(block, g), g.ranks, g.inside(block.experts), g.over(block.experts)
@@ -207,10 +189,12 @@ def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -
     outside = rows * s.hidden // ranks * (i.y - 1)  # activations [rows, hidden] over y
     inside = rows * s.inner // ranks * (i.x - 1)
     products = []
+    hidden = s.hidden // i.x  # features of a row outside of the block, and between its products
     if block.outs:
-        products.append(("up", s.hidden * s.up, outside, rows * s.up // ranks * (i.x - 1), "y", "x"))
+        between = rows * s.up // ranks * (i.x - 1)
+        products.append(("up", s.hidden * s.up, outside, between, "y", "x", hidden, s.up // i.y))
     if block.inner:
-        products.append(("down", s.hidden * s.inner, inside, outside, "x", "y"))
+        products.append(("down", s.hidden * s.inner, inside, outside, "x", "y", s.inner // i.y, hidden))
     if block.tied:
         # y has some rows of the table each: what they find is summed.
         for phase, tensor, collective in (("forward", "A", "reduce_scatter"), ("dgrad", "dA", "all_gather")):
@@ -227,18 +211,18 @@ def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -
         keys = s.tokens * block.key_features // ranks * (g.y - 1) * (block.key_heads % g.y != 0)
         yield Transfer("forward", "up C", "all_gather", "y", keys)
         yield Transfer("dgrad", "up dC", "reduce_scatter", "y", keys)
-    for name, width, a, c, a_axis, c_axis in products:
+    for name, width, a, c, a_axis, c_axis, a_row, c_row in products:
         shard = copies * width // (over * i.z * i.x * i.y)
-        weight = shard * (i.z - 1)
-        yield Transfer("forward", f"{name} A", "all_gather", a_axis, a)
-        yield Transfer("forward", f"{name} B", "all_gather", "z", weight)
-        yield Transfer("forward", f"{name} C", "reduce_scatter", c_axis, c)
-        yield Transfer("dgrad", f"{name} dC", "all_gather", c_axis, c)
-        yield Transfer("dgrad", f"{name} B", "all_gather", "z", weight * regather_b)
-        yield Transfer("dgrad", f"{name} dA", "reduce_scatter", a_axis, a)
-        yield Transfer("wgrad", f"{name} A", "all_gather", a_axis, a * regather_a)
-        yield Transfer("wgrad", f"{name} dB", "reduce_scatter", "z", weight)
-        yield Transfer("wgrad", f"{name} dB", "all_reduce", data_axis, all_reduced(shard, i.dp))
+        weight, row = shard * (i.z - 1), a_row // i.z  # weights [out, in] are split over z along their last dim
+        yield Transfer("forward", f"{name} A", "all_gather", a_axis, a, row=a_row)
+        yield Transfer("forward", f"{name} B", "all_gather", "z", weight, row=row)
+        yield Transfer("forward", f"{name} C", "reduce_scatter", c_axis, c, row=c_row)
+        yield Transfer("dgrad", f"{name} dC", "all_gather", c_axis, c, row=c_row)
+        yield Transfer("dgrad", f"{name} B", "all_gather", "z", weight * regather_b, row=row)
+        yield Transfer("dgrad", f"{name} dA", "reduce_scatter", a_axis, a, row=a_row)
+        yield Transfer("wgrad", f"{name} A", "all_gather", a_axis, a * regather_a, row=a_row)
+        yield Transfer("wgrad", f"{name} dB", "reduce_scatter", "z", weight, row=row)
+        yield Transfer("wgrad", f"{name} dB", "all_reduce", data_axis, all_reduced(shard, i.dp), row=row)
     if block.experts:
         yield from _returned(block, g, s)
 
@@ -301,9 +285,11 @@ def volume(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -> 
     return sum(message.elements for message in messages(block, g, regather_a, regather_b))
 
 
-def num_bytes(block: Block, g: Grids, itemsize: int, regather_a: Any = 0, regather_b: Any = 0) -> Any:
+def num_bytes(
+    block: Block, g: Grids, itemsize: int, regather_a: Any = 0, regather_b: Any = 0, wire: Wire | None = None
+) -> Any:
     """Return the volume of a block in bytes."""
-    return sum(message.num_bytes(itemsize) for message in messages(block, g, regather_a, regather_b))
+    return sum(message.num_bytes(itemsize, wire) for message in messages(block, g, regather_a, regather_b))
 
 
 def gemms(block: Block, g: Grids) -> tuple[tuple[Any, Any, Any], ...]:

@@ -69,10 +69,11 @@ class GridPlan:
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for `ndtp.nn.MLP` and `ndtp.parallelize`; with experts for `ndtp.nn.MoE` and the latter."""
+        sent = {} if self.request.wire is None else {"wire": self.request.wire}
         if self.expert_axis is not None:
             again = {"regather": self.regather} if self.regather else {}
-            return {"scheme": self.scheme, "expert_axis": self.expert_axis, **again}
-        return {"scheme": self.scheme, "regather": self.regather, "pad": self.pad}
+            return {"scheme": self.scheme, "expert_axis": self.expert_axis, **again, **sent}
+        return {"scheme": self.scheme, "regather": self.regather, "pad": self.pad, **sent}
 
     @property
     def why(self) -> str:
@@ -137,7 +138,7 @@ def _largest_part(plan: GridPlan) -> tuple[str, float]:
     by_axis: dict[str, int] = dict.fromkeys(SOURCES, 0)
     for block in plan.request.blocks:
         for message in block_cost.messages(block, g, int("a" in plan.regather), int("b" in plan.regather)):
-            by_axis[message.axis] += block.times * int(message.num_bytes(plan.request.itemsize))
+            by_axis[message.axis] += block.times * int(message.num_bytes(plan.request.itemsize, plan.request.wire))
     axis = max(by_axis, key=lambda name: by_axis[name])
     return axis, by_axis[axis] / max(1, sum(by_axis.values()))
 
@@ -145,4 +146,5 @@ def _largest_part(plan: GridPlan) -> tuple[str, float]:
 def _total(plan: GridPlan, g: Grids) -> int:
     request = plan.request
     size = request.itemsize
-    return sum(block.times * int(block_cost.num_bytes(block, g, size)) for block in request.blocks) * request.layers
+    moved = (block.times * int(block_cost.num_bytes(block, g, size, wire=request.wire)) for block in request.blocks)
+    return sum(moved) * request.layers

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from ndtp.algebra.wire import Wire
 from ndtp.dtypes import SIZES
 from ndtp.errors import GridError
 from ndtp.planner import block_cost
@@ -60,6 +61,7 @@ class Request:
     tp_within_node: bool = False
     pad: bool = True
     chunks: int = 1
+    wire: Wire | None = None
 
     def __post_init__(self) -> None:
         check_request(self)

@@ -15,6 +15,7 @@ import numpy as np
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.schemes import scheme_of
+from ndtp.algebra.wire import Wire
 from ndtp.errors import GridError
 from ndtp.planner import block_cost
 from ndtp.planner.block_cost import Block, Grids
@@ -56,6 +57,7 @@ def plan(
     tp_within_node: bool = False,
     pad: bool = True,
     chunks: int = 1,
+    wire: Wire | str | Mapping[str, str | None] | None = None,
     limit: int | None = None,
 ) -> list[GridPlan]:
     """Grids for a block of `tokens` rows (of the whole job), best first.
@@ -79,6 +81,7 @@ def plan(
         tp_within_node: x and y must not leave a node.
         pad: pad sizes that a grid does not divide, at its cost; otherwise such grids are left out.
         chunks: pieces of rows whose collectives run beside their products, as `MatMulPlan(chunks=)`.
+        wire: the dtypes in which tensors travel, such as "bf16", see `ndtp.Wire`.
         limit: how many to return; default all.
 
     Raises:
@@ -105,6 +108,7 @@ def plan(
         tp_within_node=tp_within_node,
         pad=pad,
         chunks=chunks,
+        wire=Wire.of(wire),
     )
     return search(request, limit)
 
@@ -197,7 +201,7 @@ def _costs(request: Request, g: Grids, regather: Sequence[str]) -> tuple[Any, An
     parts = [block_cost.memory(bl, g, request.itemsize, request.optimizer, a, b) for bl in request.blocks]
     times = [block.times for block in request.blocks]
     kept = sum(n * (part.total - part.working) for n, part in zip(times, parts, strict=True)) * request.layers
-    volume = sum(block.times * block_cost.num_bytes(block, g, request.itemsize, a, b) for block in request.blocks)
+    volume = sum(bl.times * block_cost.num_bytes(bl, g, request.itemsize, a, b, request.wire) for bl in request.blocks)
     return volume * request.layers, kept + np.maximum.reduce([part.working for part in parts])
 
 
@@ -221,7 +225,7 @@ def _fastest_order(request: Request, g: Grids, variant: Any) -> tuple[Any, Time]
     """Return, for each grid, the index into ORDERS of its fastest order (-1: none is allowed), and its time."""
     work = BlockWork.of(
         request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks,
-        regather_a=_mask("a", variant), regather_b=_mask("b", variant),
+        wire=request.wire, regather_a=_mask("a", variant), regather_b=_mask("b", variant),
     )  # fmt: skip
     lies = g.bounded()
     best_order = np.full(g.ranks.shape, -1)
@@ -300,7 +304,13 @@ def weigh(request: Request, g: Grids, order: Sequence[str]) -> tuple[Any, Any, A
     """
     order = (*(axis for axis in request.axes if axis not in order), *order)
     work = BlockWork.of(
-        request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks
+        request.blocks,
+        g,
+        request.hardware,
+        request.dtype,
+        layers=request.layers,
+        chunks=request.chunks,
+        wire=request.wire,
     )
     volumes, memories = _costs(request, g, ())
     return work.time(Network.of(g, order, request.hardware)).total, memories, volumes
@@ -316,7 +326,13 @@ def _on(request: Request, grid: Grid, expert_axis: Sequence[str] = ()) -> tuple[
     order = (*(axis for axis in request.axes if axis not in grid), *grid.names)
     g = grids_of(grid, expert_axis)
     work = BlockWork.of(
-        request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks
+        request.blocks,
+        g,
+        request.hardware,
+        request.dtype,
+        layers=request.layers,
+        chunks=request.chunks,
+        wire=request.wire,
     )
     return work, Network.of(g, order, request.hardware)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ndtp.algebra.wire import Wire
 from ndtp.dtypes import SIZES
 from ndtp.planner.block_cost import AXES, EXPERT_AXES, Block, Grids, gemms, messages, padded
 from ndtp.planner.hardware import DTYPE_BYTES, Hardware
@@ -203,6 +204,7 @@ class BlockWork:
         chunks: int = 1,
         regather_a: Any = 0,
         regather_b: Any = 0,
+        wire: Wire | None = None,
     ) -> BlockWork:
         """Return the work of these blocks on these grids.
 
@@ -213,7 +215,7 @@ class BlockWork:
         for times, alike in groupby(blocks, lambda block: block.times):
             products: list[TimedProduct] = []
             for block in alike:
-                products += _products(block, g, hardware, dtype, chunks, regather_a, regather_b)
+                products += _products(block, g, hardware, dtype, chunks, regather_a, regather_b, wire)
             segments.append((times, tuple(products)))
         return cls(tuple(segments), hardware.contention, layers, chunks, bool(np.any(regather_a) or np.any(regather_b)))
 
@@ -250,13 +252,20 @@ class BlockWork:
 
 
 def _products(
-    block: Block, g: Grids, hardware: Hardware, dtype: str, chunks: int, regather_a: Any, regather_b: Any
+    block: Block,
+    g: Grids,
+    hardware: Hardware,
+    dtype: str,
+    chunks: int,
+    regather_a: Any,
+    regather_b: Any,
+    wire: Wire | None,
 ) -> Iterator[TimedProduct]:
     itemsize = float(SIZES[dtype])
     moved: dict[str, dict[tuple[str, str], Messages]] = {name: {key: [] for key in MOVES} for name in ("up", "down")}
     for message in messages(block, g, regather_a, regather_b):
         name, tensor = message.tensor.split()
-        entry = (message.collective, message.axis, _real(message.num_bytes(SIZES[dtype])))
+        entry = (message.collective, message.axis, _real(message.num_bytes(SIZES[dtype], wire)))
         moved[name][message.phase, tensor].append(entry)
     s, i = padded(block, g), g.inside(block.experts)
     count: Any = _real(block.experts) / _real(g.over(block.experts)) if block.experts else 1.0  # of products one by one

@@ -167,6 +167,7 @@ def _state(mesh: ProcessGrid, plans: Sequence[MatMulPlan], needs: Sequence[bool]
     return (
         f"; by {type(mesh.gemm).__name__}" * (type(mesh.gemm) is not TorchGemm)
         + rests_on
+        + (f"; wire {mesh.wire}" if mesh.wire else "")
         + "; accumulating" * mesh.step.partial_sums.is_accumulating
         + (f"; gradients wanted {list(needs)}" if needs is not None else "")
     )

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.volume import Traffic, Volume
+from ndtp.algebra.wire import Wire
 from ndtp.collectives.axis_groups import AxisGroups
 from ndtp.collectives.buffer_ring import BufferRing
 from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.gloo import GlooCollectives
 from ndtp.collectives.handles import Handle, Route
-from ndtp.collectives.wire import Wire
 from ndtp.compute.gemm import TorchGemm
 from ndtp.runtime.late_gradients import LateGradients
 from ndtp.runtime.program import Programs
@@ -84,14 +84,29 @@ class _DryGroup:
 
 
 class DryGrid:
-    """A `ProcessGrid` without process groups, for chains of tensors that have no memory."""
+    """A `ProcessGrid` without process groups, for chains of tensors that have no memory.
 
-    def __init__(self, grid: Grid, rank: int = 0, backend: str = "gloo", wire: Wire | None = None) -> None:
+    Args:
+        beside: the one whose training step this one is a part of, and in whose volume its own counts.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        rank: int = 0,
+        backend: str = "gloo",
+        wire: Wire | None = None,
+        beside: DryGrid | None = None,
+    ) -> None:
         self.grid, self.rank, self.gemm = grid, rank, TorchGemm()
         self.check, self.device_mesh = False, None
-        self.step, self.programs = StepState(LateGradients()), Programs()
+        self.step: StepState = StepState(LateGradients()) if beside is None else beside.step
+        self.programs = Programs()
         self.backend = backend
-        self.collectives = SILENT[backend](_DryGroups(grid, rank, backend), BufferRing(0), self.step.recording)
+        silent: Any = SILENT[backend](_DryGroups(grid, rank, backend), BufferRing(0), self.step.recording)
+        if beside is not None:
+            silent.moved = beside.collectives.moved  # type: ignore[attr-defined]
+        self.collectives: Collectives = silent
         self.collectives.wire = self.wire = wire
 
     @property
@@ -102,4 +117,8 @@ class DryGrid:
 
     def refine(self, **axes: Sequence[int]) -> DryGrid:
         """See `ProcessGrid.refine`."""
-        return DryGrid(self.grid.refine(**axes), self.rank, self.backend, self.wire) if axes else self
+        return DryGrid(self.grid.refine(**axes), self.rank, self.backend, self.wire, self) if axes else self
+
+    def sending(self, wire: Wire | None) -> DryGrid:
+        """See `ProcessGrid.sending`."""
+        return self if wire is None or wire == self.wire else DryGrid(self.grid, self.rank, self.backend, wire, self)

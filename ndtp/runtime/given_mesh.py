@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ndtp.algebra.grid import Grid
+from ndtp.algebra.wire import Wire
 from ndtp.errors import GridError
 from ndtp.runtime.process_grid import ProcessGrid
 
+GivenWire = Wire | str | Mapping[str, str | None] | None
 
-def given_mesh(mesh: Any, owner: str, makes: bool = False) -> Any:
+
+def given_mesh(mesh: Any, owner: str, makes: bool = False, wire: GivenWire = None) -> Any:
     """The `ProcessGrid` that was given, or that a `Grid` or a `DeviceMesh` with named dims stands for.
 
     Args:
         makes: whether one may be made here.  A module makes none: those of one model share theirs.
+        wire: the dtypes in which tensors travel, instead of those of the grid, see `ProcessGrid.sending`.
 
     Raises:
         GridError: anything else; with what to write instead.
     """
     if isinstance(mesh, Grid):
         if makes:
-            return ProcessGrid(mesh)
+            return ProcessGrid(mesh, wire=wire)
         said, fix = f"the Grid {mesh}", "make mesh = ndtp.ProcessGrid(grid) once, and give it to all modules"
     elif hasattr(mesh, "mesh_dim_names"):
         if makes and mesh.mesh_dim_names:
-            return ProcessGrid.from_mesh(mesh)
+            return ProcessGrid.from_mesh(mesh, wire=wire)
         said = "a DeviceMesh" if mesh.mesh_dim_names else "a DeviceMesh without names of its dims"
         fix = "make mesh = ndtp.ProcessGrid.from_mesh(device_mesh) once, and give it to all modules"
         if not mesh.mesh_dim_names:
             fix = "init_device_mesh(..., mesh_dim_names=('y', 'x'))"
     elif hasattr(mesh, "grid"):
-        return mesh
+        return mesh if wire is None else mesh.sending(wire)
     else:
         said, fix = repr(mesh), "ndtp.ProcessGrid(ndtp.Grid(y=2, x=2)), whose sizes multiply to the number of ranks"
         sizes = mesh if isinstance(mesh, (tuple, list)) else (mesh,)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from numbers import Real
 
 import torch
+import torch.distributed as dist
 
 from ndtp.algebra.grid import Grid
 from ndtp.errors import GridError
@@ -122,3 +123,35 @@ def check_device_type(device_type: object, served: Collection[str] | None) -> No
             f"ProcessGrid: device_type={device_type!r}, but the process group has a backend for "
             f"{', '.join(sorted(served))} alone\n  fix: init_process_group with a backend for it, or leave it out"
         )
+
+
+def world_ranks(grid: Grid) -> list[int] | None:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if grid.num_ranks not in (world, 1):
+        raise GridError(
+            f"ProcessGrid: grid {grid} has {grid.num_ranks} ranks, torch.distributed has {world}\n"
+            f"  fix: a grid of {world} ranks, ProcessGrid.from_mesh for a part of them"
+            + ("" if dist.is_initialized() else ", or init_process_group first")
+        )
+    return list(range(world)) if grid.num_ranks > 1 else None
+
+
+def backends_by_device() -> dict[str, str]:
+    """Device type -> backend of the default process group.
+
+    `dist.get_backend` says "undefined" after an `init_process_group` that names none.
+    """
+    return dict(entry.split(":") for entry in dist.get_backend_config().split(",") if ":" in entry)
+
+
+def check_backend(backend: str | None, options: Mapping[str, object]) -> None:
+    """Refuse options of NCCL on another backend.
+
+    Raises:
+        GridError: names the option and its value.
+    """
+    for name, value in options.items():
+        if value and backend not in ("nccl", None):  # one rank has none, and communicates with nobody
+            raise GridError(
+                f"ProcessGrid: {name}={value} is an option of NCCL, the backend is {backend}\n  fix: leave it out"
+            )

@@ -36,6 +36,7 @@ class Way:
         shape: of the tensor before the first step, whole: not as blocks.
         part: which chunk of how many, such as "2/4", for profiles.
         blocks: "arrive" or "leave" if the tensor does, where its last step or first step is such.
+        kind: for the wire; default: what `op` says, see `ndtp.algebra.wire.KINDS`.
 
     Attributes:
         legs: cuts, and collectives; a step may take two of these.
@@ -55,6 +56,7 @@ class Way:
         *,
         part: str = "",
         blocks: str = "",
+        kind: str = "",
     ) -> None:
         self.collectives, self.steps, self.blocks = collectives, tuple(steps), blocks
         grid, rank = collectives.groups.grid, collectives.groups.rank
@@ -69,7 +71,7 @@ class Way:
             leaves = blocks == "leave" and i == 0 and scatters_columns(step)
             arrives = blocks == "arrive" and i + 1 == len(steps) and gathers_columns(step)
             given = (ranks, shape[0], shape[1] // ranks) if leaves else shape
-            legs += collectives.routes(step, op, phase, given, dtype, part=part, blocks=leaves or arrives)
+            legs += collectives.routes(step, op, phase, given, dtype, part=part, blocks=leaves or arrives, kind=kind)
             shape = legs[-1].shape  # type: ignore[union-attr]
         self.legs, self.shape = tuple(legs), shape
         self.is_coded = any(not isinstance(leg, Cut) and leg.codec is not None for leg in legs)

@@ -15,17 +15,26 @@ import torch.distributed.nn.functional  # later its default arguments would keep
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import default_mesh_axes
+from ndtp.algebra.wire import Wire
 from ndtp.collectives import nccl
 from ndtp.collectives.axis_groups import DIRECTIONS, AxisGroups, Made
 from ndtp.collectives.buffer_ring import DEFAULT_BYTES, BufferRing
 from ndtp.collectives.direct_exchange import past_of
 from ndtp.collectives.groups import end, let_go_of_world, never_destroy
 from ndtp.collectives.movers import collectives_of
-from ndtp.collectives.wire import Wire
 from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.errors import GridError
 from ndtp.runtime.foreign_meshes import refuse_joining, spare_advice
-from ndtp.runtime.grid_options import check_device_type, check_options, checked_timeout, ctas_that_fit, sms_to_leave
+from ndtp.runtime.grid_options import (
+    backends_by_device,
+    check_backend,
+    check_device_type,
+    check_options,
+    checked_timeout,
+    ctas_that_fit,
+    sms_to_leave,
+    world_ranks,
+)
 from ndtp.runtime.interleave import interleave
 from ndtp.runtime.late_gradients import late_gradients_of
 from ndtp.runtime.list_operations import count_list_operations
@@ -114,7 +123,7 @@ class ProcessGrid:
             gemm=gemm, collectives=collectives, free_sms=free_sms, groups_per_axis=groups_per_axis, max_ctas=max_ctas,
             ring_bytes=ring_bytes, check=check, high_priority=high_priority, register_buffers=register_buffers,
         )  # fmt: skip
-        global_ranks, given = _bound or (_world_ranks(grid), {})
+        global_ranks, given = _bound or (world_ranks(grid), {})
         self.grid = grid
         self.check, self.wire, self.global_ranks = check, Wire.of(wire), global_ranks
         self.high_priority, self.max_ctas = high_priority, max_ctas
@@ -122,7 +131,7 @@ class ProcessGrid:
         self.device_type = ("cuda" if "nccl" in backends.values() else "cpu") if device_type is None else device_type
         check_device_type(self.device_type, None if global_ranks is None else backends)
         self.backend = backends.get(self.device_type)
-        self._check_backend(register_buffers)
+        check_backend(self.backend, {"max_ctas": max_ctas, "register_buffers": register_buffers})
         if self.backend == "nccl" and max_ctas is None:
             self.max_ctas = max_ctas = ctas_that_fit(nccl.multiprocessors(), groups_per_axis or 2, grid)
         self.groups = AxisGroups(
@@ -170,6 +179,8 @@ class ProcessGrid:
             every = [self.groups.group((axis,), way) for way in DIRECTIONS for axis in self.mesh_axes]
             ring_groups = list(dict.fromkeys(every))
         self._refined: dict[tuple[object, ...], ProcessGrid] = {}
+        self._first: ProcessGrid | None = None  # of which it is made by `sending`
+        self._sending: WeakValueDictionary[Wire, ProcessGrid] = WeakValueDictionary()
         self.ring = BufferRing(
             ring_bytes, nccl.registered_memory(ring_groups) if register_buffers and ring_groups else None
         )
@@ -252,30 +263,39 @@ class ProcessGrid:
             grid, ranks = self.grid.refine(**axes), self.global_ranks
             given = {of: group for of, group in self.groups.given.items() if not set(of[0]) & set(axes)}
             refined = ProcessGrid(
-                grid,
-                timeout=self.timeout,
-                check=self.check,
-                device_type=self.device_type,
-                groups_per_axis=self.groups_per_axis,
-                high_priority=self.high_priority,
-                max_ctas=self.max_ctas,
-                collectives=self.groups.mover,
-                ring_bytes=0,
-                wire=self.wire,
-                _bound=None if ranks is None else (ranks, given),
-            )
+                grid, timeout=self.timeout, check=self.check, device_type=self.device_type, wire=self.wire,
+                groups_per_axis=self.groups_per_axis, high_priority=self.high_priority, max_ctas=self.max_ctas,
+                collectives=self.groups.mover, ring_bytes=0, _bound=None if ranks is None else (ranks, given),
+            )  # fmt: skip
             refined.gemm, refined.step, refined.ring = self.gemm, self.step, self.ring
             refined.collectives = collectives_of(refined.groups, self.ring, self.step.recording, self.wire)
             self._refined[key] = refined
         return self._refined[key]
 
-    def _check_backend(self, register_buffers: bool) -> None:
-        for name, value in (("max_ctas", self.max_ctas), ("register_buffers", register_buffers)):
-            if value and self.backend not in ("nccl", None):  # one rank has none, and communicates with nobody
-                raise GridError(
-                    f"ProcessGrid: {name}={value} is an option of NCCL, the backend is {self.backend}\n"
-                    "  fix: leave it out"
-                )
+    def sending(self, wire: Wire | str | Mapping[str, str | None] | None) -> ProcessGrid:
+        """Return these ranks with another wire: the same groups, buffers and training step.
+
+        Modules, `parallelize` and the commands make one of their `wire=`; asked again, it is the same object.
+
+        Args:
+            wire: as for the constructor; None: this grid itself.
+
+        Raises:
+            GridError: a wire that is none.
+        """
+        wire = Wire.of(wire)
+        if wire is None or wire == self.wire:
+            return self
+        first = self._first or self
+        if wire == first.wire:
+            return first
+        made = first._sending.get(wire)
+        if made is None:
+            made = object.__new__(ProcessGrid)
+            vars(made).update(vars(first), wire=wire, _first=first, _refined={}, name=f"{self.grid} #{next(_COUNT)}")
+            made.collectives = collectives_of(made.groups, made.ring, made.step.recording, wire)
+            first._sending[wire] = _NAMED[made.name] = made
+        return made
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Backward passes inside leave out the all-reduce of weights' gradients; the first one outside makes up for it.
@@ -378,22 +398,3 @@ def grid_named(name: str) -> ProcessGrid:
     if mesh is None:
         raise GridError(f"ProcessGrid '{name}' of a compiled function is gone\n  fix: keep a reference to the grid")
     return mesh
-
-
-def _world_ranks(grid: Grid) -> list[int] | None:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if grid.num_ranks not in (world, 1):
-        raise GridError(
-            f"ProcessGrid: grid {grid} has {grid.num_ranks} ranks, torch.distributed has {world}\n"
-            f"  fix: a grid of {world} ranks, ProcessGrid.from_mesh for a part of them"
-            + ("" if dist.is_initialized() else ", or init_process_group first")
-        )
-    return list(range(world)) if grid.num_ranks > 1 else None
-
-
-def backends_by_device() -> dict[str, str]:
-    """Device type -> backend of the default process group.
-
-    `dist.get_backend` says "undefined" after an `init_process_group` that names none.
-    """
-    return dict(entry.split(":") for entry in dist.get_backend_config().split(",") if ":" in entry)

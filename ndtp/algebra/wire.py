@@ -1,0 +1,173 @@
+"""`Wire`: in which dtype tensors of products travel, by kind, and the bytes that this takes.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import prod
+
+from ndtp.algebra.grid import Grid
+from ndtp.algebra.steps import Step, apply
+from ndtp.algebra.volume import Traffic
+from ndtp.errors import GridError
+
+Shape = tuple[int, ...]
+SCALE_BYTES = 4  # a scale is a number of fp32
+
+# What a product calls its tensors -> of which kind they are.
+KINDS = {
+    "A": "activations", "C": "activations", "B": "weights", "bias": "weights", "dA": "activation_gradients",
+    "dC": "activation_gradients", "dB": "weight_gradients", "dbias": "weight_gradients", "gradient": "weight_gradients",
+}  # fmt: skip
+GRADIENTS = ("activation_gradients", "weight_gradients")
+BACK = {"activations": "activation_gradients", "weights": "weight_gradients"}  # of which kind its gradient is
+BACK |= {gradient: kind for kind, gradient in BACK.items()}
+
+
+@dataclass(frozen=True)
+class Format:
+    """The form of numbers on the wire.
+
+    Attributes:
+        itemsize: bytes of a number.
+        is_scaled: whether each row (all of the last dim) travels with a scale.
+    """
+
+    name: str
+    itemsize: int
+    is_scaled: bool = False
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes of a tensor on the wire, scales included."""
+        return prod(shape) * self.itemsize + SCALE_BYTES * self.is_scaled * prod(shape[:-1])
+
+    def saves(self, shape: Sequence[int], itemsize: int) -> bool:
+        """Return whether a tensor of a shape travels in fewer bytes so than as it is, with `itemsize` bytes a number.
+
+        Where there are scales, a vector (a bias, a gain, or the gradient of one) travels as it is: it has next to no
+        bytes, and what makes a good scale for a row makes none for it.
+        """
+        if self.is_scaled and len(shape) < 2:
+            return False
+        row = shape[-1:]
+        return self.num_bytes(row) < itemsize * prod(row)
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        Format("bf16", 2), Format("fp16", 2), Format("fp8_e4m3", 1, True), Format("fp8_e5m2", 1, True),
+        Format("int8", 1, True),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The dtypes in which tensors travel; None: the one in which they are computed.
+
+    Gathers quantise once, at the owner, whose own part is quantised like all others: every rank has the same numbers.
+    Sums are never of quantised numbers: the parts are exchanged, widened, and added up in fp32 in the order of the
+    ranks, as ZeRO++ does (Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model
+    Training", 2023).  An all-reduce is such a sum and a gather.
+
+    Attributes:
+        weights, activations, activation_gradients, weight_gradients: "bf16", "fp16", "fp8_e4m3", "fp8_e5m2" or "int8".
+            The last three have a scale of fp32 for each row.
+    """
+
+    weights: str | None = None
+    activations: str | None = None
+    activation_gradients: str | None = None
+    weight_gradients: str | None = None
+
+    @classmethod
+    def of(cls, wire: Wire | str | Mapping[str, str | None] | None) -> Wire | None:
+        """Return the wire that a user has written.
+
+        Args:
+            wire: a name for all kinds; "fp8" is e4m3 for weights and activations and e5m2 for gradients.  Or names by
+                kind, of which "gradients" stands for both of theirs.  A text may be of kinds, too, as commands take
+                it: "weights=fp8,gradients=bf16".
+
+        Raises:
+            GridError: a kind or a dtype that is none.
+        """
+        if wire is None or isinstance(wire, Wire):
+            return wire
+        kinds = [field.name for field in fields(cls)]
+        asked: Mapping[str, str | None] = _by_kind(wire, kinds) if isinstance(wire, str) else wire
+        if not isinstance(asked, Mapping):
+            raise _refusal(wire, "is neither a dtype nor a dict of dtypes by kind")
+        found: dict[str, str | None] = {}
+        for kind, name in asked.items():
+            if kind not in (*kinds, "gradients"):
+                raise _refusal(wire, f"names {kind!r}, which is none of {', '.join(kinds)}, gradients")
+            for each in GRADIENTS if kind == "gradients" else (kind,):
+                found[each] = ("fp8_e5m2" if each in GRADIENTS else "fp8_e4m3") if name == "fp8" else name
+                if name is not None and found[each] not in FORMATS:
+                    raise _refusal(wire, f"has {name!r}, which is none of {', '.join(FORMATS)}, fp8")
+        return cls(**found)
+
+    def format(self, kind: str | None) -> Format | None:
+        """Return the format of a kind of tensors; None: they travel as they are."""
+        name = getattr(self, kind) if kind else None
+        return None if name is None else FORMATS[name]
+
+    def __str__(self) -> str:
+        """Return the text that commands take, of which `of` makes the same wire."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("bf16", "fp16", "fp8", "int8"):
+            if self == Wire.of(name):
+                return name
+        return ",".join(f"{kind}={name}" for kind, name in named.items() if name is not None) or "as computed"
+
+
+def part_of(grid: Grid, step: Step, shape: Sequence[int]) -> tuple[Shape, int]:
+    """The parts in which a tensor of a local shape travels in a step: their shape, and how many a rank receives.
+
+    Each is quantised by itself, row by row.
+    """
+    ranks, dim = grid.size(step.axes), step.dim or 0
+    if step.kind == "all_gather":
+        return tuple(shape), ranks - 1
+    if step.kind == "all_reduce":  # to those that sum up a part of the rows each, and from them
+        rows, *others = shape or (1,)
+        return (-(-rows // ranks), *others), 2 * (ranks - 1)
+    return (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]), ranks - 1
+
+
+def step_bytes(grid: Grid, step: Step, shape: Sequence[int], elements: int, itemsize: int, form: Format | None) -> int:
+    """Return the bytes that a rank receives in a step.
+
+    Args:
+        shape: of the local tensor before the step.
+        elements: that it receives.
+        itemsize: of the dtype in which the tensor is computed.
+    """
+    if form is not None and form.itemsize < itemsize:
+        part, count = part_of(grid, step, shape)
+        if form.saves(part, itemsize):
+            return count * form.num_bytes(part)
+    return elements * itemsize
+
+
+def traffic_in_bytes(
+    grid: Grid, steps: Sequence[Step], shape: Sequence[int], phase: str, itemsize: int, form: Format | None
+) -> Iterator[Traffic]:
+    """The traffic of a relayout that starts from a local tensor of `shape`, in bytes as it travels."""
+    for step, after, elements in apply(grid, steps, shape):
+        if step.kind != "slice":
+            yield Traffic(phase, step.kind, step.axes, step_bytes(grid, step, shape, elements, itemsize, form))
+        shape = after
+
+
+def _by_kind(text: str, kinds: Sequence[str]) -> dict[str, str | None]:
+    if "=" not in text:
+        return dict.fromkeys(kinds, text)
+    pairs = (entry.partition("=") for entry in text.split(","))
+    return {kind.strip(): name.strip() for kind, _, name in pairs}
+
+
+def _refusal(wire: object, why: str) -> GridError:
+    return GridError(f"wire={wire!r} {why}\n  fix: wire='bf16', or wire={{'weights': 'fp8', 'gradients': 'bf16'}}")

@@ -1,0 +1,51 @@
+"""The process grid of a model where the user gives none: all ranks as one axis, or what the planner chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from ndtp.algebra.grid import Grid
+from ndtp.algebra.schemes import BlockLayouts
+from ndtp.algebra.wire import Wire
+from ndtp.errors import LayoutError
+from ndtp.models.auto import best_grid, best_layouts, request_for
+from ndtp.models.linear_pairs import Pair
+from ndtp.planner.hardware import Hardware
+from ndtp.runtime.given_mesh import GivenWire
+from ndtp.runtime.process_grid import ProcessGrid
+
+
+def mesh_of_all_ranks(scheme: str, axes: Sequence[str] | None, wire: GivenWire) -> ProcessGrid:
+    """The mesh where none is given: all ranks as one axis, where a scheme has but one."""
+    if scheme not in ("1d", "1d-sp"):
+        raise LayoutError(
+            f"parallelize: no mesh is given, and scheme {scheme!r} does not say how many ranks its axes have\n  fix: "
+            "parallelize(model, ndtp.Grid(x=2, y=2)), whose sizes multiply to the number of ranks; scheme='1d', which "
+            "takes all ranks as one axis; or scheme='auto' with tokens=, the rows of a step"
+        )
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return ProcessGrid(Grid({axes[0] if axes else "x": ranks}), wire=wire)
+
+
+def best_for_pairs(
+    model: nn.Module,
+    pairs: Sequence[Pair],
+    mesh: ProcessGrid | None,
+    tokens: int | None,
+    hardware: str | Hardware,
+    wire: GivenWire,
+) -> tuple[ProcessGrid, BlockLayouts]:
+    """The mesh and the layouts that the planner would take."""
+    if tokens is None:
+        raise LayoutError("parallelize: scheme='auto' plans for a number of rows; give tokens=, those of a step")
+    ups = [model.get_submodule(pair.up) for pair in pairs]
+    sizes = [(up.in_features, up.out_features, pair.gate is not None) for up, pair in zip(ups, pairs, strict=True)]
+    dtype = str(ups[0].weight.dtype).removeprefix("torch.") if ups else "float32"
+    ranks = mesh.grid.num_ranks if mesh else dist.get_world_size() if dist.is_initialized() else 1
+    used = mesh.wire if mesh else Wire.of(wire)
+    request = request_for(sizes, tokens, ranks, hardware, dtype, used)  # type: ignore[arg-type]
+    mesh = mesh or ProcessGrid(best_grid(request), wire=used)
+    return mesh, best_layouts(request, mesh.grid)
