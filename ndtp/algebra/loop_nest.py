@@ -17,7 +17,8 @@ from ndtp.algebra.cached import cached_property
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.steps import Dims, Journey, PlanMove, Step, is_legal, relayout_steps
 from ndtp.algebra.stored import Letters, Stored, equation
-from ndtp.algebra.volume import Volume, traffic
+from ndtp.algebra.volume import Traffic, Volume, traffic
+from ndtp.algebra.wire import KINDS, Wire, traffic_in_bytes
 
 
 class LoopNest:
@@ -108,6 +109,17 @@ class LoopNest:
             for move in moves
             for entry in traffic(self.grid, move.steps, self.start_shape(move.tensor, sizes), move.phase)
         )
+
+    def bytes_of(self, move: PlanMove, sizes: Mapping[str, int], itemsize: int, wire: Wire | None) -> Iterator[Traffic]:
+        """The traffic of a move in bytes as they travel, scales included.
+
+        Args:
+            sizes: letter -> global size.
+            itemsize: of the dtype in which the tensors are computed.
+        """
+        form = None if wire is None else wire.format(KINDS.get(move.tensor))
+        shape = self.start_shape(move.tensor, sizes)
+        return traffic_in_bytes(self.grid, move.steps, shape, move.phase, itemsize, form)
 
     # --------------------------------------------------------------------------------------------------- shapes
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from ndtp.algebra import html
 from ndtp.algebra import roles as rule
@@ -23,6 +24,7 @@ from ndtp.algebra.loop_nest import LoopNest
 from ndtp.algebra.steps import Journey, PlanMove, PlanStep, phase_of
 from ndtp.algebra.stored import Letters, Stored
 from ndtp.algebra.volume import Volume
+from ndtp.algebra.wire import Wire
 from ndtp.errors import LayoutError
 
 
@@ -202,6 +204,16 @@ class MatMulPlan(LoopNest):
             LayoutError: sizes that the layouts do not divide.
         """
         return self.volume_of(self.moves(dgrad, wgrad, bias, bias_grad), self.sizes(shape))
+
+    def num_bytes(self, shape: Sequence[int], itemsize: int, wire: Wire | None = None, **wanted: Any) -> Volume:
+        """The traffic of `volume` in bytes as they travel, scales included.
+
+        Args:
+            itemsize: of the dtype in which the product computes.
+            wanted: as for `moves`.
+        """
+        sizes = self.sizes(shape)
+        return Volume.of(entry for move in self.moves(**wanted) for entry in self.bytes_of(move, sizes, itemsize, wire))
 
     # --------------------------------------------------------------------------------------------------- shapes
 

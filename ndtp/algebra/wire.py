@@ -162,6 +162,22 @@ def traffic_in_bytes(
         shape = after
 
 
+def coded_elements(
+    grid: Grid, steps: Sequence[Step], shape: Sequence[int], itemsize: int, form: Format | None
+) -> tuple[int, int]:
+    """The numbers that a rank brings to the format of the wire, and back from it, for a local tensor of `shape`."""
+    encoded = decoded = 0
+    for step, after, _ in apply(grid, steps, shape):
+        if form is not None and step.kind != "slice" and form.itemsize < itemsize:
+            part, _ = part_of(grid, step, shape)
+            if form.saves(part, itemsize):
+                sums = prod(part) if step.kind == "all_reduce" else 0  # which travel, too
+                encoded += prod(shape) + sums
+                decoded += max(prod(shape), prod(after)) + sums * grid.size(step.axes)
+        shape = after
+    return encoded, decoded
+
+
 def _by_kind(text: str, kinds: Sequence[str]) -> dict[str, str | None]:
     if "=" not in text:
         return dict.fromkeys(kinds, text)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ndtp.algebra.wire import Wire
+from ndtp.algebra.wire import KINDS, Wire
 from ndtp.dtypes import SIZES
 from ndtp.planner.block_cost import AXES, EXPERT_AXES, Block, Grids, gemms, messages, padded
 from ndtp.planner.hardware import DTYPE_BYTES, Hardware
@@ -274,6 +274,9 @@ def _products(
     # rows from experts are put in order and added up.
     activation = (_real(s.up + s.inner) * rows, 4 * _real(s.hidden) * rows * bool(block.experts))
     own = [np.where((size > 1) & (not block.experts), 1 / size, 0.0) for size in (_real(i.y), _real(i.x))]
+    # Of what is quantised the others have other numbers than its owner: its own part waits for theirs.
+    forms = [None if wire is None else wire.format(KINDS[name]) for name in ("A", "dC")]
+    a_whole, c_whole = (form is None or form.itemsize >= SIZES[dtype] for form in forms)
     per_element = itemsize / (hardware.memory_gbs * 1e9)
     for name, (m, n, k), elements in zip(("up", "down"), gemms(block, g) or [(0, 0, 0)], activation, strict=False):
         yield TimedProduct(
@@ -284,6 +287,6 @@ def _products(
             # Weights [out, in] are gathered over z along their last dim; low precision joins the blocks before it sums.
             2 * count * _real(n) * _real(k) * per_element * ((i.z > 1) & (itemsize < 4)),
             # Rows of A come from y and of dC from x in the first product; the other way round in the second.
-            (own[0], own[1]) if name == "up" else (own[1], own[0]),
+            (own[name != "up"] * a_whole, own[name == "up"] * c_whole),
             chained=name == "up" and len(block.outs) == 1 and bool(block.inner) and not block.experts,
         )

@@ -45,10 +45,14 @@ class ChunkChoices:
         by = given or ("speeds measured" if self.measured else "nothing measured")
         return by + ", deterministic" * torch.are_deterministic_algorithms_enabled()
 
-    def given(self, grid: Grid, dtype: str) -> Speeds | None:
-        """Speeds that a profile or a checkpoint knows."""
+    def given(self, grid: Grid, dtype: str, name: str = "") -> Speeds | None:
+        """Speeds that a profile or a checkpoint knows.
+
+        Args:
+            name: of dtype and wire together; default: there is no wire.
+        """
         speeds = None if self.profile is None else self.profile(grid, dtype)
-        return speeds or self._kept.get((str(grid), dtype))
+        return speeds or self._kept.get((str(grid), name or dtype))
 
     def find(self, key: str, trains: bool) -> Choice | None:
         """Return the choice for a key; without gradients, else the choice with them."""

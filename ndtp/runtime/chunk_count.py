@@ -87,7 +87,7 @@ def key_of(
         f"{plan.equation} {sorted(plan.roles.items())} again {sorted(plan.regather)} of {sorted(size.items())}"
         for plan, size in zip(plans, sizes, strict=True)
     ]
-    return f"{mesh.grid}, {_name(dtype)}: " + "; then ".join(products)
+    return f"{mesh.grid}, {_name(dtype, mesh)}: " + "; then ".join(products)
 
 
 def ahead(
@@ -105,9 +105,9 @@ def ahead(
     choices = mesh.step.chunks
     if why := settled(plans, sizes):
         return 1, why
-    if given := choices.given(mesh.grid, _name(dtype)):
-        return choose(plans, sizes, dtype.itemsize, given)
-    if is_small(plans, sizes, dtype.itemsize, kind_of(device_type).chunks_from):
+    if given := choices.given(mesh.grid, _name(dtype), _name(dtype, mesh)):
+        return choose(plans, sizes, dtype.itemsize, given, mesh.wire)
+    if is_small(plans, sizes, dtype.itemsize, kind_of(device_type).chunks_from, mesh.wire):
         return 1, SMALL
     if mesh.backend == "fake":
         return 1, "a fake process group sends nothing"
@@ -115,8 +115,8 @@ def ahead(
         return 1, "deterministic algorithms: nothing is measured"
     if choices.crowd:
         return 1, _crowded(choices.crowd)
-    measured = choices.measured.get((str(mesh.grid), _name(dtype)))
-    return None if measured is None else choose(plans, sizes, dtype.itemsize, measured)
+    measured = choices.measured.get((str(mesh.grid), _name(dtype, mesh)))
+    return None if measured is None else choose(plans, sizes, dtype.itemsize, measured, mesh.wire)
 
 
 def _measured(
@@ -138,8 +138,8 @@ def _measured(
         like = torch.empty(1, dtype=dtype, device=device)
         known = next(iter(choices.measured.values()), None)
         speeds = measure(mesh.collectives, mesh.gemm, like, known=known)
-    choices.measured[str(mesh.grid), _name(dtype)] = speeds
-    return choose(plans, sizes, dtype.itemsize, speeds)
+    choices.measured[str(mesh.grid), _name(dtype, mesh)] = speeds
+    return choose(plans, sizes, dtype.itemsize, speeds, mesh.wire)
 
 
 @contextmanager
@@ -162,5 +162,7 @@ def _crowded(processors: int) -> str:
     return f"the ranks share {processors} processors: overlap takes from products what it hides"
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype, mesh: ProcessGrid | None = None) -> str:
+    """Return the name of a dtype, and of the wire of a grid, whose codecs take their time."""
+    wire = None if mesh is None else mesh.wire
+    return str(dtype).removeprefix("torch.") + (f" as {wire}" if wire else "")

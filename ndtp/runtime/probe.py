@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ndtp.algebra.steps import Step
+from ndtp.algebra.wire import BACK
+from ndtp.collectives.codecs import CODECS
 from ndtp.collectives.labels import Label
 from ndtp.collectives.watch import Watch
 from ndtp.compute.devices import kind_of
@@ -31,6 +33,7 @@ LASTING = 0.03  # seconds of products: several of a scheduler's turns, where ran
 SHORTER = 4  # products of so many times fewer rows, to see what a product costs beside its arithmetic
 BESIDE = ("all_gather", "reduce_scatter")  # these products: what schedules mostly send
 MOST_BESIDE = 32  # of each of these
+CODED = (256, 1024)  # the shape of a tensor that is quantised to see how long that takes
 
 
 class Probe:
@@ -134,6 +137,21 @@ class Probe:
     def _ranks(self, axis: str) -> int:
         return self.collectives.groups.grid[axis]
 
+    def coding(self) -> dict[str, tuple[float, float]]:
+        """Measure for each format of the wire, on the slowest rank, the seconds to bring a number to it, and back."""
+        wire = self.collectives.wire
+        forms = [] if wire is None else [form for kind in BACK if (form := wire.format(kind)) is not None]
+        used = [CODECS[name] for name in sorted({form.name for form in forms if form.itemsize < self.like.itemsize})]
+        x = self.like.new_ones(CODED)
+        sent = [torch.empty(codec.num_bytes(CODED), dtype=torch.uint8, device=x.device) for codec in used]
+        times = []
+        for codec, memory in zip(used, sent, strict=True):
+            times.append(self.seconds(partial(codec.encode, x, memory)))
+            times.append(self.seconds(partial(codec.decode, memory, CODED, x.dtype)))
+        slowest = [each / x.numel() for each in self.slowest(times)] if times else []
+        pairs = zip(slowest[::2], slowest[1::2], strict=True)
+        return {codec.form.name: pair for codec, pair in zip(used, pairs, strict=True)}
+
     def lasting(self, multiply: Callable[[], Any], count: int, axis: str | None = None, every: int = 1) -> float:
         """Seconds of so many products, on the slowest rank.
 
@@ -198,8 +216,9 @@ def measure(
         overhead = added / (len(range(0, count, every)) * len(BESIDE))
         for key in ((kind, axis) for kind in KINDS):
             links[key] = links[key]._replace(overhead=max(links[key].overhead, overhead))
+    coding = probe.coding() if axes else {}
     if known is not None or not axes:
-        return Speeds(links, per_flop, launch, 0.0 if known is None else known.contention)
+        return Speeds(links, per_flop, launch, 0.0 if known is None else known.contention, coding)
     elements = probe.share(figures.probe_bytes, axes[-1])
 
     def together(num_gathers: int, num_products: int) -> float:
@@ -218,4 +237,4 @@ def measure(
     num_products = max(1, round(gathers / (per_flop * 2.0 * side**3)))
     products, both = together(0, num_products), together(num_gathers, num_products)
     hidden = (gathers + products - both) / min(gathers, products)
-    return Speeds(links, per_flop, launch, min(1.0, max(0.0, 1 - hidden)))
+    return Speeds(links, per_flop, launch, min(1.0, max(0.0, 1 - hidden)), coding)

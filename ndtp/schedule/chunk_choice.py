@@ -6,12 +6,12 @@ A chunk more hides more of the collectives behind the products, and costs the fi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
 from ndtp.algebra.matmul_plan import MatMulPlan
-from ndtp.algebra.volume import traffic
+from ndtp.algebra.wire import KINDS, Wire, coded_elements
 from ndtp.schedule.arrivals import weight_in_parts
 from ndtp.schedule.clocks import TimedProduct, step_seconds
 from ndtp.schedule.tasks import RowChunks
@@ -60,6 +60,7 @@ class Speeds:
         links: (collective, axis) -> what it costs.
         per_flop, launch: of local products, all ranks at once; seconds of each, and of a product that is tiny.
         contention: how much of the time of a collective beside products these lose by it, from 0 to 1.
+        coding: format of the wire -> seconds to bring a number to it, and back from it.
     """
 
     shares = True  # one link, see `SharedLink`: axes mostly share a rank's
@@ -68,6 +69,7 @@ class Speeds:
     per_flop: float = 0.0
     launch: float = 0.0
     contention: float = 0.0
+    coding: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def seconds(self, collective: str, axes: Any, received: Any) -> float:
         """A collective over axes, of which the slowest counts; nothing where nothing moves."""
@@ -98,13 +100,17 @@ class Speeds:
 
     def to_json(self) -> dict[str, Any]:
         links = {" ".join(key): list(link) for key, link in self.links.items()}
-        return {"links": links, "products": [self.per_flop, self.launch, self.contention]}
+        products = [self.per_flop, self.launch, self.contention]
+        coding = {name: list(each) for name, each in self.coding.items()}
+        return {"links": links, "products": products} | ({"coding": coding} if coding else {})
 
     @classmethod
     def from_json(cls, kept: Mapping[str, Any]) -> Speeds:
         # Files of earlier versions say less of each link.
         links = {(kind, axis): LinkSpeed(*link) for key, link in kept["links"].items() for kind, axis in [key.split()]}
-        return cls(links, *map(float, kept["products"]))
+        coding = {name: (float(there), float(back)) for name, (there, back) in kept.get("coding", {}).items()}
+        per_flop, launch, contention = map(float, kept["products"])
+        return cls(links, per_flop, launch, contention, coding)
 
     def _over(self, collective: str, axes: Any) -> list[LinkSpeed]:
         return [self.links[collective, axis] for axis in axes]
@@ -118,7 +124,11 @@ def settled(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]]) -> 
 
 
 def is_small(
-    plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], itemsize: int, least: tuple[int, int]
+    plans: Sequence[MatMulPlan],
+    sizes: Sequence[Mapping[str, int]],
+    itemsize: int,
+    least: tuple[int, int],
+    wire: Wire | None = None,
 ) -> bool:
     """Return whether a rank multiplies or receives so little that overlap cannot pay at any speeds.
 
@@ -128,7 +138,7 @@ def is_small(
     products = sum(prod(plan.held_shape(plan.letters, size)) for plan, size in zip(plans, sizes, strict=True))
     if products < least[0]:
         return True
-    moved = (messages_of(plan, size, itemsize).values() for plan, size in zip(plans, sizes, strict=True))
+    moved = (messages_of(plan, size, itemsize, wire).values() for plan, size in zip(plans, sizes, strict=True))
     return sum(received for moves in moved for move in moves for _, _, received in move) < least[1]
 
 
@@ -137,13 +147,17 @@ def _possible(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]]) -
 
 
 def choose(
-    plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], itemsize: int, speeds: Speeds
+    plans: Sequence[MatMulPlan],
+    sizes: Sequence[Mapping[str, int]],
+    itemsize: int,
+    speeds: Speeds,
+    wire: Wire | None = None,
 ) -> tuple[int, str]:
     """The best number of chunks of a forward and backward, and why; pure."""
     if why := settled(plans, sizes):
         return 1, why
     possible = _possible(plans, sizes)
-    predicted = {n: seconds_of(plans, sizes, itemsize, speeds, n) for n in possible}
+    predicted = {n: seconds_of(plans, sizes, itemsize, speeds, n, wire=wire) for n in possible}
     best = min(n for n in possible if predicted[n] <= ALIKE * min(predicted.values()))
     if predicted[best] < WORTHWHILE * predicted[1]:
         return best, f"a step in {predicted[best] * 1e3:.3g} ms, in one chunk {predicted[1] * 1e3:.3g} ms (predicted)"
@@ -152,10 +166,15 @@ def choose(
 
 
 def seconds_of(
-    plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], itemsize: int, speeds: Speeds, chunks: int
+    plans: Sequence[MatMulPlan],
+    sizes: Sequence[Mapping[str, int]],
+    itemsize: int,
+    speeds: Speeds,
+    chunks: int,
+    wire: Wire | None = None,
 ) -> float:
     """A forward and backward in so many chunks."""
-    products = products_of(plans, sizes, itemsize, speeds, chunks)
+    products = products_of(plans, sizes, itemsize, speeds, chunks, wire=wire)
     return float(step_seconds(products, speeds, chunks, any(plan.regather for plan in plans), speeds.contention))
 
 
@@ -166,40 +185,59 @@ def products_of(
     speeds: Speeds,
     chunks: int,
     after: float = 0.0,
+    wire: Wire | None = None,
 ) -> list[TimedProduct]:
     """The products of a chain, timed.
 
     Args:
         after: seconds of element by element work behind each but the last.
     """
+
+    def own(plan: MatMulPlan, name: str) -> float:  # of what is quantised the others have other numbers
+        form = None if wire is None else wire.format(KINDS[name])
+        return _own(plan, name) if form is None or form.itemsize >= itemsize else 0.0
+
     products = []
     for i, (plan, size) in enumerate(zip(plans, sizes, strict=True)):
         gemm = 2.0 * prod(plan.held_shape(plan.letters, size)) * speeds.per_flop
         products.append(
             TimedProduct(
-                messages_of(plan, size, itemsize),
+                messages_of(plan, size, itemsize, wire),
                 gemm + speeds.launch,
                 gemm / chunks + speeds.launch,
                 after if i + 1 < len(plans) else 0.0,
-                own=(_own(plan, "A"), _own(plan, "dC")),
-                own_weight=_own(plan, "B") if itemsize >= 4 and weight_in_parts(plan) else 0.0,
+                own=(own(plan, "A"), own(plan, "dC")),
+                own_weight=own(plan, "B") if itemsize >= 4 and weight_in_parts(plan) else 0.0,
                 chained=i + 1 < len(plans),
+                coding=_coding(plan, size, itemsize, speeds, wire),
             )
         )
     return products
 
 
 def messages_of(
-    plan: MatMulPlan, sizes: Mapping[str, int], itemsize: int
+    plan: MatMulPlan, sizes: Mapping[str, int], itemsize: int, wire: Wire | None = None
 ) -> dict[tuple[str, str], list[tuple[str, Any, int]]]:
-    """(phase, tensor) -> (collective, axes, bytes received) of each of its steps."""
+    """(phase, tensor) -> (collective, axes, bytes received) of each of its steps, as they travel."""
     return {
-        (move.phase, move.tensor): [
-            (each.collective, each.axes, each.amount * itemsize)
-            for each in traffic(plan.grid, move.steps, plan.start_shape(move.tensor, sizes), move.phase)
-        ]
+        (move.phase, move.tensor): [(each.collective, each.axes, each.amount) for each in plan.bytes_of(*rest)]
         for move in plan.moves()
+        for rest in [(move, sizes, itemsize, wire)]
     }
+
+
+def _coding(
+    plan: MatMulPlan, sizes: Mapping[str, int], itemsize: int, speeds: Speeds, wire: Wire | None
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """(phase, tensor) -> seconds to bring what travels in fewer bytes to the form of the wire, and back."""
+    found: dict[tuple[str, str], tuple[float, float]] = {}
+    for move in plan.moves():
+        form = None if wire is None else wire.format(KINDS[move.tensor])
+        if form is not None and form.name in speeds.coding:
+            elements = coded_elements(plan.grid, move.steps, plan.start_shape(move.tensor, sizes), itemsize, form)
+            there, back = speeds.coding[form.name]
+            found[move.phase, move.tensor] = elements[0] * there, elements[1] * back
+    return found
 
 
 def _own(plan: MatMulPlan, operand: str) -> float:

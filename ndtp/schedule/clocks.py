@@ -8,7 +8,7 @@ Of one grid the clocks can be kept, span by span: what `ndtp show schedule` draw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -59,6 +59,7 @@ class TimedProduct:
         own_weight: the same of B in forward.
         chained: whether the next product takes its result, in one schedule.
         copy: seconds in which a gathered B is put in order.
+        coding: of the tensors that travel in fewer bytes, seconds to bring them to their form on the wire, and back.
     """
 
     messages: dict[tuple[str, str], Messages]
@@ -69,6 +70,7 @@ class TimedProduct:
     own: tuple[Any, Any] = (0.0, 0.0)
     own_weight: Any = 0.0
     chained: bool = False
+    coding: Mapping[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def whole(self) -> bool:
@@ -264,9 +266,12 @@ def replayed(
             line.forward = line.now
         if task.action is Action.START:
             move = phase_of(task.tensor, phase == "backward"), task.tensor
+            line.compute(key, "encode", product.coding.get(move, (0.0, 0.0))[0] / cut)
             line.start(key, product.messages.get(move, []), cut)
         elif task.action is Action.WAIT:
             line.wait(key)
+            move = phase_of(task.tensor, phase == "backward"), task.tensor
+            line.compute(key, "decode", product.coding.get(move, (0.0, 0.0))[1] / cut)
             if task.tensor == "B":
                 line.compute(key, "order", product.copy)
         elif task.action is Action.START_NEXT:

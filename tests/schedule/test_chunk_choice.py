@@ -52,7 +52,7 @@ def test_more_chunks_where_calls_are_cheaper():
 
 @pytest.mark.parametrize("predicted, best", [({4: 0.8, 8: 0.797}, 4), ({4: 0.8, 8: 0.79}, 8), ({4: 0.975, 8: 0.98}, 1)])
 def test_the_fewest_chunks_of_those_that_are_as_good(predicted, best):
-    with mock.patch.object(chunk_choice, "seconds_of", lambda *given: {1: 1.0, **predicted}.get(given[-1], 2.0)):
+    with mock.patch.object(chunk_choice, "seconds_of", lambda *given, wire: {1: 1.0, **predicted}.get(given[-1], 2.0)):
         assert choose(*chain(), 4, speeds())[0] == best
 
 
