@@ -9,11 +9,13 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from ndtp.algebra.wire import Wire
 from ndtp.cli.common import (
     COUNT,
     PICTURES,
     SIZE,
     JsonOption,
+    WireOption,
     axis_sizes,
     console,
     must_be,
@@ -54,6 +56,7 @@ def volume(
         list[str] | None, typer.Option(metavar="AXIS=SIZE", help="Of a model: an axis that is given: dp=4.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.", callback=one_of(*DTYPES))] = "bf16",
+    wire: WireOption = None,
     top: Annotated[int, typer.Option(callback=COUNT, help="Grids to show, beside the best of each scheme.")] = 8,
     real: Annotated[
         bool | None, typer.Option("--real/--no-real", help="Meter real local ranks too; default: up to 8.")
@@ -86,7 +89,9 @@ def volume(
             message = "it gives the sizes; leave out --hidden, --ffn, --real and --compare"
             raise typer.BadParameter(message, param_hint="--model")
         axes = axis_sizes(" ".join(fix or []), "--fix", EXPERT_AXES)
-        of_model(model, ranks, tokens, sequence, target, DTYPES[dtype], top, axes, json_file, csv_file, plot)
+        of_model(
+            model, ranks, tokens, sequence, target, DTYPES[dtype], Wire.of(wire), top, axes, json_file, csv_file, plot
+        )
         return
     if fix or target is not None:
         raise typer.BadParameter("--fix and --target are for --model", param_hint="--fix")
@@ -107,7 +112,7 @@ def volume(
     from ndtp.testing import run
 
     shape, torch_dtype = BlockShape(tokens, hidden, ffn), getattr(torch, DTYPES[dtype])
-    itemsize = torch_dtype.itemsize
+    itemsize, sent = torch_dtype.itemsize, Wire.of(wire)
     chosen = cases(ranks, shape, top)
     small = scaled_down(shape, ranks)
     use_real = (ranks <= REAL_LIMIT if real is None else real) and ranks > 1
@@ -116,8 +121,8 @@ def volume(
         check_room("bench volume", needed, "--no-real, or sizes that halve more often")
     out = console(json_file)
     with fake_group(ranks):
-        metered = [meter(case, shape, torch_dtype) for case in chosen]
-    predicted = [case.predicted(shape, itemsize) for case in chosen]
+        metered = [meter(case, shape, torch_dtype, wire=sent) for case in chosen]
+    predicted = [case.predicted(shape, itemsize, sent) for case in chosen]
     rows: list[dict[str, Any]] = [
         {
             "grid": {axis: case.grid[axis] for axis in case.grid}, "scheme": case.scheme,
@@ -128,14 +133,16 @@ def volume(
         for case, want, got in zip(chosen, predicted, metered, strict=True)
     ]  # fmt: skip
     if use_real:
-        by_rank = meter_real(chosen, small, DTYPES[dtype], run)
+        by_rank = meter_real(chosen, small, DTYPES[dtype], run, sent)
         for i, (case, row) in enumerate(zip(chosen, rows, strict=True)):
-            want = case.predicted(small, itemsize)
+            want = case.predicted(small, itemsize, sent)
             row["real_bytes"] = max(ofrank[i].total for ofrank in by_rank)
             row["real_predicted_bytes"] = want.total
             row["equal"] = row["equal"] and all(ofrank[i] == want for ofrank in by_rank)
     rivals = _rivals(ranks, shape, torch_dtype) if compare else []
-    print_table(out, _volumes(rows, rivals, ranks, shape, dtype, small if use_real else None))
+    print_table(
+        out, _volumes(rows, rivals, ranks, shape, dtype + (f" as {sent}" if sent else ""), small if use_real else None)
+    )
     analysed = [analysis(case, shape) for case in _one_per_scheme(chosen)]
     print_table(out, _analysis(analysed))
     lines = [Line(str(case), case.scheme, want) for case, want in zip(chosen, predicted, strict=True)]
@@ -149,7 +156,7 @@ def volume(
         + ("" if published else "; a published formula differs")
     )
     write_json(json_file, {
-        "ranks": ranks, "tokens": tokens, "hidden": hidden, "ffn": ffn, "dtype": dtype, "rows": rows,
+        "ranks": ranks, "tokens": tokens, "hidden": hidden, "ffn": ffn, "dtype": dtype, "wire": wire, "rows": rows,
         "real_shape": [small.tokens, small.hidden, small.ffn] if use_real else None, "rivals": rivals,
         "analysis": [
             {

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ndtp.algebra.wire import Wire
 from ndtp.cli.common import console, print_table, write_json
 from ndtp.cli.progress import Bar
 from ndtp.cli.volume_files import Line, draw, write_csv
@@ -21,6 +22,7 @@ def of_model(
     sequence: int,
     target: int | None,
     dtype: str,
+    wire: Wire | None,
     top: int,
     fixed: Mapping[str, int],
     json_file: str | None,
@@ -51,11 +53,13 @@ def of_model(
     sequences = tokens // sequence
     config, what = read_file(path)
     counted = count_config(config, what)
-    request = Request(counted.blocks(tokens), ranks, Hardware.load("h100-ib"), dtype=dtype, fixed=dict(fixed))
+    request = Request(
+        counted.blocks(tokens), ranks, Hardware.load("h100-ib"), dtype=dtype, fixed=dict(fixed), wire=wire
+    )
     chosen = candidates(request, top)
     out, rows, lines = console(json_file), list[dict[str, Any]](), list[Line]()
     with fake_group(ranks), Bar(out, "grids", total=len(chosen)) as bar:
-        volume_of = ModelVolume(config, what, getattr(torch, dtype), sequence, target)
+        volume_of = ModelVolume(config, what, getattr(torch, dtype), sequence, target, wire)
         for i, candidate in enumerate(chosen):
             row = {
                 "grid": {axis: candidate.grid[axis] for axis in candidate.grid}, "scheme": candidate.scheme,
@@ -72,7 +76,8 @@ def of_model(
                     "by_axes": volume.by("axes"), "entries": {f"{entry}": entry.amount for entry in volume},
                 })  # fmt: skip
             bar.update(i + 1)
-    title = f"{counted.kind}, {sequences} sequences of {sequence}, {dtype}, {ranks} ranks"
+    sent = f" as {wire}" if wire else ""
+    title = f"{counted.kind}, {sequences} sequences of {sequence}, {dtype}{sent}, {ranks} ranks"
     print_table(out, _table(title, chosen, rows))
     write_csv(csv_file, lines)
     if plot is not None:
@@ -82,7 +87,7 @@ def of_model(
             out.print(f"wrote {file}")
     write_json(json_file, {
         "model": counted.kind, "ranks": ranks, "tokens": tokens, "sequence": sequence, "target": target,
-        "dtype": dtype, "rows": rows, "ok": bool(lines),
+        "dtype": dtype, "wire": wire and str(wire), "rows": rows, "ok": bool(lines),
     })  # fmt: skip
 
 

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from ndtp.algebra.wire import Wire
 from ndtp.cli.common import (
     COUNT,
     PICTURES,
     JsonOption,
+    WireOption,
     axis_sizes,
     console,
     print_table,
@@ -72,6 +74,7 @@ def plan(
     fix: Annotated[list[str] | None, typer.Option(metavar="AXIS=SIZE", help="An axis that is given: dp=4.")] = None,
     no_pad: Annotated[bool, typer.Option("--no-pad", help="Only grids that divide every size.")] = False,
     chunks: Annotated[int, typer.Option(help="Overlap collectives and products in this many pieces.")] = 1,
+    wire: WireOption = None,
     top: Annotated[int, typer.Option(callback=COUNT, help="Rows of the table, and plans in the JSON.")] = 10,
     json_file: JsonOption = None,
     plot: Annotated[
@@ -94,7 +97,7 @@ def plan(
     from ndtp.planner.block_cost import AXES, EXPERT_AXES
     from ndtp.planner.hardware import Hardware
     from ndtp.planner.request import Request, check_arguments
-    from ndtp.planner.search import search
+    from ndtp.planner.search import search, wire_savings
     from ndtp.planner.training.splits import STEP_AXES
 
     if model is None and (hidden is None or ffn is None):
@@ -107,7 +110,7 @@ def plan(
         asked = Asked(
             model, ranks, tokens, sequence, hardware, {"fp8": "float8"}.get(dtype, SHORT.get(dtype, dtype)), software,
             recompute, optimizer, memory_limit, tp_within_node,
-            axis_sizes(" ".join(fix or []), "--fix", (*STEP_AXES, "micro", "virtual")),
+            axis_sizes(" ".join(fix or []), "--fix", (*STEP_AXES, "micro", "virtual")), Wire.of(wire),
         )  # fmt: skip
         if (question := question_of(asked, sizes)) is not None:
             say_model(out, sizes)
@@ -128,17 +131,22 @@ def plan(
         blocks, ranks, Hardware.load(hardware), layers=layers if sizes is None and layers is not None else 1,
         objective=objective, dtype=SHORT.get(dtype, dtype), optimizer=optimizer, memory_limit_gib=memory_limit,
         fixed=axis_sizes(" ".join(fix or []), "--fix", axes), tp_within_node=tp_within_node, pad=not no_pad,
-        chunks=chunks,
+        chunks=chunks, wire=Wire.of(wire),
     )  # fmt: skip
     plans = search(request)
     if sizes is not None:
         say_model(out, sizes)
     print_table(out, _table(plans[:top], len(plans)))
     _say_best(out, plans[0], sizes is not None)
+    savings = wire_savings(plans[0])
+    _say_savings(out, savings)
     if plot is not None:
         _plot(plans[0], plot)
         out.print(f"wrote {plot}")
-    write_json(json_file, _result(plans[:top]) | ({} if sizes is None else {"model": model_as_dict(sizes)}))
+    write_json(
+        json_file,
+        _result(plans[:top]) | ({} if sizes is None else {"model": model_as_dict(sizes)}) | {"wires": savings},
+    )
 
 
 def _blocks(
@@ -202,7 +210,8 @@ def _say_best(out: Any, best: GridPlan, whole: bool) -> None:
     axes = best.grid.nontrivial(best.grid.names) or ("x",)
     grid = ", ".join(f"{axis}={best.grid[axis]}" for axis in axes)
     block = best.request.main
-    extra = "".join(f", {name}={value!r}" for name, value in (("regather", best.regather), ("pad", best.pad)) if value)
+    options = (("regather", best.regather), ("pad", best.pad), ("wire", best.request.wire and str(best.request.wire)))
+    extra = "".join(f", {name}={value!r}" for name, value in options if value)
     out.print(f"  mesh = ndtp.ProcessGrid(ndtp.Grid({grid}))", highlight=False, soft_wrap=True)
     if best.expert_axis is not None:  # e, if the grid has it, need not be named
         extra = f", expert_axis={best.expert_axis!r}" if best.expert_axis != ("e",) else ""
@@ -222,6 +231,18 @@ def _say_best(out: Any, best: GridPlan, whole: bool) -> None:
     module = "GatedMLP" if len(block.outs) == 2 else "MLP"
     call = f'ndtp.nn.{module}({block.hidden}, {block.inner}, mesh=mesh, scheme="{best.scheme}"{extra})'
     out.print(f"  block = {call}", highlight=False, soft_wrap=True)
+
+
+def _say_savings(out: Any, savings: list[dict[str, Any]]) -> None:
+    """Say what this grid would receive, and how long a step would take, in each dtype of the wire."""
+    first, *others = savings
+    if first["volume_bytes"] and others:
+        mib = first["volume_bytes"] / 2**20
+        out.print(f"In fewer bytes (--wire) this grid's {mib:,.4g} MiB and {first['step_ms']:.4g} ms would be:")
+        for each in others:
+            share = each["volume_bytes"] / first["volume_bytes"]
+            text = f"  {each['wire']:5} {each['volume_bytes'] / 2**20:,.4g} MiB ({share:.0%}), {each['step_ms']:.4g} ms"
+            out.print(text, highlight=False)
 
 
 def _plot(best: GridPlan, path: Path) -> None:

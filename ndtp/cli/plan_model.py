@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from ndtp.algebra.wire import Wire
 from ndtp.cli.common import print_table, writing
 from ndtp.errors import GridError
 
@@ -37,6 +38,7 @@ class Asked:
     memory_limit: float | None
     within_node: bool
     fixed: dict[str, int]
+    wire: Wire | None = None
 
 
 def question_of(asked: Asked, model: ModelSizes | CountedModel) -> Question | None:
@@ -67,7 +69,7 @@ def question_of(asked: Asked, model: ModelSizes | CountedModel) -> Question | No
             f"plan: --tokens {tokens} are no whole sequences of {sequence}\n"
             f"  fix: --tokens {max(1, batch) * sequence}, or --sequence"
         )
-    practice = replace(PRACTICES[asked.software], dtype=asked.dtype)
+    practice = replace(PRACTICES[asked.software], dtype=asked.dtype, wire=asked.wire)
     again = ("none", "layer") if asked.software == "ndtp" else ("none", "products", "layer")
     return Question(
         shape, batch, asked.ranks, Hardware.load(asked.hardware), practice,
@@ -156,6 +158,17 @@ def _say(out: Any, best: SplitChoice, choices: list[SplitChoice]) -> None:
     from ndtp.planner.training.reasons import limits, why
 
     out.print(f"{why(best)} What limits it: {limits(best)}.", highlight=False)
+    if best.practice.wire is None and best.question.ranks > 1:
+        named = ", ".join(f"{seconds:.4g} s as {name}" for name, seconds in in_fewer_bytes(best).items())
+        out.print(f"In fewer bytes (--wire) the step would take {named}, not {best.seconds:.4g} s.", highlight=False)
+
+
+def in_fewer_bytes(best: SplitChoice) -> dict[str, float]:
+    """Return the seconds of a step on the splits of a choice by dtype of the wire; these compute in two bytes."""
+    from ndtp.planner.training.choose import weigh
+
+    ways = {name: replace(best.practice, wire=Wire.of(name)) for name in ("fp8", "int8")}
+    return {name: weigh(best.question, best.splits, way, best.order).seconds for name, way in ways.items()}
 
 
 def result(choices: list[SplitChoice]) -> dict[str, Any]:

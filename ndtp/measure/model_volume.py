@@ -17,6 +17,7 @@ from torch import nn
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.volume import Traffic, Volume
+from ndtp.algebra.wire import Wire
 from ndtp.errors import LayoutError
 from ndtp.models.counted import built
 from ndtp.models.parallelize import parallelize
@@ -80,10 +81,16 @@ class ModelVolume:
     """
 
     def __init__(
-        self, config: Mapping[str, Any], what: str, dtype: torch.dtype, sequence: int, target: int | None = None
+        self,
+        config: Mapping[str, Any],
+        what: str,
+        dtype: torch.dtype,
+        sequence: int,
+        target: int | None = None,
+        wire: Wire | None = None,
     ) -> None:
         self.config, self.what, self.dtype = dict(config), what, dtype
-        self.sequence, self.target = sequence, target
+        self.sequence, self.target, self.wire = sequence, target, wire
         self.repeat = _repeat(self.config, what)
 
     def on(self, candidate: GridCandidate, sequences: int) -> Volume:
@@ -103,7 +110,7 @@ class ModelVolume:
 
     def _run(self, config: Mapping[str, Any], candidate: GridCandidate, sequences: int) -> Volume:
         model = built(config, self.what).to(self.dtype).train()
-        mesh = ProcessGrid(candidate.grid, device_type="cpu")
+        mesh = ProcessGrid(candidate.grid, device_type="cpu", wire=self.wire)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             split: Any = parallelize(

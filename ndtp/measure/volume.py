@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.schemes import block_layouts, scheme_of
 from ndtp.algebra.volume import Volume
+from ndtp.algebra.wire import Wire
 from ndtp.collectives.meter import CommMeter
 from ndtp.dtypes import SIZES
 from ndtp.errors import GridError, LayoutError
@@ -48,15 +49,15 @@ class VolumeCase:
         axes = self.grid.nontrivial(self.grid.names)
         return " ".join(f"{axis}={self.grid[axis]}" for axis in axes) or "one rank"
 
-    def predicted(self, shape: BlockShape, itemsize: int) -> Volume:
-        """Bytes per rank of a forward and backward, by the algebra.
+    def predicted(self, shape: BlockShape, itemsize: int, wire: Wire | None = None) -> Volume:
+        """Bytes per rank of a forward and backward as they travel, by the algebra.
 
         Raises:
             LayoutError: sizes that the grid does not divide.
         """
         up, down = block_layouts(self.grid, self.scheme).plans()
         first, second = shape.products()
-        return (up.volume(first) + down.volume(second)).in_bytes(itemsize)
+        return up.num_bytes(first, itemsize, wire) + down.num_bytes(second, itemsize, wire)
 
 
 def cases(ranks: int, shape: BlockShape, top: int) -> list[VolumeCase]:
@@ -104,11 +105,13 @@ def fake_group(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def meter(case: VolumeCase, shape: BlockShape, dtype: torch.dtype, device: str = "meta") -> Volume:
+def meter(
+    case: VolumeCase, shape: BlockShape, dtype: torch.dtype, device: str = "meta", wire: Wire | None = None
+) -> Volume:
     """Return what this rank receives in a forward and backward of `ndtp.nn.MLP`, in the current process group."""
     from ndtp.nn import MLP
 
-    mesh = ProcessGrid(case.grid, device_type="cpu")
+    mesh = ProcessGrid(case.grid, device_type="cpu", wire=wire)
     mlp = MLP(shape.hidden, shape.ffn, bias=False, mesh=mesh, scheme=case.scheme, device=device, dtype=dtype, seed=0)
     x = torch.ones(mlp.in_layout.shard_shape((shape.tokens, shape.hidden)), device=device, dtype=dtype)
     return meter_step(mlp, x.requires_grad_())
@@ -122,16 +125,20 @@ def meter_step(module: torch.nn.Module, x: Any) -> Volume:
 
 
 def meter_real(
-    cases: Sequence[VolumeCase], shape: BlockShape, dtype_name: str, run: Callable[..., list[list[Volume]]]
+    cases: Sequence[VolumeCase],
+    shape: BlockShape,
+    dtype_name: str,
+    run: Callable[..., list[list[Volume]]],
+    wire: Wire | None = None,
 ) -> list[list[Volume]]:
     """Measure on every real rank, which `run` (`ndtp.testing.run`) starts: `[rank][case]`. The caller compares the
     ranks.
     """
-    return run(_meter_all, cases[0].grid.num_ranks, args=(list(cases), shape, dtype_name))
+    return run(_meter_all, cases[0].grid.num_ranks, args=(list(cases), shape, dtype_name, wire))
 
 
-def _meter_all(cases: Sequence[VolumeCase], shape: BlockShape, dtype_name: str) -> list[Volume]:
-    return [meter(case, shape, getattr(torch, dtype_name), "cpu") for case in cases]
+def _meter_all(cases: Sequence[VolumeCase], shape: BlockShape, dtype_name: str, wire: Wire | None) -> list[Volume]:
+    return [meter(case, shape, getattr(torch, dtype_name), "cpu", wire) for case in cases]
 
 
 def bytes_needed(cases: Sequence[VolumeCase], shape: BlockShape, dtype: str, rivals: bool = False) -> int:

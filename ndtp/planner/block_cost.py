@@ -195,22 +195,24 @@ def messages(block: Block, g: Grids, regather_a: Any = 0, regather_b: Any = 0) -
         products.append(("up", s.hidden * s.up, outside, between, "y", "x", hidden, s.up // i.y))
     if block.inner:
         products.append(("down", s.hidden * s.inner, inside, outside, "x", "y", s.inner // i.y, hidden))
+    of_table = hidden // (g.z * g.y)
     if block.tied:
         # y has some rows of the table each: what they find is summed.
         for phase, tensor, collective in (("forward", "A", "reduce_scatter"), ("dgrad", "dA", "all_gather")):
-            yield Transfer(phase, f"up {tensor}", collective, "y", outside)
+            yield Transfer(phase, f"up {tensor}", collective, "y", outside, row=hidden // g.z)
     elif block.looked_up:
         # A rank finds its features of all rows; they go to the ranks of these rows, and their gradient comes back.
         for phase, tensor in (("forward", "A"), ("dgrad", "dA")):
             for axis, others in (("z", g.y), ("y", 1)):
                 found = s.tokens * s.hidden // ranks // others * (getattr(g, axis) - 1) // getattr(g, axis)
-                yield Transfer(phase, f"up {tensor}", "all_to_all", axis, found)
+                yield Transfer(phase, f"up {tensor}", "all_to_all", axis, found, row=of_table)
         table = s.hidden * block.looked_up // (g.z * g.x * g.y)
-        yield Transfer("wgrad", "up dB", "all_reduce", data_axis, all_reduced(table, i.dp))
+        yield Transfer("wgrad", "up dB", "all_reduce", data_axis, all_reduced(table, i.dp), row=of_table)
     if block.key_heads:
         keys = s.tokens * block.key_features // ranks * (g.y - 1) * (block.key_heads % g.y != 0)
-        yield Transfer("forward", "up C", "all_gather", "y", keys)
-        yield Transfer("dgrad", "up dC", "reduce_scatter", "y", keys)
+        row = block.key_features // 2 // g.y
+        yield Transfer("forward", "up C", "all_gather", "y", keys, row=row)
+        yield Transfer("dgrad", "up dC", "reduce_scatter", "y", keys, row=row)
     for name, width, a, c, a_axis, c_axis, a_row, c_row in products:
         shard = copies * width // (over * i.z * i.x * i.y)
         weight, row = shard * (i.z - 1), a_row // i.z  # weights [out, in] are split over z along their last dim
@@ -239,17 +241,19 @@ def _sent(block: Block, g: Grids, s: Sizes) -> Iterator[Transfer]:
     Its router has features of tokens as they lie, and every weight whole: `ndtp.nn.router.Router` without losses.
     """
     i, here = g.inside(block.experts), s.tokens * s.hidden // g.ranks
+    row, moved = s.hidden // g.x, s.hidden // i.x
     x = g.x if block.whole_scores else i.x
     logits = s.tokens * x // g.ranks * block.experts
-    yield Transfer("forward", "up A", "all_to_all", "x", _of_others(here, g.x // i.x))
+    yield Transfer("forward", "up A", "all_to_all", "x", _of_others(here, g.x // i.x), row=row)
     yield Transfer("forward", "up A", "all_reduce", "x", all_reduced(logits, x), "wide")
     if block.whole_scores:
         yield Transfer("forward", "up A", "all_gather", "scores", (g.z * g.y - 1) * logits, "wide")
     others = math.prod(g.splits("counts").values())
     yield Transfer("forward", "up A", "all_gather", "counts", (others - 1) * block.experts, "counts")
-    yield Transfer("forward", "up A", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
-    yield Transfer("dgrad", "down dC", "all_to_all", "x", _of_others(here, g.x // i.x))
-    yield Transfer("dgrad", "down dC", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
+    chosen = _of_others(here * block.top_k, g.over(block.experts))
+    yield Transfer("forward", "up A", "all_to_all", "experts", chosen, row=moved)
+    yield Transfer("dgrad", "down dC", "all_to_all", "x", _of_others(here, g.x // i.x), row=row)
+    yield Transfer("dgrad", "down dC", "all_to_all", "experts", chosen, row=moved)
 
 
 def _returned(block: Block, g: Grids, s: Sizes) -> Iterator[Transfer]:
@@ -257,12 +261,14 @@ def _returned(block: Block, g: Grids, s: Sizes) -> Iterator[Transfer]:
     weight.
     """
     i, here = g.inside(block.experts), s.tokens * s.hidden // g.ranks
-    yield Transfer("forward", "down C", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
-    yield Transfer("forward", "down C", "all_to_all", "x", _of_others(here, g.x // i.x))
-    yield Transfer("dgrad", "up dA", "all_to_all", "experts", _of_others(here * block.top_k, g.over(block.experts)))
+    row, moved = s.hidden // g.x, s.hidden // i.x
+    chosen = _of_others(here * block.top_k, g.over(block.experts))
+    yield Transfer("forward", "down C", "all_to_all", "experts", chosen, row=moved)
+    yield Transfer("forward", "down C", "all_to_all", "x", _of_others(here, g.x // i.x), row=row)
+    yield Transfer("dgrad", "up dA", "all_to_all", "experts", chosen, row=moved)
     gates = s.tokens * i.x // g.ranks * block.top_k
     yield Transfer("dgrad", "up dA", "all_reduce", "x", all_reduced(gates, i.x), "wide")
-    yield Transfer("dgrad", "up dA", "all_to_all", "x", _of_others(here, g.x // i.x))
+    yield Transfer("dgrad", "up dA", "all_to_all", "x", _of_others(here, g.x // i.x), row=row)
     if block.whole_scores:  # gates are whole, too, and so is the router's weight on every rank
         others = math.prod(g.splits("gates").values()) - 1
         yield Transfer("dgrad", "up dA", "all_gather", "gates", others * gates, "wide")

@@ -90,6 +90,8 @@ class GridPlan:
             parts.append(_inside_experts(self))
         waited = self.exposed_ms / self.step_ms
         parts.append(f"{waited:.0%} of the step waits for it on {request.hardware.name}")
+        if request.wire is not None:
+            parts.append(f"tensors travel as {request.wire}")
         if self.regather:
             operands = " and ".join({"a": "activations", "b": "weights"}[operand] for operand in self.regather)
             parts.append(f"backward gathers {operands} again to save memory")

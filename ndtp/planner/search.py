@@ -29,6 +29,7 @@ from ndtp.schedule.clocks import LaneSpan
 
 # A step predicted this near to the fastest one is as fast: the model errs by more.  Less memory is better then.
 TIE = 0.01
+WIRES = ("bf16", "fp8", "int8")  # whose savings are told
 
 # Operands that backward gathers again, in the order in which they are tried against a memory limit.
 REGATHERS: tuple[tuple[str, ...], ...] = ((), ("b",), ("a",), ("a", "b"))
@@ -296,6 +297,19 @@ def predict(request: Request, grid: Grid, expert_axis: Sequence[str] = ()) -> Ti
     """The time of a step on one grid, in the order in which it is given."""
     work, network = _on(request, grid, expert_axis)
     return work.time(network)
+
+
+def wire_savings(plan: GridPlan) -> list[dict[str, Any]]:
+    """Return what a step on a plan's grid receives and takes as it computes, and in each dtype that has fewer bytes."""
+    found, g = [], grids_of(plan.grid, plan.expert_axis or ())
+    for name in (None, *WIRES):
+        if name is not None and Wire.of(name).format("weights").itemsize >= plan.request.itemsize:  # type: ignore[union-attr]
+            continue
+        request = replace(plan.request, wire=Wire.of(name))
+        volume, _ = _costs(request, g, plan.regather)
+        seconds = predict(request, plan.grid, plan.expert_axis or ()).total
+        found.append({"wire": name, "volume_bytes": int(volume), "step_ms": float(seconds) * 1e3})
+    return found
 
 
 def weigh(request: Request, g: Grids, order: Sequence[str]) -> tuple[Any, Any, Any]:

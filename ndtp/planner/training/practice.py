@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ndtp.algebra.wire import Wire
 from ndtp.errors import GridError
 from ndtp.planner.fields import Kind, Number, Word
 
@@ -54,6 +55,7 @@ class Practice:
         keeps_gathered: whether gathered activations are kept for backward, and not gathered again.
         loss_rows: rows of logits at a time, whose gradient is made at once; 0: all rows, and backward makes it.
         imbalance: rows of the fullest rank of experts, over the mean.
+        wire: the dtypes in which operands of products and gradients travel.
     """
 
     dtype: str = "bfloat16"
@@ -73,6 +75,7 @@ class Practice:
     keeps_gathered: bool = False
     loss_rows: int = 0
     imbalance: float = 1.0
+    wire: Wire | None = None
 
     def __post_init__(self) -> None:
         for name, kind in FIELDS.items():

@@ -117,6 +117,7 @@ def program(choice: SplitChoice, config: str) -> str:
     again = "    model.gradient_checkpointing_enable()\n" if choice.practice.recompute != "none" else ""
     options = ', expert_axis=("e",)' if s.e > 1 else ""
     options += ', regather=("b",)' if choice.practice.regather and s.z > 1 else ""
+    options += f", wire={str(choice.practice.wire)!r}" if choice.practice.wire is not None else ""
     dtype = {"float8": "bfloat16"}.get(choice.practice.dtype, choice.practice.dtype)
     head = HEAD.format(
         title=f"{question.model.name} on {question.ranks} ranks: {s}.", nodes=max(1, question.ranks // per_node),

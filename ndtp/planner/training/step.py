@@ -169,7 +169,7 @@ class _Clock:
             if message.axis in ("experts", "counts") or (message.collective == "all_to_all" and message.axis == "x"):
                 kind = "experts" if block.experts else kind
             size = practice.reduce_bytes if message.tensor.endswith(" dB") else 2
-            received = np.asarray(message.num_bytes(size), dtype=np.float64)
+            received = np.asarray(message.num_bytes(size, practice.wire), dtype=np.float64)
             phase = "forward" if message.phase == "forward" else "backward"
             seconds = self.network.seconds(message.collective, message.axis, received)
             found[kind, phase] = found.get((kind, phase), 0.0) + seconds
@@ -246,11 +246,13 @@ class _Clock:
         parameters = held(self.job.model, s)
         copies = s.replicas
         parts = (copies - 1) / copies
+        form = None if practice.wire is None else practice.wire.format("weight_gradients")
+        size = practice.reduce_bytes if form is None else min(form.itemsize, practice.reduce_bytes)
         if practice.shard_optimizer:
-            sums = self.network.seconds("reduce_scatter", "replicas", parameters * practice.reduce_bytes * parts)
+            sums = self.network.seconds("reduce_scatter", "replicas", parameters * size * parts)
             new = self.network.seconds("all_gather", "replicas", parameters * 2.0 * parts)
         else:
-            sums = self.network.seconds("all_reduce", "replicas", 2 * parameters * practice.reduce_bytes * parts)
+            sums = self.network.seconds("all_reduce", "replicas", 2 * parameters * size * parts)
             new = 0.0
         if not practice.overlap_data:
             return sums + new
