@@ -65,7 +65,7 @@ class Codec:
     def decode(self, received: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
         """The tensor of a shape that was written into bytes, in `dtype`."""
         payload, scales = self._parts(received, shape)
-        if self.largest is None:
+        if self.largest is None or not payload.numel():
             return payload.to(dtype)
         scale = scales.clone().view(torch.float32).view(*shape[:-1], 1)  # those bytes may lie at any address
         if dtype == torch.float64:
@@ -75,19 +75,22 @@ class Codec:
 
     def encode_rows(self, x: Tensor) -> Tensor:
         """Return rows [rows, width] as bytes [rows, ..]: the numbers of each, and its scale behind them."""
-        if self.largest is None:
-            return x.to(self.dtype).view(torch.uint8)
         if not x.numel():
             return x.new_zeros(x.shape[0], self.num_bytes((1, x.shape[1])), dtype=torch.uint8)
+        if self.largest is None:
+            return x.to(self.dtype).view(torch.uint8)
         quantised, scale = self.quantised(x)
         return torch.cat([quantised.to(self.dtype).view(torch.uint8), scale.view(torch.uint8)], 1)
 
     def decode_rows(self, received: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """The rows [rows, width] that were written into bytes, in `dtype`."""
+        if not received.shape[0] or not width:
+            return received.new_zeros(received.shape[0], width, dtype=dtype)
         if self.largest is None:
             return received.view(self.dtype).to(dtype)
-        numbers = received[:, : width * self.dtype.itemsize].contiguous().view(self.dtype)
-        scale = received[:, width * self.dtype.itemsize :].contiguous().view(torch.float32)
+        cut, order = width * self.dtype.itemsize, torch.contiguous_format
+        numbers = received[:, :cut].clone(memory_format=order).view(self.dtype)
+        scale = received[:, cut:].clone(memory_format=order).view(torch.float32)
         wide = torch.promote_types(dtype, torch.float32)
         return (numbers.to(wide) * scale).to(dtype)
 

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.steps import relayout_steps
+from ndtp.algebra.steps import PlanMove, relayout_steps
 from ndtp.algebra.volume import Volume, traffic
+from ndtp.algebra.wire import traffic_in_bytes
 from ndtp.errors import LayoutError
 from ndtp.models.between import Between, Passage, enter, leave
 from ndtp.nn.linear import Linear
@@ -98,12 +99,34 @@ class BoundaryLinear(Linear):
         outside = self.boundary.outside
         tokens = padded_tokens(tokens, self.boundary.row_multiple, outside)
         total = super().volume(tokens, dgrad)
-        moves = []
-        if self.boundary.enters and dgrad:
-            moves.append(("dgrad", self.in_layout, outside, self.padded_in))
-        if self.boundary.leaves:
-            moves.append(("forward", self.out_layout, outside, self.padded_out))
-        for phase, source, target, features in moves:
-            steps = relayout_steps(self.mesh.grid, source.dims, target.dims)
-            total += Volume.of(traffic(self.mesh.grid, steps, source.shard_shape((tokens, features)), phase))
+        for move, shape in self._moves(tokens, dgrad):
+            total += Volume.of(traffic(self.mesh.grid, move.steps, shape, move.phase))
         return total
+
+    def num_bytes(self, tokens: int, dgrad: bool = True) -> Volume:
+        """Return the traffic of `volume` in bytes as they travel, scales included."""
+        tokens = padded_tokens(tokens, self.boundary.row_multiple, self.boundary.outside)
+        itemsize, wire, trains = self.weight.element_size(), self.mesh.wire, self.bias is not None
+        total = self.plan.num_bytes(
+            (tokens, self.padded_in, self.padded_out), itemsize, wire, dgrad=dgrad, wgrad=self.weight.requires_grad,
+            bias=trains, bias_grad=self.bias is not None and self.bias.requires_grad,
+        )  # fmt: skip
+        for move, shape in self._moves(tokens, dgrad):
+            form = None if wire is None else wire.format(move.tensor)
+            total += Volume.of(traffic_in_bytes(self.mesh.grid, move.steps, shape, move.phase, itemsize, form))
+        return total
+
+    def _moves(self, tokens: int, dgrad: bool) -> list[tuple[PlanMove, tuple[int, ...]]]:
+        """The conversions at the boundary, by the kind of tensor, and the local shapes that they start from."""
+        outside, moves = self.boundary.outside, []
+        if self.boundary.enters and dgrad:
+            moves.append(("dgrad", "activation_gradients", self.in_layout, self.padded_in))
+        if self.boundary.leaves:
+            moves.append(("forward", "activations", self.out_layout, self.padded_out))
+        return [
+            (
+                PlanMove(phase, kind, relayout_steps(self.mesh.grid, source.dims, outside.dims)),
+                source.shard_shape((tokens, features)),
+            )
+            for phase, kind, source, features in moves
+        ]

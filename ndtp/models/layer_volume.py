@@ -33,17 +33,20 @@ def product_volume(members: Sequence[Projection], rows: int) -> Volume:
     """Bytes of a step of layers that are one product."""
     first = members[0]
     biases = [bias for m in members if (bias := m._parameters.get("bias")) is not None]
-    total = first.plan.volume(
+    itemsize, wire = first.weight.element_size(), first.mesh.wire
+    total = first.plan.num_bytes(
         (rows, first.width, sum(m.out_width for m in members)),
+        itemsize,
+        wire,
         wgrad=any(m.weight.requires_grad for m in members),
         bias=bool(biases),
         bias_grad=any(bias.requires_grad for bias in biases),
     )
     if first.stored != first.plan.b:
         (member,) = members
-        stored = RelayoutPlan(member.stored, member.plan.b)
-        total += stored.volume(member.lies["weight"].shape, member.weight.requires_grad)
+        stored = RelayoutPlan(member.stored, member.plan.b, kind="weights")
+        total += stored.num_bytes(member.lies["weight"].shape, itemsize, wire, member.weight.requires_grad)
         for bias in biases:
             one = RelayoutPlan(Layout(member.plan.grid, None), member.plan.bias)
-            total += one.volume(bias.shape, bias.requires_grad)
-    return total.in_bytes(first.weight.element_size())
+            total += one.num_bytes(bias.shape, itemsize, wire, bias.requires_grad)
+    return total

@@ -7,7 +7,6 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ndtp.algebra.grid import Grid
@@ -15,13 +14,13 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts, block_layouts, known_scheme
 from ndtp.errors import LayoutError
 from ndtp.models.any_model import AnyModel
-from ndtp.models.auto import best_grid, best_layouts, request_for
 from ndtp.models.auto_whole import plan_whole
 from ndtp.models.boundary import BoundaryLinear
+from ndtp.models.chosen_meshes import best_for_pairs, mesh_of_all_ranks
 from ndtp.models.first_call import FirstCall, can_wait, finish
 from ndtp.models.held import Held
 from ndtp.models.left_alone import why_left
-from ndtp.models.linear_pairs import Pair, find_pairs, pairs_by_name
+from ndtp.models.linear_pairs import find_pairs, pairs_by_name
 from ndtp.models.named_plan import BY_PLAN, LAYOUTS, NamedPlan, named_layouts, schemes_in
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.observation import observe
@@ -39,7 +38,7 @@ from ndtp.models.torch_stacks import TorchSplit, find_stacks
 from ndtp.models.transformer import Split, is_transformer, split_before
 from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
-from ndtp.runtime.given_mesh import given_mesh
+from ndtp.runtime.given_mesh import GivenWire, given_mesh
 from ndtp.runtime.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
@@ -71,6 +70,7 @@ def parallelize(
     pad: bool = True,
     regather: tuple[str, ...] = (),
     chunks: int | str = "auto",
+    wire: GivenWire = None,
     tokens: int | None = None,
     hardware: str | Hardware = "h100-ib",
     keep: Sequence[str] = (),
@@ -107,7 +107,7 @@ def parallelize(
         tokens, hardware: what "auto" plans for: rows of a step, and a preset or profile of `ndtp.planner.hardware`.
             By a profile that was measured (`ndtp bench calibrate`) numbers of chunks are chosen, too.
         pad: pad sizes that do not divide; without it they are an error.
-        regather, chunks: as for `ndtp.nn.Linear`.
+        regather, chunks, wire: as for `ndtp.nn.Linear`.  A plan of `ndtp.plan` may name a wire, too.
         keep: names of layers that stay whole, with wildcards, as None says in `plan`.  What is recognised (attention,
             an MLP) stays whole with each of its layers.
         expert_axis: the axes that split the experts of a transformer, as for `ndtp.nn.MoE`; "auto" chooses them where
@@ -134,12 +134,13 @@ def parallelize(
     """
     if isinstance(plan, str):
         raise LayoutError(f"parallelize: plan is {plan!r}, which is no plan\n  fix: scheme={plan!r}, by its name")
-    mesh = None if mesh is None else given_mesh(mesh, "parallelize", makes=True)
     if scheme != "auto":
         known_scheme(scheme)
     if isinstance(plan, GridPlan):
         expert_axis = plan.expert_axis if expert_axis is None else expert_axis
+        wire = plan.request.wire if wire is None else wire
         scheme, regather, plan = plan.scheme, plan.regather, None
+    mesh = None if mesh is None else given_mesh(mesh, "parallelize", makes=True, wire=wire)
     names = NamedPlan.given(plan, keep, scheme)
     values = {} if names.names_pairs else names.values(model)
     schemes = schemes_in(values, model)
@@ -159,7 +160,7 @@ def parallelize(
         model.ndtp_report = report  # type: ignore[assignment]
         return rechecked(model, recheck)
     if mesh is None and scheme != "auto":
-        mesh = _of_all_ranks(scheme, axes)
+        mesh = mesh_of_all_ranks(scheme, axes, wire)
     made_by = names.scheme if len(report.plan) == 1 else f"{report.plan}"
     options: dict[str, Any] = {"regather": regather, "chunks": chunks}
 
@@ -193,7 +194,7 @@ def parallelize(
     if not names.names_pairs and is_transformer(model) and (mesh is not None or scheme == "auto"):
         split_by = (expert_axis,) if isinstance(expert_axis, str) else expert_axis
         if scheme == "auto":
-            mesh, layouts, split_by, report.planned = plan_whole(model, mesh, tokens, hardware, split_by)
+            mesh, layouts, split_by, report.planned = plan_whole(model, mesh, tokens, hardware, split_by, wire)
         else:
             layouts = block_layouts(mesh.grid, scheme, axes)  # type: ignore[union-attr]
         assert mesh is not None
@@ -211,7 +212,7 @@ def parallelize(
             report.kept |= dict.fromkeys((*pair.ups, pair.down), BY_PLAN)
             pairs.remove(pair)
     if scheme == "auto":
-        mesh, layouts = _automatic(model, pairs, mesh, tokens, hardware)
+        mesh, layouts = best_for_pairs(model, pairs, mesh, tokens, hardware, wire)
     else:
         assert mesh is not None
         layouts = block_layouts(mesh.grid, scheme, axes)
@@ -247,33 +248,6 @@ def parallelize(
     return rechecked(model, recheck)
 
 
-def _of_all_ranks(scheme: str, axes: Sequence[str] | None) -> ProcessGrid:
-    """The mesh where none is given: all ranks as one axis, where a scheme has but one."""
-    if scheme not in ("1d", "1d-sp"):
-        raise LayoutError(
-            f"parallelize: no mesh is given, and scheme {scheme!r} does not say how many ranks its axes have\n  fix: "
-            "parallelize(model, ndtp.Grid(x=2, y=2)), whose sizes multiply to the number of ranks; scheme='1d', which "
-            "takes all ranks as one axis; or scheme='auto' with tokens=, the rows of a step"
-        )
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return ProcessGrid(Grid({axes[0] if axes else "x": ranks}))
-
-
 def _is_in(name: str, stack: str) -> bool:
     """Return whether a module is a part of another."""
     return not stack or name == stack or name.startswith(f"{stack}.")
-
-
-def _automatic(
-    model: nn.Module, pairs: Sequence[Pair], mesh: ProcessGrid | None, tokens: int | None, hardware: str | Hardware
-) -> tuple[ProcessGrid, BlockLayouts]:
-    """The mesh and the layouts that the planner would take."""
-    if tokens is None:
-        raise LayoutError("parallelize: scheme='auto' plans for a number of rows; give tokens=, those of a step")
-    ups = [model.get_submodule(pair.up) for pair in pairs]
-    sizes = [(up.in_features, up.out_features, pair.gate is not None) for up, pair in zip(ups, pairs, strict=True)]
-    dtype = str(ups[0].weight.dtype).removeprefix("torch.") if ups else "float32"
-    ranks = mesh.grid.num_ranks if mesh else dist.get_world_size() if dist.is_initialized() else 1
-    request = request_for(sizes, tokens, ranks, hardware, dtype)  # type: ignore[arg-type]
-    mesh = mesh or ProcessGrid(best_grid(request))
-    return mesh, best_layouts(request, mesh.grid)

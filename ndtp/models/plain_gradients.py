@@ -23,7 +23,9 @@ from torch.autograd import Variable
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import reduction_volume
+from ndtp.algebra.steps import Step
 from ndtp.algebra.volume import Volume
+from ndtp.algebra.wire import traffic_in_bytes
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Replicated
 from ndtp.models.left_alone import is_foreign
@@ -86,8 +88,12 @@ class PlainGradients:
         total = Volume()
         for bucket in self._buckets():
             elements = sum(1 + parameter.numel() for _, _, parameter in bucket)
-            volume = reduction_volume(self.mesh.grid, self.axes, (elements,), "wgrad")
-            total += volume.in_bytes(bucket[0][2].element_size()) if in_bytes else volume
+            if in_bytes:
+                form = None if self.mesh.wire is None else self.mesh.wire.format("weight_gradients")
+                step, itemsize = Step("all_reduce", self.axes), bucket[0][2].element_size()
+                total += Volume.of(traffic_in_bytes(self.mesh.grid, (step,), (elements,), "wgrad", itemsize, form))
+            else:
+                total += reduction_volume(self.mesh.grid, self.axes, (elements,), "wgrad")
         return total
 
     def _take(self, place: int, gradient: Tensor) -> Tensor | None:

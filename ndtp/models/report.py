@@ -86,7 +86,7 @@ class Report:
         if self.stacks:
             if sequence is None:
                 raise LayoutError("report.volume: a model with transformer layers takes volume(batch, sequence)")
-            pairs = [layer.volume(tokens * sequence).in_bytes(layer.weight.element_size()) for layer in self.layers]
+            pairs = [layer.num_bytes(tokens * sequence) for layer in self.layers]
             plain = self.plain.volume(in_bytes=True) if self.plain else Volume()
             return sum((stack.volume(tokens, sequence) for stack in self.stacks), sum(pairs, plain))
         return sum((layer.volume(tokens) for layer in self.layers), self.plain.volume() if self.plain else Volume())
@@ -109,6 +109,19 @@ class Report:
         if earlier is not None and earlier is not self:
             self.include(earlier)
         model.ndtp_report = self  # type: ignore[assignment]
+
+    def num_bytes(self, tokens: int | None = None, sequence: int | None = None, **inputs: Any) -> Volume:
+        """The exact traffic of a training step in bytes as they travel, scales included, of every kind of model.
+
+        Args:
+            tokens, sequence, inputs: as for `volume`.
+        """
+        if self.split is not None or self.stacks:
+            return self.volume(tokens, sequence, **inputs)
+        if tokens is None or sequence is not None or inputs:
+            raise LayoutError("report.num_bytes: this model takes num_bytes(tokens)")
+        plain = self.plain.volume(in_bytes=True) if self.plain else Volume()
+        return sum((layer.num_bytes(tokens) for layer in self.layers), plain)
 
     def count(self, model: nn.Module, linears: int, replaced: int) -> None:
         """Take stock of the model as it is now."""

@@ -167,15 +167,17 @@ class SplitMultihead(Adopted, nn.MultiheadAttention):
         """Bytes of a step of self-attention of so many rows of all dp ranks, `out_proj` left out."""
         weight, bias = self.in_proj_weight, self.in_proj_bias
         assert weight is not None
-        total = self.plan.volume(
-            (rows, self.width, 3 * self.embed_dim), wgrad=weight.requires_grad, bias=bias is not None,
+        itemsize, wire = weight.element_size(), self.mesh.wire
+        total = self.plan.num_bytes(
+            (rows, self.width, 3 * self.embed_dim), itemsize, wire, wgrad=weight.requires_grad, bias=bias is not None,
             bias_grad=bias is not None and bias.requires_grad,
         )  # fmt: skip
-        total += RelayoutPlan(self.stored, self.plan.b).volume(self.lies["in_proj_weight"].shape, weight.requires_grad)
+        stored = RelayoutPlan(self.stored, self.plan.b, kind="weights")
+        total += stored.num_bytes(self.lies["in_proj_weight"].shape, itemsize, wire, weight.requires_grad)
         if bias is not None:
             one = RelayoutPlan(Layout(self.mesh.grid, None), self.plan.bias)
-            total += one.volume(bias.shape, bias.requires_grad)
-        return total.in_bytes(weight.element_size())
+            total += one.num_bytes(bias.shape, itemsize, wire, bias.requires_grad)
+        return total
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:

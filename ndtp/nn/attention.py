@@ -31,7 +31,7 @@ from ndtp.nn.linear import Linear
 from ndtp.nn.norms import LayerNorm, RMSNorm
 from ndtp.nn.padding import as_rows, with_leading_dims
 from ndtp.nn.random import given_or_drawn
-from ndtp.nn.sharded import BlockModule, memory_of
+from ndtp.nn.sharded import BlockModule, bytes_of, memory_of
 from ndtp.ops.memory import Memory
 from ndtp.ops.products import chain
 from ndtp.ops.reductions import reduce
@@ -314,6 +314,12 @@ class Attention(BlockModule):
 
     def _norms(self) -> list[LayerNorm | RMSNorm]:
         return [] if self.qk_norm is None else [self.q_norm, self.k_norm]
+
+    def num_bytes(self, batch: int, length: int, dgrad: bool = True) -> Volume:
+        """The traffic of `volume` in bytes as they travel on this mesh, scales included."""
+        shape = self.in_layout.shard_shape((batch * length, self.hidden))
+        x = torch.empty(shape, dtype=self.q_proj.weight.dtype, device="meta", requires_grad=dgrad)
+        return bytes_of(_OfLength(self, length), self.mesh, (x,))
 
     def memory(self, batch: int, length: int, dgrad: bool = True, backend: str | None = None) -> Memory:
         """Bytes that a forward and backward need beside input and parameters; see `ndtp.ops.memory`.

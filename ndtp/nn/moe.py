@@ -24,7 +24,7 @@ from ndtp.nn.padding import as_rows, with_leading_dims
 from ndtp.nn.random import draw_seed
 from ndtp.nn.router import Router, Routing
 from ndtp.nn.routers import ROUTERS, DeepSeek
-from ndtp.nn.sharded import BlockModule, memory_of
+from ndtp.nn.sharded import BlockModule, bytes_of, memory_of
 from ndtp.ops.experts import known_counts
 from ndtp.ops.memory import Memory
 from ndtp.ops.moving import enter
@@ -253,9 +253,18 @@ class MoE(BlockModule):
     def num_bytes(
         self, tokens: int, dgrad: bool = True, *, routing: Routes = "balanced", rank: int | None = None
     ) -> Volume:
-        """Return the volume in bytes: rows and weights in the experts' dtype, the router's in its own, counts in
-        four bytes.
+        """Return the volume in bytes: rows and weights in the experts' dtype, or as the wire has them, the router's in
+        its own, counts in four bytes.
+
+        Raises:
+            LayoutError: another rank's with a wire.
         """
+        if self.mesh.wire is not None:
+            if rank not in (None, self.mesh.rank):
+                raise LayoutError(
+                    f"MoE '{self.name}': with a wire, num_bytes tells this rank's bytes\n  fix: rank=None"
+                )
+            return self._dry(tokens, dgrad, routing, lambda x, _: bytes_of(self, self.mesh, (x,)))
         wide, own = self.router.weight.element_size(), self.experts.down_proj.element_size()
         sizes = {"rows": own, "router": wide, "counts": 4}
         found = self._volumes(tokens, dgrad, routing, rank)
@@ -271,6 +280,10 @@ class MoE(BlockModule):
             backend: "gloo" or "nccl"; default: that of the mesh.
             routing: as for `volume`.
         """
+        return self._dry(tokens, dgrad, routing, lambda x, shape: memory_of(self, self.mesh, (x,), shape, backend))
+
+    def _dry(self, tokens: int, dgrad: bool, routing: Routes, run: Callable[[Tensor, Any], Any]) -> Any:
+        """Return what a run on rows without memory, of this routing, gives."""
         grid, plan = self.mesh.grid, self.plan
         shape = self.in_layout.shard_shape((tokens, self.hidden))
         here = plan.tokens.shard_shape((tokens, self.hidden))[0]
@@ -280,7 +293,7 @@ class MoE(BlockModule):
         routed, self.routing = self.routing, None
         self.experts.expected = [table[grid.index(peer, plan.row_axes)] for peer in peers]
         try:
-            return memory_of(self, self.mesh, (x,), shape, backend)
+            return run(x, shape)
         finally:
             self.routing, self.experts.expected = routed, ()
 

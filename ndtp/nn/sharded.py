@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
+from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, full, taken
 from ndtp.ops.memory import Memory, measured
@@ -146,6 +147,22 @@ def memory_of(
     dtype = next(x.dtype for x in (*inputs, *shadow.parameters()) if x.is_floating_point())
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *shadow.parameters()))
     return measured(lambda: shadow(*inputs), torch.empty(out, dtype=dtype, device="meta") if wanted else None)
+
+
+def bytes_of(module: nn.Module, mesh: ProcessGrid, inputs: Sequence[Tensor]) -> Volume:
+    """Bytes that a rank receives in a forward and backward of a module, as they travel, scales included.
+
+    It runs a copy whose parameters are shards without memory, on a grid that sends nothing.
+
+    Args:
+        inputs: this rank's shards, on the meta device.
+    """
+    shadow, dry = shadow_of(module, mesh)
+    y = shadow(*inputs)
+    if y.requires_grad:
+        y.backward(torch.empty_like(y))
+    volume: Volume = dry.volume
+    return volume
 
 
 def shadow_of(module: nn.Module, mesh: ProcessGrid, backend: str | None = None, leave: Any = None) -> tuple[Any, Any]:

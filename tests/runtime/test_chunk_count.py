@@ -145,7 +145,7 @@ def test_every_rank_chooses_alike_from_what_all_measured(ranks, tmp_path):
 def test_what_is_not_worth_a_measurement():
     """Told from plans and sizes alone, before any collective."""
     plans, sizes = plans_in("auto"), [{"m": 4096, "k": 512, "n": 2048}, {"m": 4096, "k": 2048, "n": 512}]
-    mesh = Mock(step=StepState(LateGradients()), grid=CUBE, backend="gloo", rank=0)
+    mesh = Mock(step=StepState(LateGradients()), grid=CUBE, backend="gloo", rank=0, wire=None)
 
     def told():
         return chunk_count.ahead(plans, sizes, mesh, torch.float32, "cpu")
