@@ -165,3 +165,5 @@ _DISTRIBUTED = sys.modules.get("torch.distributed")
 if _DISTRIBUTED is None or not _DISTRIBUTED.is_available() or not _DISTRIBUTED.is_initialized():
     # NCCL reads it once, when its first communicator is made: see `ndtp.collectives.nccl.keep_order`.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # a rank of torchrun, which keeps its store
+        import_module("ndtp.collectives.fresh_store").meet_afresh()

@@ -37,8 +37,8 @@ _spares = []
 def with_torch(fn, *args, spares=1, timeout=120):
     """`fn(*args)` in a process that has torch; as many Python programs as `spares` start as forks of it.
 
-    A program may have one of its own, for the process that forks its ranks; one started by `-c` has none.  What is
-    started without a spare is executed as ever.
+    A program may have one of its own, for the process that forks its ranks, or as many as NDTP_SPARES of its
+    environment says; one started by `-c` has none.  What is started without a spare is executed as ever.
     """
     with RankPool(1) as pool:
         return pool.run(_call, fn, args, spares, timeout=timeout)[0]
@@ -169,7 +169,8 @@ def _run(words):
         sys.path.insert(0, "")
         exec(compile(words[1], "<string>", "exec", dont_inherit=True), main.__dict__)
         return
-    _spares.append(Spare())
+    for _ in range(int(os.environ.pop("NDTP_SPARES", 1))):
+        _spares.append(Spare())
     if words[0] == "-m":
         sys.argv[:] = words[1:]
         sys.path.insert(0, os.getcwd())

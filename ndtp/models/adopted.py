@@ -212,21 +212,27 @@ class Replicated(nn.Module):
     ndtp_sums: tuple[str, ...]
     ndtp_parts: Mapping[str, Part] = {}
     ndtp_lies: Mapping[str, Layout] = {}
+    ndtp_beside: Any = None  # the attention of which it is a part, a `ndtp.models.attention_core.Core`
 
     def ndtp_plan(self, name: str) -> RelayoutPlan:
         """The way of a parameter to where this module's code reads it."""
         value, frame = self._parameters[name], self.ndtp_frame
         lies: Any = getattr(value, "ndtp_layout", None) or self.ndtp_lies[name]  # a moved one has no attributes
-        part = self.ndtp_parts.get(name)
+        part = self._part(name)
         used = Layout(frame.mesh.grid, *[None] * lies.ndim) if part is None else part.used
         sums = tuple(axis for axis in self.ndtp_sums if axis not in used.axes and axis not in frame.summed)
         return RelayoutPlan(lies, used, (), sums, f"{self.ndtp_name}.{name}")
+
+    def _part(self, name: str) -> Part | None:
+        beside = self.__dict__.get("ndtp_beside")
+        is_whole = beside is not None and beside.is_whole  # an attention's code runs on all heads
+        return None if is_whole else self.ndtp_parts.get(name)
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
         running = self.ndtp_frame.running
         if name in self.__dict__["_parameters"] and running and running[-1] is not None and value is not None:
-            plan, part = self.ndtp_plan(name), self.ndtp_parts.get(name)
+            plan, part = self.ndtp_plan(name), self._part(name)
             running[-1].append((value, version_of(value), f"'{plan.name}'"))
             plain = taken(value, plan, self.ndtp_frame.mesh)
             if part is not None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ndtp.models.frame import Frame
 from ndtp.models.made_classes import made_class
+from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.versions import refuse_changed
 
 
@@ -30,11 +31,12 @@ def reads_parameters(model: nn.Module, frame: Frame) -> None:
     if isinstance(model, AtWork):
         return
     made = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
-    methods = {name: _noting(theirs, name, frame) for name in ("forward", *computing(theirs))}
+    rows = OwnRows(frame.mesh, frame.outside.dims[0])
+    methods = {name: _noting(theirs, name, frame, rows) for name in ("forward", *computing(theirs))}
     model.__class__ = made_class(theirs.__name__, (AtWork, theirs), made | methods)
 
 
-def _noting(theirs: Any, name: str, frame: Frame) -> Any:
+def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows) -> Any:
     method = getattr(theirs, name)
 
     @functools.wraps(method)
@@ -43,9 +45,11 @@ def _noting(theirs: Any, name: str, frame: Frame) -> Any:
             return method(self, *args, **kwargs)
         read: list[Any] = []
         frame.running.append(read)
+        rows.begin()
         try:
             given = method(self, *args, **kwargs)
         finally:
+            rows.end()
             frame.running.pop()
         if read and not torch.compiler.is_compiling():
             for x in tree_leaves(given):

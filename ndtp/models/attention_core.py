@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
-from ndtp.models.between import DROPOUTS, FACTS, SIZES
 from ndtp.models.cut_sequences import as_rows, context_of, in_sequences, of_tokens, row_axes, with_all_heads
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.fused_order import in_order
 from ndtp.models.hidden import Hidden, enter, hidden_in, split
+from ndtp.models.looked_at import is_looked_at, made_alike, shard_of, standing_for, with_whole_sizes
+from ndtp.models.placeholder import Placeholder, placeholder
 from ndtp.models.projections import Group, Projection, products
 from ndtp.ops.products import relayout
 from ndtp.ops.reductions import used_over
@@ -42,39 +44,6 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 FEATURES = ("all_head_size", "embed_dim", "hidden_size", "inner_dim", "split_size")
 
 
-class Placeholder(Tensor):
-    """Hidden states as an attention module sees them: of the sequences of this rank, to be projected, nothing else."""
-
-    source: Hidden
-    seen: tuple[int, ...]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if func in SIZES:
-            return func(torch.empty(args[0].seen, device="meta"), *args[1:], **(kwargs or {}))
-        if func in DROPOUTS:  # in front of an adapter
-            return _placeholder(func(args[0].source, *args[1:], **(kwargs or {})), args[0].seen)
-        if any(isinstance(x, Hidden) for x in args):  # a residual, added to what the module gives
-            given = [x.source if isinstance(x, Placeholder) else x for x in args]
-            return func(*given, **(kwargs or {}))
-        name = str(getattr(func, "__name__", func)).strip("_")
-        raise LayoutError(
-            f"parallelize: an attention module computes {name} of its hidden states before it projects them, which are "
-            f"split: {args[0].source.passage}\n  fix: leave its projections whole, by keep=; of adapters that were "
-            "put on since, parallelize(model) once more"
-        )
-
-
-def _placeholder(source: Hidden, seen: tuple[int, ...]) -> Tensor:
-    x = torch.empty((), dtype=source.dtype, device=source.device)
-    x.__class__ = Placeholder
-    x.source, x.seen = source, seen  # type: ignore[attr-defined]
-    return x
-
-
 @dataclass(eq=False)
 class Core:
     """One attention module on a grid.
@@ -87,6 +56,8 @@ class Core:
         normed: projections whose few heads are brought together behind a norm over all of them.
         of_tokens: whether the module's code runs on tokens of every sequence, see `ndtp.models.cut_sequences`; else it
             runs on whole sequences of this rank.
+        dense: what of the module's attributes became numbers of one rank, as it was.
+        is_whole: whether its code runs on tensors with the sizes of the whole, see `ndtp.models.looked_at`.
     """
 
     frame: Frame
@@ -100,6 +71,8 @@ class Core:
     beside: Projection
     order: str = ""
     normed: tuple[Projection, ...] = ()
+    dense: Mapping[str, Any] = field(default_factory=dict)
+    is_whole = OfTurn(bool)
     given = OfTurn()
     groups = OfTurn(dict)
 
@@ -122,8 +95,22 @@ class Core:
         part = self.frame.mesh.grid.index(self.frame.mesh.rank, self.inner.dims[1])
         return kv_heads_of(self.heads, self.kv_heads, part, self.inner.num_splits(1))
 
-    def run(self, forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The model's own forward, on what of its arguments belongs to this rank."""
+    def run(self, module: Any, forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The model's own forward, on what of its arguments belongs to this rank.
+
+        Args:
+            forward: takes the module, or one that stands for it.
+        """
+        before, self.is_whole = self.is_whole, is_looked_at(module)
+        try:
+            if not self.is_whole:
+                return self._run(partial(forward, module), args, kwargs)
+            with standing_for(module, self.dense) as stand_in:
+                return self._run(partial(forward, stand_in), args, kwargs)
+        finally:
+            self.is_whole = before
+
+    def _run(self, forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         bound = inspect.signature(forward).bind(*args, **kwargs)
         named = {name: self._entered(name, value) for name, value in bound.arguments.items()}
         sources = {id(x): x for x in hidden_in({name: x for name, x in named.items() if name not in PASSED})}
@@ -134,10 +121,14 @@ class Core:
         ties = [[q], [self.inputs["k"], self.inputs["v"]]] if q and len(sources) > 1 else [list(self.inputs.values())]
         groups = [Group(list(tie)) for tie in ties]  # type: ignore[arg-type]
         self.groups = {id(member): group for group in groups for member in group.members}
-        bound.arguments.update({name: self._local(name, value) for name, value in named.items()})
-        if self.frame.splits(self.inner) > 1 and not self.of_tokens:
-            _refuse_whole_batches(bound.arguments.get("past_key_values"))
-        before, self.frame.summed = self.frame.summed, row_axes(self.frame, self.inner) if self.of_tokens else ()
+        made_alike(named, self.name, self.is_whole)
+        bound.arguments.update(named)
+        summed = self.sums if self.is_whole else row_axes(self.frame, self.inner) if self.of_tokens else ()
+        if not self.is_whole:
+            bound.arguments.update({name: self._local(name, value) for name, value in named.items()})
+            if self.frame.splits(self.inner) > 1 and not self.of_tokens:
+                _refuse_whole_batches(bound.arguments.get("past_key_values"))
+        before, self.frame.summed = self.frame.summed, summed
         try:
             result = self._outside(forward(*bound.args, **bound.kwargs))
             if type(result) is tuple and len(result) > 1:
@@ -175,11 +166,11 @@ class Core:
         if name in PASSED:
             return value
         if isinstance(value, Hidden):
-            return _placeholder(value, (*self._seen(value.passage), self._features_seen(value.passage)))
-        if isinstance(value, SplitTensor) and value.dim() == 4 and value.spec.dims[1] == self.head_axes:
+            return placeholder(value, (*self._seen(value.passage), self._features_seen(value.passage)))
+        if isinstance(value, SplitTensor) and value.dim() == 4 and value.spec.dims[1:] == (self.head_axes, (), ()):
             return bare(value)  # what an earlier attention gave of this rank's heads
         if isinstance(value, Tensor):
-            return self._cut(name, value)
+            return self._cut(name, value.gathered() if isinstance(value, SplitTensor) else value)
         if isinstance(value, tuple) and not hasattr(value, "_fields"):
             return tuple(self._local(name, each) for each in value)
         if type(value) is list:
@@ -230,6 +221,9 @@ class Core:
             rows = self._inside(x)
             (y,) = products([member], rows)
             return enter(y.view_as(y), member.passage(rows.passage))
+        if self.is_whole:
+            x = x if isinstance(x, Hidden) else member.taken(x)
+            return with_whole_sizes(self, member, self.groups[id(member)].result(member, x), x.passage)
         if not isinstance(x, Placeholder):
             raise LayoutError(
                 f"parallelize: '{member.name}' of '{self.name}' takes hidden states, and got {tuple(x.shape)}"
@@ -245,7 +239,10 @@ class Core:
 
     def _inside(self, x: Tensor) -> Hidden:
         """Return as hidden states what the model's code made of the heads of this rank."""
-        rows = as_rows(x, self.given, self.inner, self.context) if self.of_tokens else x.reshape(-1, x.shape[-1])
+        if self.is_whole:
+            rows = shard_of(self, x.reshape(*self.given.lead, x.shape[-1]), self.inner)
+        else:
+            rows = as_rows(x, self.given, self.inner, self.context) if self.of_tokens else x.reshape(-1, x.shape[-1])
         width = self.heads * self.head_dim
         given = replace(
             self.given, layout=self.inner, features=width, width=width, sections=1, came_from=self.name, loud=True
@@ -261,6 +258,8 @@ class Core:
         (y,) = products([member], member.taken(x))
         if not member.gives_features:
             return enter(y.view_as(y), member.passage(x.passage))
+        if self.is_whole:
+            return with_whole_sizes(self, base, y, x.passage)
         return self._handed(self._as_wanted(base, y), x.passage)
 
     def _as_wanted(self, member: Projection, y: Tensor) -> Tensor:
@@ -293,10 +292,9 @@ class Core:
         if self.output is not None or isinstance(result, Hidden):
             return result
         if isinstance(result, Tensor):
-            width = self.heads * self.head_dim
-            if result.dim() != 3 or result.shape[2] * self.inner.num_splits(1) != width:
-                return result
-            return self._inside(result)
+            splits = 1 if self.is_whole else self.inner.num_splits(1)
+            is_context = result.dim() == 3 and result.shape[2] * splits == self.heads * self.head_dim
+            return self._inside(result) if is_context else result
         if isinstance(result, tuple) and result:
             return (self._outside(result[0]), *result[1:])
         return result
@@ -307,6 +305,8 @@ class Core:
 
     def _besides(self, x: Any) -> Any:
         """Attention weights and the like, of this rank's heads and sequences, with the sizes of the whole."""
+        if self.is_whole:
+            return x
         rows, lead = row_axes(self.frame, self.inner), self.given.lead
         if self.of_tokens and isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] == self.local_heads:
             if isinstance(x, SplitTensor):
@@ -342,7 +342,9 @@ class AttentionModule(nn.Module):
     ndtp_core: Core
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.ndtp_core.run(super().forward, args, kwargs)  # type: ignore[misc]
+        # Of another module of the class, where that stands for this one.
+        forward = lambda module, *a, **k: super().forward(*a, **k)  # noqa: E731
+        return self.ndtp_core.run(self, forward, args, kwargs)
 
 
 def kv_heads_of(heads: int, kv_heads: int, part: int, splits: int) -> list[int]:
@@ -370,7 +372,9 @@ def place_core(module: nn.Module, core: Core) -> None:
     module.ndtp_core = core  # type: ignore[assignment]
     for member in (*core.inputs.values(), *([core.output] if core.output is not None else [])):
         member.core = core
+    before = dict(vars(module))
     take_heads(module, core, core.local_heads, len(core.kv_per_rank))
+    core.dense = {name: value for name, value in before.items() if vars(module).get(name) is not value}
 
 
 def take_heads(module: nn.Module, whole: Any, heads: int, kv_heads: int) -> None:

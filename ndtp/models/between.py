@@ -8,9 +8,11 @@ by element, draws dropout as the whole tensor would, and refuses the rest by nam
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +23,10 @@ from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.nn.dropout import drop
 from ndtp.nn.padding import RowBlocks
+from ndtp.ops.products import relayout
 from ndtp.runtime.process_grid import ProcessGrid
+from ndtp.split.hooked_gradients import gradient, gradients, hooked
+from ndtp.split.spec import ShardForm
 
 # By name: as functions of torch and of torch.nn.functional, as methods, in place (`relu_`) and as operators.
 ELEMENTWISE = (
@@ -59,6 +64,11 @@ FACTS = {
     Tensor.__hash__, Tensor.as_subclass, Tensor.get_device, Tensor.is_complex, Tensor.is_floating_point,
     torch.is_complex, torch.is_floating_point,
 }  # fmt: skip
+GRADIENTS: dict[Any, Callable[..., Any]] = {
+    Tensor.register_hook: hooked,
+    **dict.fromkeys(getters("grad", "_grad"), gradient),
+    torch.autograd.grad: gradients,
+}
 SIZES = getters("ndim", "shape") | {Tensor.__len__, Tensor.dim, Tensor.numel, Tensor.size, torch.numel}
 
 
@@ -91,7 +101,8 @@ class Passage:
         raise LayoutError(
             f"parallelize: {what} follows '{self.came_from}', the first layer of a pair: of the whole, {self.shape}, "
             f"a rank has a shard, {self.layout}\n  fix: element-wise operations and dropout alone between the layers "
-            "of a pair, or leave them out of the plan; x.as_subclass(torch.Tensor) gives the shard"
+            "of a pair, or leave them out of the plan; x.gathered() gives the whole of it, x.as_subclass(torch.Tensor) "
+            "the shard"
         )
 
 
@@ -100,21 +111,34 @@ class Between(Tensor):
 
     passage: Passage
 
+    def gathered(self) -> Tensor:
+        """The whole of it, on every rank (of its own dp rows); a collective."""
+        passage = self.passage
+        y = relayout(leave(self), passage.layout, passage.outside, passage.mesh, f"{passage.came_from} whole")
+        return y[: math.prod(passage.lead), : passage.features].reshape(passage.shape)
+
+    def form(self) -> ShardForm:
+        """The way in which the activation lies, for a gradient of its own."""
+        shard = leave(self)
+        return ShardForm(
+            partial(enter, passage=self.passage), partial(_shard, passage=self.passage, width=shard.shape[-1])
+        )
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = _tensors((*args, *kwargs.values()))
         mine = [tensor for tensor in tensors if type(tensor) is cls]
         passage = mine[0].passage
-        if func in FACTS:
+        if func in FACTS and func not in GRADIENTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in SIZES:
             return func(torch.empty(passage.shape, device="meta"), *args[1:], **kwargs)
         if func is Tensor.__repr__ or func is Tensor.__format__:
             return f"Between(from '{passage.came_from}', {passage.shape} as {passage.layout})"
-        if func is Tensor.register_hook:
-            return _hooked(passage, *args, **kwargs)
+        if func in GRADIENTS:
+            return GRADIENTS[func](func, *args, **kwargs)
         if func in DROPOUTS:
             return _dropout(func, passage, *args, **kwargs)
         if func not in KNOWN:
@@ -164,6 +188,18 @@ def leave(x: Tensor) -> Tensor:
         return x.view_as(x)
 
 
+def _shard(x: Tensor, passage: Passage, width: int) -> Tensor:
+    """This rank's part of another tensor of the same sizes, which lies between the same layers or is whole."""
+    if isinstance(x, Between):
+        if x.passage != passage:
+            passage.refuse(f"a gradient as what '{x.passage.came_from}' gave, {x.passage.shape},")
+        return leave(x)
+    features = width * passage.layout.num_splits(1)
+    rows = x.reshape(-1, passage.features)
+    rows = F.pad(rows, (0, features - passage.features, 0, passage.rows.padded - passage.rows.real))
+    return relayout(rows, passage.outside, passage.layout, passage.mesh, f"{passage.came_from} gradient")
+
+
 def writes(func: Any) -> bool:
     """Return whether a function of torch changes its first operand, by its name."""
     name = str(getattr(func, "__name__", ""))
@@ -202,14 +238,3 @@ def _dropout(func: Any, passage: Passage, x: Between, p: float = 0.5, *args: Any
             x.copy_(dropped)
         return x
     return enter(dropped, passage)
-
-
-def _hooked(passage: Passage, x: Between, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """A hook on the gradient gets what lies between, too."""
-
-    def on_shard(grad: Tensor) -> Tensor | None:
-        result = hook(enter(grad.view_as(grad), passage))
-        return leave(result) if isinstance(result, Between) else result
-
-    with torch._C.DisableTorchFunctionSubclass():
-        return x.register_hook(on_shard)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.expert_plan import expert_plan
 from ndtp.algebra.layout import Layout
+from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.algebra.row_flow import even_split
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.compute.epilogues import ACTIVATIONS
@@ -25,7 +26,9 @@ from ndtp.models.adopted import Adopted, adopt, is_placed
 from ndtp.models.frame import Frame
 from ndtp.models.hidden import Hidden, enter, leave, split, whole
 from ndtp.nn.experts import Experts
+from ndtp.nn.hooks import parts_have_hooks
 from ndtp.nn.padding import padded_to, zero_padding
+from ndtp.ops.moving import taken
 from ndtp.ops.products import relayout
 
 UP, DOWN = "gate_up_proj", "down_proj"
@@ -94,6 +97,8 @@ class SplitExperts(Adopted, Experts):
     last: tuple[int, ...]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
+        if parts_have_hooks(self):  # which this forward does not call
+            return self._as_dense(hidden_states, top_k_index, top_k_weights)
         lies, tokens, mesh, frame = self.layouts.input, self.plan.tokens, self.mesh, self.frame
         x = hidden_states
         if isinstance(x, Hidden) and (x.passage.layout != lies or x.passage.width != self.width):
@@ -118,6 +123,19 @@ class SplitExperts(Adopted, Experts):
         y = Experts.forward(self, self._moved(rows, lies, tokens), choice.clamp(max=self.count - 1), gates, kept)
         y = self._moved(y, tokens, lies)
         return enter(y.view_as(y), replace(passage, came_from=self.name))
+
+    def _as_dense(self, hidden_states: Tensor, *choices: Tensor) -> Tensor:
+        """Return the result of the model's own code on whole tensors, weights included, which are gathered."""
+        mesh, frame = self.mesh, self.frame
+        stand_in: Any = object.__new__(type(self))
+        vars(stand_in).update({**vars(self), "_parameters": {}})
+        for key, lies in self.lies.items():
+            bare = Layout(mesh.grid, *[None] * lies.layout.ndim)
+            plan = RelayoutPlan(lies.layout, bare, (), frame.outside.dims[0], f"{self.name}.{key}")
+            plain = taken(self.held(key), plan, mesh)[tuple(map(slice, lies.real))]  # type: ignore[arg-type]
+            vars(stand_in)[key] = plain.flatten(1, 2) if key == UP else plain
+        y = super(Experts, stand_in).forward(whole(hidden_states), *choices)
+        return split(y, frame, self.layouts.input, self.width, self.name)
 
     def _moved(self, x: Tensor, source: Layout, target: Layout) -> Tensor:
         return x if source == target else relayout(x, source, target, self.mesh, self.name)

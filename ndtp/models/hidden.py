@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,17 +19,16 @@ from torch import Tensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
-from ndtp.models.between import DROPOUTS, FACTS, KNOWN, SIZES, is_in_backward, writes
+from ndtp.models.between import DROPOUTS, FACTS, GRADIENTS, KNOWN, SIZES, is_in_backward, writes
 from ndtp.models.frame import Frame, Passage
-from ndtp.models.rows import broadcasts, is_brought, picked_rows, rows_of
-from ndtp.models.scores import scores
-from ndtp.models.sequences import expanded, joined
+from ndtp.models.rows import broadcasts, is_brought, rows_of
 from ndtp.nn.dropout import drop
-from ndtp.nn.losses import cross_entropy
 from ndtp.nn.padding import RowBlocks
 from ndtp.ops.products import relayout
 from ndtp.ops.reductions import used_over
 from ndtp.runtime.arrival import is_plain, plain_of
+from ndtp.split.spec import ShardForm
+from ndtp.split.tensor import SplitTensor
 
 OWN = FACTS | {
     Tensor.is_contiguous,
@@ -38,6 +37,7 @@ OWN = FACTS | {
     Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
 }
 RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten}
+FORMS: dict[Any, Callable[..., Any]] = {}  # functions that know how an activation lies, see `hidden_forms`
 PARTS = {Tensor.chunk, torch.chunk, Tensor.split, torch.split}
 
 
@@ -54,9 +54,15 @@ class Hidden(Tensor):
         """The whole of it, on every rank (of its own dp rows); a collective."""
         return whole(self)
 
+    def form(self) -> ShardForm:
+        """The way in which the activation lies, for a gradient of its own."""
+        return ShardForm(partial(enter, passage=self.passage), partial(_shard, passage=self.passage))
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in GRADIENTS:
+            return GRADIENTS[func](func, *args, **kwargs)
         if func in OWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -102,8 +108,16 @@ def whole(x: Tensor) -> Tensor:
     return passage.frame.mesh.step.made_whole(y)  # type: ignore[no-any-return]
 
 
+def _shard(x: Tensor, passage: Passage) -> Tensor:
+    """This rank's part of another tensor of the same sizes, split or whole, to lie so."""
+    if isinstance(x, Hidden) and x.passage == passage:
+        return leave(x)
+    return _cut(x.gathered() if isinstance(x, (Hidden, SplitTensor)) else x, passage)
+
+
 def split(x: Tensor, frame: Frame, layout: Layout, width: int, came_from: str = "") -> Hidden:
     """A whole activation [.., features], which every rank has, as a split one."""
+    x = x.gathered() if isinstance(x, SplitTensor) else x  # from a user's hook
     if x.dim() < 2:
         raise LayoutError(f"'{came_from}': an activation {tuple(x.shape)} has no rows to split")
     lead, features = tuple(x.shape[:-1]), x.shape[-1]
@@ -134,7 +148,7 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         return NotImplemented
     if any(x.passage != target and not is_brought(x.passage, target) for x in mine):
         return NotImplemented
-    bring = lambda x: _brought(x, target) if isinstance(x, Tensor) else x  # noqa: E731
+    bring = lambda x: brought(x, target) if isinstance(x, Tensor) else x  # noqa: E731
     shards, named = [bring(x) for x in args], {name: bring(x) for name, x in kwargs.items()}
     if any(isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x) for x in operands):
         return NotImplemented
@@ -160,12 +174,12 @@ def _beside_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     return func(*map(bare, args), **{name: bare(x) for name, x in kwargs.items()})
 
 
-def _brought(x: Tensor, passage: Passage) -> Tensor:
+def brought(x: Tensor, passage: Passage) -> Tensor:
     """Return the part of an operand, whole on every rank or smaller in some dims, that belongs to the shard."""
     if isinstance(x, Hidden):
         return leave(x) if x.passage == passage else _rows_brought(x, passage)
     if not is_plain(x):
-        x = plain_of(x)
+        x = x.gathered() if isinstance(x, SplitTensor) else plain_of(x)
     if x.dim() == 0 and not x.requires_grad:
         return x
     frame, layout, shape = passage.frame, passage.layout, passage.shape
@@ -202,7 +216,7 @@ def for_every_row(x: Tensor, passage: Passage) -> Tensor | None:
     lead = tuple(x.shape[:-1])
     if isinstance(x, Hidden) or x.requires_grad or lead != (1,) * len(lead) or len(lead) > len(passage.lead):
         return None
-    return x if x.dim() == 0 else _brought(x, passage)
+    return x if x.dim() == 0 else brought(x, passage)
 
 
 def is_dropout_off(func: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> bool:
@@ -226,145 +240,6 @@ def _dropout(func: Any, x: Hidden, p: float = 0.5, *args: Any, **kwargs: Any) ->
             x.copy_(dropped)
         return x
     return enter(dropped, passage)
-
-
-def _reshape(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Reshape leading dims, where rows stay on their ranks."""
-    if not isinstance(x, Hidden):
-        return NotImplemented
-    shape = tuple(func(torch.empty(x.passage.shape, device="meta"), *args, **kwargs).shape)
-    if not shape or shape[-1] != x.passage.features or len(shape) < 2:
-        return NotImplemented
-    return enter(leave(x), replace(x.passage, lead=shape[:-1]))
-
-
-def _parts(func: Any, x: Tensor, size: Any, dim: int = 0) -> Any:
-    """Split features into parts, where each part is split over ranks by itself."""
-    if not isinstance(x, Hidden) or dim not in (-1, x.dim() - 1) or x.passage.sections == 1:
-        return NotImplemented
-    passage = x.passage
-    count, each = passage.sections, passage.features // passage.sections
-    whole = func(torch.empty(passage.shape, device="meta"), size, dim)
-    if [tuple(part.shape) for part in whole] != [(*passage.lead, each)] * count:
-        return NotImplemented
-    part = replace(passage, features=each, width=passage.width // count, sections=1)
-    return tuple(enter(shard.contiguous(), part) for shard in leave(x).chunk(count, dim=1))
-
-
-def _picked(x: Tensor, key: Any) -> Any:
-    """Rows of the leading dims, `x[:, 0]`, `x[:, -1:, :]`: each rank gives those that it has."""
-    if not isinstance(x, Hidden) or x.passage.sections > 1:
-        return NotImplemented
-    passage, frame = x.passage, x.passage.frame
-    ids = picked_rows(passage, key)
-    if ids is None:
-        return _feature(x, key)
-    if ids.shape == passage.lead and torch.equal(ids.flatten(), torch.arange(ids.numel())):
-        return enter(leave(x), passage)
-    lead = tuple(ids.shape)
-    rows, across = frame.rows_of(lead)
-    target = replace(passage, lead=lead, rows=rows, across=across)
-    here = passage.rows_here
-    local = target.laid(passage.row_of(ids.flatten()), value=-1).to(leave(x).device) - here.start
-    mine = (local >= 0) & (local < len(here))
-    if len(here):
-        found = leave(x)[local.clamp(0, len(here) - 1)]
-    else:
-        found = leave(x).new_zeros(rows, leave(x).shape[1])
-    found = torch.where(mine[:, None], found, 0)
-    held = Layout(frame.mesh.grid, frame.outside.dims[0], passage.layout.dims[1])
-    inner = passage.layout.dims[0][len(frame.outside.dims[0]) :]
-    shard = relayout(found, held, passage.layout, frame.mesh, f"{passage.came_from} rows", partial=inner)
-    return enter(shard.view_as(shard), target)
-
-
-def _expanded(x: Tensor, *sizes: Any) -> Any:
-    found = expanded(leave(x), x.passage, *sizes) if isinstance(x, Hidden) else None
-    return NotImplemented if found is None else enter(*found)
-
-
-def _joined(parts: Sequence[Tensor], dim: int = 0) -> Any:
-    found = joined(parts, dim, _brought)
-    return NotImplemented if found is None else enter(*found)
-
-
-def _feature(x: Hidden, key: Any) -> Any:
-    """`x[..., -1]`, one feature of all rows, on every rank: of its number no more is moved than of a row's."""
-    passage, frame = x.passage, x.passage.frame
-    *lead, last = key if isinstance(key, tuple) else (key,)
-    is_all = lead == [Ellipsis] or (len(lead) == len(passage.lead) and all(k == slice(None) for k in lead))
-    if not is_all or type(last) is not int or not -passage.features <= last < passage.features:
-        return NotImplemented
-    mesh, outside, axes = frame.mesh, frame.outside, passage.layout.dims[1]
-    count = passage.width // passage.layout.num_splits(1)
-    at = last % passage.features - mesh.grid.index(mesh.rank, axes) * count
-    mine = leave(x)[:, at : at + 1] if 0 <= at < count else leave(x)[:, :1] * 0
-    held = Layout(mesh.grid, passage.layout.dims[0], None)
-    column = relayout(mine, held, outside, mesh, f"{passage.came_from} feature", partial=mesh.grid.nontrivial(axes))
-    return passage.in_order(column)[:, 0].reshape(passage.lead)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """Multiply by a weight that is whole on every rank and leads to few features."""
-    is_one = isinstance(x, Hidden) and not isinstance(weight, Hidden) and x.passage.sections == 1
-    if not is_one or weight.dim() != 2 or 2 * weight.shape[0] > weight.shape[1]:  # the sum takes twice its size
-        return NotImplemented
-    return scores(leave(x), weight, bias, x.passage)  # type: ignore[attr-defined]
-
-
-def _cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    """Compute the cross entropy of logits that stay split."""
-    if not isinstance(logits, Hidden) or size_average is not None or reduce is not None:
-        return NotImplemented
-    passage = logits.passage
-    frame = passage.frame
-    if logits.dim() != 2 or target.is_floating_point() or target.numel() != passage.lead[0]:
-        return NotImplemented
-    padded = passage.laid(target, ignore_index)
-    here = passage.rows_here
-    frame.has_split_loss = True
-    loss = cross_entropy(
-        leave(logits), padded[here.start : here.stop], layout=passage.layout, mesh=frame.mesh,
-        classes=passage.features, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
-        reduction=reduction, name=passage.came_from or "loss",
-    )  # fmt: skip
-    if reduction != "none":
-        return frame.mesh.step.made_whole(loss)
-    rows = Layout(frame.mesh.grid, passage.layout.dims[0], None)
-    return passage.in_order(relayout(loss[:, None], rows, frame.outside, frame.mesh, "losses"))[:, 0]
-
-
-def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Run backward with gradients of shards, as autograd hands them to a checkpoint."""
-    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or ())
-    with torch._C.DisableTorchFunctionSubclass():
-        if len(grads) != len(given) or any(g is None or g.shape != x.shape for x, g in zip(given, grads, strict=True)):
-            return NotImplemented
-        return torch.autograd.backward(given, grads, *args, **kwargs)
-
-
-FORMS: dict[Any, Callable[..., Any]] = {
-    **{func: lambda *a, _f=func, **k: _reshape(_f, *a, **k) for func in RESHAPES},
-    **{func: lambda *a, _f=func, **k: _parts(_f, *a, **k) for func in PARTS},
-    Tensor.__getitem__: _picked,
-    Tensor.expand: _expanded,
-    torch.cat: _joined,
-    F.cross_entropy: _cross_entropy,
-    F.linear: _linear,
-    torch.autograd.backward: _backward,
-    Tensor.__repr__: lambda x, **_: f"Hidden(from '{x.passage.came_from}', {x.passage})",
-    Tensor.__format__: lambda x, *_: f"Hidden(from '{x.passage.came_from}', {x.passage})",
-}
 
 
 def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:

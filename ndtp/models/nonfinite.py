@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ndtp.collectives.labels import Label
 from ndtp.models.pending import Pending
 from ndtp.models.state_entries import mesh_of_model
+from ndtp.nn.experts import Experts
 from ndtp.runtime.arrival import local_of
 from ndtp.runtime.crew import crew_of
 
@@ -68,7 +69,10 @@ class find_nonfinite:
         self._handles: list[Any] = []
 
     def __enter__(self) -> find_nonfinite:
+        parts = {id(each) for m in self.model.modules() if isinstance(m, Experts) for each in m.children()}
         for name, module in self.model.named_modules():
+            if id(module) in parts:  # which experts on a grid do not call, unless somebody looks at them
+                continue
             self._handles += [
                 module.register_forward_pre_hook(self._before(name), with_kwargs=True),
                 module.register_forward_hook(self._after(name), always_call=True),
@@ -112,6 +116,7 @@ class find_nonfinite:
                     self._note(x, ("", "forward", "its input"))
                 self._follow(x, consumer=name)
 
+        hook.takes_shards = True  # type: ignore[attr-defined]
         return hook
 
     def _after(self, name: str) -> Any:
@@ -122,6 +127,7 @@ class find_nonfinite:
                 self._note(x, (name, "forward", "its output"))
                 self._follow(x, producer=name)
 
+        hook.takes_shards = True  # type: ignore[attr-defined]
         return hook
 
     def _sends(self, label: Label, x: Tensor) -> None:

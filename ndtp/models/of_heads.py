@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import OfHeads, SplitNorm, adopt
-from ndtp.models.attention_core import Core, Placeholder
+from ndtp.models.attention_core import Core
 from ndtp.models.hidden import Hidden
+from ndtp.models.looked_at import of_shard, shard_of
+from ndtp.models.placeholder import Placeholder
 from ndtp.models.roles import AttentionRole, NormRole, norm_role
 from ndtp.nn.parameters import expressible
 from ndtp.ops.norms import NormPlan, norm
@@ -137,15 +139,19 @@ class HeadNorm(SplitNorm):
     Attributes:
         norm_plan: the plan of its last call; what it is named tells of the first.
         of_heads, of_hidden: one for each kind of input.
-        core: of which it brings together the key heads, where there are too few to split: they are normed before.
+        core: the attention, and whether the norm `gathers` its key heads, where there are too few to split: they are
+            normed before.
     """
 
     of_heads: NormPlan | None
     of_hidden: NormPlan | None
-    core: Core | None
+    core: Core
+    gathers: bool
 
     def forward(self, x: Tensor) -> Tensor:
         is_hidden = isinstance(x, Hidden)
+        if self.core.is_whole and not is_hidden:
+            return self._of_whole(x)
         plan = self.of_hidden if is_hidden else self.of_heads
         local = 0 if plan is None else plan.width // plan.layout.num_splits(1)
         if plan is None or isinstance(x, Placeholder) or (not is_hidden and x.shape[-1] != local):
@@ -161,13 +167,23 @@ class HeadNorm(SplitNorm):
         x = leave(x) if isinstance(x, SplitTensor) else x
         gain, bias = (self.own(p, x) if p in self._parameters else None for p in ("weight", "bias"))
         y = norm(x.reshape(-1, local), gain, bias, plan, self.mesh, self.offset)
-        y = y if self.core is None else self.core.shared_heads(y)
+        y = self.core.shared_heads(y) if self.gathers else y
         y = y.unflatten(0, x.shape[:-1])
         if spec is None:
             return y
         features = y.shape[-1]
         made = replace(spec, sizes=(*spec.sizes[:-1], features), padded=(*spec.padded[:-1], features))
         return enter(y.view_as(y), made)
+
+    def _of_whole(self, x: Tensor) -> Tensor:
+        """Return the norm of the features of all heads, or of hidden states, of a tensor with the whole's sizes."""
+        plan = next((p for p in (self.of_heads, self.of_hidden) if p is not None and p.features == x.shape[-1]), None)
+        if plan is None:
+            raise LayoutError(f"parallelize: '{self.name}' is a norm of other features than {tuple(x.shape)} has")
+        rows = shard_of(self.core, x, plan.layout)
+        gain, bias = (self.own(p, rows) if p in self._parameters else None for p in ("weight", "bias"))
+        y = norm(rows, gain, bias, plan, self.mesh, self.offset)
+        return of_shard(self.core, y, plan.layout, tuple(x.shape), self.name)
 
 
 def place_beside(split: Placing, role: AttentionRole, core: Core, skipped: Any) -> Iterator[tuple[str, HeadNorm]]:
@@ -193,6 +209,7 @@ def place_beside(split: Placing, role: AttentionRole, core: Core, skipped: Any) 
             used[dim], stored[dim] = axes, expressible(axes, mesh)
             parts[key] = OfHeads(Layout(mesh.grid, *stored), Layout(mesh.grid, *used), dim)
         split.replicate(child, name, sums, parts)
+        child.ndtp_beside = core  # type: ignore[assignment]
 
 
 def _place_norm(
@@ -204,13 +221,14 @@ def _place_norm(
     form: dict[str, Any] = {"centred": found.norm.centred, "eps": found.norm.eps, "name": name, "stored": stored}
     is_key = size == role.kv_heads * role.head_dim != role.heads * role.head_dim
     layer: HeadNorm = adopt(child, HeadNorm, split.frame, name)
-    layer.of_heads = layer.of_hidden = layer.core = None
+    layer.of_heads = layer.of_hidden = None
+    layer.core, layer.gathers = core, False
     if size in (role.heads * role.head_dim, role.kv_heads * role.head_dim):
         layer.of_heads = NormPlan(inner, size, size, **form)
     if size == split.hidden == split.width:
         layer.of_hidden = NormPlan(split.layouts.input, size, size, **form)
     if is_key and role.kv_heads % inner.num_splits(1):
-        layer.core, core.normed = core, (core.inputs["k"],)
+        layer.gathers, core.normed = True, (core.inputs["k"],)
     first = layer.of_heads if OF_QUERIES.search(own) or OF_KEYS.search(own) else layer.of_hidden
     plan = first or layer.of_heads or layer.of_hidden
     assert plan is not None

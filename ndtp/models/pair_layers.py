@@ -10,6 +10,7 @@ from torch import nn
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.errors import LayoutError
+from ndtp.models.adopted import class_of
 from ndtp.models.boundary import Boundary, BoundaryLinear
 from ndtp.models.linear_pairs import Pair, refuse_unfit
 from ndtp.models.report import Report
@@ -131,7 +132,7 @@ def _in_place_of(module: nn.Module, layer: BoundaryLinear) -> Any:
             layer._parameters[name] = theirs[name]
     fresh = vars(nn.Module())
     own = {key: value for key, value in vars(layer).items() if key not in fresh or "hooks" not in key}
-    module.__class__ = type(layer)
+    module.__class__ = class_of(type(layer), type(module))  # `isinstance(m, nn.Linear)` holds as before
     vars(module).update(own)
     return module
 

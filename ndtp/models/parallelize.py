@@ -38,8 +38,10 @@ from ndtp.models.torch_stacks import TorchSplit, find_stacks
 from ndtp.models.transformer import Split, is_transformer, split_before
 from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
+from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.given_mesh import GivenWire, given_mesh
 from ndtp.runtime.process_grid import ProcessGrid
+from ndtp.split import guard_backward_hooks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -147,6 +149,7 @@ def parallelize(
     scheme = next(iter(schemes)) if len(schemes) == 1 and LAYOUTS not in schemes else names.scheme
     is_mixed = len(schemes) > 1 or LAYOUTS in schemes
     left = [name for name, value in values.items() if value is None]
+    guard_backward_hooks()
     report, held = Report(plan=names.as_dict()), Held(model)
     count = sum(isinstance(m, (nn.Linear, BoundaryLinear)) or is_linear(m) for m in model.modules())
     wrapped: Any = model  # perhaps one of peft
@@ -243,6 +246,7 @@ def parallelize(
     report.of(model, mesh, count, replaced, strict)
     not_replicated(model)
     rows = axes_of_rows(model, report)
+    OwnRows(mesh, rows).watch(model)
     report.plain = sum_plain_gradients_of(model, mesh, rows)
     compare_calls(model, mesh, rows, made_by, check, check_every)
     return rechecked(model, recheck)

@@ -10,6 +10,7 @@ from torch import nn
 from ndtp.algebra.attention_ways import known_way
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
+from ndtp.models import hidden_forms  # noqa: F401  (its functions enter the table of hidden states)
 from ndtp.models.adopted import Part, SplitEmbedding, SplitNorm, adopt, replicate
 from ndtp.models.attention_core import Core
 from ndtp.models.expert_layers import SplitExperts

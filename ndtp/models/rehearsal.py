@@ -221,13 +221,13 @@ def skeleton(module: nn.Module, unread: Sequence[str] = ()) -> Any:
 
 
 def without_dropout(module: nn.Module) -> None:
-    """Turn off the dropout of a module and of its config, and choose kernels that a CPU has."""
+    """Turn off the dropout of a module and of its config, whatever that is, and choose kernels that a CPU has."""
     config = module.__dict__.get("config")
-    for owner in (module, config):
-        for name, value in list(vars(owner).items()) if owner is not None else ():
-            if type(value) is float and ("drop" in name or (name == "p" and "Dropout" in type(owner).__name__)):
-                vars(owner)[name] = 0.0
-    kernels = {} if config is None else vars(config)
+    kernels = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    for owner in (vars(module), kernels):
+        for name, value in list(owner.items()):
+            if type(value) is float and ("drop" in str(name) or (name == "p" and "Dropout" in type(module).__name__)):
+                owner[name] = 0.0
     for name in ("_attn_implementation_internal", "_experts_implementation_internal"):
         if kernels.get(name) not in (None, "eager", "sdpa"):
             kernels[name] = "eager"

@@ -19,7 +19,7 @@ from ndtp.nn.sharded import Sharded
 from ndtp.runtime.arrival import local_of
 from ndtp.runtime.facts import Fact, content_of, digest
 from ndtp.runtime.points import compare_facts
-from ndtp.runtime.versions import version_of, versions_of
+from ndtp.runtime.versions import Versions, version_of
 
 # The number of a step, the class of its optimizer, the settings of its groups by name, how many steps it has counted.
 Settings = tuple[int, str, list[dict[str, Any]], float | None]
@@ -40,7 +40,7 @@ class Parts:
         names: of modules on the grid, and the seeds of those that were drawn.
         parameters: those that there are.
         flags: of each module and of each parameter, see `Steps.details`.
-        versions: of each parameter.
+        counts: of the changes of each parameter.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Parts:
     names: list[Any] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
     flags: bytes = b""
-    versions: list[Any] = field(default_factory=list)
+    counts: Versions = field(default_factory=lambda: Versions(()))
 
 
 class Steps:
@@ -85,8 +85,9 @@ class Steps:
         if anew or not parts.modules:
             parts = Parts()
             _walk(model, parts, is_root=True)
+            parts.counts = Versions(parts.parameters, self._calls.thorough)
         parameters = parts.parameters
-        parts.versions = now = versions_of(parameters, self._calls.thorough)
+        now = parts.counts.now()
         seen = self._seen
         if seen is None or len(seen) != len(now):
             seen = now
@@ -148,7 +149,7 @@ class Steps:
         self.taken += 1
         self._done.append(_settings_of(optimizer, self.taken))
         parameters = self._parts.parameters
-        self._seen = versions_of(parameters, self._calls.thorough)
+        self._seen = self._parts.counts.now()
         apart = 1 if self._calls.thorough else max(1, len(parameters) // _ASKED)
         grads = ((i, parameters[i].grad) for i in range(0, len(parameters), apart))
         self._gradients = {i: _state_of(grad) for i, grad in grads if grad is not None}
@@ -337,19 +338,43 @@ def _concerned(optimizer: Optimizer) -> list[Any]:
     return known[1]
 
 
+class OptimizerGroups(list[dict[str, Any]]):
+    """The settings of the groups of an optimizer by name, whose text is made once."""
+
+    _text = ""
+
+    def __repr__(self) -> str:
+        self._text = self._text or super().__repr__()
+        return self._text
+
+
+_SETTINGS: WeakKeyDictionary[Optimizer, tuple[list[Any], OptimizerGroups]] = WeakKeyDictionary()
+
+
+def _group_settings(group: dict[str, Any]) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    for name, value in group.items():
+        if name == "params":
+            own["weights"] = len(value)
+        elif isinstance(value, PLAIN):
+            own[name] = value
+        elif isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
+            own[name] = float(value)
+    return own
+
+
 def _settings_of(optimizer: Optimizer, number: int) -> Settings:
     """Return the settings with which an optimizer made a step."""
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        own: dict[str, Any] = {}
-        for name, value in group.items():
-            if name == "params":
-                own["weights"] = len(value)
-            elif isinstance(value, PLAIN):
-                own[name] = value
-            elif isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
-                own[name] = float(value)
-        groups.append(own)
+    given = [
+        [len(value) if name == "params" else value for name, value in group.items()] for group in optimizer.param_groups
+    ]
+    known = _SETTINGS.get(optimizer)
+    if known is None or known[0] != given:
+        groups = OptimizerGroups(map(_group_settings, optimizer.param_groups))
+        if all(isinstance(value, PLAIN) for values in given for value in values):  # others change where they are
+            _SETTINGS[optimizer] = given, groups
+    else:
+        groups = known[1]
     state: Any = next(iter(optimizer.state.values()), {})
     count = state.get("step") if isinstance(state, dict) else None
     is_there = count.device.type == "cpu" if isinstance(count, Tensor) else isinstance(count, (int, float))

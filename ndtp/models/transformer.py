@@ -44,6 +44,7 @@ from ndtp.models.run_eagerly import run_eagerly
 from ndtp.models.saving import saved_whole
 from ndtp.ops.lookup import LookupPlan
 from ndtp.ops.norms import NormPlan
+from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -111,6 +112,7 @@ class Split(Placing):
         run_eagerly(self.stock)
         saved_whole(self.model)
         not_replicated(self.model)
+        OwnRows(self.mesh, self.frame.outside.dims[0]).watch(self.model)
         saved_whole(self.stock)
 
     def adapt(self, modules: dict[str, nn.Module]) -> dict[str, str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -12,6 +15,30 @@ def has_hooks(module: nn.Module) -> bool:
     """Return whether a hook runs with this module's forward or backward, global hooks of torch included."""
     own = [getattr(module, kind) for kind in OF_A_MODULE]
     return any(own + [getattr(torch_module, f"_global{kind}") for kind in OF_A_MODULE])
+
+
+def parts_have_hooks(module: nn.Module) -> bool:
+    """Return whether hooks, or a `forward` of its own, look at what a part of this module takes and gives; global hooks
+    of torch do not count.
+    """
+    waiting = [*module._modules.values()]
+    while waiting:
+        part = waiting.pop()
+        if part is None:
+            continue
+        own = part.__dict__
+        hooked = (
+            own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+        )
+        if "forward" in own or (hooked and any(map(want_whole, (own[kind] for kind in OF_A_MODULE)))):
+            return True
+        waiting += own["_modules"].values()
+    return False
+
+
+def want_whole(hooks: Mapping[int, Any]) -> bool:
+    """Return whether a hook is to get the whole's sizes: all but ndtp's own that say that they take shards."""
+    return any(not getattr(hook, "takes_shards", False) for hook in hooks.values())
 
 
 def runs_alone(module: nn.Module, kind: type[nn.Module]) -> bool:

@@ -53,6 +53,13 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     ):  # one that every rank has, as code that takes all for dense brings it, has no padding
         stored = [x._dtensor.shape for x in mine]
         flat = [full_of(x) if _is_dense(kind, x, stored) and x is not written else x for x in flat]
+    if name == "new_empty" and tuple(args[1]) == tuple(mine[0].shape):  # for a draw, such as `orthogonal_`'s
+        return func(mine[0]._local_tensor, *args[1:], **kwargs)
+    if torch.Tag.inplace_view in func.tags and name not in ("detach_", "requires_grad_"):
+        raise LayoutError(
+            f"ndtp: {mine[0].ndtp_name or 'a parameter'} {tuple(mine[0].shape)} is split over ranks, and {name}() "
+            f"would change its sizes in place\n  fix: {name.rstrip('_')}() gives another tensor"
+        )
     if name in DRAWS and type(args[0]) is kind:
         return _drawn(func, args, kwargs)
     if any(is_whole_tensor(x) for x in flat):

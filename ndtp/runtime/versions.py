@@ -19,18 +19,24 @@ def version_of(x: Tensor) -> tuple[int, ...]:
     return x._version, getattr(x, "_dtensor", local)._version, local._version, local.data_ptr()
 
 
-def versions_of(tensors: Sequence[Tensor], swaps: bool = True) -> list[Any]:
-    """Return, for each tensor, the numbers that change when the tensor is changed in place.
+class Versions:
+    """The numbers of some tensors that change when the tensors are changed in place.
 
     Args:
-        swaps: whether other memory counts as a change, too; without it a look takes a third of the time.
+        swaps: whether other memory counts as a change, too; without it a look takes a tenth of the time.
     """
-    if not swaps:
-        try:
-            return [x._version + getattr(x, "_local_tensor", x)._version for x in tensors]
-        except RuntimeError:  # tensors of inference, of which torch counts no changes
-            pass
-    return [version_of(x) for x in tensors]
+
+    def __init__(self, tensors: Sequence[Tensor], swaps: bool = True) -> None:
+        self._tensors, self._swaps = tensors, swaps
+        self._both = [(x, getattr(x, "_local_tensor", x)) for x in tensors]
+
+    def now(self) -> list[Any]:
+        if not self._swaps:
+            try:
+                return [x._version + local._version for x, local in self._both]
+            except RuntimeError:  # tensors of inference, of which torch counts no changes
+                pass
+        return [version_of(x) for x in self._tensors]
 
 
 def refuse_changed(x: Tensor, seen: tuple[int, ...], what: str) -> None:

@@ -10,6 +10,7 @@ from ndtp.split import (  # noqa: F401  (their rules enter the table)
     views,
 )
 from ndtp.split.functions import guard_functions
+from ndtp.split.hooked_gradients import guard_backward_hooks
 from ndtp.split.moving import brought, cut, moved
 from ndtp.split.register import register_rule
 from ndtp.split.spec import Context, Spec, spec_of
@@ -23,6 +24,7 @@ __all__ = [
     "brought",
     "cut",
     "enter",
+    "guard_backward_hooks",
     "guard_functions",
     "leave",
     "moved",

@@ -103,8 +103,11 @@ def attention(
         result = causal_attention(q, bring(key), bring(value), begin, scale)
     else:
         result = func(q, bring(key), bring(value), mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-    sizes = (*query.shape[:-1], value.shape[-1])
-    padded = [*wide(sizes[:-2]), last, sizes[-1]]
+    batch = (*torch.broadcast_shapes(*[x.shape[:-3] for x in (query, key, value)]), query.shape[-3])
+    if not enable_gqa:
+        batch = torch.broadcast_shapes(*[x.shape[:-2] for x in (query, key, value)])
+    sizes = (*batch, query.shape[-2], value.shape[-1])
+    padded = [*wide(batch), last, sizes[-1]]
     made = Spec(spec.context, tuple(sizes), layout_of(spec.mesh, [*lead, along, ()]), tuple(padded), (), spec.origin)
     return enter(result, made)
 

@@ -33,6 +33,12 @@ NAMES = (
     "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "threshold", "to", "true_divide", "truediv", "trunc",
     "type", "type_as", "where", "xlogy", "xor", "zero", "zeros_like", "full_like", "empty_like", "copy", "alias",
 )  # fmt: skip
+# What is infinite at zero, or has an infinite slope there, such as the zeros of padding are.
+SINGULAR = (
+    "acosh", "addcdiv", "arctan2", "atan2", "digamma", "div", "divide", "float_power", "floor_divide", "floordiv",
+    "fmod", "hypot", "lgamma", "log", "log10", "log2", "logit", "mod", "pow", "reciprocal", "remainder", "rpow",
+    "rsqrt", "sqrt", "true_divide", "truediv", "xlogy",
+)  # fmt: skip
 PLACES: tuple[Any, ...] = (torch, F, torch._C._nn, Tensor, torch.special)
 
 
@@ -40,6 +46,28 @@ def named(names: Iterable[str]) -> list[Any]:
     """The functions of torch that have one of these names, in place and as operators as well."""
     forms = [form for name in names for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__")]
     return [getattr(place, form) for place in PLACES for form in forms if hasattr(place, form)]
+
+
+_SINGULAR = set(named(SINGULAR))
+
+
+def with_ones(shard: Tensor, spec: Spec, sizes: Sequence[int]) -> Tensor:
+    """The shard of an operand of these sizes with ones in the place of padding, which passes no gradient on.
+
+    Infinities and what is no number would come from padding into the gradients of weights: zero times them is none.
+
+    Args:
+        spec: of the result.
+    """
+    offset = len(spec.sizes) - len(sizes)
+    for d, size in enumerate(sizes):
+        out = offset + d
+        if spec.padded[out] != spec.sizes[out] and size == spec.sizes[out]:
+            here = spec.here(out)
+            mask = torch.arange(here.start, here.stop, device=shard.device) < size
+            mask = mask.view([-1 if k == d else 1 for k in range(len(sizes))])
+            shard = torch.where(mask, shard, torch.ones((), dtype=shard.dtype, device=shard.device))
+    return shard
 
 
 def broadcast_target(
@@ -137,7 +165,12 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         return aligned(x, context, dims, padded, sizes, sections)
 
     spec = Spec(context, tuple(sizes), layout_of(context.mesh, dims), tuple(padded), sections, origin)
-    made = _result(func, [bring(x) for x in args], {k: bring(x) for k, x in kwargs.items()}, spec, into)
+    given, named_ones = [bring(x) for x in args], {k: bring(x) for k, x in kwargs.items()}
+    if func in _SINGULAR and spec.is_padded:
+        filled = lambda x, y: with_ones(x, spec, y.shape) if isinstance(y, Tensor) and y.dim() and y is not into else x  # noqa: E731
+        given = [filled(x, y) for x, y in zip(given, args, strict=True)]
+        named_ones = {k: filled(x, kwargs[k]) for k, x in named_ones.items()}
+    made = _result(func, given, named_ones, spec, into)
     if into is None and made is not NotImplemented and any(x.strides is not None for x in split_in(operands)):
         first = next((x for x in operands if tuple(x.shape) == spec.sizes), None)
         made.strides = strides_of(first) if isinstance(first, SplitTensor) else None
@@ -160,6 +193,8 @@ def _of_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x = next(x for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor))
     into = x if (writes(func) or kwargs.get("inplace")) and args and args[0] is x else None
     bare = leave(x)
+    if func in _SINGULAR and x.spec.is_padded and into is None:
+        bare = with_ones(bare, x.spec, x.spec.sizes)
     given = [bare if y is x else y for y in args]
     made = _result(
         func, given, {k: bare if y is x else y for k, y in kwargs.items()}, x.spec, x if into is None else into

@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.autograd import Function
+from torch.utils._pytree import tree_leaves
 
+from ndtp.runtime.default_group import OwnRows, at_work, uses
+from ndtp.split.own_collectives import guard_collectives
 from ndtp.split.tensor import TABLE, split_in
 from ndtp.split.whole import on_whole
 
@@ -16,8 +21,24 @@ _given = Function.apply
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    found = split_in(args)
-    if not found:
+    before = uses()
+    result = _ruled(cls, args, kwargs)
+    rows = at_work()
+    if rows is not None and uses() != before:  # its backward finds the same default process group as its forward
+        for node in {x.grad_fn for x in tree_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None}:
+            node.register_prehook(partial(_begin, rows))
+            node.register_hook(rows.end)
+    return result
+
+
+def _begin(rows: OwnRows, grads: Any) -> Any:
+    """The gradients that a backward gets which sends some: gloo takes the memory of what is not contiguous as it is."""
+    rows.begin()
+    return tuple(grad if grad is None else grad.contiguous() for grad in grads)
+
+
+def _ruled(cls: Any, args: Any, kwargs: Any) -> Any:
+    if not split_in(args):
         return _given.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
     made = TABLE.get(cls)
     if made is not None:
@@ -41,3 +62,4 @@ def guard_functions() -> None:
     """Let every `autograd.Function` that has no rule take split tensors whole."""
     if Function.apply.__func__ is not _apply:  # type: ignore[attr-defined]
         Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
+    guard_collectives()

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
+
+from torch import Tensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.runtime.process_grid import ProcessGrid
 
 Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ShardForm:
+    """The way in which one split tensor lies, whatever its class is, without the tensor.
+
+    Attributes:
+        enter: makes a tensor with the sizes of the whole of a shard that lies so.
+        shard: gives this rank's shard of another tensor, split or whole, to lie so.
+    """
+
+    enter: Callable[[Tensor], Tensor]
+    shard: Callable[[Tensor], Tensor]
 
 
 @dataclass(eq=False)

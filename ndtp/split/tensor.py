@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndtp.split.spec import Spec
+from ndtp.split.spec import ShardForm, Spec
 
 Rule = Callable[..., Any]
 TABLE: dict[Any, Rule] = {}
-NO_RULE, GATHERED = "no rule", "gathered"  # keys of the rules for what has none, and for the whole tensor
+# Keys of the rules for what has none, for the whole tensor, and for the way in which a tensor lies.
+NO_RULE, GATHERED, FORM = "no rule", "gathered", "form"
 
 
 def rule(*functions: Any) -> Callable[[Rule], Rule]:
@@ -78,6 +79,8 @@ class SplitTensor(Tensor):
                 return func(*args, **kwargs)
         if func in SIZES:
             return func(like(args[0]), *args[1:], **kwargs)
+        if len(types) > 1 and any(kind is not cls and hasattr(kind, "gathered") for kind in types):
+            args, kwargs = mapped(args, _gathered, Tensor), mapped(kwargs, _gathered, Tensor)
         found = TABLE.get(func)
         if found is not None:
             result = found(func, *args, **kwargs)
@@ -89,6 +92,11 @@ class SplitTensor(Tensor):
     def gathered(self) -> Tensor:
         """The whole tensor, on every rank (of its data-parallel rank); a collective."""
         result: Tensor = TABLE[GATHERED](self)
+        return result
+
+    def form(self) -> ShardForm:
+        """The way in which the tensor lies, for a gradient of its own."""
+        result: ShardForm = TABLE[FORM](self)
         return result
 
 
@@ -126,16 +134,22 @@ def split_in(x: Any) -> list[SplitTensor]:
     return [found for each in x for found in split_in(each)] if isinstance(x, (list, tuple)) else []
 
 
-def mapped(x: Any, change: Callable[[SplitTensor], Any]) -> Any:
-    """Operands with `change` applied to each split tensor."""
-    if isinstance(x, SplitTensor):
+def mapped(x: Any, change: Callable[[Any], Any], kind: Any = SplitTensor) -> Any:
+    """Operands with `change` applied to each split tensor, or to each of another kind."""
+    if isinstance(x, kind):
         return change(x)
     if isinstance(x, dict):
-        return {name: mapped(value, change) for name, value in x.items()}
+        return {name: mapped(value, change, kind) for name, value in x.items()}
     if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
-        made = [mapped(value, change) for value in x]
+        made = [mapped(value, change, kind) for value in x]
         return type(x)(*made) if hasattr(x, "_fields") else type(x)(made)
     return x
+
+
+def _gathered(x: Tensor) -> Tensor:
+    """The whole of a tensor that is split by other rules; anything else as it is."""
+    is_other = not isinstance(x, SplitTensor) and hasattr(type(x), "gathered")
+    return x.gathered() if is_other else x  # type: ignore[attr-defined, no-any-return]
 
 
 IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}

@@ -1,8 +1,8 @@
-"""The whole tensor for functions without a rule, and the parts of a tensor besides its numbers: hooks and gradients."""
+"""The whole tensor for functions without a rule, and the parts of a tensor besides its numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,28 @@ def _marked(result: Any, given: Sequence[Any], x: SplitTensor) -> Any:
     return made
 
 
+@rule(torch.as_strided, Tensor.as_strided)
+def _strided(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a view of memory: of a whole tensor that lies in it as the dense one does.
+
+    Raises:
+        LayoutError: the dense one is a part of a larger tensor, whose memory it would look at.
+    """
+    if not isinstance(x, SplitTensor):
+        return NotImplemented
+    x.spec.context.note("as_strided", x.spec)
+    made = whole(x)
+    if x.strides is not None:
+        order = sorted(range(made.dim()), key=lambda d: (-x.strides[d], d))  # type: ignore[index]
+        made = made.permute(order).contiguous().permute([order.index(d) for d in range(made.dim())])
+        if any(a != b for a, b, n in zip(made.stride(), x.strides, made.shape, strict=True) if n > 1):
+            raise LayoutError(
+                f"parallelize: as_strided of {x.spec}, which is a part of the memory of a larger tensor\n"
+                "  fix: x.contiguous() before it, or x.unfold"
+            )
+    return func(made, *args, **kwargs)
+
+
 MEMORY = {
     Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.share_memory_,
 }  # fmt: skip
@@ -108,41 +130,6 @@ def _numbers(func: Any, x: SplitTensor) -> Any:
         made = enter(leave(x).data, x.spec)
     made.strides = x.strides
     return as_view(made, x)
-
-
-@rule(*getters("grad", "_grad"))
-def _grad(func: Any, x: SplitTensor) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        grad = func(x)
-    return None if grad is None else enter(grad.view_as(grad), x.spec)
-
-
-@rule(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
-def _hooked(func: Any, x: SplitTensor, hook: Callable[[Any], Any]) -> Any:
-    """A hook gets a gradient that lies as the tensor does, with the sizes of the whole."""
-
-    def on_shard(grad: Tensor) -> Tensor | None:
-        result = hook(enter(grad.view_as(grad), x.spec) if grad is not x else x)
-        if isinstance(result, SplitTensor):
-            result = result if result.spec == x.spec else whole(result)
-        return leave(result) if isinstance(result, SplitTensor) else None if result is None else cut(result, x.spec)
-
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(x, on_shard)
-
-
-@rule(torch.autograd.grad)
-def _gradients(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gradients by tensors that are split lie as these do."""
-    if split_in([outputs]) or split_in([*args, *kwargs.values()]):
-        return NotImplemented
-    asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    with torch._C.DisableTorchFunctionSubclass():
-        found = func(outputs, asked, *args, **kwargs)
-    return tuple(
-        enter(grad.view_as(grad), x.spec) if isinstance(x, SplitTensor) and grad is not None else grad
-        for x, grad in zip(asked, found, strict=True)
-    )
 
 
 @rule(torch.autograd.backward, Tensor.backward)

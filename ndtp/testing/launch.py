@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ndtp.collectives.fresh_store import meet_afresh
 from ndtp.collectives.groups import default_timeout, never_destroy
 from ndtp.collectives.last_words import tell_of
 from ndtp.testing.messages import IMPORTING_MAIN, dumps
@@ -82,6 +83,7 @@ def _run_in_place(
 ) -> list[Any]:
     if not dist.is_initialized():
         limit = timedelta(seconds=default_timeout())
+        meet_afresh()
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=limit)
         atexit.register(_leave_group)
     rank = dist.get_rank()

@@ -26,6 +26,7 @@ import peft
 import transformers.modeling_layers
 import transformers.modeling_utils  # noqa: F401  # so that ranks are forked with it
 
+WIDE = {"nano": "down", "llama": "model.layers.0.mlp.down_proj"}
 WORKS, REFUSED, NONE = "works", "refused", "has none"
 
 
@@ -88,6 +89,9 @@ def filled(kind, model):
         for layer in layers(kind, model):
             getattr(nn.init, name)(layer.weight, *arguments)
             found.append(whole(layer.weight.detach()).double().square().sum())
+    wide = model.get_submodule(WIDE[kind]).weight  # which `orthogonal_` transposes in place
+    nn.init.orthogonal_(wide)
+    found.append(whole(wide.detach()).double()[0].sum())
     return torch.stack([*found, called(model)[0].detach().double(), torch.rand(()).double()])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -120,3 +121,31 @@ def test_a_stock_model_of_which_much_would_stay_whole_is_observed(ranks):
     """DiffLlama's code combines heads, so that its attention is none that runs on those of one rank."""
     found = ranks(2).run(check_ways)[0]
     assert found == {"Llama": ("Split", True), "DiffLlama": ("AnyModel", True)}
+
+
+class Directions(torch.nn.Module):
+    """Rows of length one: what a row of padding would be is no number, and has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = self.out(self.words(ids))
+        return y / y.square().sum(-1, keepdim=True).sqrt() + y.abs().log()
+
+
+def check_padded() -> None:
+    torch.manual_seed(0)
+    dense = Directions()
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2, y=2)), scheme="2d")
+    ids = torch.arange(3)[:, None]
+    for each in (dense, model):
+        scalar(each(ids)).backward()
+    for ours, theirs in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_padding_gives_no_gradient(ranks):
+    """Three rows on four ranks."""
+    ranks(4).run(check_padded)

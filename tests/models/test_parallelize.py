@@ -182,6 +182,7 @@ def check_report():
     assert "replaced blocks.{0,2}.mlp.c_fc: A[M_zy, K_x] . B[N_y, K_xz]" in text, text
     named = ndtp.parallelize(encoder(), mesh, {"0.mapping": "up", "0.projection": "down"})
     assert named.ndtp_report.kept == {"1.mapping": "not named in the plan", "1.projection": "not named in the plan"}
+    assert isinstance(named[0].mapping, nn.Linear), "for model.apply(init), peft and whoever asks"
     return text
 
 

@@ -27,6 +27,13 @@ def reasons(model, splits=2):
     return [proofs.why_not(role) for role in roles]
 
 
+@pytest.mark.parametrize("config", [{"dropout": 0.5}, "of another kind", object()], ids=["dict", "str", "object"])
+def test_modules_have_a_config_of_any_kind(config):
+    model = model_of()
+    model.model.layers[0].self_attn.q_proj.config = config
+    assert not any(reasons(model))
+
+
 def before_the_last(change):
     """Attention that does something to the heads of its result, [batch, sequence, heads, features]."""
 

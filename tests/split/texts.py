@@ -129,7 +129,7 @@ torch.einsum('{first}y,{first}z->{first}yz', {x}, {x}) / {n}
     "attention": """
 F.scaled_dot_product_attention({x}, {x} * 2, {x}) | F.scaled_dot_product_attention({x}, {x}, {x}, is_causal=True)
 F.scaled_dot_product_attention({x}, {x}, {y}, attn_mask=fixed({rows}, {rows}))
-F.scaled_dot_product_attention({x}, {y}, {y})
+F.scaled_dot_product_attention({x}, {y}, {y}) | F.scaled_dot_product_attention({x}[:1], {y}, {y})
 F.scaled_dot_product_attention({x}, {x}[..., :1, :, :], {x}[..., :1, :, :], enable_gqa=True)
 F.scaled_dot_product_attention({x}, {x}, {x}, attn_mask=(fixed({rows}, {rows}) > -2).tril(), scale=0.5)
 """,

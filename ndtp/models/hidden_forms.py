@@ -1,0 +1,159 @@
+"""Functions that act on shards of hidden states: reshapes, parts, picked rows, a few features, the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ndtp.algebra.layout import Layout
+from ndtp.models.hidden import FORMS, PARTS, RESHAPES, Hidden, brought, enter, leave
+from ndtp.models.rows import picked_rows
+from ndtp.models.scores import scores
+from ndtp.models.sequences import expanded, joined
+from ndtp.nn.losses import cross_entropy
+from ndtp.ops.products import relayout
+
+
+def _reshape(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Reshape leading dims, where rows stay on their ranks."""
+    if not isinstance(x, Hidden):
+        return NotImplemented
+    shape = tuple(func(torch.empty(x.passage.shape, device="meta"), *args, **kwargs).shape)
+    if not shape or shape[-1] != x.passage.features or len(shape) < 2:
+        return NotImplemented
+    return enter(leave(x), replace(x.passage, lead=shape[:-1]))
+
+
+def _parts(func: Any, x: Tensor, size: Any, dim: int = 0) -> Any:
+    """Split features into parts, where each part is split over ranks by itself."""
+    if not isinstance(x, Hidden) or dim not in (-1, x.dim() - 1) or x.passage.sections == 1:
+        return NotImplemented
+    passage = x.passage
+    count, each = passage.sections, passage.features // passage.sections
+    whole = func(torch.empty(passage.shape, device="meta"), size, dim)
+    if [tuple(part.shape) for part in whole] != [(*passage.lead, each)] * count:
+        return NotImplemented
+    part = replace(passage, features=each, width=passage.width // count, sections=1)
+    return tuple(enter(shard.contiguous(), part) for shard in leave(x).chunk(count, dim=1))
+
+
+def _picked(x: Tensor, key: Any) -> Any:
+    """Rows of the leading dims, `x[:, 0]`, `x[:, -1:, :]`: each rank gives those that it has."""
+    if not isinstance(x, Hidden) or x.passage.sections > 1:
+        return NotImplemented
+    passage, frame = x.passage, x.passage.frame
+    ids = picked_rows(passage, key)
+    if ids is None:
+        return _feature(x, key)
+    if ids.shape == passage.lead and torch.equal(ids.flatten(), torch.arange(ids.numel())):
+        return enter(leave(x), passage)
+    lead = tuple(ids.shape)
+    rows, across = frame.rows_of(lead)
+    target = replace(passage, lead=lead, rows=rows, across=across)
+    here = passage.rows_here
+    local = target.laid(passage.row_of(ids.flatten()), value=-1).to(leave(x).device) - here.start
+    mine = (local >= 0) & (local < len(here))
+    if len(here):
+        found = leave(x)[local.clamp(0, len(here) - 1)]
+    else:
+        found = leave(x).new_zeros(rows, leave(x).shape[1])
+    found = torch.where(mine[:, None], found, 0)
+    held = Layout(frame.mesh.grid, frame.outside.dims[0], passage.layout.dims[1])
+    inner = passage.layout.dims[0][len(frame.outside.dims[0]) :]
+    shard = relayout(found, held, passage.layout, frame.mesh, f"{passage.came_from} rows", partial=inner)
+    return enter(shard.view_as(shard), target)
+
+
+def _expanded(x: Tensor, *sizes: Any) -> Any:
+    found = expanded(leave(x), x.passage, *sizes) if isinstance(x, Hidden) else None
+    return NotImplemented if found is None else enter(*found)
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Any:
+    found = joined(parts, dim, brought)
+    return NotImplemented if found is None else enter(*found)
+
+
+def _feature(x: Hidden, key: Any) -> Any:
+    """`x[..., -1]`, one feature of all rows, on every rank: of its number no more is moved than of a row's."""
+    passage, frame = x.passage, x.passage.frame
+    *lead, last = key if isinstance(key, tuple) else (key,)
+    is_all = lead == [Ellipsis] or (len(lead) == len(passage.lead) and all(k == slice(None) for k in lead))
+    if not is_all or type(last) is not int or not -passage.features <= last < passage.features:
+        return NotImplemented
+    mesh, outside, axes = frame.mesh, frame.outside, passage.layout.dims[1]
+    count = passage.width // passage.layout.num_splits(1)
+    at = last % passage.features - mesh.grid.index(mesh.rank, axes) * count
+    mine = leave(x)[:, at : at + 1] if 0 <= at < count else leave(x)[:, :1] * 0
+    held = Layout(mesh.grid, passage.layout.dims[0], None)
+    column = relayout(mine, held, outside, mesh, f"{passage.came_from} feature", partial=mesh.grid.nontrivial(axes))
+    return passage.in_order(column)[:, 0].reshape(passage.lead)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Multiply by a weight that is whole on every rank and leads to few features."""
+    is_one = isinstance(x, Hidden) and not isinstance(weight, Hidden) and x.passage.sections == 1
+    if not is_one or weight.dim() != 2 or 2 * weight.shape[0] > weight.shape[1]:  # the sum takes twice its size
+        return NotImplemented
+    return scores(leave(x), weight, bias, x.passage)  # type: ignore[attr-defined]
+
+
+def _cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Compute the cross entropy of logits that stay split."""
+    if not isinstance(logits, Hidden) or size_average is not None or reduce is not None:
+        return NotImplemented
+    passage = logits.passage
+    frame = passage.frame
+    if logits.dim() != 2 or target.is_floating_point() or target.numel() != passage.lead[0]:
+        return NotImplemented
+    padded = passage.laid(target, ignore_index)
+    here = passage.rows_here
+    frame.has_split_loss = True
+    loss = cross_entropy(
+        leave(logits), padded[here.start : here.stop], layout=passage.layout, mesh=frame.mesh,
+        classes=passage.features, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
+        reduction=reduction, name=passage.came_from or "loss",
+    )  # fmt: skip
+    if reduction != "none":
+        return frame.mesh.step.made_whole(loss)
+    rows = Layout(frame.mesh.grid, passage.layout.dims[0], None)
+    return passage.in_order(relayout(loss[:, None], rows, frame.outside, frame.mesh, "losses"))[:, 0]
+
+
+def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Run backward with gradients of shards, as autograd hands them to a checkpoint."""
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or ())
+    with torch._C.DisableTorchFunctionSubclass():
+        if len(grads) != len(given) or any(g is None or g.shape != x.shape for x, g in zip(given, grads, strict=True)):
+            return NotImplemented
+        return torch.autograd.backward(given, grads, *args, **kwargs)
+
+
+OWN: dict[Any, Any] = {
+    **{func: lambda *a, _f=func, **k: _reshape(_f, *a, **k) for func in RESHAPES},
+    **{func: lambda *a, _f=func, **k: _parts(_f, *a, **k) for func in PARTS},
+    Tensor.__getitem__: _picked,
+    Tensor.expand: _expanded,
+    torch.cat: _joined,
+    F.cross_entropy: _cross_entropy,
+    F.linear: _linear,
+    torch.autograd.backward: _backward,
+    Tensor.__repr__: lambda x, **_: f"Hidden(from '{x.passage.came_from}', {x.passage})",
+    Tensor.__format__: lambda x, *_: f"Hidden(from '{x.passage.came_from}', {x.passage})",
+}
+FORMS.update(OWN)

@@ -1,0 +1,45 @@
+"""`Placeholder`: hidden states as the code of an attention module sees them, sizes without numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndtp.errors import LayoutError
+from ndtp.models.between import DROPOUTS, FACTS, SIZES
+from ndtp.models.hidden import Hidden
+
+
+class Placeholder(Tensor):
+    """Hidden states as an attention module sees them: of the sequences of this rank, to be projected, nothing else."""
+
+    source: Hidden
+    seen: tuple[int, ...]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in SIZES:
+            return func(torch.empty(args[0].seen, device="meta"), *args[1:], **(kwargs or {}))
+        if func in DROPOUTS:  # in front of an adapter
+            return placeholder(func(args[0].source, *args[1:], **(kwargs or {})), args[0].seen)
+        if any(isinstance(x, Hidden) for x in args):  # a residual, added to what the module gives
+            given = [x.source if isinstance(x, Placeholder) else x for x in args]
+            return func(*given, **(kwargs or {}))
+        name = str(getattr(func, "__name__", func)).strip("_")
+        raise LayoutError(
+            f"parallelize: an attention module computes {name} of its hidden states before it projects them, which are "
+            f"split: {args[0].source.passage}\n  fix: leave its projections whole, by keep=; of adapters that were "
+            "put on since, parallelize(model) once more"
+        )
+
+
+def placeholder(source: Hidden, seen: tuple[int, ...]) -> Tensor:
+    x = torch.empty((), dtype=source.dtype, device=source.device)
+    x.__class__ = Placeholder
+    x.source, x.seen = source, seen  # type: ignore[attr-defined]
+    return x

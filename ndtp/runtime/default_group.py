@@ -1,0 +1,138 @@
+"""The default process group of `torch.distributed`, as the code of a split model sees it: ranks that have other rows.
+
+A model's own code may gather over all ranks, say for a contrastive loss, and takes each for one that has rows of its
+own.  On a grid the ranks along the tensor axes have the same rows.  So while a split model runs, the calls of its own
+code that name no group, or the world, act on the group along the data axes; without such axes it is this rank alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+
+from ndtp.collectives.groups import shared_group
+from ndtp.runtime.process_grid import ProcessGrid
+
+_BETWEEN = ("ndtp.split", "contextlib", "functools", "torch.overrides", "torch.utils._contextlib")
+_COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.distributed.nn")
+_OURS = ("ndtp.", "torch.")
+_USERS = ("torch.nn.modules",)  # SyncBatchNorm
+
+
+class OwnRows:
+    """The ranks that have other rows than this one, for the code of one model.
+
+    Args:
+        axes: of the grid, along which ranks have rows of their own.
+    """
+
+    def __init__(self, mesh: ProcessGrid, axes: Sequence[str]) -> None:
+        self.mesh, self.axes = mesh, mesh.grid.nontrivial(tuple(axes))
+        guard_default_group()
+
+    @property
+    def group(self) -> Any:
+        """The process group of these ranks, this one among them; a collective at the first call."""
+        if self.axes:
+            return self.mesh.group(self.axes)
+        alone = ((_world_rank(),),)
+        return shared_group(alone, "alone with its rows", True, dict)
+
+    def begin(self, *_: Any) -> None:
+        """Say that the code of the model runs in this thread from now on, until `end`."""
+        groups = getattr(self.mesh, "groups", None)  # a dry run's grid has none
+        if groups is not None and groups.global_ranks is not None and not torch.compiler.is_compiling():
+            _at_work.models.append(self)
+
+    def end(self, *_: Any) -> None:
+        if _at_work.models and _at_work.models[-1] is self:
+            _at_work.models.pop()
+
+    def watch(self, model: nn.Module) -> None:
+        """Put `begin` and `end` around the forward of a model."""
+        model.register_forward_pre_hook(self.begin, prepend=True)
+        model.register_forward_hook(self.end, always_call=True)
+
+
+class _AtWork(threading.local):
+    """The models that run in a thread.
+
+    Attributes:
+        models: the models, one inside of the other.
+        asked: how often the group of rows was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[OwnRows] = []
+        self.asked = 0
+
+
+_at_work = _AtWork()
+_GIVEN: dict[str, Any] = {}
+
+
+def _world_rank() -> int:
+    rank: int = dist.group.WORLD.rank()  # type: ignore[union-attr]
+    return rank
+
+
+def at_work() -> OwnRows | None:
+    """The rows of the model whose code runs in this thread."""
+    return _at_work.models[-1] if _at_work.models else None
+
+
+def uses() -> int:
+    """Count how often code of models has asked for its group in this thread."""
+    return _at_work.asked
+
+
+def guard_default_group() -> None:
+    """Put this module's functions in front of those by which torch finds a group."""
+    if not _GIVEN:
+        for mine in (_get_default_group, _canonicalize_group_rank):
+            _GIVEN[mine.__name__] = getattr(c10d, mine.__name__)
+            setattr(c10d, mine.__name__, mine)
+
+
+def _get_default_group() -> Any:
+    rows = _asked_for() if _at_work.models else None
+    return _GIVEN["_get_default_group"]() if rows is None else rows
+
+
+def _canonicalize_group_rank(
+    group: Any, global_rank: Any = None, group_rank: Any = None, *rest: Any, **ways: Any
+) -> Any:
+    """A rank among those that have other rows is its place among them, by whatever argument it is given."""
+    if _at_work.models and group is _asked_for() and (global_rank is None) != (group_rank is None):
+        return global_rank if group_rank is None else group_rank
+    return _GIVEN["_canonicalize_group_rank"](group, global_rank, group_rank, *rest, **ways)
+
+
+def _asked_for() -> Any:
+    """The group of rows, if code of a model calls a function of `torch.distributed` without another group."""
+    frame, first, is_torch_nn = sys._getframe(2), None, False
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(_COLLECTIVES):
+            code = frame.f_code
+            first = frame if "group" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] else first
+            is_torch_nn |= name.startswith("torch.distributed.nn")
+        elif not name.startswith(_BETWEEN):
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    name = "" if frame is None else frame.f_globals.get("__name__", "")
+    is_users = is_torch_nn or not name.startswith(_OURS) or name.startswith(_USERS)
+    if first is None or not is_users:
+        return None
+    given, group = first.f_locals.get("group"), _at_work.models[-1].group
+    if given is not None and given is not dist.group.WORLD and given is not group:
+        return None
+    _at_work.asked += 1
+    return group

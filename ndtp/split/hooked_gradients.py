@@ -1,0 +1,157 @@
+"""Gradients as hooks and `autograd.grad` hand them out: with the sizes of the whole, as the tensor that they are of.
+
+Autograd knows shards alone.  A user's hook, of a tensor or of a module's backward, gets the gradient's shard in the
+form of the tensor whose gradient it is; what it returns in its place, split or whole, is brought to lie so again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils.hooks import BackwardHook
+
+from ndtp.split.moving import cut, moved
+from ndtp.split.spec import ShardForm, Spec
+from ndtp.split.tensor import FORM, TABLE, SplitTensor, enter, getters, leave, rule
+from ndtp.split.whole import whole
+
+_setup_input, _setup_output = BackwardHook.setup_input_hook, BackwardHook.setup_output_hook
+
+
+def form_of(x: Any) -> ShardForm | None:
+    """Return the form of a tensor that is split; None for anything else."""
+    form = getattr(type(x), "form", None)
+    return None if form is None else form(x)  # type: ignore[no-any-return]
+
+
+def entered(grad: Tensor | None, form: ShardForm | None) -> Tensor | None:
+    """Return a gradient's shard as a tensor with the sizes of the whole; a plain tensor's gradient as it is."""
+    return grad if grad is None or form is None else form.enter(grad.view_as(grad))
+
+
+def taken_back(given: Any, form: ShardForm | None) -> Any:
+    """Return the shard of the gradient that a hook gives in the place of the one that it got."""
+    if not isinstance(given, Tensor):
+        return given
+    if form is None:  # of a tensor that is whole
+        return given.gathered() if hasattr(given, "gathered") else given
+    return form.shard(given)
+
+
+@rule(FORM)
+def _form(x: SplitTensor) -> ShardForm:
+    return ShardForm(partial(enter, spec=x.spec), partial(_shard, spec=x.spec))
+
+
+def _shard(x: Tensor, spec: Spec) -> Tensor:
+    if isinstance(x, SplitTensor):
+        if x.spec.sizes == spec.sizes and x.spec.sections == spec.sections:
+            return leave(moved(x, spec.dims, spec.padded))
+        x = whole(x)
+    return cut(x.gathered() if hasattr(x, "gathered") else x, spec)
+
+
+@rule(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+def hooked(func: Any, x: Tensor, hook: Callable[[Any], Any]) -> Any:
+    """Register a user's hook on the gradient of a split tensor."""
+    form = form_of(x)
+
+    def on_shard(grad: Tensor) -> Tensor | None:
+        if grad is x:  # where a gradient has been accumulated, the hook gets the tensor itself
+            hook(x)
+            return None
+        result: Tensor | None = taken_back(hook(entered(grad, form)), form)
+        return result
+
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(x, on_shard)
+
+
+@rule(*getters("grad", "_grad"))
+def gradient(func: Any, x: Tensor) -> Tensor | None:
+    """Return the gradient that a split tensor has kept."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad = func(x)
+    return entered(grad, form_of(x))
+
+
+@rule(torch.autograd.grad)
+def gradients(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.grad`: gradients by tensors that are split lie as these do."""
+    asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    given = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    if grad_outputs is not None:
+        grad_outputs = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
+        grad_outputs = [taken_back(grad, form_of(x)) for grad, x in zip(grad_outputs, given, strict=True)]
+    with torch._C.DisableTorchFunctionSubclass():
+        found = func(given, asked, grad_outputs, *args, **kwargs)
+    return tuple(entered(grad, form_of(x)) for x, grad in zip(asked, found, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ hooks of modules
+
+
+def _alias(func: Any, *tensors: Any) -> Any:
+    """Link the gradients of a module's inputs or outputs, as torch does for its hooks; nothing is computed."""
+    forms = [form_of(x) for x in tensors]
+    with torch._C.DisableTorchFunctionSubclass():
+        given = func(*[x if form is None else x.view_as(x) for x, form in zip(tensors, forms, strict=True)])
+    made = [x if form is None else form.enter(x) for x, form in zip(given, forms, strict=True)]
+    for x, of in zip(made, tensors, strict=True):
+        for name in ("strides", "link"):
+            if name in vars(of):
+                setattr(x, name, getattr(of, name))
+    return tuple(made)
+
+
+def _now(args: Any) -> Any:
+    """Arguments or results with those computed that were still to be."""
+    return type(args)(x.now() if hasattr(type(x), "now") else x for x in args) if type(args) is tuple else args
+
+
+def _with_forms(self: Any, args: Any) -> Any:
+    args = _now(args)
+    self.ndtp_inputs = [form_of(x) for x in args]
+    return _setup_input(self, args)
+
+
+def _with_forms_out(self: Any, args: Any) -> Any:
+    args = _now((args,))[0] if isinstance(args, Tensor) else _now(args)
+    inputs, outputs = self.ndtp_inputs, [form_of(x) for x in (args if isinstance(args, tuple) else (args,))]
+    if any(inputs) or any(outputs):
+        self.user_hooks = [partial(_called, hook, inputs, outputs) for hook in self.user_hooks]
+        self.user_pre_hooks = [partial(_called_before, hook, outputs) for hook in self.user_pre_hooks]
+    return _setup_output(self, args)
+
+
+ShardForms = Sequence[ShardForm | None]
+
+
+def _called(hook: Any, inputs: ShardForms, outputs: ShardForms, module: Any, grad_input: Any, grad_output: Any) -> Any:
+    given = hook(module, _each(entered, grad_input, inputs), _each(entered, grad_output, outputs))
+    return _each(taken_back, given, inputs)
+
+
+def _called_before(hook: Any, outputs: ShardForms, module: Any, grad_output: Any) -> Any:
+    return _each(taken_back, hook(module, _each(entered, grad_output, outputs)), outputs)
+
+
+def _each(change: Callable[[Any, Any], Any], values: Any, forms: ShardForms) -> Any:
+    if not isinstance(values, (tuple, list)) or len(values) != len(forms):
+        return values  # which torch refuses, if a hook gave it
+    return tuple(change(x, form) for x, form in zip(values, forms, strict=True))
+
+
+def guard_backward_hooks() -> None:
+    """Let the hooks of a module's backward, registered before or after, get gradients with the sizes of the whole.
+
+    torch makes a `BackwardHook` for each call of a module that has such hooks; its two methods are wrapped once.
+    """
+    TABLE[BackwardHookFunction] = _alias
+    BackwardHook.setup_input_hook = _with_forms  # type: ignore[method-assign]
+    BackwardHook.setup_output_hook = _with_forms_out  # type: ignore[method-assign]

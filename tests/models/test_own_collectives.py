@@ -1,0 +1,125 @@
+"""Models whose own code calls `torch.distributed`: it sees the ranks that have other rows, and whole tensors."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as dist_nn
+import torch.nn.functional as F
+from products import mesh_of
+from torch import Tensor, nn
+
+import ndtp
+from ndtp import Grid
+from ndtp.split import SplitTensor, whole
+
+
+class Gathered(torch.autograd.Function):
+    """All rows of all ranks, whose gradient is summed over these: in the form in which people write it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Any:
+        ctx.group = group
+        parts = [torch.zeros_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x, group=group)
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        total = torch.stack(grads)
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
+
+
+class Contrastive(nn.Module):
+    """A table of words and two towers, of which each row is told from the rows of all ranks.
+
+    Attributes:
+        way: how the rows are gathered.
+        group: the ranks; None means all that there are.
+    """
+
+    def __init__(self, way: str, group: Any = None) -> None:
+        super().__init__()
+        self.way, self.group = way, group
+        self.words, self.left, self.right = nn.Embedding(32, 16), nn.Linear(16, 24), nn.Linear(16, 24)
+        self.joined = nn.Linear(24, 24, bias=False)
+
+    def everybody(self, x: Tensor) -> Tensor:
+        group, count = self.group, dist.get_world_size(self.group)
+        if self.way == "function":
+            return torch.cat(Gathered.apply(x, group))
+        if self.way == "differentiable":
+            return torch.cat(dist_nn.all_gather(x, **{"group": group} if group else {}))
+        parts = [torch.zeros_like(x) for _ in range(count)]
+        dist.all_gather(parts, x, group=group)
+        return torch.cat(parts)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids).mean(1)
+        left, right = self.joined(self.left(x)), self.joined(self.right(x))
+        first = torch.tensor([1.0 + dist.get_rank(self.group)])
+        dist.broadcast(first, **{"group_src" if self.group else "src": 0}, group=self.group)
+        mine = dist.get_rank(self.group) * len(ids) + torch.arange(len(ids))
+        biggest = left.detach().abs().mean(0)
+        dist.all_reduce(biggest, dist.ReduceOp.MAX, group=self.group)
+        scores = left @ self.everybody(right).t()  # whose gradient is not contiguous
+        return F.cross_entropy(scores * first, mine) + (left * biggest).mean()
+
+
+def check_rows(way: str, grid: Grid, scheme: str) -> None:
+    mesh, rank = mesh_of(grid), dist.get_rank()
+    made = [dist.new_group([each]) for each in range(grid.num_ranks)]
+    group = mesh.group(("dp",)) if "dp" in grid else made[rank]
+    ids = torch.randint(32, (4, 5), generator=torch.Generator().manual_seed(mesh.coordinate.get("dp", 0)))
+    torch.manual_seed(0)
+    # torch's own differentiable gather fails in subgroups of gloo.
+    dense = Contrastive("function" if way == "differentiable" else way, group)
+    expected = dense(ids)
+    expected.backward()
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whole tensors are what these collectives take
+        model = ndtp.parallelize(Contrastive(way), mesh, scheme=scheme)
+        loss = model(ids)
+    loss.backward()
+    torch.testing.assert_close(whole(loss), expected)
+    for (name, ours), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+        if theirs.grad is None:  # what a gather that is not differentiable hides
+            assert not ours.grad.full_tensor().any(), name
+            continue
+        dist.all_reduce(theirs.grad, group=group)  # ndtp sums over the ranks that have rows of their own
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+    assert dist.get_world_size() == grid.num_ranks and dist.get_rank() == rank  # outside of the model
+
+
+@pytest.mark.parametrize("way", ["list", "differentiable", "function"])
+def test_code_of_a_model_sees_the_ranks_that_have_other_rows(ranks, way):
+    ranks(4).run(check_rows, way, Grid(dp=2, x=2), "2d")
+    ranks(2).run(check_rows, way, Grid(x=2), "1d")
+
+
+def check_lists() -> str:
+    model = ndtp.parallelize(
+        nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), mesh_of(Grid(x=2)), scheme="1d", example=torch.arange(4)
+    )
+    y = model(torch.arange(4))
+    assert isinstance(y, SplitTensor)
+    into = torch.zeros(4, 4)
+    with pytest.raises(ndtp.LayoutError, match="was given a list with") as caught:
+        dist.reduce_scatter(into, [y, y])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        halves = [y * 2, torch.zeros(4, 4)]
+        dist.all_gather(halves, y)
+    for half in halves:
+        torch.testing.assert_close(whole(half), whole(y))
+    return str(caught.value)
+
+
+def test_split_tensors_in_collectives_are_whole_or_refused(ranks):
+    assert "fix: x.gathered()" in ranks(2).run(check_lists)[0]
