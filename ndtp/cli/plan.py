@@ -52,6 +52,7 @@ def plan(
     sequence: Annotated[
         int | None, typer.Option(help="Tokens of a sequence. Default: what the config says, 8192 at most.")
     ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences of a model's step, over all ranks.", min=1)] = None,
     software: Annotated[
         str, typer.Option(help="Whose kernels and overlap a model's step has: ndtp, megatron or torchtitan.")
     ] = "ndtp",
@@ -108,8 +109,8 @@ def plan(
     out = console(json_file)
     if sizes is not None and model is not None and objective == "time":
         asked = Asked(
-            model, ranks, tokens, sequence, hardware, {"fp8": "float8"}.get(dtype, SHORT.get(dtype, dtype)), software,
-            recompute, optimizer, memory_limit, tp_within_node,
+            model, ranks, tokens, batch, sequence, hardware, {"fp8": "float8"}.get(dtype, SHORT.get(dtype, dtype)),
+            software, recompute, optimizer, memory_limit, tp_within_node,
             axis_sizes(" ".join(fix or []), "--fix", (*STEP_AXES, "micro", "virtual")), Wire.of(wire),
         )  # fmt: skip
         if (question := question_of(asked, sizes)) is not None:

@@ -29,6 +29,7 @@ class Asked:
     path: str
     ranks: int
     tokens: int | None
+    batch: int | None
     sequence: int | None
     hardware: str
     dtype: str
@@ -62,7 +63,9 @@ def question_of(asked: Asked, model: ModelSizes | CountedModel) -> Question | No
     shape = Transformer.of(str(config.get("model_type", "model")), model.blocks(1), sequence)
     if shape is None:
         return None
-    tokens = asked.tokens or max(TOKENS, sequence)
+    if asked.batch is not None and asked.tokens is not None:
+        raise GridError("plan: --batch and --tokens both say how long a step is\n  fix: leave one of them out")
+    tokens = asked.tokens or (max(TOKENS, sequence) if asked.batch is None else asked.batch * sequence)
     batch, rest = divmod(tokens, sequence)
     if rest:
         raise GridError(
@@ -96,6 +99,7 @@ def answer(
     """Print the choices, and write what was asked for."""
     from ndtp.planner.training.choose import choose
     from ndtp.planner.training.program import program
+    from ndtp.planner.training.sequences import rows_axis, said
 
     choices = choose(question, max(top, 2))
     best = choices[0]
@@ -105,7 +109,14 @@ def answer(
     if runs is None:
         runs = choose(replace(question, context=False), 1)[0]
     if not best.runs:
-        out.print(f"ndtp splits no sequences (cp) yet; what it runs is {runs.splits}, {runs.seconds:.4g} s a step.")
+        out.print(
+            "ndtp splits no sequences (cp) between stages of a pipeline; what it runs is "
+            f"{runs.splits}, {runs.seconds:.4g} s a step."
+        )
+    if runs.splits.cp > 1:
+        out.print(f"ndtp runs cp as a part of z, whose ranks split weights, too: z={rows_axis(runs)}.", highlight=False)
+    if sentence := said(runs):
+        out.print(sentence, highlight=False)
     text = program(runs, asked.path)
     for line in text.splitlines():
         if "ndtp.Grid(" in line or "ndtp.parallelize(" in line or "torchrun " in line:
@@ -175,9 +186,11 @@ def result(choices: list[SplitChoice]) -> dict[str, Any]:
     """Return the result for `--json`."""
     from ndtp.planner.training.program import sizes_of
     from ndtp.planner.training.reasons import limits, why
+    from ndtp.planner.training.sequences import attention_of
 
     question = choices[0].question
     model = question.model
+    ways = [attention_of(each) for each in choices]
     return {
         "plans": [
             {
@@ -193,8 +206,9 @@ def result(choices: list[SplitChoice]) -> dict[str, Any]:
                 "rank_order": list(each.order), "micro_batch": int(each.splits.micro),
                 "micro_batches": each.micro_batches, "virtual": int(each.splits.virtual),
                 "recompute": each.practice.recompute, "regather": each.practice.regather, "runs": each.runs,
+                "attention": None if way is None else way.best(), "attention_why": None if way is None else way.why(),
             }
-            for each in choices
+            for each, way in zip(choices, ways, strict=True)
         ],
         "request": {
             "model": model.name, "parameters": model.parameters, "layers": model.layers, "hidden": model.hidden,

@@ -60,6 +60,20 @@ def test_axes_that_are_given_and_what_the_software_does(ndtp, config):
         assert (each["grid"]["y"], each["grid"]["pp"], use["recompute"]) == (4, 4, "none")
 
 
+def test_one_long_sequence(ndtp, config):
+    """ndtp runs context parallelism as a part of z, and says in which way queries meet keys, and why."""
+    words = ("--ranks", "8", "--sequence", "131072", "--batch", "1", "--fix", "cp=4,y=2", "--top", "1")
+    code, out, said = ndtp("plan", "--model", config(LARGE | {"num_hidden_layers": 4}), *words, "--json", "-")
+    assert code == 0, said
+    result = json.loads(out)
+    use = result["use"][0]
+    assert (result["request"]["batch"], use["runs"], use["attention"]) == (1, True, "gather")
+    said = " ".join(said.split())
+    assert f"Each sequence is split over 4 ranks, with attention='gather': {use['attention_why']}." in said
+    assert "ndtp.Grid(z=4, y=2)" in said and "attention='gather'" in said
+    assert ndtp("plan", "--model", config(LARGE), *words, "--tokens", "131072")[0] == 2
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

@@ -108,8 +108,8 @@ class SplitChoice:
 
     @property
     def runs(self) -> bool:
-        """Whether ndtp runs the split; it has no context parallelism."""
-        return int(self.splits.cp) == 1
+        """Whether ndtp runs the split: it splits no sequences between the stages of a pipeline."""
+        return int(self.splits.cp) == 1 or int(self.splits.pp) == 1
 
 
 def choose(question: Question, limit: int | None = 10) -> list[SplitChoice]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ndtp.planner.training.choose import SplitChoice
+from ndtp.planner.training.sequences import attention_of, rows_axis
 from ndtp.planner.training.splits import STEP_AXES
 
 HEAD = '''"""{title}
@@ -111,11 +112,14 @@ def program(choice: SplitChoice, config: str) -> str:
     """
     s, question = choice.splits, choice.question
     per_node = min(question.ranks, question.hardware.ranks_per_node)
-    axes = [axis for axis in choice.order if axis not in ("pp", "cp") and getattr(s, axis) > 1] or ["x"]
-    grid = ", ".join(f"{axis}={int(getattr(s, axis))}" for axis in axes)
-    scheme = scheme_of_axes(int(s.x), int(s.y), int(s.z))
+    sizes = sizes_of(choice) | {"z": rows_axis(choice)}
+    axes = [axis for axis in choice.order if axis not in ("pp", "cp") and sizes[axis] > 1] or ["x"]
+    grid = ", ".join(f"{axis}={sizes[axis]}" for axis in axes)
+    scheme = scheme_of_axes(int(s.x), int(s.y), sizes["z"])
     again = "    model.gradient_checkpointing_enable()\n" if choice.practice.recompute != "none" else ""
     options = ', expert_axis=("e",)' if s.e > 1 else ""
+    ways = attention_of(choice)
+    options += f", attention={ways.best()!r}" if ways is not None else ""
     options += ', regather=("b",)' if choice.practice.regather and s.z > 1 else ""
     options += f", wire={str(choice.practice.wire)!r}" if choice.practice.wire is not None else ""
     dtype = {"float8": "bfloat16"}.get(choice.practice.dtype, choice.practice.dtype)
