@@ -20,6 +20,7 @@ from ndtp.models.left_alone import is_foreign, why_left
 from ndtp.models.named_plan import BY_PLAN, OfProduct
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.observation import Observation
+from ndtp.models.observed_schedule import ObservedHead, ObservedMLP
 from ndtp.models.other_layers import reads
 from ndtp.models.placing import Placing
 from ndtp.models.projections import place_projection
@@ -79,6 +80,7 @@ class AnyModel(Placing):
                 self._table(name, module, tied)
         if seen is not None:
             self._groups(seen, modules)
+            self._schedules(seen, modules)
         self._rest(modules)
         reads_parameters(self.stock, self.frame)
         if self.model is not self.stock:
@@ -191,6 +193,31 @@ class AnyModel(Placing):
                     shared = SharedInput(members)
                     for member in members:
                         member.group = shared
+
+    def _schedules(self, seen: Observation, modules: dict[str, nn.Module]) -> None:
+        """Layers that follow one another element by element are one program, and so are a head and its loss."""
+        if not self.frame.fuse:
+            return
+        for names, last in seen.chains:
+            layers: list[Any] = [modules[name] for name in (*names, last)]
+            if not all(isinstance(m, ObservedLinear) and m.schedule is None and not m.turns for m in layers[:-1]):
+                continue
+            *ups, down = layers
+            if not isinstance(down, ObservedLinear) or down.schedule is not None or down.sections or down.leads_in:
+                continue
+            alike = {(m.plan.a, m.plan.b, m.plan.out, m.is_conv, m.weight.dtype, m.out_width) for m in ups}
+            share = any(set(names) <= set(group) for group in seen.groups)
+            is_whole = not ups[0].sections or (len(ups) == 1 and len(set(ups[0].sections)) == 1)
+            if len(alike) == 1 and share and is_whole and ups[0].plan.out == down.plan.a and len(ups) < 3:
+                schedule = ObservedMLP(tuple(ups), down)
+                for member in layers:
+                    member.schedule = schedule
+        is_split = not self.context.data or self.context.losses is not None
+        for name in sorted(seen.heads) if is_split else ():
+            head: Any = modules[name]
+            is_plain = isinstance(head, ObservedLinear) and head.schedule is None and head.leads_in
+            if is_plain and not (head.sections or head.turns or head.plan.regather):
+                head.schedule = ObservedHead()
 
     def _rest(self, modules: dict[str, nn.Module]) -> None:
         """All other parameters: split with the features that they go with, or whole on every rank."""

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ndtp.models.frame import Frame
 from ndtp.models.made_classes import made_class
+from ndtp.models.noted import Noted, settle
 from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.versions import refuse_changed
 
@@ -51,9 +52,11 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows) -> Any:
         finally:
             rows.end()
             frame.running.pop()
+        if not frame.running:
+            settle(given)
         if read and not torch.compiler.is_compiling():
             for x in tree_leaves(given):
-                if isinstance(x, Tensor) and x.grad_fn is not None:
+                if isinstance(x, Tensor) and not isinstance(x, Noted) and x.grad_fn is not None:
                     x.grad_fn.register_prehook(functools.partial(_refuse_changed, read))
         return given
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ndtp.collectives.labels import Label
+from ndtp.models.noted import Noted
 from ndtp.models.pending import Pending
 from ndtp.models.state_entries import mesh_of_model
 from ndtp.nn.experts import Experts
@@ -208,6 +209,8 @@ def _tensors(x: Any) -> Iterator[Tensor]:
     """Yield the tensors in lists, mappings and a model's outputs, except those that are still to be computed."""
     if isinstance(x, Pending):
         x = x.result
+    if isinstance(x, Noted):
+        return
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, Mapping):

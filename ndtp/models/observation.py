@@ -7,7 +7,6 @@ which layers lead from one of them to another.  Nothing moves, and all ranks see
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ndtp.models.cached_results import forget_fake_results
+from ndtp.models.made_up_inputs import guesses
+from ndtp.models.observed_chains import Chains
 from ndtp.models.roles import features, is_linear
 from ndtp.split.elementwise import NAMES, named
 from ndtp.split.tensor import getters
@@ -56,6 +57,8 @@ class Observation:
         groups: layers that were called with one and the same tensor.
         sections: for each layer, where its features are taken apart: sizes of consecutive parts, or none.
         order: the layers as they were called first.
+        chains: layers of one input and the layer that follows them, with functions of each element alone in between.
+        heads: layers whose results, in another form, a loss is taken of, or are what the model gives.
         feeds: of parameters that are no layer's and go with activations element by element alone, what these are.
     """
 
@@ -64,6 +67,8 @@ class Observation:
     sections: dict[str, tuple[int, ...]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     feeds: dict[str, int] = field(default_factory=dict)
+    chains: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
+    heads: set[str] = field(default_factory=set)
 
 
 class _Kinds:
@@ -103,6 +108,7 @@ class _Watch(TorchFunctionMode):
         self.names: dict[int, str] = {}  # of parameters
         self.feeds: dict[str, list[int]] = {}
         self.read: set[str] = set()  # those that are read by other functions than element-wise ones
+        self.chains = Chains()
 
     def kind(self, x: Tensor) -> int:
         if id(x) not in self.kind_of:
@@ -124,6 +130,7 @@ class _Watch(TorchFunctionMode):
         if outs and given:
             self._follow(func, args, kwargs, given, outs)
             self._parameters(func, given, outs[0])
+            self.chains.follow(func, args, given, outs)
         return result
 
     def _parameters(self, func: Any, given: list[Tensor], out: Tensor) -> None:
@@ -282,11 +289,12 @@ def _observed(model: nn.Module, args: Any, kwargs: Any, device: Any) -> Observat
         watch.names = {id(p): name for name, p in shadow.named_parameters(remove_duplicate=False)}
         try:
             with mode, watch, torch.no_grad(), _silent():
-                shadow(*args, **kwargs)
+                watch.chains.end(shadow(*args, **kwargs), shadow)
         finally:
             forget_fake_results(model)
         for hook in hooks:
             hook.remove()
+    found.chains, found.heads = watch.chains.chains, watch.chains.heads
     found.edges = {name: (watch.kinds.find(a), watch.kinds.find(b)) for name, (a, b) in found.edges.items()}
     found.feeds = {
         name: watch.kinds.find(kinds[0])
@@ -332,6 +340,7 @@ def _hooked(model: nn.Module, watch: _Watch, found: Observation) -> Iterator[Any
             kind = watch.kinds.new()
             watch.set_kind(out, kind)
             watch.made_by[id(out)] = (name,)
+            watch.chains.passed(name, x, out)
             if name not in found.edges:
                 found.edges[name] = (watch.kind(x), kind)
                 found.order.append(name)
@@ -350,49 +359,3 @@ def _hooked(model: nn.Module, watch: _Watch, found: Observation) -> Iterator[Any
         if is_linear(module):
             yield module.register_forward_pre_hook(before(name))
             yield module.register_forward_hook(after(name))
-
-
-# ------------------------------------------------------------------------------------------------- inputs by themselves
-
-
-def guesses(model: nn.Module) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Inputs with which a model may run, by what its first layer takes and how its arguments are called."""
-    dummy = getattr(model, "dummy_inputs", None)
-    if isinstance(dummy, dict) and dummy:
-        yield (), dict(dummy)
-    required = [p for p in inspect.signature(model.forward).parameters.values()
-                if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]  # fmt: skip
-    names = [p.name for p in required] or [next(iter(inspect.signature(model.forward).parameters), "x")]
-    for first in _first_inputs(model):
-        yield (first, *(_by_name(name, first) for name in names[1:])), {}
-
-
-def _first_inputs(model: nn.Module) -> Iterator[Tensor]:
-    sizes = [getattr(o, n, None) for o in (model, getattr(model, "config", None)) for n in ("image_size", "img_size")]
-    sides = [s if isinstance(s, int) else s[0] for s in sizes if isinstance(s, (int, tuple, list))]
-    leaves = [m for m in model.modules() if not list(m.children()) and list(m.parameters())]
-    for module in leaves[:4]:
-        if isinstance(module, nn.Embedding):
-            yield torch.zeros(2, 8, dtype=torch.long)
-            yield torch.zeros(2, dtype=torch.long)
-        elif isinstance(module, nn.Conv2d):
-            for side in (*sides, 32, 64, 224, 28, 16):
-                yield torch.zeros(2, module.in_channels, side, side)
-        elif isinstance(module, nn.Conv1d):
-            yield torch.zeros(2, module.in_channels, 64)
-        elif is_linear(module):
-            count = features(module)[0]
-            yield torch.zeros(2, 8, count)
-            yield torch.zeros(2, count)
-    for side in sides:
-        yield torch.zeros(2, 3, side, side)
-
-
-def _by_name(name: str, first: Tensor) -> Any:
-    if "mask" in name:
-        return None
-    if name.startswith(("t", "sigma", "time")):
-        return torch.zeros(first.shape[0])
-    if name.startswith(("y", "label", "class", "target")):
-        return torch.zeros(first.shape[0], dtype=torch.long)
-    return first.clone()

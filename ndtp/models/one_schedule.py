@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.models.hidden import Hidden, enter, leave
+from ndtp.models.noted import Noted
 from ndtp.models.pending import Call, Pending, pending
 from ndtp.models.projections import Projection, products
 from ndtp.nn.hooks import has_hooks
@@ -69,13 +70,13 @@ class MLPSchedule:
         rows = leave(x.call.source)
         for each in (*ups, down):
             each.own("weight", rows)
-        (up_weight, up_bias), (weight, bias) = _as_one(ups, leaves), down.weight_and_bias()
+        (up_weight, up_bias), (weight, bias) = as_one(ups, leaves), down.weight_and_bias()
         plans = ups[0].plan, down.plan
         y = mlp(rows, (up_weight, weight), plans, frame.mesh, name, (up_bias, bias), (ups[0], down))
         return enter(y.view_as(y), down.passage(x.passage))
 
 
-def _as_one(ups: Sequence[Projection], leaves: Sequence[tuple[int, int | None]]) -> tuple[Tensor, Tensor | None]:
+def as_one(ups: Sequence[Projection], leaves: Sequence[tuple[int, int | None]]) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of the first product: of gate and up with their features in turns, as a gated activation is."""
     if len(leaves) == 1:
         return ups[0].weight_and_bias()
@@ -106,7 +107,7 @@ _AT = torch.cat((torch.linspace(-7.3, 7.1, 40), torch.tensor(_FAR))).double()
 _GATES_AT = _AT.flip(0).roll(7) * 1.1
 
 
-def activation_of(x: Pending) -> tuple[str, list[tuple[int, int | None]]] | None:
+def activation_of(x: Pending | Noted) -> tuple[str, list[tuple[int, int | None]]] | None:
     """Find the activation that a formula computes, by a trial, and its projections; the gate comes first.
 
     Returns:
@@ -138,12 +139,12 @@ def activation_of(x: Pending) -> tuple[str, list[tuple[int, int | None]]] | None
     return None
 
 
-def _leaves(x: Pending) -> list[tuple[int, int | None]]:
+def _leaves(x: Pending | Noted) -> list[tuple[int, int | None]]:
     found: list[tuple[int, int | None]] = []
-    waiting = [x]
+    waiting: list[Any] = [x]
     while waiting:
         each = waiting.pop(0)
         if each.leaf is not None and each.leaf not in found:
             found.append(each.leaf)
-        waiting += [o for o in (*each.operands, *each.kwargs.values()) if isinstance(o, Pending)]
+        waiting += [o for o in (*each.operands, *each.kwargs.values()) if isinstance(o, (Pending, Noted))]
     return sorted(found, key=str)

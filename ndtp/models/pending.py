@@ -86,6 +86,10 @@ class Call:
         with torch.set_grad_enabled(has_grad), torch.autocast(self.device, cast, enabled=is_cast):
             yield
 
+    def given_by(self, member: Projection, y: Tensor) -> Hidden:
+        """Return the result as the model's code gets it."""
+        return member.as_given(y, self.source.passage)
+
     def value(self, member: Projection) -> Hidden:
         """Return a projection's result, computed.
 
@@ -103,7 +107,7 @@ class Call:
                     )
             with self.kept.as_then() if changed and self.kept is not None else nullcontext():
                 made = self.compute(self.members, self.source)
-                self.values = [m.as_given(y, self.source.passage) for m, y in zip(self.members, made, strict=True)]
+                self.values = [self.given_by(m, y) for m, y in zip(self.members, made, strict=True)]
             if self.kept is not None:
                 self.kept.done()
         return self.values[self.members.index(member)]
@@ -181,7 +185,7 @@ def _made(call: Call, passage: Passage, dtype: torch.dtype, **attributes: Any) -
     shape = (passage.rows // passage.layout.num_splits(0), passage.width // passage.layout.num_splits(1))
     weights = [p for p in call._weights() if p.requires_grad][:1]
     with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(call.state[0]):
-        x: Any = _Unread.apply(leave(call.source), dtype, shape, call.members[0].name, *weights)  # type: ignore[no-untyped-call]
+        x: Any = NotComputed.apply(leave(call.source), dtype, shape, call.members[0].name, *weights)  # type: ignore[no-untyped-call]
     x.__class__ = Pending
     x.passage, x.call, x.result = passage, call, None
     defaults: dict[str, Any] = {"leaf": None, "func": None, "args": (), "kwargs": {}, "operands": (), "rows": None}
@@ -190,7 +194,7 @@ def _made(call: Call, passage: Passage, dtype: torch.dtype, **attributes: Any) -
     return x  # type: ignore[no-any-return]
 
 
-class _Unread(torch.autograd.Function):
+class NotComputed(torch.autograd.Function):
     """The memory that code sees when it looks past torch's functions: it has no numbers and no gradient."""
 
     @staticmethod

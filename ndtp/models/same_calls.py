@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from ndtp.models.noted import Noted
 from ndtp.models.pending import Pending
 from ndtp.models.same_steps import Steps, settings_by_name, watch_steps
 from ndtp.runtime.facts import (
@@ -242,7 +243,7 @@ class SameCalls:
     def _expect_backward(self, output: Any) -> None:
         number = self.calls
         self.mesh.step.expect_backward = self._expect_outside
-        found = [x for _, x in _tensors_of(output) if x.requires_grad and not isinstance(x, Pending)]
+        found = [x for _, x in _tensors_of(output) if x.requires_grad and not isinstance(x, (Pending, Noted))]
         for index, x in enumerate(found):
             is_first = index == 0 and (len(found) == 1 or not x.dim())
             self._hook(x, number, is_first and type(x) is Tensor and self.whole_inputs)

@@ -73,8 +73,8 @@ class Holder(torch.nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, input_ids: Tensor) -> object:
-        return self.inner(input_ids=input_ids)
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> object:
+        return self.inner(input_ids=input_ids, labels=labels)
 
 
 def check_bytes() -> tuple[int, int]:
@@ -90,9 +90,9 @@ def check_bytes() -> tuple[int, int]:
         model = Holder(model) if is_wrapped else model
         ndtp.parallelize(model, mesh_of(Grid(x=2, y=2)), scheme="2d")
         with ndtp.CommMeter() as meter:
-            logits = model(words).logits
-            assert isinstance(logits, SplitTensor) == is_wrapped
-            (logits * 1.0).sum().backward()
+            out = model(words, labels=words)
+            assert isinstance(out.logits, SplitTensor) == is_wrapped and out.logits.is_open, "no logits are computed"
+            out.loss.backward()
         taken.append(meter.volume.total)
     return tuple(taken)
 

@@ -1,0 +1,242 @@
+"""`Noted`: the result of a layer of an observed model, before anybody needs its numbers.
+
+It is a split tensor whose policy is to note what is made of it, as `ndtp.models.pending` does for recognised layers:
+element by element, or with its rows in another form.  A layer that follows, or a loss, reads the note and makes one
+program of both.  Whoever wants anything else gets the tensor itself: the object becomes the split tensor that it stands
+for, computed as it was when it was called for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ndtp.models.between import DROPOUTS, KNOWN
+from ndtp.models.hidden import PARTS, is_dropout_off
+from ndtp.models.pending import STATIC, Call, NotComputed
+from ndtp.models.split_layers import ObservedLinear, Rows
+from ndtp.split.tensor import SHAPE, SIZES, SplitTensor, enter, writes
+
+FORMS = {
+    Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, Tensor.contiguous,
+    Tensor.squeeze, Tensor.unsqueeze,
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class NotedCall(Call):
+    """Layers of one input, and how things stood when they were called.
+
+    Attributes:
+        rows: how the leading dims of their input became rows.
+        feeds_loss: whether a loss was taken of what they give.
+    """
+
+    rows: Rows = None  # type: ignore[assignment]
+    feeds_loss: bool = False
+
+    def given_by(self, member: Any, y: Tensor) -> Any:
+        return member.given(y, self.rows)
+
+    def value(self, member: Any) -> Any:
+        with member.at_work():
+            return super().value(member)
+
+
+class Noted(SplitTensor):
+    """See the module; made by `noted_result`.
+
+    Attributes:
+        form: a tensor without memory of the whole's sizes.
+        leaf: (of a layer's result itself) which one of the call, and which part of its features, or None for all.
+        func, args, kwargs: (of anything else) how it is made of others.
+        is_same: whether its rows are those of the layer's result, in the same form.
+        key: what tells two formulas apart.
+    """
+
+    call: NotedCall
+    form: Tensor
+    leaf: tuple[int, int | None] | None
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    is_same: bool
+    key: Any
+
+    # Code that looks at how it lies wants the tensor.
+    spec = property(lambda self: vars(self.now())["spec"])  # type: ignore[assignment]
+    link = property(lambda self: self.now().link)  # type: ignore[assignment]
+    strides = property(lambda self: self.now().strides)  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in SHAPE or func in SIZES:
+            return func(args[0].form, *args[1:], **kwargs)
+        if func in STATIC:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        result = _noted(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        for x in _noted_in((args, kwargs)):
+            x.now()
+        return func(*args, **kwargs)
+
+    def now(self) -> Any:
+        """The object itself, which is the tensor from now on."""
+        if type(self) is not Noted:
+            return self
+        with self.call.as_then():
+            if self.leaf is None:
+                for x in _noted_in((self.args, self.kwargs)):
+                    x.now()
+                made = self.func(*self.args, **self.kwargs)
+            else:
+                index, part = self.leaf
+                made = self.call.value(self.call.members[index])
+                made = made if part is None else made.chunk(2, dim=-1)[part]
+            with torch._C.DisableTorchFunctionSubclass():
+                fresh: Any = made.view_as(made)
+            if isinstance(made, SplitTensor):
+                enter(fresh, made.spec)
+                fresh.link, fresh.strides = made.link, made.strides
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.utils.swap_tensors(self, fresh)
+        return self
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the result is still to be computed, in any way."""
+        return type(self) is Noted and self.call.values is None
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        return self.args
+
+    def formula(self, leaves: Mapping[Any, Tensor], seen: dict[int, Tensor] | None = None) -> Tensor:
+        """Return the formula's value on the given results of layers, or on some of their rows."""
+        seen = {} if seen is None else seen
+        if self.leaf is not None:
+            return leaves[self.leaf]
+        if id(self) not in seen:
+            given = [x.formula(leaves, seen) if isinstance(x, Noted) else x for x in self.args]
+            is_made = self.func in KNOWN and self.func is not Tensor.contiguous
+            seen[id(self)] = self.func(*given, **self.kwargs) if is_made else given[0]
+        return seen[id(self)]
+
+    def row_ids(self) -> Tensor:
+        """Return which of the layer's rows it has, in the form of its leading dims."""
+        if self.leaf is not None:
+            return torch.arange(self.form.shape[:-1].numel()).view(self.form.shape[:-1])
+        source = next(x for x in self.args if isinstance(x, Noted))
+        ids = source.row_ids()
+        if self.func is Tensor.__getitem__:
+            wide = ids.unsqueeze(-1).expand(*ids.shape, source.form.shape[-1])
+            return wide[self.args[1]][..., 0]
+        return ids if self.is_same else ids.reshape(self.form.shape[:-1])
+
+
+def noted_result(call: NotedCall, member: ObservedLinear, lead: Sequence[int]) -> Noted:
+    """Return the noted result of a layer of a call, whose input has the leading dims `lead`."""
+    index = call.members.index(member)  # type: ignore[arg-type]
+    call.asked.add(index)
+    form = torch.empty((*lead, member.real_out), dtype=call.dtype, device="meta")
+    return _made(call, form, leaf=(index, None), key=("leaf", index, None), is_same=True)
+
+
+def _made(call: NotedCall, form: Tensor, **attributes: Any) -> Noted:
+    weights = [p for p in call._weights() if p.requires_grad][:1]
+    source, name = call.source, call.members[0].name
+    with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(call.state[0]):
+        x: Any = NotComputed.apply(
+            source.view_as(source), form.dtype, tuple(form.shape), name, *weights
+        )  # type: ignore[no-untyped-call]
+    x.__class__ = Noted
+    x.call, x.form = call, form
+    for name, value in {"leaf": None, "func": None, "args": (), "kwargs": {}, **attributes}.items():
+        setattr(x, name, value)
+    return x  # type: ignore[no-any-return]
+
+
+def _noted_in(x: Any) -> Iterator[Noted]:
+    return (each for each in tree_leaves(x) if isinstance(each, Noted))
+
+
+def settle(results: Any) -> None:
+    """Compute what a model gives, unless it is what its loss was made of."""
+    for x in _noted_in(results):
+        if not (x.is_open and x.call.feeds_loss):
+            x.now()
+
+
+# ------------------------------------------------------------------------------------------------------------- noting
+
+
+def _noted(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the formula after one more operation, where nothing is to be computed for it."""
+    mine = [x for x in (*args, *kwargs.values()) if isinstance(x, Noted)]
+    if not mine or any(x.call is not mine[0].call or not x.is_open for x in mine) or not mine[0].call.is_now:
+        return NotImplemented
+    if func is F.cross_entropy:
+        loss = mine[0].call.loss
+        return NotImplemented if loss is None else loss(*args, **kwargs)
+    first = mine[0]
+    if func in DROPOUTS and args[0] is first and is_dropout_off(func, *args[1:], **kwargs):
+        return first
+    others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not isinstance(x, Noted)]
+    if others or writes(func) or kwargs.get("inplace") or kwargs.get("out") is not None or args[0] is not first:
+        return NotImplemented
+    if func in PARTS:
+        return _parts(first, func, args, kwargs)
+    is_form = func in FORMS or (func is Tensor.__getitem__ and _is_of_rows(args[1]))
+    if (func not in KNOWN and not is_form) or any(isinstance(x, Noted) for x in kwargs.values()):
+        return NotImplemented
+    form = func(*[x.form if isinstance(x, Noted) else x for x in args], **kwargs)
+    if not isinstance(form, Tensor) or not form.dim() or form.shape[-1] != first.form.shape[-1]:
+        return NotImplemented
+    is_alike = form.shape == first.form.shape and func is not Tensor.__getitem__
+    if len(mine) > 1 and not (is_alike and all(x.is_same for x in mine)):
+        return NotImplemented
+    if form.is_floating_point() != first.form.is_floating_point() or form.device.type != "meta":
+        return NotImplemented
+    return _made(
+        first.call, form, func=func, args=tuple(args), kwargs=dict(kwargs), is_same=first.is_same and is_alike,
+        key=_key(func, args, kwargs),
+    )  # fmt: skip
+
+
+def _is_of_rows(key: Any) -> bool:
+    keys = key if isinstance(key, tuple) else (key,)
+    return all(k is None or k is Ellipsis or isinstance(k, slice) or type(k) is int for k in keys)
+
+
+def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    parts: list[Any] = [func]
+    for name, x in (*enumerate(args), *sorted(kwargs.items())):
+        parts.append((name, x.key if isinstance(x, Noted) else (type(x), repr(x))))
+    return tuple(parts)
+
+
+def _parts(x: Noted, func: Any, args: Any, kwargs: Any) -> Any:
+    """Gate and up of one layer."""
+    member: Any = x.call.members[x.leaf[0]] if x.leaf is not None else None
+    if member is None or x.leaf[1] is not None:  # type: ignore[index]
+        return NotImplemented
+    is_one = not member.sections and member.plan.out.num_splits(1) == 1 and member.out_width == member.real_out
+    if len(member.sections) != 2 and not is_one:
+        return NotImplemented
+    forms = func(x.form, *args[1:], **kwargs)
+    half = (*x.form.shape[:-1], x.form.shape[-1] // 2)
+    if [tuple(form.shape) for form in forms] != [half, half]:
+        return NotImplemented
+    index = x.leaf[0]  # type: ignore[index]
+    return tuple(
+        _made(x.call, form, leaf=(index, i), key=("leaf", index, i), is_same=True) for i, form in enumerate(forms)
+    )

@@ -1,0 +1,63 @@
+"""Layers that follow one another with functions of each element in between, and those of which a loss is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ndtp.models.between import DROPOUTS, KNOWN
+from ndtp.models.roles import features
+
+PARTS = {torch.chunk, Tensor.chunk, torch.split, Tensor.split}
+FORMS = {
+    Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, Tensor.contiguous,
+    Tensor.__getitem__, Tensor.squeeze, Tensor.unsqueeze,
+}  # fmt: skip
+EACH = KNOWN | DROPOUTS
+
+
+class Chains:
+    """The layers of which tensors of one run were made.
+
+    Attributes:
+        chains: layers of one input and the layer that follows them.
+        heads: layers whose results a loss was taken of, or which the model gives.
+    """
+
+    def __init__(self) -> None:
+        self.chains: list[tuple[tuple[str, ...], str]] = []
+        self.heads: set[str] = set()
+        self.made_of: dict[int, tuple[str, ...]] = {}  # element by element
+        self.rows_of: dict[int, str] = {}  # in another form
+
+    def passed(self, name: str, x: Tensor, out: Tensor) -> None:
+        """Note that a layer was called."""
+        ups = self.made_of.get(id(x))
+        if ups and (ups, name) not in self.chains:
+            self.chains.append((ups, name))
+        self.made_of[id(out)], self.rows_of[id(out)] = (name,), name
+
+    def follow(self, func: Any, args: Sequence[Any], given: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Note what a function makes of tensors."""
+        first = given[0]
+        if func is F.cross_entropy:
+            self.heads |= {self.rows_of[id(x)] for x in args[:1] if id(x) in self.rows_of}
+        if func in EACH and all(id(x) in self.made_of and x.shape == outs[0].shape for x in given):
+            self.made_of[id(outs[0])] = tuple(dict.fromkeys(name for x in given for name in self.made_of[id(x)]))
+        elif func in PARTS and len(self.made_of.get(id(first), ())) == 1 and len(outs) == 2:
+            self.made_of |= dict.fromkeys(map(id, outs), self.made_of[id(first)])
+        name = self.rows_of.get(id(first))
+        if name and len(given) == 1 and func in EACH | FORMS and outs[0].shape[-1:] == first.shape[-1:]:
+            self.rows_of[id(outs[0])] = name
+
+    def end(self, results: Any, model: nn.Module) -> None:
+        """Note what the model gives: a layer of more features than it takes may be a head, whose loss comes later."""
+        for name in {self.rows_of.get(id(x)) for x in tree_leaves(results)} - {None}:
+            inside, outside = features(model.get_submodule(name))  # type: ignore[arg-type]
+            if outside > inside:
+                self.heads.add(name)  # type: ignore[arg-type]

@@ -1,0 +1,113 @@
+"""MLPs of any model run as one program, and losses in chunks of rows, wherever one run has shown them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from products import mesh_of
+from torch import nn
+
+import ndtp
+from ndtp import Grid
+from ndtp.models import observed_schedule
+from ndtp.models.noted import Noted
+from ndtp.split import SplitTensor, whole
+
+WORDS = 50
+
+
+class Language(nn.Module):
+    """Three MLPs: gated, gate and up in one layer, and a formula with dropout; a loss of shifted and capped logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(WORDS, 32), nn.LayerNorm(32), nn.Linear(32, WORDS)
+        self.gate, self.up, self.down = nn.Linear(32, 48, bias=False), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.both, self.back = nn.Linear(32, 96), nn.Linear(48, 32)
+        self.first, self.last = nn.Linear(32, 40), nn.Linear(40, 32)
+
+    def forward(self, ids: torch.Tensor, is_sequence_first: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.table(ids.t() if is_sequence_first else ids)
+        y = self.norm(x)
+        x = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        a, b = self.both(self.norm(x)).chunk(2, -1)
+        x = x + self.back(F.gelu(a) * b)
+        x = x + self.last(F.dropout(F.relu(self.first(x)).square(), 0.1, self.training))
+        logits = self.head(x)
+        capped = 30 * torch.tanh((logits.transpose(0, 1) if is_sequence_first else logits).float() / 30)
+        shifted = capped[..., :-1, :].contiguous().view(-1, WORDS)
+        return F.cross_entropy(shifted, ids[..., 1:].reshape(-1), ignore_index=3), logits
+
+
+def close(ours, theirs, where):
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5, msg=lambda text: f"{where}: {text}")
+
+
+def check_schedules(scheme, axes):
+    """Counts what runs as one, in the order of what is tried below."""
+    mesh, ran = mesh_of(Grid(axes)), []
+    programs = observed_schedule.mlp, observed_schedule.linear_cross_entropy
+    for program in programs:
+
+        def counted(*args, program=program, **options):
+            ran.append(program.__name__)
+            return program(*args, **options)
+
+        setattr(observed_schedule, program.__name__, counted)
+    try:
+        torch.manual_seed(0)
+        dense = Language().eval()
+        torch.manual_seed(0)
+        model = ndtp.parallelize(Language().eval(), mesh, scheme=scheme)
+        ids = torch.randint(WORDS, (3, 7), generator=torch.Generator().manual_seed(1))
+        told = []
+
+        def step(*how):
+            ran.clear()
+            loss, logits = model(ids, *how)
+            told.append((ran.count("mlp"), ran.count("linear_cross_entropy"), type(logits).__name__))
+            expected, dense_logits = dense(ids, *how)
+            close(loss, expected, told)
+            for each in (loss, expected):
+                each.backward()
+            for (name, ours), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+                close(ours.grad.full_tensor(), theirs.grad, f"{told} {name}")
+                ours.grad = theirs.grad = None
+            return logits, dense_logits
+
+        logits, expected = step()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with torch.no_grad():
+            model.head.weight.grad = torch.zeros_like(model.head.weight)
+        optimizer.step()
+        assert isinstance(logits, Noted) and logits.is_open
+        close(whole(logits), expected, "logits after a step")
+        assert type(logits) is SplitTensor
+        step(True)
+        hook = model.up.register_forward_hook(lambda *_: None)
+        other = model.head.register_forward_hook(lambda *_: None)
+        step()
+        hook.remove(), other.remove()
+        with torch.no_grad():  # a value that is asked for twice, and a formula that no program knows
+            y = model.first(torch.ones(4, 32))
+            assert isinstance(y, Noted)
+            found = model.last((y.cos() * y).sub(0.5)) + y.sum()
+            z = dense.first(torch.ones(4, 32))
+            close(whole(found), dense.last((z.cos() * z).sub(0.5)) + z.sum(), "another formula")
+        model.train()
+        ran.clear()
+        model(ids)[0].backward()
+        return [*told, ran.count("mlp")]
+    finally:
+        for program in programs:
+            setattr(observed_schedule, program.__name__, program)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "axes"), [("1d-sp", {"x": 2}), ("2d", {"x": 2}), ("3d", {"z": 2}), ("2d", {"y": 2})]
+)
+def test_what_follows_element_by_element_is_one_program_and_logits_are_never_whole(ranks, scheme, axes):
+    plain, permuted, hooked, trained = ranks(2).run(check_schedules, scheme, axes)[0]
+    assert plain == (3, 1, "Noted")
+    assert permuted == (3, 0, "SplitTensor"), "a transpose is no form of rows"
+    assert hooked == (2, 0, "SplitTensor"), "hooks see what a layer gives"
+    assert trained == 2, "dropout stands between"
