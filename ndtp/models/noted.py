@@ -53,7 +53,7 @@ class Noted(SplitTensor):
     """See the module; made by `noted_result`.
 
     Attributes:
-        form: a tensor without memory of the whole's sizes.
+        sample: a tensor without memory of the whole's sizes.
         leaf: (of a layer's result itself) which one of the call, and which part of its features, or None for all.
         func, args, kwargs: (of anything else) how it is made of others.
         is_same: whether its rows are those of the layer's result, in the same form.
@@ -61,7 +61,7 @@ class Noted(SplitTensor):
     """
 
     call: NotedCall
-    form: Tensor
+    sample: Tensor
     leaf: tuple[int, int | None] | None
     func: Any
     args: tuple[Any, ...]
@@ -78,7 +78,7 @@ class Noted(SplitTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in SHAPE or func in SIZES:
-            return func(args[0].form, *args[1:], **kwargs)
+            return func(args[0].sample, *args[1:], **kwargs)
         if func in STATIC:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -134,13 +134,13 @@ class Noted(SplitTensor):
     def row_ids(self) -> Tensor:
         """Return which of the layer's rows it has, in the form of its leading dims."""
         if self.leaf is not None:
-            return torch.arange(self.form.shape[:-1].numel()).view(self.form.shape[:-1])
+            return torch.arange(self.sample.shape[:-1].numel()).view(self.sample.shape[:-1])
         source = next(x for x in self.args if isinstance(x, Noted))
         ids = source.row_ids()
         if self.func is Tensor.__getitem__:
-            wide = ids.unsqueeze(-1).expand(*ids.shape, source.form.shape[-1])
+            wide = ids.unsqueeze(-1).expand(*ids.shape, source.sample.shape[-1])
             return wide[self.args[1]][..., 0]
-        return ids if self.is_same else ids.reshape(self.form.shape[:-1])
+        return ids if self.is_same else ids.reshape(self.sample.shape[:-1])
 
 
 def noted_result(call: NotedCall, member: ObservedLinear, lead: Sequence[int]) -> Noted:
@@ -155,11 +155,9 @@ def _made(call: NotedCall, form: Tensor, **attributes: Any) -> Noted:
     weights = [p for p in call._weights() if p.requires_grad][:1]
     source, name = call.source, call.members[0].name
     with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(call.state[0]):
-        x: Any = NotComputed.apply(
-            source.view_as(source), form.dtype, tuple(form.shape), name, *weights
-        )  # type: ignore[no-untyped-call]
+        x: Any = NotComputed.apply(source.view_as(source), form.dtype, tuple(form.shape), name, *weights)  # type: ignore[no-untyped-call]
     x.__class__ = Noted
-    x.call, x.form = call, form
+    x.call, x.sample = call, form
     for name, value in {"leaf": None, "func": None, "args": (), "kwargs": {}, **attributes}.items():
         setattr(x, name, value)
     return x  # type: ignore[no-any-return]
@@ -198,13 +196,13 @@ def _noted(func: Any, args: Any, kwargs: Any) -> Any:
     is_form = func in FORMS or (func is Tensor.__getitem__ and _is_of_rows(args[1]))
     if (func not in KNOWN and not is_form) or any(isinstance(x, Noted) for x in kwargs.values()):
         return NotImplemented
-    form = func(*[x.form if isinstance(x, Noted) else x for x in args], **kwargs)
-    if not isinstance(form, Tensor) or not form.dim() or form.shape[-1] != first.form.shape[-1]:
+    form = func(*[x.sample if isinstance(x, Noted) else x for x in args], **kwargs)
+    if not isinstance(form, Tensor) or not form.dim() or form.shape[-1] != first.sample.shape[-1]:
         return NotImplemented
-    is_alike = form.shape == first.form.shape and func is not Tensor.__getitem__
+    is_alike = form.shape == first.sample.shape and func is not Tensor.__getitem__
     if len(mine) > 1 and not (is_alike and all(x.is_same for x in mine)):
         return NotImplemented
-    if form.is_floating_point() != first.form.is_floating_point() or form.device.type != "meta":
+    if form.is_floating_point() != first.sample.is_floating_point() or form.device.type != "meta":
         return NotImplemented
     return _made(
         first.call, form, func=func, args=tuple(args), kwargs=dict(kwargs), is_same=first.is_same and is_alike,
@@ -232,8 +230,8 @@ def _parts(x: Noted, func: Any, args: Any, kwargs: Any) -> Any:
     is_one = not member.sections and member.plan.out.num_splits(1) == 1 and member.out_width == member.real_out
     if len(member.sections) != 2 and not is_one:
         return NotImplemented
-    forms = func(x.form, *args[1:], **kwargs)
-    half = (*x.form.shape[:-1], x.form.shape[-1] // 2)
+    forms = func(x.sample, *args[1:], **kwargs)
+    half = (*x.sample.shape[:-1], x.sample.shape[-1] // 2)
     if [tuple(form.shape) for form in forms] != [half, half]:
         return NotImplemented
     index = x.leaf[0]  # type: ignore[index]

@@ -72,7 +72,7 @@ class ObservedMLP:
             return None
         call, down, ups = x.call, self.down, self.ups
         frame = down.frame
-        if not x.is_same or x.form.dtype != call.dtype or call.rows.is_vector:
+        if not x.is_same or x.sample.dtype != call.dtype or call.rows.is_vector:
             return None
         if x.key not in frame.activations:
             frame.activations[x.key] = activation_of(x)
@@ -113,7 +113,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """`torch.nn.functional.cross_entropy` of logits that nobody has computed."""
-    call, form = logits.call, logits.form
+    call, form = logits.call, logits.sample
     head: Any = call.members[0]
     if reduction not in ("mean", "sum") or size_average is not None or reduce is not None or form.dim() != 2:
         return NotImplemented
