@@ -138,9 +138,8 @@ def plan(
     if sizes is not None:
         say_model(out, sizes)
     print_table(out, _table(plans[:top], len(plans)))
-    _say_best(out, plans[0], sizes is not None)
     savings = wire_savings(plans[0])
-    _say_savings(out, savings)
+    _say_best(out, plans[0], sizes is not None, savings)
     if plot is not None:
         _plot(plans[0], plot)
         out.print(f"wrote {plot}")
@@ -201,10 +200,11 @@ def grid_text(plan: GridPlan) -> str:
     return text + (f" regather {''.join(plan.regather)}" if plan.regather else "")
 
 
-def _say_best(out: Any, best: GridPlan, whole: bool) -> None:
+def _say_best(out: Any, best: GridPlan, whole: bool, savings: list[dict[str, Any]]) -> None:
     from ndtp.planner.request import GIB
 
     out.print(best.why, highlight=False)
+    _say_savings(out, savings)
     room = best.request.hardware.memory_gib
     if best.memory_bytes > room * GIB:
         out.print(f"It needs more than the {room:g} GiB of a device: see --memory-limit {room:g}.", style="yellow")

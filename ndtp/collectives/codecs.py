@@ -59,8 +59,8 @@ class Codec:
         largest = torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_())
         # Its quotient by the largest number must not be 0, nor must what is multiplied by it again overflow.
         scale = (largest / self.largest).float().clamp_(min=torch.finfo(torch.float32).tiny)
-        # Where a scale was rounded down, the largest is over by a part in 1e7, which every dtype rounds back.  What a NaN
-        # or an infinity becomes does not matter: their scale tells.
+        # Where a scale was rounded down, the largest is over by a part in 1e7, which every dtype rounds back.  What is
+        # made of a NaN or an infinity does not matter: their scale tells.
         x = x / scale
         return (x if self.dtype.is_floating_point else x.round_()), scale
 

@@ -305,10 +305,13 @@ def wire_savings(plan: GridPlan) -> list[dict[str, Any]]:
     for name in (None, *WIRES):
         if name is not None and Wire.of(name).format("weights").itemsize >= plan.request.itemsize:  # type: ignore[union-attr]
             continue
-        request = replace(plan.request, wire=Wire.of(name))
-        volume, _ = _costs(request, g, plan.regather)
+        wire = Wire.of(name)
+        request = replace(plan.request, wire=wire)
+        a, b = int("a" in plan.regather), int("b" in plan.regather)
+        each = (bl.times * int(block_cost.num_bytes(bl, g, request.itemsize, a, b, wire)) for bl in request.blocks)
+        volume = sum(each) * request.layers
         seconds = predict(request, plan.grid, plan.expert_axis or ()).total
-        found.append({"wire": name, "volume_bytes": int(volume), "step_ms": float(seconds) * 1e3})
+        found.append({"wire": name, "volume_bytes": volume, "step_ms": float(seconds) * 1e3})
     return found
 
 

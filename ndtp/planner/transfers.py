@@ -38,7 +38,10 @@ class Transfer:
         form = None if wire is None else wire.format(KINDS[self.tensor.split()[-1]])
         if form is None or form.itemsize >= itemsize or np.all(np.asarray(self.row) == 0):
             return plain
-        row = self.row + 0 * self.elements
         scale = SCALE_BYTES * form.is_scaled
+        if isinstance(self.elements, int) and isinstance(self.row, int):  # of one grid, and of any size
+            saves = self.row * form.itemsize + scale < self.row * itemsize
+            return self.elements * form.itemsize + self.elements // self.row * scale if saves else plain
+        row = self.row + 0 * self.elements
         coded = self.elements * form.itemsize + self.elements // np.maximum(row, 1) * scale
         return np.where((row > 0) & (row * form.itemsize + scale < row * itemsize), coded, plain)

@@ -98,7 +98,7 @@ def test_ops_pass_the_checks_of_torch(regather):
         # With "identity" the second product's A is the first one's result, which is kept too.
         text = chain_text((tensors[3], None), plans, ("identity", None), mesh)
         torch.library.opcheck(torch.ops.ndtp.mlp.default, (tensors, text, list(needs)))
-    arguments = (tensors[0], mesh.name, "(x) ()\n() (x)\n\ny\nrelayout", "forward")
+    arguments = (tensors[0], mesh.name, "(x) ()\n() (x)\n\ny\nrelayout\nactivations", "forward")
     torch.library.opcheck(torch.ops.ndtp.relayout.default, arguments)
 
 
