@@ -7,7 +7,7 @@
     python bench/published.py --choose             # grids that ndtp would have chosen instead
 
 `bench/published.toml` holds the rows with source, table and page.  Constants of presets (`ndtp.planner.presets`) were
-fitted on the tables marked "fit"; the others judge them.
+fitted on the tables marked "fit"; the others judge them, but for those of experts, which are counted by themselves.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ else:
 
 from ndtp.errors import GridError
 from ndtp.planner.hardware import Hardware
+from ndtp.planner.model_sizes import Mixture
 from ndtp.planner.training import Practice, Splits, StepTime, TrainingJob, Transformer
 from ndtp.planner.training.choose import Question, choose
 from ndtp.planner.training.splits import RANK_ORDERS
@@ -92,6 +93,8 @@ def machine(name: str, preset: str, power: float = 1.0, **changes: Any) -> Hardw
 
 
 def row(table: dict[str, Any], about: dict[str, Any], sizes: dict[str, Any], hardware: Hardware, given: Any) -> Row:
+    mixture = sizes.get("mixture")
+    sizes = sizes if mixture is None else {**sizes, "mixture": Mixture(**mixture)}
     model = Transformer(**sizes, sequence=about["sequence"], name=about["model"])
     features = {key: given[key] for key in given if key in Practice.__dataclass_fields__}
     types = Practice.__dataclass_fields__
@@ -189,7 +192,7 @@ def summary(rows: Sequence[Row]) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     groups = [*tables(rows).items()]
-    groups += [(f"**all, {half}**", [x for x in rows if x.half == half]) for half in ("fit", "judge")]
+    groups += [(f"**all, {half}**", [x for x in rows if x.half == half]) for half in ("fit", "judge", "experts")]
     for name, some in groups:
         if some:
             v = judge(some)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ndtp.algebra.matmul_plan import MatMulPlan
     from ndtp.algebra.wire import Wire
     from ndtp.checkpoints import checkpoint as checkpoint
+    from ndtp.checkpoints.pretrained import save_pretrained
     from ndtp.collectives.meter import CommMeter
     from ndtp.errors import (
         CheckpointError,
@@ -76,6 +77,7 @@ _HOME = {
     "register_rule": "split.register",
     "relayout": "ops.products",
     "reshard": "ops.resharding",
+    "save_pretrained": "checkpoints.pretrained",
     "use_profile": "models.profile",
 }
 # Modules whose paths are shorter than where they lie, or were documented before there were packages.
@@ -120,6 +122,7 @@ __all__ = [
     "register_rule",
     "relayout",
     "reshard",
+    "save_pretrained",
     "use_profile",
 ]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from ndtp.algebra import html, picture
 from ndtp.algebra.grid import Grid
@@ -46,6 +46,7 @@ class Layout:
     grid: Grid
     dims: tuple[tuple[str, ...], ...]
     chunks: tuple[int, int] | None
+    _splits: ClassVar[tuple[int, ...]]  # of each dim into how many parts: an instance's own, and no field
 
     def __init__(self, grid: Grid, *dims: DimSpec, chunks: tuple[int, int] | None = None) -> None:
         split = tuple(_axes_of(spec) for spec in dims)
@@ -60,6 +61,7 @@ class Layout:
         object.__setattr__(self, "grid", grid)
         object.__setattr__(self, "dims", split)
         object.__setattr__(self, "chunks", chunks)
+        object.__setattr__(self, "_splits", tuple([grid.size(axes) for axes in split]))
 
     @classmethod
     def parse(cls, grid: Grid, text: str) -> Layout:
@@ -127,7 +129,7 @@ class Layout:
         return next((dim for dim, axes in enumerate(self.dims) if axis in axes), None)
 
     def num_splits(self, dim: int) -> int:
-        return self.grid.size(self.dims[dim])
+        return self._splits[dim]
 
     def with_dims(self, *dims: DimSpec) -> Layout:
         """Another layout over the same grid."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -191,7 +192,7 @@ def export_safetensors(
     whole, folder = whole_of(model), Path(folder)
     crew = whole.crew
     whole.meet(f"export_safetensors: {folder}")
-    crew.agree("; ".join(filter(None, (*map(_unwritable, whole.pieces), crew.only_writer(folder)))), EXPORT)
+    crew.agree("; ".join(filter(None, (*map(unwritable, whole.pieces), crew.only_writer(folder)))), EXPORT)
     with ExitStack() as held:
         failure, token = "", ""
         if crew.is_first:
@@ -217,7 +218,9 @@ def export_safetensors(
         crew.raise_everywhere(failure, f"export_safetensors: {folder} is not complete")
         if crew.is_first:
             try:
-                _finish(whole.pieces[0].module, folder, dict(zip(names, (sizes for _, sizes in table), strict=True)))
+                first: Any = whole.pieces[0].module
+                files = dict(zip(names, (sizes for _, sizes in table), strict=True))
+                finish_folder(first, folder, files, getattr(first, "dtype", None))
             except OSError as error:
                 failure = str(error)
         crew.raise_everywhere(failure, f"export_safetensors: {folder} is not complete")
@@ -226,7 +229,7 @@ def export_safetensors(
 EXPORT = "export_safetensors: {}"
 
 
-def _unwritable(piece: Piece) -> str:
+def unwritable(piece: Piece) -> str:
     for entry in piece.entries():
         if entry.local.is_meta or entry.local.dtype not in NAMES:
             what = "on the meta device" if entry.local.is_meta else f"of {entry.local.dtype}"
@@ -278,14 +281,21 @@ def _bytes(entry: Entry) -> int:
     return entry.local.element_size() * int(torch.Size(entry.real).numel())
 
 
-def _finish(model: Any, folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """The index, and what says which model it is; files of an earlier export go."""
+def finish_folder(model: Any, folder: Path, files: dict[str, dict[str, int]], dtype: torch.dtype | None) -> None:
+    """Write the index, and the configs that say which model it is; files of an earlier export go.
+
+    Args:
+        files: what each file has, key -> bytes.
+        dtype: of the weights, which the config names.
+    """
     with tempfile.TemporaryDirectory(dir=folder, prefix=".config.") as made:
         for name in ("config", "generation_config"):
             config: Any = getattr(model, name, None)
             if hasattr(config, "save_pretrained"):
-                if name == "config" and not getattr(config, "architectures", None):
-                    config.architectures = [type(model).__name__]
+                config = copy.copy(config)
+                if name == "config":
+                    config.architectures = getattr(config, "architectures", None) or [type(model).__name__]
+                    config.dtype = dtype if dtype is not None else getattr(config, "dtype", None)
                 config.save_pretrained(made)
         index = folder / f"model{INDEX}"
         sizes = sum(sum(part.values()) for part in files.values())

@@ -15,6 +15,7 @@ from ndtp.cli.bench_step import step
 from ndtp.cli.bench_volume import volume
 from ndtp.cli.check import check
 from ndtp.cli.demo import demo
+from ndtp.cli.export import export
 from ndtp.cli.help import Command, CommandGroup
 from ndtp.cli.info import info
 from ndtp.cli.plan import plan
@@ -93,7 +94,7 @@ def _root(
     pass
 
 
-for command in (demo, check, train, plan, info):
+for command in (demo, check, train, export, plan, info):
     app.command()(command)
 for benchmark in (volume, step, overlap, calibrate, gemm):
     bench.command()(benchmark)

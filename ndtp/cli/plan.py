@@ -52,13 +52,18 @@ def plan(
     sequence: Annotated[
         int | None, typer.Option(help="Tokens of a sequence. Default: what the config says, 8192 at most.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences of a model's step, over all ranks.", min=1)] = None,
+    batch: Annotated[
+        int | None, typer.Option(callback=COUNT, help="Sequences of a model's step, over all ranks. With --decode: 32.")
+    ] = None,
     software: Annotated[
         str, typer.Option(help="Whose kernels and overlap a model's step has: ndtp, megatron or torchtitan.")
     ] = "ndtp",
     recompute: Annotated[
         str, typer.Option(help="What a model's backward makes again: auto, none, selective, products, layer, full.")
     ] = "auto",
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Plan of a --model the continuing of sequences, a token a step.")
+    ] = False,
     emit: Annotated[
         Path | None,
         typer.Option(metavar="FILE.py", help="The program that runs the choice.", callback=writable(".py")),
@@ -92,8 +97,14 @@ def plan(
 
     Example: ndtp plan --tokens 8192 --hidden 4096 --ffn 16384 --ranks 64 --hardware h100-ib
 
+    With --decode it is the grid and scheme that continue sequences the fastest, by
+    reading weights and caches and by collectives, and from which batch on which wins.
+
     Example: ndtp plan --model config.json --ranks 1024 --hardware h100-ib --emit train.py
+
+    Example: ndtp plan --decode --model config.json --ranks 8 --batch 64 --sequence 4096
     """
+    from ndtp.cli.plan_decode import answer_decode, decode_question
     from ndtp.cli.plan_model import Asked, answer, question_of, result
     from ndtp.planner.block_cost import AXES, EXPERT_AXES
     from ndtp.planner.hardware import Hardware
@@ -101,6 +112,10 @@ def plan(
     from ndtp.planner.search import search, wire_savings
     from ndtp.planner.training.splits import STEP_AXES
 
+    if (decode or batch is not None) and model is None:
+        raise GridError("plan: --decode and --batch take --model, the path of a config.json")
+    if decode and (emit or plot or tokens or tp_within_node or objective != "time"):
+        raise GridError("plan: --decode has no --emit, --plot, --tokens, --tp-within-node or other objective")
     if model is None and (hidden is None or ffn is None):
         raise GridError("plan: give --hidden and --ffn, or --model with the path of a config.json")
     if model is not None and (hidden is not None or ffn is not None or gated or experts is not None):
@@ -113,6 +128,11 @@ def plan(
             software, recompute, optimizer, memory_limit, tp_within_node,
             axis_sizes(" ".join(fix or []), "--fix", (*STEP_AXES, "micro", "virtual")), Wire.of(wire),
         )  # fmt: skip
+        if decode:
+            question_of_decoding = decode_question(asked, sizes, batch)
+            say_model(out, sizes)
+            write_json(json_file, answer_decode(out, question_of_decoding, top) | {"model": model_as_dict(sizes)})
+            return
         if (question := question_of(asked, sizes)) is not None:
             say_model(out, sizes)
             chosen = answer(out, question, asked, top, emit, plot)

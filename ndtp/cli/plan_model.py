@@ -57,8 +57,8 @@ def question_of(asked: Asked, model: ModelSizes | CountedModel) -> Question | No
 
     Word(tuple(PRACTICES)).check("plan", "software", asked.software)
     Word(("auto", *RECOMPUTE)).check("plan", "recompute", asked.recompute)
-    config = _config(asked.path)
-    sequence = asked.sequence or min(LONGEST, _length(config))
+    config = config_of(asked.path)
+    sequence = asked.sequence or min(LONGEST, length_of(config))
     Number(1, 2**31, integer=True).check("plan", "sequence", sequence)
     shape = Transformer.of(str(config.get("model_type", "model")), model.blocks(1), sequence)
     if shape is None:
@@ -81,14 +81,14 @@ def question_of(asked: Asked, model: ModelSizes | CountedModel) -> Question | No
     )  # fmt: skip
 
 
-def _config(path: str) -> dict[str, Any]:
+def config_of(path: str) -> dict[str, Any]:
     """Return the contents of the config file, with its text part brought up."""
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     config = json.loads(file.read_text())
     return {**config, **(config.get("text_config") or {})}
 
 
-def _length(config: dict[str, Any]) -> int:
+def length_of(config: dict[str, Any]) -> int:
     found = [config[name] for name in LENGTHS if isinstance(config.get(name), int) and config[name] > 0]
     return found[0] if found else 4096
 

@@ -162,6 +162,8 @@ def train(
         raise typer.BadParameter("text is made by models that are not cut: --stages 1", param_hint="--sample")
     _check_files(text, model, context, output)
     tokens = _tokens(data, text, tokenizer, model, field, context, output)
+    if is_first_rank():
+        _keep_for_export(model, tokenizer, output)
     if hardware:
         from ndtp.planner.hardware import Hardware
 
@@ -316,6 +318,21 @@ def _tokens(
             "own", param_hint="--data",
         )  # fmt: skip
     return path
+
+
+def _keep_for_export(model: Path | None, tokenizer: Path | None, output: Path) -> None:
+    """Put beside the checkpoint what `ndtp export` needs: the model's config, and the tokenizer."""
+    from ndtp.cli.export import CONFIG, TOKENIZER
+
+    with writing(output):
+        for name in (CONFIG, "generation_config.json"):
+            source = None if model is None else model if name == CONFIG else model.parent / name
+            if source is not None and source.is_file() and source.resolve() != (output / name).resolve():
+                (output / name).write_bytes(source.read_bytes())
+        if tokenizer is not None:
+            from ndtp.cli.train_data import load_tokenizer
+
+            load_tokenizer(tokenizer).save_pretrained(output / TOKENIZER)
 
 
 def _check_files(text: Path | None, model: Path | None, context: int, output: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
+from ndtp.models.cached_sequences import lay_caches
 from ndtp.models.cut_sequences import as_rows, context_of, in_sequences, of_tokens, row_axes, with_all_heads
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.fused_order import in_order
@@ -27,6 +28,7 @@ from ndtp.models.hidden import Hidden, enter, hidden_in, split
 from ndtp.models.looked_at import is_looked_at, made_alike, shard_of, standing_for, with_whole_sizes
 from ndtp.models.placeholder import Placeholder, placeholder
 from ndtp.models.projections import Group, Projection, products
+from ndtp.models.signatures import signature_of
 from ndtp.ops.products import relayout
 from ndtp.ops.reductions import used_over
 from ndtp.runtime.of_turn import OfTurn
@@ -58,6 +60,7 @@ class Core:
             runs on whole sequences of this rank.
         dense: what of the module's attributes became numbers of one rank, as it was.
         is_whole: whether its code runs on tensors with the sizes of the whole, see `ndtp.models.looked_at`.
+        layer: the number of the module's layer in caches.
     """
 
     frame: Frame
@@ -73,6 +76,7 @@ class Core:
     normed: tuple[Projection, ...] = ()
     dense: Mapping[str, Any] = field(default_factory=dict)
     is_whole = OfTurn(bool)
+    layer: int | None = None
     given = OfTurn()
     groups = OfTurn(dict)
 
@@ -95,23 +99,25 @@ class Core:
         part = self.frame.mesh.grid.index(self.frame.mesh.rank, self.inner.dims[1])
         return kv_heads_of(self.heads, self.kv_heads, part, self.inner.num_splits(1))
 
-    def run(self, module: Any, forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(
+        self, module: Any, forward: Any, names: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """The model's own forward, on what of its arguments belongs to this rank.
 
         Args:
             forward: takes the module, or one that stands for it.
+            names: of the other arguments.
         """
         before, self.is_whole = self.is_whole, is_looked_at(module)
         try:
             if not self.is_whole:
-                return self._run(partial(forward, module), args, kwargs)
+                return self._run(partial(forward, module), names.bind(*args, **kwargs))
             with standing_for(module, self.dense) as stand_in:
-                return self._run(partial(forward, stand_in), args, kwargs)
+                return self._run(partial(forward, stand_in), names.bind(*args, **kwargs))
         finally:
             self.is_whole = before
 
-    def _run(self, forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        bound = inspect.signature(forward).bind(*args, **kwargs)
+    def _run(self, forward: Any, bound: inspect.BoundArguments) -> Any:
         named = {name: self._entered(name, value) for name, value in bound.arguments.items()}
         sources = {id(x): x for x in hidden_in({name: x for name, x in named.items() if name not in PASSED})}
         if not sources:
@@ -126,8 +132,9 @@ class Core:
         summed = self.sums if self.is_whole else row_axes(self.frame, self.inner) if self.of_tokens else ()
         if not self.is_whole:
             bound.arguments.update({name: self._local(name, value) for name, value in named.items()})
-            if self.frame.splits(self.inner) > 1 and not self.of_tokens:
-                _refuse_whole_batches(bound.arguments.get("past_key_values"))
+            if self.frame.splits(self.inner) > 1:
+                batch = self.given.lead[0]
+                lay_caches(bound.arguments, self.frame, self.inner, batch, self.layer, self.of_tokens)
         before, self.frame.summed = self.frame.summed, summed
         try:
             result = self._outside(forward(*bound.args, **bound.kwargs))
@@ -153,7 +160,7 @@ class Core:
         if passage.across:
             return passage.lead  # type: ignore[return-value]
         length = passage.lead[1]
-        return len(replace(passage, layout=self.inner).rows_here) // max(length, 1), length
+        return passage.rows // self.frame.splits(self.inner) // max(length, 1), length
 
     def _features_seen(self, passage: Passage) -> int:
         """Return the number of features that the model's code expects, where heads have as many features as hidden
@@ -322,20 +329,6 @@ class Core:
         return put(x.view_as(x), Spec(self.context, sizes, layout_of(self.frame.mesh, dims), padded, (), self.name))
 
 
-def _refuse_whole_batches(cache: Any) -> None:
-    """A cache has the sequences of this rank: what picks sequences of the whole batch would pick others."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise LayoutError(
-            "parallelize: a cache has the sequences of its rank, beams would be picked from those of the whole batch\n"
-            "  fix: num_beams=1, or a grid that splits no rows (scheme='1d')"
-        )
-
-    for name in ("reorder_cache", "batch_repeat_interleave", "batch_select_indices"):
-        if hasattr(cache, name):
-            setattr(cache, name, refuse)
-
-
 class AttentionModule(nn.Module):
     """The class of an attention module on a grid; see `Core`."""
 
@@ -344,7 +337,7 @@ class AttentionModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Of another module of the class, where that stands for this one.
         forward = lambda module, *a, **k: super().forward(*a, **k)  # noqa: E731
-        return self.ndtp_core.run(self, forward, args, kwargs)
+        return self.ndtp_core.run(self, forward, signature_of(super().forward), args, kwargs)
 
 
 def kv_heads_of(heads: int, kv_heads: int, part: int, splits: int) -> list[int]:
@@ -370,6 +363,7 @@ def place_core(module: nn.Module, core: Core) -> None:
     """Let an attention module run on this rank's heads and sequences."""
     module.__class__ = class_of(AttentionModule, type(module))
     module.ndtp_core = core  # type: ignore[assignment]
+    core.layer = getattr(module, "layer_idx", None)
     for member in (*core.inputs.values(), *([core.output] if core.output is not None else [])):
         member.core = core
     before = dict(vars(module))

@@ -162,6 +162,14 @@ class Between(Tensor):
         return result if is_mixed else enter(result, passage)
 
 
+def is_dropout_off(func: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> bool:
+    """Return whether one of `DROPOUTS` returns its input unchanged."""
+    is_on = (*args, *kwargs.values(), True)[0]
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout: p={p} is not in [0, 1]")
+    return not is_on or p == 0.0
+
+
 def is_in_backward() -> bool:
     """Return whether a user's own `autograd.Function` is in backward, where gradients are plain shards."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

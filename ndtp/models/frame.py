@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,16 @@ from ndtp.algebra.layout import Layout
 from ndtp.models.fused_order import order_of
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
+
+MOST_RANGES = 1024
+
+
+def led_to(layer: Any, given: Passage, make: Callable[[Passage], Passage]) -> Passage:
+    """Return how what a layer gives lies, for an input that lies as `given`; made once while inputs lie alike."""
+    last = vars(layer).get("ndtp_led_to")
+    if last is None or last[0] is not given:
+        last = vars(layer)["ndtp_led_to"] = (given, make(given))
+    return last[1]  # type: ignore[no-any-return]
 
 
 @dataclass(eq=False)
@@ -36,6 +46,8 @@ class Frame:
             padded with sequences that count for nothing.
         attention: as of `ndtp.split.spec.Context`.
         summed: the axes over which the code that runs has its gradients summed already: that of split tensors.
+        trials: dtypes of what functions give of activations that are still to be computed, by their formulas.
+        ranges: the rows of a rank, by a layout's identity (the layout stands beside them) and the number of rows.
     """
 
     mesh: ProcessGrid
@@ -49,6 +61,8 @@ class Frame:
     head: Any = None
     activations: dict[Any, Any] = field(default_factory=dict)
     losses: dict[Any, Any] = field(default_factory=dict)
+    trials: dict[Any, Any] = field(default_factory=dict)
+    ranges: dict[tuple[int, int], tuple[Layout, range]] = field(default_factory=dict)
     running = OfTurn(list)
     has_labels = OfTurn(bool)
     has_split_loss = OfTurn(bool)
@@ -121,6 +135,14 @@ class Passage:
     @property
     def rows_here(self) -> range:
         """Return the rows of its dp rank that this rank has."""
+        ranges, key = self.frame.ranges, (id(self.layout), self.rows)
+        if key not in ranges:
+            if len(ranges) >= MOST_RANGES:
+                ranges.clear()
+            ranges[key] = self.layout, self._rows_here()
+        return ranges[key][1]
+
+    def _rows_here(self) -> range:
         frame = self.frame
         inner = self.layout.dims[0][len(frame.outside.dims[0]) :]
         count = self.rows // frame.splits(self.layout)

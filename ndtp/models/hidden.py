@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
-from ndtp.models.between import DROPOUTS, FACTS, GRADIENTS, KNOWN, SIZES, is_in_backward, writes
+from ndtp.models.between import DROPOUTS, FACTS, GRADIENTS, KNOWN, SIZES, is_dropout_off, is_in_backward, writes
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.rows import broadcasts, is_brought, rows_of
 from ndtp.nn.dropout import drop
@@ -36,6 +36,7 @@ OWN = FACTS | {
     Tensor.retain_grad,
     Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
 }
+SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten}
 FORMS: dict[Any, Callable[..., Any]] = {}  # functions that know how an activation lies, see `hidden_forms`
 PARTS = {Tensor.chunk, torch.chunk, Tensor.split, torch.split}
@@ -67,7 +68,8 @@ class Hidden(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in SIZES:
-            return func(torch.empty(args[0].passage.shape, device="meta"), *args[1:], **kwargs)
+            shape = torch.Size(args[0].passage.shape)
+            return shape if func is SHAPE else func(torch.empty(shape, device="meta"), *args[1:], **kwargs)
         if func in FORMS:
             result = FORMS[func](*args, **kwargs)
             if result is not NotImplemented:
@@ -137,6 +139,12 @@ def _cut(x: Tensor, passage: Passage) -> Tensor:
 
 def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Apply an element-wise function to shards; the other operands are split alike, or can be brought to lie so."""
+    if len(args) == 2 and not kwargs and type(args[0]) is type(args[1]) is Hidden and not writes(func):
+        passage = args[0].passage
+        if args[1].passage is passage:  # a residual, by far the most frequent
+            shard = leave(args[0])
+            result = func(shard, leave(args[1]))
+            return enter(result, passage) if result.shape == shard.shape else NotImplemented
     operands = (*args, *kwargs.values())
     if writes(func) and not isinstance(args[0], Hidden):
         return NotImplemented
@@ -217,14 +225,6 @@ def for_every_row(x: Tensor, passage: Passage) -> Tensor | None:
     if isinstance(x, Hidden) or x.requires_grad or lead != (1,) * len(lead) or len(lead) > len(passage.lead):
         return None
     return x if x.dim() == 0 else brought(x, passage)
-
-
-def is_dropout_off(func: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> bool:
-    """Return whether one of `DROPOUTS` returns its input unchanged."""
-    is_on = (*args, *kwargs.values(), True)[0]
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout: p={p} is not in [0, 1]")
-    return not is_on or p == 0.0
 
 
 def _dropout(func: Any, x: Hidden, p: float = 0.5, *args: Any, **kwargs: Any) -> Hidden:

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.errors import LayoutError
-from ndtp.models.between import DROPOUTS, KNOWN, SIZES, getters, writes
-from ndtp.models.hidden import PARTS, RESHAPES, Hidden, for_every_row, is_dropout_off, leave
+from ndtp.models.between import DROPOUTS, KNOWN, SIZES, getters, is_dropout_off, writes
+from ndtp.models.hidden import PARTS, RESHAPES, Hidden, for_every_row, leave
 from ndtp.models.kept_logits import KeptWeights
 from ndtp.models.rows import picked_rows
 from ndtp.runtime.versions import version_of
@@ -36,6 +36,9 @@ STATIC = {
     Tensor.__hash__, Tensor.__repr__, Tensor.__format__, Tensor.get_device, Tensor.is_complex,
     Tensor.is_floating_point, torch.is_complex, torch.is_floating_point,
 } | SIZES  # fmt: skip
+
+
+MOST_TRIALS = 256
 
 
 @dataclass(eq=False)
@@ -183,9 +186,14 @@ def pending(call: Call, member: Projection) -> Pending:
 
 def _made(call: Call, passage: Passage, dtype: torch.dtype, **attributes: Any) -> Pending:
     shape = (passage.rows // passage.layout.num_splits(0), passage.width // passage.layout.num_splits(1))
-    weights = [p for p in call._weights() if p.requires_grad][:1]
-    with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(call.state[0]):
-        x: Any = NotComputed.apply(leave(call.source), dtype, shape, call.members[0].name, *weights)  # type: ignore[no-untyped-call]
+    with torch._C.DisableTorchFunctionSubclass():
+        x: Any
+        if call.state[0]:
+            weights = [p for p in call._weights() if p.requires_grad][:1]
+            with torch.enable_grad():
+                x = NotComputed.apply(leave(call.source), dtype, shape, call.members[0].name, *weights)  # type: ignore[no-untyped-call]
+        else:
+            x = call.source.new_full((), torch.nan, dtype=dtype).expand(shape)
     x.__class__ = Pending
     x.passage, x.call, x.result = passage, call, None
     defaults: dict[str, Any] = {"leaf": None, "func": None, "args": (), "kwargs": {}, "operands": (), "rows": None}
@@ -265,15 +273,28 @@ def _elementwise(func: Any, mine: Sequence[Pending], args: Any, kwargs: Any) -> 
             if x is None:
                 return NotImplemented
         operands.append(x)
+    key = _key(func, args, kwargs)
+    known = None if key is None else (key, passage.shape, *[x.dtype for x in mine])
+    trials = passage.frame.trials
+    dtype = trials[known] if known is not None and known in trials else _tried(func, args, kwargs, passage)
+    if known is not None:
+        if len(trials) >= MOST_TRIALS:
+            trials.clear()
+        trials[known] = dtype
+    if dtype is None:
+        return NotImplemented
+    return _made(
+        first.call, passage, dtype, func=func, args=args, kwargs=kwargs, operands=tuple(operands), rows=first.rows,
+        key=key,
+    )  # fmt: skip
+
+
+def _tried(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], passage: Passage) -> torch.dtype | None:
+    """Return the dtype of what a function gives, by a trial without numbers; None for other sizes than its input's."""
     meta = lambda x: torch.empty(passage.shape, dtype=x.dtype, device="meta") if isinstance(x, Pending) else x  # noqa: E731
     bare = lambda x: x.to("meta") if isinstance(x, Tensor) and not x.is_meta else x  # noqa: E731
     trial = func(*[bare(meta(x)) for x in args], **{name: bare(meta(x)) for name, x in kwargs.items()})
-    if not isinstance(trial, Tensor) or tuple(trial.shape) != passage.shape:
-        return NotImplemented
-    return _made(
-        first.call, passage, trial.dtype, func=func, args=args, kwargs=kwargs, operands=tuple(operands),
-        rows=first.rows, key=_key(func, args, kwargs),
-    )  # fmt: skip
+    return trial.dtype if isinstance(trial, Tensor) and tuple(trial.shape) == passage.shape else None
 
 
 def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -13,8 +13,11 @@ OF_A_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a hook runs with this module's forward or backward, global hooks of torch included."""
-    own = [getattr(module, kind) for kind in OF_A_MODULE]
-    return any(own + [getattr(torch_module, f"_global{kind}") for kind in OF_A_MODULE])
+    # Written out: this runs for each layer of each call.
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    here: Any = torch_module
+    of_all = here._global_forward_hooks or here._global_forward_pre_hooks
+    return bool(own or of_all or here._global_backward_hooks or here._global_backward_pre_hooks)
 
 
 def parts_have_hooks(module: nn.Module) -> bool:

@@ -37,7 +37,9 @@ def sent(
 
 
 def _way(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str, kind: str) -> Way:
-    return Way(mesh.collectives, steps, (name,), phase, tuple(x.shape), x.dtype, kind=kind)
+    shape = tuple(x.shape)
+    key = (mesh.collectives, tuple(steps), name, phase, shape, x.dtype, kind)
+    return mesh.programs.way(key, lambda: Way(mesh.collectives, steps, (name,), phase, shape, x.dtype, kind=kind))
 
 
 def enter(mesh: ProcessGrid, op: object, x: Tensor) -> None:

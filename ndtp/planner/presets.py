@@ -54,7 +54,8 @@ DEVICES = {
     "h200": Device(610.0, 989.0, 50.0, 141.0, 4800.0, 450.0, 1145.0, HOPPER),
     "gh200": Device(636.0, 989.0, 50.0, 96.0, 4000.0, 450.0, 1209.0, HOPPER, per_node=4),
     "b200": Device(1340.0, 2250.0, 60.0, 180.0, 8000.0, 900.0, 2704.0, BLACKWELL),
-    "gb200": Device(1399.0, 2500.0, 60.0, 186.0, 8000.0, 900.0, 2848.0, BLACKWELL, per_node=72),
+    # 72 share a rack, of which jobs of powers of two take 64.
+    "gb200": Device(1399.0, 2500.0, 60.0, 186.0, 8000.0, 900.0, 2848.0, BLACKWELL, per_node=64),
     # Measured: 668 and 147 (one of two dies); sustained is assumed to be 0.8 of it.
     "mi300x": Device(535.0, 1307.0, 100.0, 192.0, 5300.0, 448.0),
     "mi250x": Device(118.0, 191.5, 38.0, 64.0, 1638.0, 150.0),

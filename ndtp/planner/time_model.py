@@ -71,7 +71,9 @@ def cost_of(hardware: Hardware, collective: str, size: Any, reach: Reach) -> tup
     times = 2 if collective == "all_reduce" else 1
     side = size / np.maximum(1, size - 1)  # the larger side, per byte received
     per_byte = inter.seconds_per_byte(collective, size)
-    between = side * (reach.nodes - 1) / reach.nodes / reach.local * per_byte
+    # What a node gathers or sums is the same for its members; in an all-to-all each has bytes of its own.
+    shared = 1 if collective == "all_to_all" else reach.local
+    between = side * (reach.nodes - 1) / reach.nodes / shared * per_byte
     inside = (reach.local > 1) * intra.seconds_per_byte(collective, size)
     across = inter.latency_us + times * ((reach.nodes - 1) * inter.hop_us + (reach.local - 1) * intra.hop_us)
     latency = np.where(reach.nodes > 1, across, intra.latency_us + times * (size - 1) * intra.hop_us)

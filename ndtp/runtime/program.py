@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from torch.autograd import _profiler_enabled
 
 from ndtp.collectives.recorder import NOTHING, span
 from ndtp.runtime.closures import DEFERS, FIRST, HELD, OWNER, STEP, WEIGHT, Run
-from ndtp.runtime.moves import Move
+from ndtp.runtime.moves import Move, Way
 from ndtp.runtime.phase import Phase
 from ndtp.runtime.recheck import PHASES
 from ndtp.runtime.slots import Key, Setting
@@ -194,6 +194,7 @@ class Programs:
 
     def __init__(self) -> None:
         self._found: OrderedDict[Hashable, Program] = OrderedDict()
+        self._ways: OrderedDict[Hashable, Way] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._found)
@@ -210,5 +211,17 @@ class Programs:
             self._found.popitem(last=False)
         return program
 
+    def way(self, key: Hashable, bind: Callable[[], Way]) -> Way:
+        """Return the way of a tensor through its steps, bound where it is met first."""
+        way = self._ways.get(key)
+        if way is None:
+            way = self._ways[key] = bind()
+            while len(self._ways) > MOST_PROGRAMS:
+                self._ways.popitem(last=False)
+        else:
+            self._ways.move_to_end(key)
+        return way
+
     def clear(self) -> None:
         self._found.clear()
+        self._ways.clear()

@@ -52,6 +52,23 @@ def test_a_thousand_ranks(ndtp, config, tmp_path):
     assert all(each["step_ms"] >= 0.99 * best["step_ms"] for each in result["plans"])
 
 
+def test_decoding(ndtp, config):
+    words = ("--ranks", "8", "--batch", "64", "--sequence", "2048", "--top", "2", "--json", "-")
+    code, out, said = ndtp("plan", "--decode", "--model", config(LARGE), *words)
+    assert code == 0, said
+    best, other = json.loads(out)["plans"]
+    assert best["scheme"] == "1d" and best["step_ms"] <= 1.02 * other["step_ms"]
+    assert sum(best["parts_ms"].values()) == pytest.approx(best["step_ms"])
+    assert 'scheme="1d"' in said and "sequences: 1d," in said and "what limits it: reading weights" in said
+    for wrong, message in (
+        (("--decode",), "--decode takes --model"),
+        (("--batch", "4", "--hidden", "8", "--ffn", "8"), "--decode and --batch take --model"),
+        (("--decode", "--model", config(LARGE), "--tokens", "8"), "--decode has no"),
+    ):
+        code, _, said = ndtp("plan", "--ranks", "8", *wrong)
+        assert code == 2 and message in said, said
+
+
 def test_axes_that_are_given_and_what_the_software_does(ndtp, config):
     words = ("--ranks", "64", "--software", "megatron", "--dtype", "fp8", "--recompute", "none", "--tokens", "1048576")
     code, out, _ = ndtp("plan", "--model", config(LARGE), *words, "--fix", "y=4,pp=4,cp=1", "--json", "-")

@@ -5,8 +5,11 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+import torch
 from test_train import losses, train
+from typer.testing import CliRunner
 
+from ndtp.cli.app import app
 from ndtp.cli.job import Job
 from ndtp.cli.train_data import DataError, PackedBatches, documents, files_of, tokenised
 from ndtp.cli.train_log import COLUMNS, LOG, live_table
@@ -92,7 +95,8 @@ def test_a_run_with_a_tokenizer_goes_on_on_another_grid(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = ["<end>", "<unknown>", *sorted(set(TEXT.split()))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unknown>"))
+    words_at = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(words_at, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -111,6 +115,26 @@ def test_a_run_with_a_tokenizer_goes_on_on_another_grid(tmp_path):
             made = report["sample"].split()
             assert made[:2] == ["the", "quick"] and len(made) == 7 and set(made) <= set(words)
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "dense"), rel=1e-5)
+    served = {}
+    for name, dtype in (("dense", "same"), ("moved", "bfloat16")):
+        words = ["export", tmp_path / name, "--output", tmp_path / "served" / name, "--dtype", dtype, "--json", "-"]
+        with pytest.warns(UserWarning, match="AutoTokenizer takes a Qwen2Tokenizer"):
+            result = CliRunner().invoke(app, [*map(str, words)])
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["class"] == "Qwen2ForCausalLM"
+        served[name] = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "served" / name).state_dict()
+    assert {x.dtype for x in served["moved"].values()} == {torch.bfloat16}
+    for key, value in served["dense"].items():
+        torch.testing.assert_close(served["moved"][key].double(), value, rtol=0.01, atol=1e-4)
+    text = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "served" / "moved")
+    assert text("the quick").input_ids == [words_at["the"], words_at["quick"]]
+    for wrong, message in (
+        ((tmp_path / "none",), "there is no such folder"),
+        ((tmp_path / "served" / "moved",), "checkpoint.json: cannot be read"),
+        ((tmp_path / "moved", "--model", tmp_path / "none.json"), "is no file"),
+    ):
+        result = CliRunner().invoke(app, ["export", *map(str, wrong), "--output", str(tmp_path / "other")])
+        assert result.exit_code == 2 and message in " ".join(result.stderr.split()), result.output
     for wrong, message in (
         (("--data", tmp_path / "data.jsonl"), "no text in 'text'"),
         (("--tokenizer", tmp_path), "it is for --data"),

@@ -18,24 +18,6 @@ from architectures import ALL, HEADS, build, inputs
 from test_transformers_whole import check_gradients, gradient
 
 
-def check_generation():
-    """Token by token, with a cache of local heads and sequences; a padded prompt, and a batch that does not divide."""
-    mesh = mesh_of(Grid(x=2, y=2))
-    for name, changes in (
-        ("LlamaForCausalLM", {"num_hidden_layers": 1}),
-        ("T5ForConditionalGeneration", {"num_layers": 1}),
-    ):
-        dense = build(name, **changes)
-        model = ndtp.parallelize(build(name, **changes), mesh, scheme="2d")
-        ids = inputs(name, batch=3)["input_ids"]
-        mask = torch.ones_like(ids)
-        if "Llama" in name:
-            ids[1, :2], mask[1, :2] = 0, 0
-        options = {"attention_mask": mask, "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-        expected, found = (each.generate(ids, **options) for each in (dense, model))
-        assert torch.equal(found, expected), f"{name}: {found} instead of {expected}"
-
-
 def check_training():
     """Clipping, an optimizer's step, dense state dicts in and out; frozen parameters and tied weights."""
     mesh = mesh_of(Grid(x=2, y=2))
@@ -115,10 +97,6 @@ def check_volume():
             assert meter.volume == predicted, f"{name}: measured {meter.volume}, predicted {predicted}"
     with pytest.raises(LayoutError, match=r"takes volume\(batch, sequence\)"):
         report.volume(4)
-
-
-def test_generation(ranks):
-    ranks(4).run(check_generation)
 
 
 def test_training(ranks):

@@ -56,6 +56,7 @@ class Practice:
         loss_rows: rows of logits at a time, whose gradient is made at once; 0: all rows, and backward makes it.
         imbalance: rows of the fullest rank of experts, over the mean.
         wire: the dtypes in which operands of products and gradients travel.
+        once_per_node: whether a token that several experts of a node want is sent there once, and spread inside of it.
     """
 
     dtype: str = "bfloat16"
@@ -76,6 +77,7 @@ class Practice:
     loss_rows: int = 0
     imbalance: float = 1.0
     wire: Wire | None = None
+    once_per_node: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in FIELDS.items():
@@ -97,6 +99,6 @@ PRACTICES = {
         attention="flash2", fused=False, tensor_chunks=4, regather=False, shard_optimizer=False, overlap_stages=False,
         reduce_bytes=2, keeps_gathered=True, loss_rows=1024,
     ),
-    "megatron": Practice(attention="fused", tensor_chunks=4),
+    "megatron": Practice(attention="fused", tensor_chunks=4, once_per_node=True),
     "torchtitan": Practice(attention="flash2", recompute="products", shard_optimizer=False),
 }  # fmt: skip

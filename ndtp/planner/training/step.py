@@ -171,6 +171,10 @@ class _Clock:
             size = practice.reduce_bytes if message.tensor.endswith(" dB") else 2
             received = np.asarray(message.num_bytes(size, practice.wire), dtype=np.float64)
             phase = "forward" if message.phase == "forward" else "backward"
+            if practice.once_per_node and message.axis == "experts":
+                nodes, picks = self.network.reach_of("experts").nodes, block.top_k
+                # Nodes that a token goes to, of as many as it has experts: drawn at random.
+                received = received * np.where(nodes > 1, nodes * (1 - (1 - 1 / nodes) ** picks) / picks, 1.0)
             seconds = self.network.seconds(message.collective, message.axis, received)
             found[kind, phase] = found.get((kind, phase), 0.0) + seconds
         return Waits(*(

@@ -1,0 +1,99 @@
+"""`ndtp plan --decode`: which grid and scheme continues sequences the fastest, and for how many of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from ndtp.cli.common import print_table
+from ndtp.cli.plan_model import Asked, config_of, length_of
+from ndtp.errors import GridError
+
+if TYPE_CHECKING:
+    from ndtp.planner.decode import DecodeChoice, DecodeQuestion
+    from ndtp.planner.model_sizes import CountedModel, ModelSizes
+
+BATCH = 32
+
+
+def decode_question(asked: Asked, model: ModelSizes | CountedModel, batch: int | None) -> DecodeQuestion:
+    """Return the planner's question.
+
+    Raises:
+        GridError: a model that is no stack of layers, or a value that is none of its kind.
+    """
+    from ndtp.planner.decode import DecodeQuestion
+    from ndtp.planner.fields import Number
+    from ndtp.planner.hardware import Hardware
+    from ndtp.planner.training.transformer import Transformer
+
+    config = config_of(asked.path)
+    sequence = asked.sequence or min(4096, length_of(config))
+    Number(1, 2**31, integer=True).check("plan", "sequence", sequence)
+    shape = Transformer.of(str(config.get("model_type", "model")), model.blocks(1), sequence)
+    if shape is None:
+        raise GridError("plan: --decode takes a model of one stack of layers between an embedding and a head")
+    return DecodeQuestion(
+        shape, BATCH if batch is None else batch, asked.ranks, Hardware.load(asked.hardware), asked.dtype,
+        asked.fixed, asked.memory_limit,
+    )  # fmt: skip
+
+
+def answer_decode(out: Any, question: DecodeQuestion, top: int) -> dict[str, Any]:
+    """Print the choices, and for which batches each scheme wins; return the result for `--json`."""
+    from ndtp.planner.decode import choose_decode, winners
+
+    choices = choose_decode(question, top)
+    print_table(out, _table(choices))
+    best = choices[0]
+    out.print(f"{best} is the fastest for {question.batch} sequences; what limits it: {best.limits}.", highlight=False)
+    won = winners(question)
+    for first, last, choice in won:
+        of = f"{first} sequences" if first == last else f"{first} to {last} sequences"
+        out.print(f"  {of}: {choice.scheme}, {choice.seconds * 1e3:.3g} ms a step at {first}", highlight=False)
+    axes = {axis: size for axis, size in best.sizes.items() if size > 1} or {"x": 1}
+    grid = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+    out.print(f"  mesh = ndtp.ProcessGrid(ndtp.Grid({grid}))", highlight=False, soft_wrap=True)
+    out.print(f'  model = ndtp.parallelize(model, mesh, scheme="{best.scheme}")', highlight=False, soft_wrap=True)
+    return {
+        "plans": [_as_dict(each) for each in choices],
+        "wins": [{"from": first, "to": last, "scheme": each.scheme} for first, last, each in won],
+        "request": {"batch": question.batch, "sequence": question.model.sequence, "ranks": question.ranks,
+                    "hardware": question.hardware.name, "dtype": question.dtype},
+    }  # fmt: skip
+
+
+def _as_dict(each: DecodeChoice) -> dict[str, Any]:
+    parts = {"products": each.products, "cache": each.cache, "moved": each.moved, "latency": each.latency}
+    return {
+        "scheme": each.scheme, "grid": dict(each.sizes), "step_ms": each.seconds * 1e3,
+        "tokens_per_second": each.tokens_per_second, "memory_bytes": int(each.memory), "limits": each.limits,
+        "parts_ms": {name: seconds * 1e3 for name, seconds in parts.items()},
+    }  # fmt: skip
+
+
+def _table(choices: list[DecodeChoice]) -> Table:
+    from ndtp.planner.decode import GIB
+
+    question = choices[0].question
+    title = (
+        f"{question.model.name} on {question.ranks} ranks of {question.hardware.name}: one token of each of "
+        f"{question.batch} sequences with {question.model.sequence} in the cache, {question.dtype}"
+    )
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.add_column("#", justify="right")
+    table.add_column("scheme and grid")
+    for heading in ("ms/step", "tokens/s", "weights", "cache", "bytes", "latency", "GiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for i, each in enumerate(choices, 1):
+        parts = (each.products, each.cache, each.moved, each.latency)
+        table.add_row(
+            str(i), str(each), f"{each.seconds * 1e3:.3g}", f"{each.tokens_per_second:,.0f}",
+            *(f"{part / each.seconds:.0%}" for part in parts), f"{each.memory / GIB:.3g}",
+        )  # fmt: skip
+    table.caption = (
+        "weights, cache: reading them; bytes, latency: of collectives. Predicted for\n"
+        "the device alone, not measured: what the host does (docs/serving.md) is not in it."
+    )
+    return table
