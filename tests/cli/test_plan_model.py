@@ -61,7 +61,7 @@ def test_decoding(ndtp, config):
     assert sum(best["parts_ms"].values()) == pytest.approx(best["step_ms"])
     assert 'scheme="1d"' in said and "sequences: 1d," in said and "what limits it: reading weights" in said
     for wrong, message in (
-        (("--decode",), "--decode takes --model"),
+        (("--decode",), "--decode and --batch take --model"),
         (("--batch", "4", "--hidden", "8", "--ffn", "8"), "--decode and --batch take --model"),
         (("--decode", "--model", config(LARGE), "--tokens", "8"), "--decode has no"),
     ):
