@@ -224,10 +224,7 @@ def _with_regather(request: Request, g: Grids) -> tuple[Any, Any, Any]:
 
 def _fastest_order(request: Request, g: Grids, variant: Any) -> tuple[Any, Time]:
     """Return, for each grid, the index into ORDERS of its fastest order (-1: none is allowed), and its time."""
-    work = BlockWork.of(
-        request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks,
-        wire=request.wire, regather_a=_mask("a", variant), regather_b=_mask("b", variant),
-    )  # fmt: skip
+    work = _work(request, g, regather_a=_mask("a", variant), regather_b=_mask("b", variant))
     lies = g.bounded()
     best_order = np.full(g.ranks.shape, -1)
     best = Time(*(np.full(g.ranks.shape, np.inf) for _ in range(4)))
@@ -299,6 +296,14 @@ def predict(request: Request, grid: Grid, expert_axis: Sequence[str] = ()) -> Ti
     return work.time(network)
 
 
+def _work(request: Request, g: Grids, **again: Any) -> BlockWork:
+    """Return the work of a request's blocks on these grids."""
+    return BlockWork.of(
+        request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks,
+        wire=request.wire, **again,
+    )  # fmt: skip
+
+
 def wire_savings(plan: GridPlan) -> list[dict[str, Any]]:
     """Return what a step on a plan's grid receives and takes as it computes, and in each dtype that has fewer bytes."""
     found, g = [], grids_of(plan.grid, plan.expert_axis or ())
@@ -320,15 +325,7 @@ def weigh(request: Request, g: Grids, order: Sequence[str]) -> tuple[Any, Any, A
     ranks.
     """
     order = (*(axis for axis in request.axes if axis not in order), *order)
-    work = BlockWork.of(
-        request.blocks,
-        g,
-        request.hardware,
-        request.dtype,
-        layers=request.layers,
-        chunks=request.chunks,
-        wire=request.wire,
-    )
+    work = _work(request, g)
     volumes, memories = _costs(request, g, ())
     return work.time(Network.of(g, order, request.hardware)).total, memories, volumes
 
@@ -342,15 +339,7 @@ def timeline(request: Request, grid: Grid, product: int | None = None) -> list[L
 def _on(request: Request, grid: Grid, expert_axis: Sequence[str] = ()) -> tuple[BlockWork, Network]:
     order = (*(axis for axis in request.axes if axis not in grid), *grid.names)
     g = grids_of(grid, expert_axis)
-    work = BlockWork.of(
-        request.blocks,
-        g,
-        request.hardware,
-        request.dtype,
-        layers=request.layers,
-        chunks=request.chunks,
-        wire=request.wire,
-    )
+    work = _work(request, g)
     return work, Network.of(g, order, request.hardware)
 
 
