@@ -156,6 +156,8 @@ def train(
         where = f"torchrun started {world_size()}" if world_size() else f"--ranks is {ranks}"
         what = f"{stages} stages of {grid or 'x=1'}" if stages > 1 else grid or "dense"
         raise typer.BadParameter(f"{what} takes {count} ranks, {where}; `ndtp plan` finds a grid", param_hint="--grid")
+    if wire and not grid and count == 1:
+        raise typer.BadParameter("one rank sends nothing; it takes a --grid", param_hint="--wire")
     if tensorboard and find_spec("tensorboard") is None:
         raise typer.BadParameter("TensorBoard is not installed; pip install tensorboard", param_hint="--tensorboard")
     if sample and stages > 1:

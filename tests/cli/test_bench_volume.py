@@ -24,7 +24,7 @@ def test_thousands_of_ranks(ndtp):
 
 
 def test_real_ranks_and_rivals(ndtp):
-    code, out, err = ndtp("bench", "volume", "--ranks", "4", "--top", "2", "--compare", "--json", "-")
+    code, out, err = ndtp("bench", "volume", "--ranks", "4", "--top", "2", "--compare", "--wire", "fp8", "--json", "-")
     assert code == 0
     result = json.loads(out)
     for row in result["rows"]:
@@ -74,6 +74,7 @@ def test_scaled_down_keeps_what_divides():
         (("--ranks", "7"), "multiples of 7, such as 8190 x 4095 x 16380"),
         (("--ranks", "0"), "'--ranks': 0; it must be an integer from 1 to 65,536"),
         (("--dtype", "int8"), "'int8'; it must be one of bf16, fp16, fp32"),
+        (("--wire", "fp4"), "'fp4' has 'fp4', which is none of bf16, fp16, fp8_e4m3, fp8_e5m2, int8, fp8; take bf16"),
     ],
 )
 def test_wrong_use(ndtp, words, message):

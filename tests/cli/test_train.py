@@ -99,6 +99,8 @@ def test_stages(tmp_path):
         assert result.exit_code == 0, result.output
     assert losses(staged) == pytest.approx(losses(dense), rel=1e-7)
     assert [row["grid"] for row in read_log(staged / "log.csv")][1:] == ["2 stages of x=1", "dense", "2 stages of dp=2"]
+    result = train("--wire", "bf16")
+    assert result.exit_code == 2 and "one rank sends nothing" in result.output
     result = train("--layers", 1, "--stages", 2)
     assert result.exit_code == 2 and "1 layers make no 2 stages" in result.output
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 
 from ndtp import Grid
 from ndtp.algebra.schemes import block_layouts
+from ndtp.algebra.wire import Wire
 from ndtp.schedule import chunk_choice
 from ndtp.schedule.chunk_choice import COUNTS, LinkSpeed, Speeds, choose, is_small, messages_of, products_of, seconds_of
 from ndtp.schedule.clocks import TimedProduct, replayed
@@ -54,6 +56,19 @@ def test_more_chunks_where_calls_are_cheaper():
 def test_the_fewest_chunks_of_those_that_are_as_good(predicted, best):
     with mock.patch.object(chunk_choice, "seconds_of", lambda *given, wire: {1: 1.0, **predicted}.get(given[-1], 2.0)):
         assert choose(*chain(), 4, speeds())[0] == best
+
+
+def test_the_clock_knows_the_bytes_of_a_wire_and_the_time_of_its_codecs():
+    wire, slow = Wire.of("fp8"), replace(speeds(), coding={"fp8_e4m3": (1e-6, 1e-6), "fp8_e5m2": (1e-6, 1e-6)})
+    plain, few = (seconds_of(*chain(), 4, speeds(gigaflops=2000), 1, wire=each) for each in (None, wire))
+    assert few < 0.35 * plain, "a step is as long as its bytes"
+    assert seconds_of(*chain(), 4, slow, 1, wire=wire) > 2 * plain, "but for codecs that take longer"
+    assert seconds_of(*chain(), 4, slow, 1) == seconds_of(*chain(), 4, speeds(), 1), "which nobody uses without a wire"
+    assert Speeds.from_json(json.loads(json.dumps(slow.to_json()))) == slow
+    plans, sizes = chain()
+    told = sum(plan.num_bytes((s["m"], s["k"], s["n"]), 4, wire).total for plan, s in zip(plans, sizes, strict=True))
+    small = [is_small(plans, sizes, 4, (0, told + d), wire) for d in (0, 1)]
+    assert small == [False, True]
 
 
 def test_what_cannot_be_cut_or_is_not_sent():
