@@ -292,5 +292,6 @@ def _result(plans: list[GridPlan]) -> dict[str, Any]:
             ],
             "ranks": request.ranks, "layers": request.layers, "dtype": request.dtype,
             "objective": request.objective, "hardware": request.hardware.name, "optimizer": request.optimizer,
+            "wire": request.wire and str(request.wire),
         },
     }  # fmt: skip

@@ -215,5 +215,6 @@ def result(choices: list[SplitChoice]) -> dict[str, Any]:
             "blocks": [{"name": b.name, "times": b.times} for b in (*model.blocks(1), model.ends(1))],
             "batch": question.batch, "sequence": model.sequence, "ranks": question.ranks,
             "hardware": question.hardware.name, "dtype": question.practice.dtype, "optimizer": question.optimizer,
+            "wire": question.practice.wire and str(question.practice.wire),
         },
     }  # fmt: skip

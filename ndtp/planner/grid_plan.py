@@ -69,7 +69,7 @@ class GridPlan:
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for `ndtp.nn.MLP` and `ndtp.parallelize`; with experts for `ndtp.nn.MoE` and the latter."""
-        sent = {} if self.request.wire is None else {"wire": self.request.wire}
+        sent = {} if self.request.wire is None else {"wire": str(self.request.wire)}
         if self.expert_axis is not None:
             again = {"regather": self.regather} if self.regather else {}
             return {"scheme": self.scheme, "expert_axis": self.expert_axis, **again, **sent}

@@ -79,7 +79,7 @@ def test_a_plan_of_few_bytes():
     asked = {"tokens": 8192, "hidden": 4096, "ffn": 16384, "ranks": 16}
     best, few = plan(**asked)[0], plan(**asked, wire="fp8")[0]
     assert few.volume_bytes < 0.6 * best.volume_bytes and few.step_ms < best.step_ms
-    assert few.arguments["wire"] == Wire.of("fp8") and "tensors travel as fp8" in few.why
+    assert few.arguments["wire"] == "fp8" and "tensors travel as fp8" in few.why
     first, *others = wire_savings(best)
     assert first["volume_bytes"] == best.volume_bytes and first["step_ms"] == pytest.approx(best.step_ms)
     assert [each["wire"] for each in others] == ["fp8", "int8"], "bf16 computes in as many bytes"

@@ -8,6 +8,7 @@ from rich.cells import cell_len
 
 from ndtp import Grid, Layout
 from ndtp.algebra.schemes import block_layouts
+from ndtp.algebra.wire import Wire
 from ndtp.planner.block_cost import Block
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.model_config import read_config, sizes_of
@@ -58,6 +59,16 @@ def test_json_schema(ndtp):
     # What it says can be used as it stands.
     layouts = block_layouts(Grid(best["grid"]), use["scheme"])
     assert isinstance(layouts.input, Layout)
+
+
+def test_a_wire(ndtp):
+    code, out, err = ndtp("plan", *SIZES, "--wire", "weights=fp8,gradients=int8", "--json", "-")
+    result = json.loads(out)
+    assert code == 0 and "wire='weights=fp8_e4m3" in err.replace("\n", "") and "In fewer bytes (--wire)" in err
+    assert result["use"][0]["wire"] == result["request"]["wire"]
+    assert Wire.of(result["request"]["wire"]) == Wire.of({"weights": "fp8", "gradients": "int8"})
+    assert [each["wire"] for each in result["wires"]] == [None, "fp8", "int8"]
+    assert result["wires"][0]["volume_bytes"] > result["plans"][0]["volume_bytes"] > result["wires"][1]["volume_bytes"]
 
 
 def test_constraints_reach_the_search(ndtp):
