@@ -1,6 +1,7 @@
 """Host overhead of `ndtp.matmul` against DTensor's matmul on the same layouts.
 
     python bench/host_overhead.py [--out bench/results/host_overhead.json]
+    python bench/host_overhead.py --model [--out bench/results/model_host_cost.json]    # see bench/model_host_cost.py
 
 Tiny tensors, one process, the fake process group (collectives return at once, so that only the host's work is timed),
 forward and backward, rivals interleaved.  Overhead is the time above plain `a @ b` on the same local shapes.
@@ -16,9 +17,11 @@ import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from model_host_cost import of_models
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
@@ -100,13 +103,40 @@ def measure(runs: dict[str, Callable[[], None]], repetitions: int, calls: int) -
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def written(out: Path | None, unit: str, rows: dict[str, Any]) -> None:
+    """Write a record, if one is wanted."""
+    if out:
+        where = {
+            "date": str(date.today()),
+            "torch": torch.__version__,
+            "cpu": platform.processor() or platform.machine(),
+        }
+        out.write_text(json.dumps({**where, "unit": unit, "cases": rows}, indent=2) + "\n")
+
+
+def whole_model(repetitions: int, out: Path | None) -> None:
+    """Print and write the host cost of split models."""
+    rows = of_models(repetitions, steps=3)
+    print(f"{'a Llama of four layers':34} {'calls':>6} {'files':>6} {'dense ms':>9} {'split ms':>9} {'ratio':>6}")
+    for name, row in rows.items():
+        numbers = f"{row['calls']:6} {row['files']:6} {row['dense_ms']:9.2f} {row['split_ms']:9.2f} {row['ratio']:6.2f}"
+        print(f"{name:34} {numbers}")
+    written(
+        out, "calls of ndtp's functions in one forward of one layer; processor milliseconds of a training step", rows
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--calls", type=int, default=50)
+    parser.add_argument("--model", action="store_true", help="a step of a whole split model instead of a product")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.model:
+        whole_model(arguments.repetitions, arguments.out)
+        return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     mesh = ndtp.ProcessGrid(ndtp.Grid(x=2, y=2), device_type="cpu")
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
@@ -117,15 +147,7 @@ def main() -> None:
         ratio = (medians["ndtp"] - medians["plain"]) / (medians["dtensor"] - medians["plain"])
         rows[name] = {**{rival: round(value, 1) for rival, value in medians.items()}, "overhead_ratio": round(ratio, 3)}
         print(f"{name:42} {medians['plain']:8.1f} {medians['ndtp']:8.1f} {medians['dtensor']:8.1f} {ratio:15.2f}")
-    if arguments.out:
-        result = {
-            "date": str(date.today()),
-            "torch": torch.__version__,
-            "cpu": platform.processor() or platform.machine(),
-            "unit": "median microseconds a call, forward and backward",
-            "cases": rows,
-        }
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    written(arguments.out, "median microseconds a call, forward and backward", rows)
 
 
 if __name__ == "__main__":
