@@ -11,6 +11,7 @@ from torch import nn
 from ndtp.models.proof import why_not
 from ndtp.models.rehearsal import Rehearsal, forms, rehearse, seeded, settings, skeleton
 from ndtp.models.roles import AttentionRole
+from ndtp.models.thresholds import tokens_beyond
 
 
 class Proofs:
@@ -65,7 +66,9 @@ class Proofs:
             names = [role.name for role in self.roles]
             projections = {role.name: [*role.inputs.values()] for role in self.roles}
             avoid = {size for r in self.roles for size in (r.heads, r.kv_heads, r.head_dim, r.heads // self.splits)}
-            self._seen = rehearse(self.model, names, projections, avoid)
+            parts = [(self.model.get_submodule(role.name), role.heads) for role in self.roles]
+            long = lambda batch, fewest: tokens_beyond(self.model, parts, batch, fewest)  # noqa: E731
+            self._seen = rehearse(self.model, names, projections, avoid, long)
         return self._seen
 
 

@@ -233,13 +233,20 @@ def without_dropout(module: nn.Module) -> None:
             kernels[name] = "eager"
 
 
-def rehearse(model: Any, names: Sequence[str], projections: Mapping[str, Sequence[str]], avoid: set[int]) -> Rehearsal:
+def rehearse(
+    model: Any,
+    names: Sequence[str],
+    projections: Mapping[str, Sequence[str]],
+    avoid: set[int],
+    long: Callable[[int, int], int] = lambda batch, length: 0,
+) -> Rehearsal:
     """Call a model, and those in it that have not been reached then, each twice: on a few tokens, and with its cache.
 
     Args:
         names: of attention modules.
         projections: of each those of queries, keys and values.
         avoid: sizes that no batch and no length should have.
+        long: gives for a batch and a length the number of tokens of a third call, or 0 for none.
     """
     seen = Rehearsal()
     batch = next(size for size in BATCH if size not in avoid)
@@ -270,6 +277,11 @@ def rehearse(model: Any, names: Sequence[str], projections: Mapping[str, Sequenc
                     if "encoder_outputs" in inspect.signature(part.forward).parameters:
                         again["encoder_outputs"] = (out.get("encoder_last_hidden_state"),)
                     part(**again)
+            watch.running[1:] = []
+        tokens = long(batch, length)
+        if tokens:
+            with contextlib.suppress(Exception):  # a model that takes no more tokens
+                copied(**few_inputs(copied, batch, next(n for n in range(tokens, tokens + 99) if n not in avoid)))
             watch.running[1:] = []
         watch.copied.clear()
     return seen

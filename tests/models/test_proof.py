@@ -1,5 +1,7 @@
 """Attention whose code is no function of single heads and sequences is found by a trial, and left whole by name."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -82,6 +84,19 @@ def test_code_that_does_something_to_each_head_is_not():
         layer.self_attn.__class__ = before_the_last(lambda x: x * x.square().mean(3, keepdim=True))
     assert reasons(model) == [None, None]
     assert reasons(model, splits=4) == [None, None]  # fewer key heads than parts
+
+
+def test_code_that_mixes_heads_of_many_tokens_is_found():
+    """As windows do that some heads have alone; the number is in the code, or an attribute that the code reads."""
+    of_many = lambda x, limit: x - x.mean(2, keepdim=True) if x.shape[1] > limit else x  # noqa: E731
+    here = SimpleNamespace(window=50)
+    for change in (lambda x: of_many(x, 40), lambda x: of_many(x, here.window)):
+        model = model_of()
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = before_the_last(change)
+            layer.self_attn.window = here.window
+        assert all("give other numbers by themselves" in str(reason) for reason in reasons(model))
+        assert reasons(model_of()) == [None, None]
 
 
 class Keeps(LlamaAttention):
