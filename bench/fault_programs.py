@@ -55,9 +55,9 @@ def train(plan: Plan) -> Numbers:
     for step in plan.steps():
         x = next(inputs)
         with looked_at(plan, block) as watch:
-            plan.at_step(step if step % 2 else -1, x)  # before forward, or between it and backward
+            plan.at_step(step if step % 2 or plan.kind == "nan" else -1, x)  # before forward, or before backward
             y = block(x)
-            plan.at_step(-1 if step % 2 else step, y)
+            plan.at_step(-1 if step % 2 or plan.kind == "nan" else step)
             plan.in_backward(step, y)
             y.sum().backward()
         look(watch)

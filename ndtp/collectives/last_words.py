@@ -24,6 +24,10 @@ _CUT = re.compile(
 )
 
 
+# Errors that torch raises in whatever the main thread is at, by a handler of SIGCHLD.
+_OF_THIS_RANK = "DataLoader worker"
+
+
 def lost_peer(what: str, ranks: Sequence[int], where: str, cause: BaseException) -> CommunicationError:
     """The error of a collective, or of another wait, that failed for a peer.
 
@@ -33,6 +37,12 @@ def lost_peer(what: str, ranks: Sequence[int], where: str, cause: BaseException)
         where: this rank, and whom it waited for.
     """
     here = presence()
+    if _OF_THIS_RANK in str(cause):
+        if here is not None:
+            here.raised(cause)
+        error = CommunicationError(f"{what} was broken off by an error of this rank: {where}\n  cause: {cause}")
+        error.how, error.ranks = "raised", () if here is None else (here.rank,)
+        return error
     verdict = None if here is None else here.lost(what, ranks, cut=bool(_CUT.search(str(cause))))
     lines = [f"{what} failed: {where}"]
     if here is not None and verdict is not None:

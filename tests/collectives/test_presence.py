@@ -14,6 +14,9 @@ from torch.distributed.pipelining import ScheduleGPipe
 
 import ndtp
 from ndtp import CommunicationError, Grid, ProcessGrid
+from ndtp.collectives.labels import Label
+from ndtp.collectives.last_words import tell_of
+from ndtp.collectives.watch import failure
 from ndtp.measure.flight_report import read_flights, report
 from ndtp.testing import RankError, RankPool
 
@@ -92,3 +95,23 @@ def test_survivors_name_the_victim(place, how, tmp_path, monkeypatch):
     assert record["collectives"] and any(entry["done"] is None for entry in record["collectives"])
     found = report(read_flights(tmp_path))
     assert VICTIM in found.missing and any(found.unfinished.values())
+
+
+def wait_beside_a_loader():
+    """A worker process of a DataLoader is killed: torch raises that in whatever the main thread is at."""
+    mesh = ProcessGrid(Grid(x=2), timeout=30)
+    if mesh.rank == 1:
+        cause = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+        error = failure(Label(("mlp.up",), "forward", "all_gather", ("x",)), mesh.describe, cause, (0, 1))
+        dist.barrier()
+    else:
+        dist.barrier()
+        error = tell_of(RuntimeError("Connection closed by peer"))
+    dist.barrier()
+    return error.how, error.ranks, str(error)
+
+
+def test_an_error_of_this_rank_in_the_middle_of_a_wait_is_its_own():
+    with RankPool(2) as pool:
+        for how, blamed, said in pool.run(wait_beside_a_loader):
+            assert (how, blamed) == ("raised", (1,)) and "DataLoader worker" in said
