@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from products import mesh_of
+from torch import nn
 
 import ndtp
 from ndtp import Grid
@@ -30,3 +31,39 @@ def check_weights():
 
 def test_weights_have_the_sizes_of_the_whole(ranks):
     ranks(4).run(check_weights)
+
+
+class Shifted(nn.Module):
+    """Rotary tables with a learned part: an argument of attention that all heads share, and that has a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(-1, 1, 8))
+
+    def forward(self, tables):
+        return tables + self.shift
+
+
+def check_argument_with_gradient():
+    ids = torch.arange(32).view(4, 8)
+    dense, model = llama(), llama()
+    for each in (dense, model):
+        layer = each.model.layers[0]
+        layer.shifted = Shifted()
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, given, layer=layer: (
+                args,
+                given | {"position_embeddings": tuple(map(layer.shifted, given["position_embeddings"]))},
+            ),
+            with_kwargs=True,
+        )
+    ndtp.parallelize(model, mesh_of(Grid(x=2, y=2)), scheme="2d")
+    assert type(model.ndtp_report.split).__name__ == "Split"
+    for each in (dense, model):
+        each(input_ids=ids, labels=ids).loss.backward()
+    mine, expected = (each.model.layers[0].shifted.shift.grad for each in (model, dense))
+    torch.testing.assert_close(mine.full_tensor(), expected)
+
+
+def test_gradient_of_an_argument_that_all_heads_share(ranks):
+    ranks(4).run(check_argument_with_gradient)

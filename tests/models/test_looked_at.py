@@ -121,7 +121,7 @@ def same(mine: object, theirs: object, what: str) -> None:
 def check_layers(kind: str, scheme: str) -> None:
     given = {"input_ids": IDS, "labels": IDS}
     dense, model = LAYERS[kind](), ndtp.parallelize(LAYERS[kind](), mesh_of(Grid(x=2)), scheme=scheme)
-    for has_hooks in (True, False):
+    for has_hooks in (True, False) if "few" in kind else (True,):
         expected, theirs = step(dense, has_hooks, **given)
         got, mine = step(model, has_hooks, **given)
         same(got, expected, f"{kind}, {scheme}")
