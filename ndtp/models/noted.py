@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ndtp.models.between import DROPOUTS, KNOWN
 from ndtp.models.hidden import PARTS, is_dropout_off
+from ndtp.models.observed_chains import TURNS
 from ndtp.models.pending import STATIC, Call, NotComputed
 from ndtp.models.split_layers import ObservedLinear, Rows
 from ndtp.split.tensor import SHAPE, SIZES, SplitTensor, enter, writes
@@ -57,6 +58,7 @@ class Noted(SplitTensor):
         leaf: (of a layer's result itself) which one of the call, and which part of its features, or None for all.
         func, args, kwargs: (of anything else) how it is made of others.
         is_same: whether its rows are those of the layer's result, in the same form.
+        is_turned: whether its features are its second dim, as losses of several dims take them.
         key: what tells two formulas apart.
     """
 
@@ -67,6 +69,7 @@ class Noted(SplitTensor):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     is_same: bool
+    is_turned: bool
     key: Any
 
     # Code that looks at how it lies wants the tensor.
@@ -140,7 +143,7 @@ class Noted(SplitTensor):
         if self.func is Tensor.__getitem__:
             wide = ids.unsqueeze(-1).expand(*ids.shape, source.sample.shape[-1])
             return wide[self.args[1]][..., 0]
-        return ids if self.is_same else ids.reshape(self.sample.shape[:-1])
+        return ids if self.is_same or self.is_turned else ids.reshape(self.sample.shape[:-1])
 
 
 def noted_result(call: NotedCall, member: ObservedLinear, lead: Sequence[int]) -> Noted:
@@ -158,7 +161,8 @@ def _made(call: NotedCall, form: Tensor, **attributes: Any) -> Noted:
         x: Any = NotComputed.apply(source.view_as(source), form.dtype, tuple(form.shape), name, *weights)  # type: ignore[no-untyped-call]
     x.__class__ = Noted
     x.call, x.sample = call, form
-    for name, value in {"leaf": None, "func": None, "args": (), "kwargs": {}, **attributes}.items():
+    bare = {"leaf": None, "func": None, "args": (), "kwargs": {}, "is_turned": False}
+    for name, value in {**bare, **attributes}.items():
         setattr(x, name, value)
     return x  # type: ignore[no-any-return]
 
@@ -186,6 +190,10 @@ def _noted(func: Any, args: Any, kwargs: Any) -> Any:
         loss = mine[0].call.loss
         return NotImplemented if loss is None else loss(*args, **kwargs)
     first = mine[0]
+    if any(x.is_turned for x in mine):
+        return NotImplemented
+    if func in TURNS and args[0] is first and len(mine) == 1:
+        return _turned(first, func, args, kwargs)
     if func in DROPOUTS and args[0] is first and is_dropout_off(func, *args[1:], **kwargs):
         return first
     others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not isinstance(x, Noted)]
@@ -208,6 +216,18 @@ def _noted(func: Any, args: Any, kwargs: Any) -> Any:
         first.call, form, func=func, args=tuple(args), kwargs=dict(kwargs), is_same=first.is_same and is_alike,
         key=_key(func, args, kwargs),
     )  # fmt: skip
+
+
+def _turned(x: Noted, func: Any, args: Any, kwargs: Any) -> Any:
+    """Features as the second dim, and all others in their order."""
+    if x.sample.dim() < 3:
+        return NotImplemented
+    sample, wanted = func(x.sample.contiguous(), *args[1:], **kwargs), x.sample.contiguous().movedim(-1, 1)
+    if sample.shape != wanted.shape or sample.stride() != wanted.stride():
+        return NotImplemented
+    return _made(
+        x.call, sample, func=func, args=tuple(args), kwargs=dict(kwargs), is_same=False, is_turned=True, key=None
+    )
 
 
 def _is_of_rows(key: Any) -> bool:

@@ -19,6 +19,16 @@ FORMS = {
     Tensor.__getitem__, Tensor.squeeze, Tensor.unsqueeze,
 }  # fmt: skip
 EACH = KNOWN | DROPOUTS
+# They make features the second dim, as losses of several dims take them.
+TURNS = {
+    Tensor.transpose,
+    torch.transpose,
+    Tensor.permute,
+    torch.permute,
+    Tensor.movedim,
+    torch.movedim,
+    Tensor.swapaxes,
+}
 
 
 class Chains:
@@ -52,7 +62,11 @@ class Chains:
         elif func in PARTS and len(self.made_of.get(id(first), ())) == 1 and len(outs) == 2:
             self.made_of |= dict.fromkeys(map(id, outs), self.made_of[id(first)])
         name = self.rows_of.get(id(first))
-        if name and len(given) == 1 and func in EACH | FORMS and outs[0].shape[-1:] == first.shape[-1:]:
+        if name is None or len(given) > 1:
+            return
+        is_form = func in EACH | FORMS and outs[0].shape[-1:] == first.shape[-1:]
+        is_turn = func in TURNS and first.dim() > 2 and outs[0].shape == first.movedim(-1, 1).shape
+        if is_form or is_turn:
             self.rows_of[id(outs[0])] = name
 
     def end(self, results: Any, model: nn.Module) -> None:

@@ -115,9 +115,12 @@ def cross_entropy(
     """`torch.nn.functional.cross_entropy` of logits that nobody has computed."""
     call, form = logits.call, logits.sample
     head: Any = call.members[0]
-    if reduction not in ("mean", "sum") or size_average is not None or reduce is not None or form.dim() != 2:
+    if reduction not in ("mean", "sum") or size_average is not None or reduce is not None:
         return NotImplemented
-    if type(target) is not Tensor or target.is_floating_point() or tuple(target.shape) != tuple(form.shape[:1]):
+    lead = (form.shape[0], *form.shape[2:]) if logits.is_turned else form.shape[:1]
+    if form.dim() != 2 and not logits.is_turned:
+        return NotImplemented
+    if type(target) is not Tensor or target.is_floating_point() or tuple(target.shape) != tuple(lead):
         return NotImplemented
     frame, context = head.frame, head.context
     key = (head.name, ignore_index, label_smoothing)

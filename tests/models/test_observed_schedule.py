@@ -25,7 +25,9 @@ class Language(nn.Module):
         self.both, self.back = nn.Linear(32, 96), nn.Linear(48, 32)
         self.first, self.last = nn.Linear(32, 40), nn.Linear(40, 32)
 
-    def forward(self, ids: torch.Tensor, is_sequence_first: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, ids: torch.Tensor, is_sequence_first: bool = False, is_turned: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.table(ids.t() if is_sequence_first else ids)
         y = self.norm(x)
         x = x + self.down(F.silu(self.gate(y)) * self.up(y))
@@ -34,6 +36,8 @@ class Language(nn.Module):
         x = x + self.last(F.dropout(F.relu(self.first(x)).square(), 0.1, self.training))
         logits = self.head(x)
         capped = 30 * torch.tanh((logits.transpose(0, 1) if is_sequence_first else logits).float() / 30)
+        if is_turned:
+            return F.cross_entropy(capped[:, :-1].transpose(1, 2), ids[:, 1:], ignore_index=3), logits
         shifted = capped[..., :-1, :].contiguous().view(-1, WORDS)
         return F.cross_entropy(shifted, ids[..., 1:].reshape(-1), ignore_index=3), logits
 
@@ -83,6 +87,7 @@ def check_schedules(scheme, axes):
         close(whole(logits), expected, "logits after a step")
         assert type(logits) is SplitTensor
         step(True)
+        step(False, True)
         hook = model.up.register_forward_hook(lambda *_: None)
         other = model.head.register_forward_hook(lambda *_: None)
         step()
@@ -106,8 +111,9 @@ def check_schedules(scheme, axes):
     ("scheme", "axes"), [("1d-sp", {"x": 2}), ("2d", {"x": 2}), ("3d", {"z": 2}), ("2d", {"y": 2})]
 )
 def test_what_follows_element_by_element_is_one_program_and_logits_are_never_whole(ranks, scheme, axes):
-    plain, permuted, hooked, trained = ranks(2).run(check_schedules, scheme, axes)[0]
+    plain, permuted, turned, hooked, trained = ranks(2).run(check_schedules, scheme, axes)[0]
     assert plain == (3, 1, "Noted")
     assert permuted == (3, 0, "SplitTensor"), "a transpose is no form of rows"
+    assert turned == (3, 1, "Noted"), "features come second"
     assert hooked == (2, 0, "SplitTensor"), "hooks see what a layer gives"
     assert trained == 2, "dropout stands between"
