@@ -161,7 +161,7 @@ def _made(call: NotedCall, form: Tensor, **attributes: Any) -> Noted:
         x: Any = NotComputed.apply(source.view_as(source), form.dtype, tuple(form.shape), name, *weights)  # type: ignore[no-untyped-call]
     x.__class__ = Noted
     x.call, x.sample = call, form
-    bare = {"leaf": None, "func": None, "args": (), "kwargs": {}, "is_turned": False}
+    bare: dict[str, Any] = {"leaf": None, "func": None, "args": (), "kwargs": {}, "is_turned": False}
     for name, value in {**bare, **attributes}.items():
         setattr(x, name, value)
     return x  # type: ignore[no-any-return]
