@@ -34,6 +34,8 @@ class OfWholeBatches(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__bool__ and args[0].is_meta:
             return True
+        if func is Tensor.__contains__ and args[0].is_meta:  # the token of padding among ids
+            return False
         result = func(*args, **(kwargs or {}))
         if func in (torch.any, Tensor.any) and isinstance(result, Tensor) and not result.dim() and result.is_meta:
             return torch.tensor(False)

@@ -137,8 +137,17 @@ def matmul(func: Any, a: Any, b: Any, **kwargs: Any) -> Any:
     return contract(a, b, letters, torch.matmul)
 
 
+FACTORS = ("batch1", "mat1", "batch2", "mat2")
+
+
 @rule(torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm)
-def added(func: Any, c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+def added(
+    func: Any, c: Any, a: Any = None, b: Any = None, *, beta: float = 1, alpha: float = 1, **named: Any
+) -> Any:  # fmt: skip
+    factors = [x for x in (a, b) if x is not None] + [named.pop(key) for key in FACTORS if key in named]
+    if named or len(factors) != 2:
+        return NotImplemented
+    a, b = factors
     product = torch.matmul(a, b)
     product = product if alpha == 1 else product * alpha
     if beta == 0:

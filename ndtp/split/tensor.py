@@ -8,6 +8,7 @@ takes it for the whole.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -83,7 +84,12 @@ class SplitTensor(Tensor):
             args, kwargs = mapped(args, _gathered, Tensor), mapped(kwargs, _gathered, Tensor)
         found = TABLE.get(func)
         if found is not None:
-            result = found(func, *args, **kwargs)
+            try:
+                result = found(func, *args, **kwargs)
+            except TypeError:
+                if takes(found, func, args, kwargs):
+                    raise
+                result = NotImplemented  # arguments by names that the rule does not know
             if result is not NotImplemented:
                 is_scalar = type(result) is Tensor and not result.dim() and result.requires_grad
                 return split_in([*args, *kwargs.values()])[0].spec.mesh.step.made_whole(result) if is_scalar else result
@@ -98,6 +104,15 @@ class SplitTensor(Tensor):
         """The way in which the tensor lies, for a gradient of its own."""
         result: ShardForm = TABLE[FORM](self)
         return result
+
+
+def takes(rule: Rule, func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a rule has these arguments."""
+    try:
+        inspect.signature(rule).bind(func, *args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def like(x: SplitTensor) -> Tensor:

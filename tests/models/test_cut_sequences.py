@@ -9,6 +9,7 @@ from test_transformers_whole import check_gradients
 
 import ndtp
 from ndtp import CommMeter, Grid
+from ndtp.models.dry_step import OfWholeBatches
 from ndtp.models.hidden import leave, whole
 
 pytest.importorskip("transformers")
@@ -49,6 +50,11 @@ def check(names, sizes, scheme, batch, length=7, generates=False, masked=True, a
             mask = given["attention_mask"].flip(1)
             tokens = dense.generate(ids, attention_mask=mask, **options)
             assert torch.equal(model.generate(ids, attention_mask=mask, **options), tokens), where
+
+
+def test_a_dry_run_finds_no_token_of_padding():
+    with OfWholeBatches():
+        assert 0 not in torch.empty(2, 3, dtype=torch.long, device="meta")
 
 
 def check_ways(sizes, scheme, batch):

@@ -238,6 +238,11 @@ def check_strangers():
     y = x * 1
     y.select(0, 0).zero_()  # samples are split: what the view shows was gathered
     assert not whole(y)[0].any() and torch.equal(whole(y)[1:], numbers[1:])
+    three = x[:, None]
+    named = torch.zeros(4, 1, 1).baddbmm(batch1=three, batch2=three.mT, alpha=2)
+    assert torch.equal(whole(named), 2 * (numbers[:, None] @ numbers[:, None].mT))
+    with pytest.warns(UserWarning, match="matmul has no rule"):  # none that knows these names
+        assert torch.equal(torch.matmul(input=x, other=torch.ones(6, 2)), numbers @ torch.ones(6, 2))
     grads = []
     y = x * 3
     y.register_hook(grads.append)
