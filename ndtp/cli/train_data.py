@@ -84,6 +84,8 @@ def _document(record: Any, field: str, where: object) -> str | Sequence[int]:
     found = record.get(field, record.get(IDS)) if isinstance(record, dict) else None
     if isinstance(found, str) or (isinstance(found, list) and all(isinstance(each, int) for each in found)):
         return found
+    if found is None and isinstance(record, dict) and field in record:
+        return ""  # null: the row of a table that has no text
     has = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
     raise DataError(f"{where}: no text in {field!r}; the record has {has}; --field names another")
 
@@ -138,7 +140,7 @@ def tokenised(paths: Sequence[Path], tokenizer: Path | None, field: str, folder:
     encode, end_of_document = encoder(tokenizer)
     parts: list[np.ndarray[Any, Any]] = []
     for each in files:
-        for document in documents(each, field):
+        for document in filter(len, documents(each, field)):
             ids = encode(document) if isinstance(document, str) else document
             parts.append(np.asarray([*ids, *end_of_document], np.uint32))
     partial = path.with_suffix(f".{os.getpid()}.partial")

@@ -29,10 +29,10 @@ def job(tmp_path, **fields):
 
 def test_documents_of_every_kind(tmp_path):
     (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "b.jsonl").write_text('{"text": "two", "n": 1}\n\n{"input_ids": [3, 4]}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "two", "n": 1}\n\n{"text": null}\n{"input_ids": [3, 4]}\n')
     assert [path.name for path in files_of([tmp_path])] == ["a.txt", "b.jsonl"]
     assert [*documents(tmp_path / "a.txt", "text")] == ["one"]
-    assert [*documents(tmp_path / "b.jsonl", "text")] == ["two", [3, 4]]
+    assert [*documents(tmp_path / "b.jsonl", "text")] == ["two", "", [3, 4]], "a null is no text, and no error"
     path = tokenised([tmp_path / "a.txt", tmp_path / "b.jsonl"], None, "text", tmp_path, writes=True)
     assert np.load(path).tolist() == [*b"one\n\ntwo\n\n", 3, 4, *b"\n\n"]
     before = path.stat().st_mtime_ns
