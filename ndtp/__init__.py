@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ndtp.checkpoints.pretrained import save_pretrained
     from ndtp.collectives.meter import CommMeter
     from ndtp.errors import (
+        CaptureError,
         CheckpointError,
         CommunicationError,
         CorruptionError,
@@ -43,12 +44,14 @@ if TYPE_CHECKING:
     from ndtp.pipelines.whole_models import pipeline_stages
     from ndtp.planner.search import plan
     from ndtp.planner.sequence import plan_sequence
+    from ndtp.runtime.captured import capture
     from ndtp.runtime.process_grid import ProcessGrid
     from ndtp.split.register import register_rule
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "CaptureError": "errors",
     "CheckpointError": "errors",
     "CommMeter": "collectives.meter",
     "CommunicationError": "errors",
@@ -65,6 +68,7 @@ _HOME = {
     "ProcessGrid": "runtime.process_grid",
     "Wire": "algebra.wire",
     "batch_matmul": "ops.products",
+    "capture": "runtime.captured",
     "einsum": "ops.mapped",
     "find_nonfinite": "models.nonfinite",
     "matmul": "ops.products",
@@ -94,6 +98,7 @@ _MOVED = {
 }
 
 __all__ = [
+    "CaptureError",
     "CheckpointError",
     "CommMeter",
     "CommunicationError",
@@ -110,6 +115,7 @@ __all__ = [
     "ProcessGrid",
     "Wire",
     "batch_matmul",
+    "capture",
     "einsum",
     "find_nonfinite",
     "matmul",
@@ -170,3 +176,5 @@ if _DISTRIBUTED is None or not _DISTRIBUTED.is_available() or not _DISTRIBUTED.i
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # a rank of torchrun, which keeps its store
         import_module("ndtp.collectives.fresh_store").meet_afresh()
+# CUDA reads it with the first graph: kernels of a graph keep the priorities of the streams that they were captured on.
+os.environ.setdefault("CUDA_GRAPHS_USE_NODE_PRIORITY", "1")

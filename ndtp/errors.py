@@ -45,6 +45,10 @@ class CorruptionError(RuntimeError):
     phase: str = ""
 
 
+class CaptureError(RuntimeError):
+    """A step that cannot be captured in a CUDA graph as it is; names what stands in the way, and where."""
+
+
 class RangeError(ValueError, IndexError):
     """Ids or targets that are none of the rows of a table, or of the classes."""
 

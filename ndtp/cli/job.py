@@ -55,6 +55,7 @@ class Job:
     sample: int = 0
     prompt: str = ""
     wire: Wire | None = None
+    capture: bool = False
 
     @property
     def name(self) -> str:

@@ -108,6 +108,7 @@ def train(
     ] = 0,
     prompt: Annotated[str, typer.Option(help="What that text follows.")] = "",
     tensorboard: Annotated[bool, typer.Option(help="Log for TensorBoard, too.")] = False,
+    capture: Annotated[bool, typer.Option("--capture", help="Each step as one CUDA graph; needs GPUs.")] = False,
     compare: Annotated[
         list[Path] | None, typer.Option(metavar="DIR", help="Outputs of other runs, for the picture; repeat it.")
     ] = None,
@@ -162,6 +163,8 @@ def train(
         raise typer.BadParameter("TensorBoard is not installed; pip install tensorboard", param_hint="--tensorboard")
     if sample and stages > 1:
         raise typer.BadParameter("text is made by models that are not cut: --stages 1", param_hint="--sample")
+    if capture:
+        _check_capture(bool(axes), stages)
     _check_files(text, model, context, output)
     tokens = _tokens(data, text, tokenizer, model, field, context, output)
     if is_first_rank():
@@ -180,6 +183,7 @@ def train(
             dtype=dtype, tensorboard=tensorboard, stages=stages, micro_batches=micro_batches,
             tokens=tokens, tokenizer=tokenizer and tokenizer.resolve(), hardware=hardware, sample=sample, prompt=prompt,
             wire=Wire.of(wire),
+            capture=capture,
         )  # fmt: skip
         name = job.name
         table, unit = partial(live_table, job.output / LOG), (batch * context, "tokens")
@@ -262,6 +266,18 @@ def _marking(stop_file: Path) -> Iterator[Path]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _check_capture(has_grid: bool, stages: int) -> None:
+    import torch
+
+    why = ""
+    if world_size() is None or not torch.cuda.is_available():
+        why = "there are no CUDA graphs without GPUs; torchrun starts a rank on each"
+    elif not has_grid or stages > 1:
+        why = "a step of one grid is captured: --grid, and no --stages"
+    if why:
+        raise typer.BadParameter(f"{why}; without it steps run eagerly", param_hint="--capture")
 
 
 def _named(axes: dict[str, int]) -> str:

@@ -34,7 +34,7 @@ class StepMeter:
     def __init__(self, job: Job, mesh: ProcessGrid | None) -> None:
         self.mesh = mesh
         self.seconds, self.exposed = 0.0, None if mesh is None else float("nan")
-        self._steps = 0
+        self._steps, self._captures = 0, job.capture  # a replay has no collectives to look at
         self._flops = step_flops(job) if job.hardware else None
         self._peak = peak_flops(job) if job.hardware else 0.0
 
@@ -44,7 +44,7 @@ class StepMeter:
 
         self._steps += 1
         # The second step of every ten: in the first one programs are bound.
-        recorded = self.mesh is not None and self._steps % RECORDED_EVERY == 2
+        recorded = self.mesh is not None and not self._captures and self._steps % RECORDED_EVERY == 2
         recorder: Any = Recorder(self.mesh) if recorded and self.mesh is not None else nullcontext()
         start = time.perf_counter()
         with recorder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from ndtp.errors import CheckpointError
 from ndtp.models.byte_model import ByteModel
 from ndtp.models.parallelize import parallelize
 from ndtp.nn.gradients import clip_grad_norm_
+from ndtp.runtime.captured import capture
 from ndtp.runtime.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def train(counter: Counter, job: Job) -> Trained:
             return done
     counter.advance(done.first)
     meter = StepMeter(job, model.mesh)
+    take_step = captured_step(model, optimizer, job) if job.capture else eager_step(model, optimizer, job)
     log = Log(job, done.first) if model.rank == 0 else None
     began = time.perf_counter()
     saved = done.first
@@ -81,10 +83,7 @@ def train(counter: Counter, job: Job) -> Trained:
         for group in optimizer.param_groups:
             group["lr"] = job.learning_rate * min((done.step + 1) / WARM_STEPS, 1.0)
         with meter.step():
-            loss = model.step(batches.at(done.step))
-            norm = model.clip(job.clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            loss, norm = take_step(batches.at(done.step))
         done.losses.append(loss)
         done.step += 1
         if log is not None:
@@ -113,6 +112,40 @@ def train(counter: Counter, job: Job) -> Trained:
     if log is not None:
         log.close()
     return done
+
+
+def eager_step(model: Any, optimizer: torch.optim.Optimizer, job: Job) -> Callable[[Tensor], tuple[float, float]]:
+    """Return a step of training: from a batch to its loss and the norm of its gradients."""
+
+    def step(batch: Tensor) -> tuple[float, float]:
+        loss = model.step(batch)
+        norm = model.clip(job.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, norm
+
+    return step
+
+
+def captured_step(model: Model, optimizer: torch.optim.Optimizer, job: Job) -> Callable[[Tensor], tuple[float, float]]:
+    """Return a step of training that runs as one CUDA graph, see `ndtp.capture`."""
+    device = next(model.module.parameters()).device
+
+    def whole(batch: Tensor) -> tuple[Tensor, Tensor]:
+        loss = model.loss(batch)
+        loss.backward()
+        norm = clip_grad_norm_(model.module.parameters(), job.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, norm
+
+    captured = capture(whole, torch.empty(job.batch, job.context + 1, dtype=torch.int64, device=device))
+
+    def step(batch: Tensor) -> tuple[float, float]:
+        loss, norm = captured(batch.to(device))
+        return loss.item(), norm.item()
+
+    return step
 
 
 class Model:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.collectives.streams import has_streams, is_capturing
+
 DEFAULT_BYTES = 256 * 2**20
 SMALLEST = 64 * 1024  # bytes; the allocator serves smaller ones as fast as a ring does
 
@@ -49,7 +51,7 @@ class BufferRing:
     def borrow(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """A contiguous tensor of that shape, with the dtype and device of `like` and arbitrary content."""
         num_bytes = math.prod(shape) * like.element_size()
-        if num_bytes < SMALLEST or not _has_memory(like) or _capturing(like.device):
+        if num_bytes < SMALLEST or not _has_memory(like) or is_capturing(like.device.type):
             return like.new_empty(shape)
         buffer = self._next(size_class(num_bytes), like.device)
         if buffer is None:
@@ -60,7 +62,7 @@ class BufferRing:
     def give_back(self, tensors: Iterable[Tensor]) -> None:
         """Take back what was lent, when the current stream has been given all work on it; leave other tensors alone."""
         for buffer in self._found(tensors):
-            if not _capturing(buffer.memory.device):
+            if not is_capturing(buffer.memory.device.type):
                 buffer.release()
                 self._waiting.append(buffer)
 
@@ -95,8 +97,9 @@ class _Buffer:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.num_bytes = memory.numel()
-        self._event: Any = torch.cuda.Event() if memory.is_cuda else None
-        self._home = self._stream = torch.cuda.current_stream(memory.device) if memory.is_cuda else None
+        ordered = has_streams(memory.device.type)
+        self._event: Any = torch.cuda.Event() if ordered else None
+        self._home = self._stream = torch.cuda.current_stream(memory.device) if ordered else None
 
     def release(self) -> None:
         if self._event is not None:
@@ -132,7 +135,3 @@ def _has_memory(x: Tensor) -> bool:
     torch.
     """
     return type(x) in (Tensor, torch.nn.Parameter) and x.device.type in ("cpu", "cuda")
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -20,6 +20,7 @@ from ndtp.collectives.in_line import check_out, copied_from, landing_of, real, w
 from ndtp.collectives.labels import Label
 from ndtp.collectives.presence import flight_of_world
 from ndtp.collectives.recorder import Recording, observed
+from ndtp.collectives.streams import has_streams
 from ndtp.collectives.watch import Watch, failure
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Collectives:
 
     Attributes:
         wire: the dtypes in which tensors of products travel, where these are others than they are computed in.
+        marks_streams: whether a handle remembers the stream on which it was started.
         in_flight: the number of handles that were started and are neither waited for nor dropped.
     """
 
@@ -56,6 +58,7 @@ class Collectives:
         self.groups, self.ring, self.recording = groups, ring, recording
         self.describe = groups.describe
         self.wire: Wire | None = None
+        self.marks_streams = self.orders_by_stream and has_streams(groups.device_type)
         self.in_flight, self.flight = 0, None if groups.global_ranks is None else flight_of_world()
 
     # ------------------------------------------------------------------------------------------------------ starting

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ndtp.algebra.steps import Step
 from ndtp.collectives.flight import DONE, WAITED, Entry, Flight, Note
 from ndtp.collectives.labels import Label
 from ndtp.collectives.meter import arrived
+from ndtp.collectives.streams import mark, stream_of
 from ndtp.collectives.turns import TURN, hand_over
 from ndtp.collectives.watch import Watch, failure
 
@@ -100,6 +102,7 @@ class Owner(Protocol):
     flight: Flight | None
     in_flight: int
     orders_by_stream: bool
+    marks_streams: bool
 
     def describe(self, axes: Sequence[str]) -> str: ...
 
@@ -109,17 +112,19 @@ class Owner(Protocol):
 class Handle:
     """A started collective.  `wait` gives its result, once; the buffers live until then.
 
-    A handle that is dropped (an exception, a gradient nobody asked for) makes the stream wait before its buffers go;
-    on gloo the next collective of its group waits for it.  Buffers of what was not seen to end are not lent again.
+    A handle that is dropped (an exception, a gradient nobody asked for) makes the stream on which it was started wait
+    before its buffers go, whichever thread collects it; on gloo the next collective of its group waits for it.  Buffers
+    of what was not seen to end are not lent again.
     """
 
-    __slots__ = ("_borrowed", "_entry", "_finish", "_held", "_label", "_owner", "_route", "_work")
+    __slots__ = ("_borrowed", "_entry", "_finish", "_held", "_label", "_mark", "_owner", "_route", "_work")
 
     def __init__(
         self, owner: Owner, route: Route, started: Started, entry: Entry | None, label: Label | None = None
     ) -> None:
         self._owner, self._route, self._entry, self._label = owner, route, entry, label
         self._work, self._finish, self._held, self._borrowed = started
+        self._mark = mark() if owner.marks_streams else None
         owner.in_flight += 1
 
     def wait(self) -> Tensor:
@@ -186,6 +191,9 @@ class Handle:
         if self._finish is not None:
             if self._work is None:  # a dry run
                 pass
+            elif self._mark is not None:
+                with torch.cuda.stream(stream_of(self._mark)):
+                    self._work.wait()
             elif self._owner.orders_by_stream:
                 self._work.wait()
             else:  # waiting here could last: a rank that fails must go, for its peers to see it

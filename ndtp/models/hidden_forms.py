@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.models.hidden import FORMS, PARTS, RESHAPES, Hidden, brought, enter, leave
-from ndtp.models.rows import picked_rows
+from ndtp.models.rows import are_all, picked_rows
 from ndtp.models.scores import scores
 from ndtp.models.sequences import expanded, joined
 from ndtp.nn.losses import cross_entropy
@@ -50,7 +50,7 @@ def _picked(x: Tensor, key: Any) -> Any:
     ids = picked_rows(passage, key)
     if ids is None:
         return _feature(x, key)
-    if ids.shape == passage.lead and torch.equal(ids.flatten(), torch.arange(ids.numel())):
+    if are_all(ids, passage):
         return enter(leave(x), passage)
     lead = tuple(ids.shape)
     rows, across = frame.rows_of(lead)

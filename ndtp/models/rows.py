@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ndtp.models.frame import Passage
 
@@ -38,6 +39,12 @@ def rows_of(rows: Tensor, lead: Sequence[int], passage: Passage) -> Tensor:
         position = here // stride % wanted
         index = index * size + (position if size > 1 else 0)
     return rows[index]
+
+
+def are_all(ids: Tensor, passage: Passage) -> bool:
+    """Return whether rows that are picked are all rows, in order: the host's own arithmetic, which no device sees."""
+    with _disable_current_modes():
+        return ids.shape == passage.lead and torch.equal(ids.flatten(), torch.arange(ids.numel()))
 
 
 def picked_rows(passage: Passage, key: Any) -> Tensor | None:

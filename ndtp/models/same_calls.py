@@ -38,6 +38,7 @@ from ndtp.runtime.facts import (
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.points import SUMMARY, Point, Speaking, compare
 from ndtp.runtime.process_grid import ProcessGrid
+from ndtp.runtime.region import may_compare
 
 _NUMBERS = count()  # models that ranks split in the same order have the same
 # What `save_pretrained` leaves in the config of the rank that saves.
@@ -98,7 +99,7 @@ class SameCalls:
     @property
     def is_on(self) -> bool:
         asked = self.mesh.check is not False if self.check is None else self.check
-        return asked and self.mesh.device_mesh is not None
+        return asked and self.mesh.device_mesh is not None and may_compare(self.mesh.device_type)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SameCalls:
         made = copy.copy(self)

@@ -62,7 +62,7 @@ class SplitMultihead(Adopted, nn.MultiheadAttention):
             for t, size in ((q, length), (k, keys), (v, keys))
         )
         mask = self._mask(attn_mask, key_padding_mask, batch, (length, keys), q)
-        drop = AttentionDropout.of(self.dropout if self.training else 0.0)
+        drop = AttentionDropout.of(self.dropout if self.training else 0.0, q.device)
         weights = None
         if need_weights or drop is not None:
             weights = attention_weights(q, k, None, mask)

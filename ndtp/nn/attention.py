@@ -278,7 +278,7 @@ class Attention(BlockModule):
             mask = mask[:, head : head + plan.local_heads] if mask.shape[1] > 1 else mask
         begin = first - sequence * length
         rate, whole = self.dropout if self.training else 0.0, (batch, length, self.heads)
-        drop = dropped_at(rate, sequence, plan.first_head(rank), whole)
+        drop = dropped_at(rate, sequence, plan.first_head(rank), whole, q.device)
         return attend(q, k, v, plan.kv_of(rank), begin, length, self.sees, self.scale, mask, drop).flatten(1)
 
     def volume(self, batch: int, length: int, dgrad: bool = True) -> Volume:

@@ -181,14 +181,14 @@ class DenseAttention(nn.Module):
         shared = self.heads // self.kv_heads
         kv_of = [head // shared for head in range(self.heads)]
         mask = whole_mask(mask, batch, self.heads, length, k.shape[1], "dense")
-        drop = dropped_at(self.dropout if self.training else 0.0, 0, 0, (batch, length, self.heads))
+        drop = dropped_at(self.dropout if self.training else 0.0, 0, 0, (batch, length, self.heads), q.device)
         y = attend(q, k, v, kv_of, 0, length, self.sees, self.scale, mask, drop)
         return self.o_proj(y.flatten(1)).unflatten(0, (batch, length))
 
 
-def dropped_at(p: float, sequence: int, head: int, whole: tuple[int, int, int]) -> Drop | None:
+def dropped_at(p: float, sequence: int, head: int, whole: tuple[int, int, int], device: torch.device) -> Drop | None:
     """Return the dropout of attention weights from this sequence and head on; None where nothing is dropped."""
-    draw = AttentionDropout.of(p)
+    draw = AttentionDropout.of(p, device)
     if draw is None:
         return None
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.nn.padding import RowBlocks
-from ndtp.nn.random import draw_seed, key_of, uniform_at
+from ndtp.nn.random import draw_key, uniform_at
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -23,12 +23,12 @@ class AttentionDropout:
     """
 
     p: float
-    key: int
+    key: int | Tensor
 
     @classmethod
-    def of(cls, p: float) -> AttentionDropout | None:
+    def of(cls, p: float, device: torch.device) -> AttentionDropout | None:
         """Drawn anew from torch's generator; None for nothing to drop."""
-        return cls(p, key_of(draw_seed(), "attention dropout")) if p else None
+        return cls(p, draw_key("attention dropout", device)) if p else None
 
     def __call__(
         self, weights: Tensor, sequences: Tensor, begin: int, head: int, whole: tuple[int, int, int]

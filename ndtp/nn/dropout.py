@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.volume import Volume
 from ndtp.nn.padding import RowBlocks
-from ndtp.nn.random import draw_seed, key_of, uniform_at
+from ndtp.nn.random import draw_key, uniform_at
 from ndtp.nn.sharded import memory_of
 from ndtp.ops.memory import Memory
 from ndtp.runtime.process_grid import ProcessGrid
@@ -22,7 +22,7 @@ def drop(x: Tensor, p: float, layout: Layout, mesh: ProcessGrid, features: int |
     """This rank's shard of the dropout of the whole tensor, with a mask drawn anew; see `Dropout`."""
     rows = x.flatten(0, x.dim() - layout.ndim) if x.dim() > layout.ndim else x
     shape = [size * layout.num_splits(dim) for dim, size in enumerate(rows.shape)]
-    key = key_of(draw_seed(), "dropout")
+    key = draw_key("dropout", x.device)
     row, *others = (torch.arange(part.start, part.stop, device=x.device) for part in layout.slices(mesh.rank, shape))
     kept = uniform_at((*shape[:-1], features or shape[-1]), (blocks.dense_row(row), *others), key) >= p
     return x * (kept.view(x.shape).to(x.dtype) / (1.0 - p or 1.0))

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ndtp.runtime.region import key_of_step
+
 MASK = 0xFFFFFFFF
 MULTIPLIER = 0xD256D193
 WEYL = 0x9E3779B9
@@ -24,8 +26,8 @@ def key_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=4).digest(), "little")
 
 
-def philox(counter: Tensor, key: int) -> Tensor:
-    """32 random bits, as int64, for each 64-bit counter (int64)."""
+def philox(counter: Tensor, key: int | Tensor) -> Tensor:
+    """32 random bits, as int64, for each 64-bit counter (int64), by a key or one in a tensor of its device."""
     low, high = counter & MASK, (counter >> 32) & MASK
     for _ in range(ROUNDS):
         product = low * MULTIPLIER  # the low 64 bits; a signed shift is masked back to the high word
@@ -39,7 +41,7 @@ def uniform(shape: Sequence[int], slices: Sequence[slice], key: int, device: tor
     return uniform_at(shape, [torch.arange(s.start, s.stop, dtype=torch.int64, device=device) for s in slices], key)
 
 
-def uniform_at(shape: Sequence[int], indices: Sequence[Tensor], key: int) -> Tensor:
+def uniform_at(shape: Sequence[int], indices: Sequence[Tensor], key: int | Tensor) -> Tensor:
     """`uniform` at the elements whose index along each dim is in `indices`."""
     index = torch.zeros((), dtype=torch.int64, device=indices[0].device)
     for size, along in zip(shape, indices, strict=True):
@@ -50,6 +52,11 @@ def uniform_at(shape: Sequence[int], indices: Sequence[Tensor], key: int) -> Ten
 def draw_seed() -> int:
     """A seed from torch's default generator: the same on every rank that called `torch.manual_seed` alike."""
     return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+
+
+def draw_key(name: str, device: torch.device) -> int | Tensor:
+    """A key of what is drawn anew in every call: a number, or a tensor where a CUDA graph is captured."""
+    return key_of_step(lambda: key_of(draw_seed(), name), device)
 
 
 def given_or_drawn(*seeds: int | None) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ndtp.algebra.layout import Layout
 from ndtp.compute.grouped import tally
 from ndtp.errors import LayoutError
-from ndtp.nn.random import draw_seed, key_of, uniform_at
+from ndtp.nn.random import draw_key, uniform_at
 from ndtp.ops.experts import known_counts
 from ndtp.ops.reductions import sum_over
 from ndtp.runtime.process_grid import ProcessGrid
@@ -62,7 +62,7 @@ class TokenRows:
         """Return this rank's [rows, columns] of a uniform draw over all tokens in [0, 1), the same on every grid."""
         index = torch.arange(self.first, self.first + self.here, device=device)
         other = torch.arange(columns, device=device)
-        return uniform_at((self.total, columns), (index, other), key_of(draw_seed(), f"{self.name}.{what}"))
+        return uniform_at((self.total, columns), (index, other), draw_key(f"{self.name}.{what}", device))
 
     def within_capacity(self, experts: Tensor, wanted: Tensor | None, count: int, factor: float, groups: int) -> Tensor:
         """Return the choices [rows, top_k] that find room at their expert: first choices before second, then by

@@ -13,6 +13,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import ExchangePlan, RelayoutPlan, reduction_volume
 from ndtp.algebra.steps import Step
 from ndtp.algebra.volume import Volume
+from ndtp.collectives.streams import has_streams
 from ndtp.compute.lookup import rows_of
 from ndtp.errors import LayoutError, RangeError
 from ndtp.ops import compiled_layers
@@ -138,7 +139,8 @@ def look_up(
 
     Raises:
         LayoutError: ids that do not divide.
-        RangeError: ids that are no row of the table; the same on every rank, wherever they are.
+        RangeError: ids that are no row of the table; the same on every rank, wherever they are.  On a GPU, where
+            looking at them would have the host wait, the device asserts it.
     """
     is_compiling = torch.compiler.is_compiling()
     enter(mesh, plan, table)
@@ -156,7 +158,9 @@ def look_up(
         ids = moved(ids.long(), plan.gather.steps, mesh, plan.name, "forward")
     if checks and not is_compiling:
         wrong = moved(((ids < 0) | (ids >= size)).sum().view(1), plan.check, mesh, plan.name, "forward")
-        if not wrong.is_meta and int(wrong):
+        if has_streams(wrong.device.type):  # where looking would have the host wait
+            compiled_layers.check_rows(wrong, f"Embedding '{plan.name}': ids that are no row of the table")
+        elif not wrong.is_meta and int(wrong):
             raise RangeError(
                 f"Embedding '{plan.name}': {int(wrong)} of {shape[0]} ids are not among the {size} rows of the table\n"
                 f"  fix: ids from 0 to {size - 1}"

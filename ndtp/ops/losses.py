@@ -13,6 +13,7 @@ from ndtp.algebra.cached import cached_property
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import MergePlan, RelayoutPlan
 from ndtp.algebra.volume import Volume
+from ndtp.collectives.streams import has_streams
 from ndtp.compute import cross_entropy as one_rank
 from ndtp.compute.cross_entropy import LossForm
 from ndtp.compute.norms import wide
@@ -178,7 +179,7 @@ def totals(loss: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid, wei
     total = reduce(numbers, plan.totals, mesh)
     if torch.compiler.is_compiling():
         compiled_layers.check_rows(total.detach()[2], f"cross_entropy '{plan.name}': targets that are no class")
-    elif total.device.type == "cpu" and not total.is_meta and int(total.detach()[2]):
+    elif not has_streams(total.device.type) and not total.is_meta and int(total.detach()[2]):
         raise RangeError(
             f"cross_entropy '{plan.name}': {int(total[2])} targets are neither one of {plan.form.classes} classes nor "
             f"ignore_index={plan.ignore_index}"

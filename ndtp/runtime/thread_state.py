@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dis
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
+from ndtp.collectives.streams import has_streams
+
 
 def state_of_thread(device_type: str) -> Callable[[], AbstractContextManager[None]]:
     """Gradient and inference mode, autocast, modes (meters, a default device), saved tensors' hooks, device and stream.
@@ -31,13 +33,14 @@ def state_of_thread(device_type: str) -> Callable[[], AbstractContextManager[Non
     ]
     functions, dispatches = function_modes(), dispatch_modes()
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    stream = torch.cuda.current_stream() if device_type == "cuda" else None
+    stream = torch.cuda.current_stream() if has_streams(device_type) else None
 
     @contextmanager
     def entered() -> Iterator[None]:
         with ExitStack() as stack:
             if stream is not None:
-                torch.cuda.set_device(stream.device)
+                if stream.device.type == "cuda":
+                    torch.cuda.set_device(stream.device)
                 stack.enter_context(torch.cuda.stream(stream))
             if is_inference:
                 stack.enter_context(torch.inference_mode())

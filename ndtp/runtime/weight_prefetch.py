@@ -4,6 +4,9 @@ The order is the one in which weights were really used: learned from the first f
 ends where a weight comes again, so nothing is gathered across an optimizer step.  A weight that was changed since, or
 that did not come, is gathered anew, and not gathered ahead again.  One gather is in flight at a time.
 
+A gather crosses no edge of a CUDA graph: while one is captured nothing is gathered ahead, nor taken that was,
+unless the whole step is captured (`ndtp.capture`); then what is left at the end of the step is waited for there.
+
 Which weights live is up to the garbage collector, and may differ between ranks: so a weight that is gone takes part in
 its gather with zeros, for the peers where it is not, and no product takes it.
 """
@@ -17,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ndtp.collectives.streams import is_capturing
 from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.moves import Move, Way
+from ndtp.runtime.region import Region, may_start_ahead, region_under_way
 from ndtp.runtime.versions import version_of
 
 
@@ -44,6 +49,10 @@ class _Weight:
         weight = owner if owner is None or isinstance(owner, Tensor) else owner._parameters.get("weight")
         return None if weight is None or _form(weight) != self._form else weight
 
+    @property
+    def device_type(self) -> str:
+        return str(self._form[2].type)
+
     def nothing(self) -> Tensor:
         shape, dtype, device = self._form
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -57,6 +66,7 @@ class _Ahead(NamedTuple):
     weight: Tensor | None
     version: tuple[int, ...]
     move: Move
+    region: Region | None
 
 
 class WeightPrefetch:
@@ -90,7 +100,7 @@ class WeightPrefetch:
         if known is None:
             known = self._known[owner] = _Weight(owner)
         known.note(weight, way)
-        ahead, self._ahead = self._ahead, None
+        ahead = self._taken(weight.device.type)
         if known in self._chain:
             self._chain.clear()
         elif (last := self._last) is not None and last.following is None:
@@ -105,6 +115,21 @@ class WeightPrefetch:
         ahead.after.is_followed = False
         return None
 
+    def _taken(self, device_type: str) -> _Ahead | None:
+        """Take what is under way, unless it was started on the other side of a capture's edge."""
+        ahead, region = self._ahead, region_under_way()
+        if ahead is None or (is_capturing(device_type) and (region is None or ahead.region is not region)):
+            return None
+        self._ahead = None
+        return ahead
+
+    def settle(self) -> None:
+        """Wait for what is under way, which nobody takes then."""
+        ahead, self._ahead = self._ahead, None
+        self._chain.clear()
+        if ahead is not None:
+            ahead.move.wait()
+
     def start(self, owner: Any) -> None:
         """Start the gather of the weight that follows the one of `owner`."""
         known = self._known.get(owner)
@@ -113,13 +138,18 @@ class WeightPrefetch:
         following = known.following
         if following is None or following in self._chain:
             return
+        if not may_start_ahead(following.device_type):
+            return
+        region = region_under_way()
+        if region is not None:
+            region.touch(self)
         weight = following.tensor()
         shard = following.nothing() if weight is None else _local(weight).detach()
         version = () if weight is None else version_of(weight)
         # What is gathered under inference mode may be used outside of it, where backward could not keep it.
         with torch.inference_mode(False):
             move = following.way.start(shard, ahead=True)
-        self._ahead = _Ahead(following, known, weight, version, move)
+        self._ahead = _Ahead(following, known, weight, version, move, region)
 
 
 def owner_of(weight: Tensor, layer: nn.Module | None) -> Any:

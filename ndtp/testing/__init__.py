@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ndtp.testing.compare import assert_close_to_dense, assert_equal, small_integers
+    from ndtp.testing.cuda.place import CudaFault
+    from ndtp.testing.cuda.stand_in import RecordedCuda
     from ndtp.testing.dense import assert_matches_dense
     from ndtp.testing.launch import run
     from ndtp.testing.pool import RankPool
@@ -17,9 +19,11 @@ if TYPE_CHECKING:
     from ndtp.testing.tests_on_ranks import ranks
 
 _HOME = {
+    "CudaFault": "cuda.place",
     "RankError": "rank_error",
     "RankPool": "pool",
     "RankTimeout": "rank_error",
+    "RecordedCuda": "cuda.stand_in",
     "assert_close_to_dense": "compare",
     "assert_equal": "compare",
     "assert_matches_dense": "dense",
@@ -29,9 +33,11 @@ _HOME = {
 }
 
 __all__ = [
+    "CudaFault",
     "RankError",
     "RankPool",
     "RankTimeout",
+    "RecordedCuda",
     "assert_close_to_dense",
     "assert_equal",
     "assert_matches_dense",

@@ -61,7 +61,7 @@ def test_how_much_is_dropped():
     weights = torch.ones(4, 2, 16, 16)
     from ndtp.nn.attention_dense import dropped_at
 
-    drop = dropped_at(dense.dropout, 0, 0, (4, 16, 2))
+    drop = dropped_at(dense.dropout, 0, 0, (4, 16, 2), torch.device("cpu"))
     dropped = drop(weights, first=0, begin=0)
     assert abs((dropped == 0).double().mean().item() - 0.25) < 0.03
     assert dropped.unique().tolist() == [0.0, pytest.approx(4 / 3)]

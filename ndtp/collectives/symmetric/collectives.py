@@ -17,6 +17,7 @@ from ndtp.collectives.direct_exchange import Past, purpose_of
 from ndtp.collectives.gloo import GlooCollectives
 from ndtp.collectives.handles import Channel
 from ndtp.collectives.meter import received_directly
+from ndtp.collectives.streams import has_streams
 from ndtp.collectives.symmetric.host import PROCESS, HostEngine
 from ndtp.collectives.symmetric.windows import machine, shared_window, unusable_host
 from ndtp.errors import GridError
@@ -41,15 +42,17 @@ class SymmetricCollectives(GlooCollectives):
     """The collectives of `GlooCollectives`, with the same bytes and the same sums, by pulling instead of messages.
 
     A group has a window of memory, made where a route first needs it, and anew, twice as large or more, where one needs
-    more: by all of its ranks together, which bind the same routes in one order.
+    more: by all of its ranks together, which bind the same routes in one order.  On GPUs outgrown windows are kept,
+    since captured graphs go on to use them: together they take no more than the largest.
     """
 
     arrives_in_parts = True
 
     def __init__(self, groups: AxisGroups, ring: BufferRing, recording: Recording) -> None:
         super().__init__(groups, ring, recording)
-        self.orders_by_stream = groups.device_type == "cuda"
+        self.orders_by_stream = self.marks_streams = has_streams(groups.device_type)
         self._engines: WeakKeyDictionary[ProcessGroup, HostEngine | DeviceEngine] = WeakKeyDictionary()
+        self._outgrown: list[DeviceEngine] = []
 
     def sums_everywhere(self, dtype: torch.dtype) -> bool:
         return False  # a reduce-scatter and a gather, of any dtype
@@ -80,6 +83,8 @@ class SymmetricCollectives(GlooCollectives):
             if self.orders_by_stream:
                 from ndtp.collectives.symmetric.device import DeviceEngine, DeviceWindow
 
+                if isinstance(engine, DeviceEngine):
+                    self._outgrown.append(engine)
                 self._engines[group] = DeviceEngine(DeviceWindow.of(group, slot_bytes, self.groups.timeout))
             else:
                 self._engines[group] = HostEngine(shared_window(group, slot_bytes), PROCESS, self.groups.timeout)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ndtp.collectives import nccl
+from ndtp.collectives.streams import is_capturing
 from ndtp.collectives.symmetric.protocol import SLOTS, Act, Do, pulling, staging
 from ndtp.collectives.symmetric.windows import FREE, READY
 
@@ -133,7 +134,9 @@ class DeviceEngine:
         """
         flags = torch.zeros(self.window.ranks, dtype=torch.int32, device=landing[0].device)
         self.stream.wait_stream(torch.cuda.current_stream())
-        started = DeviceExchange(self.count % SLOTS, tuple(sent), tuple(landing), parted, flags, [], await_part)
+        started = DeviceExchange(
+            self.count % SLOTS, tuple(sent), tuple(landing), parted, flags, [], torch.cuda.Event(), await_part
+        )
         self.count += 1
         with torch.cuda.stream(self.stream):
             for act in staging(self.window.rank, self.window.ranks, parted):
@@ -144,6 +147,7 @@ class DeviceEngine:
         with torch.cuda.stream(self.stream):
             for act in pulling(self.window.rank, self.window.ranks):
                 self._act(started, act)
+            started.done.record()
 
     def _act(self, this: DeviceExchange, act: Act) -> None:
         (do, peer), window = act, self.window
@@ -173,6 +177,7 @@ class DeviceExchange(NamedTuple):
     Attributes:
         flags: int32, of every rank: 1 when its part is there, for kernels that poll.
         events: of every part, in the order of arrival: the rank, and what a stream can wait for.
+        done: behind the last signal, which a graph must wait for as well as for the parts.
     """
 
     slot: int
@@ -181,19 +186,20 @@ class DeviceExchange(NamedTuple):
     parted: bool
     flags: Tensor
     events: list[tuple[int, torch.cuda.Event]]
+    done: torch.cuda.Event
     await_part: Callable[[int], None] | None = None
 
     def land(self, peer: int, part: Tensor) -> None:
         self.landing[peer].copy_(part, non_blocking=True)
         # The driver's write comes after all that its stream did before; it cannot be captured, a memset can.
-        raise_flag = _symmetric_memory().memset32 if _capturing() else _symmetric_memory().stream_write_value32
+        raise_flag = _symmetric_memory().memset32 if is_capturing("cuda") else _symmetric_memory().stream_write_value32
         raise_flag(self.flags, peer, 1)
         event = torch.cuda.Event()
         event.record()
         self.events.append((peer, event))
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.events[-1][1])
+        torch.cuda.current_stream().wait_event(self.done)
 
     def parts(self) -> Iterator[int]:
         for peer, event in self.events:
@@ -205,10 +211,6 @@ def _symmetric_memory() -> Any:
     from torch._C._distributed_c10d import _SymmetricMemory
 
     return _SymmetricMemory
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
 
 
 def unusable_device() -> str:
