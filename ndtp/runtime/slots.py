@@ -190,7 +190,8 @@ class Slots:
         """
         plan, place = self.stages[p].plan, self._place(p, name, i, source, like)
         way = self._way(p, name, i, source, place is not None)
-        if not way.gathers_in_order:
+        # NCCL promises nothing of what lies in a landing before the gather has ended, and products read their own part.
+        if not way.gathers_in_order or self.collectives.orders_by_stream:
             return None
         step, shape = plan.relayouts[name][0], self.shapes[source]
         ranks, me = plan.grid.size(step.axes), plan.grid.index(self.collectives.groups.rank, step.axes)
