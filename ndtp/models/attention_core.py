@@ -138,8 +138,8 @@ class Core:
         before, self.frame.summed = self.frame.summed, summed
         try:
             result = self._outside(forward(*bound.args, **bound.kwargs))
-            if type(result) is tuple and len(result) > 1:
-                result = (result[0], *map(self._besides, result[1:]))
+            if isinstance(result, tuple) and len(result) > 1:
+                result = _as(type(result), (result[0], *map(self._besides, result[1:])))
             return result
         finally:
             self.groups, self.frame.summed = {}, before
@@ -303,7 +303,7 @@ class Core:
             is_context = result.dim() == 3 and result.shape[2] * splits == self.heads * self.head_dim
             return self._inside(result) if is_context else result
         if isinstance(result, tuple) and result:
-            return (self._outside(result[0]), *result[1:])
+            return _as(type(result), (self._outside(result[0]), *result[1:]))
         return result
 
     @property
@@ -392,3 +392,8 @@ def take_heads(module: nn.Module, whole: Any, heads: int, kv_heads: int) -> None
             setattr(module, name, heads * whole.head_dim)
     if hasattr(module, "num_key_value_groups"):
         module.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]
+
+
+def _as(kind: type, parts: tuple[Any, ...]) -> Any:
+    """Parts of a module's result as a tuple of its class, which may give them names."""
+    return kind(*parts) if hasattr(kind, "_fields") else parts

@@ -271,6 +271,7 @@ def _run(
     names = list(bound.arguments)
     first = next((name for name in names if isinstance(bound.arguments[name], Tensor)), "")
     projected: set[str] = drawn.setdefault("hidden", {first, *HIDDEN})
+    tokens: list[int] = []
     seen = local * role.head_dim if hidden == role.heads * role.head_dim else hidden
 
     def entered(name: str, x: Any) -> Any:
@@ -280,6 +281,7 @@ def _run(
             rows = x if share is None else x[share.rows]
             made: Any = unread((*rows.shape[:-1], seen if x.shape[-1] == hidden else x.shape[-1]))
             made.batch = x.shape[0]
+            tokens.append(rows.shape[:-1].numel())
             return made
         if name in PASSED:
             return x if share is None or not isinstance(x, Tensor) else x[share.rows]
@@ -303,6 +305,9 @@ def _run(
         trial.given += [] if role.inside else [context]
     if not trial.given:
         raise Mixes("its code hands nothing to its last projection")
+    for x in trial.given:
+        if tokens and x.shape[:-1].numel() != tokens[0]:
+            raise Mixes(f"its code hands {tuple(x.shape[:-1])} tokens to its last projection, and takes {tokens[0]}")
     flat, _ = tree_flatten_with_path(tuple(rest))
     return {str(key): x for key, x in flat if isinstance(x, Tensor)}, trial.given
 

@@ -12,6 +12,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adapters import place_adapters, reason_against, wrappers_in
 from ndtp.models.adopted import Adopted, Replicated, SplitNorm, adopt, is_placed
+from ndtp.models.at_work import reads_parameters
 from ndtp.models.attention_core import AttentionModule, Core, place_core
 from ndtp.models.data_loss import average_loss
 from ndtp.models.expert_layers import experts_role, place_experts
@@ -44,7 +45,6 @@ from ndtp.models.run_eagerly import run_eagerly
 from ndtp.models.saving import saved_whole
 from ndtp.ops.lookup import LookupPlan
 from ndtp.ops.norms import NormPlan
-from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -112,7 +112,8 @@ class Split(Placing):
         run_eagerly(self.stock)
         saved_whole(self.model)
         not_replicated(self.model)
-        OwnRows(self.mesh, self.frame.outside.dims[0]).watch(self.model)
+        for root in {id(each): each for each in (self.stock, self.model)}.values():
+            reads_parameters(root, self.frame)  # those of lists of parameters, which have no forward, among them
         saved_whole(self.stock)
 
     def adapt(self, modules: dict[str, nn.Module]) -> dict[str, str]:

@@ -4,6 +4,7 @@ import ast
 import copy
 import re
 import warnings
+from typing import NamedTuple
 
 import pytest
 
@@ -123,3 +124,50 @@ def test_of_a_pair(ranks):
     told = ranks(2).run(check_pairs)[0]
     assert "PairThatIsRead reads 'pair.up.weight' (" in told
     assert told.endswith("or parallelize(..., keep=['pair.up']), which leaves it whole")
+
+
+class Gained(nn.Module):
+    """A norm behind which gains stand in a list, of which the list's owner reads them."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.gains = norm, nn.ParameterList([nn.Parameter(torch.full((8,), 1.5, dtype=torch.float64))])
+
+    def forward(self, x):
+        return self.norm(x) * torch.cat([gain.repeat(x.shape[-1] // 8) for gain in self.gains])
+
+
+class Parts(NamedTuple):
+    context: torch.Tensor
+    scores: torch.Tensor
+
+
+class AttentionWithNames(LlamaAttention):
+    def forward(self, *args, **others):
+        return Parts(*super().forward(*args, **others))
+
+
+def with_lists_and_names():
+    model = build("LlamaForCausalLM")
+    model.model.norm = Gained(model.model.norm)
+    model.model.layers[0].self_attn.__class__ = AttentionWithNames
+    return model
+
+
+def check_lists_and_names():
+    ids, kinds = torch.arange(24).view(4, 6), []
+    dense, model = (with_lists_and_names() for _ in range(2))
+    ndtp.parallelize(model, mesh_of(Grid(x=2)), scheme="1d")
+    attention = model.model.layers[0].self_attn
+    attention.register_forward_hook(lambda module, given, out: kinds.append(type(out)))
+    ours, theirs = (each(input_ids=ids, labels=ids) for each in (model, dense))
+    ours.loss.backward()
+    theirs.loss.backward()
+    torch.testing.assert_close(ours.loss, theirs.loss)
+    gains = [each.model.norm.gains[0].grad for each in (model, dense)]
+    torch.testing.assert_close(gains[0].full_tensor(), gains[1])
+    return kinds
+
+
+def test_lists_of_parameters_are_read_by_their_owners_and_results_keep_their_names(ranks):
+    assert ranks(2).run(check_lists_and_names)[0] == [Parts]

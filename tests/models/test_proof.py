@@ -61,6 +61,13 @@ class Called(nn.Module):
         return self.function(x)
 
 
+def test_code_that_hands_fewer_tokens_to_its_last_projection_is_found():
+    model = model_of()
+    model.model.layers[0].self_attn.__class__ = before_the_last(lambda x: x[:, :1])
+    reason, other = reasons(model)
+    assert "tokens to its last projection" in reason and not other
+
+
 MIXES = {
     "pairs": lambda x: x + x.roll(1, 2),
     "a norm over all heads": lambda x: x / x.square().mean((2, 3), keepdim=True).sqrt(),
