@@ -204,7 +204,10 @@ def _noted(func: Any, args: Any, kwargs: Any) -> Any:
     is_form = func in FORMS or (func is Tensor.__getitem__ and _is_of_rows(args[1]))
     if (func not in KNOWN and not is_form) or any(isinstance(x, Noted) for x in kwargs.values()):
         return NotImplemented
-    form = func(*[x.sample if isinstance(x, Noted) else x for x in args], **kwargs)
+    try:
+        form = func(*[x.sample if isinstance(x, Noted) else x for x in args], **kwargs)
+    except (NotImplementedError, RuntimeError):  # what takes more than a form, such as the name of a device
+        return NotImplemented
     if not isinstance(form, Tensor) or not form.dim() or form.shape[-1] != first.sample.shape[-1]:
         return NotImplemented
     is_alike = form.shape == first.sample.shape and func is not Tensor.__getitem__

@@ -25,7 +25,7 @@ COMMANDS = dict(commands())
 
 def test_none_is_missing():
     assert {" ".join(words) for words in COMMANDS} == {
-        "demo", "check", "train", "plan", "info", "show layout", "show plan", "show schedule",
+        "demo", "check", "train", "export", "plan", "info", "show layout", "show plan", "show schedule",
         "bench volume", "bench step", "bench overlap", "bench calibrate", "bench gemm",
     }  # fmt: skip
 

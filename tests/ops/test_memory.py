@@ -184,6 +184,6 @@ def test_a_number_of_chunks_that_is_not_chosen_yet():
     plans = block_layouts(Grid(z=2, x=2, y=2), "3d").plans("block", chunks="auto")
     with pytest.raises(LayoutError, match="has not chosen its number of chunks for 64 rows"):
         memory(plans, (64, 16, 32, 16))
-    mesh = Mock(chunks_chosen=lambda plan: {64: (2, "as measured")})
+    mesh = Mock(chunks_chosen=lambda plan: {64: (2, "as measured")}, wire=None)
     cut = block_layouts(Grid(z=2, x=2, y=2), "3d").plans("block", chunks=2)
     assert memory(plans, (64, 16, 32, 16), mesh=mesh) == memory(cut, (64, 16, 32, 16))

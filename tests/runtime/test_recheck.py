@@ -55,7 +55,7 @@ def flipped():
     step(model)
     probe = ndtp.recheck(model)
     assert probe.checked >= probe.products >= 7 and probe.received_bytes and "products" in str(probe)
-    for at in (0, 3, 6, 10, 11):  # its own, and what it computes again; the two after 7 are of autograd alone
+    for at in (0, 4, 6, 10, 13):  # its own, and what it computes again; the two after 7 are of autograd alone
         try:
             with Flip(at if model.ndtp_report.mesh.rank == 1 else -1):
                 step(model)
