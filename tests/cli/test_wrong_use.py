@@ -26,7 +26,8 @@ GIVEN = {
     "show schedule": f"--grid z=2,x=2,y=2 {SIZES}",
     "bench volume": f"--no-real --ranks 4 {SIZES} --top 1",
     "bench gemm": "--shape 64,64,64",
-    "demo": "", "check": "", "train": "", "export": "", "info": "", "bench step": "", "bench overlap": "", "bench calibrate": "",
+    "demo": "", "check": "", "train": "", "export": "", "info": "", "bench step": "", "bench overlap": "",
+    "bench calibrate": "",
 }  # fmt: skip
 NUMBERS = [
     "0", "-1", "1", "2", "4", "7", "²", "\uff18", "1e3", "1.5", "nan", "inf", "-inf", "1_0", "True", "1000000000000",
