@@ -26,22 +26,28 @@ class AtWork:
     """The class of such a root."""
 
 
-def reads_parameters(model: nn.Module, frame: Frame) -> None:
-    """Let a model's methods note which parameters their code reads; a backward after they changed is refused."""
+def reads_parameters(model: nn.Module, frame: Frame, compiles: bool = False) -> None:
+    """Let a model's methods note which parameters their code reads; a backward after they changed is refused.
+
+    Args:
+        compiles: whether the model is compiled as a whole, where nothing is noted.
+    """
     theirs: Any = type(model)
     if isinstance(model, AtWork):
         return
     made = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
     rows = OwnRows(frame.mesh, frame.outside.dims[0])
-    methods = {name: _noting(theirs, name, frame, rows) for name in ("forward", *computing(theirs))}
+    methods = {name: _noting(theirs, name, frame, rows, compiles) for name in ("forward", *computing(theirs))}
     model.__class__ = made_class(theirs.__name__, (AtWork, theirs), made | methods)
 
 
-def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows) -> Any:
+def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool) -> Any:
     method = getattr(theirs, name)
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if compiles and torch.compiler.is_compiling():
+            return method(self, *args, **kwargs)
         if name != "forward" and frame.running:  # called by what notes already
             return method(self, *args, **kwargs)
         read: list[Any] = []

@@ -113,7 +113,9 @@ class Split(Placing):
         saved_whole(self.model)
         not_replicated(self.model)
         for root in {id(each): each for each in (self.stock, self.model)}.values():
-            reads_parameters(root, self.frame)  # those of lists of parameters, which have no forward, among them
+            reads_parameters(
+                root, self.frame, compiles=True
+            )  # those of lists of parameters, which have no forward, among them
         saved_whole(self.stock)
 
     def adapt(self, modules: dict[str, nn.Module]) -> dict[str, str]:
