@@ -8,7 +8,7 @@ start different collectives learn of it before either waits for the other.  It i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import RLock
+from threading import RLock, Thread, current_thread
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -35,6 +35,7 @@ class Conversation:
         members: the global ranks, in the order of the group.
         speaker: what a thread of this rank is at, between the exchanges that belong to it; see `ndtp.runtime.points`.
         lock: of who looks at `speaker`.
+        thread: which has taken part last.
     """
 
     def __init__(self, group: ProcessGroup, timeout: float | None) -> None:
@@ -46,6 +47,7 @@ class Conversation:
         self._has_looked = False
         self.speaker: Any = None
         self.lock = RLock()
+        self.thread: Thread = current_thread()
 
     def exchange(self, row: Row) -> list[Row]:
         """The rows of all ranks, in the order of the group.
@@ -54,12 +56,16 @@ class Conversation:
             HeldElsewhere: a rank waits for this one in a collective that this one has not begun.
             Missing: names ranks that have ended or not come.
         """
+        self.thread = current_thread()
         if not self._has_looked:
             self._board = shared_board(self._rank, self._ranks, self._timeout, self._sent_round)
             self._has_looked = True
         return self._sent_round(row) if self._board is None else self._board.exchange(row, self._look)
 
     def _look(self, missing: Sequence[int]) -> None:
+        others = (each.thread for each in list(_CONVERSATIONS.values()))
+        if any(each is not self.thread and each.is_alive() for each in others):
+            return  # another thread of this rank, on groups of its own, may be about to begin what they wait in
         here = presence()
         found = {} if here is None else here.never_begun([self.members[rank] for rank in missing])
         if found:

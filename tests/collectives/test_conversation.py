@@ -1,11 +1,16 @@
 """Rows and texts of all ranks, in memory that they share and by messages: the same either way."""
 
 import os
+import threading
+from types import SimpleNamespace
 
+import pytest
 import torch.distributed as dist
 
 import ndtp
+from ndtp.collectives import conversation as module
 from ndtp.collectives.board import WORDS, Missing, shared_board
+from ndtp.collectives.conversation import Conversation, HeldElsewhere
 
 
 def exchanges():
@@ -47,3 +52,19 @@ def test_one_that_does_not_come_is_named():
         assert error.ranks == [1] and "have not come" in error.why
     else:
         raise AssertionError("nobody was missed")
+
+
+def test_what_another_thread_may_be_about_to_begin_is_no_reason_to_end(monkeypatch):
+    """A rank whose peer waits in a collective that it has not begun: it never will, but for threads beside this one."""
+    monkeypatch.setattr(module, "presence", lambda: SimpleNamespace(never_begun=lambda ranks: {1: "all_gather of up"}))
+    end = threading.Event()
+    other = threading.Thread(target=end.wait)
+    own, its = (object.__new__(Conversation) for _ in range(2))
+    own.members, own.thread, its.thread = [0, 1], threading.current_thread(), other
+    monkeypatch.setattr(module, "_CONVERSATIONS", {0: own, 1: its})
+    other.start()
+    own._look([1])
+    end.set()
+    other.join()
+    with pytest.raises(HeldElsewhere, match="rank 1 waits in all_gather of up"):
+        own._look([1])
