@@ -39,14 +39,6 @@ BEGINS_BADLY = re.compile(
     r"|[^A-Za-z`\"'\d(<]|(?!torch |ndtp )[a-z]+ "
 )
 
-# Names of classes and types that still mean several things, and how many.  A name leaves this list when its other
-# things are renamed; none may join it.
-TWO_MEANINGS = {
-    "Attention": 2, "Kind": 2, "Layer": 2, "Loop": 2,  # of ndtp.cli.disagreements
-    "Call": 3, "Choice": 2, "Entry": 2, "Exchange": 2, "Form": 2, "Memory": 2, "OfHeads": 2,
-    "Part": 2, "Passage": 2, "Projection": 2, "Rule": 2, "Slots": 2, "Stored": 2, "Watch": 2,
-}  # fmt: skip
-
 
 def fault(docstring: str) -> str:
     """Return what is wrong with the first paragraph of a docstring, or ""."""
@@ -115,7 +107,7 @@ def named(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def test_one_name_means_one_thing():
-    """No two modules define the same name, but for types that are spelt alike, and for those on the list."""
+    """No two modules define the same name, but for types that are spelt alike."""
     places: dict[str, dict[str, str]] = defaultdict(dict)
     for house in (NDTP, KERNELS):
         for module, tree in modules(house).items():
@@ -123,7 +115,4 @@ def test_one_name_means_one_thing():
                 if not name.startswith("_"):
                     places[name][module if meaning == "class" else meaning] = module
     found = {name: sorted(where.values()) for name, where in places.items() if len(where) > 1}
-    joined = {name: where for name, where in found.items() if len(where) > TWO_MEANINGS.get(name, 1)}
-    assert not joined, f"one name for several things, choose another: {joined}"
-    gone = set(TWO_MEANINGS) - set(found)
-    assert not gone, f"take off the list: {sorted(gone)}"
+    assert not found, f"one name for several things, choose another: {found}"

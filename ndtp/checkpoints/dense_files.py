@@ -20,7 +20,7 @@ from ndtp.checkpoints.folder import locked, sync
 from ndtp.checkpoints.from_meta import materialise
 from ndtp.checkpoints.guarded import parsed, read_all
 from ndtp.checkpoints.pieces import Piece, Staged, Whole, whole_of
-from ndtp.checkpoints.safetensors_file import BLOCK_BYTES, INDEX, NAMES, Stored, Writer, tensors_in
+from ndtp.checkpoints.safetensors_file import BLOCK_BYTES, INDEX, NAMES, StoredBox, Writer, tensors_in
 from ndtp.checkpoints.same_files import contents_of
 from ndtp.errors import CheckpointError, CommunicationError
 from ndtp.models.saving import blocks
@@ -60,8 +60,8 @@ def load_safetensors(
     whole = whole_of(model)
     crew = whole.crew
     whole.meet(f"load_safetensors: {path}")
-    stored: dict[str, Stored] = {}
-    chosen: list[list[Stored | None]] = []
+    stored: dict[str, StoredBox] = {}
+    chosen: list[list[StoredBox | None]] = []
     failure = ""
     contents: dict[str, str] = {}
     try:
@@ -91,7 +91,7 @@ def load_safetensors(
     crew.raise_everywhere(failure, f"load_safetensors: {path}: the model is half filled")
 
 
-def _sources(whole: Whole, chosen: Sequence[Sequence[Stored | None]]) -> Iterator[tuple[Entry, Stored, Piece]]:
+def _sources(whole: Whole, chosen: Sequence[Sequence[StoredBox | None]]) -> Iterator[tuple[Entry, StoredBox, Piece]]:
     for piece, sources in zip(whole.pieces, chosen, strict=True):
         for entry, source in zip(piece.entries(), sources, strict=True):
             if source is not None:
@@ -99,8 +99,8 @@ def _sources(whole: Whole, chosen: Sequence[Sequence[Stored | None]]) -> Iterato
 
 
 def _chosen(
-    piece: Piece, every: Sequence[tuple[str, ...]], stored: dict[str, Stored], strict: bool, path: Any
-) -> list[Stored | None]:
+    piece: Piece, every: Sequence[tuple[str, ...]], stored: dict[str, StoredBox], strict: bool, path: Any
+) -> list[StoredBox | None]:
     """Return the stored tensors that fill each entry of a piece; `every` has the keys of the whole model."""
     model, entries = piece.module, piece.entries()
     prefix = str(getattr(model, "base_model_prefix", "") or "")
@@ -116,7 +116,7 @@ def _chosen(
     foreign = [key for key in stored if key not in theirs and not _matches(key, ignored)]
     if strict and foreign:
         raise CheckpointError(f"{path}: '{foreign[0]}' {stored[foreign[0]]} is no key of the model{_more(foreign)}")
-    chosen: list[Stored | None] = []
+    chosen: list[StoredBox | None] = []
     missing = []
     optional: Any = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     for entry in entries:
@@ -143,7 +143,7 @@ def _more(keys: Sequence[str]) -> str:
     return f"{rest}\n  fix: the files of this model, or strict=False"
 
 
-def _fill(entry: Entry, source: Stored, piece: Piece, block_bytes: int) -> None:
+def _fill(entry: Entry, source: StoredBox, piece: Piece, block_bytes: int) -> None:
     part = entry.part(piece.rank)
     if entry.stored != entry.real:
         entry.local.zero_()

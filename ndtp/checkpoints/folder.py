@@ -132,7 +132,7 @@ def _beside(folder: Path, what: str) -> Path:
     return folder.with_name(f"{folder.name}.{what}")
 
 
-class Exchange:
+class FolderSwap:
     """A folder that is written beside the one that it replaces, by one writer at a time; on the first of its ranks.
 
     A writer is known by a lock on the folder that it fills, which goes when the writer goes, however that comes about.

@@ -43,7 +43,7 @@ START = b'{"__metadata__": {"ndtp": "'  # what follows is the checksum of the he
 UNKNOWN = "0" * 8
 
 
-class Stored(NamedTuple):
+class StoredBox(NamedTuple):
     """A tensor of a file, or a box of a larger tensor.
 
     Attributes:
@@ -98,7 +98,7 @@ class Stored(NamedTuple):
                     into[here.start - rows.start : here.stop - rows.start].copy_(values[here_in_block])
 
 
-def _fill(file: BinaryIO, start: int, block: Tensor, what: Stored) -> None:
+def _fill(file: BinaryIO, start: int, block: Tensor, what: StoredBox) -> None:
     view: Any = memoryview(block.numpy())  # type: ignore[arg-type]
     file.seek(start)
     while view.nbytes:
@@ -114,7 +114,7 @@ def blocks_of(shape: Sequence[int], dtype: torch.dtype, block_bytes: int) -> tup
     return step, -(-shape[0] // step) if math.prod(shape) else 0
 
 
-def tensors_in(path: str | os.PathLike[str]) -> dict[str, Stored]:
+def tensors_in(path: str | os.PathLike[str]) -> dict[str, StoredBox]:
     """Return the tensors of a folder, a file or an index of several files, by key; only headers are read.
 
     Raises:
@@ -131,7 +131,7 @@ def tensors_in(path: str | os.PathLike[str]) -> dict[str, Stored]:
     places = parsed(read_all(path), path).get("weight_map")
     if not isinstance(places, dict):
         raise CheckpointError(f"{path}: no index of safetensors files: it has no weight_map")
-    headers: dict[str, dict[str, Stored]] = {}
+    headers: dict[str, dict[str, StoredBox]] = {}
     found = {}
     for key, name in places.items():
         file = inside(path.parent, name)
@@ -157,7 +157,7 @@ def _in_folder(folder: Path) -> Path:
     raise CheckpointError(f"{folder}: there is no safetensors file in it")
 
 
-def header_of(path: Path, known: tuple[int, int] | None = None) -> tuple[dict[str, Stored], int, int]:
+def header_of(path: Path, known: tuple[int, int] | None = None) -> tuple[dict[str, StoredBox], int, int]:
     """The tensors of a file, its size, and the checksum of its header; `known` is what these two have to be.
 
     Raises:
@@ -198,7 +198,7 @@ def _blank(header: bytes) -> bytes:
     return header[: len(START)] + UNKNOWN.encode() + header[len(START) + len(UNKNOWN) :]
 
 
-def _entry(key: str, path: Path, base: int, value: Any, checks: Mapping[str, Any], where: Any) -> Stored:
+def _entry(key: str, path: Path, base: int, value: Any, checks: Mapping[str, Any], where: Any) -> StoredBox:
     if not isinstance(value, dict) or not isinstance(value.get("dtype"), str):
         raise CheckpointError(f"{path}: its header is none of a safetensors file: '{key}' is {value!r:.100}")
     if value["dtype"] not in DTYPES:
@@ -212,7 +212,7 @@ def _entry(key: str, path: Path, base: int, value: Any, checks: Mapping[str, Any
     offset = sizes(where.get(OFFSETS), path, f"'{key}'") if isinstance(where, dict) else (0,) * len(shape)
     if len(offset) != len(shape):
         raise CheckpointError(f"{path}: '{key}' {shape} is said to begin at {offset}")
-    stored = Stored(key, path, dtype, shape, base + span[0], offset)
+    stored = StoredBox(key, path, dtype, shape, base + span[0], offset)
     if not checks:
         return stored
     try:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ndtp.checkpoints import folder as folders
-from ndtp.checkpoints.folder import Content, Exchange, Written
+from ndtp.checkpoints.folder import Content, FolderSwap, Written
 from ndtp.checkpoints.optimizer_state import Kept, fresh_state, kept_by, names_in, restore_groups, together
 from ndtp.checkpoints.parts import Part
 from ndtp.checkpoints.pieces import Piece, Staged, Whole, whole_of
@@ -127,7 +127,7 @@ class Saving:
 
         self.crew.agree(_failure(describe))
         self._run = _run(whole, every, chunks, dict(extra or {}))
-        self._exchange = Exchange(self.folder)
+        self._exchange = FolderSwap(self.folder)
         failure = _failure(self._exchange.open) if self.crew.is_first else ""
         self.crew.raise_everywhere(failure, f"save: {self.folder} stays as it was")
 

@@ -19,7 +19,7 @@ from ndtp.cli.common import is_first_rank, num_ranks, print_table, write_json
 from ndtp.cli.progress import Runner
 
 if TYPE_CHECKING:
-    from ndtp.cli.disagreements import Kind
+    from ndtp.cli.disagreements import Disagreement
 
 TIMEOUT_S = 30.0  # of ranks that wait for each other where nothing is named
 SHOWN = 46  # characters of what is said of a kind
@@ -29,7 +29,7 @@ SHOWN = 46  # characters of what is said of a kind
 class Answer:
     """The answers of all ranks where the rank `odd` does otherwise."""
 
-    kind: Kind
+    kind: Disagreement
     scheme: str
     odd: int
     said: tuple[str, ...]

@@ -40,12 +40,12 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Kind:
+class Disagreement:
     """One thing that a rank does otherwise.
 
     Attributes:
         says: what the error says of it, a regular expression; "" for what is no disagreement.
-        changes: by the point of the loop at which something else comes of what is there; see `Loop`.
+        changes: by the point of the loop at which something else comes of what is there; see `TrainingLoop`.
         dropout: of the model.
         program: what all ranks run.
         at: the step in which it is done.
@@ -56,12 +56,12 @@ class Kind:
     says: str
     changes: Mapping[str, Change] = field(default_factory=dict)
     dropout: float = 0.0
-    program: Callable[[Loop], None] | None = None
+    program: Callable[[TrainingLoop], None] | None = None
     at: int = 1
     along_dp: bool = False
 
 
-class Attention(nn.Module):
+class SmallAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -73,10 +73,10 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
-class Layer(nn.Module):
+class SmallLayer(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), SmallAttention()
         self.up, self.act, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
         self.drop = nn.Dropout(dropout)
 
@@ -91,7 +91,7 @@ class Decoder(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(2 * LENGTH, WIDTH)
-        self.layers = nn.ModuleList(Layer(dropout) for _ in range(2))
+        self.layers = nn.ModuleList(SmallLayer(dropout) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(
@@ -114,7 +114,7 @@ def _call(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @dataclass
-class Loop:
+class TrainingLoop:
     """A training loop with a kind of disagreement on one rank.
 
     Points at the start: "seed", "scheme", "split" (the model on the grid), "optimizer" (its class and settings),
@@ -127,7 +127,7 @@ class Loop:
         rows: the axis along which ranks have sequences of their own, if any has.
     """
 
-    kind: Kind
+    kind: Disagreement
     mesh: ProcessGrid
     scheme: str
     is_odd: bool
@@ -215,7 +215,7 @@ def run_kind(
     """Return the error that this rank raises where the rank `odd` does otherwise; runs on every rank."""
     kind = next(kind for kind in (*KINDS, *SILENT) if kind.name == name)
     mesh = ProcessGrid(ndtp.Grid(sizes), timeout=timeout)
-    loop = Loop(kind, mesh, scheme, mesh.rank == odd, check, "dp" if kind.along_dp else "")
+    loop = TrainingLoop(kind, mesh, scheme, mesh.rank == odd, check, "dp" if kind.along_dp else "")
     try:
         loop.train() if kind.program is None else kind.program(loop)
     except (MismatchError, CheckpointError) as error:
@@ -232,7 +232,7 @@ def run_kind(
 # ---------------------------------------------------------------------------------------------------------- programs
 
 
-def _sample(loop: Loop) -> None:
+def _sample(loop: TrainingLoop) -> None:
     """Tokens drawn from what the model says, by a generator that one rank has seeded otherwise."""
     model, ids = loop.model().eval(), loop.batch(0).ids[:, :4]
     draw = torch.Generator().manual_seed(loop.changed("sampling", 0))
@@ -243,7 +243,7 @@ def _sample(loop: Loop) -> None:
             ids = torch.cat((ids, torch.multinomial(logits[:, -1].softmax(-1), 1, generator=draw)), 1)
 
 
-def _load(loop: Loop) -> None:
+def _load(loop: TrainingLoop) -> None:
     """A checkpoint for each of two steps, of which one rank loads the other one."""
     model, folders = loop.model(), [tempfile.mkdtemp(prefix="ndtp-chaos-")]
     dist.broadcast_object_list(mine := list(folders))
@@ -258,7 +258,7 @@ def _load(loop: Loop) -> None:
         shutil.rmtree(folders[0])
 
 
-def _in_threads(loop: Loop) -> None:
+def _in_threads(loop: TrainingLoop) -> None:
     """Another thread calls a second model while this one is in a call; what it raises is raised here."""
     models, batch, raised = [loop.model(), loop.model()], loop.batch(0), []
 
@@ -326,50 +326,50 @@ def _hook(model: nn.Module) -> None:
 
 POINTS = "at different points: .*is at the"
 KINDS = [
-    Kind("input ids", "input ids: values", _of_batch("ids", lambda x: (x + 1) % VOCABULARY)),
-    Kind("labels", "input labels: values", _of_batch("labels", lambda x: (x + 1) % VOCABULARY)),
-    Kind("attention mask", "input mask: .* norm", _of_batch("mask", _masked)),
-    Kind("position ids", "input positions: values", _of_batch("positions", lambda x: x + 1)),
-    Kind("shape of inputs", r"input ids: .*\(\d+, 4\) int64", {"batch": _shorter}),
-    Kind("dtype of an input", "input positions: .*int32", _of_batch("positions", lambda x: x.int())),
-    Kind("no attention mask", "input mask: ", _of_batch("mask", _to(None))),
-    Kind("a flag", "input asks: .*True", _of_batch("asks", _to(True))),
-    Kind("eval", "training: .*False", {"train": _to(False)}),
-    Kind("a part in eval", "training of 'layers.0.drop'", {"call": lambda model: model.layers[0].drop.eval()}),
-    Kind("no_grad", "grad mode: .*False", {"around": lambda _: torch.no_grad()}),
-    Kind("inference_mode", "(grad|inference) mode: ", {"around": lambda _: torch.inference_mode()}),
-    Kind("autocast", "autocast: .*bfloat16", {"around": lambda _: torch.autocast("cpu", torch.bfloat16)}),
-    Kind("accumulate", "accumulating gradients: .*True", {"around": lambda mesh: mesh.accumulate()}),
-    Kind("a frozen layer", "requires_grad of 'head.weight': .*False", {"split": _freeze}),
-    Kind("a layer frozen later", "requires_grad of 'head.weight': .*False", {"call": _freeze}),
-    Kind("a hook", "hooks of 'layers.0.act': ", {"split": _hook}),
-    Kind("order of layers", "module of 'layers", {"split": _exchange}),
-    Kind("learning rate", "optimizer of step 1: lr: .*0.2", _of_optimizer(lr=0.2)),
-    Kind("momentum", "optimizer of step 1: momentum: .*0.9", _of_optimizer(momentum=0.9)),
-    Kind("optimizer", "optimizer of step 1: .*Adam", {"optimizer": lambda found: (torch.optim.Adam, found[1])}),
-    Kind("weights of the optimizer", "optimizer of step 1: weights", {"parameters": lambda found: found[1:]}),
-    Kind("loss scale", "factor of the loss", {"loss": lambda loss: loss * 8}),
-    Kind("clip", "factor of gradients", {"gradients": _to(0.1)}),
-    Kind("a skipped zero_grad", "gradient of '.*' when it was called", {"zero": _to("keep")}),
-    Kind("zero_grad to zeros", "gradient of '.*' when it was called", {"zero": _to("zeros")}),
-    Kind("a skipped step", f"{POINTS}|input ids: values", {"skips": _to(True)}),
-    Kind("a skipped backward", f"{POINTS} .*call 3", {"backward": _to(False)}),
-    Kind("a skipped optimizer step", "optimizer steps so far", {"steps": _to(0)}),
-    Kind("an optimizer step done twice", "optimizer steps so far", {"steps": _to(2)}),
-    Kind("a call of its own", f"{POINTS} .*call 3", {"again": _to(True)}),
-    Kind("a weight changed through .data", "weight 'head.weight'", {"end": _scaled("head.weight", True)}, at=0),
-    Kind("a weight written to", "weight 'layers.0.up.weight'", {"end": _scaled("layers.0.up.weight", False)}),
-    Kind("dropout's seed", "random numbers of torch", {"call": lambda _: torch.manual_seed(1)}, 0.5),
-    Kind("numbers drawn", "random numbers of torch", {"call": lambda _: torch.rand(1)}, 0.5),
-    Kind("initial seed", "of 'tokens.weight'", {"seed": _to(1)}),
-    Kind("scheme", "scheme|split|layout", {"scheme": lambda scheme: "1d" if scheme != "1d" else "1d-sp"}),
-    Kind("sampling", "input ids: values", {"sampling": _to(1)}, program=_sample),
-    Kind("a folder that is loaded", "ranks find different checkpoints", {"folder": _to(1)}, program=_load),
-    Kind("two threads", "two threads .* call 1 of Decoder", program=_in_threads),
+    Disagreement("input ids", "input ids: values", _of_batch("ids", lambda x: (x + 1) % VOCABULARY)),
+    Disagreement("labels", "input labels: values", _of_batch("labels", lambda x: (x + 1) % VOCABULARY)),
+    Disagreement("attention mask", "input mask: .* norm", _of_batch("mask", _masked)),
+    Disagreement("position ids", "input positions: values", _of_batch("positions", lambda x: x + 1)),
+    Disagreement("shape of inputs", r"input ids: .*\(\d+, 4\) int64", {"batch": _shorter}),
+    Disagreement("dtype of an input", "input positions: .*int32", _of_batch("positions", lambda x: x.int())),
+    Disagreement("no attention mask", "input mask: ", _of_batch("mask", _to(None))),
+    Disagreement("a flag", "input asks: .*True", _of_batch("asks", _to(True))),
+    Disagreement("eval", "training: .*False", {"train": _to(False)}),
+    Disagreement("a part in eval", "training of 'layers.0.drop'", {"call": lambda model: model.layers[0].drop.eval()}),
+    Disagreement("no_grad", "grad mode: .*False", {"around": lambda _: torch.no_grad()}),
+    Disagreement("inference_mode", "(grad|inference) mode: ", {"around": lambda _: torch.inference_mode()}),
+    Disagreement("autocast", "autocast: .*bfloat16", {"around": lambda _: torch.autocast("cpu", torch.bfloat16)}),
+    Disagreement("accumulate", "accumulating gradients: .*True", {"around": lambda mesh: mesh.accumulate()}),
+    Disagreement("a frozen layer", "requires_grad of 'head.weight': .*False", {"split": _freeze}),
+    Disagreement("a layer frozen later", "requires_grad of 'head.weight': .*False", {"call": _freeze}),
+    Disagreement("a hook", "hooks of 'layers.0.act': ", {"split": _hook}),
+    Disagreement("order of layers", "module of 'layers", {"split": _exchange}),
+    Disagreement("learning rate", "optimizer of step 1: lr: .*0.2", _of_optimizer(lr=0.2)),
+    Disagreement("momentum", "optimizer of step 1: momentum: .*0.9", _of_optimizer(momentum=0.9)),
+    Disagreement("optimizer", "optimizer of step 1: .*Adam", {"optimizer": lambda found: (torch.optim.Adam, found[1])}),
+    Disagreement("weights of the optimizer", "optimizer of step 1: weights", {"parameters": lambda found: found[1:]}),
+    Disagreement("loss scale", "factor of the loss", {"loss": lambda loss: loss * 8}),
+    Disagreement("clip", "factor of gradients", {"gradients": _to(0.1)}),
+    Disagreement("a skipped zero_grad", "gradient of '.*' when it was called", {"zero": _to("keep")}),
+    Disagreement("zero_grad to zeros", "gradient of '.*' when it was called", {"zero": _to("zeros")}),
+    Disagreement("a skipped step", f"{POINTS}|input ids: values", {"skips": _to(True)}),
+    Disagreement("a skipped backward", f"{POINTS} .*call 3", {"backward": _to(False)}),
+    Disagreement("a skipped optimizer step", "optimizer steps so far", {"steps": _to(0)}),
+    Disagreement("an optimizer step done twice", "optimizer steps so far", {"steps": _to(2)}),
+    Disagreement("a call of its own", f"{POINTS} .*call 3", {"again": _to(True)}),
+    Disagreement("a weight changed through .data", "weight 'head.weight'", {"end": _scaled("head.weight", True)}, at=0),
+    Disagreement("a weight written to", "weight 'layers.0.up.weight'", {"end": _scaled("layers.0.up.weight", False)}),
+    Disagreement("dropout's seed", "random numbers of torch", {"call": lambda _: torch.manual_seed(1)}, 0.5),
+    Disagreement("numbers drawn", "random numbers of torch", {"call": lambda _: torch.rand(1)}, 0.5),
+    Disagreement("initial seed", "of 'tokens.weight'", {"seed": _to(1)}),
+    Disagreement("scheme", "scheme|split|layout", {"scheme": lambda scheme: "1d" if scheme != "1d" else "1d-sp"}),
+    Disagreement("sampling", "input ids: values", {"sampling": _to(1)}, program=_sample),
+    Disagreement("a folder that is loaded", "ranks find different checkpoints", {"folder": _to(1)}, program=_load),
+    Disagreement("two threads", "two threads .* call 1 of Decoder", program=_in_threads),
 ]  # fmt: skip
 # What is no disagreement: ranks of another `dp` have sequences of their own; numbers that no dropout uses are free.
 SILENT = [
-    Kind("nothing", ""),
-    Kind("other rows along dp", "", along_dp=True),
-    Kind("numbers drawn, no dropout", "", {"call": lambda _: torch.rand(1)}),
+    Disagreement("nothing", ""),
+    Disagreement("other rows along dp", "", along_dp=True),
+    Disagreement("numbers drawn, no dropout", "", {"call": lambda _: torch.rand(1)}),
 ]

@@ -42,7 +42,7 @@ class Note(NamedTuple):
 
 # What, bytes, when it was started, waited for and done (seconds of the clock on the wall, 0 where it was not), and the
 # how many-th it is of those ranks over those axes, which all of them count alike.
-Entry = list[Any]
+FlightEntry = list[Any]
 NOTE, BYTES, STARTED, WAITED, DONE, NTH = range(6)
 
 
@@ -53,30 +53,30 @@ class Flight:
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
-        self.entries: list[Entry | None] = [None] * LENGTH
+        self.entries: list[FlightEntry | None] = [None] * LENGTH
         self.count = 0
         self.counts: dict[tuple[Any, ...], int] = {}
 
-    def start(self, note: Note, num_bytes: int) -> Entry:
+    def start(self, note: Note, num_bytes: int) -> FlightEntry:
         key = note.ranks, note.axes
         self.counts[key] = nth = self.counts.get(key, 0) + 1
-        entry: Entry = [note, num_bytes, time.time(), 0.0, 0.0, nth]
+        entry: FlightEntry = [note, num_bytes, time.time(), 0.0, 0.0, nth]
         count = self.count
         self.entries[count % LENGTH] = entry
         self.count = count + 1
         return entry
 
-    def last(self) -> list[Entry]:
+    def last(self) -> list[FlightEntry]:
         """Oldest first."""
         at = self.count % LENGTH
         return [entry for entry in (*self.entries[at:], *self.entries[:at]) if entry is not None]
 
-    def waiting(self) -> Entry | None:
+    def waiting(self) -> FlightEntry | None:
         """Return the collective that has been waited for the longest."""
         open_ones = [entry for entry in self.entries if entry is not None and entry[WAITED] and not entry[DONE]]
         return min(open_ones, key=lambda entry: entry[WAITED], default=None)
 
-    def last_done(self) -> Entry | None:
+    def last_done(self) -> FlightEntry | None:
         return max((e for e in self.entries if e is not None and e[DONE]), key=lambda entry: entry[DONE], default=None)
 
     def as_dict(self, reason: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ndtp.algebra.steps import Step
-from ndtp.collectives.flight import DONE, WAITED, Entry, Flight, Note
+from ndtp.collectives.flight import DONE, WAITED, Flight, FlightEntry, Note
 from ndtp.collectives.labels import Label
 from ndtp.collectives.meter import arrived
 from ndtp.collectives.streams import mark, stream_of
@@ -84,7 +84,7 @@ class Route:
         """Return the ranks of the world that take part; they are known once the collective was launched."""
         return () if self.note is None else self.note.ranks
 
-    def enter(self, owner: Owner, tensor: Tensor) -> Entry | None:
+    def enter(self, owner: Owner, tensor: Tensor) -> FlightEntry | None:
         """An entry in the record of the last collectives; None where there is none."""
         if owner.flight is None:
             return None
@@ -120,7 +120,7 @@ class Handle:
     __slots__ = ("_borrowed", "_entry", "_finish", "_held", "_label", "_mark", "_owner", "_route", "_work")
 
     def __init__(
-        self, owner: Owner, route: Route, started: Started, entry: Entry | None, label: Label | None = None
+        self, owner: Owner, route: Route, started: Started, entry: FlightEntry | None, label: Label | None = None
     ) -> None:
         self._owner, self._route, self._entry, self._label = owner, route, entry, label
         self._work, self._finish, self._held, self._borrowed = started

@@ -76,7 +76,7 @@ class CommMeter(TorchDispatchMode):
             return NotImplemented
         return func(*args, **(kwargs or {}))
 
-    def _count(self, rule: Rule | None, args: Sequence[Any]) -> None:
+    def _count(self, rule: MeterRule | None, args: Sequence[Any]) -> None:
         if rule is None or LABEL.get() is ASIDE:  # a wait or a barrier; what is no traffic of tensors
             return
         group = _group_of(args)
@@ -159,14 +159,14 @@ def _reduced(tensors: Any, ranks: int) -> int:
     return sum(_reduced(tensor, ranks) for tensor in tensors)
 
 
-Rule = Callable[[Sequence[Any], int, int], tuple[str, int]]
+MeterRule = Callable[[Sequence[Any], int, int], tuple[str, int]]
 
 
-def _gather(argument: int) -> Rule:
+def _gather(argument: int) -> MeterRule:
     return lambda args, ranks, rank: ("all_gather", _bytes(args[argument]) * (ranks - 1))
 
 
-def _scatter(argument: int) -> Rule:
+def _scatter(argument: int) -> MeterRule:
     return lambda args, ranks, rank: ("reduce_scatter", _bytes(args[argument]) // ranks * (ranks - 1))
 
 
@@ -187,16 +187,16 @@ def _exchange_functional(args: Sequence[Any], ranks: int, rank: int) -> tuple[st
     return "all_to_all", _bytes(tensor) // max(tensor.shape[0], 1) * (rows - own)
 
 
-def _one_way(kind: str, receives: Callable[[Sequence[Any], int], bool]) -> Rule:
+def _one_way(kind: str, receives: Callable[[Sequence[Any], int], bool]) -> MeterRule:
     return lambda args, ranks, rank: (kind, _bytes(args[0]) if receives(args, rank) else 0)
 
 
-def _rooted(kind: str, root_argument: int) -> Rule:
+def _rooted(kind: str, root_argument: int) -> MeterRule:
     return _one_way(kind, lambda args, rank: rank != args[root_argument])
 
 
 # c10d ops take results first, then inputs; functional ones take inputs and return results.
-C10D: dict[str, Rule] = {
+C10D: dict[str, MeterRule] = {
     "_allgather_base_": _gather(1),
     "allgather_": _gather(1),
     "allgather_coalesced_": _gather(1),
@@ -216,7 +216,7 @@ C10D: dict[str, Rule] = {
     "recv_any_source_": _one_way("receive", lambda args, rank: True),
 }
 
-FUNCTIONAL: dict[str, Rule] = {
+FUNCTIONAL: dict[str, MeterRule] = {
     "all_gather_into_tensor": _gather(0),
     "all_gather_into_tensor_out": _gather(0),
     "all_gather_into_tensor_coalesced": _gather(0),
@@ -234,7 +234,7 @@ FUNCTIONAL: dict[str, Rule] = {
 }
 
 # DTensor's Shard(i) -> Shard(j), on accelerators: its all-to-all runs below the dispatcher.
-DTENSOR: dict[str, Rule] = {
+DTENSOR: dict[str, MeterRule] = {
     "shard_dim_alltoall": lambda args, ranks, rank: ("all_to_all", _bytes(args[0]) // ranks * (ranks - 1)),
 }
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ndtp.collectives.flight import DONE, STARTED, WAITED, Entry, Note
+from ndtp.collectives.flight import DONE, STARTED, WAITED, FlightEntry, Note
 from ndtp.collectives.labels import LABEL, Label
 from ndtp.collectives.last_words import lost_peer
 from ndtp.collectives.presence import presence
@@ -32,7 +32,7 @@ class Watch:
         records: bool = True,
     ) -> None:
         self.describe, self.label, self.ranks, self._records = describe, label, ranks, records
-        self._entry: Entry | None = None
+        self._entry: FlightEntry | None = None
 
     def __enter__(self) -> None:
         self._token = LABEL.set(self.label)

@@ -167,7 +167,7 @@ class SplitEmbedding(Adopted, nn.Embedding):
         return enter(y.view_as(y), last)  # the same object where inputs are alike: what follows looks no closer
 
 
-class Part(Protocol):
+class PartOfParameter(Protocol):
     """The part that a rank takes of a parameter that a module's code reads; it is stored as `stored`, and used as
     `used`.
     """
@@ -213,7 +213,7 @@ class Replicated(nn.Module):
     ndtp_frame: Frame
     ndtp_name: str
     ndtp_sums: tuple[str, ...]
-    ndtp_parts: Mapping[str, Part] = {}
+    ndtp_parts: Mapping[str, PartOfParameter] = {}
     ndtp_lies: Mapping[str, Layout] = {}
     ndtp_beside: Any = None  # the attention of which it is a part, a `ndtp.models.attention_core.Core`
 
@@ -226,7 +226,7 @@ class Replicated(nn.Module):
         sums = tuple(axis for axis in self.ndtp_sums if axis not in used.axes and axis not in frame.summed)
         return RelayoutPlan(lies, used, (), sums, f"{self.ndtp_name}.{name}")
 
-    def _part(self, name: str) -> Part | None:
+    def _part(self, name: str) -> PartOfParameter | None:
         beside = self.__dict__.get("ndtp_beside")
         is_whole = beside is not None and beside.is_whole  # an attention's code runs on all heads
         return None if is_whole else self.ndtp_parts.get(name)
@@ -284,7 +284,9 @@ def _refuse_changed(read: list[Any], _: Any) -> None:
         refuse_changed(*each)
 
 
-def replicate(module: nn.Module, frame: Frame, name: str, sums: Sequence[str], parts: Mapping[str, Part]) -> None:
+def replicate(
+    module: nn.Module, frame: Frame, name: str, sums: Sequence[str], parts: Mapping[str, PartOfParameter]
+) -> None:
     """The own parameters of a module as DTensors that every rank has whole, but for those that go by heads."""
     if not isinstance(module, Replicated):
         module.__class__ = class_of(Replicated, type(module), False)

@@ -73,7 +73,7 @@ SIZES = getters("ndim", "shape") | {Tensor.__len__, Tensor.dim, Tensor.numel, Te
 
 
 @dataclass(frozen=True)
-class Passage:
+class PairPassage:
     """One activation on its way from the first layer of a pair to the second, whole in `lead` and `features`.
 
     Attributes:
@@ -109,7 +109,7 @@ class Passage:
 class Between(Tensor):
     """A shard of an activation between the layers of a pair; its sizes are those of the whole."""
 
-    passage: Passage
+    passage: PairPassage
 
     def gathered(self) -> Tensor:
         """The whole of it, on every rank (of its own dp rows); a collective."""
@@ -175,7 +175,7 @@ def is_in_backward() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def enter(shard: Tensor, passage: Passage) -> Between:
+def enter(shard: Tensor, passage: PairPassage) -> Between:
     """`shard`, which nobody else has, as what lies between the layers of a pair."""
     if "torch._dynamo" in sys.modules:
         from ndtp.models.between_compiled import make_known
@@ -196,7 +196,7 @@ def leave(x: Tensor) -> Tensor:
         return x.view_as(x)
 
 
-def _shard(x: Tensor, passage: Passage, width: int) -> Tensor:
+def _shard(x: Tensor, passage: PairPassage, width: int) -> Tensor:
     """This rank's part of another tensor of the same sizes, which lies between the same layers or is whole."""
     if isinstance(x, Between):
         if x.passage != passage:
@@ -232,7 +232,7 @@ def _name(func: Any) -> str:
     return name.strip("_")
 
 
-def _dropout(func: Any, passage: Passage, x: Between, p: float = 0.5, *args: Any, **kwargs: Any) -> Between:
+def _dropout(func: Any, passage: PairPassage, x: Between, p: float = 0.5, *args: Any, **kwargs: Any) -> Between:
     """`F.dropout` and `torch.dropout`, with this rank's part of one mask for the whole."""
     is_on, inplace = (*args, *kwargs.values(), False)[:2] if args or kwargs else (True, False)
     if not 0.0 <= p <= 1.0:

@@ -13,7 +13,7 @@ from ndtp.algebra.steps import PlanMove, relayout_steps
 from ndtp.algebra.volume import Volume, traffic
 from ndtp.algebra.wire import traffic_in_bytes
 from ndtp.errors import LayoutError
-from ndtp.models.between import Between, Passage, enter, leave
+from ndtp.models.between import Between, PairPassage, enter, leave
 from ndtp.nn.linear import Linear
 from ndtp.nn.padding import RowBlocks, pad_rows, padded_tokens, with_leading_dims, zero_padding, zero_padding_rows
 from ndtp.ops.products import relayout
@@ -57,7 +57,7 @@ class BoundaryLinear(Linear):
         y = y[: math.prod(passage.lead), : self.out_features]
         return with_leading_dims(y, passage.lead, f"parallelize: '{self.name}'")
 
-    def _enter(self, x: Tensor) -> tuple[Tensor, Passage]:
+    def _enter(self, x: Tensor) -> tuple[Tensor, PairPassage]:
         """Rows of the whole features, as the plan has them, and what becomes of them."""
         if isinstance(x, Between):
             x.passage.refuse(f"'{self.name}', which is the first layer of a pair or alone,")
@@ -71,9 +71,9 @@ class BoundaryLinear(Linear):
         x = pad_rows(x, self.boundary.row_multiple, self.padded_in - self.in_features)
         rows = RowBlocks.of(count, x)
         x = relayout(x, outside, self.in_layout, self.mesh, f"{self.name} input", kind="activations")
-        return x, Passage(self.name, self.out_layout, outside, self.mesh, self.out_features, lead, rows)
+        return x, PairPassage(self.name, self.out_layout, outside, self.mesh, self.out_features, lead, rows)
 
-    def _inside(self, x: Tensor) -> tuple[Tensor, Passage]:
+    def _inside(self, x: Tensor) -> tuple[Tensor, PairPassage]:
         """Return what the pair's other layer gave, and how it lies."""
         if not isinstance(x, Between):
             raise LayoutError(

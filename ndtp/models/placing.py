@@ -11,7 +11,7 @@ from ndtp.algebra.attention_ways import known_way
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.models import hidden_forms  # noqa: F401  (its functions enter the table of hidden states)
-from ndtp.models.adopted import Part, SplitEmbedding, SplitNorm, adopt, replicate
+from ndtp.models.adopted import PartOfParameter, SplitEmbedding, SplitNorm, adopt, replicate
 from ndtp.models.attention_core import Core
 from ndtp.models.expert_layers import SplitExperts
 from ndtp.models.frame import Frame
@@ -127,7 +127,7 @@ class Placing:
         return embedding
 
     def replicate(
-        self, module: nn.Module, name: str, sums: tuple[str, ...], parts: Mapping[str, Part] | None = None
+        self, module: nn.Module, name: str, sums: tuple[str, ...], parts: Mapping[str, PartOfParameter] | None = None
     ) -> None:
         replicate(module, self.frame, name, sums, parts or {})
         self.whole.append((module, sums))

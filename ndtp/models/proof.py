@@ -23,7 +23,7 @@ from ndtp.models.between import DROPOUTS, FACTS, SIZES
 from ndtp.models.fused_order import heads_in_order
 from ndtp.models.of_heads import Beside, beside
 from ndtp.models.placeholder import Placeholder
-from ndtp.models.rehearsal import Call, bare, seeded, with_tensors
+from ndtp.models.rehearsal import SeenCall, bare, seeded, with_tensors
 from ndtp.models.roles import AttentionRole
 
 CLOSE = 1e-3  # relative: what other heads give is as large as a result
@@ -173,7 +173,7 @@ class Trial:
         return lambda x: x if isinstance(x, LedBack) else x * local
 
 
-def why_not(role: AttentionRole, module: nn.Module, calls: Sequence[Call], hidden: int, splits: int) -> str | None:
+def why_not(role: AttentionRole, module: nn.Module, calls: Sequence[SeenCall], hidden: int, splits: int) -> str | None:
     """Return the reason why the code of an attention module cannot run on a share of its heads and sequences, if
     any.
     """
@@ -197,7 +197,7 @@ class Tried:
     others: list[tuple[str, Beside]]
 
 
-def _compare(tried: Tried, call: Call, training: bool, splits: int) -> None:
+def _compare(tried: Tried, call: SeenCall, training: bool, splits: int) -> None:
     role, drawn = tried.role, {}  # type: AttentionRole, dict[Any, Any]
     tried.module.train(training)
     parts = min(splits, MOST)
@@ -259,7 +259,7 @@ def _taken(x: Tensor, shape: torch.Size, share: Share) -> Tensor | None:
 
 
 def _run(
-    tried: Tried, call: Call, share: Share | None, drawn: dict[Any, Any]
+    tried: Tried, call: SeenCall, share: Share | None, drawn: dict[Any, Any]
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Run the code; return its results besides hidden states, by place, and what it hands to the last projection."""
     role, hidden = tried.role, tried.hidden
@@ -346,7 +346,7 @@ def _stub(code: nn.Module, tried: Tried, trial: Trial) -> None:
             child._parameters[key] = nn.Parameter(child._parameters[key].index_select(dim, heads), False)
 
 
-def _usual_call(role: AttentionRole, module: nn.Module, hidden: int) -> Call:
+def _usual_call(role: AttentionRole, module: nn.Module, hidden: int) -> SeenCall:
     """Return the call of a module that no trial of its model reached: the call of others of its kind."""
     takes = inspect.signature(type(module).forward).parameters
     given: dict[str, Any] = {}
@@ -359,7 +359,7 @@ def _usual_call(role: AttentionRole, module: nn.Module, hidden: int) -> Call:
             given[name] = (angles.cos(), angles.sin())
         elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             given[name] = None
-    return Call((), given, batch)
+    return SeenCall((), given, batch)
 
 
 def _line(error: Exception) -> str:

@@ -31,7 +31,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 @dataclass
-class Call:
+class SeenCall:
     """One call of an attention module in a model: its arguments, as they were before it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Call:
 class Rehearsal:
     """The calls that a rehearsal saw, by the names of modules, and the modules whose heads others read."""
 
-    calls: dict[str, list[Call]] = field(default_factory=dict)
+    calls: dict[str, list[SeenCall]] = field(default_factory=dict)
     leaks: dict[str, str] = field(default_factory=dict)
 
 
@@ -70,15 +70,15 @@ def _made_up(x: Any) -> Any:
     return torch.randn(x.shape).to(x.dtype) if x.is_floating_point() else torch.zeros(x.shape, dtype=x.dtype)
 
 
-class OfHeads(Tensor):
+class MarkedHeads(Tensor):
     """Queries, keys or values, and what is computed of them; it knows of which attention module."""
 
     owner: str
-    watch: Watch
+    watch: HeadsWatch
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        mine = [x for x in tree_leaves((args, kwargs)) if isinstance(x, OfHeads)]
+        mine = [x for x in tree_leaves((args, kwargs)) if isinstance(x, MarkedHeads)]
         result = super().__torch_function__(func, types, args, kwargs or {})
         if func in SIZES or func in FACTS or not mine:
             return result
@@ -86,18 +86,18 @@ class OfHeads(Tensor):
         for x in mine:
             watch.read(x.owner)
         for x in tree_leaves(result):
-            if isinstance(x, OfHeads):
+            if isinstance(x, MarkedHeads):
                 x.owner, x.watch = owner, watch
         return result
 
 
-class Watch:
+class HeadsWatch:
     """A mode that notes which attention module runs, and which code reads what belongs to another."""
 
     def __init__(self, seen: Rehearsal) -> None:
         self.seen, self.running = seen, [""]
         self.copied: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.known: dict[Any, Call] = {}  # calls that are alike, whichever module of a kind was called so
+        self.known: dict[Any, SeenCall] = {}  # calls that are alike, whichever module of a kind was called so
 
     def read(self, owner: str) -> None:
         if self.running[-1] != owner:
@@ -106,7 +106,7 @@ class Watch:
     def mark(self, x: Any, owner: str) -> Any:
         if not isinstance(x, Tensor):
             return x
-        marked = x.as_subclass(OfHeads)
+        marked = x.as_subclass(MarkedHeads)
         marked.owner, marked.watch = owner, self
         return marked
 
@@ -262,7 +262,7 @@ def rehearse(
             head = vocabulary_of(part, "get_output_embeddings")
             if is_linear(head):  # logits are the largest that there is, and nobody reads them
                 head.forward = _without_numbers(features(head)[1])
-        watch = Watch(seen)
+        watch = HeadsWatch(seen)
         for name in names:
             _watch(modules, name, projections[name], watch, batch)
         for prefix, part in modules.items():
@@ -291,7 +291,7 @@ def _without_numbers(size: int) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.empty(*x.shape[:-1], size, device="meta")
 
 
-def _watch(modules: Mapping[str, Any], name: str, projections: Sequence[str], watch: Watch, batch: int) -> None:
+def _watch(modules: Mapping[str, Any], name: str, projections: Sequence[str], watch: HeadsWatch, batch: int) -> None:
     kind = (type(modules[name]), str(settings(modules[name], name)))
 
     def enters(_: Any, args: Any, kwargs: Any) -> None:
@@ -300,12 +300,12 @@ def _watch(modules: Mapping[str, Any], name: str, projections: Sequence[str], wa
         if len(calls) < 4:
             form = (kind, len(calls), forms((args, kwargs)))
             if form not in watch.known:
-                watch.known[form] = Call(bare(args, watch.copied), bare(kwargs, watch.copied), batch)
+                watch.known[form] = SeenCall(bare(args, watch.copied), bare(kwargs, watch.copied), batch)
             calls.append(watch.known[form])
 
     def leaves(_: Any, __: Any, result: Any) -> Any:
         watch.running.pop()
-        return tree_map(lambda x: x.as_subclass(Tensor) if isinstance(x, OfHeads) else x, result)
+        return tree_map(lambda x: x.as_subclass(Tensor) if isinstance(x, MarkedHeads) else x, result)
 
     modules[name].register_forward_pre_hook(enters, with_kwargs=True)
     modules[name].register_forward_hook(leaves)

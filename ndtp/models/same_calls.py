@@ -24,7 +24,7 @@ from ndtp.models.pending import Pending
 from ndtp.models.same_steps import Steps, settings_by_name, watch_steps
 from ndtp.runtime.facts import (
     Fact,
-    Projection,
+    Fingerprint,
     digest,
     form_of,
     hash_of,
@@ -203,7 +203,7 @@ class SameCalls:
             facts += [Fact(f"setting {key} of its config", repr(value)) for key, value in sorted(plain.items())]
         return facts
 
-    def _inputs(self, given: Any) -> tuple[list[Fact], dict[str, Projection]]:
+    def _inputs(self, given: Any) -> tuple[list[Fact], dict[str, Fingerprint]]:
         """Facts of what the model is called with; hashes on an accelerator are compared at a later point."""
         facts, numbers = self._taken_late()
         if not self.whole_inputs:
@@ -217,7 +217,7 @@ class SameCalls:
                 continue
             if value.is_floating_point() or value.is_complex():
                 found = projection_of(value, place)
-                if isinstance(found, Projection):
+                if isinstance(found, Fingerprint):
                     numbers[f"input {name}"] = found
                 else:
                     self.late_numbers[f"input {name} of the last call"] = found
@@ -229,13 +229,13 @@ class SameCalls:
                     self.late.append((Fact(f"input {name} of the last call: values", "", self._rows), seen))
         return facts, numbers
 
-    def _taken_late(self) -> tuple[list[Fact], dict[str, Projection]]:
+    def _taken_late(self) -> tuple[list[Fact], dict[str, Fingerprint]]:
         """Return what an accelerator was to compute at an earlier point; the call waits for it."""
         facts = []
         if self.late:
             for (fact, _), seen in zip(self.late, torch.stack([x for _, x in self.late]).tolist(), strict=True):
                 facts.append(fact._replace(value=f"hash {seen & (1 << 63) - 1:016x}"))
-        numbers = {topic: Projection(*x.tolist()) for topic, x in self.late_numbers.items()}
+        numbers = {topic: Fingerprint(*x.tolist()) for topic, x in self.late_numbers.items()}
         self.late, self.late_numbers = [], {}
         return facts, numbers
 
@@ -280,7 +280,7 @@ class SameCalls:
         if grad is not None and not grad.is_meta:
             facts.append(Fact("input gradient", form_of(grad), self._rows))
             found = projection_of(grad)
-            if isinstance(found, Projection):
+            if isinstance(found, Fingerprint):
                 numbers["factor of the loss: the gradient that backward begins with"] = found
             else:
                 self.late_numbers["factor of the loss: the gradient that the last backward began with"] = found

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtp.algebra.pipeline_plan import AXIS
-from ndtp.collectives.flight import DONE, WAITED, Entry, Flight, Note
+from ndtp.collectives.flight import DONE, WAITED, Flight, FlightEntry, Note
 from ndtp.collectives.labels import Label
 from ndtp.collectives.presence import flight_of_world
 from ndtp.collectives.watch import failure
@@ -61,7 +61,7 @@ class _Named:
         except RuntimeError as error:
             raise self.failed(error) from error
 
-    def _enter(self, flight: Flight, me: int, x: Tensor) -> Entry:
+    def _enter(self, flight: Flight, me: int, x: Tensor) -> FlightEntry:
         label, ranks = self.label, tuple(sorted((me, self.peer)))
         note = Note(label.op, label.phase, label.collective, label.axes, label.part, ranks)
         return flight.start(note, x.nbytes)
@@ -73,7 +73,7 @@ class _Named:
 
 
 class _NamedWork:
-    def __init__(self, message: _Named, work: Any, entry: Entry | None) -> None:
+    def __init__(self, message: _Named, work: Any, entry: FlightEntry | None) -> None:
         self._message, self._work, self._entry = message, work, entry
 
     def wait(self, *timeout: Any) -> Any:

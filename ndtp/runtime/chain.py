@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ndtp.collectives.handles import Shape
     from ndtp.runtime.process_grid import ProcessGrid
 
-Form = tuple["Shape", torch.dtype, torch.device]
-Forms = tuple["Form | None", ...]
+TensorForm = tuple["Shape", torch.dtype, torch.device]
+Forms = tuple["TensorForm | None", ...]
 
 
 def program_of(
@@ -196,7 +196,9 @@ def activated_shape(shape: Sequence[int], activation: str, plan: MatMulPlan) -> 
     return (*shape[:-1], shape[-1] // width)
 
 
-def _check_operands(plan: MatMulPlan, a: Form, b: Form, bias: Form | None, sizes: Mapping[str, int]) -> None:
+def _check_operands(
+    plan: MatMulPlan, a: TensorForm, b: TensorForm, bias: TensorForm | None, sizes: Mapping[str, int]
+) -> None:
     (_, dtype, device), others = a, [b] if bias is None else [b, bias]
     if any(each[2] != device for each in others):
         devices = ", ".join(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ndtp.algebra.grid import Grid
     from ndtp.algebra.matmul_plan import MatMulPlan
 
-Choice = tuple[int, str]  # the number of chunks, and why
+ChunkChoice = tuple[int, str]  # the number of chunks, and why
 MOST = 1024  # numbers of rows may differ from step to step
 SHOWN = 2
 
@@ -35,8 +35,8 @@ class ChunkChoices:
         self.profile: Callable[[Grid, str], Speeds | None] | None = None
         self.crowd: int | None = None
         self._kept: dict[tuple[str, str], Speeds] = {}
-        self._made: dict[str, Choice] = {}
-        self._of_plan: WeakKeyDictionary[MatMulPlan, dict[int, Choice]] = WeakKeyDictionary()
+        self._made: dict[str, ChunkChoice] = {}
+        self._of_plan: WeakKeyDictionary[MatMulPlan, dict[int, ChunkChoice]] = WeakKeyDictionary()
 
     @property
     def standing(self) -> str:
@@ -54,18 +54,18 @@ class ChunkChoices:
         speeds = None if self.profile is None else self.profile(grid, dtype)
         return speeds or self._kept.get((str(grid), name or dtype))
 
-    def find(self, key: str, trains: bool) -> Choice | None:
+    def find(self, key: str, trains: bool) -> ChunkChoice | None:
         """Return the choice for a key; without gradients, else the choice with them."""
         return self._made.get(key) if trains else self._made.get(f"{key}, forward") or self._made.get(key)
 
-    def add(self, key: str, trains: bool, plans: Sequence[MatMulPlan], rows: int, choice: Choice) -> None:
+    def add(self, key: str, trains: bool, plans: Sequence[MatMulPlan], rows: int, choice: ChunkChoice) -> None:
         _put(self._made, key if trains else f"{key}, forward", choice)
         for plan in plans:
             found = self._of_plan.setdefault(plan, {})
             if trains or rows not in found:
                 _put(found, rows, choice)
 
-    def of_plan(self, plan: MatMulPlan) -> dict[int, Choice]:
+    def of_plan(self, plan: MatMulPlan) -> dict[int, ChunkChoice]:
         """Rows -> what was chosen."""
         return dict(self._of_plan.get(plan, {}))
 
@@ -89,7 +89,7 @@ class ChunkChoices:
             self._made.setdefault(str(key), (int(count), str(why)))
 
 
-def in_words(found: Mapping[int, Choice], by_speeds: bool = False) -> str:
+def in_words(found: Mapping[int, ChunkChoice], by_speeds: bool = False) -> str:
     """`4 chunks of 4096 rows: why`, of the last numbers of rows."""
     chosen = [(rows, *choice) for rows, choice in found.items() if not by_speeds or choice[1] not in SETTLED]
     more = [f"and {len(chosen) - SHOWN} other numbers of rows"] if len(chosen) > SHOWN else []
@@ -101,7 +101,7 @@ def sorted_by_name(found: Mapping[MatMulPlan, Any]) -> list[tuple[MatMulPlan, An
     return sorted(found.items(), key=lambda item: item[0].name)
 
 
-def _put(table: dict[Any, Choice], key: Any, choice: Choice) -> None:
+def _put(table: dict[Any, ChunkChoice], key: Any, choice: ChunkChoice) -> None:
     table.pop(key, None)
     table[key] = choice
     if len(table) > MOST:

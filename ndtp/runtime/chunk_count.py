@@ -15,7 +15,7 @@ from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.collectives.processors import shared_processors
 from ndtp.collectives.turns import staying
 from ndtp.compute.devices import kind_of
-from ndtp.runtime.chunk_choices import Choice
+from ndtp.runtime.chunk_choices import ChunkChoice
 from ndtp.runtime.probe import measure
 from ndtp.schedule.chunk_choice import SETTLED, SMALL, choose, is_small, settled
 
@@ -96,7 +96,7 @@ def ahead(
     mesh: ProcessGrid,
     dtype: torch.dtype,
     device_type: str,
-) -> Choice | None:
+) -> ChunkChoice | None:
     """Return the choice that needs no measurement, if there is one; no collective, and the same on every rank.
 
     What is given, by a profile or a checkpoint, holds for small products as well; what was measured does not, which
@@ -125,7 +125,7 @@ def _measured(
     mesh: ProcessGrid,
     dtype: torch.dtype,
     device: torch.device,
-) -> Choice:
+) -> ChunkChoice:
     choices = mesh.step.chunks
     with _unseen(mesh):
         if choices.crowd is None:

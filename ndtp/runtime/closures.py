@@ -16,9 +16,9 @@ from ndtp.schedule.tasks import RowChunks
 if TYPE_CHECKING:
     from ndtp.compute.gemm import Multiply
 
-Slots = list[Any]
-Run = Callable[[Slots], None]
-Get = Callable[[Slots], Tensor]
+SlotList = list[Any]
+Run = Callable[[SlotList], None]
+Get = Callable[[SlotList], Tensor]
 
 # The first slots of every phase: what a call brings beside its tensors.
 STEP, WEIGHT, OWNER, HELD, DEFERS, FIRST = range(6)
@@ -31,13 +31,13 @@ class Place(NamedTuple):
     start: int
     stop: int
 
-    def of(self, slots: Slots) -> Tensor:
+    def of(self, slots: SlotList) -> Tensor:
         rows: Tensor = slots[self.slot][self.start : self.stop]
         return rows
 
 
 def clear(slot: int) -> Run:
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         slots[slot] = None
 
     return run
@@ -51,7 +51,7 @@ def start(slot: int, source: int, way: Way, place: Place | None, is_last_use: bo
     collectives, leg = way.collectives, way.legs[0]
     at_once = None if len(way.legs) > 1 or isinstance(leg, Cut) else leg
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         out, x = None if place is None else place.of(slots), slots[source]
         if is_last_use:
             slots[source] = None
@@ -64,19 +64,19 @@ def wait(slot: int, place: Place | None) -> Run:
     """Bring a tensor home, and to its place if it was not put there."""
     if place is not None:
 
-        def wait_and_put(slots: Slots) -> None:
+        def wait_and_put(slots: SlotList) -> None:
             slots[slot] = place.of(slots).copy_(slots[slot].wait())
 
         return wait_and_put
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         slots[slot] = slots[slot].wait()
 
     return run
 
 
 def put(slot: int, source: int, place: Place) -> Run:
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         slots[slot] = place.of(slots).copy_(slots[source])
 
     return run
@@ -85,7 +85,7 @@ def put(slot: int, source: int, place: Place) -> Run:
 def start_gradient(slot: int, source: int, way: Way, name: tuple[int, str]) -> Run:
     """Send a gradient of a weight or bias off, which stops before an all-reduce if the call says so."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         x, slots[source] = slots[source], None
         slots[slot] = Move(way, x, hold=name in slots[HELD]).start()
 
@@ -95,7 +95,7 @@ def start_gradient(slot: int, source: int, way: Way, name: tuple[int, str]) -> R
 def start_piece(slot: int, source: int, way: Way, whole: tuple[int, ...], rows: slice) -> Run:
     """Send rows of a gradient off, towards their place in the whole."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         x, slots[source] = slots[source], None
         if slots[slot] is None:
             slots[slot] = Pieces(x.new_empty(whole))
@@ -107,19 +107,19 @@ def start_piece(slot: int, source: int, way: Way, whole: tuple[int, ...], rows: 
 def start_next(slot: int, piece: int | None) -> Run:
     """The second collective of a gradient, or of a piece of it."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         move = slots[slot]
         (move if piece is None else move.moves[piece]).start_next()
 
     return run
 
 
-def advance(slots: Slots) -> None:
+def advance(slots: SlotList) -> None:
     """The second collectives of gradients that earlier chains left on their way."""
     slots[STEP].late.start_next()
 
 
-def catch_up(slots: Slots) -> None:
+def catch_up(slots: SlotList) -> None:
     """Do what the chain before it deferred."""
     slots[STEP].late.catch_up()
 
@@ -139,7 +139,7 @@ def defer(runs: Sequence[Run], needed: Sequence[int | None], title: tuple[str, s
         for each in rest:
             each(slots)
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         step = slots[STEP]
         if not slots[DEFERS]:
             do(slots, step.recording.recorder)
@@ -153,7 +153,7 @@ def defer(runs: Sequence[Run], needed: Sequence[int | None], title: tuple[str, s
 def where_deferred(is_deferred: bool, runs: Sequence[Run]) -> Run:
     """Do these only if the call leaves pieces of a gradient to the next chain, or only if it does not."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         if slots[DEFERS] is is_deferred:
             for each in runs:
                 each(slots)
@@ -166,7 +166,7 @@ def multiply_rows_of_whole(
 ) -> Run:
     """Rows of a gradient that is put together where it stays."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         x = one(slots)
         if slots[slot] is None:
             slots[slot] = Pieces(x.new_empty(whole), is_deferred=True)
@@ -178,7 +178,7 @@ def multiply_rows_of_whole(
 def take_or_start(slot: int, source: int, way: Way, is_forward: bool) -> Run:
     """Take the gather of a weight over if it was started ahead."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         ahead = None
         if slots[OWNER] is not None:
             step = slots[STEP]
@@ -192,7 +192,7 @@ def take_or_start(slot: int, source: int, way: Way, is_forward: bool) -> Run:
 def start_following(is_forward: bool) -> Run:
     """Start the gather of the weight that follows the chain."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         if slots[OWNER] is not None:
             step = slots[STEP]
             (step.prefetch if is_forward else step.prefetch_backward).start(slots[OWNER])
@@ -204,7 +204,7 @@ def start_following(is_forward: bool) -> Run:
 
 
 def multiply(slot: int, product: Multiply, one: int, other: int) -> Run:
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         slots[slot] = product(slots[one], slots[other])
 
     return run
@@ -213,7 +213,7 @@ def multiply(slot: int, product: Multiply, one: int, other: int) -> Run:
 def multiply_own_rows(slot: int, shape: tuple[int, ...], product: Multiply, own: int, other: int, at: int) -> Run:
     """Multiply this rank's own rows into a new tensor for all rows."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         x = slots[own]
         slots[slot] = result = x.new_empty(shape)
         product(x, slots[other], out=result[at : at + x.shape[0]])
@@ -222,7 +222,7 @@ def multiply_own_rows(slot: int, shape: tuple[int, ...], product: Multiply, own:
 
 
 def multiply_rows(slot: int, product: Multiply, one: int, other: int, start: int, stop: int) -> Run:
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         product(slots[one][start:stop], slots[other], out=slots[slot][start:stop])
 
     return run
@@ -231,7 +231,7 @@ def multiply_rows(slot: int, product: Multiply, one: int, other: int, start: int
 def multiply_arriving(slot: int, shape: tuple[int, ...], product: Multiply, handle: int, other: int) -> Run:
     """Rows of all ranks as they come, this rank's own first, into a new tensor for all of them."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         out = None
         for part, x in slots[handle].arriving():
             if out is None:
@@ -244,7 +244,7 @@ def multiply_arriving(slot: int, shape: tuple[int, ...], product: Multiply, hand
 def multiply_own_part(slot: int, product: Multiply, own: int, other: int, ranks: int) -> Run:
     """Multiply this rank's own part of a sum over the contracted dim, as one of several blocks."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         slots[slot] = product(slots[own].expand(ranks, -1, -1), slots[other])
 
     return run
@@ -253,14 +253,14 @@ def multiply_own_part(slot: int, product: Multiply, own: int, other: int, ranks:
 def multiply_own_weight(slot: int, product: Multiply, one: int, own: int, ranks: int) -> Run:
     """Multiply this rank's own part of a sum over the contracted dim, where the weight is summed over by parts."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         slots[slot] = product(slots[one], slots[own].expand(ranks, -1, -1))
 
     return run
 
 
 def multiply_others(slot: int, product: Multiply, one: int, other: int) -> Run:
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         product(slots[one], slots[other], out=slots[slot])
 
     return run
@@ -269,7 +269,7 @@ def multiply_others(slot: int, product: Multiply, one: int, other: int) -> Run:
 def multiply_chunks(slot: int, products: Sequence[Multiply], ones: Sequence[Get], others: Sequence[Get]) -> Run:
     """The sum of products of chunks."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         out = products[0](ones[0](slots), others[0](slots))
         for product, one, other in zip(products[1:], ones[1:], others[1:], strict=True):
             product(one(slots), other(slots), out=out)
@@ -279,7 +279,7 @@ def multiply_chunks(slot: int, products: Sequence[Multiply], ones: Sequence[Get]
 
 
 def multiply_joined(slot: int, product: Multiply, one: Get, other: Get) -> Run:
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         slots[slot] = product(one(slots), other(slots))
 
     return run
@@ -288,7 +288,7 @@ def multiply_joined(slot: int, product: Multiply, one: Get, other: Get) -> Run:
 def sum_rows(slot: int, chunks: Sequence[tuple[Get, bool]]) -> Run:
     """The gradient of a bias; chunks lie whole or as blocks of columns."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         sums = []
         for get, is_blocks in chunks:
             x = get(slots)
@@ -308,14 +308,14 @@ def activate(slot: int, function: Callable[..., Tensor], operands: Sequence[int]
         out: where to put it.
     """
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         slots[slot] = function(*[slots[each] for each in operands], name, None if out is None else out(slots))
 
     return run
 
 
 def add(slot: int, other: int) -> Run:
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         slots[slot].add_(slots[other])
 
     return run
@@ -325,7 +325,7 @@ def add(slot: int, other: int) -> Run:
 
 
 def new(slot: int, shape: tuple[int, ...], like: int) -> Run:
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         slots[slot] = slots[like].new_empty(shape)
 
     return run
@@ -335,7 +335,7 @@ def cut(slot: int, rows: RowChunks, stored: int, name: str, i: int, out: Get | N
     """Chunk i of a shard of "A" or "dC"; a copy if it is to be put somewhere, or lies in several blocks."""
     dim = rows.place(name)[0]
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         chunk = _rows_of_chunk(slots[stored], rows, name, i)
         if out is None:
             slots[slot] = chunk.flatten(dim, dim + 1)
@@ -349,7 +349,7 @@ def cut(slot: int, rows: RowChunks, stored: int, name: str, i: int, out: Get | N
 def paste(slot: int, rows: RowChunks, name: str, i: int, chunk: int) -> Run:
     """Write chunk i of a shard of "C" or "dA"."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         place = _rows_of_chunk(slots[slot], rows, name, i)
         place.copy_(slots[chunk].reshape(place.shape))
 
@@ -363,7 +363,7 @@ def _rows_of_chunk(shard: Tensor, rows: RowChunks, name: str, i: int) -> Tensor:
 
 
 def join(slot: int, chunks: Sequence[int], dim: int) -> Run:
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         slots[slot] = torch.cat([slots[chunk] for chunk in chunks], dim)
 
     return run

@@ -32,7 +32,7 @@ class Fact(NamedTuple):
     may_differ: tuple[str, ...] = ()
 
 
-class Projection(NamedTuple):
+class Fingerprint(NamedTuple):
     """Tensors of real numbers on two lines: equal ones fall together, those that differ by rounding nearly so.
 
     Attributes:
@@ -44,10 +44,10 @@ class Projection(NamedTuple):
     second: float = 0.0
     square: float = 0.0
 
-    def __add__(self, other: tuple[Any, ...]) -> Projection:
-        return Projection(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: tuple[Any, ...]) -> Fingerprint:
+        return Fingerprint(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def is_near(self, other: Projection, tolerance: float = 1e-2) -> bool:
+    def is_near(self, other: Fingerprint, tolerance: float = 1e-2) -> bool:
         """Return whether both projections can be of one tensor; a number that is not finite is near to any."""
         scale = math.sqrt(max(self.square, other.square, 0.0)) * tolerance
         near = abs(self.first - other.first) <= scale and abs(self.second - other.second) <= scale
@@ -80,7 +80,7 @@ def content_of(words: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def projection_of(x: Tensor, place: int = 0) -> Tensor | Projection:
+def projection_of(x: Tensor, place: int = 0) -> Tensor | Fingerprint:
     """Return the projection of a sample of a tensor of real numbers; on an accelerator, its three numbers there.
 
     Args:
@@ -88,7 +88,7 @@ def projection_of(x: Tensor, place: int = 0) -> Tensor | Projection:
     """
     if x.numel() == 1 and x.device.type == "cpu" and not x.is_complex():  # a loss
         number = float(x.detach())
-        return Projection(number, number, number * number)
+        return Fingerprint(number, number, number * number)
     flat = x.detach().reshape(-1)
     if flat.numel() > _SAMPLE:
         flat = flat[:: -(-flat.numel() // _SAMPLE)]
@@ -97,7 +97,7 @@ def projection_of(x: Tensor, place: int = 0) -> Tensor | Projection:
     flat = flat.double()
     first, second = (each.to(flat.device) for each in _weights(flat.numel(), place))
     sums = torch.stack((flat @ first, flat @ second, flat @ flat))
-    return Projection(*sums.tolist()) if x.device.type == "cpu" else sums
+    return Fingerprint(*sums.tolist()) if x.device.type == "cpu" else sums
 
 
 @cache

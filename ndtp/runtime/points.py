@@ -25,9 +25,9 @@ from ndtp.collectives.labels import Label
 from ndtp.collectives.turns import TURN
 from ndtp.collectives.watch import failure
 from ndtp.errors import MismatchError
-from ndtp.runtime.facts import Fact, Projection, digest
+from ndtp.runtime.facts import Fact, Fingerprint, digest
 
-_NUMBERS, _BITS, _NOTHING = struct.Struct("<4d"), struct.Struct("<4q"), Projection()
+_NUMBERS, _BITS, _NOTHING = struct.Struct("<4d"), struct.Struct("<4q"), Fingerprint()
 SHOWN = 6  # kinds of topics of an error
 SUMMARY = "all of "  # begins topics that others take apart
 FIXES = (  # by the beginning of a topic
@@ -83,7 +83,7 @@ class Point:
 
     what: str
     facts: list[Fact]
-    numbers: dict[str, Projection] = field(default_factory=dict)
+    numbers: dict[str, Fingerprint] = field(default_factory=dict)
     factor: float = math.nan
     details: Callable[[], list[Fact]] = list
 
@@ -91,7 +91,7 @@ class Point:
         """Return the row that the point shows to other ranks: digests, and numbers."""
         alike = digest(self.what, [fact[:2] for fact in self.facts if not fact[2]])
         of_rows = digest([fact[:2] for fact in self.facts if fact[2]])
-        total = sum(self.numbers.values(), Projection()) if self.numbers else _NOTHING
+        total = sum(self.numbers.values(), Fingerprint()) if self.numbers else _NOTHING
         return (alike, of_rows, *_BITS.unpack(_NUMBERS.pack(*total, self.factor)), *(0,) * (WORDS - 6))
 
     def told(self) -> str:
@@ -224,12 +224,12 @@ def _places(mesh: Compared, conversation: Conversation, axes: Sequence[str]) -> 
 
 
 def _is_alike(rows: Sequence[Row], places: Sequence[tuple[int, ...]]) -> bool:
-    first: dict[tuple[int, ...], tuple[int, Projection]] = {}
+    first: dict[tuple[int, ...], tuple[int, Fingerprint]] = {}
     factors = []
     for row, place in zip(rows, places, strict=True):
         *numbers, factor = _NUMBERS.unpack(_BITS.pack(*row[2:6]))
-        of_rows, near = first.setdefault(place, (row[1], Projection(*numbers)))
-        if row[0] != rows[0][0] or row[1] != of_rows or not near.is_near(Projection(*numbers)):
+        of_rows, near = first.setdefault(place, (row[1], Fingerprint(*numbers)))
+        if row[0] != rows[0][0] or row[1] != of_rows or not near.is_near(Fingerprint(*numbers)):
             return False
         factors.append(factor)
     return not _are_far(factors)
@@ -259,7 +259,7 @@ def differences(
         values = [table.get(topic, ("nothing", ()))[0] for table in tables]
         found += _among(grid, ranks, axes, topic, values)
     for topic in dict.fromkeys(topic for each in told for topic in each["numbers"]):
-        points = [Projection(*each["numbers"].get(topic, (math.inf,) * 3)) for each in told]
+        points = [Fingerprint(*each["numbers"].get(topic, (math.inf,) * 3)) for each in told]
         values = [_nearest(i, points) for i in range(len(points))]
         found += _among(grid, ranks, tuple(rows_differ), topic, values)
     factors = [each["factor"] for each in told]
@@ -269,7 +269,7 @@ def differences(
     return found
 
 
-def _nearest(i: int, points: Sequence[Projection]) -> str:
+def _nearest(i: int, points: Sequence[Fingerprint]) -> str:
     """Return the numbers that ranks with nearly the same numbers all print."""
     first = next(point for point in points if point.is_near(points[i]))
     return f"norm {math.sqrt(max(first.square, 0.0)):.6g} ({first.first:.4g}, {first.second:.4g})"

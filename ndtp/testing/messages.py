@@ -41,7 +41,7 @@ class Birth:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallMessage:
     """Parent to rank: the pickled (fn, args, kwargs) follow, which these are needed to load."""
 
     sys_path: list[str]

@@ -27,7 +27,7 @@ from typing import Any
 from ndtp.testing.messages import (
     IMPORTING_MAIN,
     Birth,
-    Call,
+    CallMessage,
     Printed,
     Raised,
     Ready,
@@ -155,7 +155,7 @@ class RankPool:
                 self._ensure_started()
                 place, test = (list(sys.path), os.getcwd(), main), settings()
                 home = None if test is None else home_of(fn)
-                headers = {echo: pickle.dumps(Call(*place, echo, test, home)) for echo in (False, True)}
+                headers = {echo: pickle.dumps(CallMessage(*place, echo, test, home)) for echo in (False, True)}
                 for rank, payload in zip(self._ranks, payloads, strict=True):
                     with contextlib.suppress(OSError):  # it just died: _collect reports it
                         rank.connection.send_bytes(headers[rank.index in self._echo] + payload)

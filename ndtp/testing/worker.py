@@ -28,7 +28,17 @@ import torch.distributed as dist
 
 from ndtp.collectives.last_words import tell_of
 from ndtp.testing import rank_asserts
-from ndtp.testing.messages import IMPORTING_MAIN, TRACE_SIGNAL, Birth, Call, Printed, Raised, Ready, Returned, dumps
+from ndtp.testing.messages import (
+    IMPORTING_MAIN,
+    TRACE_SIGNAL,
+    Birth,
+    CallMessage,
+    Printed,
+    Raised,
+    Ready,
+    Returned,
+    dumps,
+)
 
 # Process groups that a call created stay alive, since a cached mesh may come back in a later call (DTensor caches
 # some itself).  A gloo group of two holds five descriptors and three threads, so they are finite: past this many
@@ -119,7 +129,7 @@ def work(birth: Birth, connection_fd: int, zygote_pid: int) -> None:
             stream = io.BytesIO(connection.recv_bytes())
         except (EOFError, OSError):
             return
-        call: Call = pickle.load(stream)
+        call: CallMessage = pickle.load(stream)
         stdout.echo = call.echo
         stdout.unseen = None if call.pytest is None else deque(maxlen=_MOST_PRINTS)
         try:
@@ -132,7 +142,7 @@ def work(birth: Birth, connection_fd: int, zygote_pid: int) -> None:
             sender.send(Returned(dist.group.WORLD is world and not _short_of_fds()), payload)
 
 
-def _perform(call: Call, stream: io.BytesIO) -> Any:
+def _perform(call: CallMessage, stream: io.BytesIO) -> Any:
     if sys.path != call.sys_path:
         sys.path[:] = call.sys_path
         importlib.invalidate_caches()
@@ -162,7 +172,7 @@ def _import_main(kind: str, name: str) -> None:
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
 
 
-def _describe(error: BaseException, call: Call, printed: str) -> Raised:
+def _describe(error: BaseException, call: CallMessage, printed: str) -> Raised:
     # The frames of ndtp.testing, at the top, say nothing to the reader.
     frames = error.__traceback__
     while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) == os.path.dirname(__file__):

@@ -13,7 +13,7 @@ from torch import nn
 import ndtp
 from ndtp import Grid
 from ndtp.checkpoints import training_state
-from ndtp.checkpoints.folder import Exchange, locked
+from ndtp.checkpoints.folder import FolderSwap, locked
 from ndtp.checkpoints.parts import Laid
 from ndtp.checkpoints.safetensors_file import Writer
 from ndtp.errors import CommunicationError
@@ -80,7 +80,7 @@ def test_killed_in_any_call_of_the_system(tmp_path):
 
 
 def test_two_writers(tmp_path):
-    first, second = Exchange(tmp_path / "run"), Exchange(tmp_path / "run")
+    first, second = FolderSwap(tmp_path / "run"), FolderSwap(tmp_path / "run")
     first.open()
     (first.partial / "x").touch()
     with pytest.raises(BlockingIOError, match="another process saves there"):

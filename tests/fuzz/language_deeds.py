@@ -13,7 +13,7 @@ from language_models import call, language_model
 from torch import Tensor, nn
 
 import ndtp
-from ndtp.cli.disagreements import KINDS, Batch, Loop
+from ndtp.cli.disagreements import KINDS, Batch, TrainingLoop
 
 RATE = 0.05
 
@@ -81,14 +81,16 @@ class Side:
 
     # --------------------------------------------------------------------------------------------------------- steps
 
-    def step(self, loop: Loop | None = None, changed: Callable[[str, Any], Any] = lambda _, value: value) -> None:
+    def step(
+        self, loop: TrainingLoop | None = None, changed: Callable[[str, Any], Any] = lambda _, value: value
+    ) -> None:
         if self.optimizer is None:
             kind, options = changed("optimizer", (None, {}))
             self.optimizer = self._optimizer() if kind is None else kind(self.model.parameters(), lr=RATE)
             for group in self.optimizer.param_groups:
                 group.update(options)
         ids = self.ids()
-        loop = loop or Loop(KINDS[0], None, "", False, None)  # type: ignore[arg-type]
+        loop = loop or TrainingLoop(KINDS[0], None, "", False, None)  # type: ignore[arg-type]
         batch = Batch(ids, ids.roll(-1, 1), None, ids)
         loop.step(self.model, self.optimizer, list(self.model.parameters()), batch, changed, _called)
 

@@ -14,7 +14,7 @@ from language_deeds import DEEDS, Side, Split, Wrong
 from torch import Tensor
 
 import ndtp
-from ndtp.cli.disagreements import KINDS, Loop
+from ndtp.cli.disagreements import KINDS, TrainingLoop
 from ndtp.errors import MismatchError
 
 TOLERANCE = {"own": 1e-8, "llama": 2e-5}  # of the largest magnitude: norms of transformers compute in fp32
@@ -104,7 +104,7 @@ def _name_the_odd(program: Language, ours: Split) -> None:
     kind, said = KIND_OF[program.odd], ""
     if "optimizer" in kind.changes:
         ours.optimizer = None
-    loop = Loop(kind, ours.mesh, "", ours.mesh.rank == program.rank, None)
+    loop = TrainingLoop(kind, ours.mesh, "", ours.mesh.rank == program.rank, None)
     try:
         for step in range(AFTER):
             changed = loop.changed if step == 0 else lambda _, value: value

@@ -28,7 +28,7 @@ ORDERED = ("x86_64", "AMD64")  # processors whose stores are seen in the order i
 _PAD_WORDS = SLOTS * 3  # of every peer: two signals, and what a slot was filled for
 
 
-class Memory(NamedTuple):
+class WindowMemory(NamedTuple):
     """One rank's part of a window: what it stages, and what its peers signal to it, [ranks, SLOTS, 3] int64."""
 
     slots: Tensor  # [SLOTS, bytes] uint8
@@ -42,7 +42,7 @@ class HostWindow:
     takes it.
     """
 
-    def __init__(self, rank: int, memories: Sequence[Memory], processes: Sequence[int] | None = None) -> None:
+    def __init__(self, rank: int, memories: Sequence[WindowMemory], processes: Sequence[int] | None = None) -> None:
         self.rank, self.ranks = rank, len(memories)
         self.memories, self.processes = memories, processes
         self.slot_bytes = memories[rank].slots.shape[1]
@@ -158,10 +158,10 @@ def _size(ranks: int, slot_bytes: int) -> int:
     return ranks * _PAD_WORDS * 8 + SLOTS * slot_bytes
 
 
-def _memory(raw: Tensor, ranks: int) -> Memory:
+def _memory(raw: Tensor, ranks: int) -> WindowMemory:
     pad_bytes = ranks * _PAD_WORDS * 8
     pad = raw[:pad_bytes].view(torch.int64).view(ranks, SLOTS, 3).numpy()
-    return Memory(raw[pad_bytes:].view(SLOTS, -1), pad)
+    return WindowMemory(raw[pad_bytes:].view(SLOTS, -1), pad)
 
 
 def is_alive(process: int) -> bool:
