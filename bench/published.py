@@ -6,8 +6,9 @@
     python bench/published.py --markdown           # what docs/results.md shows
     python bench/published.py --choose             # grids that ndtp would have chosen instead
 
-`bench/published.toml` holds the rows with source, table and page.  Constants of presets (`ndtp.planner.presets`) were
-fitted on the tables marked "fit"; the others judge them, but for those of experts, which are counted by themselves.
+`bench/published.toml` and `bench/published_blind.toml` hold the rows with source, table and page.  Constants of presets
+(`ndtp.planner.presets`) were fitted on the tables marked "fit"; the others judge them.  Mixtures of experts are
+counted by themselves.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from ndtp.planner.training.choose import Question, choose
 from ndtp.planner.training.splits import RANK_ORDERS
 
 DATA = Path(__file__).with_suffix(".toml")
+BLIND = DATA.with_name("published_blind.toml")  # tables that were read when the model had been finished
 AXES = ("pp", "e", "z", "cp", "x", "y")
+HALVES = ("fit", "judge", "experts, fit", "experts, judge")
 SAME = 0.01  # published values nearer to each other than this have no order
 
 
@@ -69,18 +72,17 @@ class Row:
         return tokens * self.job.model.flops / (seconds * int(self.splits.ranks) * peak)
 
 
-def load(path: Path = DATA) -> list[Row]:
-    """
+def load(path: Path | None = None) -> list[Row]:
+    """Return the rows of a file of tables; without one, of all tables that are here.
+
     Raises:
         GridError: a value that is none of its kind; names it.
     """
-    data = tomllib.loads(path.read_text())
-    if path != DATA:  # models and machines that are known need no second description
-        known = tomllib.loads(DATA.read_text())
-        data = {key: {**known[key], **data.get(key, {})} for key in ("models", "machines")} | {"table": data["table"]}
+    files = [tomllib.loads(each.read_text()) for each in (DATA, BLIND, *([path] if path else ()))]
+    data = {key: {k: v for each in files for k, v in each.get(key, {}).items()} for key in ("models", "machines")}
     machines = {name: machine(name, **about) for name, about in data["machines"].items()}
     found = []
-    for table in data["table"]:
+    for table in files[-1]["table"] if path else [table for each in files for table in each["table"]]:
         hardware = machines.get(table["machine"]) or Hardware.load(table["machine"])
         for cells in table["rows"]:
             given = dict(zip(table["columns"], cells, strict=True))
@@ -89,7 +91,12 @@ def load(path: Path = DATA) -> list[Row]:
 
 
 def machine(name: str, preset: str, power: float = 1.0, **changes: Any) -> Hardware:
-    return replace(Hardware.load(preset).limited(power), name=name, **changes)
+    """A preset, but for fields of its own; `intra_gbs` and `inter_gbs` are the bandwidths of its links."""
+    of = Hardware.load(preset).limited(power)
+    for link in ("intra", "inter"):
+        if f"{link}_gbs" in changes:
+            changes[link] = replace(getattr(of, link), bandwidth_gbs=changes.pop(f"{link}_gbs"))
+    return replace(of, name=name, **changes)
 
 
 def row(table: dict[str, Any], about: dict[str, Any], sizes: dict[str, Any], hardware: Hardware, given: Any) -> Row:
@@ -106,6 +113,12 @@ def row(table: dict[str, Any], about: dict[str, Any], sizes: dict[str, Any], har
         raise GridError(f"published: {sizes_of} do not divide {about['ranks']} ranks")
     splits = Splits(dp=dp, micro=about.get("micro", 1), virtual=about.get("v", 1), **sizes_of)
     job = TrainingJob(model, about["batch"], hardware, practice)
+    if about.get("grid") == "chosen":
+        open_ones = {"pp": 1, "e": 1, "cp": 1, "virtual": 1}
+        question = Question(
+            model, job.batch, about["ranks"], hardware, practice, recompute=(practice.recompute,), fixed=open_ones
+        )
+        splits = choose(question, 1)[0].splits
     return Row(table["id"], table.get("half", "judge"), job, splits, seconds_of(about, model))
 
 
@@ -118,11 +131,14 @@ def seconds_of(about: dict[str, Any], model: Transformer) -> float:
         return tokens / (value * ranks)
     if about["unit"] == "tflops":
         return tokens * model.flops / (value * 1e12 * ranks)
+    if about["unit"] == "causal":
+        half = 6.0 * model.layers * model.heads * model.head * model.sequence
+        return tokens * (model.flops - half) / (value * 1e12 * ranks)
     if about["unit"] == "megatron":  # Narayanan et al., equation 3, with recomputation
         s, layers, h = model.sequence, model.layers, model.hidden
         flops = 96 * tokens * layers * h**2 * (1 + s / (6 * h) + model.vocabulary / (16 * layers * h))
         return float(flops / (value * 1e12 * ranks))
-    raise GridError(f"published: unit {about['unit']!r} is not one of seconds, tokens, tflops, megatron")
+    raise GridError(f"published: unit {about['unit']!r} is not one of seconds, tokens, tflops, causal, megatron")
 
 
 @dataclass(frozen=True)
@@ -192,7 +208,7 @@ def summary(rows: Sequence[Row]) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     groups = [*tables(rows).items()]
-    groups += [(f"**all, {half}**", [x for x in rows if x.half == half]) for half in ("fit", "judge", "experts")]
+    groups += [(f"**all, {half}**", [x for x in rows if x.half == half]) for half in HALVES]
     for name, some in groups:
         if some:
             v = judge(some)
@@ -265,7 +281,7 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="all of it, as docs/results.md has it")
     parser.add_argument("--choose", action="store_true", help="grids that ndtp would have chosen")
     arguments = parser.parse_args()
-    rows = load(arguments.rows or DATA)
+    rows = load(arguments.rows)
     if arguments.table:
         print(details([each for each in rows if each.table == arguments.table]))
     elif arguments.choose:
