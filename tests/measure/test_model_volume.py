@@ -15,7 +15,7 @@ from ndtp.planner.request import Request
 from ndtp.planner.search import search
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-LLAMA = {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 7, **SMALL}
+LLAMA = {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 5, **SMALL}
 EXPERTS = {
     "model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32, "decoder_sparse_step": 2, "num_hidden_layers": 8, "num_key_value_heads": 2,
@@ -23,7 +23,8 @@ EXPERTS = {
 }  # fmt: skip
 T5 = {
     "model_type": "t5", "decoder_start_token_id": 0, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4,
-    "vocab_size": 64, "num_layers": 5, "num_decoder_layers": 5,
+    "vocab_size": 64, "num_layers": 4, "num_decoder_layers": 4, "dropout_rate": 0.0,
+    "relative_attention_num_buckets": 4, "relative_attention_max_distance": 6,  # a trial goes beyond these
 }  # fmt: skip
 
 
@@ -66,7 +67,7 @@ def metered(config, grid):
 
 def test_bytes_are_those_of_real_ranks(ranks):
     grid = Grid(dp=2, x=1, y=2)
-    config = LLAMA | {"num_hidden_layers": 5}
+    config = LLAMA
     plan = next(p for p in search(request(config, 4, 64, dp=2)) if p.grid["y"] == 2)
     with fake_group(4):
         volume = ModelVolume(config, "config", torch.float32, 16).on(GridCandidate(plan, "2d"), 4)

@@ -59,7 +59,8 @@ ENCODERS = {
     "ViTForImageClassification": ("ViTConfig", {"image_size": 8, "patch_size": 4, "num_labels": 5}),
     "T5ForConditionalGeneration": (
         "T5Config",
-        {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+        {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0,
+         "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12},  # a trial goes beyond these
     ),
     "BartForConditionalGeneration": (
         "BartConfig",

@@ -3,7 +3,7 @@
     python tests/models/every_grid.py [--json bench/results/transformers.json] [--only Llama GPT2] [--grids "1D" ...]
 
 Eight local ranks, small random models in fp32; a quarter of an hour on two idle cores.  `test_every_grid.py` runs each
-architecture on one of the grids, of four ranks.  What is compared is in `against_dense.py`.
+architecture on one of the grids, of two or four ranks.  What is compared is in `against_dense.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A cover of `every_grid.py`: each architecture on one grid, each grid with one architecture at least."""
 
 import itertools
+import math
 
 import pytest
 
@@ -23,7 +24,8 @@ def test_equals_dense(ranks, tmp_path, name, grid):
     """Logits, loss and all gradients within a multiple of the error of dense, repeats to the bit, the same tokens."""
     path = tmp_path / "dense"
     torch.save(against_dense.reference(name, small=True), path)
-    rows = ranks(4).run(against_dense.compare_from, str(path), name, grid, small=True)
+    sizes, _ = against_dense.SMALL_GRIDS[grid]
+    rows = ranks(math.prod(sizes.values())).run(against_dense.compare_from, str(path), name, grid, small=True)
     for row in rows:
         assert not row["failed"], f"{name}, {grid}: {row['failed']}"
         assert row["bytes"]["measured"] == rows[0]["bytes"]["predicted"], row["bytes"]

@@ -149,7 +149,6 @@ def test_latent_attention_and_scores_of_sigmoids(ranks):
     """
     cases = [
         ("DeepseekV3", Grid(e=2, x=2), {"scheme": "1d-sp"}),
-        ("DeepseekV3", Grid(z=2, y=2), {"expert_axis": "y"}),
         ("DeepseekV2", Grid(dp=2, e=2), {"expert_axis": ("e", "dp")}),
     ]
     ranks(4).run(check_models, cases)

@@ -121,17 +121,17 @@ def test_nothing_is_whole():
         check_nothing_whole(["LlamaForCausalLM"], two, "2d")
 
 
-# Models as wide as they are published, of three layers, which are like all others; one of each kind of layers.
-LAYERS = {"num_hidden_layers": 3}
-T5 = {"d_model": 768, "num_layers": 3, "num_heads": 12, "d_ff": 3072}
+# Models as wide as they are published, of one layer, which is like all others; one of each kind of layers.
+LAYERS = {"num_hidden_layers": 1}
+T5 = {"d_model": 768, "num_layers": 1, "num_heads": 12, "d_ff": 3072}
 BART = {
-    "encoder_layers": 3, "decoder_layers": 3, "d_model": 768, "encoder_attention_heads": 12,
+    "encoder_layers": 1, "decoder_layers": 1, "d_model": 768, "encoder_attention_heads": 12,
     "decoder_attention_heads": 12, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072,
 }  # fmt: skip
 LLAMA_3 = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8}
 REAL = {
     "BertForMaskedLM": LAYERS, "ViTForImageClassification": {"num_labels": 1000} | LAYERS,
-    "T5ForConditionalGeneration": T5, "BartForConditionalGeneration": BART, "GPT2LMHeadModel": {"n_layer": 3},
+    "T5ForConditionalGeneration": T5, "BartForConditionalGeneration": BART, "GPT2LMHeadModel": {"n_layer": 1},
     "OPTForCausalLM": LAYERS, "GPTNeoXForCausalLM": LAYERS, "LlamaForCausalLM": LLAMA_3 | LAYERS,
     "Qwen3ForCausalLM": LAYERS, "Gemma3ForCausalLM": LAYERS, "Phi3ForCausalLM": LAYERS, "MixtralForCausalLM": LAYERS,
 }  # fmt: skip
