@@ -89,12 +89,17 @@ class Compute:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The arithmetic of one model on one machine, in many splits at once."""
+    """The arithmetic of one model on one machine, in many splits at once.
+
+    Attributes:
+        micros: micro-batches of a step.
+    """
 
     model: Transformer
     hardware: Hardware
     practice: Practice
     splits: Splits
+    micros: Any = 1
 
     @property
     def tokens(self) -> Any:
@@ -128,7 +133,7 @@ class Arithmetic:
     def _products(self, block: Block, dtype: str) -> Both:
         count: Any = 1.0
         if block.experts:  # one by one, and the fullest rank is waited for
-            count = block.experts / self.splits.e
+            count = block.experts / self.splits.grids.over(block.experts)
         seconds = sum(gemm_seconds(self.hardware, m, n, k, dtype, count) for m, n, k in gemms(block, self.splits.grids))
         if block.experts:
             seconds = seconds * self.practice.imbalance
@@ -163,8 +168,12 @@ class Arithmetic:
         if practice.dtype == "float8":
             entering = inside * (m.hidden + block.inner)
             parts.append((CAST[0] * entering, CAST[1] * inside * (sum(block.outs) + m.hidden)))
+        # A gradient is added to what earlier micro-batches left, but over z, where it is summed up at once.
+        held = block.parameters / ((s.e if block.experts else 1) * s.z * s.x * s.y)
+        adds = (np.asarray(s.z) == 1) & (np.asarray(self.micros) > 1)
+        added = (0.0, np.where(adds, 2.0 * practice.reduce_bytes * held, 0.0))
         scale = 1.0 if practice.fused else UNFUSED
-        return self._bytes(*((forward * scale, backward * scale) for forward, backward in parts))
+        return self._bytes(*((forward * scale, backward * scale) for forward, backward in parts), added)
 
     def _bytes(self, *parts: Sequence[Any]) -> Both:
         rate = self.hardware.memory_gbs * 1e9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -178,7 +178,7 @@ def candidates(question: Question) -> Splits:
     if not rows:
         raise GridError(_nothing(question, None))
     columns = np.array(rows, dtype=np.int64).T
-    return Splits(**dict(zip((each.name for each in fields(Splits)), columns, strict=True)))
+    return Splits(**dict(zip((*STEP_AXES, "micro", "virtual"), columns, strict=True)))
 
 
 def _axes(question: Question) -> Iterator[dict[str, int]]:

@@ -19,6 +19,7 @@ RECOMPUTE = {
     "full": (1.0, 1.0, False),
 }
 ATTENTION = ("core", "flash1", "flash2", "flash3", "fused")
+GRAPHS = ("none", "layers", "step")
 FIELDS: dict[str, Kind] = {
     "dtype": Word(("bfloat16", "float16", "float32", "float8")),
     "attention": Word(ATTENTION),
@@ -27,6 +28,8 @@ FIELDS: dict[str, Kind] = {
     "reduce_bytes": Number(1, 8, integer=True),
     "imbalance": Number(1, 1000),
     "loss_rows": Number(0, 2**31, integer=True),
+    "graphs": Word(GRAPHS),
+    "expert_nodes": Number(0, 2**20, integer=True),
 }
 
 
@@ -56,7 +59,12 @@ class Practice:
         loss_rows: rows of logits at a time, whose gradient is made at once; 0: all rows, and backward makes it.
         imbalance: rows of the fullest rank of experts, over the mean.
         wire: the dtypes in which operands of products and gradients travel.
+        fold_experts: whether tensor-parallel ranks have experts of their own instead of a part of each, where their
+            number allows it.
         once_per_node: whether a token that several experts of a node want is sent there once, and spread inside of it.
+        expert_nodes: nodes that a router may choose for one token; 0: any number.
+        overlap_experts: whether rows travel to experts beside the layers of another micro-batch.
+        graphs: what the host starts as a CUDA graph: "layers" are all but what experts compute, "step" is everything.
     """
 
     dtype: str = "bfloat16"
@@ -77,7 +85,11 @@ class Practice:
     loss_rows: int = 0
     imbalance: float = 1.0
     wire: Wire | None = None
+    fold_experts: bool = False
     once_per_node: bool = False
+    expert_nodes: int = 0
+    overlap_experts: bool = False
+    graphs: str = "none"
 
     def __post_init__(self) -> None:
         for name, kind in FIELDS.items():
@@ -99,6 +111,6 @@ PRACTICES = {
         attention="flash2", fused=False, tensor_chunks=4, regather=False, shard_optimizer=False, overlap_stages=False,
         reduce_bytes=2, keeps_gathered=True, loss_rows=1024,
     ),
-    "megatron": Practice(attention="fused", tensor_chunks=4, once_per_node=True),
+    "megatron": Practice(attention="fused", tensor_chunks=4, once_per_node=True, fold_experts=True),
     "torchtitan": Practice(attention="flash2", recompute="products", shard_optimizer=False),
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ class Splits:
         e: data parallel but for experts, which it splits.
         micro: sequences that the ranks along x, y and cp work on together at a time.
         virtual: parts of the model that a stage holds, by turns (interleaved 1F1B).
+        fold: which of z, x and y split experts, too: `Grids.fold`.
     """
 
     pp: Any = 1
@@ -45,8 +46,7 @@ class Splits:
     y: Any = 1
     micro: Any = 1
     virtual: Any = 1
-
-    fold = 0  # no axis but e splits experts
+    fold: Any = 0
 
     @property
     def ranks(self) -> Any:
@@ -65,7 +65,7 @@ class Splits:
     @property
     def grids(self) -> Grids:
         """The ranks of one stage, as blocks see them: context parallel ranks split rows, as data parallel ones do."""
-        return Grids(self.dp * self.cp, self.z, self.x, self.y, self.e)
+        return Grids(self.dp * self.cp, self.z, self.x, self.y, self.e, self.fold)
 
     def splits(self, name: str) -> dict[str, Any]:
         """Return, for a set of axes, the size of each axis in it: `Grids.splits`, where dp stands for dp and cp."""
@@ -90,7 +90,7 @@ class Splits:
         return Splits(*(int(np.asarray(each).flat[index if np.ndim(each) else 0]) for each in astuple(self)))
 
     def as_dict(self) -> dict[str, int]:
-        return {field.name: int(getattr(self, field.name)) for field in fields(self)}
+        return {name: int(getattr(self, name)) for name in (*STEP_AXES, "micro", "virtual")}
 
     def __str__(self) -> str:
         axes = [f"{name}={getattr(self, name)}" for name in STEP_AXES if getattr(self, name) > 1]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from ndtp.planner.block_cost import Block, messages
+from ndtp.planner.grids import FOLDED
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.time_model import Network
 from ndtp.planner.training.arithmetic import Arithmetic, Both, Compute
@@ -17,9 +18,15 @@ from ndtp.planner.training.practice import Practice
 from ndtp.planner.training.splits import Splits
 from ndtp.planner.training.transformer import Transformer
 
-# Kernels of a layer, forward and backward, and more of each expert.
-KERNELS = {"fused": 40, "one by one": 120}
-EXPERT_KERNELS = 12
+# Kernels of a layer that a host starts, forward and backward: those outside of experts; those of a router, which also puts
+# rows in order; those of one expert, whose six products cast and scale what enters them where they are in 8 bits.
+KERNELS = {"fused": 60, "one by one": 120}
+ROUTER_KERNELS = 100
+EXPERT_KERNELS = {"float8": 18, "": 6}
+# Kernels that the host cannot start ahead of the device, because it waits for the counts of rows first.  Fitted.
+COUNTED_KERNELS = 60
+# Of a kernel's launch by a driver: what Python, autograd and the modules around it take.
+HOST = {"fused": 5.0, "one by one": 3.0}
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,10 @@ class TrainingJob:
     practice: Practice
 
     def step(self, splits: Splits, order: Sequence[str]) -> StepTime:
+        mixture = self.model.mixture
+        if mixture is not None and self.practice.fold_experts:
+            fits = np.asarray(mixture.count % (splits.e * splits.y) == 0)
+            splits = replace(splits, fold=np.where(fits, 1 << FOLDED["y"], 0))
         return _Clock(self, splits, splits.network(order, self.hardware)).step()
 
 
@@ -87,7 +98,9 @@ class _Clock:
     network: Network
 
     def __post_init__(self) -> None:
-        arithmetic = Arithmetic(self.job.model, self.job.hardware, self.job.practice, self.splits)
+        s = self.splits
+        micros = np.maximum(1, -(-self.job.batch // (s.shares * s.micro)))
+        arithmetic = Arithmetic(self.job.model, self.job.hardware, self.job.practice, s, micros)
         object.__setattr__(self, "arithmetic", arithmetic)
 
     arithmetic: Arithmetic = None  # type: ignore[assignment]
@@ -113,6 +126,9 @@ class _Clock:
             experts = experts + waits.experts.times(count)
             weights = weights + waits.weights.times(count)
             busy = busy + (compute.sum + exposed + waits.experts).times(count)
+        if practice.overlap_experts:  # beside another micro-batch's layers
+            hidden = self._exposed(layers.sum, experts)
+            busy, experts = busy + hidden + experts.times(-1), hidden
         again, again_tensor, again_experts = self._again(layers, tensor, experts)
         busy = busy + Both(0.0, again + again_tensor + again_experts)
         context = self._context(layers.cores).times(per_stage)
@@ -129,7 +145,8 @@ class _Clock:
             layers.sum.total + ends.sum.total * part + again + tensor.total + again_tensor
             + ends_tensor.total * part + context.total + experts.total + again_experts + exposed_weights.total
         )  # fmt: skip
-        bubble = (s.pp - 1) * (stage - ends.sum.total * part * (np.asarray(s.pp) > 1)) / s.virtual
+        host = np.maximum(self._counted(), self._launches() - stage)
+        bubble = (s.pp - 1) * (stage + host - ends.sum.total * part * (np.asarray(s.pp) > 1)) / s.virtual
         data = self._data(busy, micros)
         parameters = held(model, s)
         sharded = s.replicas if practice.shard_optimizer else 1
@@ -146,16 +163,35 @@ class _Clock:
             data=data,
             bubble=bubble,
             optimizer=self.arithmetic.optimizer(parameters / sharded),
-            host=self._host(stage, micros),
+            host=micros * host,
         )
 
-    def _host(self, stage: Any, micros: Any) -> Any:
-        """Return the time by which starting kernels exceeds the device's time for them."""
-        kernels = KERNELS["fused" if self.job.practice.fused else "one by one"]
-        if self.job.model.mixture is not None:
-            kernels = kernels + EXPERT_KERNELS * self.job.model.mixture.count / self.splits.e
-        launches = kernels * deepest(self.job.model, self.splits) * self.job.hardware.launch_us * 1e-6
-        return micros * np.maximum(0.0, launches - stage)
+    def _counted(self) -> Any:
+        """Return the time in which devices have nothing to do, since the host has waited for how many rows each expert
+        gets.
+        """
+        practice, mixture = self.job.practice, self.job.model.mixture
+        if mixture is None or practice.graphs == "step":
+            return 0.0
+        each = HOST["fused" if practice.fused else "one by one"] * self.job.hardware.launch_us * 1e-6
+        return COUNTED_KERNELS * each * deepest(self.job.model, self.splits) * mixture.layers / self.job.model.layers
+
+    def _launches(self) -> Any:
+        """Return the time that the host takes to start the kernels of a micro-batch, of which devices hide what they
+        take themselves.
+        """
+        practice, mixture = self.job.practice, self.job.model.mixture
+        kind = "fused" if practice.fused else "one by one"
+        kernels: Any = KERNELS[kind] if practice.graphs == "none" else 0
+        if mixture is not None:
+            own = mixture.count / self.splits.grids.over(mixture.count)
+            experts = EXPERT_KERNELS.get(practice.dtype, EXPERT_KERNELS[""]) * own
+            part = mixture.layers / self.job.model.layers
+            kernels = kernels + part * (experts + ROUTER_KERNELS * (practice.graphs == "none"))
+        if practice.graphs == "step":
+            return 0.0
+        each = HOST[kind] * self.job.hardware.launch_us * 1e-6
+        return kernels * each * deepest(self.job.model, self.splits)
 
     def _waits(self, block: Block) -> Waits:
         """The collectives of one block and one micro-batch.  Sums over replicas come once a step: see `_data`."""
@@ -173,8 +209,10 @@ class _Clock:
             phase = "forward" if message.phase == "forward" else "backward"
             if practice.once_per_node and message.axis == "experts":
                 nodes, picks = self.network.reach_of("experts").nodes, block.top_k
-                # Nodes that a token goes to, of as many as it has experts: drawn at random.
-                received = received * np.where(nodes > 1, nodes * (1 - (1 - 1 / nodes) ** picks) / picks, 1.0)
+                # Nodes that a token goes to, of as many as it has experts: drawn at random, among some of them.
+                reached = nodes * (1 - (1 - 1 / nodes) ** picks)
+                reached = np.minimum(reached, practice.expert_nodes) if practice.expert_nodes else reached
+                received = received * np.where(nodes > 1, reached / picks, 1.0)
             seconds = self.network.seconds(message.collective, message.axis, received)
             found[kind, phase] = found.get((kind, phase), 0.0) + seconds
         return Waits(*(
@@ -206,8 +244,10 @@ class _Clock:
 
     def _under(self, busy: Both, waits: Both) -> Both:
         """Return the exposed time of collectives that are started a layer ahead."""
-        if not self.job.practice.overlap_weights:
-            return waits
+        return self._exposed(busy, waits) if self.job.practice.overlap_weights else waits
+
+    def _exposed(self, busy: Both, waits: Both) -> Both:
+        """Return what is waited for of collectives that run beside other work, and what that loses by them."""
         contention = self.job.hardware.contention
 
         def exposed(compute: Any, wait: Any) -> Any:

@@ -15,6 +15,9 @@ class Transformer:
 
     Attributes:
         head_size: features of one head; 0: hidden / heads.
+        value_size: those of its values; 0: as many.
+        latent: where latent vectors lie between hidden features and queries, keys and values: the width of one product
+            that costs as much as theirs; 0: there are none.
         kv_heads: 0: as many as heads.
         gated: whether the MLP has a gate beside its up projection.
         tied: whether the head has the embedding's weight.
@@ -32,6 +35,8 @@ class Transformer:
     sequence: int
     kv_heads: int = 0
     head_size: int = 0
+    value_size: int = 0
+    latent: int = 0
     gated: bool = False
     tied: bool = False
     causal: bool = True
@@ -68,7 +73,7 @@ class Transformer:
             mixture = Mixture(sparse, of.experts, of.top_k, of.inner, shared[0].inner if shared else 0)
         return cls(
             layers, core.hidden, mlp.inner, heads, ends[0].looked_up, sequence, core.key_heads or heads,
-            core.inner // heads, len(mlp.outs) == 2, ends[0].tied, mixture=mixture, name=name,
+            core.inner // heads, gated=len(mlp.outs) == 2, tied=ends[0].tied, mixture=mixture, name=name,
         )  # fmt: skip
 
     @property
@@ -87,7 +92,10 @@ class Transformer:
         return reach - reach * reach / (2 * self.sequence) if self.causal else float(reach)
 
     def attention(self, tokens: int) -> Block:
-        return Block.attention(tokens, self.hidden, self.heads, self.keys, self.head)
+        block = Block.attention(tokens, self.hidden, self.heads, self.keys, self.head)
+        if self.latent:
+            block = replace(block, outs=(self.latent,))
+        return replace(block, inner=self.heads * self.value_size) if self.value_size else block
 
     def mlp(self, tokens: int) -> Block:
         return Block.mlp(tokens, self.hidden, self.ffn, self.gated)

@@ -32,13 +32,11 @@ def test_each_table(name):
     assert published.judge(published.tables(ROWS)[name]).middle <= (0.5 if "frontier" in name else 0.21)
 
 
-def test_experts_are_predicted_where_the_network_is_the_limit():
-    """Of mixtures inside of a node docs/results.md says how far off they are; these send between nodes, or to 64."""
-    tables = published.tables([row for row in ROWS if "experts" in row.half])
-    assert len(tables) >= 10
-    assert published.judge(tables["bridge-moe-gb200"]).middle <= 0.25
-    across = [row for row in tables["bridge-moe-h100"] if row.job.model.name == "qwen3-235b"]
-    assert all(abs(row.log) < 0.1 for row in across)
+def test_mixtures_of_experts_that_were_not_fitted_are_predicted():
+    judged = [row for row in ROWS if row.half == "experts, judge"]
+    verdict = published.judge(judged)
+    assert len(judged) >= 60 and len(published.tables(judged)) >= 10
+    assert verdict.middle <= 0.15 and verdict.within >= 0.89 and verdict.ordered >= 0.85
 
 
 def test_a_step_is_more_than_its_products():

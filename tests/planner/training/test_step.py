@@ -107,3 +107,56 @@ def test_many_splits_at_once_are_each_as_alone():
     together = TrainingJob(MODEL, 32, MACHINE, PLAIN).step(many, RANK_ORDERS[0]).total
     alone = [float(step(**many.one(i).as_dict()).total) for i in range(2)]
     assert list(together) == pytest.approx(alone)
+
+
+MIXED = replace(MODEL, mixture=Mixture(4, 16, 2, 512))
+
+
+def test_the_host_waits_for_the_counts_of_rows_and_graphs_of_a_step_do_not():
+    machine = replace(MACHINE, launch_us=5.0)
+    eager, layers, step_ = (
+        float(step(replace(PLAIN, graphs=graphs), model=MIXED, machine=machine, e=2).host)
+        for graphs in ("none", "layers", "step")
+    )
+    assert eager > layers > step_ == 0
+    kernels = 60 + 100 + 6 * 8  # of a layer, its router, and the eight experts of a rank
+    micros, each = 16, 25e-6
+    device = step(model=MIXED, e=2)
+    assert eager == pytest.approx(micros * 4 * kernels * each - float(device.total - device.optimizer), rel=0.05)
+    assert float(step(replace(PLAIN, dtype="float8"), model=MIXED, machine=machine, e=2).host) > eager
+
+
+def test_experts_on_tensor_parallel_ranks_are_sent_rows_and_need_no_sums():
+    """Each of two ranks has half of the experts, and the rows of its own part of the sequences go to all four."""
+    parts, whole = step(model=MIXED, e=2, y=2), step(replace(PLAIN, fold_experts=True), model=MIXED, e=2, y=2)
+    assert float(whole.tensor) < float(parts.tensor)
+    odd = replace(MIXED, mixture=Mixture(4, 2, 2, 512))  # no number of experts for four ranks
+    assert step(model=odd, e=2, y=2) == step(replace(PLAIN, fold_experts=True), model=odd, e=2, y=2)
+
+
+def test_tokens_go_to_as_many_nodes_as_their_router_may_choose():
+    def received(**features):
+        return float(step(replace(PLAIN, once_per_node=True, **features), model=MIXED, e=16, batch=64).experts)
+
+    assert received(expert_nodes=1) == pytest.approx(received() / 1.5, rel=0.01)  # two experts, on two nodes of eight
+    assert received(expert_nodes=2) == received()
+
+
+def test_rows_of_experts_hide_under_another_micro_batch():
+    machine, beside = replace(MACHINE, contention=0.5), replace(PLAIN, overlap_experts=True)
+    alone = float(step(model=MIXED, machine=machine, e=2).experts)
+    assert float(step(beside, model=MIXED, machine=machine, e=2).experts) == pytest.approx(alone / 2)
+
+
+def test_gradients_are_added_to_those_of_earlier_micro_batches():
+    slow = replace(MACHINE, memory_gbs=1.0)
+    each = [float(step(machine=slow, batch=batch).moved) for batch in (1, 2)]
+    parameters = 4 * 12 * 256**2
+    assert each[1] - 2 * each[0] == pytest.approx(2 * 2 * 4 * parameters / 1e9)  # twice read and written, in fp32
+
+
+def test_latent_vectors_make_projections_narrow():
+    latent = replace(MODEL, latent=96, head_size=64, value_size=32)
+    block = latent.attention(1)
+    assert block.parameters == 256 * 96 + 4 * 32 * 256 and latent.attention(1).bounds[1] == (1, 4 * 32, 256)
+    assert float(step(model=latent).products) < float(step().products)
