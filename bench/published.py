@@ -34,6 +34,7 @@ from ndtp.planner.hardware import Hardware
 from ndtp.planner.model_sizes import Mixture
 from ndtp.planner.training import Practice, Splits, StepTime, TrainingJob, Transformer
 from ndtp.planner.training.choose import Question, choose
+from ndtp.planner.training.memory import memory
 from ndtp.planner.training.splits import RANK_ORDERS
 
 DATA = Path(__file__).with_suffix(".toml")
@@ -59,6 +60,12 @@ class Row:
     def log(self) -> float:
         """Of predicted over published."""
         return math.log(float(self.predicted.total) / self.seconds)
+
+    @property
+    def filled(self) -> float:
+        """The predicted memory over the device's: the run fitted, so more than 1 is wrong."""
+        job = self.job
+        return float(memory(job.model, job.batch, job.practice, self.splits).total) / 2**30 / job.hardware.memory_gib
 
     @property
     def name(self) -> str:
@@ -150,6 +157,7 @@ class Verdict:
         within: the part of rows that are within 30 %.
         ordered: the part of pairs of a table whose order of step times is right.
         ranked: so, of utilisation, which sizes of models and batches do not tell.
+        above: rows whose predicted memory is more than the device's, though they ran.
     """
 
     rows: int
@@ -158,6 +166,7 @@ class Verdict:
     ordered: float
     ranked: float
     ratio: float
+    above: int
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
@@ -166,7 +175,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
     use = [_in_order(*_uses(a, b)) for a, b in _pairs(rows)]
     return Verdict(
         len(rows), median(map(abs, logs)), sum(abs(x) <= math.log(1.3) for x in logs) / len(rows),
-        _part(time), _part(use), math.exp(median(logs)),
+        _part(time), _part(use), math.exp(median(logs)), sum(each.filled > 1 for each in rows),
     )  # fmt: skip
 
 
@@ -204,8 +213,8 @@ def summary(rows: Sequence[Row]) -> str:
     """As Markdown."""
     lines = [
         "| table | half | rows | predicted / published, median | median distance | within 30 % "
-        "| order of step times | order of utilisation |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| order of step times | order of utilisation | above the memory |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     groups = [*tables(rows).items()]
     groups += [(f"**all, {half}**", [x for x in rows if x.half == half]) for half in HALVES]
@@ -214,7 +223,7 @@ def summary(rows: Sequence[Row]) -> str:
             v = judge(some)
             lines.append(
                 f"| {name} | {some[0].half} | {v.rows} | {v.ratio:.2f} | {v.middle:.1%} | {v.within:.0%} "
-                f"| {v.ordered:.0%} | {v.ranked:.0%} |"
+                f"| {v.ordered:.0%} | {v.ranked:.0%} | {v.above} |"
             )
     return "\n".join(lines)
 

@@ -19,7 +19,8 @@ from ndtp.planner.training.transformer import Transformer
 # Bytes of an optimizer's state per parameter, at weights of four bytes and of two (with the fp32 copy of these).
 OPTIMIZERS = {"none": (0, 0), "sgd": (0, 4), "momentum": (4, 8), "adamw": (8, 12)}
 
-LOGITS = 12.0  # bytes of a logit that a loss has at a time: itself, its probability and its gradient, in fp32
+# Bytes of a logit that a loss has at a time: itself, its probability and its gradient, in fp32, or itself alone.
+LOGITS, LOGITS_IN_PLACE = 12.0, 4.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ def held(model: Transformer, s: Splits) -> Any:
     return (found * deepest(model, s) / model.layers + ends) / (s.z * s.x * s.y) + norms / s.pp / s.x
 
 
+def optimizer_ranks(practice: Practice, s: Splits) -> Any:
+    """Ranks with the same weights that share an optimizer's state."""
+    return s.replicas if practice.shard_optimizer else np.minimum(practice.optimizer_ranks, s.replicas)
+
+
 def deepest(model: Transformer, s: Splits) -> Any:
     """Layers of the stage that has the most."""
     return -(-model.layers // s.pp)
@@ -71,7 +77,7 @@ def memory(model: Transformer, batch: int, practice: Practice, s: Splits, optimi
     size = 4.0 if practice.dtype == "float32" else 2.0
     parameters = held(model, s)
     state = OPTIMIZERS[optimizer][0 if size == 4 else 1]
-    copies = s.replicas if practice.shard_optimizer else 1
+    copies = optimizer_ranks(practice, s)
     gradient = size if size == 4 else float(practice.reduce_bytes)
     tokens = s.micro * model.sequence / s.cp  # that the ranks along x and y work on together
     spread = s.x * s.y
@@ -89,7 +95,8 @@ def memory(model: Transformer, batch: int, practice: Practice, s: Splits, optimi
     # A layer whose activations are made again has all of them for a moment; gradients over z are whole before a sum.
     layer = whole - per_layer + _working(model, s, tokens) + np.where(over_z, _whole(model, s), 0.0)
     rows = np.minimum(tokens, practice.loss_rows) if practice.loss_rows else tokens
-    loss = LOGITS / size * rows * model.vocabulary / spread + s.y * outside + np.where(over_z, head, 0.0)
+    logits = LOGITS_IN_PLACE if practice.loss_in_place else LOGITS
+    loss = logits / size * rows * model.vocabulary / spread + s.y * outside + np.where(over_z, head, 0.0)
     return StepMemory(
         weights=parameters * size,
         gradients=parameters * gradient,
@@ -104,27 +111,37 @@ def _kept(model: Transformer, practice: Practice, s: Splits, tokens: Any, everyt
     """Elements of one micro-batch that one layer keeps; `everything` that it would keep if nothing were made again."""
     split = tokens / (s.x * s.y)
     heads, keys = model.heads * model.head, model.keys * model.head
+    again = "none" if everything else practice.recompute
+    # What enters products in 8 bits is kept so.
+    entering = 0.5 if practice.dtype == "float8" else 1.0
     inputs = split * model.hidden  # of the layer
-    norms = (1 if model.parallel else 2) * (s.y if practice.keeps_gathered else 1)
-    between = split * model.hidden * (1 + norms)
+    norms = (1 if model.parallel else 2) * (s.y if practice.keeps_gathered else 1) * entering
     x = s.x if practice.keeps_gathered else 1
-    attention = split * (heads + 2 * keys + x * heads)
+    between, results = split * model.hidden, split * model.hidden * norms
+    attention, out = split * (heads + 2 * keys), split * x * model.heads * (model.value_size or model.head)
     scores = split * model.heads * model.sequence if practice.attention == "core" else split * model.heads * 2
     mask = split * model.heads * model.sequence * 1.5 if practice.attention == "core" and practice.dropout else 0.0
     mlp: Any = 0.0
+    activated: Any = 0.0
     for block in model.blocks(1):
         if block.name == "attention":
             continue
-        part = block.times / model.layers * block.top_k
-        mlp = mlp + part * split * (sum(block.outs) + x * block.inner)
-        if block.experts:  # rows in the order of experts, and as they came back
-            mlp = mlp + part * split * 2 * model.hidden
-    if practice.recompute == "none" or everything:
-        return inputs + between + attention + scores + mask + mlp
-    if practice.recompute == "selective":
-        return inputs + between + attention + split * model.heads * 2 + mlp
-    rest = {"products": 0.5, "layers": 0.5, "layer": 0.0, "full": 0.0}[practice.recompute]
-    return inputs + rest * (between + attention + mlp)
+        part = block.times / model.layers * block.top_k * split
+        mlp, activated = mlp + part * sum(block.outs), activated + part * x * block.inner * entering
+        if block.experts:  # rows in the order of experts, and, where gates multiply them at the end, as they came back
+            mlp = mlp + part * model.hidden * (entering + (not practice.fused))
+    rest = {"products": 0.5, "layers": 0.5, "layer": 0.0, "full": 0.0}.get(again)
+    if rest is not None:
+        return inputs + rest * (between + results + attention + out + mlp + activated)
+    if again in ("activations", "latent"):
+        results, activated = 0.0, 0.0
+    if again == "latent":
+        attention = split * model.latent / 4  # the vectors themselves, narrower than what leads out of them
+    if again == "mlp":
+        mlp, activated = 0.0, 0.0
+    if again == "selective":
+        scores, mask = split * model.heads * 2, 0.0
+    return inputs + between + results + attention + out + scores + mask + mlp + activated
 
 
 def _gathered(model: Transformer, s: Splits) -> Any:

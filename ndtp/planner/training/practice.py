@@ -12,6 +12,9 @@ from ndtp.planner.fields import Kind, Number, Word
 # layer's last product, whose result nothing needs (torch's non-reentrant checkpoints do, Megatron's do not).
 RECOMPUTE = {
     "none": (0.0, 0.0, False),
+    "activations": (0.0, 0.0, False),  # norms and activations, by bytes
+    "latent": (0.1, 0.0, False),  # queries, keys and values from latent vectors, norms and activations
+    "mlp": (0.0, 0.0, True),  # all of an MLP but its last product: how much depends on the model
     "selective": (0.0, 1.0, False),  # attention cores alone (Korthikanti et al. 2022); flash kernels do so anyway
     "products": (0.5, 0.0, False),  # every other product, and what lies between (torchtitan's "selective op")
     "layers": (0.5, 0.5, True),  # every other layer
@@ -28,6 +31,7 @@ FIELDS: dict[str, Kind] = {
     "reduce_bytes": Number(1, 8, integer=True),
     "imbalance": Number(1, 1000),
     "loss_rows": Number(0, 2**31, integer=True),
+    "optimizer_ranks": Number(1, 2**20, integer=True),
     "graphs": Word(GRAPHS),
     "expert_nodes": Number(0, 2**20, integer=True),
 }
@@ -52,10 +56,12 @@ class Practice:
         overlap_stages: whether pipeline stages send beside their products.
         shard_optimizer: whether the optimizer is sharded over the data-parallel ranks (ZeRO-1), by reduce-scatter and
             all-gather instead of all-reduce.
+        optimizer_ranks: ranks over which an optimizer's state is split where its gradients are summed by all-reduce.
         gather_context: whether context parallelism gathers keys and values before attention, instead of passing them
             round.
         reduce_bytes: bytes of an element of gradients as they are kept and summed, for weights of two bytes.
         keeps_gathered: whether gathered activations are kept for backward, and not gathered again.
+        loss_in_place: whether the gradient of logits is written over them, in their dtype.
         loss_rows: rows of logits at a time, whose gradient is made at once; 0: all rows, and backward makes it.
         imbalance: rows of the fullest rank of experts, over the mean.
         wire: the dtypes in which operands of products and gradients travel.
@@ -79,9 +85,11 @@ class Practice:
     overlap_data: bool = True
     overlap_stages: bool = True
     shard_optimizer: bool = True
+    optimizer_ranks: int = 1
     gather_context: bool = False
     reduce_bytes: int = 4
     keeps_gathered: bool = False
+    loss_in_place: bool = False
     loss_rows: int = 0
     imbalance: float = 1.0
     wire: Wire | None = None

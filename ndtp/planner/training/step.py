@@ -13,13 +13,13 @@ from ndtp.planner.grids import FOLDED
 from ndtp.planner.hardware import Hardware
 from ndtp.planner.time_model import Network
 from ndtp.planner.training.arithmetic import Arithmetic, Both, Compute
-from ndtp.planner.training.memory import deepest, held
+from ndtp.planner.training.memory import deepest, held, optimizer_ranks
 from ndtp.planner.training.practice import Practice
 from ndtp.planner.training.splits import Splits
 from ndtp.planner.training.transformer import Transformer
 
-# Kernels of a layer that a host starts, forward and backward: those outside of experts; those of a router, which also puts
-# rows in order; those of one expert, whose six products cast and scale what enters them where they are in 8 bits.
+# Kernels of a layer that a host starts, forward and backward: those outside of experts, and those of a router with what
+# puts rows in order; and those of one expert, whose six products cast and scale what enters them where it has 8 bits.
 KERNELS = {"fused": 60, "one by one": 120}
 ROUTER_KERNELS = 100
 EXPERT_KERNELS = {"float8": 18, "": 6}
@@ -149,7 +149,7 @@ class _Clock:
         bubble = (s.pp - 1) * (stage + host - ends.sum.total * part * (np.asarray(s.pp) > 1)) / s.virtual
         data = self._data(busy, micros)
         parameters = held(model, s)
-        sharded = s.replicas if practice.shard_optimizer else 1
+        sharded = optimizer_ranks(practice, s)
         return StepTime(
             products=micros * (layers.products.total + ends.products.total * part),
             cores=micros * layers.cores.total,
@@ -232,10 +232,13 @@ class _Clock:
 
     def _again(self, layers: Compute, tensor: Both, experts: Both) -> tuple[Any, Any, Any]:
         products, cores, stops = self.job.practice.recomputed
-        whole = products > 0 and self.job.practice.recompute != "products"
-        moved = 1.0 if self.job.practice.recompute == "products" else products
+        name, last = self.job.practice.recompute, self.job.model.last
+        if name == "mlp":
+            products = self.job.model.in_mlp
+        whole = products > 0 and name not in ("products", "latent", "mlp")
+        moved = {"products": 1.0, "activations": 0.5, "latent": 0.5, "mlp": 0.5}.get(name, products)
         again = (
-            products * (1 - stops * self.job.model.last) * layers.products.forward
+            (products - stops * (last if name == "mlp" else products * last)) * layers.products.forward
             + cores * layers.cores.forward
             + moved * layers.moved.forward
         )

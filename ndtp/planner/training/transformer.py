@@ -150,6 +150,13 @@ class Transformer:
         return self.ffn * self.hidden / (mlp.parameters + attention.parameters)
 
     @property
+    def in_mlp(self) -> float:
+        """The part of a layer's products that its MLP has, or its experts of one token."""
+        mixed = self.experts(1) if self.mixture else None
+        mlp = mixed.hidden * (sum(mixed.outs) + mixed.inner) * mixed.top_k if mixed else self.mlp(1).parameters
+        return mlp / (mlp + self.attention(1).parameters)
+
+    @property
     def flops(self) -> float:
         """Return the flops of a token, forward and backward, as published figures count them.
 
