@@ -11,6 +11,7 @@ Sources: Agarwal et al. 1995 for the 3D algorithm; MindSpore's high-dimension te
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -235,6 +236,12 @@ class MatMulPlan(LoopNest):
         self.check_divides(sizes)
         return sizes
 
+    def named(self, name: str) -> MatMulPlan:
+        """Return a copy of the plan under another name, with all that was derived from it so far."""
+        other = copy(self)
+        vars(other)["name"] = name
+        return other
+
     # -------------------------------------------------------------------------------------------------- printing
 
     def _repr_html_(self) -> str:
@@ -244,6 +251,10 @@ class MatMulPlan(LoopNest):
         return html.table(("phase", "moves"), steps, f"{self.equation} on grid {self.grid}") + "".join(pictures)
 
     def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         moves = [str(s) for s in self.steps if s.phase == "forward"]
         return f"{self.equation}: {', '.join(moves) if moves else 'no communication'}"
 

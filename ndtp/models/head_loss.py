@@ -108,9 +108,16 @@ class WholeModel(nn.Module):
 def place_model(model: nn.Module, frame: Frame) -> None:
     """Let the head of a model know whether it is called with labels."""
     theirs: Any = type(model)
-    signature = inspect.signature(theirs.forward)
+    model.__class__ = _whole(theirs, theirs.forward)
+    model.ndtp_frame = frame  # type: ignore[assignment]
 
-    @functools.wraps(theirs.forward)
+
+@functools.cache
+def _whole(theirs: Any, forward_of_theirs: Any) -> Any:
+    """The class of the split models of a class and its forward, which others may exchange; made once."""
+    signature = inspect.signature(forward_of_theirs)
+
+    @functools.wraps(forward_of_theirs)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         before, frame = self.ndtp_frame.has_labels, self.ndtp_frame
         given = signature.bind_partial(self, *args, **kwargs).arguments
@@ -120,6 +127,4 @@ def place_model(model: nn.Module, frame: Frame) -> None:
         finally:
             frame.has_labels = before
 
-    kind = made_class(theirs.__name__, (WholeModel, theirs), {"__module__": theirs.__module__, "forward": forward})
-    model.__class__ = kind
-    model.ndtp_frame = frame  # type: ignore[assignment]
+    return made_class(theirs.__name__, (WholeModel, theirs), {"__module__": theirs.__module__, "forward": forward})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -251,7 +252,10 @@ def place_projection(
         b, stored = used_and_stored(a, b, frame.mesh.mesh_axes)
     if is_conv:
         b, stored = Layout(b.grid, *reversed(b.dims)), Layout(b.grid, *reversed(stored.dims))
-    plan = MatMulPlan(a, b, out, transpose_b=not is_conv, regather=regather, chunks=chunks, name=name)
+    try:
+        plan = _known_plan(a, b, out, not is_conv, regather, chunks).named(name)
+    except LayoutError:
+        plan = MatMulPlan(a, b, out, transpose_b=not is_conv, regather=regather, chunks=chunks, name=name)
     shape = (inner, width) if leads_in != is_conv else (width, inner)
     layer: Projection = adopt(module, kind or Projection, frame, name)
     layer.plan, layer.stored, layer.leads_in, layer.is_conv = plan, stored, leads_in, is_conv
@@ -265,6 +269,16 @@ def place_projection(
         bias = plan.bias if order is None else Layout(b.grid, None)
         layer.placed("bias", bias, (layer.out_width,))
     return layer
+
+
+@lru_cache(maxsize=256)
+def _known_plan(
+    a: Layout, b: Layout, out: Layout, transpose_b: bool, regather: tuple[str, ...], chunks: int | str
+) -> MatMulPlan:
+    """The plan of all projections that lie alike: what follows from their layouts is derived once."""
+    plan = MatMulPlan(a, b, out, transpose_b=transpose_b, regather=regather, chunks=chunks)
+    str(plan)
+    return plan
 
 
 def _is_product(a: Layout, b: Layout, out: Layout) -> bool:

@@ -279,6 +279,10 @@ class NormRole:
     offset: float
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_KNOWN_NORMS: dict[Any, NormRole | str] = {}  # by all that a norm without buffers and hooks computes with
+
+
 def norm_role(module: nn.Module, hidden: int) -> NormRole | str | None:
     """Return the norm over hidden states that a module is, found by a trial, or the reason why it is none."""
     if "norm" not in type(module).__name__.lower() or list(module.children()):
@@ -289,6 +293,18 @@ def norm_role(module: nn.Module, hidden: int) -> NormRole | str | None:
         return None
     if set(module._parameters) - {"weight", "bias"}:
         return "it has parameters beside weight and bias"
+    plain = {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}
+    has_more = module._buffers or module._forward_hooks or module._forward_pre_hooks
+    if has_more or not all(type(value) in (int, float, str, bool, tuple, type(None)) for value in plain.values()):
+        return _tried_norm(module, hidden)
+    given = tuple(module._parameters.get(name) is not None for name in ("weight", "bias"))
+    key = (type(module), type(module).forward, hidden, given, *plain.items())
+    if key not in _KNOWN_NORMS:
+        _KNOWN_NORMS[key] = _tried_norm(module, hidden)
+    return _KNOWN_NORMS[key]
+
+
+def _tried_norm(module: nn.Module, hidden: int) -> NormRole | str:
     eps = next((v for n in ("eps", "variance_epsilon") if isinstance(v := getattr(module, n, None), float)), 1e-6)
     with torch.no_grad():
         trial = copy.deepcopy(module).to_empty(device="cpu").double()

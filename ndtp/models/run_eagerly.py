@@ -6,6 +6,7 @@ every stride and every buffer from sizes, so it can follow neither such a tensor
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +37,11 @@ def run_eagerly(model: nn.Module) -> None:
     for module in {id(each): each for each in (model, *layers)}.values():
         theirs: Any = type(module)
         if not isinstance(module, Adopted):
-            forward = torch.compiler.disable(theirs.forward, reason=WHY)
-            made = {"__module__": theirs.__module__, "forward": forward}
-            kind = made_class(theirs.__name__, (theirs,), made)
-            module.__class__ = kind
+            module.__class__ = _eager(theirs, theirs.forward)
+
+
+@cache
+def _eager(theirs: Any, forward_of_theirs: Any) -> Any:
+    """The class of the modules of a class whose forward compilers leave alone, made once for each forward."""
+    forward = torch.compiler.disable(forward_of_theirs, reason=WHY)
+    return made_class(theirs.__name__, (theirs,), {"__module__": theirs.__module__, "forward": forward})

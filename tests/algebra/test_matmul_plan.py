@@ -376,3 +376,13 @@ def test_what_moves_in_which_phase(wanted: dict[str, bool], backward: str) -> No
     assert all(move.steps == plan.relayouts[move.tensor] for move in moves)
     if wanted.get("bias"):  # N = 12 over y=2, as it is stored, before the rows' sum over z and x leaves or joins it
         assert {plan.start_shape(name, {"m": 8, "n": 12, "k": 16}) for name in ("bias", "dbias")} == {(6,)}
+
+
+def test_a_plan_under_another_name():
+    grid = Grid(x=2, y=2)
+    first = MatMulPlan(Layout(grid, "x", "y"), Layout(grid, "y", None), name="first")
+    text, second = str(first), first.named("second")
+    assert second.name == "second" and first.name == "first" and str(second) == text
+    assert second is not first and second.relayouts is first.relayouts
+    with pytest.raises(LayoutError, match="MatMul 'second'"):
+        second.sizes((1, 2))
