@@ -219,8 +219,23 @@ def _lead_of(out: Tensor, width: int) -> int:
     return out.shape[: out.dim() - len(parts)].numel() if parts else -1
 
 
-def _bare(x: Any, mode: FakeTensorMode) -> Any:
-    return mode.from_tensor(x) if isinstance(x, Tensor) else x
+def _lent(given: Any, mode: Any) -> Any:
+    """Return what a model is called with for a run beside the call, which must not write into it (a cache of keys).
+
+    Args:
+        mode: makes tensors without memory; other ones are copied.
+    """
+    memo: dict[int, Any] = {}
+
+    def lent(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return mode.from_tensor(x) if isinstance(mode, FakeTensorMode) else x.detach().clone()
+        try:
+            return copy.deepcopy(x, memo)
+        except Exception:  # what cannot be copied is lent as it is
+            return x
+
+    return tree_map(lent, given)
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -280,7 +295,7 @@ def _observed(model: nn.Module, args: Any, kwargs: Any, device: Any) -> Observat
                 for p in model.parameters():
                     bare = torch.empty(p.shape, dtype=p.dtype, device=device or p.device)
                     memo[id(p)] = nn.Parameter(bare, p.requires_grad)
-            args, kwargs = (tree_map(lambda x: _bare(x, mode), given) for given in (args, dict(kwargs)))
+        args, kwargs = _lent((args, dict(kwargs)), mode)
         for part in model.modules():  # hooks of a user's are called in the call itself, once
             memo |= {id(part._forward_hooks): OrderedDict(), id(part._forward_pre_hooks): OrderedDict()}
         shadow = copy.deepcopy(model, memo)
