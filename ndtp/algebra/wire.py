@@ -1,10 +1,11 @@
-"""`Wire`: in which dtype tensors of products travel, by kind, and the bytes that this takes.  Pure."""
+"""`Wire`: in which dtype tensors of products travel, by kind, and multiply, and the bytes that this takes.  Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
+from typing import Any
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.steps import Step, apply
@@ -22,6 +23,16 @@ KINDS = {
 GRADIENTS = ("activation_gradients", "weight_gradients")
 BACK = {"activations": "activation_gradients", "weights": "weight_gradients"}  # of which kind its gradient is
 BACK |= {gradient: kind for kind, gradient in BACK.items()}
+ALL_KINDS = ("weights", "activations", "activation_gradients", "weight_gradients")
+PRODUCTS = ("bf16", "fp8")  # the dtypes in which products may be told to multiply
+# How a model is computed, by name: what travels, and in which dtype products multiply it.
+RECIPES: dict[str, dict[str, str]] = {
+    "bf16": {"weights": "bf16", "activations": "bf16", "gradients": "bf16", "products": "bf16"},
+    "fp8-rowwise": {
+        "weights": "fp8", "activations": "fp8", "activation_gradients": "fp8", "weight_gradients": "bf16",
+        "products": "fp8",
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,33 +85,59 @@ class Wire:
     Attributes:
         weights, activations, activation_gradients, weight_gradients: "bf16", "fp16", "fp8_e4m3", "fp8_e5m2" or "int8".
             The last three have a scale of fp32 for each row.
+        products: the dtype in which products multiply: "bf16", which casts operands of fp32 as autocast does; or "fp8",
+            operands of e4m3 and gradients of e5m2 with a scale a row, see `ndtp.compute.scaled_gemm`.
+        error_feedback: whether what rounding takes from a weight's gradient on its way is added to the next gradient of
+            that weight.
     """
 
     weights: str | None = None
     activations: str | None = None
     activation_gradients: str | None = None
     weight_gradients: str | None = None
+    products: str | None = None
+    error_feedback: bool = False
 
     @classmethod
-    def of(cls, wire: Wire | str | Mapping[str, str | None] | None) -> Wire | None:
+    def of(cls, wire: Wire | str | Mapping[str, str | bool | None] | None, recipe: str | None = None) -> Wire | None:
         """Return the wire that a user has written.
 
         Args:
             wire: a name for all kinds; "fp8" is e4m3 for weights and activations and e5m2 for gradients.  Or names by
-                kind, of which "gradients" stands for both of theirs.  A text may be of kinds, too, as commands take
-                it: "weights=fp8,gradients=bf16".
+                kind, of which "gradients" stands for both of theirs, and this class's other attributes.  A text may be
+                of kinds, too, as commands take it: "weights=fp8,gradients=bf16".
+            recipe: the name of one of `RECIPES`, which says what the wire does not name.  A wire by kinds may name it
+                itself, as "recipe".
 
         Raises:
-            GridError: a kind or a dtype that is none.
+            GridError: a kind, a dtype or a recipe that is none.
         """
-        if wire is None or isinstance(wire, Wire):
+        if recipe is None and (wire is None or isinstance(wire, Wire)):
             return wire
-        kinds = [field.name for field in fields(cls)]
-        asked: Mapping[str, str | None] = _by_kind(wire, kinds) if isinstance(wire, str) else wire
+        kinds = ALL_KINDS
+        asked: Any = wire or {}
+        if isinstance(asked, Wire):
+            asked = {field.name: getattr(asked, field.name) for field in fields(cls) if getattr(asked, field.name)}
+        asked = _by_kind(asked, kinds) if isinstance(asked, str) else asked
         if not isinstance(asked, Mapping):
             raise _refusal(wire, "is neither a dtype nor a dict of dtypes by kind")
-        found: dict[str, str | None] = {}
+        if (name := asked.get("recipe", recipe)) is not None:
+            if name not in RECIPES:
+                raise GridError(f"recipe={name!r} is none of {', '.join(RECIPES)}")
+            asked = _single(RECIPES[name]) | _single(asked)
+        found: dict[str, Any] = {}
         for kind, name in asked.items():
+            if kind == "recipe":
+                continue
+            if kind == "error_feedback" and (isinstance(name, bool) or name in ("true", "false")):
+                found[kind] = name in (True, "true")
+                continue
+            if kind == "products" and name in (None, *PRODUCTS):
+                found[kind] = name
+                continue
+            if kind in ("error_feedback", "products"):
+                known = "true, false" if kind == "error_feedback" else ", ".join(PRODUCTS)
+                raise _refusal(wire, f"has {name!r} for {kind}, which is none of {known}")
             if kind not in (*kinds, "gradients"):
                 raise _refusal(wire, f"names {kind!r}, which is none of {', '.join(kinds)}, gradients")
             for each in GRADIENTS if kind == "gradients" else (kind,):
@@ -116,10 +153,14 @@ class Wire:
 
     def __str__(self) -> str:
         """Return the text that commands take, of which `of` makes the same wire."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("bf16", "fp16", "fp8", "int8"):
             if self == Wire.of(name):
                 return name
+        for name in RECIPES:
+            if self == Wire.of(None, name):
+                return f"recipe={name}"
+        named = {kind: getattr(self, kind) for kind in (*ALL_KINDS, "products")}
+        named["error_feedback"] = "true" if self.error_feedback else None
         return ",".join(f"{kind}={name}" for kind, name in named.items() if name is not None) or "as computed"
 
 
@@ -183,6 +224,12 @@ def _by_kind(text: str, kinds: Sequence[str]) -> dict[str, str | None]:
         return dict.fromkeys(kinds, text)
     pairs = (entry.partition("=") for entry in text.split(","))
     return {kind.strip(): name.strip() for kind, _, name in pairs}
+
+
+def _single(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return names by kind, those of "gradients" by both kinds of gradients."""
+    both = dict.fromkeys(GRADIENTS, asked["gradients"]) if "gradients" in asked else {}
+    return both | {kind: name for kind, name in asked.items() if kind != "gradients"}
 
 
 def _refusal(wire: object, why: str) -> GridError:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from ndtp.algebra.wire import FORMATS, Format
+from ndtp.compute.quantised import LARGEST, Quantised, scaled_rows, widened
 
 Shape = tuple[int, ...]
 
@@ -49,20 +49,20 @@ class Codec:
         scales.copy_(scale.flatten().view(torch.uint8))
 
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return numbers that are yet to be rounded to the dtype, or are integers, and the scale of each row in fp32.
-
-        In fp32 at least: what a scale of fp16 would lose, or a row of bf16 would round before it is divided.
-        """
+        """Return numbers that are yet to be rounded to the dtype, or are integers, and the scale of each row."""
         assert self.largest is not None
-        x = x if x.dtype == torch.float64 else x.float()
-        # In two passes without a copy; a NaN is the largest and the smallest.
-        largest = torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_())
-        # Its quotient by the largest number must not be 0, nor must what is multiplied by it again overflow.
-        scale = (largest / self.largest).float().clamp_(min=torch.finfo(torch.float32).tiny)
-        # Where a scale was rounded down, the largest is over by a part in 1e7, which every dtype rounds back.  What is
-        # made of a NaN or an infinity does not matter: their scale tells.
-        x = x / scale
+        x, scale = scaled_rows(x, self.largest)
         return (x if self.dtype.is_floating_point else x.round_()), scale
+
+    def as_it_came(self, received: Tensor, shape: Shape, dtype: torch.dtype) -> Quantised:
+        """Return the parts of a shape that were written into rows of bytes, as blocks [parts, ..] for products of fp8.
+
+        In memory of their own: that of what was received is lent again.
+        """
+        cut, order = math.prod(shape) * self.dtype.itemsize, torch.contiguous_format
+        payload = received[:, :cut].clone(memory_format=order).view(self.dtype).view(-1, *shape)
+        scales = received[:, cut:].clone(memory_format=order).view(torch.float32).view(-1, *shape[:-1], 1)
+        return Quantised(payload, scales, dtype)
 
     def decode(self, received: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
         """The tensor of a shape that was written into bytes, in `dtype`."""
@@ -72,7 +72,7 @@ class Codec:
         scale = scales.clone().view(torch.float32).view(*shape[:-1], 1)  # those bytes may lie at any address
         if dtype == torch.float64:
             return payload.to(dtype) * scale
-        return _widened(payload).mul_(scale).to(dtype)
+        return widened(payload).mul_(scale).to(dtype)
 
     def encode_rows(self, x: Tensor) -> Tensor:
         """Return rows [rows, width] as bytes [rows, ..]: the numbers of each, and its scale behind them."""
@@ -92,7 +92,7 @@ class Codec:
         cut, order = width * self.dtype.itemsize, torch.contiguous_format
         numbers = received[:, :cut].clone(memory_format=order).view(self.dtype)
         scale = received[:, cut:].clone(memory_format=order).view(torch.float32)
-        wide = numbers.to(dtype) if dtype == torch.float64 else _widened(numbers)
+        wide = numbers.to(dtype) if dtype == torch.float64 else widened(numbers)
         return wide.mul_(scale).to(dtype)
 
     def _parts(self, memory: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
@@ -100,25 +100,13 @@ class Codec:
         return memory[:count].view(self.dtype).view(shape), memory[count : self.num_bytes(shape)]
 
 
-def _widened(x: Tensor) -> Tensor:
-    """Numbers in fp32.  On CPUs torch takes seven times as long for e4m3 as to look them up."""
-    if x.dtype != torch.float8_e4m3fn or x.device.type != "cpu":
-        return x.to(torch.float32)
-    return _table().index_select(0, x.view(torch.uint8).flatten().int()).view(x.shape)
-
-
-@cache
-def _table() -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-
-
 CODECS = {
-    name: Codec(FORMATS[name], dtype, largest)
-    for name, dtype, largest in (
-        ("bf16", torch.bfloat16, None),
-        ("fp16", torch.float16, None),
-        ("fp8_e4m3", torch.float8_e4m3fn, 448.0),
-        ("fp8_e5m2", torch.float8_e5m2, 57344.0),
-        ("int8", torch.int8, 127.0),
+    name: Codec(FORMATS[name], dtype, LARGEST.get(dtype))
+    for name, dtype in (
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+        ("fp8_e4m3", torch.float8_e4m3fn),
+        ("fp8_e5m2", torch.float8_e5m2),
+        ("int8", torch.int8),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -50,12 +51,15 @@ def coded_routes(
         route.begin = _gather(owner, route, codec, ranks, shape, dim, blocks)
     elif step.kind == "reduce_scatter":
         route.begin = _reduce(owner, route, codec, ranks, part, None if blocks else dim)
+        route.rounded = partial(_rounded, codec, ranks, part, None if blocks else dim)
     elif step.kind == "all_to_all":
         route.begin = _exchange(owner, route, codec, ranks, part, dim, step.source or 0)
     else:
         route.begin, route.shape = _reduce(owner, route, codec, ranks, part, 0, pads=True), part
+        route.rounded = partial(_rounded, codec, ranks, part, 0, pads=True)
         follower.begin = _gather(owner, follower, codec, ranks, part, 0, False, whole=shape)
         follower.codec, follower.follows, follower.coded_bytes = codec, True, 0
+        follower.rounded = partial(_rounded, codec, 1, part, 0)
     owner.make_room(route, ranks * max(codec.num_bytes(shape), codec.num_bytes(route.shape)))
     return (route, follower) if follower.follows else (route,)
 
@@ -87,6 +91,9 @@ def _gather(
         dtype, device = x.dtype, x.device
 
         def finish() -> Tensor:
+            if route.keeps_code and out is None:
+                came = codec.as_it_came(landing.view(ranks, length), part, dtype)
+                return came if blocks else came.joined()
             shape = route.shape if whole is None else (whole or (1,))
             result = torch.empty(shape, dtype=dtype, device=device) if out is None else out.view(shape)
             for j, bytes_of_it in enumerate(landing.view(ranks, length)):
@@ -111,6 +118,19 @@ def _parts(x: Tensor, ranks: int, part: Shape, dim: int | None, pads: bool = Fal
         missing = ranks * part[0] - x.shape[0]
         x = torch.cat([x, x.new_zeros(missing, *part[1:])]) if missing else x
     return x if dim is None else x.unflatten(dim, (ranks, part[dim])).movedim(dim, 0)
+
+
+def _rounded(codec: Codec, ranks: int, part: Shape, dim: int | None, x: Tensor, pads: bool = False) -> Tensor:
+    """Return what the receivers find of a tensor that is sent to them in parts."""
+    found = []
+    for mine in _parts(x.detach(), ranks, part, dim, pads):
+        sent = x.new_empty(codec.num_bytes(part), dtype=torch.uint8)
+        codec.encode(mine, sent)
+        found.append(codec.decode(sent, part, x.dtype))
+    if dim is None:
+        return torch.stack(found)
+    result = torch.cat(found, dim)
+    return result[: x.shape[0]] if pads and x.dim() else result.view(-1)[: x.numel()].view(x.shape) if pads else result
 
 
 def _reduce(

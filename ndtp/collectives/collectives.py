@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ndtp.collectives.axis_groups import AxisGroups
     from ndtp.collectives.buffer_ring import BufferRing
 
+OPERANDS = ("A", "B", "dC")  # of products, forward and backward
 _GATHER, _EXCHANGE = AllgatherOptions(), AllToAllOptions()
 _SCATTER, _REDUCE = ReduceScatterOptions(), AllreduceOptions()
 for _options in (_GATHER, _SCATTER, _REDUCE, _EXCHANGE):
@@ -176,6 +177,13 @@ class Collectives:
         if form is None or not dtype.is_floating_point or form.itemsize >= dtype.itemsize:
             return None
         return CODECS[form.name] if form.saves(part, dtype.itemsize) else None
+
+    def keeps(self, route: Route) -> bool:
+        """Return whether a gather's result is left in fp8: that of an operand of a product that multiplies in fp8."""
+        if self.wire is None or self.wire.products != "fp8" or route.codec is None or route.kind != "all_gather":
+            return False
+        is_operand = len(route.op) > 1 and route.op[1] in OPERANDS
+        return is_operand and route.codec.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
     def _legs(self, bind: Callable[[], Route], shape: Shape, dtype: torch.dtype) -> tuple[Route, ...]:
         """The routes that `bind` makes of a step, one each time."""

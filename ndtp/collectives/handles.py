@@ -50,13 +50,15 @@ class Route:
         received: elements.
         codec: by which its tensors travel; None: as they are.
         coded_bytes: that it receives then, scales included.
+        rounded: what arrives of a tensor that is sent to be summed up, or of a sum; None where it goes as it is.
+        keeps_code: whether a gather gives what it received as `ndtp.compute.quantised.Quantised`.
         follows: it ends what another one began, and is no call of its own.
         note: for the record; None until it is launched.
     """
 
     __slots__ = (
-        "axes", "begin", "channel", "codec", "coded_bytes", "follows", "kind", "note", "op", "part", "phase",
-        "received", "shape",
+        "axes", "begin", "channel", "codec", "coded_bytes", "follows", "keeps_code", "kind", "note", "op", "part",
+        "phase", "received", "rounded", "shape",
     )  # fmt: skip
 
     begin: Begin
@@ -68,7 +70,8 @@ class Route:
         self.op, self.phase, self.part = op, phase, part
         self.channel, self.follows = channel, False
         self.codec: Codec | None = None
-        self.coded_bytes = 0
+        self.coded_bytes, self.keeps_code = 0, False
+        self.rounded: Callable[[Tensor], Tensor] | None = None
         self.note: Note | None = None
 
     def num_bytes(self, tensor: Tensor) -> int:

@@ -34,11 +34,13 @@ class TorchGemm(TorchEpilogues, TorchGrouped):
         takes_processors: whether those of a CPU multiply, on which other ranks may have to wait.
         gradients_in_blocks: whether the gradient of a weight that is scattered along its columns is written as blocks
             of them.  A product a block reads dC again for each, which takes a fifth longer than one and a copy.
+        takes_codes: whether operands may be `ndtp.compute.quantised.Quantised`.
     """
 
     own_part_from: int | None = None
     takes_processors = True
     gradients_in_blocks = False
+    takes_codes = False
 
     def bound(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool)
         frame.running.append(read)
         rows.begin()
         try:
-            given = method(self, *args, **kwargs)
+            with cast_for(frame.mesh):
+                given = method(self, *args, **kwargs)
         finally:
             rows.end()
             frame.running.pop()
@@ -67,6 +69,13 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool)
         return given
 
     return run
+
+
+def cast_for(mesh: Any) -> AbstractContextManager[Any]:
+    """Return in what a model's code runs: autocast, where its products multiply in bf16 (`ndtp.Wire.products`)."""
+    if mesh.wire is None or mesh.wire.products != "bf16":
+        return nullcontext()
+    return torch.autocast(mesh.device_type, torch.bfloat16)
 
 
 def computing(kind: Any) -> set[str]:

@@ -12,6 +12,7 @@ from torch import nn
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts, block_layouts, known_scheme
+from ndtp.algebra.wire import Wire
 from ndtp.errors import LayoutError
 from ndtp.models.any_model import AnyModel
 from ndtp.models.auto_whole import plan_whole
@@ -73,6 +74,7 @@ def parallelize(
     regather: tuple[str, ...] = (),
     chunks: int | str = "auto",
     wire: GivenWire = None,
+    recipe: str | None = None,
     tokens: int | None = None,
     hardware: str | Hardware = "h100-ib",
     keep: Sequence[str] = (),
@@ -110,6 +112,7 @@ def parallelize(
             By a profile that was measured (`ndtp bench calibrate`) numbers of chunks are chosen, too.
         pad: pad sizes that do not divide; without it they are an error.
         regather, chunks, wire: as for `ndtp.nn.Linear`.  A plan of `ndtp.plan` may name a wire, too.
+        recipe: "bf16" or "fp8-rowwise": in which dtypes tensors travel and products multiply, see docs/wire.md.
         keep: names of layers that stay whole, with wildcards, as None says in `plan`.  What is recognised (attention,
             an MLP) stays whole with each of its layers.
         expert_axis: the axes that split the experts of a transformer, as for `ndtp.nn.MoE`; "auto" chooses them where
@@ -140,8 +143,9 @@ def parallelize(
         known_scheme(scheme)
     if isinstance(plan, GridPlan):
         expert_axis = plan.expert_axis if expert_axis is None else expert_axis
-        wire = plan.request.wire if wire is None else wire
+        wire = plan.request.wire if wire is None and recipe is None else wire
         scheme, regather, plan = plan.scheme, plan.regather, None
+    wire = Wire.of(wire, recipe)
     mesh = None if mesh is None else given_mesh(mesh, "parallelize", makes=True, wire=wire)
     names = NamedPlan.given(plan, keep, scheme)
     values = {} if names.names_pairs else names.values(model)

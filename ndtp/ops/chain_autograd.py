@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from ndtp.ops.moving import as_own
 from ndtp.runtime.arrival import Deferred, is_plain, real_of, taken_in, wrapped
 from ndtp.runtime.moves import Move
+from ndtp.runtime.program import NO_LEAVES, Program
 from ndtp.runtime.versions import refuse_changed, version_of
 from ndtp.runtime.weight_prefetch import owner_of
 
 if TYPE_CHECKING:
-    from ndtp.runtime.program import Program
     from ndtp.runtime.step_state import StepState
 
 
@@ -99,6 +99,14 @@ class _Call:
             name, plan = ("A", 0) if i == 0 else ("B", i - 1)
             refuse_changed(x, version, f"{name} of MatMul '{self.program.plans[plan].name}'")
 
+    def leaves(self) -> dict[tuple[int, str], Tensor | None]:
+        """Return the parameters whose gradients arrive late, by product and gradient."""
+        count = len(self.program.plans)
+        return {
+            (i - 1, "dB") if i <= count else (i - 1 - count, "dbias"): deferred.leaf
+            for i, deferred in self.deferred.items()
+        }
+
     def held(self, next_functions: Sequence[Any]) -> set[tuple[int, str]]:
         """Gradients that stop before an all-reduce: for those of later micro-batches, or to take up earlier ones."""
         count, edges, held = len(self.program.plans), iter(next_functions), set()
@@ -141,7 +149,8 @@ class _Chain(torch.autograd.Function):
         kept = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each goes when its product is done
         held = call.held(ctx.next_functions) if step.partial_sums.holds_back else ()
-        gradients = program.backward(step, grad, kept, held, *call.ahead_backward, defers=program.may_defer)
+        leaves = call.leaves() if program.feeds_back else NO_LEAVES
+        gradients = program.backward(step, grad, kept, held, *call.ahead_backward, program.may_defer, leaves)
         if call.deferred:
             _expect(call, gradients, grad, bool(held))
         for i, x in call.specs.items():

@@ -102,7 +102,10 @@ class _Used(torch.autograd.Function):
         late.enter()
         refuse_second(plan.name)
         held = sums.holds_back and deferred is not None and deferred.accumulates(ctx.next_functions[0][0])
-        move = Move(_way(grad, plan.back.steps, mesh, plan.name, "wgrad", plan.back.kind), grad, hold=held).start()
+        way = _way(grad, plan.back.steps, mesh, plan.name, "wgrad", plan.back.kind)
+        leaf = None if deferred is None else deferred.leaf
+        feed = mesh.step.residuals.feed(leaf, plan.name) if way.feeds_back else None
+        move = Move(way, grad, hold=held, feed=feed).start()
         if deferred is None or not move.is_under_way:
             return move.wait(), None, None, None
         deferred.late = late.expect(move, deferred.leaf if held else None, sums)

@@ -129,6 +129,9 @@ def chain(
         from ndtp.ops import compiled
 
         return compiled.chain([None if x is None else local_shard(x) for x in tensors], plans, activations, mesh)
+    if mesh.wire is not None and mesh.wire.products == "bf16" and a.dtype in (torch.float32, torch.bfloat16):
+        tensors = tuple([None if x is None else _autocast(x, torch.bfloat16) for x in tensors])
+        are_plain = [x is None or is_plain(x) for x in tensors]
     wants = torch.is_grad_enabled()
     needs = tuple([wants and x is not None and x.requires_grad for x in tensors])
     shards = tensors

@@ -58,7 +58,7 @@ def plan(
     tp_within_node: bool = False,
     pad: bool = True,
     chunks: int = 1,
-    wire: Wire | str | Mapping[str, str | None] | None = None,
+    wire: Wire | str | Mapping[str, str | bool | None] | None = None,
     limit: int | None = None,
 ) -> list[GridPlan]:
     """Grids for a block of `tokens` rows (of the whole job), best first.

@@ -21,7 +21,7 @@ Run = Callable[[SlotList], None]
 Get = Callable[[SlotList], Tensor]
 
 # The first slots of every phase: what a call brings beside its tensors.
-STEP, WEIGHT, OWNER, HELD, DEFERS, FIRST = range(6)
+STEP, WEIGHT, OWNER, HELD, DEFERS, LEAVES, FIRST = range(7)
 
 
 class Place(NamedTuple):
@@ -84,10 +84,12 @@ def put(slot: int, source: int, place: Place) -> Run:
 
 def start_gradient(slot: int, source: int, way: Way, name: tuple[int, str]) -> Run:
     """Send a gradient of a weight or bias off, which stops before an all-reduce if the call says so."""
+    feeds = way.feeds_back
 
     def run(slots: SlotList) -> None:
         x, slots[source] = slots[source], None
-        slots[slot] = Move(way, x, hold=name in slots[HELD]).start()
+        feed = slots[STEP].residuals.feed(slots[LEAVES].get(name), name) if feeds else None
+        slots[slot] = Move(way, x, hold=name in slots[HELD], feed=feed).start()
 
     return run
 

@@ -17,6 +17,7 @@ from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.gloo import GlooCollectives
 from ndtp.collectives.handles import Handle, Route
 from ndtp.compute.gemm import TorchGemm
+from ndtp.compute.scaled_gemm import gemm_of
 from ndtp.runtime.late_gradients import LateGradients
 from ndtp.runtime.program import Programs
 from ndtp.runtime.step_state import StepState
@@ -98,7 +99,7 @@ class DryGrid:
         wire: Wire | None = None,
         beside: DryGrid | None = None,
     ) -> None:
-        self.grid, self.rank, self.gemm = grid, rank, TorchGemm()
+        self.grid, self.rank, self.gemm = grid, rank, gemm_of(wire, TorchGemm())
         self.check, self.device_mesh = False, None
         self.step: StepState = StepState(LateGradients()) if beside is None else beside.step
         self.programs = Programs()

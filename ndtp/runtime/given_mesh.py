@@ -10,7 +10,7 @@ from ndtp.algebra.wire import Wire
 from ndtp.errors import GridError
 from ndtp.runtime.process_grid import ProcessGrid
 
-GivenWire = Wire | str | Mapping[str, str | None] | None
+GivenWire = Wire | str | Mapping[str, str | bool | None] | None
 
 
 def given_mesh(mesh: Any, owner: str, makes: bool = False, wire: GivenWire = None) -> Any:

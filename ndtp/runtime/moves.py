@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ndtp.algebra.steps import Step
+from ndtp.collectives.handles import Route
 
 if TYPE_CHECKING:
     from ndtp.algebra.matmul_plan import MatMulPlan
     from ndtp.collectives.collectives import Collectives
-    from ndtp.collectives.handles import Handle, Route, Shape
+    from ndtp.collectives.handles import Handle, Shape
+
+
+Feed = Callable[[Tensor, Route, int], Tensor]
 
 
 class Cut(NamedTuple):
@@ -42,6 +46,7 @@ class Way:
         legs: cuts, and collectives; a step may take two of these.
         shape: of the tensor after the last leg.
         is_coded: whether it travels by a codec, so that what arrives of this rank's own part is another than the part.
+        feeds_back: whether what rounding takes from a gradient on its way is added to the next one.
         gathers_in_order: whether it is one gather, whose parts lie behind one another in its result.
     """
 
@@ -78,6 +83,11 @@ class Way:
         arrives = blocks == "arrive" and len(steps) == 1 and gathers_columns(steps[0])
         in_order = len(steps) == 1 and steps[0].kind == "all_gather" and (arrives or not steps[0].dim)
         self.gathers_in_order = in_order and not self.is_coded
+        wire = collectives.wire
+        self.feeds_back = wire is not None and wire.error_feedback and self.is_coded
+        last = legs[-1] if legs else None
+        if isinstance(last, Route) and collectives.keeps(last) and (arrives or not steps[-1].dim):
+            last.keeps_code = True
         self.ends_by_collective = bool(legs) and not isinstance(legs[-1], Cut)
 
     def is_like(self, other: Way) -> bool:
@@ -100,13 +110,21 @@ class Move:
         out: where the last leg puts its result, if it is a collective.
         hold: stop before an all-reduce, until `release_hold`.
         ahead: it is started for a product yet to come.
+        feed: what each of its collectives sends, see `ndtp.runtime.residuals`.
     """
 
-    __slots__ = ("_ahead", "_taken", "handle", "hold", "out", "tensor", "way")
+    __slots__ = ("_ahead", "_taken", "feed", "handle", "hold", "out", "tensor", "way")
 
     def __init__(
-        self, way: Way, tensor: Tensor, out: Tensor | None = None, hold: bool = False, ahead: bool = False
+        self,
+        way: Way,
+        tensor: Tensor,
+        out: Tensor | None = None,
+        hold: bool = False,
+        ahead: bool = False,
+        feed: Feed | None = None,
     ) -> None:
+        self.feed = feed
         self.tensor: Tensor | None = tensor
         self.way, self.out, self.hold, self._ahead = way, out, hold, ahead
         self._taken = 0
@@ -123,6 +141,8 @@ class Move:
                 self.tensor = tensor.narrow(*leg)
             else:
                 self.tensor = None  # the collective holds what it needs of it
+                if self.feed is not None:
+                    tensor = self.feed(tensor, leg, self._taken)
                 out = self.out if self._taken == len(legs) else None
                 self.handle = self.way.collectives.launch(leg, tensor, out, self._ahead)
                 self._ahead = False  # further ones follow where it is waited for
@@ -187,7 +207,7 @@ class Pieces(Move):
     def __init__(self, whole: Tensor, is_deferred: bool = False) -> None:
         self.moves: list[Move] = []
         self.is_deferred = is_deferred
-        self.tensor, self.hold, self.handle = whole, False, None
+        self.tensor, self.hold, self.handle, self.feed = whole, False, None, None
 
     def add_piece(self, way: Way, piece: Tensor, rows: slice) -> None:
         assert self.tensor is not None

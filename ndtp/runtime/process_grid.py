@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
@@ -11,7 +10,7 @@ from weakref import WeakValueDictionary, finalize
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # later its default arguments would keep the world's group, see `_let_go`
+import torch.distributed.nn.functional  # later its default arguments would keep the world's group, see `let_go`
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import default_mesh_axes
@@ -19,10 +18,10 @@ from ndtp.algebra.wire import Wire
 from ndtp.collectives import nccl
 from ndtp.collectives.axis_groups import DIRECTIONS, AxisGroups, Made
 from ndtp.collectives.buffer_ring import DEFAULT_BYTES, BufferRing
-from ndtp.collectives.direct_exchange import past_of
-from ndtp.collectives.groups import end, let_go_of_world, never_destroy
+from ndtp.collectives.groups import let_go_of_world
 from ndtp.collectives.movers import collectives_of
 from ndtp.compute.gemm import KernelGemm, TorchGemm
+from ndtp.compute.scaled_gemm import gemm_of
 from ndtp.errors import GridError
 from ndtp.runtime.foreign_meshes import refuse_joining, spare_advice
 from ndtp.runtime.grid_options import (
@@ -37,6 +36,7 @@ from ndtp.runtime.grid_options import (
 )
 from ndtp.runtime.interleave import interleave
 from ndtp.runtime.late_gradients import late_gradients_of
+from ndtp.runtime.letting_go import let_go, let_go_of_mesh
 from ndtp.runtime.list_operations import count_list_operations
 from ndtp.runtime.program import Programs
 from ndtp.runtime.step_state import StepState
@@ -81,6 +81,7 @@ class ProcessGrid:
             `ndtp.collectives.buffer_ring.BufferRing`.  0: none is kept.
         register_buffers: take that memory from NCCL and register it with the groups.
         wire: the dtypes in which operands and results of products travel, such as "bf16", see `ndtp.Wire`.
+        recipe: "bf16" or "fp8-rowwise": in which dtypes tensors travel and products multiply, see docs/wire.md.
 
     Attributes:
         name: what compiled code knows it by, see `grid_named`.
@@ -115,7 +116,8 @@ class ProcessGrid:
         max_ctas: int | None = None,
         ring_bytes: int = DEFAULT_BYTES,
         register_buffers: bool = False,
-        wire: Wire | str | Mapping[str, str | None] | None = None,
+        wire: Wire | str | Mapping[str, str | bool | None] | None = None,
+        recipe: str | None = None,
         _bound: tuple[list[int], Made] | None = None,
     ) -> None:
         self.timeout = checked_timeout(timeout)
@@ -125,7 +127,7 @@ class ProcessGrid:
         )  # fmt: skip
         global_ranks, given = _bound or (world_ranks(grid), {})
         self.grid = grid
-        self.check, self.wire, self.global_ranks = check, Wire.of(wire), global_ranks
+        self.check, self.wire, self.global_ranks = check, Wire.of(wire, recipe), global_ranks
         self.high_priority, self.max_ctas = high_priority, max_ctas
         backends = {} if global_ranks is None else backends_by_device()
         self.device_type = ("cuda" if "nccl" in backends.values() else "cpu") if device_type is None else device_type
@@ -149,11 +151,12 @@ class ProcessGrid:
         self.groups_per_axis = self.groups.groups_per_axis
         taking = self.backend if collectives == "torch" else None  # copy engines take no multiprocessor
         leave = sms_to_leave(free_sms, taking, max_ctas, self.groups_per_axis, grid)
-        self.gemm = KernelGemm(sms_to_leave=leave) if gemm == "kernels" else TorchGemm()
+        self._gemm = KernelGemm(sms_to_leave=leave) if gemm == "kernels" else TorchGemm()
+        self.gemm = gemm_of(self.wire, self._gemm)
         self.rank, self.coordinate = self.groups.rank, self.groups.coordinate
         ends = self.timeout if self.backend == "gloo" else None
         self.programs = Programs()
-        finalize(self, _let_go, self.programs, self.groups.made, self.groups.given, ends)
+        finalize(self, let_go, self.programs, self.groups.made, self.groups.given, ends)
         in_order = default_mesh_axes(grid)
         self.mesh_axes = grid.nontrivial(in_order) or in_order[:1]
         self.device_mesh: DeviceMesh | None = None
@@ -174,7 +177,7 @@ class ProcessGrid:
                 mesh_dim_names=self.mesh_axes,
             )
             self.device_mesh.ndtp_grid = str(grid)  # type: ignore[attr-defined]
-            finalize(self, _let_go_of_mesh, self.device_mesh)
+            finalize(self, let_go_of_mesh, self.device_mesh)
             # All of them now, in one order on every rank, and not in the middle of a schedule.
             every = [self.groups.group((axis,), way) for way in DIRECTIONS for axis in self.mesh_axes]
             ring_groups = list(dict.fromkeys(every))
@@ -267,12 +270,13 @@ class ProcessGrid:
                 groups_per_axis=self.groups_per_axis, high_priority=self.high_priority, max_ctas=self.max_ctas,
                 collectives=self.groups.mover, ring_bytes=0, _bound=None if ranks is None else (ranks, given),
             )  # fmt: skip
-            refined.gemm, refined.step, refined.ring = self.gemm, self.step, self.ring
+            refined.gemm, refined._gemm = self.gemm, self._gemm
+            refined.step, refined.ring = self.step, self.ring
             refined.collectives = collectives_of(refined.groups, self.ring, self.step.recording, self.wire)
             self._refined[key] = refined
         return self._refined[key]
 
-    def sending(self, wire: Wire | str | Mapping[str, str | None] | None) -> ProcessGrid:
+    def sending(self, wire: Wire | str | Mapping[str, str | bool | None] | None) -> ProcessGrid:
         """Return these ranks with another wire: the same groups, buffers and training step.
 
         Modules, `parallelize` and the commands make one of their `wire=`; asked again, it is the same object.
@@ -293,6 +297,7 @@ class ProcessGrid:
         if made is None:
             made = object.__new__(ProcessGrid)
             vars(made).update(vars(first), wire=wire, _first=first, _refined={}, name=f"{self.grid} #{next(_COUNT)}")
+            made.gemm = gemm_of(wire, first._gemm)
             made.collectives = collectives_of(made.groups, made.ring, made.step.recording, wire)
             first._sending[wire] = _NAMED[made.name] = made
         return made
@@ -357,29 +362,6 @@ class ProcessGrid:
 
     def __repr__(self) -> str:
         return f"ProcessGrid({self.grid}; rank {self.rank})"
-
-
-def _let_go(programs: Programs, groups: Made, of_parameters: Made, timeout: float | None) -> None:
-    """Drop the groups of a grid that is gone, or whose program ends; end those with a timeout, which no grid shares.
-
-    What was bound holds on to them, too.
-
-    gloo's threads return tensors to Python a little after a collective is done, and abort a program whose interpreter
-    is gone by then.  `destroy_process_group` ends the threads of groups that nobody holds.
-    """
-    if hasattr(sys, "last_value"):  # an exception ended the program
-        never_destroy()
-    elif timeout is not None:
-        for group in groups.values():
-            end(group, timeout if past_of(group).given_up else 0.0)
-    programs.clear()
-    groups.clear()
-    of_parameters.clear()
-
-
-def _let_go_of_mesh(device_mesh: DeviceMesh) -> None:
-    """DTensor's caches hold on to the mesh, which need not hold on to its groups: torch finds them by name, too."""
-    getattr(device_mesh, "_pg_registry", {}).clear()
 
 
 # Compiled code holds text, not objects, and must find the grid when it runs, as torch's own finds process groups.  The

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled
 
 from ndtp.collectives.recorder import NOTHING, span
-from ndtp.runtime.closures import DEFERS, FIRST, HELD, OWNER, STEP, WEIGHT, Run
+from ndtp.runtime.closures import DEFERS, FIRST, HELD, LEAVES, OWNER, STEP, WEIGHT, Run
 from ndtp.runtime.moves import Move, Way
 from ndtp.runtime.phase import Phase
 from ndtp.runtime.recheck import PHASES
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ndtp.runtime.step_state import StepState
 
 MOST_PROGRAMS = 1024
+NO_LEAVES: dict[tuple[int, str], Tensor | None] = {}
 
 
 class Program:
@@ -40,6 +41,7 @@ class Program:
         ends: the products whose weights forward and backward need first, where these may have been gathered ahead.
         operands: those of A and the weights that backward multiplies by, by their places among the tensors.
         late: the weights and biases whose gradients take steps, by their places.
+        feeds_back: whether gradients of weights have error feedback.
         may_defer: whether backward can leave a part of a weight's gradient to the chain that follows.
         late_if_deferred: the weight whose gradient takes no steps, and is late if it does.
     """
@@ -61,6 +63,8 @@ class Program:
         self.late = [1 + p for p in range(count) if wanted[p].wgrad and plans[p].relayouts["dB"]]
         self.late += [1 + count + p for p in range(count) if wanted[p].bias and plans[p].relayouts["dbias"]]
         self.may_defer, self.late_if_deferred = False, list[int]()
+        wire = setting.collectives.wire
+        self.feeds_back = wire is not None and wire.error_feedback
         self.kept, kept_shapes = self._bind_forward(stored, first)
         self._bind_backward(dict(zip(self.kept, kept_shapes, strict=True)), stored, last)
 
@@ -135,6 +139,7 @@ class Program:
         weight: Tensor | None = None,
         owner: Any = None,
         defers: bool = False,
+        leaves: Mapping[tuple[int, str], Tensor | None] = NO_LEAVES,
     ) -> list[Tensor | Move | None]:
         """dA of the first product as it is stored; dB and dbias of every product, or their moves, not waited for.
 
@@ -143,10 +148,11 @@ class Program:
             held: gradients (product, "dB" or "dbias") whose moves stop before an all-reduce.
             weight, owner: as for forward, of the weight that backward needs first.
             defers: leave a part of the last gradient of a weight to the chain that follows, see `may_defer`.
+            leaves: the parameters whose gradients (product, "dB" or "dbias") are, for error feedback.
         """
         slots: list[Any] = [None] * self._backward.size
         slots[STEP], slots[WEIGHT], slots[OWNER], slots[HELD], slots[DEFERS] = step, weight, owner, held, defers
-        slots[FIRST] = grad
+        slots[LEAVES], slots[FIRST] = leaves, grad
         slots[FIRST + 1 : FIRST + 1 + len(self._kept)] = kept
         kept.clear()
         self._backward.run(slots, step)

@@ -264,6 +264,8 @@ class Slots:
             steps = plan.relayouts[name]
             if any(step.kind != "all_gather" or step.dim != 0 for step in steps) or not self.wanted[p].wgrad:
                 return None
+            if self.gemm.takes_codes and steps:
+                return None  # what comes in fp8 stays so
             if name == "A" and self.is_forward and self.wanted[p].again("a"):
                 return None  # each chunk goes when it is multiplied
             if not steps and rows.place(name)[1] == 1 and (p, name) in self.stored:

@@ -12,6 +12,7 @@ from ndtp.collectives.recorder import Recording
 from ndtp.runtime.chunk_choices import ChunkChoices
 from ndtp.runtime.late_gradients import LateGradients
 from ndtp.runtime.partial_sums import PartialSums
+from ndtp.runtime.residuals import Residuals
 from ndtp.runtime.weight_prefetch import WeightPrefetch
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class StepState:
         chunks: the numbers of chunks that were chosen, and what they rest on.
         recording: who looks on, if anybody does.
         recheck: has some products computed again by another rank; None: none.
+        residuals: what the wire's rounding has kept back of gradients.
         expect_backward: is told of whole tensors, such as losses, that code has made of split activations.
     """
 
@@ -41,6 +43,7 @@ class StepState:
         self.chunks = ChunkChoices()
         self.recording = Recording()
         self.recheck: Recheck | None = None
+        self.residuals = Residuals()
         self.expect_backward: Callable[[Tensor], None] | None = None
 
     def made_whole(self, result: Any) -> Any:

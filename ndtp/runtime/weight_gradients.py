@@ -33,7 +33,9 @@ class WeightGradients(Slots):
 
         Rows of its pieces are rows of the gradient: nothing on its way cuts or scatters them.
         """
-        steps = self.stages[p].plan.relayouts["dB"]
+        steps, wire = self.stages[p].plan.relayouts["dB"], self.collectives.wire
+        if wire is not None and wire.error_feedback:
+            return None  # what is left of a gradient is kept as a whole
         if not steps or any(0 in (step.dim, step.source) or step.kind != "reduce_scatter" for step in steps):
             return None
         return self._rows_operand(p)

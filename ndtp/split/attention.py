@@ -34,6 +34,12 @@ def attention(
     """Batch dims and heads may be split, and the places of queries, each of which looks at all keys and values."""
     if query.dim() < 3 or not (query.dim() == key.dim() == value.dim()):
         return NotImplemented
+    device = query.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (x if x.dtype == dtype else x.to(dtype) for x in (query, key, value))
+        if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
     if dropout_p > 0.0:
         return _composed(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     count = query.dim()

@@ -20,6 +20,8 @@ from ndtp.planner.search import plan, wire_savings
         ({"weight": "bf16"}, "names 'weight'"),
         ("weights=fp8,gradient=bf16", "names 'gradient'"),
         ("weights=", "has '', which is none of"),
+        ("products=fp16", "'fp16' for products, which is none of bf16, fp8"),
+        ("error_feedback=yes", "'yes' for error_feedback"),
     ],
 )
 def test_a_wire_that_is_none_is_refused_with_the_fix(wire, said):
@@ -32,7 +34,13 @@ def test_names_of_kinds():
     assert Wire.of("fp8") == Wire("fp8_e4m3", "fp8_e4m3", "fp8_e5m2", "fp8_e5m2")
     assert Wire.of({"gradients": "bf16"}) == Wire.of("gradients=bf16") == Wire(None, None, "bf16", "bf16")
     assert Wire.of({"weights": "int8"}).format("activations") is None
-    for written in ("bf16", "fp8", "int8", "weights=fp8,gradients=bf16"):
+    few = Wire.of({"weights": "int8"}, "fp8-rowwise")
+    assert (few.weights, few.activations, few.weight_gradients, few.products) == ("int8", "fp8_e4m3", "bf16", "fp8")
+    assert Wire.of(few, "bf16") == few and Wire.of({"gradients": None}, "bf16").weight_gradients is None
+    with pytest.raises(GridError, match="recipe='fp4' is none of bf16, fp8-rowwise"):
+        Wire.of(None, "fp4")
+    recipes = ("recipe=bf16", "recipe=fp8-rowwise", "weights=fp8,products=fp8", "gradients=fp8,error_feedback=true")
+    for written in ("bf16", "fp8", "int8", "weights=fp8,gradients=bf16", *recipes):
         assert Wire.of(str(Wire.of(written))) == Wire.of(written), "what is printed can be typed"
 
 
