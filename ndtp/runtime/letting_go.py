@@ -1,4 +1,4 @@
-"""What is dropped when a process grid goes: its groups, and what was bound to them."""
+"""The end of a process grid: its groups, and what was bound to them, are dropped."""
 
 from __future__ import annotations
 
