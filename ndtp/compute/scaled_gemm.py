@@ -23,7 +23,7 @@ from ndtp.compute.quantised import LARGEST, Quantised, scaled_rows, widened
 
 OPERAND, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of the sizes of a weight and of what is summed over: torch._scaled_mm takes no others on a device
-Rows = tuple[Tensor, Tensor | None]  # numbers of fp8, and the scale of each row; None: 1
+ScaledRows = tuple[Tensor, Tensor | None]  # numbers of fp8, and the scale of each row; None: 1
 
 
 class HasProducts(Protocol):
@@ -134,7 +134,7 @@ def _blocks(x: Tensor) -> list[Tensor]:
     return [Quantised(part, scale, x.dtype) for part, scale in zip(x.payload, x.scales, strict=True)]
 
 
-def _rows(x: Tensor, is_swapped: bool, dtype: torch.dtype, fold: Tensor | None) -> Rows:
+def _rows(x: Tensor, is_swapped: bool, dtype: torch.dtype, fold: Tensor | None) -> ScaledRows:
     """Return an operand with what is summed over as its last dim, in fp8, and the scale of each row.
 
     Args:
@@ -153,7 +153,7 @@ def _rows(x: Tensor, is_swapped: bool, dtype: torch.dtype, fold: Tensor | None) 
     return numbers.to(dtype), scale
 
 
-def multiply(one: Rows, other: Rows, dtype: torch.dtype) -> Tensor:
+def multiply(one: ScaledRows, other: ScaledRows, dtype: torch.dtype) -> Tensor:
     """Return [M, N] of [M, K] and [N, K] with a scale for each of their rows."""
     (a, scale), (b, other_scale) = one, other
     if a.is_cuda and a.dim() == 2 and not (a.shape[1] % MULTIPLE or b.shape[0] % MULTIPLE) and a.numel():
@@ -166,7 +166,7 @@ def multiply(one: Rows, other: Rows, dtype: torch.dtype) -> Tensor:
     return result.to(dtype)
 
 
-def by_kernel(one: Rows, other: Rows, dtype: torch.dtype) -> Tensor:
+def by_kernel(one: ScaledRows, other: ScaledRows, dtype: torch.dtype) -> Tensor:
     """`multiply` by `torch._scaled_mm`: rows of A as they lie, and rows of B as columns of a matrix by columns."""
     (a, scale), (b, other_scale) = one, other
     ones = lambda x: torch.ones(x.shape[0], 1, device=x.device)  # noqa: E731
