@@ -71,7 +71,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(shape).to(dtype)
 
-    x, w, up, bias = random(SIZE, SIZE), random(SIZE, SIZE), random(SIZE, SIZE), random(SIZE)
+    x, w, bias = random(SIZE, SIZE), random(SIZE, SIZE), random(SIZE)
     pre, main = random(SIZE, SIZE), random(SIZE, SIZE, dtype=torch.float32)
     blocks = random(4, SIZE, SIZE)
     letters = (("m", "k"), ("k", "n"), ("m", "n"))
@@ -81,11 +81,13 @@ def cases() -> dict[str, Callable[[], Any]]:
         "bias, gelu, pre-activation kept": lambda: kernels.gemm(
             x, w, bias, transpose_b=True, activation="gelu", return_preactivation=True, options=OPTIONS
         ),
-        "gated pair": lambda: kernels.gated_gemm(x, w, up, transpose_b=True, options=OPTIONS),
         "dgrad with activation gradient": lambda: kernels.backward_gemm(x, w, pre, activation="gelu", options=OPTIONS),
         "wgrad added to fp32": lambda: kernels.gemm(x, w, transpose_a=True, out=main, accumulate=True, options=OPTIONS),
         "four blocks added, bias, gelu": lambda: kernels.reduce_blocks(
             blocks, bias, activation="gelu", backend="triton"
+        ),
+        "four blocks added, swiglu": lambda: kernels.reduce_blocks(
+            blocks, activation="silu", pairs=True, backend="triton"
         ),
         "bound product": lambda: bound(x, w),
     }

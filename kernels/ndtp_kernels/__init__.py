@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ndtp_kernels.grouped import grouped_gemm, grouped_wgrad
     from ndtp_kernels.interface import (
         backward_gemm,
-        gated_gemm,
         gemm,
         reduce_blocks,
         reduce_blocks_backward,
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 _HOME = {
     "gemm": "interface",
-    "gated_gemm": "interface",
     "backward_gemm": "interface",
     "reduce_blocks": "interface",
     "reduce_blocks_backward": "interface",
@@ -44,7 +42,7 @@ _HOME = {
 
 __all__ = [
     "Config", "Form", "KernelError", "KernelFallback", "Options", "Table", "backward_gemm", "choose", "explain",
-    "gated_gemm", "gemm", "grouped_gemm", "grouped_wgrad", "reduce_blocks", "reduce_blocks_backward", "tune",
+    "gemm", "grouped_gemm", "grouped_wgrad", "reduce_blocks", "reduce_blocks_backward", "tune",
 ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from ndtp_kernels.operands import Matrix, fold_batch_into_rows, merge_batch
 
 @dataclass
 class GemmCall:
-    """The tensors of one product.  `aux` is the residual forward and the pre-activation backward."""
+    """The tensors of one product.  Backward reads a pre-activation, `aux`, that lies as C does; forward keeps `pre`."""
 
     a: Tensor
     b: Tensor
@@ -22,43 +22,24 @@ class GemmCall:
     view_a: Matrix
     view_b: Matrix
     view_c: Matrix
-    view_aux: Matrix | None = None
-    b2: Tensor | None = None
-    c2: Tensor | None = None
     aux: Tensor | None = None
-    aux2: Tensor | None = None
     pre: Tensor | None = None
-    pre2: Tensor | None = None
     bias: Tensor | None = None
-    bias2: Tensor | None = None
-    scale_a: Tensor | None = None
-    scale_b: Tensor | None = None
-    scale_b2: Tensor | None = None
     activation: str = "none"
-    gated: bool = False
-    backward: bool = False
     accumulate: bool = False
-    column_sums: bool = False  # of what is stored at C (and C2)
-    row_sums: bool = False  # of A
     precision: str = "ieee"
-    fast_accumulation: bool = False
     sms_to_leave: int = 0
     made: list[Tensor] = field(default_factory=list)  # scratch of its launches
 
     def scratch(self, shape: tuple[int, ...]) -> Tensor:
-        """fp32 memory that a launch fills, for another one or for sums of tiles."""
+        """fp32 memory that a launch fills for another one."""
         self.made.append(self.c.new_empty(shape, dtype=torch.float32))
         return self.made[-1]
 
     def __post_init__(self) -> None:
-        views = [self.view_a, self.view_b, self.view_c] + ([self.view_aux] if self.view_aux is not None else [])
         batch = self.view_c.batch
-        a, b, c, *aux = merge_batch([v.broadcast(batch) for v in views])
-        self.view_a, self.view_b, self.view_c, self.view_aux = a, b, c, aux[0] if aux else None
-        # Scales by row are stored [batch, M]: they fold as the rows do.
-        self.view_a, self.view_b, self.view_c, self.view_aux = fold_batch_into_rows(
-            self.view_a, self.view_b, self.view_c, self.view_aux
-        )
+        a, b, c = merge_batch([view.broadcast(batch) for view in (self.view_a, self.view_b, self.view_c)])
+        self.view_a, self.view_b, self.view_c = fold_batch_into_rows(a, b, c)
 
     @property
     def batch_levels(self) -> int:
@@ -69,21 +50,18 @@ class GemmCall:
         return math.prod(self.view_c.batch)
 
     @property
-    def products(self) -> int:
-        return 2 if self.b2 is not None else 1
+    def backward(self) -> bool:
+        return self.aux is not None
 
     @property
     def fused_passes(self) -> int:
-        """Passes over C that torch needs after its product; bias and activation are one each, a gate another."""
-        residual = None if self.backward else self.aux  # backward reads the pre-activation there, in the pass it has
-        steps = (self.bias, residual, self.scale_a)
-        return sum(x is not None for x in steps) + (self.activation != "none") + self.gated + self.column_sums
+        """Passes over C that torch needs after its product: an activation, and the bias of other than a matrix."""
+        joins = self.batch_levels > 0 or self.view_c.blocked > 0  # else the bias is in the library's own epilogue
+        return (self.activation != "none") + (self.bias is not None and joins)
 
     def _stored_as_one_matrix(self) -> bool:
-        c, aux = self.view_c, self.view_aux
-        if self.batch_levels or c.blocked or c.stride_col != 1 or not describable(c, self.c, self.pre):
-            return False
-        return aux is None or (aux.stride_col == 1 and not aux.blocked)
+        c = self.view_c
+        return not self.batch_levels and not c.blocked and c.stride_col == 1 and describable(c, self.c, self.pre)
 
     def problem(self) -> Problem:
         """Return the facts that the choice of a configuration may depend on."""
@@ -91,17 +69,13 @@ class GemmCall:
         kind = "plain"
         if self.backward:
             kind = "backward"
-        elif self.gated:
-            kind = "gated"
-        elif self.bias is not None or self.aux is not None or self.activation != "none" or self.pre is not None:
+        elif self.bias is not None or self.activation != "none" or self.pre is not None:
             kind = "epilogue"
-        elif self.accumulate or self.row_sums:
+        elif self.accumulate:
             kind = "wgrad"
-        elif self.scale_a is not None:
-            kind = "epilogue"
         elif a.blocked or b.blocked or c.blocked:
             kind = "blocks"
-        touched = (self.aux, self.aux2, self.pre, self.pre2, self.c2, self.c if self.accumulate else None)
+        touched = (self.aux, self.pre, self.c if self.accumulate else None)
         dtype = str(self.a.dtype).removeprefix("torch.")
         copied = (a.blocked != 0) * a.rows * a.cols + (b.blocked != 0) * b.rows * b.cols
         return Problem(
@@ -110,18 +84,17 @@ class GemmCall:
             k=a.cols,
             dtype="tf32" if dtype == "float32" and self.precision == "tf32" else dtype,
             batch=self.batch,
-            products=self.products,
             out_bytes=self.c.element_size(),
             kind=kind,
             layout=("n" if a.row_major else "t") + ("n" if b.row_major else "t"),
-            tma=self.batch_levels <= 1 and describable(a, self.a) and describable(b, self.b, self.b2),
+            tma=self.batch_levels <= 1 and describable(a, self.a) and describable(b, self.b),
             tma_out=self._stored_as_one_matrix(),
             blocks=(
                 math.gcd(*(v.block for v in (a, c) if v.blocked == 1)),
                 math.gcd(b.block * (b.blocked == 2), c.block * (c.blocked == 2)),
                 math.gcd(a.block * (a.blocked == 2), b.block * (b.blocked == 1)),
             ),
-            torch_passes=self.fused_passes + self.accumulate + self.row_sums,
+            torch_passes=self.fused_passes + self.accumulate,
             epilogue_bytes=sum(t.element_size() for t in touched if t is not None),
             copied_elements=self.batch * (copied + (c.blocked != 0) * c.rows * c.cols),
             sms_to_leave=self.sms_to_leave,

@@ -12,8 +12,6 @@ from ndtp_kernels.errors import KernelError
 from ndtp_kernels.operands import Matrix, batch_shape, matrix, shape_of
 from ndtp_kernels.reference import ACTIVATIONS
 
-FP8 = torch.float8_e4m3fn
-
 
 class Form(NamedTuple):
     """The places of a product's letters: transposes, and blocks ("m", "k"; "k", "n"; "m", "n") of A, B and C."""
@@ -28,9 +26,7 @@ class Form(NamedTuple):
 
 class Product(NamedTuple):
     c: Tensor
-    pre: Tensor | None = None  # pre-activation(s), or the recomputed activation in a backward epilogue
-    column_sums: Tensor | None = None  # of C over m: [n], or [2, n] for a gated pair
-    row_sums: Tensor | None = None  # of A over k: [m]
+    pre: Tensor | None = None  # the pre-activation
 
 
 @dataclass(frozen=True)
@@ -42,19 +38,9 @@ class ProductRequest:
     form: Form
     out_dtype: torch.dtype
     activation: str = "none"
-    b2: Tensor | None = None  # forward, gated: the weight of `up`
     bias: Tensor | None = None
-    bias2: Tensor | None = None
-    residual: Tensor | None = None
-    scale_a: Tensor | None = None
-    scale_b: Tensor | None = None
-    scale_b2: Tensor | None = None
-    pre: Tensor | None = None  # backward: what forward kept; gated [2, ..]
-    gated: bool = False
+    pre: Tensor | None = None  # backward: what forward kept
     keep_pre: bool = False  # forward: also return the pre-activation
-    recompute: bool = False  # backward: also return the activation
-    column_sums: bool = False
-    row_sums: bool = False
     out: Tensor | None = None
     accumulate: bool = False
 
@@ -94,7 +80,3 @@ def read(op: str, a: Tensor, b: Tensor, form: Form, activation: str) -> Read:
 def check_activation(op: str, activation: str) -> None:
     if activation not in ACTIVATIONS:
         raise KernelError(op, f"activation {activation!r} is not known", f"one of {ACTIVATIONS}")
-
-
-def default_dtype(a: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    return out_dtype or (torch.bfloat16 if a.dtype == FP8 else a.dtype)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ndtp_kernels import launch, tracing
 from ndtp_kernels.call import describable
+from ndtp_kernels.checks import check_gradients
 from ndtp_kernels.choice.chips import Chip
 from ndtp_kernels.choice.problem import Config, Problem
 from ndtp_kernels.choice.selection import Options, configuration
 from ndtp_kernels.errors import KernelError, warn_once
-from ndtp_kernels.form import FP8
 from ndtp_kernels.launch import Launch, triton_chip
 from ndtp_kernels.operands import Matrix, matrix
 
@@ -39,7 +39,7 @@ def grouped_gemm(
     out_dtype: torch.dtype | None = None,
     options: Options = NO_OPTIONS,
 ) -> Tensor:
-    """C[rows of e] = A[rows of e] . B[e] for each expert e, fp32 inside; differentiable.
+    """C[rows of e] = A[rows of e] . B[e] for each expert e, fp32 inside; no autograd.
 
     a         [rows, K]           sorted by expert
     b         [experts, K, N]     or [experts, N, K] with `transpose_b`
@@ -61,12 +61,10 @@ def grouped_gemm(
             op, f"A {tuple(a.shape)}, B {tuple(b.shape)} (transpose_b={transpose_b}), {offsets.numel()} offsets",
             f"A [rows, K], B [experts, {'N, K' if transpose_b else 'K, N'}], an offset more than experts",
         )  # fmt: skip
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        result: Tensor = _Grouped.apply(a, b, offsets, transpose_b, sizes, out_dtype, options)  # type: ignore[no-untyped-call]
-        return result
+    check_gradients(op, a, b)
     c = a.new_empty((a.shape[0], view.cols), dtype=out_dtype)
     chip = triton_chip(op, a, options.backend) if c.numel() and a.shape[1] else None
-    with tracing.record("grouped", a.shape[0], view.cols, view.rows, (), a, c.dtype, 1):
+    with tracing.record("grouped", a.shape[0], view.cols, view.rows, (), a, c.dtype):
         if chip is not None and _ran(op, GroupedCall(a, b, c, offsets, False, transpose_b, options), chip):
             return c
         return _rows_by_torch(a, b.mT if transpose_b else b, c, offsets, sizes)
@@ -90,43 +88,21 @@ def grouped_wgrad(
     `offsets` and `sizes` are those of `grouped_gemm`.
     """
     op = "grouped_wgrad"
+    check_gradients(op, a, b)
     _check(op, a, b, offsets, options)
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[0]:
         raise KernelError(op, f"A {tuple(a.shape)}, B {tuple(b.shape)}", "A [rows, M], B [rows, N]")
     c = a.new_empty((offsets.numel() - 1, a.shape[1], b.shape[1]), dtype=out_dtype)
     chip = triton_chip(op, a, options.backend) if c.numel() and a.shape[0] else None
-    with tracing.record("grouped", a.shape[1], b.shape[1], a.shape[0], (), a, c.dtype, 1):
+    with tracing.record("grouped", a.shape[1], b.shape[1], a.shape[0], (), a, c.dtype):
         if chip is not None and _ran(op, GroupedCall(a, b, c, offsets, True, False, options), chip):
             return c
         return _outer_by_torch(a, b, c, offsets, sizes)
 
 
-class _Grouped(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, a: Tensor, b: Tensor, offsets: Tensor, transpose_b: bool, sizes: Any, out_dtype: Any, options: Options
-    ) -> Tensor:
-        ctx.save_for_backward(a, b, offsets)
-        ctx.transpose_b, ctx.how = transpose_b, dict(sizes=sizes, options=options)
-        return grouped_gemm(a, b, offsets, transpose_b=transpose_b, out_dtype=out_dtype, **ctx.how)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        a, b, offsets = ctx.saved_tensors
-        grad = grad.to(a.dtype)
-        da = db = None
-        if ctx.needs_input_grad[0]:
-            da = grouped_gemm(grad, b, offsets, transpose_b=not ctx.transpose_b, **ctx.how)
-        if ctx.needs_input_grad[1]:
-            left, right = (grad, a) if ctx.transpose_b else (a, grad)
-            db = grouped_wgrad(left, right, offsets, **ctx.how)
-        return da, db, None, None, None, None, None
-
-
 def _check(op: str, a: Tensor, b: Tensor, offsets: Tensor, options: Options) -> None:
     options.check(op)
-    if a.dtype != b.dtype or a.dtype == FP8:
+    if a.dtype != b.dtype or a.element_size() == 1:
         raise KernelError(op, f"A is {a.dtype} and B is {b.dtype}", "two of one dtype: fp32, bf16 or fp16")
     if offsets.dim() != 1 or offsets.dtype != torch.int32 or offsets.device != a.device or not offsets.numel():
         raise KernelError(

@@ -16,13 +16,11 @@ from ndtp_kernels.call import GemmCall, describable
 from ndtp_kernels.choice.chips import INTERPRETER, Chip, detect
 from ndtp_kernels.choice.problem import Config
 from ndtp_kernels.errors import warn_once
-from ndtp_kernels.form import FP8
 from ndtp_kernels.operands import Matrix
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, FP8)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 REDUCE_TILE = (16, 256)
 VISITED = 2  # tiles an SM that programs which come and go shall take, beyond what the left SMs do
-PROMOTED_EVERY = 512  # elements of K: a truncation of 2^-13 for each 32 of them stays under a rounding to bf16
 
 
 @dataclass
@@ -72,8 +70,6 @@ def triton_chip(op: str, tensor: Tensor, backend: str) -> Chip | None:
         reason = f"no kernel takes {tensor.dtype}"
     elif tensor.device.type == "cuda":
         chip = detect(tensor.device)
-        if tensor.dtype == torch.float8_e4m3fn and chip is not None and not chip.has_fp8:
-            reason, chip = f"{chip.name} ({chip.target}) has no e4m3 products", None
     elif tensor.device.type == "cpu" and backend == "triton":
         if interpreted():
             return INTERPRETER
@@ -83,40 +79,16 @@ def triton_chip(op: str, tensor: Tensor, backend: str) -> Chip | None:
     return chip
 
 
-def gemm_launches(call: GemmCall, config: Config, chip: Chip) -> tuple[list[Launch], list[Tensor | None]]:
-    """The launches of a product, one or, with split K, two; and the column sums (2) and row sums they leave, or None.
-
-    Column sums come as one row per tile, to be added up by the caller.
-    """
+def gemm_launches(call: GemmCall, config: Config, chip: Chip) -> list[Launch]:
+    """The launches of a product, one or, with split K, two."""
     split = config.split_k
     if split == 1:
-        launch, sums, rows = _gemm(call, config, chip)
-        return [launch], [*sums, rows]
+        return [_gemm(call, config, chip)]
     a, b, c = call.view_a, call.view_b, call.view_c
-    size = (split, call.batch, a.rows, b.cols)
-    space, *space2 = (call.scratch(size) for _ in range(call.products))
+    space = call.scratch((split, call.batch, a.rows, b.cols))
     view = Matrix(a.rows, b.cols, b.cols, 1, c.batch, _contiguous_batch(c.batch, a.rows * b.cols))
-    part = replace_call(
-        call,
-        c=space,
-        c2=space2[0] if space2 else None,
-        view_c=view,
-        view_aux=None,
-        **dict.fromkeys(("aux", "aux2", "pre", "pre2", "bias", "bias2")),
-        activation="none",
-        gated=False,
-        backward=False,
-        accumulate=False,
-        column_sums=False,
-    )
-    launch, _, rows = _gemm(part, config, chip)
-    reduction, sums = reduce_launch(call, space, space2[0] if space2 else None, view)
-    return [launch, reduction], [*sums, rows]
-
-
-def replace_call(call: GemmCall, **changes: Any) -> GemmCall:
-    """A copy of a call whose views are already merged."""
-    return replace(call, **changes)
+    part = replace(call, c=space, view_c=view, aux=None, pre=None, bias=None, activation="none", accumulate=False)
+    return [_gemm(part, config, chip), reduce_launch(call, space, view)]
 
 
 def _contiguous_batch(batch: Sequence[int], size: int) -> tuple[int, ...]:
@@ -172,9 +144,9 @@ def _gluon(call: GemmCall, config: Config, chip: Chip) -> Launch:
         options["maxnreg"] = 128  # of eight warps, two of which have work beside the four that store
     shared = share_out(-(-m // config.block_m) * -(-n // config.block_n), config, chip, call.sms_to_leave)
     arguments: dict[str, Any] = dict(
-        A=call.a, B=call.b, C=call.c, aux=call.aux, pre=call.pre, bias=call.bias, M=m, N=n, K=a.cols,
+        A=call.a, B=call.b, C=call.c, pre=call.pre, bias=call.bias, M=m, N=n, K=a.cols,
         sa=a.stride_row if a.row_major else a.stride_col, sb=b.stride_row if b.row_major else b.stride_col,
-        sc=c.stride_row, sx=(call.view_aux or c).stride_row, residents=shared.residents, kept=shared.kept,
+        sc=c.stride_row, residents=shared.residents, kept=shared.kept,
     )  # fmt: skip
     constants: dict[str, Any] = dict(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
@@ -184,34 +156,22 @@ def _gluon(call: GemmCall, config: Config, chip: Chip) -> Launch:
     return Launch(kernel, arguments, constants, shared.grid, options)
 
 
-def _gemm(call: GemmCall, config: Config, chip: Chip) -> tuple[Launch, list[Tensor | None], Tensor | None]:
+def _gemm(call: GemmCall, config: Config, chip: Chip) -> Launch:
     if config.kernel == "gluon":
-        return _gluon(call, config, chip), [None, None], None
+        return _gluon(call, config, chip)
     from ndtp_kernels.triton_code.gemm import gemm_kernel
 
     a, b, c = call.view_a, call.view_b, call.view_c
-    x = call.view_aux or c
     m, n, k, batch = a.rows, b.cols, a.cols, call.batch
     tma = config.kernel == "tma"
     k_run = math.gcd(a.block * (a.blocked == 2), b.block * (b.blocked == 1)) or max(k, 1)
-    tiles_m = -(-m // config.block_m)
-    tiles = batch * tiles_m * -(-n // config.block_n) * config.split_k
+    tiles = batch * -(-m // config.block_m) * -(-n // config.block_n) * config.split_k
     shared = share_out(tiles, config, chip, call.sms_to_leave)
     plain = batch == 1 and not call.view_c.batch
-    tma_c = (
-        tma and c.stride_col == 1 and describable(c, call.c, call.c2 if call.backward else None) and config.split_k == 1
-    )
-    sums: list[Tensor | None] = [None, None]
-    if call.column_sums:
-        sums = [call.scratch((batch * tiles_m, n)), call.scratch((batch * tiles_m, n)) if call.gated else None]
-    row_sums = None
-    if call.row_sums:
-        row_sums = call.scratch((batch, config.split_k, m))
+    tma_c = tma and c.stride_col == 1 and describable(c, call.c) and config.split_k == 1
     emulate = chip.target == "interpreter"
     arguments: dict[str, Any] = dict(
-        A=call.a, B=call.b, B2=call.b2, C=call.c, C2=call.c2, aux=call.aux, aux2=call.aux2, pre=call.pre,
-        pre2=call.pre2, bias=call.bias, bias2=call.bias2, scale_a=call.scale_a, scale_b=call.scale_b,
-        scale_b2=call.scale_b2, sums=sums[0], sums2=sums[1], row_sums=row_sums, M=m, N=n, K=k, batch=batch,
+        A=call.a, B=call.b, C=call.c, aux=call.aux, pre=call.pre, bias=call.bias, M=m, N=n, K=k, batch=batch,
         batch_inner=c.batch[-1] if c.batch else 1, k_run=k_run,
         sa_outer=a.outer_inner[0], sa_inner=a.outer_inner[1], sa_m=a.stride_row, sa_k=a.stride_col,
         sa_block=a.block_stride, a_block=a.block,
@@ -219,8 +179,7 @@ def _gemm(call: GemmCall, config: Config, chip: Chip) -> tuple[Launch, list[Tens
         sb_block=b.block_stride, b_block=b.block,
         sc_outer=c.outer_inner[0], sc_inner=c.outer_inner[1], sc_m=c.stride_row, sc_n=c.stride_col,
         sc_block=c.block_stride, c_block=c.block,
-        sx_outer=x.outer_inner[0], sx_inner=x.outer_inner[1], sx_m=x.stride_row, sx_n=x.stride_col,
-        sx_block=x.block_stride, sc_split=batch * m * n if config.split_k > 1 else 0,
+        sc_split=batch * m * n if config.split_k > 1 else 0,
         residents=shared.residents, kept=shared.kept,
     )  # fmt: skip
     constants: dict[str, Any] = dict(
@@ -231,75 +190,56 @@ def _gemm(call: GemmCall, config: Config, chip: Chip) -> tuple[Launch, list[Tens
         A_BATCHED=any(a.batch_strides), B_BATCHED=any(b.batch_strides),
         A_BLOCKED=a.blocked, B_BLOCKED=b.blocked, C_BLOCKED=c.blocked,
         EVEN_M=m % config.block_m == 0, EVEN_N=n % config.block_n == 0, EVEN_K=k_run % config.block_k == 0,
-        ACT=call.activation, GATED=call.gated, BACKWARD=call.backward, ACCUMULATE=call.accumulate,
-        SCALE_A_ROWS=call.scale_a is not None and call.scale_a.numel() > 1,
-        SCALE_B_COLS=call.scale_b is not None and call.scale_b.numel() > 1,
-        PRECISION=call.precision,
-        PROMOTE=promotion(call, config, chip),
-        UPCAST=emulate and call.a.dtype in (torch.bfloat16, FP8),
-        SUBTILE=config.subtile, FLATTEN=tma and not config.warp_specialize and flatten_helps(call, config, chip),
+        ACT=call.activation, ACCUMULATE=call.accumulate, PRECISION=call.precision,
+        UPCAST=emulate and call.a.dtype is torch.bfloat16,
+        # The tile loop and the K loop are joined, so that the next tile's loads start in this one's epilogue.
+        SUBTILE=config.subtile, FLATTEN=tma and not config.warp_specialize and chip.target.startswith("sm_9"),
         SPECIALIZE=config.warp_specialize,
     )  # fmt: skip
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return Launch(gemm_kernel, arguments, constants, shared.grid, {} if emulate else options), sums, row_sums
-
-
-def promotion(call: GemmCall, config: Config, chip: Chip) -> int:
-    """Steps of K after which fp8 sums are added up in fp32; 0 where the tensor cores' own sums are taken to the end.
-
-    The tensor cores of Ada and Hopper keep 13 bits behind the point of fp8 sums; Blackwell keeps all of fp32.
-    """
-    if call.a.dtype != FP8 or call.fast_accumulation or chip.target in ("sm_100", "sm_103"):
-        return 0
-    return max(2, PROMOTED_EVERY // config.block_k)
-
-
-def flatten_helps(call: GemmCall, config: Config, chip: Chip) -> bool:
-    """Return whether the tile loop and the K loop are joined, so that the next tile's loads start in this one's
-    epilogue.
-
-    Of single products only, whose sums nothing but the product touches: else ptxas (C7514, C7515) lets every wgmma wait
-    for the one before.
-    """
-    return chip.target.startswith("sm_9") and call.products == 1 and not promotion(call, config, chip)
+    return Launch(gemm_kernel, arguments, constants, shared.grid, {} if emulate else options)
 
 
 def reduce_launch(
     call: GemmCall,
     x: Tensor,
-    x2: Tensor | None,
     view_x: Matrix,
     num_blocks: int | None = None,
     part_stride: int | None = None,
-) -> tuple[Launch, list[Tensor | None]]:
+) -> Launch:
     """Add blocks of partial sums and finish them with `call`'s epilogue; by default the blocks are x[0], x[1], .."""
     from ndtp_kernels.triton_code.reduce import reduce_kernel
 
     c = call.view_c
-    aux = call.view_aux or c
     m, n, batch = view_x.rows, view_x.cols, call.batch
     block_m, block_n = REDUCE_TILE
     tiles_m = -(-m // block_m)
-    sums: list[Tensor | None] = [None, None]
-    if call.column_sums:
-        sums = [call.scratch((batch * tiles_m, n)), call.scratch((batch * tiles_m, n)) if call.gated else None]
     arguments: dict[str, Any] = dict(
-        X=x, X2=x2, C=call.c, C2=call.c2, aux=call.aux, aux2=call.aux2, pre=call.pre, pre2=call.pre2,
-        bias=call.bias, bias2=call.bias2, sums=sums[0], sums2=sums[1], M=m, N=n,
+        X=x, C=call.c, aux=call.aux, pre=call.pre, bias=call.bias, M=m, N=n,
         num_blocks=x.shape[0] if num_blocks is None else num_blocks,
         batch_inner=c.batch[-1] if c.batch else 1, sx_part=x.stride(0) if part_stride is None else part_stride,
         sx_outer=view_x.outer_inner[0], sx_inner=view_x.outer_inner[1], sx_m=view_x.stride_row, sx_n=view_x.stride_col,
         sc_outer=c.outer_inner[0], sc_inner=c.outer_inner[1], sc_m=c.stride_row, sc_n=c.stride_col,
         sc_block=c.block_stride, c_block=c.block,
-        sa_outer=aux.outer_inner[0], sa_inner=aux.outer_inner[1], sa_m=aux.stride_row, sa_n=aux.stride_col,
-        sa_block=aux.block_stride,
     )  # fmt: skip
     constants = dict(
-        BLOCK_M=block_m, BLOCK_N=block_n, C_BLOCKED=c.blocked, ACT=call.activation, GATED=call.gated,
-        BACKWARD=call.backward, ACCUMULATE=call.accumulate,
+        BLOCK_M=block_m, BLOCK_N=block_n, C_BLOCKED=c.blocked, ACT=call.activation, ACCUMULATE=call.accumulate,
     )  # fmt: skip
     grid = batch * tiles_m * -(-n // block_n)
-    return Launch(reduce_kernel, arguments, constants, grid, {} if interpreted() else {"num_warps": 8}), sums
+    return Launch(reduce_kernel, arguments, constants, grid, {} if interpreted() else {"num_warps": 8})
+
+
+def pairs_launch(
+    x: Tensor, c: Tensor, aux: Tensor | None, pre: Tensor | None, bias: Tensor | None, m: int, n: int, activation: str
+) -> Launch:
+    """A gated activation of pairs of columns, forward or, with `aux`, backward; all tensors are contiguous."""
+    from ndtp_kernels.triton_code.pairs import pairs_kernel
+
+    block_m, block_n = REDUCE_TILE[0], REDUCE_TILE[1] // 2
+    arguments: dict[str, Any] = dict(X=x, C=c, aux=aux, pre=pre, bias=bias, M=m, N=n, num_blocks=x.shape[0])
+    constants = dict(BLOCK_M=block_m, BLOCK_N=block_n, ACT=activation)
+    grid = -(-m // block_m) * -(-n // block_n)
+    return Launch(pairs_kernel, arguments, constants, grid, {} if interpreted() else {"num_warps": 8})
 
 
 def allocate_on(device: torch.device) -> Callable[[int, int, int | None], Tensor]:

@@ -145,20 +145,17 @@ def merge_batch(matrices: Sequence[Matrix]) -> list[Matrix]:
     return result
 
 
-def fold_batch_into_rows(
-    a: Matrix, b: Matrix, c: Matrix, aux: Matrix | None
-) -> tuple[Matrix, Matrix, Matrix, Matrix | None]:
+def fold_batch_into_rows(a: Matrix, b: Matrix, c: Matrix) -> tuple[Matrix, Matrix, Matrix]:
     """Fold [batch, M] rows of A into M' = batch * M rows of one product, where B has no batch dim."""
-    turned = [m for m in (a, c, aux) if m is not None]
     if len(a.batch) != 1 or b.batch_strides != (0,) or a.rows == 0:
-        return a, b, c, aux
-    if any(m.blocked == 1 or m.batch_strides[0] != m.rows * m.stride_row for m in turned):
-        return a, b, c, aux
+        return a, b, c
+    if any(m.blocked == 1 or m.batch_strides[0] != m.rows * m.stride_row for m in (a, c)):
+        return a, b, c
 
     def fold(m: Matrix) -> Matrix:
         return replace(m, rows=m.rows * m.batch[0], batch=(), batch_strides=())
 
-    return fold(a), b.keep([]), fold(c), None if aux is None else fold(aux)
+    return fold(a), b.keep([]), fold(c)
 
 
 def shape_of(

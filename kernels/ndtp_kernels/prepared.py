@@ -18,10 +18,7 @@ from ndtp_kernels.choice.table import default_table
 from ndtp_kernels.launch import Launch, allocate_on
 
 # Names of the kernels' tensors; a call's are listed in this order, None where it has no such tensor.
-NAMES = (
-    "A", "B", "B2", "C", "C2", "aux", "aux2", "pre", "pre2", "bias", "bias2", "scale_a", "scale_b", "scale_b2",
-    "X", "X2",
-)  # fmt: skip
+NAMES = ("A", "B", "C", "aux", "pre", "bias", "X")
 LIMIT = 4096
 
 
@@ -38,27 +35,25 @@ class Known(NamedTuple):
 
     starts: tuple[Start, ...] = ()
     c_shape: tuple[int, ...] = ()
+    pre_shape: tuple[int, ...] = ()  # where it is another one
     out_dtype: torch.dtype = torch.float32
     scratch: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
-    sums: tuple[int, ...] = ()  # which scratch: one row of column sums per tile, of C (and C2)
-    row_sums: int | None = None
     descriptors: bool = False
     traced: tuple[Any, ...] = ()  # the arguments of `tracing.record`
 
-    def run(self, tensors: list[Tensor | None], first: Tensor) -> list[Tensor]:
-        """Launch on the current stream of the device of `first`; returns the scratch tensors."""
+    def run(self, tensors: list[Tensor | None], first: Tensor) -> None:
+        """Launch on the current stream of the device of `first`."""
         made = [first.new_empty(shape, dtype=dtype) for shape, dtype in self.scratch]
         given = [*tensors, *made] if made else tensors
         if not first.is_cuda:
             self._start(given)
-            return made
+            return
         device = first.device
         if device.index in (None, torch.cuda.current_device()):
             self._start(given, stream=self._ready(device))
         else:
             with torch.cuda.device(device):
                 self._start(given, stream=self._ready(device))
-        return made
 
     def _ready(self, device: torch.device) -> int:
         """The stream to launch on; scratch for descriptors can be had from now on."""

@@ -34,10 +34,7 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 
 def activation_gradient(x: Tensor, name: str) -> Tensor:
-    """Return the activation's derivative at x, by torch's own backward formulas.
-
-    Autograd does not record inside a custom op.
-    """
+    """Return the activation's derivative at x, by torch's own backward formulas."""
     one = torch.ones_like(x)
     match name:
         case "gelu":
@@ -79,16 +76,9 @@ def operand(x: Tensor, letters: str, transpose: bool, blocks: str | None) -> Ten
     return x.mT if transpose else x
 
 
-def product(
-    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, compute: torch.dtype | None
-) -> Tensor:
-    """A . B with the scales of `torch._scaled_mm`: one number, or one for each row of A and column of B."""
-    if compute is None and a.element_size() == 1:
-        compute = torch.float32
+def product(a: Tensor, b: Tensor, compute: torch.dtype | None) -> Tensor:
+    """A . B in `compute`, or in the operands' dtype; then fp32 or wider."""
     c = torch.matmul(a, b) if compute is None else torch.matmul(a.to(compute), b.to(compute))
-    for scale in (scale_a, scale_b):
-        if scale is not None:
-            c = c * scale.to(c.dtype)
     return c if compute is not None or c.dtype == torch.float64 else c.float()
 
 
@@ -96,9 +86,6 @@ def gemm(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
     *,
     transpose_a: bool = False,
     transpose_b: bool = False,
@@ -109,13 +96,12 @@ def gemm(
     activation_name: str = "none",
     compute: torch.dtype | None = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """C = act(A . B + bias) + residual, and the pre-activation; both in `compute`, in C's blocks."""
+    """C = act(A . B + bias), and the pre-activation; both in `compute`, in C's blocks."""
     left, right = operand(a, "mk", transpose_a, a_blocks), operand(b, "kn", transpose_b, b_blocks)
-    pre = cut(product(left, right, scale_a, scale_b, compute), c_blocks, num_c_blocks)
+    pre = cut(product(left, right, compute), c_blocks, num_c_blocks)
     if bias is not None:
         pre = pre + column_vector(bias.to(pre.dtype), c_blocks, num_c_blocks, pre.dim())
-    c = activation(pre, activation_name)
-    return (c if residual is None else c + residual.to(c.dtype)), pre
+    return activation(pre, activation_name), pre
 
 
 def column_vector(x: Tensor, c_blocks: str | None, num_c_blocks: int, dims: int) -> Tensor:
@@ -123,44 +109,3 @@ def column_vector(x: Tensor, c_blocks: str | None, num_c_blocks: int, dims: int)
     if c_blocks != "n":
         return x
     return x.view(num_c_blocks, *(1,) * (dims - 2), -1)
-
-
-def gated_gemm(
-    a: Tensor,
-    b_gate: Tensor,
-    b_up: Tensor,
-    bias_gate: Tensor | None = None,
-    bias_up: Tensor | None = None,
-    *,
-    activation_name: str,
-    scale_a: Tensor | None = None,
-    scale_b_gate: Tensor | None = None,
-    scale_b_up: Tensor | None = None,
-    compute: torch.dtype | None = torch.float64,
-    **form: object,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """act(A . Bg + bg) * (A . Bu + bu), gate, up."""
-    _, gate = gemm(a, b_gate, bias_gate, None, scale_a, scale_b_gate, compute=compute, **form)  # type: ignore[arg-type]
-    _, up = gemm(a, b_up, bias_up, None, scale_a, scale_b_up, compute=compute, **form)  # type: ignore[arg-type]
-    return activation(gate, activation_name) * up, gate, up
-
-
-def backward_epilogue(
-    dc: Tensor, pre: Tensor, up: Tensor | None, *, activation_name: str
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return, from the gradient of act(pre) [* up], gradients of pre and of up, and act(pre) [* up] itself, in dc's
-    dtype.
-    """
-    pre = pre.to(dc.dtype)
-    hidden, slope = activation(pre, activation_name), activation_gradient(pre, activation_name)
-    if up is None:
-        return dc * slope, None, hidden
-    up = up.to(dc.dtype)
-    return dc * up * slope, dc * hidden, hidden * up
-
-
-def column_sum(x: Tensor, blocks: str | None = None) -> Tensor:
-    """Sum over all but the last letter; with blocks along n the result joins them."""
-    if blocks != "n":
-        return x.reshape(-1, x.shape[-1]).sum(0)
-    return x.reshape(x.shape[0], -1, x.shape[-1]).sum(1).reshape(-1)

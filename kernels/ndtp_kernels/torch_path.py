@@ -1,6 +1,6 @@
 """The kernels' results by torch alone, on CPUs and wherever the vendor's library is the better choice.
 
-Products run in the operands' dtype and accumulate as the library does; everything after them is fp32, rounded once.
+Products run in the operands' dtype and accumulate as the library does; an activation takes the rounded sums.
 """
 
 from __future__ import annotations
@@ -22,41 +22,23 @@ def _product(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 def gemm(request: ProductRequest) -> Product:
-    form, b, b2, out_dtype, keep_pre = request.form, request.b, request.b2, request.out_dtype, request.keep_pre
+    form, out_dtype = request.form, request.out_dtype
     left = reference.operand(request.a, "mk", form.transpose_a, form.a_blocks)
-
-    def turned(weight: Tensor) -> Tensor:
-        return reference.operand(weight, "kn", form.transpose_b, form.b_blocks)
-
-    def cut(x: Tensor) -> Tensor:
-        return reference.cut(x, form.c_blocks, form.num_c_blocks)
-
-    sums = None
-    if request.row_sums:
-        batch = torch.broadcast_shapes(left.shape[:-2], turned(b).shape[:-2])
-        each = left.sum(-1, dtype=torch.float32).expand(*batch, left.shape[-2])
-        sums = each.reshape(-1, left.shape[-2]).sum(0)
-    steps = (request.bias, request.bias2, request.residual, request.scale_a, request.scale_b, b2)
-    if request.activation == "none" and not keep_pre and all(x is None for x in steps):
-        return Product(_into(cut(_product(left, turned(b), out_dtype)), request), None, None, sums)
-
-    def before(weight: Tensor, vector: Tensor | None, scale: Tensor | None) -> Tensor:
-        pre = cut(reference.product(left, turned(weight), request.scale_a, scale, None))
-        if vector is None:
-            return pre
-        return pre + reference.column_vector(vector.to(pre.dtype), form.c_blocks, form.num_c_blocks, pre.dim())
-
-    pre = before(b, request.bias, request.scale_b)
+    right = reference.operand(request.b, "kn", form.transpose_b, form.b_blocks)
+    if request.activation == "none" and not request.keep_pre and request.bias is None:
+        product = reference.cut(_product(left, right, out_dtype), form.c_blocks, form.num_c_blocks)
+        return Product(_into(product, request))
+    bias = request.bias
+    if bias is not None and left.dim() == right.dim() == 2 and form.c_blocks is None:
+        pre = torch.addmm(bias.to(left.dtype), left, right)  # the library's own epilogue
+    else:
+        pre = reference.cut(torch.matmul(left, right), form.c_blocks, form.num_c_blocks)
+        if bias is not None:
+            pre += reference.column_vector(bias.to(pre.dtype), form.c_blocks, form.num_c_blocks, pre.dim())
     c = reference.activation(pre, request.activation)
-    if b2 is not None:
-        up = before(b2, request.bias2, request.scale_b2)
-        c = c * up
-        pre = torch.stack((pre, up)) if keep_pre else pre
-    if request.residual is not None:
-        c = c + request.residual.to(c.dtype)
     # Its own copy: without an activation C may be the very tensor.
-    kept = pre.to(out_dtype, copy=True) if keep_pre else None
-    return Product(_into(c, request), kept, None, sums)
+    kept = pre.to(out_dtype, copy=c is pre) if request.keep_pre else None
+    return Product(_into(c, request), kept)
 
 
 def _into(c: Tensor, request: ProductRequest) -> Tensor:
@@ -73,53 +55,33 @@ def backward_gemm(request: ProductRequest) -> Product:
     assert request.pre is not None
     left = reference.operand(request.a, "mk", form.transpose_a, form.a_blocks)
     right = reference.operand(request.b, "kn", form.transpose_b, form.b_blocks)
-    product = reference.product(left, right, request.scale_a, request.scale_b, None)
-    return _backward(
-        reference.cut(product, form.c_blocks, form.num_c_blocks), request.pre, activation=request.activation,
-        gated=request.gated, column_sums=request.column_sums, recompute=request.recompute, out_dtype=request.out_dtype,
-        blocks=form.c_blocks,
-    )  # fmt: skip
+    product = reference.cut(torch.matmul(left, right), form.c_blocks, form.num_c_blocks)
+    return Product(_gradient(product, request.pre, request.activation).to(request.out_dtype))
 
 
-def _backward(
-    d: Tensor, pre: Tensor, *, activation: str, gated: bool, column_sums: bool, recompute: bool,
-    out_dtype: torch.dtype, blocks: str | None,
-) -> Product:  # fmt: skip
-    gate, up = (pre[0], pre[1]) if gated else (pre, None)
-    dx, dup, hidden = reference.backward_epilogue(d, gate, up, activation_name=activation)
-    sums = reference.column_sum(dx, blocks) if column_sums else None
-    if dup is not None:
-        sums = torch.stack((sums, reference.column_sum(dup, blocks))) if sums is not None else None
-        dx = torch.stack((dx, dup))
-    return Product(dx.to(out_dtype), hidden.to(out_dtype) if recompute else None, sums)
+def _gradient(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
+    return grad * reference.activation_gradient(pre.to(grad.dtype), activation)
 
 
-def _accumulated(x: Tensor, dim: int) -> Tensor:
+def _accumulated(x: Tensor) -> Tensor:
     """Sum of the blocks in fp32, in order."""
-    return x.sum(dim, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return x.sum(0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
 def reduce(
-    x: Tensor, *, gated: bool, bias: Tensor | None, bias2: Tensor | None, residual: Tensor | None, activation: str,
-    keep_pre: bool, out_dtype: torch.dtype,
-) -> Product:  # fmt: skip
-    total = _accumulated(x, 1 if gated else 0)
-    pre, up = (total[0], total[1]) if gated else (total, None)
+    x: Tensor, *, bias: Tensor | None, activation: str, pairs: bool, keep_pre: bool, out_dtype: torch.dtype
+) -> Product:
+    pre = _accumulated(x)
     pre = pre if bias is None else pre + bias.to(pre.dtype)
-    c = reference.activation(pre, activation)
-    if up is not None:
-        up = up if bias2 is None else up + bias2.to(up.dtype)
-        c, pre = c * up, torch.stack((pre, up)) if keep_pre else pre
-    if residual is not None:
-        c = c + residual.to(c.dtype)
+    c = reference.activation(pre[..., 0::2] if pairs else pre, activation)
+    c = c * pre[..., 1::2] if pairs else c
     return Product(c.to(out_dtype), pre.to(out_dtype, copy=True) if keep_pre else None)
 
 
-def reduce_backward(
-    x: Tensor, pre: Tensor, *, activation: str, gated: bool, column_sums: bool, recompute: bool,
-    out_dtype: torch.dtype,
-) -> Product:  # fmt: skip
-    return _backward(
-        _accumulated(x, 0), pre, activation=activation, gated=gated, column_sums=column_sums, recompute=recompute,
-        out_dtype=out_dtype, blocks=None,
-    )  # fmt: skip
+def reduce_backward(x: Tensor, pre: Tensor, *, activation: str, pairs: bool, out_dtype: torch.dtype) -> Product:
+    grad = _accumulated(x)
+    if not pairs:
+        return Product(_gradient(grad, pre, activation).to(out_dtype))
+    gate, up = pre[..., 0::2].to(grad.dtype), pre[..., 1::2].to(grad.dtype)
+    both = torch.stack((_gradient(grad * up, gate, activation), grad * reference.activation(gate, activation)), -1)
+    return Product(both.flatten(-2).to(out_dtype))

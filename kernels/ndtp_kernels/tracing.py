@@ -17,14 +17,14 @@ _NOTHING = contextlib.nullcontext()
 
 
 def record(
-    op: str, m: int, n: int, k: int, batch: Sequence[int], a: Tensor, out_dtype: torch.dtype, products: int
+    op: str, m: int, n: int, k: int, batch: Sequence[int], a: Tensor, out_dtype: torch.dtype
 ) -> contextlib.AbstractContextManager[object]:
     """A range named after the product; bytes are those of its operands, read once for each product of a batch."""
     if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return _NOTHING
     times = math.prod(batch)
-    flops = 2 * times * m * n * k * products
-    num_bytes = times * ((m * k + products * k * n) * a.element_size() + m * n * out_dtype.itemsize)
+    flops = 2 * times * m * n * k
+    num_bytes = times * ((m * k + k * n) * a.element_size() + m * n * out_dtype.itemsize)
     return _range(f"{op} [{m} {n} {k}]", flops=flops, bytes=num_bytes)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.direct_exchange import Exchange, Past, announce, exchange, past_of, purpose_of
 from ndtp.collectives.handles import Begin, Channel, Route, Shape, Started
-from ndtp.collectives.in_line import LOW_PRECISION, summed_up
+from ndtp.collectives.sums import LOW_PRECISION, Sum, summed_up
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -130,7 +130,7 @@ class GlooCollectives(Collectives):
         def begin(sent: Tensor, out: Tensor | None) -> Started:
             received = self.ring.borrow(sent.shape, sent)
             work = self._exchange(received, sent, to)
-            return work, lambda: summed_up(received.view(ranks, *shape), out), (sent, received), (received,)
+            return work, Sum(received.view(ranks, *shape), out), (sent, received), (received,)
 
         return begin
 

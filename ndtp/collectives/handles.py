@@ -14,6 +14,7 @@ from ndtp.collectives.flight import DONE, WAITED, Flight, FlightEntry, Note
 from ndtp.collectives.labels import Label
 from ndtp.collectives.meter import arrived
 from ndtp.collectives.streams import mark, stream_of
+from ndtp.collectives.sums import Sum
 from ndtp.collectives.turns import TURN, hand_over
 from ndtp.collectives.watch import Watch, failure
 
@@ -130,8 +131,11 @@ class Handle:
         self._mark = mark() if owner.marks_streams else None
         owner.in_flight += 1
 
-    def wait(self) -> Tensor:
+    def wait(self, then: Callable[[Tensor], Any] | None = None) -> Any:
         """Wait on the consumer's stream (NCCL) or in the host (gloo), and return the result.
+
+        Args:
+            then: what to make of the result, as blocks of a sum, [ranks, ..], or summed up, [1, ..]; returned instead.
 
         Raises:
             CommunicationError: a peer died or stalled.
@@ -150,7 +154,10 @@ class Handle:
                 entry[WAITED] = time.time()
             if work is not None:
                 work.wait()
-            result = finish()
+            if then is None:
+                result = finish()
+            else:  # before its buffers are lent again
+                result = then(finish.blocks if isinstance(finish, Sum) else finish()[None])
             if self._borrowed:
                 self._owner.ring.give_back(self._borrowed)
             if entry is not None:

@@ -9,13 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ndtp import dtypes
-
 if TYPE_CHECKING:
     from ndtp.collectives.buffer_ring import BufferRing
     from ndtp.collectives.handles import Shape
-
-LOW_PRECISION = tuple(getattr(torch, name) for name in dtypes.LOW_PRECISION)
 
 # Where blocks arrive, how they get in line, and what was borrowed for that.
 Landing = tuple[Tensor, Callable[[], Tensor], tuple[Tensor, ...]]
@@ -59,14 +55,6 @@ def check_out(out: Tensor, shape: Shape, like: Tensor) -> None:
             f"a result {tuple(shape)} of {like.dtype} does not fit into `out`: {tuple(out.shape)} of {out.dtype}"
             + ", not contiguous" * (not out.is_contiguous())
         )
-
-
-def summed_up(blocks: Tensor, out: Tensor | None = None) -> Tensor:
-    """The sum over dim 0, low precision in fp32, in the order of the ranks."""
-    if blocks.dtype in LOW_PRECISION:
-        summed = blocks.sum(0, dtype=torch.float32)
-        return summed.to(blocks.dtype) if out is None else out.copy_(summed)
-    return torch.sum(blocks, 0, dtype=blocks.dtype, out=out)
 
 
 def with_size(shape: Shape, dim: int, size: int) -> Shape:

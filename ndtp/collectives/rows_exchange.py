@@ -11,7 +11,7 @@ from torch import Tensor
 from ndtp.algebra.row_flow import RowMove
 from ndtp.algebra.steps import Step
 from ndtp.collectives.handles import Handle, Route, Started
-from ndtp.collectives.in_line import LOW_PRECISION
+from ndtp.collectives.sums import LOW_PRECISION
 from ndtp.collectives.labels import Label
 
 if TYPE_CHECKING:

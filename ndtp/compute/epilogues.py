@@ -24,7 +24,7 @@ class Activation(NamedTuple):
 
     forward: Callable[..., Tensor]  # pre [.., width * N] -> activated [.., N]
     backward: Callable[..., Tensor]  # (gradient of activated, pre) -> gradient of pre
-    kernel: str | None  # what `ndtp_kernels` calls it; None where torch computes it there too
+    kernel: str | None  # what `ndtp_kernels` calls it, or the gate; None where torch computes it there too
     width: int = 1  # features that go in for each that comes out
 
 
@@ -93,7 +93,7 @@ def _gated(gate: Activation) -> Activation:
         pairs = None if out is None else out.unflatten(-1, (-1, 2))
         return torch.stack((gate.backward(grad * ups, gates), grad * gate.forward(gates)), -1, out=pairs).flatten(-2)
 
-    return Activation(forward, backward, None, width=2)
+    return Activation(forward, backward, gate.kernel, width=2)
 
 
 # Shazeer 2020, "GLU Variants Improve Transformer".
@@ -103,14 +103,13 @@ ACTIVATIONS |= {name: _gated(ACTIVATIONS[gate]) for name, gate in GATES.items()}
 
 
 class TorchEpilogues:
-    """Epilogues by torch's operations. Sums of blocks and everything after them are fp32 inside and rounded once.
+    """Epilogues by torch's operations. Sums of blocks are fp32 inside.
 
-    stacked  [ranks * s, .., N]  blocks of partial sums, one a rank, behind one another on dim 0
+    pre      [.., N]          pre-activation
     bias     [N]
-    pre      [s, .., N]          pre-activation, one block
+    blocks   [ranks, .., N]   blocks of partial sums, in the order of the ranks
 
-    Results have the dtype of `stacked` (forward) or of `pre` (backward), and may be the argument itself where there
-    is nothing to do.
+    Results have the dtype of their operands, and may be the argument itself where there is nothing to do.
     """
 
     def activate(self, pre: Tensor, name: str, out: Tensor | None = None) -> Tensor:
@@ -125,24 +124,21 @@ class TorchEpilogues:
         """The gradient of `pre`, from that of `activate(pre, name)`."""
         return ACTIVATIONS[name].backward(grad, pre, out=out)
 
-    def reduce_blocks(self, stacked: Tensor, ranks: int, bias: Tensor | None = None) -> Tensor:
-        """Return the sum of the blocks [s, .., N], plus bias. `ranks` is 1 where a reduce-scatter has summed
-        already.
-        """
-        return _finished(stacked, ranks, bias).to(stacked.dtype)
+    def fuses(self, name: str, dtype: torch.dtype) -> bool:
+        """Return whether what comes before an activation (a sum of blocks, a bias) is one pass over memory with it."""
+        return False
 
-    def reduce_blocks_activate(
-        self, stacked: Tensor, ranks: int, bias: Tensor | None, name: str
-    ) -> tuple[Tensor, Tensor]:
-        """(pre, activated), both [s, .., N]: the sum of the blocks plus bias, and the activation of it unrounded."""
-        pre = _finished(stacked, ranks, bias)
-        return pre.to(stacked.dtype), ACTIVATIONS[name].forward(pre).to(stacked.dtype)
+    def finish(
+        self, blocks: Tensor, bias: Tensor | None, name: str, keep: bool, out: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """(pre, activated): the sum of the blocks plus bias, None unless it is to be kept; and its activation."""
+        pre = summed_up(blocks)
+        pre = pre if bias is None else pre + bias
+        return pre if keep else None, ACTIVATIONS[name].forward(pre, out=out)
 
-    def reduce_blocks_backward(self, stacked: Tensor, ranks: int, pre: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """(gradient of pre [s, .., N], gradient of the bias [N]), from blocks of the activation's gradient."""
-        total = _total(stacked, ranks)
-        grad = ACTIVATIONS[name].backward(total, pre.to(total.dtype))
-        return grad.to(pre.dtype), grad.flatten(0, -2).sum(0).to(pre.dtype)
+    def finish_backward(self, blocks: Tensor, pre: Tensor, name: str, out: Tensor | None = None) -> Tensor:
+        """The gradient of `pre`, from blocks of that of `activate(pre, name)`."""
+        return ACTIVATIONS[name].backward(summed_up(blocks), pre, out=out)
 
 
 class KernelEpilogues(TorchEpilogues):
@@ -151,71 +147,42 @@ class KernelEpilogues(TorchEpilogues):
     options: Options
 
     def activate(self, pre: Tensor, name: str, out: Tensor | None = None) -> Tensor:
-        import ndtp_kernels
-
-        kernel = ACTIVATIONS[name].kernel
-        if kernel is None:
-            return super().activate(pre, name, out)
-        return ndtp_kernels.reduce_blocks(pre[None], activation=kernel, out=out, backend=self.options.backend)
+        return self.finish(pre[None], None, name, False, out)[1]
 
     def activate_backward(self, grad: Tensor, pre: Tensor, name: str, out: Tensor | None = None) -> Tensor:
-        kernel = ACTIVATIONS[name].kernel
-        if kernel is None:
-            return super().activate_backward(grad, pre, name, out)
-        return self._backward(grad, 1, pre, kernel, out=out).c
+        return self.finish_backward(grad[None], pre, name, out)
 
-    def reduce_blocks(self, stacked: Tensor, ranks: int, bias: Tensor | None = None) -> Tensor:
-        import ndtp_kernels
+    def fuses(self, name: str, dtype: torch.dtype) -> bool:
+        return ACTIVATIONS[name].kernel is not None and dtype is not torch.float64
 
-        return ndtp_kernels.reduce_blocks(_blocks(stacked, ranks), bias, backend=self.options.backend)
-
-    def reduce_blocks_activate(
-        self, stacked: Tensor, ranks: int, bias: Tensor | None, name: str
-    ) -> tuple[Tensor, Tensor]:
+    def finish(
+        self, blocks: Tensor, bias: Tensor | None, name: str, keep: bool, out: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor]:
         import ndtp_kernels
 
         kernel = ACTIVATIONS[name].kernel
         if kernel is None:
-            return super().reduce_blocks_activate(stacked, ranks, bias, name)
+            return super().finish(blocks, bias, name, keep, out)
         done = ndtp_kernels.reduce_blocks(
-            _blocks(stacked, ranks), bias, activation=kernel, return_preactivation=True, backend=self.options.backend
-        )
-        return done.pre, done.c
+            blocks, bias, activation=kernel, pairs=ACTIVATIONS[name].width == 2, out=out,
+            return_preactivation=keep, backend=self.options.backend,
+        )  # fmt: skip
+        return (done.pre, done.c) if keep else (None, done)
 
-    def reduce_blocks_backward(self, stacked: Tensor, ranks: int, pre: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        kernel = ACTIVATIONS[name].kernel
-        if kernel is None:
-            return super().reduce_blocks_backward(stacked, ranks, pre, name)
-        done = self._backward(stacked, ranks, pre, kernel, column_sums=True)
-        return done.c, done.column_sums.to(pre.dtype)
-
-    def _backward(
-        self,
-        stacked: Tensor,
-        ranks: int,
-        pre: Tensor,
-        kernel: str,
-        column_sums: bool = False,
-        out: Tensor | None = None,
-    ) -> Any:
+    def finish_backward(self, blocks: Tensor, pre: Tensor, name: str, out: Tensor | None = None) -> Tensor:
         import ndtp_kernels
 
+        kernel = ACTIVATIONS[name].kernel
+        if kernel is None:
+            return super().finish_backward(blocks, pre, name, out)
         return ndtp_kernels.reduce_blocks_backward(
-            _blocks(stacked, ranks), pre, activation=kernel, return_column_sums=column_sums, out=out,
+            blocks, pre, activation=kernel, pairs=ACTIVATIONS[name].width == 2, out=out,
             backend=self.options.backend,
         )  # fmt: skip
 
 
-def _blocks(stacked: Tensor, ranks: int) -> Tensor:
-    return stacked.unflatten(0, (ranks, stacked.shape[0] // ranks))
-
-
-def _total(stacked: Tensor, ranks: int) -> Tensor:
-    """The sum of the blocks, in fp32 or wider."""
-    wide = torch.promote_types(stacked.dtype, torch.float32)
-    return stacked.to(wide) if ranks == 1 else _blocks(stacked, ranks).sum(0, dtype=wide)
-
-
-def _finished(stacked: Tensor, ranks: int, bias: Tensor | None) -> Tensor:
-    total = _total(stacked, ranks)
-    return total if bias is None else total + bias
+def summed_up(blocks: Tensor) -> Tensor:
+    """The sum of the blocks, in fp32 or wider inside, in the dtype of the blocks."""
+    if blocks.shape[0] == 1:
+        return blocks[0]
+    return blocks.sum(0, dtype=torch.promote_types(blocks.dtype, torch.float32)).to(blocks.dtype)

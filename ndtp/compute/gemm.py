@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ndtp import dtypes
-from ndtp.compute.epilogues import KernelEpilogues, TorchEpilogues
+from ndtp.compute.epilogues import ACTIVATIONS, KernelEpilogues, TorchEpilogues
 from ndtp.compute.grouped import KernelGrouped, TorchGrouped
 
 LOW_PRECISION = tuple(getattr(torch, name) for name in dtypes.LOW_PRECISION)
@@ -98,6 +98,26 @@ class TorchGemm(TorchEpilogues, TorchGrouped):
             return product
         return (lambda one, other, **out: product(other, one, **out)) if how else lambda one, other: product(other, one)
 
+    def bound_finish(
+        self, letters: tuple[Letters, Letters, Letters], one: Shape, other: Shape, name: str, dtype: torch.dtype
+    ) -> Callable[..., tuple[Tensor | None, Tensor]] | None:
+        """A product with what follows it, `act(A . B + bias)`, where these are one pass; None where they are not.
+
+        Returns:
+            A function of both operands, bias or None, and whether to keep what the activation takes: (that, activated).
+        """
+        return None
+
+    def bound_finish_backward(
+        self, letters: tuple[Letters, Letters, Letters], one: Shape, other: Shape, name: str, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """A product with the gradient of the activation that follows it in backward, where these are one pass.
+
+        Returns:
+            A function of both operands and of what the activation took in forward.
+        """
+        return None
+
     def takes_blocks(self, dtype: torch.dtype) -> bool:
         """Return whether operands in blocks of columns are multiplied as they lie, or are joined first."""
         return self.sums_parts(dtype)
@@ -170,6 +190,41 @@ class KernelGemm(KernelEpilogues, KernelGrouped, TorchGemm):
 
     def sums_parts(self, dtype: torch.dtype) -> bool:
         return dtype is torch.float64  # one pass over all blocks is faster, and rounds once
+
+    def _fused(
+        self, letters: tuple[Letters, Letters, Letters], one: Shape, other: Shape, name: str, dtype: torch.dtype
+    ) -> dict[str, Any] | None:
+        """How to multiply two matrices with an activation; None where it has no such kernel."""
+        x, y, z = letters
+        if not len(x) == len(y) == len(z) == len(one) == len(other) == 2:
+            return None
+        if not self.fuses(name, dtype) or ACTIVATIONS[name].width != 1 or z[0] not in x:
+            return None
+        return {
+            "transpose_a": x[0] != z[0], "transpose_b": y[1] != z[1], "activation": ACTIVATIONS[name].kernel,
+            "options": self.options,
+        }  # fmt: skip
+
+    def bound_finish(
+        self, letters: tuple[Letters, Letters, Letters], one: Shape, other: Shape, name: str, dtype: torch.dtype
+    ) -> Callable[..., tuple[Tensor | None, Tensor]] | None:
+        how = self._fused(letters, one, other, name, dtype)
+        if how is None:
+            return None
+
+        def run(a: Tensor, b: Tensor, bias: Tensor | None, keep: bool) -> tuple[Tensor | None, Tensor]:
+            done = self.gemm(a, b, bias, return_preactivation=keep, **how)
+            return (done.pre, done.c) if keep else (None, done)
+
+        return run
+
+    def bound_finish_backward(
+        self, letters: tuple[Letters, Letters, Letters], one: Shape, other: Shape, name: str, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        import ndtp_kernels
+
+        how = self._fused(letters, one, other, name, dtype)
+        return None if how is None else partial(ndtp_kernels.backward_gemm, **how)
 
     def takes_blocks(self, dtype: torch.dtype) -> bool:
         return True

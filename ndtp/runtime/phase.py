@@ -14,9 +14,9 @@ from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.compute.devices import kind_of
 from ndtp.compute.gemm import Multiply
 from ndtp.runtime import closures
+from ndtp.runtime.finishes import Finishes
 from ndtp.runtime.moves import is_matrix
 from ndtp.runtime.slots import Key, letters_of
-from ndtp.runtime.weight_gradients import WeightGradients
 from ndtp.schedule.arrivals import weight_in_parts
 from ndtp.schedule.tasks import Action, Task
 
@@ -28,7 +28,7 @@ COMPUTE = {Action.OWN: "gemm own", Action.MULTIPLY: "gemm", Action.ACTIVATE: "ac
 OPERAND = {"C": "A", "dA": "dC"}  # of which a result takes its rows
 
 
-class Phase(WeightGradients):
+class Phase(Finishes):
     """Forward or backward of a chain, while it is bound; see `Slots`."""
 
     def add(self, tasks: Sequence[Task]) -> None:
@@ -38,10 +38,10 @@ class Phase(WeightGradients):
             Action.ADVANCE: self.advance,
             Action.DEFER: self.defer,
             Action.CATCH_UP: self.catch_up,
-            Action.WAIT: self.wait,
+            Action.WAIT: self.wait_unless_finished,
             Action.OWN: self._own,
             Action.MULTIPLY: self._multiply,
-            Action.ACTIVATE: self._activate,
+            Action.ACTIVATE: self.activate,
             Action.PREFETCH: self.prefetch,
             Action.RELEASE: self.release,
         }
@@ -144,7 +144,7 @@ class Phase(WeightGradients):
         elif (begun := self.begun.pop((p, name, i), None)) is not None:
             self._complete(p, name, self.tensors[p, OPERAND[name], i], begun)
             self.tensors[p, name, i] = begun
-        else:
+        elif not self.multiply_finished(p, name, i):
             blocks = self.blocks_of(p, name)
             operand, weight = self.tensors[p, OPERAND[name], i], self.tensors[p, "B", None]
             product = self._product(p, name, self.shapes[operand], blocks=blocks if blocks > 1 else None)
@@ -172,38 +172,6 @@ class Phase(WeightGradients):
             if start < stop:
                 product = self._product(p, name, (stop - start, *shape[1:]), blocks=1)
                 self.runs.append(closures.multiply_rows(begun, product, operand, weight, start, stop))
-
-    # ------------------------------------------------------------------------------------------------- activations
-
-    def _activate(self, p: int, name: str, i: int | None) -> None:
-        tensors, before = self.tensors, p - 1 if name == "A" else p
-        activation = self.stages[before].activation or "identity"
-        if name == "dC":
-            grad, pre = tensors.pop((p + 1, "dA", i)), tensors.pop((p, "pre", i))
-            tensors[p, "dC", i] = result = self.slot(self.shapes[pre])
-            out = self.own_place(p, "dC", i, result, pre)
-            self.runs.append(closures.activate(result, self.gemm.activate_backward, (grad, pre), activation, out))
-            self.clear(self.let_go(grad, pre))
-            return
-        if self.is_forward:
-            pre = tensors.pop((before, "C", i))
-            self.add_bias(before, pre)
-            if self.wanted[p].dgrad or self.wanted[p].again("a"):
-                tensors[before, "pre", i] = pre
-        else:
-            pre = tensors[before, "pre", i] if self.wanted[p].dgrad else tensors.pop((before, "pre", i))
-        width = self.stages[p].plan.shard_shape("A", self.stages[p].sizes)[-1]
-        tensors[p, "A", i] = result = self.slot((*self.shapes[pre][:-1], width))
-        out = self.own_place(p, "A", i, result, pre)
-        self.runs.append(closures.activate(result, self.gemm.activate, (pre,), activation, out))
-        self.clear(self.let_go(pre))
-
-    def add_bias(self, p: int, tensor: int) -> None:
-        if (p, "bias", None) in self.moving:
-            self.wait(p, "bias", None)
-        bias = self.tensors.get((p, "bias", None))
-        if bias is not None:
-            self.runs.append(closures.add(tensor, bias))
 
     # ------------------------------------------------------------------------------------------ between the phases
 

@@ -96,6 +96,7 @@ class Slots:
         self.landings: dict[Key, Place] = {}  # where what is gathered next lands, this rank's own part there already
         self.side_by_side: dict[tuple[int, str], int] = {}  # the gathered chunks of an operand
         self.begun: dict[Key, int] = {}  # results of which this rank's own part is multiplied
+        self.finished: dict[Key, int] = {}  # operands that were made in one pass with the product before them
         self.complete: set[int] = set()  # those of them of which all parts are
         self.rest: dict[int, Multiply] = {}  # of those that a part of the weight began: the product by the others
         self.cut_operands: dict[int, str | None] = {}  # see `WeightGradients._cut_operand`

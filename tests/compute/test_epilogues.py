@@ -58,68 +58,81 @@ def test_results_are_put_where_they_are_wanted(gemm, name, dtype):
         assert whole[0].isnan().all() and whole[2].isnan().all(), "nothing beside it"
 
 
-@GEMMS
 @DTYPES
 @pytest.mark.parametrize("name", GATES)
-def test_gates_take_turns_with_what_they_gate(gemm, name, dtype):
-    """Columns 2j and 2j + 1 make column j, by torch's own operations in either package."""
+def test_gates_take_turns_with_what_they_gate(name, dtype):
+    """Columns 2j and 2j + 1 make column j, by torch's own operations."""
     pre, grad = real(6, 34, dtype=dtype), real(7, 17, dtype=dtype)[1:]
     activated, gradient = autograd(pre, grad, name)
     assert torch.equal(activated, ACTIVATIONS[GATES[name]].forward(pre[:, 0::2]) * pre[:, 1::2])
-    assert torch.equal(gemm.activate(pre, name), activated)
-    assert torch.equal(gemm.activate_backward(grad, pre, name), gradient)
-    stacked, bias = real(3 * 6, 34, dtype=dtype), real(34, dtype=dtype)
-    whole, activated = gemm.reduce_blocks_activate(stacked, 3, bias, name)
-    total = stacked.double().unflatten(0, (3, 6)).sum(0) + bias.double()
-    assert_rounded_once(whole, total, dtype)
-    assert_rounded_once(activated, ACTIVATIONS[name].forward(total), dtype)
-    blocks = real(3 * 6, 17, dtype=dtype)
-    gradient, _ = gemm.reduce_blocks_backward(blocks, 3, pre, name)
-    assert_rounded_once(gradient, autograd(pre.double(), blocks.double().unflatten(0, (3, 6)).sum(0), name)[1], dtype)
+    assert torch.equal(TorchGemm().activate(pre, name), activated)
+    assert torch.equal(TorchGemm().activate_backward(grad, pre, name), gradient)
 
 
-@NAMES
 @DTYPES
+@pytest.mark.parametrize("name", [name for name, each in ACTIVATIONS.items() if each.kernel])
 def test_kernels_activate_with_one_rounding(name, dtype):
-    pre, grad = real(6, 33, dtype=dtype), real(7, 33, dtype=dtype)[1:]
+    pre, grad = real(6, 33 * ACTIVATIONS[name].width, dtype=dtype), real(7, 33, dtype=dtype)[1:]
     activated, gradient = autograd(pre.double(), grad.double(), name)
     assert_rounded_once(KernelGemm().activate(pre, name), activated, dtype)
     assert_rounded_once(KernelGemm().activate_backward(grad, pre, name), gradient, dtype)
 
 
 @GEMMS
-@NAMES
 @DTYPES
-@pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_blocks_are_added_in_fp32_and_finished(gemm, name, dtype, ranks):
-    """Blocks of [2, 5, 9]: the result is rounded once, however many there are and whatever follows."""
-    stacked, bias = real(ranks * 2, 5, 9, dtype=dtype), real(9, dtype=dtype)
-    total = stacked.double().unflatten(0, (ranks, 2)).sum(0)
-    assert_rounded_once(gemm.reduce_blocks(stacked, ranks), total, dtype)
-    assert_rounded_once(gemm.reduce_blocks(stacked, ranks, bias), total + bias.double(), dtype)
-    pre, activated = gemm.reduce_blocks_activate(stacked, ranks, bias, name)
-    assert_rounded_once(pre, total + bias.double(), dtype)
-    assert_rounded_once(activated, ACTIVATIONS[name].forward(total + bias.double()), dtype)
-
-
-@GEMMS
-@NAMES
-@DTYPES
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_backward_after_a_scatter(gemm, name, dtype, ranks):
-    stacked, pre = real(ranks * 2, 5, 9, dtype=dtype), real(2, 5, 9, dtype=dtype)
-    total = stacked.double().unflatten(0, (ranks, 2)).sum(0)
-    _, want = autograd(pre.double(), total, name)
-    grad, bias_grad = gemm.reduce_blocks_backward(stacked, ranks, pre, name)
-    assert_rounded_once(grad, want, dtype)
-    assert_rounded_once(bias_grad, want.sum((0, 1)), dtype)
+def test_blocks_are_added_in_fp32_and_finished(gemm, name, dtype, ranks):
+    """Blocks of [5, 9 or 18]; by kernels the result is rounded once, however many there are and whatever follows."""
+    width = ACTIVATIONS[name].width
+    blocks, bias = real(ranks, 5, 9 * width, dtype=dtype), real(9 * width, dtype=dtype)
+    total = blocks.double().sum(0) + bias.double()
+    grads, fused = real(ranks, 5, 9, dtype=dtype), isinstance(gemm, KernelGemm) and ACTIVATIONS[name].kernel is not None
+    assert gemm.fuses(name, dtype) == (fused and dtype is not torch.float64)
+    for keep in (False, True):
+        pre, activated = gemm.finish(blocks, bias, name, keep)
+        if fused:
+            assert_rounded_once(activated, ACTIVATIONS[name].forward(total), dtype)
+        else:
+            once = blocks.sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype) + bias
+            assert torch.equal(activated, gemm.activate(once, name))
+        assert (pre is not None) is keep
+    grad = gemm.finish_backward(grads, pre, name)
+    if fused:
+        assert_rounded_once(pre, total, dtype)
+        assert_rounded_once(grad, autograd(pre.double(), grads.double().sum(0), name)[1], dtype)
+    else:
+        once = grads.sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+        assert torch.equal(grad, gemm.activate_backward(once, pre, name))
 
 
 @GEMMS
 def test_a_sum_that_bf16_would_lose(gemm):
     """256 + 255 times 1: each 1 is less than half a step of bf16 at 256."""
-    stacked = torch.ones(256, 4, dtype=torch.bfloat16)
-    stacked[0] = 256
-    assert torch.equal(gemm.reduce_blocks(stacked, 256), torch.full((1, 4), 511).bfloat16())
-    _, bias_grad = gemm.reduce_blocks_backward(stacked, 1, torch.ones_like(stacked), "relu")
-    assert torch.equal(bias_grad, torch.full((4,), 511).bfloat16())
+    blocks = torch.ones(256, 1, 4, dtype=torch.bfloat16)
+    blocks[0] = 256
+    assert torch.equal(gemm.finish(blocks, None, "relu", False)[1], torch.full((1, 4), 511).bfloat16())
+
+
+@pytest.mark.parametrize("transposes", [(False, True), (True, False)], ids=str)
+def test_products_finished_in_one_pass(transposes):
+    """Bias, activation and its gradient in the epilogue; torch's GEMM, gates and float64 have no such kernel."""
+    a, w, bias = real(6, 8, dtype=torch.float32), real(10, 8, dtype=torch.float32), real(10, dtype=torch.float32)
+    letters = ("k", "m") if transposes[0] else ("m", "k"), ("n", "k") if transposes[1] else ("k", "n"), ("m", "n")
+    one, other = a.mT.contiguous() if transposes[0] else a, w if transposes[1] else w.mT.contiguous()
+    how = letters, tuple(one.shape), tuple(other.shape)
+    pre = a.double() @ w.double().mT + bias.double()
+    for keep in (False, True):
+        kept, activated = KernelGemm().bound_finish(*how, "gelu", a.dtype)(one, other, bias, keep)
+        assert (kept is not None) is keep
+        torch.testing.assert_close(activated.double(), ACTIVATIONS["gelu"].forward(pre), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(kept.double(), pre, atol=1e-5, rtol=1e-5)
+    got = KernelGemm().bound_finish_backward(*how, "gelu", a.dtype)(one, other, kept)
+    want = ACTIVATIONS["gelu"].backward(pre - bias.double(), pre)
+    torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
+    for gemm, name, dtype in (
+        (TorchGemm(), "gelu", a.dtype),
+        (KernelGemm(), "swiglu", a.dtype),
+        (KernelGemm(), "gelu", torch.float64),
+    ):
+        assert gemm.bound_finish(*how, name, dtype) is None and gemm.bound_finish_backward(*how, name, dtype) is None

@@ -305,7 +305,7 @@ def launch(module, tensors, grid, choose, *, programs=1, num_warps=4, remote=Tru
     """Run a kernel; returns what each partition did, of each cluster, and the arrivals that each barrier waits for.
 
     Args:
-        tensors: A, B, C, aux, pre, bias, None where there is none.
+        tensors: A, B, C, pre, bias, None where there is none.
         constants: the kernel's other arguments.
     """
     kernel = module.hopper_kernel if module is hopper else module.blackwell_kernel

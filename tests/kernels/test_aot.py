@@ -77,14 +77,13 @@ def test_every_configuration_is_chosen_for_what_it_is_compiled_for():
 def test_fast_paths_are_really_taken(report):
     """The instructions that make a configuration worth having."""
 
-    def rows(target, kernel="tma", dtype="bfloat16"):
-        of_target = [r for r in report if r["target"] == target and r["kernel"].endswith(dtype)]
+    def rows(target, kernel="tma"):
+        of_target = [r for r in report if r["target"] == target and r["kernel"].endswith("bfloat16")]
         found = [r for r in of_target if r["config"].startswith(kernel)]
         assert found
         return found
 
     assert all({"wgmma", "tma"} <= set(r["instructions"]) for r in rows("sm_90"))
-    assert all({"wgmma", "tma"} <= set(r["instructions"]) for r in rows("sm_90", dtype="float8_e4m3fn"))
     assert all({"tcgen05", "tma"} <= set(r["instructions"]) for r in rows("sm_100"))
     assert all({"mma", "cp.async"} <= set(r["instructions"]) for r in rows("sm_80", "pointer"))
     assert all("mfma" in r["instructions"] for r in rows("gfx942", "pointer"))
@@ -106,7 +105,7 @@ def test_a_bad_configuration_is_found(monkeypatch):
     """The checks can fail: too many stages, and too large a tile for its warps."""
     large = aot.examine(cases.CompiledCase("sm_90", "bfloat16", "plain", Config("tma", 128, 128, 64, 8, 8)))
     assert large["failures"] == ["shared memory 294976 > 232448"]
-    spilling = aot.examine(cases.CompiledCase("sm_80", "bfloat16", "gated", Config("pointer", 128, 128, 32, 3, 4)))
+    spilling = aot.examine(cases.CompiledCase("sm_80", "bfloat16", "backward", Config("pointer", 128, 128, 32, 3, 4)))
     assert any("spills" in failure for failure in spilling["failures"])
     slow = aot.examine(
         cases.CompiledCase("sm_90", "bfloat16", "plain", Config("tma", 128, 128, 64, 1, 8))
@@ -124,12 +123,3 @@ def test_a_bad_configuration_is_found(monkeypatch):
     missing = aot.examine(cases.CompiledCase("sm_90", "bfloat16", "plain", Config("pointer", 32, 64, 64, 3, 4)))
     assert missing["failures"] == []  # too few rows for wgmma, and not said to have it
     assert "wgmma" not in missing["instructions"]
-
-
-def test_a_kernel_that_is_flattened_wrongly_is_found():
-    """Two products in one flattened loop: ptxas lets every wgmma wait for the one before, and says so."""
-    gated = next(case for case in CASES if (case.target, case.dtype, case.kind) == ("sm_90", "bfloat16", "gated"))
-    assert cases.launch_of(gated).constants["FLATTEN"] is False
-    failures = aot.examine(gated, FLATTEN=True)["failures"]
-    assert "ptxas expects it to be slow: C7515" in failures
-    assert "waits for all wgmma 8 times in a step of K" in failures

@@ -75,9 +75,9 @@ def test_every_part_leaves_its_rows(small, monkeypatch):
         f"{kind} against_{rival}"
         for kind, rivals in {"plain": ["torch"], "block": ["best"]}.items()
         for rival in rivals
-    } | {f"{kind} against_{rival}" for kind in bench.FUSED for rival in ("torch", "compile")}
+    } | {f"{kind} against_torch" for kind in (*bench.FUSED, *bench.SCATTER)}
     assert any(
-        "plain against_torch" in line and "wanted 1.00x, none under 0.93x" in line for line in bench.summary(report)
+        "plain against_torch" in line and "wanted 0.90x, none under 0.80x" in line for line in bench.summary(report)
     )
 
 
@@ -143,8 +143,8 @@ def test_every_part_has_a_share_of_the_time():
 
 
 def test_every_candidate_has_a_label_of_its_own():
-    for kind in ("plain", "epilogue", "gated", "backward", "wgrad"):
-        problem = table.Problem(2048, 4096, 4096, kind=kind, products=2 if kind == "gated" else 1)
+    for kind in ("plain", "epilogue", "backward", "wgrad"):
+        problem = table.Problem(2048, 4096, 4096, kind=kind)
         found = table.candidates(problem, H200, table.shipped_table())
         assert len({str(candidate) for candidate in found}) == len(found)
 
@@ -156,8 +156,8 @@ def test_verdicts_hold_the_goals():
         rows = [{"name": str(i), "kind": "plain", "against_torch": ratio} for i, ratio in enumerate(ratios)]
         return next(v for v in bench.verdicts(rows) if v["goal"] == "plain against_torch")
 
-    missed = verdict(1.2, 1.1, 0.9)
-    assert missed["mean"] == pytest.approx(math.prod((1.2, 1.1, 0.9)) ** (1 / 3)) and missed["mean"] > 1
+    missed = verdict(1.2, 1.1, 0.7)
+    assert missed["mean"] == pytest.approx(math.prod((1.2, 1.1, 0.7)) ** (1 / 3)) and missed["mean"] > 0.9
     assert missed["met"] is False and missed["lowest_at"] == "2"
     assert verdict(1.2, 1.1)["met"] is True
     assert verdict()["met"] is None and "not measured" in bench.spoken(verdict())
@@ -173,8 +173,8 @@ def test_time_that_runs_out_is_reported(small):
     small.deadline.end = time.monotonic() - 1
     bench.measure(small, bench.PARTS)
     assert small.rows == [] and small.failed == {}
-    # Two after a scatter, compiled too; the block; five fused, three compiled; four transposes; one compiled.
-    assert len(small.deadline.skipped) == 2 + 2 + 1 + 5 + 3 + 4 + 1
+    # Two after a scatter, compiled too; the block; three fused, two compiled; four transposes; one compiled.
+    assert len(small.deadline.skipped) == 2 + 2 + 1 + 3 + 2 + 4 + 1
 
 
 def fake_ncu(folder, listing, rows, status=0):

@@ -33,14 +33,23 @@ def test_the_model_knows_that_a_short_k_costs():
     assert tflops(512) < tflops(1024) < tflops(4096) <= 800
 
 
-@pytest.mark.parametrize("k,recorded", [(512, 0.92), (1024, 1.0), (2048, 1.0), (4096, 1.0), (8192, 1.0)])
-def test_the_best_kernel_against_cublas_as_recorded(k, recorded):
-    """fp16, 8192 x 8192 x K on Hopper; and from K = 1024 on the model's favourite is one that was found to be good."""
+@pytest.mark.parametrize("chip,reach", [("h200", 0.9), ("b200", 0.7)])
+def test_no_kernel_is_taken_for_as_good_as_the_library(chip, reach):
+    """What Triton reaches without roles and clusters, as published; plain products are the library's on every shape."""
+    for size in ((8192, 14336, 4096), (4096, 7168, 2048), (8192, 3584, 2048), (2048, 2048, 512)):
+        problem, on = Problem(*size), CHIPS[chip]
+        kernels = [c for c in config.candidates(problem, on, config.shipped_table()) if c != TORCH]
+        library, *times = (roof.estimate(problem, c, on).seconds for c in (TORCH, *kernels))
+        assert reach - 0.15 < library / min(times) < reach + 0.07  # where launches weigh, they are alike
+        assert choose(*size, chip=chip) == TORCH
+
+
+@pytest.mark.parametrize("k", [512, 1024, 2048, 4096, 8192])
+def test_the_best_kernel_is_one_that_was_found_to_be_good(k):
+    """fp16, 8192 x 8192 x K on Hopper."""
     problem = Problem(8192, 8192, k, "float16")
     kernels = [c for c in config.candidates(problem, H200, config.shipped_table()) if c != TORCH]
     best = min(kernels, key=lambda c: roof.estimate(problem, c, H200).seconds)
-    seconds = (roof.estimate(problem, c, H200).seconds for c in (TORCH, best))
-    assert next(seconds) / next(seconds) == pytest.approx(recorded, abs=0.07)
     good = [
         (128, 256, 64, 3, 8), (128, 128, 64, 3, 8), (128, 128, 128, 3, 8), (128, 128, 64, 4, 8), (256, 128, 64, 4, 8),
         (128, 128, 64, 5, 4),
@@ -64,12 +73,12 @@ def test_leaving_processors_free_costs_a_wave():
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("kind,products", [("plain", 1), ("epilogue", 1), ("gated", 2), ("backward", 1), ("wgrad", 1)])
-def test_every_chip_has_a_kernel_for_every_kind(chip, kind, products):
+@pytest.mark.parametrize("kind", ["plain", "epilogue", "backward", "wgrad"])
+def test_every_chip_has_a_kernel_for_every_kind(chip, kind):
     """Even for strides that no descriptor takes, and for the smallest sizes."""
     for size in [(1, 1, 1), (8192, 14336, 4096), (64, 64, 65536)]:
         for tma in (False, True):
-            problem = Problem(*size, kind=kind, products=products, tma=tma)
+            problem = Problem(*size, kind=kind, tma=tma)
             found = config.candidates(problem, chip_named(chip), config.shipped_table())
             assert any(c.kernel != "torch" for c in found)
             assert all(config.fits(problem, c, chip_named(chip)) for c in found)
@@ -81,10 +90,11 @@ def test_small_outputs_with_a_long_k_are_split():
     assert chosen.split_k > 1
 
 
-def test_fused_epilogues_beat_torch_and_plain_products_may_not():
-    """torch pays a pass over memory for each step after its product."""
-    assert choose(8192, 14336, 4096, kind="epilogue", torch_passes=2, epilogue_bytes=2).kernel == "tma"
-    assert choose(8192, 14336, 4096, kind="gated", products=2, torch_passes=2, epilogue_bytes=4).kernel == "tma"
+def test_a_fused_epilogue_pays_where_the_product_is_short():
+    """torch pays a pass over memory for the activation, which a slower product outweighs where K is long."""
+    how = {"kind": "epilogue", "torch_passes": 1, "epilogue_bytes": 2}
+    assert choose(4096, 7168, 1024, **how).kernel == "tma" and choose(4096, 7168, 2048, **how).kernel == "tma"
+    assert choose(8192, 14336, 8192, **how) == TORCH
 
 
 def test_exact_fp32_never_takes_a_descriptor_kernel():
@@ -96,13 +106,6 @@ def test_tf32_is_not_laid_anew():
     for layout in ("nt", "nn", "tn", "tt"):
         found = config.candidates(Problem(4096, 4096, 4096, "tf32", layout=layout), H200, config.shipped_table())
         assert [c.kernel for c in found if c != TORCH] == (["tma", "pointer"] if layout == "nt" else [])
-
-
-def test_fp8_goes_to_a_kernel_wherever_there_is_one():
-    """torch would multiply in fp32."""
-    for kind in ("plain", "epilogue"):
-        assert choose(4096, 4096, 4096, "float8_e4m3fn", "h200", kind=kind).kernel == "tma"
-    assert choose(4096, 4096, 4096, "float8_e4m3fn", "a100") == TORCH
 
 
 @pytest.mark.parametrize("size", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
@@ -162,7 +165,7 @@ def test_tuning_writes_the_winner_to_the_users_cache(tmp_path):
         return times
 
     done = tuning.tune(
-        [(64, 128, 256)], kinds=("plain", "gated"), layouts=("nt",), path=path, chip=H200,
+        [(64, 128, 256)], kinds=("plain", "epilogue"), layouts=("nt",), path=path, chip=H200,
         device=torch.device("cpu"), measure=measure,
     )  # fmt: skip
     assert TORCH in asked[0] and TORCH in asked[1]

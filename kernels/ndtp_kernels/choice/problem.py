@@ -66,10 +66,9 @@ class Problem:
     k: int
     dtype: str = "bfloat16"  # of the operands; "tf32" for fp32 operands that may be rounded
     batch: int = 1
-    products: int = 1  # 2 for a gated pair
     out_bytes: int = 2
-    # plain, blocks (of an operand, nothing else), epilogue, gated, backward, wgrad; of experts, with m or k the mean of
-    # theirs and `batch` how many: grouped, grouped_dgrad, grouped_wgrad
+    # plain, blocks (of an operand, nothing else), epilogue, backward, wgrad; of experts, with m or k the mean of theirs
+    # and `batch` how many: grouped, grouped_dgrad, grouped_wgrad
     kind: str = "plain"
     layout: str = "nt"  # A then B: n = contiguous along the second letter (k of A, n of B), t = along the first
     tma: bool = True  # strides and alignment allow tensor descriptors

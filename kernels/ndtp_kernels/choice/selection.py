@@ -24,7 +24,6 @@ class Options:
     table: Table | None = None
     sms_to_leave: int = 0
     precision: str = "ieee"  # "tf32": fp32 operands may be rounded to tf32
-    fast_accumulation: bool = False  # fp8 only, as in torch._scaled_mm
 
     def __hash__(self) -> int:
         return self._hash

@@ -176,10 +176,9 @@ def as_they_lie(problem: Problem) -> bool:
 def torch_will_do(problem: Problem) -> bool:
     """Return whether torch serves as well as a kernel, if it is fast enough.
 
-    Its fp8 product takes neither every shape nor every scale, and ours in its place multiplies in fp32.  Its GEMMs take
-    every SM and keep it: they leave none to a collective.
+    Its GEMMs take every SM and keep it: they leave none to a collective.
     """
-    return _dtype_class(problem.dtype) != "fp8" and not problem.sms_to_leave
+    return not problem.sms_to_leave
 
 
 def _family(target: str) -> str:
@@ -190,7 +189,7 @@ def _family(target: str) -> str:
 
 
 def _dtype_class(dtype: str) -> str:
-    return {"float16": "half", "bfloat16": "half", "tf32": "tf32", "float32": "fp32"}.get(dtype, "fp8")
+    return {"float16": "half", "bfloat16": "half", "tf32": "tf32", "float32": "fp32"}[dtype]
 
 
 @functools.lru_cache(maxsize=4096)

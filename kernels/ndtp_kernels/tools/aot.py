@@ -60,7 +60,6 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
-    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int32: "*i32",
 }
 

@@ -18,7 +18,7 @@ from ndtp_kernels.choice.problem import Problem
 from ndtp_kernels.choice.selection import Options
 
 TRANSPOSES = {"nn": (False, False), "nt": (False, True), "tn": (True, False), "tt": (True, True)}
-KINDS = ("plain", "epilogue", "gated", "backward", "wgrad", "scatter", "scatter_backward", "fp8")
+KINDS = ("plain", "epilogue", "backward", "wgrad", "scatter", "scatter_backward")
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,6 @@ def _activated(pre: Tensor) -> tuple[Tensor, Tensor]:
     return torch.nn.functional.gelu(pre), pre
 
 
-def _gated(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.nn.functional.silu(gate) * up, gate, up
-
-
-def _and_column_sum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x and its column sums: the extra pass that a bias gradient costs in torch."""
-    return x, x.sum(0)
-
-
 def workload(
     kind: str, m: int, n: int, k: int, *, dtype: torch.dtype, device: torch.device, layout: str = "nt", seed: int = 0
 ) -> Workload:
@@ -63,12 +54,10 @@ def workload(
 
     plain               in any layout
     epilogue            bias and gelu, pre-activation kept
-    gated               SwiGLU
-    backward            dgrad with gelu's gradient and the bias gradient
+    backward            dgrad with gelu's gradient
     wgrad               into fp32 main gradients
     scatter             four blocks added, bias, gelu; no product
-    scatter_backward    four blocks added, gelu's gradient, the bias gradient; no product
-    fp8                 e4m3 operands with a scale each, against torch._scaled_mm; `dtype` is unused
+    scatter_backward    four blocks added, gelu's gradient; no product
     """
     generator = torch.Generator(device).manual_seed(seed)
     name = str(dtype).removeprefix("torch.")
@@ -90,39 +79,25 @@ def workload(
             flops,
             operands=(a, b),
         )
-    if kind in ("epilogue", "gated"):
-        x, bias = random(m, k), random(n)
-        weights = random(2, n, k, scale=small)
-        gate, up = weights[0], weights[1]
-        if kind == "epilogue":
-            return Workload(
-                Problem(m, n, k, name, kind=kind, torch_passes=2, epilogue_bytes=x.element_size()),
-                lambda options: (
-                    interface.gemm(
-                        x, gate, bias, transpose_b=True, activation="gelu", return_preactivation=True, options=options
-                    ).c
-                ),
-                lambda: _activated(torch.nn.functional.linear(x, gate, bias)),
-                lambda: torch.nn.functional.gelu(x.float() @ gate.float().mT + bias.float()),
-                flops,
-            )
+    if kind == "epilogue":
+        x, bias, up = random(m, k), random(n), random(n, k, scale=small)
         return Workload(
-            Problem(m, n, k, name, kind=kind, products=2, torch_passes=2, epilogue_bytes=2 * x.element_size()),
+            Problem(m, n, k, name, kind=kind, torch_passes=1, epilogue_bytes=x.element_size()),
             lambda options: (
-                interface.gated_gemm(x, gate, up, transpose_b=True, return_preactivation=True, options=options).c
+                interface.gemm(
+                    x, up, bias, transpose_b=True, activation="gelu", return_preactivation=True, options=options
+                ).c
             ),
-            lambda: _gated(x @ gate.mT, x @ up.mT),
-            lambda: torch.nn.functional.silu(x.float() @ gate.float().mT) * (x.float() @ up.float().mT),
-            2 * flops,
+            lambda: _activated(torch.nn.functional.linear(x, up, bias)),
+            lambda: torch.nn.functional.gelu(x.float() @ up.float().mT + bias.float()),
+            flops,
         )
     if kind == "backward":
         dy, weight, pre = random(m, k), random(k, n, scale=small), random(m, n)
         return Workload(
-            Problem(m, n, k, name, kind=kind, layout="nn", torch_passes=2, epilogue_bytes=dy.element_size()),
-            lambda options: (
-                interface.backward_gemm(dy, weight, pre, activation="gelu", return_column_sums=True, options=options).c
-            ),
-            lambda: _and_column_sum(torch.ops.aten.gelu_backward(dy @ weight, pre)),
+            Problem(m, n, k, name, kind=kind, layout="nn", torch_passes=1, epilogue_bytes=dy.element_size()),
+            lambda options: interface.backward_gemm(dy, weight, pre, activation="gelu", options=options),
+            lambda: torch.ops.aten.gelu_backward(dy @ weight, pre),
             lambda: reference.activation_gradient(pre.float(), "gelu") * (dy.float() @ weight.float()),
             flops,
         )
@@ -151,22 +126,10 @@ def workload(
         gelu_backward = torch.ops.aten.gelu_backward
         return Workload(
             Problem(m, n, 0, name, kind=kind),
-            lambda options: interface.reduce_blocks_backward(blocks, pre, activation="gelu", backend=options.backend).c,
-            lambda: _and_column_sum(gelu_backward(blocks.sum(0, dtype=torch.float32).to(dtype), pre)),
+            lambda options: interface.reduce_blocks_backward(blocks, pre, activation="gelu", backend=options.backend),
+            lambda: gelu_backward(blocks.sum(0, dtype=torch.float32).to(dtype), pre),
             lambda: gelu_backward(blocks.float().sum(0), pre.float()),
             0.0,
             num_bytes=6.0 * m * n * blocks.element_size(),
-        )
-    if kind == "fp8":
-        x8, weight8 = random(m, k).to(torch.float8_e4m3fn), random(n, k).to(torch.float8_e4m3fn)
-        scale_x, scale_w = (torch.tensor(value, device=device) for value in (0.5, 2 * small))
-        return Workload(
-            Problem(m, n, k, "float8_e4m3fn", kind="epilogue", torch_passes=1),
-            lambda options: interface.gemm(
-                x8, weight8, transpose_b=True, scale_a=scale_x, scale_b=scale_w, options=options
-            ),
-            lambda: torch._scaled_mm(x8, weight8.t(), scale_a=scale_x, scale_b=scale_w, out_dtype=torch.bfloat16),
-            lambda: (x8.float() @ weight8.float().mT) * small,
-            flops,
         )
     raise ValueError(f"workload {kind!r} is not known\n  fix: one of {KINDS}")

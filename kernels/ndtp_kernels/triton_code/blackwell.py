@@ -74,7 +74,6 @@ def store_tiles(
     sums_free,
     c_desc,
     pre_desc,
-    aux,
     bias,
     c_space,
     first,
@@ -82,9 +81,7 @@ def store_tiles(
     stride,
     tiles_m,
     tiles_n,
-    M,
     N,
-    sx,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     GROUP_M: gl.constexpr,
@@ -92,7 +89,6 @@ def store_tiles(
     SUBTILE: gl.constexpr,
     BIAS: gl.constexpr,
     PRE: gl.constexpr,
-    AUX: gl.constexpr,
 ):
     """The epilogue: a few columns of the sums after another, beside the products of the next tile."""
     PART: gl.constexpr = BLOCK_N // SUBTILE
@@ -110,9 +106,7 @@ def store_tiles(
             x = acc.slice(part * PART, PART).load(layout)
             if part == SUBTILE - 1:
                 mbarrier.arrive(sums_free.index(which))
-            store_part(
-                x, c_desc, pre_desc, aux, bias, c_space, m0, n0, M, N, sx, layout, BLOCK_M, PART, ACT, BIAS, PRE, AUX
-            )
+            store_part(x, c_desc, pre_desc, bias, c_space, m0, n0, N, layout, PART, ACT, BIAS, PRE)
     tma.store_wait(0)
 
 
@@ -122,16 +116,14 @@ def blackwell_kernel(
     A,
     B,
     C,
-    aux,
     pre,
     bias,
     M,
     N,
     K,
-    sa,  # of A, B, C and aux: from one row, or for transposed operands column, to the next
+    sa,  # of A, B and C: from one row, or for transposed operands column, to the next
     sb,
     sc,
-    sx,
     residents,
     kept,
     BLOCK_M: gl.constexpr,
@@ -144,10 +136,9 @@ def blackwell_kernel(
     B_ROW_MAJOR: gl.constexpr,
     ACT: gl.constexpr,
 ):
-    """C = act(A . B + bias) + aux; `pre` takes A . B + bias."""
+    """C = act(A . B + bias); `pre` takes A . B + bias."""
     BIAS: gl.constexpr = bias is not None
     PRE: gl.constexpr = pre is not None
-    AUX: gl.constexpr = aux is not None
     dtype: gl.constexpr = A.dtype.element_ty
     out: gl.constexpr = C.dtype.element_ty
     a_shape: gl.constexpr = [BLOCK_M, BLOCK_K] if A_ROW_MAJOR else [BLOCK_K, BLOCK_M]
@@ -164,7 +155,6 @@ def blackwell_kernel(
     if PRE:
         pre_desc = tma.make_tensor_descriptor(pre, [M, N], [sc, 1], c_shape, c_layout)
     vector = bias if BIAS else C
-    residual = aux if AUX else C
 
     a_ring = gl.allocate_shared_memory(dtype, [STAGES] + a_shape, a_layout)
     b_ring = gl.allocate_shared_memory(dtype, [STAGES] + b_shape, b_layout)
@@ -190,8 +180,8 @@ def blackwell_kernel(
     # fmt: off
     gl.warp_specialize([
         (store_tiles, (
-            sums, sums_ready, sums_free, c_desc, pre_desc, residual, vector, c_space, first, stop, stride, tiles_m,
-            tiles_n, M, N, sx, BLOCK_M, BLOCK_N, GROUP_M, ACT, SUBTILE, BIAS, PRE, AUX,
+            sums, sums_ready, sums_free, c_desc, pre_desc, vector, c_space, first, stop, stride, tiles_m,
+            tiles_n, N, BLOCK_M, BLOCK_N, GROUP_M, ACT, SUBTILE, BIAS, PRE,
         )),
         (multiply_tiles, (
             a_ring, b_ring, ready, free, sums, sums_ready, sums_free, first, stop, stride, steps, A_ROW_MAJOR,

@@ -2,13 +2,8 @@
 
 One epilogue serves the GEMM, the second pass of split-K and the reduction after a scatter:
 
-    forward         c = act(acc + bias) + residual                          [pre = acc + bias]
-    forward gated   c = act(acc + bias) * (acc2 + bias2) + residual         [pre, pre2 likewise]
-    backward        c = acc * act'(aux)                                     [pre = act(aux)]
-    backward gated  c = acc * aux2 * act'(aux), c2 = acc * act(aux)         [pre = act(aux) * aux2]
-
-In brackets: stored only when asked for.  `sums` takes one row of column sums per tile, for a bias gradient that does
-not depend on the order in which tiles finish.
+    forward         c = act(acc + bias)     [pre = acc + bias, stored only when asked for]
+    backward        c = acc * act'(aux)
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -109,61 +104,14 @@ def start_along(index, stride, block, block_stride, BLOCKED: tl.constexpr, ALIGN
 
 
 @triton.jit
-def epilogue(
-    acc,
-    acc2,
-    c_offset,
-    aux_offset,
-    mask,
-    n,
-    n_mask,
-    sum_row,
-    aux,
-    aux2,
-    pre,
-    pre2,
-    bias,
-    bias2,
-    sums,
-    sums2,
-    N,
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
-    BACKWARD: tl.constexpr,
-):
-    """Turn fp32 sums into what is stored at C (and C2); stores pre-activations and column sums itself."""
-    if BACKWARD:
-        x = tl.load(aux + aux_offset, mask=mask, other=0.0).to(tl.float32)
-        if GATED:
-            up = tl.load(aux2 + aux_offset, mask=mask, other=0.0).to(tl.float32)
-            hidden = activation(x, ACT)
-            if pre is not None:
-                tl.store(pre + c_offset, (hidden * up).to(pre.dtype.element_ty), mask=mask)
-            c = acc * up * activation_gradient(x, ACT)
-            c2 = acc * hidden
-        else:
-            if pre is not None:
-                tl.store(pre + c_offset, activation(x, ACT).to(pre.dtype.element_ty), mask=mask)
-            c = acc * activation_gradient(x, ACT)
-            c2 = c
-        # One row per tile: summing the rows later in a fixed order is deterministic, atomics are not.
-        if sums is not None:
-            tl.store(sums + sum_row * N + n, tl.sum(tl.where(mask, c, 0.0), 0), mask=n_mask)
-            if GATED:
-                tl.store(sums2 + sum_row * N + n, tl.sum(tl.where(mask, c2, 0.0), 0), mask=n_mask)
+def epilogue(acc, offset, mask, n, n_mask, aux, pre, bias, ACT: tl.constexpr):
+    """Turn fp32 sums into what is stored at C; stores the pre-activation itself.  With `aux` it is backward's."""
+    if aux is not None:
+        x = tl.load(aux + offset, mask=mask, other=0.0).to(tl.float32)
+        return acc * activation_gradient(x, ACT)
     else:
-        c2 = acc2
         if bias is not None:
             acc += tl.load(bias + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
         if pre is not None:
-            tl.store(pre + c_offset, acc.to(pre.dtype.element_ty), mask=mask)
-        c = activation(acc, ACT)
-        if GATED:
-            if bias2 is not None:
-                c2 += tl.load(bias2 + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
-            if pre2 is not None:
-                tl.store(pre2 + c_offset, c2.to(pre2.dtype.element_ty), mask=mask)
-            c = c * c2
-        if aux is not None:
-            c += tl.load(aux + aux_offset, mask=mask, other=0.0).to(tl.float32)
-    return c, c2
+            tl.store(pre + offset, acc.to(pre.dtype.element_ty), mask=mask)
+        return activation(acc, ACT)

@@ -19,14 +19,11 @@ from ndtp_kernels.triton_code.tiles import columns, describe, grouped, load_tile
 def launch_metadata(grid, kernel, args):
     """Return what Triton's profiler shows of one launch."""
     m, n, k, batch = args["M"], args["N"], args["K"], args["batch"]
-    products = 2 if args["B2"] is not None else 1
     a, b, c = args["A"], args["B"], args["C"]
-    num_bytes = batch * (
-        m * k * a.element_size() + products * n * k * b.element_size() + m * n * c.element_size() * args["SPLIT"]
-    )
+    num_bytes = batch * (m * k * a.element_size() + n * k * b.element_size() + m * n * c.element_size() * args["SPLIT"])
     return {
         "name": f"gemm [{m} {n} {k}]",
-        f"flops{8 * a.element_size()}": 2 * batch * m * n * k * products,
+        f"flops{8 * a.element_size()}": 2 * batch * m * n * k,
         "bytes": num_bytes,
     }
 
@@ -36,21 +33,10 @@ def launch_metadata(grid, kernel, args):
 def gemm_kernel(
     A,
     B,
-    B2,
     C,
-    C2,
-    aux,
-    aux2,
+    aux,  # backward: the pre-activation, which lies as C does
     pre,
-    pre2,
     bias,
-    bias2,
-    scale_a,
-    scale_b,
-    scale_b2,
-    sums,
-    sums2,
-    row_sums,
     M,
     N,
     K,
@@ -75,11 +61,6 @@ def gemm_kernel(
     sc_n,
     sc_block,
     c_block,
-    sx_outer,  # aux: the residual forward, the pre-activation backward; blocked as C is
-    sx_inner,
-    sx_m,
-    sx_n,
-    sx_block,
     sc_split,
     residents,  # programs that share out the first `kept` tiles; each of the others takes one tile and goes
     kept,
@@ -104,19 +85,13 @@ def gemm_kernel(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     ACT: tl.constexpr,
-    GATED: tl.constexpr,
-    BACKWARD: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    SCALE_A_ROWS: tl.constexpr,
-    SCALE_B_COLS: tl.constexpr,
     PRECISION: tl.constexpr,
-    PROMOTE: tl.constexpr,  # steps of K after which fp8 sums move on to fp32 registers; 0: at the end
-    UPCAST: tl.constexpr,  # the interpreter multiplies the bit patterns of bf16 and fp8
+    UPCAST: tl.constexpr,  # the interpreter multiplies the bit patterns of bf16
     SUBTILE: tl.constexpr,
     FLATTEN: tl.constexpr,
     SPECIALIZE: tl.constexpr,
 ):
-    TWO_PRODUCTS: tl.constexpr = B2 is not None
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     per_batch = tiles_m * tiles_n
@@ -135,22 +110,11 @@ def gemm_kernel(
             B, b_batch, K, N, b_stride, sb_k, sb_n, b_block, sb_block,
             RANK_B, B_BLOCKED, B_ROW_MAJOR, BLOCK_K, BLOCK_N,
         )  # fmt: skip
-        if TWO_PRODUCTS:
-            b2_descriptor = describe(
-                B2, b_batch, K, N, b_stride, sb_k, sb_n, b_block, sb_block,
-                RANK_B, B_BLOCKED, B_ROW_MAJOR, BLOCK_K, BLOCK_N,
-            )  # fmt: skip
     c_target = C
-    c2_target = C2
     if TMA_C:
         c_target = describe(
             C, batch, M, N, sc_inner, sc_m, 1, c_block, sc_block, RANK_C, C_BLOCKED, True, BLOCK_M, BLOCK_N // SUBTILE
         )
-        if GATED and BACKWARD:
-            c2_target = describe(
-                C2, batch, M, N, sc_inner, sc_m, 1, c_block, sc_block, RANK_C, C_BLOCKED, True,
-                BLOCK_M, BLOCK_N // SUBTILE,
-            )  # fmt: skip
 
     start, stop, stride = share_of(tl.program_id(0), residents, kept)
     for tile in tl.range(start, stop, stride, flatten=FLATTEN, warp_specialize=SPECIALIZE):
@@ -180,13 +144,6 @@ def gemm_kernel(
             b_column = outer * sb_outer + inner * sb_inner + along(n, sb_n, b_block, sb_block, B_BLOCKED == 2)
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        acc2 = acc
-        if PROMOTE:
-            total = acc
-            total2 = acc
-        if row_sums is not None:
-            a_sum = tl.zeros((BLOCK_M,), tl.float32)
-
         for step in range(first, last):
             if TMA:
                 k0 = step * BLOCK_K
@@ -194,10 +151,6 @@ def gemm_kernel(
                 b_which = which if B_BATCHED else 0
                 a = load_tile(a_descriptor, a_which, m0, k0, a_block, RANK_A, A_BLOCKED, A_ROW_MAJOR, BLOCK_M, BLOCK_K)
                 b = load_tile(b_descriptor, b_which, k0, n0, b_block, RANK_B, B_BLOCKED, B_ROW_MAJOR, BLOCK_K, BLOCK_N)
-                if TWO_PRODUCTS:
-                    b2 = load_tile(
-                        b2_descriptor, b_which, k0, n0, b_block, RANK_B, B_BLOCKED, B_ROW_MAJOR, BLOCK_K, BLOCK_N
-                    )
             else:
                 # Tiles start anew in every run: a block edge inside a tile would cost a division per element.
                 k_in_run = step % run_steps * BLOCK_K
@@ -221,89 +174,25 @@ def gemm_kernel(
                     b = tl.load(B + b_at, mask=n_mask[None, :], other=0.0)
                 else:
                     b = tl.load(B + b_at, mask=(k_in_run + k < k_run)[:, None] & n_mask[None, :], other=0.0)
-                if TWO_PRODUCTS:
-                    if EVEN_N and EVEN_K:
-                        b2 = tl.load(B2 + b_at)
-                    elif EVEN_K:
-                        b2 = tl.load(B2 + b_at, mask=n_mask[None, :], other=0.0)
-                    else:
-                        b2 = tl.load(B2 + b_at, mask=(k_in_run + k < k_run)[:, None] & n_mask[None, :], other=0.0)
             if UPCAST:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
-            if TWO_PRODUCTS:
-                if UPCAST:
-                    b2 = b2.to(tl.float32)
-                acc2 = tl.dot(a, b2, acc2, input_precision=PRECISION)
-            if PROMOTE:
-                # Not after every step: the tensor cores stand still while their sums are read.
-                if (step - first) % PROMOTE == PROMOTE - 1:
-                    total += acc
-                    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                if TWO_PRODUCTS:  # noqa: SIM102 (known when compiling)
-                    # Half a turn later: both at once, and ptxas lets every product wait for the one before.
-                    if (step - first + PROMOTE // 2) % PROMOTE == PROMOTE - 1:
-                        total2 += acc2
-                        acc2 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            if row_sums is not None:  # noqa: SIM102 (one is known when compiling, the other when running)
-                if tile_n == 0:
-                    a_sum += tl.sum(a.to(tl.float32), 1)
-
-        if PROMOTE:
-            acc += total
-            if TWO_PRODUCTS:
-                acc2 += total2
-
-        if row_sums is not None:
-            row_sums_at = row_sums + tl.cast(which * SPLIT + split, tl.int64) * M + m
-            tl.store(row_sums_at, a_sum, mask=m_mask & (tile_n == 0))
 
         c_base = tl.cast(split, tl.int64) * sc_split + outer * sc_outer + inner * sc_inner
         c_rows = c_base + along(m, sc_m, c_block, sc_block, C_BLOCKED == 1)
-        aux_rows = outer * sx_outer + inner * sx_inner + along(m, sx_m, c_block, sx_block, C_BLOCKED == 1)
-        if scale_a is not None:
-            if SCALE_A_ROWS:
-                scale = tl.load(scale_a + tl.cast(which, tl.int64) * M + m, mask=m_mask, other=0.0)[:, None]
-            else:
-                scale = tl.load(scale_a)
-            acc = acc * scale
-            if TWO_PRODUCTS:
-                acc2 = acc2 * scale
         for part_n in tl.static_range(SUBTILE):
             # A few columns after another: fewer registers, and a smaller staging buffer for the stores.
             x = columns(acc, part_n, SUBTILE)
-            x2 = columns(acc2, part_n, SUBTILE)
             c_column = n0 + part_n * (BLOCK_N // SUBTILE)
             n_out = c_column + tl.arange(0, BLOCK_N // SUBTILE)
             n_out_mask = n_out < N
             mask = m_mask[:, None] & n_out_mask[None, :]
-            if scale_b is not None:
-                if SCALE_B_COLS:
-                    x = x * tl.load(scale_b + tl.cast(which, tl.int64) * N + n_out, mask=n_out_mask, other=0.0)[None, :]
-                else:
-                    x = x * tl.load(scale_b)
-            if scale_b2 is not None:
-                if SCALE_B_COLS:
-                    up_scale = tl.load(scale_b2 + tl.cast(which, tl.int64) * N + n_out, mask=n_out_mask, other=0.0)
-                    x2 = x2 * up_scale[None, :]
-                else:
-                    x2 = x2 * tl.load(scale_b2)
             c_at = c_rows[:, None] + along(n_out, sc_n, c_block, sc_block, C_BLOCKED == 2)[None, :]
-            aux_at = aux_rows[:, None] + along(n_out, sx_n, c_block, sx_block, C_BLOCKED == 2)[None, :]
-            sum_row = tl.cast(which * tiles_m + tile_m, tl.int64)
-            c, c2 = epilogue(
-                x, x2, c_at, aux_at, mask, n_out, n_out_mask, sum_row,
-                aux, aux2, pre, pre2, bias, bias2, sums, sums2, N, ACT, GATED, BACKWARD,
-            )  # fmt: skip
+            c = epilogue(x, c_at, mask, n_out, n_out_mask, aux, pre, bias, ACT)
             if ACCUMULATE:
                 c += tl.load(C + c_at, mask=mask, other=0.0).to(tl.float32)
             if TMA_C:
                 store_tile(c_target, c.to(C.dtype.element_ty), which, m0, c_column, c_block, RANK_C, C_BLOCKED)
             else:
                 tl.store(C + c_at, c.to(C.dtype.element_ty), mask=mask)
-            if C2 is not None:
-                if TMA_C:
-                    store_tile(c2_target, c2.to(C2.dtype.element_ty), which, m0, c_column, c_block, RANK_C, C_BLOCKED)
-                else:
-                    tl.store(C2 + c_at, c2.to(C2.dtype.element_ty), mask=mask)

@@ -93,23 +93,18 @@ def store_part(
     x,
     c_desc,
     pre_desc,
-    aux,
     bias,
     c_space,
     m0,
     n0,
-    M,
     N,
-    sx,
     layout: gl.constexpr,
-    BLOCK_M: gl.constexpr,
     PART: gl.constexpr,
     ACT: gl.constexpr,
     BIAS: gl.constexpr,
     PRE: gl.constexpr,
-    AUX: gl.constexpr,
 ):
-    """The epilogue of some columns of sums, `x` at (m0, n0): C = act(x + bias) + aux; `pre` takes x + bias."""
+    """The epilogue of some columns of sums, `x` at (m0, n0): C = act(x + bias); `pre` takes x + bias."""
     n = n0 + gl.arange(0, PART, gl.SliceLayout(0, layout))
     if BIAS:
         x += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
@@ -120,11 +115,6 @@ def store_part(
         fence_async_shared()
         tma.async_copy_shared_to_global(pre_desc, [m0, n0], c_space)
     x = activation(x, ACT)
-    if AUX:
-        m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
-        at_aux = m.to(gl.int64)[:, None] * sx + n[None, :]
-        mask = (m < M)[:, None] & (n < N)[None, :]
-        x += gl.load(aux + at_aux, mask=mask, other=0.0).to(gl.float32)
     tma.store_wait(0)
     c_space.store(x.to(c_space.dtype))
     fence_async_shared()
@@ -141,7 +131,6 @@ def multiply_tiles(
     turn,
     c_desc,
     pre_desc,
-    aux,
     bias,
     c_space,
     group,
@@ -151,9 +140,7 @@ def multiply_tiles(
     tiles_m,
     tiles_n,
     steps,
-    M,
     N,
-    sx,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     GROUP_M: gl.constexpr,
@@ -165,7 +152,6 @@ def multiply_tiles(
     CLUSTER: gl.constexpr,
     BIAS: gl.constexpr,
     PRE: gl.constexpr,
-    AUX: gl.constexpr,
 ):
     """A group: each GROUPS-th tile of this program, with its epilogue."""
     STAGES: gl.constexpr = a_ring.shape[0]
@@ -211,8 +197,7 @@ def multiply_tiles(
             n0 = tile_n * BLOCK_N + part * PART
             x = gl.convert_layout(columns(acc, part, SUBTILE), part_layout, assert_trivial=True)
             store_part(
-                x, c_desc, pre_desc, aux, bias, c_space, m0, n0, M, N, sx, part_layout, BLOCK_M, PART, ACT, BIAS, PRE,
-                AUX,
+                x, c_desc, pre_desc, bias, c_space, m0, n0, N, part_layout, PART, ACT, BIAS, PRE,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -223,16 +208,14 @@ def hopper_kernel(
     A,
     B,
     C,
-    aux,
     pre,
     bias,
     M,
     N,
     K,
-    sa,  # of A, B, C and aux: from one row, or for transposed operands column, to the next
+    sa,  # of A, B and C: from one row, or for transposed operands column, to the next
     sb,
     sc,
-    sx,
     residents,
     kept,
     BLOCK_M: gl.constexpr,
@@ -245,13 +228,12 @@ def hopper_kernel(
     B_ROW_MAJOR: gl.constexpr,
     ACT: gl.constexpr,
 ):
-    """C = act(A . B + bias) + aux; `pre` takes A . B + bias.  Started with four warps there are two groups."""
+    """C = act(A . B + bias); `pre` takes A . B + bias.  Started with four warps there are two groups."""
     gl.static_assert(STAGES > 1, "a product in flight keeps its stage until the next one has begun")
     CLUSTER: gl.constexpr = gl.num_ctas()
     GROUPS: gl.constexpr = 8 // gl.num_warps()
     BIAS: gl.constexpr = bias is not None
     PRE: gl.constexpr = pre is not None
-    AUX: gl.constexpr = aux is not None
     dtype: gl.constexpr = A.dtype.element_ty
     out: gl.constexpr = C.dtype.element_ty
     a_shape: gl.constexpr = [BLOCK_M, BLOCK_K] if A_ROW_MAJOR else [BLOCK_K, BLOCK_M]
@@ -271,7 +253,6 @@ def hopper_kernel(
     if PRE:
         pre_desc = tma.make_tensor_descriptor(pre, [M, N], [sc, 1], c_shape, c_layout)
     vector = bias if BIAS else C
-    residual = aux if AUX else C
 
     a_ring = gl.allocate_shared_memory(dtype, [STAGES] + a_shape, a_layout)
     b_ring = gl.allocate_shared_memory(dtype, [STAGES] + b_shape, b_layout)
@@ -300,14 +281,14 @@ def hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize([
             (multiply_tiles, (
-                a_ring, b_ring, ready, free, both_free, turn, c_desc, pre_desc, residual, vector, c_space.index(0), 0,
-                first, stop, stride, tiles_m, tiles_n, steps, M, N, sx, BLOCK_M, BLOCK_N, GROUP_M, A_ROW_MAJOR,
-                B_ROW_MAJOR, ACT, SUBTILE, GROUPS, CLUSTER, BIAS, PRE, AUX,
+                a_ring, b_ring, ready, free, both_free, turn, c_desc, pre_desc, vector, c_space.index(0), 0,
+                first, stop, stride, tiles_m, tiles_n, steps, N, BLOCK_M, BLOCK_N, GROUP_M, A_ROW_MAJOR,
+                B_ROW_MAJOR, ACT, SUBTILE, GROUPS, CLUSTER, BIAS, PRE,
             )),
             (multiply_tiles, (
-                a_ring, b_ring, ready, free, both_free, turn, c_desc, pre_desc, residual, vector, c_space.index(1), 1,
-                first, stop, stride, tiles_m, tiles_n, steps, M, N, sx, BLOCK_M, BLOCK_N, GROUP_M, A_ROW_MAJOR,
-                B_ROW_MAJOR, ACT, SUBTILE, GROUPS, CLUSTER, BIAS, PRE, AUX,
+                a_ring, b_ring, ready, free, both_free, turn, c_desc, pre_desc, vector, c_space.index(1), 1,
+                first, stop, stride, tiles_m, tiles_n, steps, N, BLOCK_M, BLOCK_N, GROUP_M, A_ROW_MAJOR,
+                B_ROW_MAJOR, ACT, SUBTILE, GROUPS, CLUSTER, BIAS, PRE,
             )),
             (load_tiles, (
                 a_desc, b_desc, a_ring, b_ring, ready, free, both_free, first, stop, stride, tiles_m, tiles_n, steps,
@@ -317,9 +298,9 @@ def hopper_kernel(
     else:
         gl.warp_specialize([
             (multiply_tiles, (
-                a_ring, b_ring, ready, free, both_free, turn, c_desc, pre_desc, residual, vector, c_space.index(0), 0,
-                first, stop, stride, tiles_m, tiles_n, steps, M, N, sx, BLOCK_M, BLOCK_N, GROUP_M, A_ROW_MAJOR,
-                B_ROW_MAJOR, ACT, SUBTILE, GROUPS, CLUSTER, BIAS, PRE, AUX,
+                a_ring, b_ring, ready, free, both_free, turn, c_desc, pre_desc, vector, c_space.index(0), 0,
+                first, stop, stride, tiles_m, tiles_n, steps, N, BLOCK_M, BLOCK_N, GROUP_M, A_ROW_MAJOR,
+                B_ROW_MAJOR, ACT, SUBTILE, GROUPS, CLUSTER, BIAS, PRE,
             )),
             (load_tiles, (
                 a_desc, b_desc, a_ring, b_ring, ready, free, both_free, first, stop, stride, tiles_m, tiles_n, steps,

@@ -28,44 +28,36 @@ def test_other_operands_are_multiplied(config):
 
 
 def test_everything_beside_a_product():
-    """Split K, scratch of its own in each call, pre-activation, residual, row sums; a vector in other memory."""
+    """Split K, scratch of its own in each call, pre-activation; a vector in other memory."""
     for _ in range(2):
-        a, b, bias, residual = integers(20, 64), integers(36, 64), integers(36), integers(20, 36)
+        a, b, bias = integers(20, 64), integers(36, 64), integers(36)
         got = products.gemm(
-            "gemm", a, b, form=NT, bias=bias, residual=residual, activation="relu", keep_pre=True, row_sums=True,
+            "gemm", a, b, form=NT, bias=bias, activation="relu", keep_pre=True,
             options=triton_options(replace(POINTER, split_k=2)),
         )  # fmt: skip
         assert torch.equal(got.pre, a @ b.mT + bias)
-        assert torch.equal(got.c, torch.relu(got.pre) + residual)
-        assert torch.equal(got.row_sums, a.sum(1))
+        assert torch.equal(got.c, torch.relu(got.pre))
     assert len(known()) == 1
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_backward_and_sums_of_blocks(gated):
-    lead = (2,) if gated else ()
+def test_backward_and_sums_of_blocks():
     for _ in range(2):
-        dc, weight, pre = integers(20, 24), integers(24, 36), integers(*lead, 20, 36)
-        gate, up = (pre[0], pre[1]) if gated else (pre, torch.ones(20, 36))
-        got = products.backward_gemm(
-            "b", dc, weight, pre, activation="relu", gated=gated, column_sums=True, recompute=True,
-            options=triton_options(),
-        )  # fmt: skip
-        d = dc @ weight
-        want = torch.stack((d * up * (gate > 0), d * torch.relu(gate))) if gated else d * (gate > 0)
-        assert torch.equal(got.c, want) and torch.equal(got.pre, torch.relu(gate) * up)
-        assert torch.equal(got.column_sums, want.sum(-2))
-        blocks = integers(3, 20, 36)
-        total = reductions.reduce_backward("r", blocks, pre, activation="relu", gated=gated, backend="triton")
-        d = blocks.sum(0)
-        want = torch.stack((d * up * (gate > 0), d * torch.relu(gate))) if gated else d * (gate > 0)
-        assert torch.equal(total.c, want) and torch.equal(total.column_sums, want.sum(-2))
-        blocks = integers(*lead, 3, 20, 36)
-        summed = reductions.reduce("r", blocks, gated=gated, activation="relu", keep_pre=True, backend="triton")
-        parts = blocks.sum(-3)
-        assert torch.equal(summed.c, torch.relu(parts[0]) * parts[1] if gated else torch.relu(parts))
-        assert torch.equal(summed.pre, parts)
-    assert len(known()) == 3
+        dc, weight, pre, blocks = integers(20, 24), integers(24, 36), integers(20, 36), integers(3, 20, 36)
+        got = products.backward_gemm("b", dc, weight, pre, activation="relu", options=triton_options()).c
+        assert torch.equal(got, (dc @ weight) * (pre > 0))
+        total = reductions.reduce_backward("r", blocks, pre, activation="relu", backend="triton").c
+        assert torch.equal(total, blocks.sum(0) * (pre > 0))
+        summed = reductions.reduce("r", blocks, activation="relu", keep_pre=True, backend="triton")
+        assert torch.equal(summed.c, torch.relu(summed.pre)) and torch.equal(summed.pre, blocks.sum(0))
+        pairs = reductions.reduce("r", blocks, activation="relu", pairs=True, keep_pre=True, backend="triton")
+        gate, up = summed.pre[:, 0::2], summed.pre[:, 1::2]
+        assert torch.equal(pairs.c, torch.relu(gate) * up) and torch.equal(pairs.pre, summed.pre)
+        grad = reductions.reduce_backward("r", pairs.c[None], pre, activation="relu", pairs=True, backend="triton").c
+        gate, up = pre[:, 0::2], pre[:, 1::2]
+        assert torch.equal(grad[:, 0::2], pairs.c * up * (gate > 0)) and torch.equal(
+            grad[:, 1::2], pairs.c * gate.relu()
+        )
+    assert len(known()) == 5
 
 
 def test_what_differs_is_prepared_anew():
@@ -75,14 +67,14 @@ def test_what_differs_is_prepared_anew():
     shifted = room[1:].view(16, 16)  # four bytes off
     calls = [
         (a, b, NT, {}), (a, b, Form(), {}), (a.mT, b, NT, {}), (shifted, b, NT, {}), (a, b, NT, {"activation": "relu"}),
-        (a, b, NT, {"keep_pre": True}), (a, b, NT, {"bias": integers(16)}), (a, b, NT, {"residual": integers(16, 16)}),
+        (a, b, NT, {"keep_pre": True}), (a, b, NT, {"bias": integers(16)}),
         (a, b, NT, {"out_dtype": torch.float16}), (a, b, NT, {"out": integers(16, 16)}),
     ]  # fmt: skip
     for count, (left, right, form, more) in enumerate(calls, 1):
         got = products.gemm("gemm", left, right, form=form, options=triton_options(), **more).c
         want = left @ (right.mT if form.transpose_b else right) + more.get("bias", 0)
         want = torch.relu(want) if "activation" in more else want
-        assert torch.equal(got.float(), want + more.get("residual", 0))
+        assert torch.equal(got.float(), want)
         assert len(known()) == count
 
 

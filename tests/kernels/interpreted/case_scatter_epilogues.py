@@ -11,33 +11,37 @@ from ndtp.compute.gemm import KernelGemm
 GEMM = KernelGemm(backend="triton")
 
 
-@pytest.mark.parametrize("name", [name for name, each in ACTIVATIONS.items() if each.kernel])
+# One plain activation and one gate in all dtypes; the others' formulas are in case_epilogues.
+NAMES = ("squared_relu", "swiglu")
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_every_activation(name, dtype):
-    """Three blocks of [7, 129]; the whole range of an activation, and what lies around zero."""
-    stacked, bias, pre = torch.randn(21, 129).to(dtype), torch.randn(129).to(dtype), torch.randn(7, 129).to(dtype)
-    stacked[:, :40] *= 1e-3
-    pre[:, :40] *= 1e-3
-    forward, backward = ACTIVATIONS[name][:2]
-    total = stacked.double().view(3, 7, 129).sum(0)
-    assert_close(GEMM.reduce_blocks(stacked, 3), total, dtype=dtype)
-    got_pre, activated = GEMM.reduce_blocks_activate(stacked, 3, bias, name)
-    assert_close(got_pre, total + bias.double(), dtype=dtype)
-    assert_close(activated, forward(total + bias.double()), dtype=dtype)
-    grad, bias_grad = GEMM.reduce_blocks_backward(stacked, 3, pre, name)
-    want = backward(total, pre.double())
-    assert_close(grad, want, dtype=dtype)
-    assert_close(bias_grad, want.sum(0), dtype=dtype)
-    assert_close(GEMM.activate(pre, name), forward(pre.double()), dtype=dtype)
-    assert_close(
-        GEMM.activate_backward(stacked[:7], pre, name), backward(stacked[:7].double(), pre.double()), dtype=dtype
-    )
+def test_sums_are_finished(name, dtype):
+    """Three blocks, of rows and columns that no tile divides."""
+    forward, backward, _, width = ACTIVATIONS[name]
+    blocks, bias = torch.randn(3, 19, 130 * width).to(dtype), torch.randn(130 * width).to(dtype)
+    grads, total = torch.randn(3, 19, 130).to(dtype), blocks.double().sum(0) + bias.double()
+    for keep in (False, True):
+        pre, activated = GEMM.finish(blocks, bias, name, keep)
+        assert_close(activated, forward(total), dtype=dtype)
+    assert_close(pre, total, dtype=dtype)
+    assert_close(GEMM.finish_backward(grads, pre, name), backward(grads.double().sum(0), pre.double()), dtype=dtype)
 
 
-@pytest.mark.parametrize("name", [name for name, each in ACTIVATIONS.items() if each.kernel])
+@pytest.mark.parametrize("name", [name for name, each in ACTIVATIONS.items() if each.kernel and each.width == 2])
+def test_gates(name):
+    """Of every activation: gate and up in turns, without a sum and without a bias."""
+    pre, grad = torch.randn(5, 66), torch.randn(5, 33)
+    assert_close(GEMM.activate(pre, name), ACTIVATIONS[name].forward(pre.double()), dtype=torch.float32)
+    want = ACTIVATIONS[name].backward(grad.double(), pre.double())
+    assert_close(GEMM.activate_backward(grad, pre, name), want, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["gelu", "geglu"])
 def test_results_are_put_where_they_are_wanted(name):
     """In rows that begin at no multiple of 16 bytes; a call as it is prepared, and as it is repeated."""
-    pre, grad = torch.randn(7, 129), torch.randn(7, 129)
+    pre, grad = torch.randn(7, 129 * ACTIVATIONS[name].width), torch.randn(7, 129)
     for function, tensors in ((GEMM.activate, (pre,)), (GEMM.activate_backward, (grad, pre))):
         want = function(*tensors, name)
         for part in (1, 1, 0, 2):

@@ -1,1 +1,0 @@
-"""The GEMMs as custom ops, with their gradients."""
