@@ -81,6 +81,7 @@ def plan(
     no_pad: Annotated[bool, typer.Option("--no-pad", help="Only grids that divide every size.")] = False,
     chunks: Annotated[int, typer.Option(help="Overlap collectives and products in this many pieces.")] = 1,
     wire: WireOption = None,
+    eager: Annotated[bool, typer.Option("--eager", help="The host issues each task; else a captured step.")] = False,
     top: Annotated[int, typer.Option(callback=COUNT, help="Rows of the table, and plans in the JSON.")] = 10,
     json_file: JsonOption = None,
     plot: Annotated[
@@ -152,7 +153,7 @@ def plan(
         blocks, ranks, Hardware.load(hardware), layers=layers if sizes is None and layers is not None else 1,
         objective=objective, dtype=SHORT.get(dtype, dtype), optimizer=optimizer, memory_limit_gib=memory_limit,
         fixed=axis_sizes(" ".join(fix or []), "--fix", axes), tp_within_node=tp_within_node, pad=not no_pad,
-        chunks=chunks, wire=Wire.of(wire),
+        chunks=chunks, wire=Wire.of(wire), captured=not eager,
     )  # fmt: skip
     plans = search(request)
     if sizes is not None:

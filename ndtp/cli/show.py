@@ -123,6 +123,7 @@ def show_schedule(
     hardware: Annotated[
         str, typer.Option(metavar="NAME|FILE.toml", help="Whose clocks: a preset, or a calibrated profile.")
     ] = "h100-ib",
+    eager: Annotated[bool, typer.Option("--eager", help="With the host's lane: no graph issues the step.")] = False,
     tasks: Annotated[bool, typer.Option("--tasks", help="List every task with its time as well.")] = False,
     output: OutputOption = None,
     json_file: JsonOption = None,
@@ -139,7 +140,7 @@ def show_schedule(
     ranks = _grid(grid)
     spans = schedule(
         ranks, (tokens, hidden, ffn), Hardware.load(hardware), dtype=SHORT.get(dtype, dtype), chunks=chunks,
-        product=product,
+        product=product, captured=not eager,
     )  # fmt: skip
     end = max(span.end for span in spans)
     busy = {lane: sum(s.end - s.begin for s in spans if s.lane == lane) / end for lane in lanes_of(spans)}

@@ -21,12 +21,22 @@ MARGIN = 10
 
 
 def lanes_of(spans: Sequence[LaneSpan]) -> list[str]:
-    """Return the lanes that compute, and the axes that communicate."""
-    return ["compute", *sorted({span.lane for span in spans} - {"compute"}, key=["dp", "z", "x", "y"].index)]
+    """Return the lanes that compute, the host's, if it issues the step, and the axes that communicate."""
+    return ["compute", *sorted({span.lane for span in spans} - {"compute"}, key=["host", "dp", "z", "x", "y"].index)]
+
+
+def named(lane: str) -> str:
+    """Return the name of a lane in pictures."""
+    return lane if lane in ("compute", "host") else f"link {lane}"
+
+
+def is_aside(span: LaneSpan) -> bool:
+    """Return whether a span is work that neither multiplies nor sends."""
+    return span.lane == "host" or (span.lane == "compute" and span.what not in ("multiply", "own"))
 
 
 def colour_of(span: LaneSpan) -> str:
-    if span.lane == "compute" and span.what not in ("multiply", "own"):
+    if is_aside(span):
         return OTHER
     return COLOURS[span.tensor]
 
@@ -34,8 +44,8 @@ def colour_of(span: LaneSpan) -> str:
 def label_of(span: LaneSpan) -> str:
     """The tensor, the number of the product, and the chunk; other work by its first letter."""
     chunk = "" if span.chunk is None else f"[{span.chunk}]"
-    if span.lane == "compute" and span.what not in ("multiply", "own"):
-        return {"activate": "f", "order": "copy", "contention": "held", "start": "", "sum": "sum"}[span.what]
+    if is_aside(span):
+        return {"activate": "f", "order": "copy", "contention": "held", "sum": "sum"}.get(span.what, "")
     return f"{span.tensor}{span.product}{chunk}"
 
 
@@ -49,7 +59,7 @@ def as_text(spans: Sequence[LaneSpan], width: int) -> Iterator[Text]:
         end = max(span.end for span in found)
         text = Text(f"{phase}, {begin * 1e3:.4g} to {end * 1e3:.4g} ms\n", style="bold")
         for lane in lanes_of(spans):
-            text.append(f"{lane if lane == 'compute' else f'link {lane}':<{MARGIN}}", "not bold")
+            text.append(f"{named(lane):<{MARGIN}}", "not bold")
             _append_lane(text, [span for span in found if span.lane == lane], begin, end, width - MARGIN - 1)
             text.append("\n")
         yield text
@@ -89,7 +99,7 @@ def save(path: Path, spans: Sequence[LaneSpan], title: str) -> None:
             axes.text(middle, row, label_of(span), ha="center", va="center", fontsize=6, color=INK)
     _mark_backward(axes, spans)
     axes.set(xlim=(0, last * 1e3), ylim=(len(lanes) - 0.4, -0.6), xlabel="ms")
-    axes.set_yticks(range(len(lanes)), [lane if lane == "compute" else f"link {lane}" for lane in lanes])
+    axes.set_yticks(range(len(lanes)), [named(lane) for lane in lanes])
     axes.set_title(title, fontsize=9, color=INK, loc="left", parse_math=False)
     used = [tensor for tensor in COLOURS if any(span.tensor == tensor for span in spans)]
     patches = [Patch(facecolor=COLOURS[tensor], label=tensor) for tensor in used]
@@ -99,6 +109,6 @@ def save(path: Path, spans: Sequence[LaneSpan], title: str) -> None:
 
 
 def _mark_backward(axes: Any, spans: Sequence[LaneSpan]) -> None:
-    backward = [span.begin for span in spans if span.phase == "backward"]
+    backward = [span.begin for span in spans if span.phase == "backward" and span.lane != "host"]
     if backward:
         axes.axvline(min(backward) * 1e3, color=INK, linewidth=0.8, linestyle=":")

@@ -11,8 +11,8 @@ from torch import Tensor
 from ndtp.algebra.row_flow import RowMove
 from ndtp.algebra.steps import Step
 from ndtp.collectives.handles import Handle, Route, Started
-from ndtp.collectives.sums import LOW_PRECISION
 from ndtp.collectives.labels import Label
+from ndtp.collectives.sums import LOW_PRECISION
 
 if TYPE_CHECKING:
     from ndtp.collectives.collectives import Collectives

@@ -194,7 +194,7 @@ class KernelGemm(KernelEpilogues, KernelGrouped, TorchGemm):
     def _fused(
         self, letters: tuple[Letters, Letters, Letters], one: Shape, other: Shape, name: str, dtype: torch.dtype
     ) -> dict[str, Any] | None:
-        """How to multiply two matrices with an activation; None where it has no such kernel."""
+        """The arguments by which two matrices are multiplied with an activation; None where no kernel does that."""
         x, y, z = letters
         if not len(x) == len(y) == len(z) == len(one) == len(other) == 2:
             return None

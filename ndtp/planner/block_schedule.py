@@ -22,6 +22,7 @@ def schedule(
     dtype: str = "bfloat16",
     chunks: int = 1,
     product: str = "block",
+    captured: bool = True,
 ) -> list[LaneSpan]:
     """Return the spans of a training step: what a rank computes, and what the link of each axis carries, in seconds.
 
@@ -30,6 +31,7 @@ def schedule(
         sizes: tokens, hidden and ffn.
         chunks: pieces of rows whose collectives run beside their products.
         product: "block", or "up" or "down" alone.
+        captured: a graph issues the step; else the host does, in a lane of its own.
 
     Raises:
         GridError: another axis; sizes that the grid, or the chunks, do not divide; names what would do.
@@ -40,7 +42,7 @@ def schedule(
     if product not in PRODUCTS:
         raise GridError(f"schedule: product={product!r} is not one of {', '.join(PRODUCTS)}")
     block = Block.mlp(*sizes)
-    request = Request((block,), grid.num_ranks, hardware, dtype=dtype, chunks=chunks)
+    request = Request((block,), grid.num_ranks, hardware, dtype=dtype, chunks=chunks, captured=captured)
     g = Grids(**(dict.fromkeys(AXES, 1) | dict(zip(grid.names, grid.shape, strict=True))))
     padded = block_cost.padded(block, g)
     wanted = {"tokens": padded.tokens, "hidden": padded.hidden, "ffn": padded.inner}

@@ -20,6 +20,7 @@ from ndtp.dtypes import SIZES
 from ndtp.errors import GridError
 from ndtp.planner.fields import Either, Entries, Fields, Kind, Number, Size, Word, read_parsed, shown
 from ndtp.planner.presets import MACHINES
+from ndtp.schedule.host import EAGER, HostLane
 
 PUBLISHED = "published measurements"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -49,6 +50,7 @@ MACHINE: dict[str, Kind] = {
     "memory_gbs": RATE,
     "launch_us": DURATION_US,
     "contention": Number(0, 1),
+    "host": Number(0, 1000),
     "source": Word(),
 }
 PROFILE = Fields(
@@ -107,6 +109,8 @@ class Hardware:
         launch_us: fixed cost of a local product.
         contention: how much of the time of a collective that runs beside products these lose by it: 0 where a card
             moves the bytes, 1 where processors do, and nothing is hidden.
+        host: for how long its host works to issue tasks to a device, by the host of `ndtp.schedule.host`; 0 where the
+            processors that issue also compute.
         peak_tflops: dtype -> the data sheet's rate, of which utilisation (MFU) is a part; where it lacks one, `tflops`.
         attention_tflops: kernel ("flash1", "flash2", "flash3") -> rate of long causal attention with heads of 128,
             forward and backward, at 3.5 flops backward and forward for each one of forward.
@@ -123,6 +127,7 @@ class Hardware:
     memory_gbs: float = 2000.0
     launch_us: float = 5.0
     contention: float = 0.0
+    host: float = 0.0
     peak_tflops: Mapping[str, float] = field(default_factory=dict)
     attention_tflops: Mapping[str, float] = field(default_factory=dict)
     source: str = PUBLISHED
@@ -142,6 +147,11 @@ class Hardware:
         if dtype not in self.tflops:
             raise GridError(f"hardware {self.name!r} has no GEMM rate for {dtype}; it has {', '.join(self.tflops)}")
         return self.tflops[dtype] * 1e12
+
+    @property
+    def host_lane(self) -> HostLane | None:
+        """The lane of the host in an eager step."""
+        return EAGER.scaled(self.host) if self.host else None
 
     def half(self, dtype: str) -> float:
         """The dim at which a product of this dtype has half of its rate: the faster, the larger."""
@@ -208,7 +218,8 @@ class Hardware:
 
 
 TABLES = ("tflops", "peak_tflops", "attention_tflops")
-SCALARS = ("name", "ranks_per_node", "gemm_half", "memory_gib", "memory_gbs", "launch_us", "contention", "source")
+SCALARS = ("name", "ranks_per_node", "gemm_half", "memory_gib", "memory_gbs", "launch_us", "contention")
+SCALARS += ("host", "source")
 
 
 def _toml(value: Any) -> str:

@@ -88,6 +88,7 @@ def fields_of(name: str, fabric: str) -> dict[str, Any]:
         "memory_gib": device.memory_gib,
         "memory_gbs": device.memory_gbs * MEMORY_REACHES,
         "contention": CONTENTION,
+        "host": 1.0,
         "peak_tflops": peaks,
         "attention_tflops": device.attention,
     }
@@ -103,6 +104,7 @@ MACHINES: tuple[dict[str, Any], ...] = (
         "tflops": {"bfloat16": 290.0, "float16": 290.0, "float32": 73.0},
         "memory_gib": 48.0,
         "memory_gbs": 780.0,
+        "host": 1.0,
     },
     {
         "name": "cpu",  # one rank a node, 25 Gbit/s Ethernet, gloo

@@ -62,6 +62,7 @@ class Request:
     pad: bool = True
     chunks: int = 1
     wire: Wire | None = None
+    captured: bool = True
 
     def __post_init__(self) -> None:
         check_request(self)

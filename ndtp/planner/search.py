@@ -59,6 +59,7 @@ def plan(
     pad: bool = True,
     chunks: int = 1,
     wire: Wire | str | Mapping[str, str | bool | None] | None = None,
+    captured: bool = True,
     limit: int | None = None,
 ) -> list[GridPlan]:
     """Grids for a block of `tokens` rows (of the whole job), best first.
@@ -83,6 +84,7 @@ def plan(
         pad: pad sizes that a grid does not divide, at its cost; otherwise such grids are left out.
         chunks: pieces of rows whose collectives run beside their products, as `MatMulPlan(chunks=)`.
         wire: the dtypes in which tensors travel, such as "bf16", see `ndtp.Wire`.
+        captured: a graph issues the step (`ndtp.capture`); False: the host of the hardware issues it task by task.
         limit: how many to return; default all.
 
     Raises:
@@ -110,6 +112,7 @@ def plan(
         pad=pad,
         chunks=chunks,
         wire=Wire.of(wire),
+        captured=captured,
     )
     return search(request, limit)
 
@@ -292,7 +295,7 @@ def axes_of_experts(grid: Grid, fold: int) -> tuple[str, ...]:
 
 def predict(request: Request, grid: Grid, expert_axis: Sequence[str] = ()) -> Time:
     """The time of a step on one grid, in the order in which it is given."""
-    work, network = _on(request, grid, expert_axis)
+    work, network = work_on(request, grid, expert_axis)
     return work.time(network)
 
 
@@ -300,7 +303,7 @@ def _work(request: Request, g: Grids, **again: Any) -> BlockWork:
     """Return the work of a request's blocks on these grids."""
     return BlockWork.of(
         request.blocks, g, request.hardware, request.dtype, layers=request.layers, chunks=request.chunks,
-        wire=request.wire, **again,
+        wire=request.wire, captured=request.captured, **again,
     )  # fmt: skip
 
 
@@ -332,11 +335,12 @@ def weigh(request: Request, g: Grids, order: Sequence[str]) -> tuple[Any, Any, A
 
 def timeline(request: Request, grid: Grid, product: int | None = None) -> list[LaneSpan]:
     """Return the spans of computation and communication in a step of one layer, or of one product, on one grid."""
-    work, network = _on(request, grid)
+    work, network = work_on(request, grid)
     return work.spans(network, product)
 
 
-def _on(request: Request, grid: Grid, expert_axis: Sequence[str] = ()) -> tuple[BlockWork, Network]:
+def work_on(request: Request, grid: Grid, expert_axis: Sequence[str] = ()) -> tuple[BlockWork, Network]:
+    """The work of a request on one grid, and the grid's links, in the order in which the axes are given."""
     order = (*(axis for axis in request.axes if axis not in grid), *grid.names)
     g = grids_of(grid, expert_axis)
     work = _work(request, g)

@@ -19,6 +19,7 @@ from ndtp.dtypes import SIZES
 from ndtp.planner.block_cost import AXES, EXPERT_AXES, Block, Grids, gemms, messages, padded
 from ndtp.planner.hardware import DTYPE_BYTES, Hardware
 from ndtp.schedule.clocks import LaneSpan, Messages, TimedProduct, step_seconds
+from ndtp.schedule.host import HostLane
 
 # What a step of a product may move.
 MOVES = (
@@ -193,6 +194,7 @@ class BlockWork:
     layers: int
     chunks: int
     regather: bool
+    host: HostLane | None = None
 
     @classmethod
     def of(
@@ -207,11 +209,13 @@ class BlockWork:
         regather_a: Any = 0,
         regather_b: Any = 0,
         wire: Wire | None = None,
+        captured: bool = True,
     ) -> BlockWork:
         """Return the work of these blocks on these grids.
 
         Args:
             chunks: pieces of rows whose collectives run beside their products, as in `MatMulPlan(chunks=)`.
+            captured: a graph issues the step; else the host does, task by task.
         """
         segments = []
         for times, alike in groupby(blocks, lambda block: block.times):
@@ -219,7 +223,8 @@ class BlockWork:
             for block in alike:
                 products += _products(block, g, hardware, dtype, chunks, regather_a, regather_b, wire)
             segments.append((times, tuple(products)))
-        return cls(tuple(segments), hardware.contention, layers, chunks, bool(np.any(regather_a) or np.any(regather_b)))
+        regather, host = bool(np.any(regather_a) or np.any(regather_b)), None if captured else hardware.host_lane
+        return cls(tuple(segments), hardware.contention, layers, chunks, regather, host)
 
     @property
     def products(self) -> tuple[TimedProduct, ...]:
@@ -233,10 +238,11 @@ class BlockWork:
         elementwise: Any = 0.0
         for times, products in self.segments:
             times *= self.layers
-            one = step_seconds(products, network, self.chunks, self.regather, self.contention)
+            how = network, self.chunks, self.regather, self.contention, None, self.host
+            one = step_seconds(products, *how)
             total = total + one
             if times > 1:
-                two = step_seconds(products * 2, network, self.chunks, self.regather, self.contention)
+                two = step_seconds(products * 2, *how)
                 total = total + (times - 1) * (two - one)
             for product in products:
                 for moves in product.messages.values():
@@ -249,7 +255,7 @@ class BlockWork:
         """Return the spans of a step of one layer, or of one of its products, on a single grid."""
         kept: list[LaneSpan] = []
         products = self.products if product is None else self.products[product : product + 1]
-        step_seconds(products, network, self.chunks, self.regather, self.contention, kept)
+        step_seconds(products, network, self.chunks, self.regather, self.contention, kept, self.host)
         return kept
 
 

@@ -16,6 +16,7 @@ from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.compute.gemm import TorchGemm
 from ndtp.errors import LayoutError
 from ndtp.runtime.program import Program
+from ndtp.runtime.region import is_in_graph
 from ndtp.runtime.slots import Setting, Stage
 from ndtp.schedule.tasks import RowChunks, Wanted
 
@@ -51,7 +52,8 @@ def program_of(
         LayoutError: shards that do not fit each other or the plans.
     """
     # What is named here is held here: no other plan can come to have the identity of one of these.
-    key = (plans, activations, forms, needs, chunks, mesh.gemm, mesh.collectives)
+    by_graph = chunks is None and is_in_graph(mesh.collectives)  # where another number of chunks may be the best
+    key = (plans, activations, forms, needs, chunks, mesh.gemm, mesh.collectives, by_graph)
     program = mesh.programs.find(key)
     if program is None:
         with _disable_current_modes(), no_python_dispatcher():  # while a compiler traces, too

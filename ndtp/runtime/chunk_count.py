@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,8 @@ from ndtp.collectives.turns import staying
 from ndtp.compute.devices import kind_of
 from ndtp.runtime.chunk_choices import ChunkChoice
 from ndtp.runtime.probe import measure
-from ndtp.schedule.chunk_choice import SETTLED, SMALL, choose, is_small, settled
+from ndtp.runtime.region import is_in_graph
+from ndtp.schedule.chunk_choice import SETTLED, SMALL, Speeds, choose, is_small, settled
 
 if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
@@ -87,7 +89,14 @@ def key_of(
         f"{plan.equation} {sorted(plan.roles.items())} again {sorted(plan.regather)} of {sorted(size.items())}"
         for plan, size in zip(plans, sizes, strict=True)
     ]
-    return f"{mesh.grid}, {_name(dtype, mesh)}: " + "; then ".join(products)
+    return f"{mesh.grid}, {_name(dtype, mesh)}{', captured' * is_in_graph(mesh.collectives)}: " + "; then ".join(
+        products
+    )
+
+
+def issued_as_now(speeds: Speeds, mesh: ProcessGrid) -> Speeds:
+    """Return the speeds without the host where a graph issues the tasks."""
+    return replace(speeds, host=None) if speeds.host is not None and is_in_graph(mesh.collectives) else speeds
 
 
 def ahead(
@@ -106,7 +115,7 @@ def ahead(
     if why := settled(plans, sizes):
         return 1, why
     if given := choices.given(mesh.grid, _name(dtype), _name(dtype, mesh)):
-        return choose(plans, sizes, dtype.itemsize, given, mesh.wire)
+        return choose(plans, sizes, dtype.itemsize, issued_as_now(given, mesh), mesh.wire)
     if is_small(plans, sizes, dtype.itemsize, kind_of(device_type).chunks_from, mesh.wire):
         return 1, SMALL
     if mesh.backend == "fake":
@@ -116,7 +125,9 @@ def ahead(
     if choices.crowd:
         return 1, _crowded(choices.crowd)
     measured = choices.measured.get((str(mesh.grid), _name(dtype, mesh)))
-    return None if measured is None else choose(plans, sizes, dtype.itemsize, measured, mesh.wire)
+    if measured is None:
+        return None
+    return choose(plans, sizes, dtype.itemsize, issued_as_now(measured, mesh), mesh.wire)
 
 
 def _measured(
@@ -139,7 +150,7 @@ def _measured(
         known = next(iter(choices.measured.values()), None)
         speeds = measure(mesh.collectives, mesh.gemm, like, known=known)
     choices.measured[str(mesh.grid), _name(dtype, mesh)] = speeds
-    return choose(plans, sizes, dtype.itemsize, speeds, mesh.wire)
+    return choose(plans, sizes, dtype.itemsize, issued_as_now(speeds, mesh), mesh.wire)
 
 
 @contextmanager

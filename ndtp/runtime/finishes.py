@@ -1,4 +1,4 @@
-"""What follows products: biases and activations, alone or in one pass with a product or with the sum of its parts."""
+"""Biases and activations behind products: alone or in one pass with a product or with the sum of its parts."""
 
 from __future__ import annotations
 

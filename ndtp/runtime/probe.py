@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,9 +18,11 @@ from ndtp.algebra.steps import Step
 from ndtp.algebra.wire import BACK
 from ndtp.collectives.codecs import CODECS
 from ndtp.collectives.labels import Label
+from ndtp.collectives.symmetric.windows import machine
 from ndtp.collectives.watch import Watch
 from ndtp.compute.devices import kind_of
 from ndtp.schedule.chunk_choice import LinkSpeed, Speeds
+from ndtp.schedule.host import EAGER, HostLane
 
 if TYPE_CHECKING:
     from ndtp.collectives.collectives import Collectives
@@ -88,6 +91,29 @@ class Probe:
             for route in others:
                 result = self.collectives.launch(route, result).wait()
         return started
+
+    def host(self, multiply: Callable[[], Any]) -> HostLane:
+        """The lane of the host, by what it takes, on the slowest rank, to start a collective and a product."""
+        starts, products = [], []
+        for _ in range(self.repeats + 1):
+            starts.append(self.calls("all_gather", self.axes[-1], 64, CALLS) / CALLS)
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                multiply()
+            products.append((time.perf_counter() - begin) / CALLS)
+        both = sum(self.slowest([median(starts[1:]), median(products[1:])]))
+        return EAGER.scaled(both / (EAGER.start + EAGER.multiply))
+
+    def across(self) -> frozenset[str]:
+        """Return the axes along which some ranks are on another machine than this one or others."""
+        named, groups, found = zlib.crc32(machine().encode()), self.collectives.groups, []
+        for axis in self.axes:
+            both = torch.tensor([named, -named], dtype=torch.int64, device=self.like.device)
+            with Watch(groups.describe, Label(("speeds",), "forward", "all_reduce", (axis,))):
+                dist.all_reduce(both, dist.ReduceOp.MAX, group=groups.group((axis,)))
+            largest, smallest = both.tolist()
+            found.append(float(largest != -smallest))
+        return frozenset(axis for axis, each in zip(self.axes, self.slowest(found), strict=True) if each)
 
     def share(self, probe_bytes: int, axis: str) -> int:
         """Elements of a rank's share."""
@@ -217,8 +243,11 @@ def measure(
         for key in ((kind, axis) for kind in KINDS):
             links[key] = links[key]._replace(overhead=max(links[key].overhead, overhead))
     coding = probe.coding() if axes else {}
+    by_streams = bool(axes) and collectives.orders_by_stream
+    host = probe.host(multiply_tiny) if by_streams else None
+    across = probe.across() if by_streams else frozenset[str]()
     if known is not None or not axes:
-        return Speeds(links, per_flop, launch, 0.0 if known is None else known.contention, coding)
+        return Speeds(links, per_flop, launch, 0.0 if known is None else known.contention, coding, across, host)
     elements = probe.share(figures.probe_bytes, axes[-1])
 
     def together(num_gathers: int, num_products: int) -> float:
@@ -237,4 +266,4 @@ def measure(
     num_products = max(1, round(gathers / (per_flop * 2.0 * side**3)))
     products, both = together(0, num_products), together(num_gathers, num_products)
     hidden = (gathers + products - both) / min(gathers, products)
-    return Speeds(links, per_flop, launch, min(1.0, max(0.0, 1 - hidden)), coding)
+    return Speeds(links, per_flop, launch, min(1.0, max(0.0, 1 - hidden)), coding, across, host)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ndtp.collectives.streams import is_capturing
+
+if TYPE_CHECKING:
+    from ndtp.collectives.collectives import Collectives
 
 _UNDER_WAY: list[Region] = []  # one at a time: CUDA captures one graph at a time, and backward runs in another thread
 
@@ -51,6 +54,13 @@ class Region:
 def region_under_way() -> Region | None:
     """Return the step that is captured whole, if one is."""
     return _UNDER_WAY[-1] if _UNDER_WAY else None
+
+
+def is_in_graph(collectives: Collectives) -> bool:
+    """Return whether what is issued now is, or will be, in a graph, which takes no time of the host."""
+    if not collectives.orders_by_stream:
+        return False
+    return bool(_UNDER_WAY) or is_capturing(collectives.groups.device_type)
 
 
 def may_start_ahead(device_type: str) -> bool:

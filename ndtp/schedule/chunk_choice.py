@@ -14,6 +14,7 @@ from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.wire import KINDS, Wire, coded_elements
 from ndtp.schedule.arrivals import weight_in_parts
 from ndtp.schedule.clocks import TimedProduct, step_seconds
+from ndtp.schedule.host import HostLane
 from ndtp.schedule.tasks import RowChunks
 
 COUNTS = (1, 2, 3, 4, 6, 8)
@@ -61,15 +62,19 @@ class Speeds:
         per_flop, launch: of local products, all ranks at once; seconds of each, and of a product that is tiny.
         contention: how much of the time of a collective beside products these lose by it, from 0 to 1.
         coding: format of the wire -> seconds to bring a number to it, and back from it.
+        across: axes whose links leave the node, which are other ones than those inside.
+        host: what issues the tasks of an eager step to a device; None where the processors compute themselves.
     """
 
-    shares = True  # one link, see `SharedLink`: axes mostly share a rank's
+    shares = True  # one link inside of a node and one to others, see `SharedLink`: axes mostly share a rank's
 
     links: Mapping[tuple[str, str], LinkSpeed]
     per_flop: float = 0.0
     launch: float = 0.0
     contention: float = 0.0
     coding: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    across: frozenset[str] = frozenset()
+    host: HostLane | None = None
 
     def seconds(self, collective: str, axes: Any, received: Any) -> float:
         """A collective over axes, of which the slowest counts; nothing where nothing moves."""
@@ -96,13 +101,15 @@ class Speeds:
         return max((link.overhead for link in self._over(collective, axes)), default=0.0)
 
     def crosses(self, axes: Any) -> bool:
-        return False
+        """Return whether the slowest of the axes leaves the node."""
+        return not self.across.isdisjoint(axes)
 
     def to_json(self) -> dict[str, Any]:
         links = {" ".join(key): list(link) for key, link in self.links.items()}
         products = [self.per_flop, self.launch, self.contention]
         coding = {name: list(each) for name, each in self.coding.items()}
-        return {"links": links, "products": products} | ({"coding": coding} if coding else {})
+        more = {"coding": coding, "across": sorted(self.across), "host": self.host and self.host.to_json()}
+        return {"links": links, "products": products} | {key: each for key, each in more.items() if each}
 
     @classmethod
     def from_json(cls, kept: Mapping[str, Any]) -> Speeds:
@@ -110,7 +117,8 @@ class Speeds:
         links = {(kind, axis): LinkSpeed(*link) for key, link in kept["links"].items() for kind, axis in [key.split()]}
         coding = {name: (float(there), float(back)) for name, (there, back) in kept.get("coding", {}).items()}
         per_flop, launch, contention = map(float, kept["products"])
-        return cls(links, per_flop, launch, contention, coding)
+        across, host = frozenset(kept.get("across", ())), kept.get("host")
+        return cls(links, per_flop, launch, contention, coding, across, host and HostLane(*map(float, host)))
 
     def _over(self, collective: str, axes: Any) -> list[LinkSpeed]:
         return [self.links[collective, axis] for axis in axes]
@@ -175,7 +183,8 @@ def seconds_of(
 ) -> float:
     """A forward and backward in so many chunks."""
     products = products_of(plans, sizes, itemsize, speeds, chunks, wire=wire)
-    return float(step_seconds(products, speeds, chunks, any(plan.regather for plan in plans), speeds.contention))
+    regather = any(plan.regather for plan in plans)
+    return float(step_seconds(products, speeds, chunks, regather, speeds.contention, host=speeds.host))
 
 
 def products_of(

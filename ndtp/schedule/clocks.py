@@ -1,8 +1,10 @@
-"""A training step on two clocks, one that computes and one a link: the tasks of `ndtp.schedule.tasks`, timed.  Pure.
+"""A training step on clocks, of the device, its links and its host: the tasks of `ndtp.schedule.tasks`, timed.  Pure.
 
 What a program does in order is replayed here in order, for many grids at once: a start puts a collective behind
 those already on its link, a wait holds the computation until it is done, the next weight is gathered ahead, a part of
 a weight's gradient is left to the chain that follows, and its reduction is waited for two chains later, or at the end.
+Where a host issues the tasks, each begins when it was issued at the earliest.
+
 Of one grid the clocks can be kept, span by span: what `ndtp show schedule` draws.
 """
 
@@ -15,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ndtp.algebra.steps import phase_of
+from ndtp.schedule.host import HostLane
 from ndtp.schedule.links import SharedLink
 from ndtp.schedule.tasks import WINDOW, Action, Task, Wanted, backward_tasks, first_deferred, forward_tasks, pieces
 
@@ -116,10 +119,12 @@ class Timeline:
     """The clocks: `now` of the rank, and when each link becomes free.
 
     Attributes:
-        shared: the link, if collectives share it.
+        shared: the link inside of a node, and the one to others, if collectives share them.
         contention: as in `ndtp.planner.hardware.Hardware`.
         spans: of one grid, what happened when; None keeps nothing.
         forward: when forward was over.
+        host: what issues the tasks; None: a graph, or the processor that computes.
+        issued: when the host has issued the last task.
     """
 
     links: Links
@@ -129,12 +134,21 @@ class Timeline:
     forward: Any = 0.0
     inside: Any = 0.0
     across: Any = 0.0
-    shared: SharedLink = field(default_factory=SharedLink)
+    shared: tuple[SharedLink, SharedLink] = field(default_factory=lambda: (SharedLink(), SharedLink()))
+    host: HostLane | None = None
+    issued: Any = 0.0
     pending: dict[PieceKey, _Move] = field(default_factory=dict)
+
+    def issue(self, key: PieceKey, task: str, there: Any = True) -> None:
+        """Let the host issue a task, on those of the grids where there is one."""
+        if self.host is not None:
+            begin, self.issued = self.issued, self.issued + np.where(there, getattr(self.host, task), 0.0)
+            self._keep("host", key, "issue", begin, self.issued)
 
     def compute(self, key: PieceKey, what: str, seconds: Any) -> None:
         """Work of the rank; beside collectives it goes on at `1 - contention` of its speed."""
-        begin, slowed = self.now, seconds
+        self.issue(key, "multiply" if what in ("multiply", "own") else "activate", np.asarray(seconds) > 0)
+        begin, slowed = self.now if self.host is None else np.maximum(self.now, self.issued), seconds
         if self.contention:
             beside: Any = 0.0
             for move in self.pending.values():
@@ -162,6 +176,7 @@ class Timeline:
     def wait(self, key: PieceKey) -> None:
         """Hold the computation until a move is done."""
         move = self.pending.pop(key)
+        self.issue(key, "wait", np.asarray(move.end) > move.begin)
         self._arrive(key, move)
         for message in move.rest:
             self._send(key, move, message)
@@ -188,16 +203,19 @@ class Timeline:
         """Put a collective behind those on its link."""
         collective, axis, received = message
         seconds, occupied = (f(collective, axis, received) for f in (self.links.seconds, self.links.occupied))
-        moves = seconds > 0
+        moves, crosses = seconds > 0, self.links.crosses(axis)
+        self.issue(key, "start", moves)
+        if key[2] == "dB":
+            self.issue(key, "gradient", moves)
+        ready = self.now if self.host is None else np.maximum(self.now, self.issued)
         if not self.links.shares:
-            crosses = self.links.crosses(axis)
-            begin = np.maximum(self.now, np.where(crosses, self.across, self.inside))
+            begin = np.maximum(ready, np.where(crosses, self.across, self.inside))
             self.across = np.where(moves & crosses, begin + occupied, self.across)
             self.inside = np.where(moves & ~crosses, begin + occupied, self.inside)
             move.begin = np.where(moves, np.maximum(move.begin, begin), move.begin)
             move.end = np.where(moves, np.maximum(move.end, begin + seconds), move.end)
         elif moves:
-            self.shared.send(move, float(self.now), axis, float(seconds), float(occupied))
+            self.shared[bool(crosses)].send(move, float(ready), axis, float(seconds), float(occupied))
         if np.any(moves):
             move.lane = axis, collective
         started, self.now = self.now, self.now + np.where(moves, self.links.overhead(collective, axis), 0.0)
@@ -217,11 +235,22 @@ def step_seconds(
     regather: bool = False,
     contention: float = 0.0,
     spans: list[LaneSpan] | None = None,
+    host: HostLane | None = None,
 ) -> Any:
-    """Forward through all products and backward again; see `replayed`.  Grids of other orders of tasks go by turns."""
+    """Forward through all products and backward again; see `replayed`.  Grids of other orders of tasks go by turns.
+
+    With a host it is one of many steps: where the device is the slower one, the host is ahead of it.  Spans are the
+    first step's.
+    """
     seconds: Any = 0.0
     for rows_first, there in _orders(products, chunks):
-        now = replayed(products, links, chunks, regather, contention, spans, rows_first).now
+        how = products, links, chunks, regather, contention
+        line = replayed(*how, spans, rows_first, host)
+        now = line.now
+        if host is not None:
+            worked = line.issued
+            line = replayed(*how, None, rows_first, host, ahead=np.maximum(0.0, line.now - worked))
+            now = np.maximum(line.now, worked)
         seconds = np.where(there, now, seconds)
     return seconds
 
@@ -247,6 +276,8 @@ def replayed(
     contention: float = 0.0,
     spans: list[LaneSpan] | None = None,
     rows_first: tuple[bool, ...] | None = None,
+    host: HostLane | None = None,
+    ahead: Any = 0.0,
 ) -> Timeline:
     """The clocks at the end of a forward through all products and backward again.
 
@@ -254,14 +285,18 @@ def replayed(
         regather: whether some grid gathers operands again in backward; what need not move has no bytes.
         spans: filled with what happens when, for a single grid.
         rows_first: of every product, see `ndtp.schedule.arrivals.rows_first`; default: what it is on a single grid.
+        host: what issues the tasks; None: they are in a graph.
+        ahead: of the device, the host as the step begins, in seconds.
     """
     if rows_first is None:
         ((rows_first, _),) = _orders(products, chunks)
-    line = Timeline(links, contention, spans)
+    line = Timeline(links, contention, spans, host=host, issued=-ahead)
     begun: dict[PieceKey, Any] = {}
     for phase, i, task in _tasks(products, chunks, regather, rows_first):
         product, cut = products[i], 1 if task.chunk is None else chunks
         key = (phase, i, task.tensor, task.chunk)
+        if _begins_chain(products, phase, i, task):
+            line.issue(key, "chain")
         if phase == "forward":
             line.forward = line.now
         if task.action is Action.START:
@@ -291,6 +326,15 @@ def replayed(
     for key in list(line.pending):
         line.wait(key)
     return line
+
+
+def _begins_chain(products: Sequence[TimedProduct], phase: str, i: int, task: Task) -> bool:
+    """Return whether a task is the first of a pass of a chain."""
+    if phase == "forward":
+        return task.action is Action.START and task.tensor == "B" and (i == 0 or not products[i - 1].chained)
+    return (
+        task.action is Action.ACTIVATE and task.tensor == "dC" and (i + 1 == len(products) or not products[i].chained)
+    )
 
 
 def _tasks(

@@ -13,7 +13,8 @@ from ndtp.algebra.schemes import block_layouts
 from ndtp.algebra.wire import Wire
 from ndtp.schedule import chunk_choice
 from ndtp.schedule.chunk_choice import COUNTS, LinkSpeed, Speeds, choose, is_small, messages_of, products_of, seconds_of
-from ndtp.schedule.clocks import TimedProduct, replayed
+from ndtp.schedule.clocks import TimedProduct, Timeline, replayed
+from ndtp.schedule.host import EAGER
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 ROWS, HIDDEN, INNER = 4096, 512, 2048
@@ -177,3 +178,34 @@ def test_steps_come_close_to_what_no_schedule_beats(grid, scheme, aims):
             for count in COUNTS
         ]
         assert 1 <= min(found) <= aim, f"{blocks} blocks in {COUNTS} chunks: {found}"
+
+
+def test_a_host_that_issues_each_task_wants_fewer_chunks_and_a_graph_does_not():
+    """Small blocks on fast links: more chunks hide more on the device, and cost the host more than they hide."""
+    fast = speeds(gigabytes=50, latency=1e-6, gigaflops=2e5, launch=1e-6)
+    eager = replace(fast, host=EAGER)
+    captured, hosted = choose(*chain(), 2, fast)[0], choose(*chain(), 2, eager)[0]
+    assert hosted == 1 <= captured
+    alone = [float(replayed(products_of(*chain(), 2, fast, n), fast, n, host=EAGER).issued) for n in (1, 4)]
+    times = [seconds_of(*chain(), 2, eager, n) for n in (1, 4)]
+    assert times == pytest.approx(alone), "the step is as long as the host needs"
+    assert all(seconds_of(*chain(), 2, fast, n) < t for n, t in zip((1, 4), times, strict=True))
+    slow = speeds(gigabytes=0.01)  # where the device is the slower one the host is ahead of it, and costs nothing
+    assert seconds_of(*chain(), 4, replace(slow, host=EAGER), 4) == pytest.approx(
+        seconds_of(*chain(), 4, slow, 4), rel=0.02
+    )
+    assert Speeds.from_json(json.loads(json.dumps(eager.to_json()))) == eager
+
+
+def test_links_to_other_nodes_are_other_links_than_those_inside():
+    """Two collectives at once share a link if both stay inside of the node, and do not if one leaves it."""
+
+    def both(across):
+        line = Timeline(replace(speeds(latency=0.0), across=frozenset(across)))
+        for tensor, axis in (("A", "x"), ("B", "y")):
+            line.start(("forward", 0, tensor, 0), [("all_gather", (axis,), 1e6)])
+        for tensor in ("A", "B"):
+            line.wait(("forward", 0, tensor, 0))
+        return float(line.now)
+
+    assert both("") == both("xy") == pytest.approx(2 * both("y"))
