@@ -218,8 +218,8 @@ class Hardware:
 
 
 TABLES = ("tflops", "peak_tflops", "attention_tflops")
-SCALARS = ("name", "ranks_per_node", "gemm_half", "memory_gib", "memory_gbs", "launch_us", "contention")
-SCALARS += ("host", "source")
+_RATES = ("gemm_half", "memory_gib", "memory_gbs", "launch_us", "contention", "host")
+SCALARS = ("name", "ranks_per_node", *_RATES, "source")
 
 
 def _toml(value: Any) -> str:
