@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ndtp.runtime import closures
-from ndtp.runtime.closures import Get, Run, Slots
+from ndtp.runtime.closures import Get, Run, SlotList
 from ndtp.runtime.moves import Cut, is_matrix
 from ndtp.runtime.slots import letters_of
 from ndtp.runtime.weight_gradients import WeightGradients
@@ -157,7 +157,7 @@ def _finish(
         pre: the slot of the product, or of the collective that scatters it; afterwards of what the activation took.
     """
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         added, place = None if bias is None else slots[bias], None if out is None else out(slots)
 
         def then(blocks: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -173,7 +173,7 @@ def _finish_backward(
 ) -> Run:
     """The sum of what a collective brings and the gradient of an activation in one pass."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         place = None if out is None else out(slots)
         slots[result] = slots[grad].wait(lambda blocks: function(blocks, slots[pre], name, place))
 
@@ -191,7 +191,7 @@ def _multiply_finish(
 ) -> Run:
     """A product with bias and activation in its epilogue."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         added = None if bias is None else slots[bias]
         slots[pre], slots[result] = product(slots[one], slots[other], added, keep)
 
@@ -203,7 +203,7 @@ def _multiply_finish_backward(
 ) -> Run:
     """A product with the gradient of an activation in its epilogue."""
 
-    def run(slots: Slots) -> None:
+    def run(slots: SlotList) -> None:
         slots[result] = product(slots[one], slots[other], slots[pre])
 
     return run
