@@ -223,7 +223,7 @@ def seconds(volume: Volume, wire: Speeds, phases: Sequence[str]) -> float:
     rates = {(kind, axis): wire.links[kind if kind in KINDS else KINDS[0], axis].per_byte
              for entry in volume.entries for kind in (entry.collective,) for axis in entry.axes}  # fmt: skip
     return sum(
-        entry.amount * max(rates[entry.collective, axis] for axis in entry.axes)
+        entry.num_bytes * max(rates[entry.collective, axis] for axis in entry.axes)
         for entry in volume.entries
         if entry.phase in phases
     )

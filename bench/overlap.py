@@ -340,7 +340,7 @@ def measured(case: str, arguments: argparse.Namespace) -> Rows:
         if whole_s is not None:
             row["speedup_over_whole"] = whole_s / step_s
         if (model := models.get(name)) is not None:
-            row["predicted"] = sum(mlp.volume(arguments.tokens).in_bytes(4).total for mlp in model)
+            row["predicted"] = sum(mlp.volume(arguments.tokens).total for mlp in model)
             plan, mesh = model[0].up.plan, model[0].mesh
             row["chunks"] = mesh.chunks_chosen(plan)[arguments.tokens][0] if plan.chunks == "auto" else plan.chunks
             parts = alone(step, model, 3)

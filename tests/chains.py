@@ -194,7 +194,6 @@ def _problems(chain: Chain, seed: int) -> list[str] | None:
         elif tensor.requires_grad and not _same(shard.grad, layout.shard(tensor.grad, mesh.rank), chain.dtype):
             wrong.append(name)
     predicted = _predicted(chain, [t is not None and t.requires_grad for t in tensors])
-    predicted = predicted.in_bytes(chain.dtype.itemsize)
     if meter.volume != predicted:
         wrong.append(f"metered {meter.volume}, predicted {predicted}")
     if mesh.collectives.in_flight:
@@ -225,9 +224,16 @@ def _predicted(chain: Chain, needs: list[bool]) -> ndtp.algebra.volume.Volume:
         dgrad = any(needs[: p + 1]) or any(needs[count + 1 : count + 1 + p])
         shape = (*chain.batch, chain.rows, k, n)
         volume = (
-            plan.volume(shape, dgrad=dgrad, wgrad=needs[1 + p], bias=chain.biases[p], bias_grad=needs[1 + count + p])
+            plan.volume(
+                shape,
+                chain.dtype,
+                dgrad=dgrad,
+                wgrad=needs[1 + p],
+                bias=chain.biases[p],
+                bias_grad=needs[1 + count + p],
+            )
             if any(needs)
-            else plan.volume(shape, dgrad=False, wgrad=False, bias=chain.biases[p], bias_grad=False)
+            else plan.volume(shape, chain.dtype, dgrad=False, wgrad=False, bias=chain.biases[p], bias_grad=False)
         )
         total = volume if total is None else total + volume
     return total

@@ -81,7 +81,7 @@ def assert_exact(case, plan, seed=0):
         for rank, own in enumerate(shards):
             expected = shard(dense, plan.grid, layout.dims, rank)
             assert own.shape == expected.shape and (own == expected).all(), (name, rank, str(plan))
-    assert {entry.key: entry.amount for entry in plan.volume()} == dict(run.received), str(plan)
+    assert {entry.key: entry.elements for entry in plan.volume()} == dict(run.received), str(plan)
 
 
 class Case:

@@ -93,8 +93,7 @@ def check_product(product: Product, seed: int = 0) -> None:
         else:
             assert shard.grad is None, f"{product}: {name} was not wanted"
     bound, _ = bind(plan, shards[0].shape, shards[1].shape)
-    predicted = bound.volume(shape, dgrad=product.needs[0], wgrad=product.needs[1], bias=product.bias)
-    predicted = predicted.in_bytes(c.element_size())
+    predicted = bound.volume(shape, c.dtype, dgrad=product.needs[0], wgrad=product.needs[1], bias=product.bias)
     assert meter.volume == predicted, f"{product}: measured {meter.volume}, predicted {predicted}"
     assert not mesh.collectives.in_flight, f"{product}: handles left over"
 

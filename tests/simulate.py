@@ -202,7 +202,7 @@ def assert_exact(plan: Any, a_shape: tuple[int, ...], b_shape: tuple[int, ...], 
             assert found.shape == wanted.shape and (found == wanted).all(), (name, rank, plan)
     k = a_shape[-2] if plan.transpose_a else a_shape[-1]
     shape = (*c.shape[:-1], k, c.shape[-1])
-    assert {entry.key: entry.amount for entry in plan.volume(shape)} == dict(run.received), plan
+    assert {entry.key: entry.elements for entry in plan.volume(shape)} == dict(run.received), plan
     sizes = plan.sizes(shape)
     assert {move.tensor: (move.phase, plan.start_shape(move.tensor, sizes)) for move in plan.moves()} == run.starts
     return run

@@ -195,11 +195,11 @@ def volume_rows() -> list[str]:
                 if grid["z"] > 1 if scheme == "2d" else scheme == "1d" and grid["x"] < ranks:
                     continue
                 up, down = block_layouts(grid, scheme).plans()
-                volume = up.volume((tokens, hidden, inner)) + down.volume((tokens, inner, hidden))
+                volume = up.volume((tokens, hidden, inner), "bf16") + down.volume((tokens, inner, hidden), "bf16")
                 assert volume.backward == volume.forward
                 volumes.append((volume.forward, max(grid.shape), str(grid)))  # of equal ones, the roundest grid
             best, _, grid = min(volumes)
-            cells.append(f"{best * 2 / 2**20:g}" + f" ({grid})" * (scheme != "1d"))
+            cells.append(f"{best / 2**20:g}" + f" ({grid})" * (scheme != "1d"))
         result.append(f"| {ranks} | " + " | ".join(cells) + " |")
     return result
 

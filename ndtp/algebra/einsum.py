@@ -28,6 +28,7 @@ from ndtp.algebra.relayouts import MergePlan, RelayoutPlan, reduction_volume
 from ndtp.algebra.steps import PlanMove
 from ndtp.algebra.stored import Letters, Stored
 from ndtp.algebra.volume import Volume
+from ndtp.dtypes import Dtype
 from ndtp.errors import LayoutError
 
 Names = tuple[str, ...]
@@ -230,9 +231,9 @@ class EinsumPlan(LoopNest):
         found += [(phases[name], f"d{name}") for name in (["C"] if back else []) + back]
         return tuple(PlanMove(phase, name, self.relayouts[name]) for phase, name in found)
 
-    def volume(self, wanted: Sequence[bool] | None = None) -> Volume:
-        """The exact traffic, in elements received per rank, `wanted` gradients included."""
-        return self.volume_of(self.moves(wanted), self.sizes)
+    def volume(self, wanted: Sequence[bool] | None = None, dtype: Dtype = "float32") -> Volume:
+        """The exact traffic, in bytes of a dtype received per rank, `wanted` gradients included."""
+        return self.volume_of(self.moves(wanted), self.sizes, dtype)
 
     def __str__(self) -> str:
         moves = self.moves([False] * len(self.operand_names))
@@ -269,12 +270,13 @@ class ExtremePlan:
     def merge(self) -> MergePlan:
         return MergePlan(self.plan.grid, self.plan.lacks(self.plan.result), 1, 1)
 
-    def volume(self, dgrad: bool = True) -> Volume:
-        """The exact traffic, in elements received per rank.  Backward counts the elements that share an extreme.
+    def volume(self, dgrad: bool = True, dtype: Dtype = "float32") -> Volume:
+        """The exact traffic, in bytes received per rank.  Backward counts the elements that share an extreme.
 
         Args:
             dgrad: whether the gradient is wanted.
+            dtype: of the operand.
         """
         shape = self.plan.held_shape(self.plan.result, self.plan.sizes)
-        there = self.merge.volume(prod(shape))
-        return there + reduction_volume(self.plan.grid, self.merge.axes, shape, "dgrad") if dgrad else there
+        there = self.merge.volume(prod(shape), dtype)
+        return there + reduction_volume(self.plan.grid, self.merge.axes, shape, "dgrad", dtype) if dgrad else there

@@ -18,7 +18,8 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.steps import Dims, Journey, PlanMove, Step, is_legal, relayout_steps
 from ndtp.algebra.stored import Letters, Stored, equation
 from ndtp.algebra.volume import Traffic, Volume, traffic
-from ndtp.algebra.wire import KINDS, Wire, traffic_in_bytes
+from ndtp.algebra.wire import KINDS, Wire
+from ndtp.dtypes import Dtype
 
 
 class LoopNest:
@@ -95,31 +96,28 @@ class LoopNest:
             for name, journey in self.journeys.items()
         }
 
-    def volume_of(self, moves: Iterable[PlanMove], sizes: Mapping[str, int]) -> Volume:
-        """The exact traffic of moves, in elements received per rank.
+    def volume_of(
+        self, moves: Iterable[PlanMove], sizes: Mapping[str, int], dtype: Dtype, wire: Wire | None = None
+    ) -> Volume:
+        """The exact traffic of moves, in bytes received per rank.
 
         An all-gather or reduce-scatter whose gathered size is V over p ranks takes V (p-1)/p, an all-to-all of a local
         V the same, an all-reduce twice that.
 
         Args:
             sizes: letter -> global size.
+            dtype: in which the tensors are computed.
+            wire: in which dtypes they travel instead.
         """
-        return Volume.of(
-            entry
-            for move in moves
-            for entry in traffic(self.grid, move.steps, self.start_shape(move.tensor, sizes), move.phase)
-        )
+        return Volume.of(entry for move in moves for entry in self.traffic_of(move, sizes, dtype, wire))
 
-    def bytes_of(self, move: PlanMove, sizes: Mapping[str, int], itemsize: int, wire: Wire | None) -> Iterator[Traffic]:
-        """The traffic of a move in bytes as they travel, scales included.
-
-        Args:
-            sizes: letter -> global size.
-            itemsize: of the dtype in which the tensors are computed.
-        """
+    def traffic_of(
+        self, move: PlanMove, sizes: Mapping[str, int], dtype: Dtype, wire: Wire | None = None
+    ) -> Iterator[Traffic]:
+        """The traffic of one move; arguments as for `volume_of`."""
         form = None if wire is None else wire.format(KINDS.get(move.tensor))
         shape = self.start_shape(move.tensor, sizes)
-        return traffic_in_bytes(self.grid, move.steps, shape, move.phase, itemsize, form)
+        return traffic(self.grid, move.steps, shape, move.phase, f"{self.name} {move.tensor}", dtype, form)
 
     # --------------------------------------------------------------------------------------------------- shapes
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 from ndtp.algebra import html
 from ndtp.algebra import roles as rule
@@ -26,6 +25,7 @@ from ndtp.algebra.steps import Journey, PlanMove, PlanStep, phase_of
 from ndtp.algebra.stored import Letters, Stored
 from ndtp.algebra.volume import Volume
 from ndtp.algebra.wire import Wire
+from ndtp.dtypes import Dtype
 from ndtp.errors import LayoutError
 
 
@@ -188,33 +188,20 @@ class MatMulPlan(LoopNest):
         return tuple(PlanStep(move.phase, move.tensor, step) for move in self.moves() for step in move.steps)
 
     def volume(
-        self,
-        shape: Sequence[int],
-        dgrad: bool = True,
-        wgrad: bool = True,
-        bias: bool = False,
-        bias_grad: bool | None = None,
+        self, shape: Sequence[int], dtype: Dtype = "float32", wire: Wire | None = None, **wanted: bool | None
     ) -> Volume:
-        """The exact traffic of the product, in elements received per rank.
+        """The exact traffic of the product, in bytes received per rank.
 
         Args:
             shape: `(*batch, M, K, N)`, the global sizes.
-            dgrad, wgrad, bias, bias_grad: as for `moves`.
+            dtype: in which the product computes: a name such as "bf16", or torch's.
+            wire: the dtypes in which its tensors travel instead; scales are counted.
+            wanted: `dgrad`, `wgrad`, `bias` and `bias_grad`, as for `moves`.
 
         Raises:
             LayoutError: sizes that the layouts do not divide.
         """
-        return self.volume_of(self.moves(dgrad, wgrad, bias, bias_grad), self.sizes(shape))
-
-    def num_bytes(self, shape: Sequence[int], itemsize: int, wire: Wire | None = None, **wanted: Any) -> Volume:
-        """The traffic of `volume` in bytes as they travel, scales included.
-
-        Args:
-            itemsize: of the dtype in which the product computes.
-            wanted: as for `moves`.
-        """
-        sizes = self.sizes(shape)
-        return Volume.of(entry for move in self.moves(**wanted) for entry in self.bytes_of(move, sizes, itemsize, wire))
+        return self.volume_of(self.moves(**wanted), self.sizes(shape), dtype, wire)  # type: ignore[arg-type]
 
     # --------------------------------------------------------------------------------------------------- shapes
 

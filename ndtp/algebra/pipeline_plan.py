@@ -12,6 +12,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.resharding import ReshardPlan
 from ndtp.algebra.schemes import block_layouts
 from ndtp.algebra.volume import Traffic, Volume
+from ndtp.dtypes import Dtype, name_of, size_of
 from ndtp.errors import GridError, LayoutError
 
 AXIS = "pp"  # what traffic between stages is called
@@ -175,17 +176,20 @@ class PipelinePlan:
             for i in range(self.num_stages - 1)
         )  # fmt: skip
 
-    def volume(self, rank: int, micro_batches: int, dgrad: bool = True) -> Volume:
-        """The exact traffic between stages in a step, in elements that `rank` receives.
+    def volume(self, rank: int, micro_batches: int, dgrad: bool = True, dtype: Dtype = "float32") -> Volume:
+        """The exact traffic between stages in a step, in bytes that `rank` receives.
 
         Args:
             dgrad: whether gradients go back.
+            dtype: of what passes.
         """
         found = []
         for plan in self.crossings:
             for phase, way in (("forward", plan), ("dgrad", plan.back))[: 1 + dgrad]:
                 calls = micro_batches * len(way.receives(rank))
-                found.append(Traffic(phase, "receive", (AXIS,), micro_batches * way.received(rank), calls))
+                count = micro_batches * way.received(rank)
+                sent = count * size_of(dtype), count, way.name, name_of(dtype)
+                found.append(Traffic(phase, "receive", (AXIS,), *sent, calls))
         return Volume.of(found)
 
     def bubble(self, micro_batches: int) -> float:

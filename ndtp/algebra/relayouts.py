@@ -12,7 +12,8 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.steps import Step, is_legal, relayout_steps
 from ndtp.algebra.volume import Traffic, Volume, traffic
-from ndtp.algebra.wire import BACK, Wire, traffic_in_bytes
+from ndtp.algebra.wire import BACK, Format, Wire
+from ndtp.dtypes import Dtype
 from ndtp.errors import LayoutError
 
 
@@ -107,30 +108,27 @@ class RelayoutPlan:
         self.target.shard_shape(shape)
         return shape
 
-    def volume(self, shape: Sequence[int], dgrad: bool = True, backward: str = "dgrad") -> Volume:
-        """The exact traffic of a tensor of the global `shape`, in elements received per rank.
+    def volume(
+        self,
+        shape: Sequence[int],
+        dtype: Dtype = "float32",
+        wire: Wire | None = None,
+        dgrad: bool = True,
+        backward: str = "dgrad",
+    ) -> Volume:
+        """The exact traffic of a tensor of the global `shape`, in bytes received per rank.
 
         Args:
+            dtype: in which the tensor is computed.
+            wire: in which dtype it travels instead, by its `kind`.
             dgrad: whether its gradient is wanted.
             backward: the phase of that: "dgrad", or "wgrad" of a parameter.
-        """
-        there = traffic(self.grid, self.steps, self.source.shard_shape(shape), "forward")
-        back = traffic(self.grid, self.back.steps, self.target.shard_shape(shape), backward) if dgrad else ()
-        return Volume.of((*there, *back))
-
-    def num_bytes(
-        self, shape: Sequence[int], itemsize: int, wire: Wire | None, dgrad: bool = True, backward: str = "dgrad"
-    ) -> Volume:
-        """The traffic of `volume` in bytes as they travel, scales included.
-
-        Args:
-            itemsize: of the dtype in which the tensor is computed.
         """
         found: list[Traffic] = []
         ways = [(self, self.source, "forward"), (self.back, self.target, backward)]
         for plan, layout, phase in ways if dgrad else ways[:1]:
             form = None if wire is None else wire.format(plan.kind)
-            found += traffic_in_bytes(self.grid, plan.steps, layout.shard_shape(shape), phase, itemsize, form)
+            found += traffic(self.grid, plan.steps, layout.shard_shape(shape), phase, self.name, dtype, form)
         return Volume.of(found)
 
 
@@ -201,20 +199,31 @@ class MergePlan:
         """The number of a rank's rows, rounded up to what the exchange divides."""
         return rows if self.ranks == 2 else -(-rows // self.ranks) * self.ranks
 
-    def volume(self, rows: int, phase: str = "forward") -> Volume:
-        """The exact traffic, in elements received per rank, for so many rows of a rank."""
+    def volume(self, rows: int, dtype: Dtype = "float32", phase: str = "forward") -> Volume:
+        """The exact traffic, in bytes received per rank, for so many rows of a rank.
+
+        Args:
+            dtype: of the statistics.
+        """
         if self.ranks == 1:
             return Volume()
         rows = self.padded(rows)
-        entries = list(traffic(self.grid, (self.exchange,), (self.given, rows), phase))
+        entries = list(traffic(self.grid, (self.exchange,), (self.given, rows), phase, "", dtype))
         if self.spread is not None:
-            entries += traffic(self.grid, (self.spread,), (self.merged, rows // self.ranks), phase)
+            entries += traffic(self.grid, (self.spread,), (self.merged, rows // self.ranks), phase, "", dtype)
         return Volume.of(entries)
 
 
-def reduction_volume(grid: Grid, axes: Sequence[str], shape: Sequence[int], phase: str) -> Volume:
+def reduction_volume(
+    grid: Grid,
+    axes: Sequence[str],
+    shape: Sequence[int],
+    phase: str,
+    dtype: Dtype = "float32",
+    form: Format | None = None,
+) -> Volume:
     """The traffic of an all-reduce over `axes` of a local tensor of `shape`."""
     used = tuple(axis for axis in grid.nontrivial(grid.names) if axis in axes)
     if not used or not prod(shape):
         return Volume()
-    return Volume.of(traffic(grid, (Step("all_reduce", used),), shape, phase))
+    return Volume.of(traffic(grid, (Step("all_reduce", used),), shape, phase, "", dtype, form))

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from ndtp.algebra.cached import cached_property
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.volume import Traffic, Volume
+from ndtp.dtypes import Dtype, name_of, size_of
 from ndtp.errors import GridError, LayoutError
 
 Box = tuple[tuple[int, int], ...]  # for each dim where it starts and stops
@@ -238,14 +239,20 @@ class ReshardPlan:
         """The most elements that any rank receives."""
         return max(map(self.received, self.target_ids))
 
-    def volume(self, rank: int, dgrad: bool = True) -> Volume:
-        """The exact traffic, in elements that `rank` received; ranks may differ.
+    def volume(self, rank: int, dgrad: bool = True, dtype: Dtype = "float32") -> Volume:
+        """The exact traffic, in bytes that `rank` received; ranks may differ.
 
         Args:
             dgrad: whether the gradient is wanted, which goes back.
+            dtype: of the tensor.
         """
         ways = [("forward", self), ("dgrad", self.back)][: 1 + dgrad]
-        return Volume.of(Traffic(phase, "all_to_all", way.axes, way.received(rank)) for phase, way in ways)
+        return Volume.of(way.traffic(phase, "all_to_all", rank, dtype) for phase, way in ways)
+
+    def traffic(self, phase: str, collective: str, rank: int, dtype: Dtype) -> Traffic:
+        """What `rank` receives of a tensor of a dtype, one way."""
+        count = self.received(rank)
+        return Traffic(phase, collective, self.axes, count * size_of(dtype), count, self.name, name_of(dtype))
 
     def __str__(self) -> str:
         return f"from {self.source} on grid {self.source.grid} to {self.target} on grid {self.target.grid}"

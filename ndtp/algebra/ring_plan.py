@@ -20,6 +20,7 @@ from ndtp.algebra.cached import cached_property
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.steps import Step, received
 from ndtp.algebra.volume import Traffic, Volume
+from ndtp.dtypes import Dtype, name_of, size_of
 
 
 @dataclass(frozen=True)
@@ -83,24 +84,24 @@ class RingPlan:
         return [sum(piece.work for piece in self.pieces(index, turn)) for turn in range(self.ranks)]
 
     def volume(
-        self, q: Sequence[int], k: Sequence[int], v: Sequence[int], itemsize: int, wide: int, backward: bool = True
+        self, q: Sequence[int], k: Sequence[int], v: Sequence[int], dtype: Dtype, wide: Dtype, backward: bool = True
     ) -> Volume:
         """Return the bytes that a rank receives.
 
         Args:
             q, k, v: local shapes, [.., part, features].
-            itemsize, wide: bytes of an element, and of one of the gradients that are added up on their way.
+            dtype, wide: of the tensors, and of the gradients that are added up on their way.
             backward: whether there is one.
         """
         keys = math.prod(k) + math.prod(v)
         halves = (self.part - self.half) * (keys + math.prod(q)) // self.part
         outs = (self.part - self.half) * math.prod(q) // q[-1] * v[-1] // self.part
-        once = received("pass_on", keys, self.ranks) * (self.ranks - 1) * itemsize
-        found = [Traffic("forward", "pass_on", self.axes, once)]
-        swapped = (halves + outs) * itemsize if self.is_zigzag else 0
-        found.append(Traffic("forward", "swap_ends", self.axes, swapped))
+        once, sums = (received("pass_on", keys, self.ranks) * turns for turns in (self.ranks - 1, self.ranks))
+        swapped = (halves + outs) if self.is_zigzag else 0
+        found = [("forward", "pass_on", once, dtype), ("forward", "swap_ends", swapped, dtype)]
         if backward:
-            again = once + received("pass_on", keys, self.ranks) * self.ranks * wide
-            found.append(Traffic("dgrad", "pass_on", self.axes, again))
-            found.append(Traffic("dgrad", "swap_ends", self.axes, swapped))
-        return Volume.of(found)
+            found += [("dgrad", *entry[1:]) for entry in found] + [("dgrad", "pass_on", sums, wide)]
+        return Volume.of(
+            Traffic(phase, kind, self.axes, count * size_of(of), count, dtype=name_of(of))
+            for phase, kind, count, of in found
+        )

@@ -14,8 +14,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ndtp.algebra.expert_plan import ROWS, ExpertPlan, is_of_rows
+from ndtp.algebra.grid import Grid
 from ndtp.algebra.steps import Step, apply
-from ndtp.algebra.volume import Traffic, Volume
+from ndtp.algebra.volume import Traffic, Volume, traffic
+from ndtp.dtypes import Dtype, name_of, size_of
 
 Counts = Sequence[Sequence[int]]
 BACK = {"all_to_all": "all_to_all", "all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
@@ -199,18 +201,26 @@ class RowFlow:
 
     # ------------------------------------------------------------------------------------------------------- volume
 
-    def volume(self, hidden: int, inner: int, width: int = 1, grads: Sequence[bool] = (True, True, True)) -> Volume:
-        """The exact traffic of the rows, in elements that this rank receives.
+    def volume(
+        self,
+        hidden: int,
+        inner: int,
+        width: int = 1,
+        grads: Sequence[bool] = (True, True, True),
+        dtype: Dtype = "float32",
+    ) -> Volume:
+        """The exact traffic of the rows, in bytes that this rank receives.
 
         Args:
             width: features of the first product for each that the activation leaves.
             grads: whether gradients go back into the tokens, into the first product, and into the second.
+            dtype: of the rows.
         """
         grid, plan = self.plan.grid, self.plan
         outside, inside = hidden // grid.size(plan.features), inner // grid.size(plan.down.a.dims[2])
         exchanges = [("forward", self.dispatch), ("forward", self.combine)]
         exchanges += [("dgrad", self.dispatch.back)] * grads[0] + [("dgrad", self.combine.back)] * any(grads)
-        entries = [Traffic(phase, "all_to_all", plan.axes, move.received * outside) for phase, move in exchanges]
+        entries = [_of_rows(phase, move, outside, dtype) for phase, move in exchanges]
         entering, leaving, again, last = self.ways
         rows, split = self.dispatch.after, sum(self.sizes)
         held_in = hidden // grid.size(plan.up.need(plan.up.a_letters)[2])
@@ -225,8 +235,8 @@ class RowFlow:
             (last, (split, held_out), (rows, outside), any(grads)),
         )
         for way, before, after, wanted in shapes:
-            entries += _traffic(grid, way.there, before, "forward")
-            entries += _traffic(grid, way.back, after, "dgrad") if wanted else []
+            entries += _traffic(grid, way.there, before, "forward", dtype)
+            entries += _traffic(grid, way.back, after, "dgrad", dtype) if wanted else []
         return Volume.of(entries)
 
     @property
@@ -238,14 +248,19 @@ class RowFlow:
         return rows
 
 
-def _traffic(grid, moves: Moves, shape: tuple[int, int], phase: str) -> Iterator[Traffic]:  # type: ignore[no-untyped-def]
+def _of_rows(phase: str, move: RowMove, width: int, dtype: Dtype) -> Traffic:
+    count = move.received * width
+    return Traffic(phase, move.kind, move.axes, count * size_of(dtype), count, dtype=name_of(dtype))
+
+
+def _traffic(grid: Grid, moves: Moves, shape: tuple[int, int], phase: str, dtype: Dtype) -> Iterator[Traffic]:
     for move in moves:
         if isinstance(move, RowMove):
-            yield Traffic(phase, move.kind, move.axes, move.received * shape[1])
+            yield _of_rows(phase, move, shape[1], dtype)
             shape = move.after, shape[1]
         elif move.kind != "slice":
-            ((_, shape, amount),) = apply(grid, (move,), shape)  # type: ignore[assignment]
-            yield Traffic(phase, move.kind, move.axes, amount)
+            yield from traffic(grid, (move,), shape, phase, "", dtype)
+            ((_, shape, _),) = apply(grid, (move,), shape)  # type: ignore[assignment]
 
 
 def sorting_index(segments: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:

@@ -175,12 +175,12 @@ def apply(grid: Grid, steps: Sequence[Step], shape: Sequence[int]) -> Iterator[t
     """Follow a local shape through `steps`: yields each step, the shape after it and the elements received."""
     local = list(shape)
     for step in steps:
-        ranks = grid.size(step.axes)
-        before = prod(local)
+        ranks, before = grid.size(step.axes), prod(local)
         if step.kind == "all_gather" and step.dim is not None:
             local[step.dim] *= ranks
         elif step.kind == "all_to_all" and step.source is not None:
             local[step.source] *= ranks
         if step.kind in ("slice", "reduce_scatter", "all_to_all") and step.dim is not None:
             local[step.dim] //= ranks
-        yield step, tuple(local), received(step.kind, max(before, prod(local)), ranks)
+        larger = prod(local) if step.kind == "all_gather" else before
+        yield step, tuple(local), received(step.kind, larger, ranks)

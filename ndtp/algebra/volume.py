@@ -1,26 +1,47 @@
-"""Volumes: the elements that a plan makes each rank receive, exactly, and the lower bound of any algorithm. Pure."""
+"""Traffic: the bytes that a plan makes each rank receive, exactly, and the lower bound of any algorithm.  Pure.
+
+Every prediction of ndtp is made of `traffic`: a plan's volume, a module's (a run of it on a grid that sends nothing)
+and the planner's, for which sizes of axes may be arrays, one entry a grid.  `CommMeter` counts on its own.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
 
 from ndtp.algebra import html
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import subscript
 from ndtp.algebra.steps import SHORT, Step, apply
+from ndtp.algebra.wire import Format, step_bytes
+from ndtp.dtypes import Dtype, name_of, size_of
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The elements or bytes that a rank receives by one kind of collective over one set of axes in one phase."""
+    """The bytes that a rank receives of one tensor by one kind of collective over one set of axes in one phase.
+
+    Two entries are equal where the same bytes come by the same collective: which tensor they belong to is a remark.
+
+    Attributes:
+        num_bytes: as they travel, scales included.
+        elements: how many numbers these bytes are.
+        tensor: the product or module and the name in it, such as "mlp.up A".
+        dtype: the dtype that travels, such as "bfloat16" or "fp8_e4m3".
+        calls: how many collectives; a schedule may cut one into chunks.
+    """
 
     phase: str
     collective: str
     axes: tuple[str, ...]
-    amount: int
-    calls: int = field(default=1, compare=False)  # a schedule may cut a collective into chunks
+    num_bytes: int
+    elements: int = field(default=0, compare=False)
+    tensor: str = field(default="", compare=False)
+    dtype: str = field(default="", compare=False)
+    calls: int = field(default=1, compare=False)
 
     @property
     def key(self) -> tuple[str, str, tuple[str, ...]]:
@@ -30,35 +51,42 @@ class Traffic:
         return f"{self.phase} {SHORT.get(self.collective, self.collective)}[{subscript(self.axes)}]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Volume:
-    """Traffic of a plan, a model or a measured program.  Volumes add; `==` compares entry by entry.
+    """The traffic of a plan, a model or a measured program, in bytes received per rank.
 
-    Amounts are elements received per rank where a plan predicts them, bytes after `in_bytes` or from a `CommMeter`.
+    Volumes add.  Iterating yields one entry for each phase, collective and axes, and `==` compares these; `entries`
+    tells tensors and dtypes apart as well.
     """
 
     entries: tuple[Traffic, ...] = ()
 
     @classmethod
     def of(cls, traffic: Iterable[Traffic]) -> Volume:
-        """Entries of one phase, collective and axes are merged and sorted; those that move nothing are left out."""
-        merged: dict[tuple[str, str, tuple[str, ...]], tuple[int, int]] = {}
-        for entry in traffic:
-            amount, calls = merged.get(entry.key, (0, 0))
-            merged[entry.key] = amount + entry.amount, calls + entry.calls
-        return cls(tuple(Traffic(*key, *totals) for key, totals in sorted(merged.items()) if totals[0]))
+        """Entries that differ in no name are merged and sorted; those that move nothing are left out."""
+        return cls(tuple(_merged(traffic, lambda entry: (*entry.key, entry.tensor, entry.dtype))))
 
     @property
     def total(self) -> int:
-        return sum(entry.amount for entry in self.entries)
+        """Bytes."""
+        return sum(entry.num_bytes for entry in self.entries)
 
-    def by(self, attribute: str) -> dict[str, int]:
-        """Totals per "phase", "collective" or "axes" (named as `zy`)."""
+    @property
+    def elements(self) -> int:
+        """How many numbers the bytes are."""
+        return sum(entry.elements for entry in self.entries)
+
+    def by(self, attribute: str, count: str = "num_bytes") -> dict[str, int]:
+        """Totals per "phase", "collective", "axes" (named as `zy`), "tensor" or "dtype".
+
+        Args:
+            count: "num_bytes", "elements" or "calls".
+        """
         totals: dict[str, int] = {}
         for entry in self.entries:
             value = getattr(entry, attribute)
             key = value if isinstance(value, str) else subscript(value)
-            totals[key] = totals.get(key, 0) + entry.amount
+            totals[key] = totals.get(key, 0) + getattr(entry, count)
         return totals
 
     @property
@@ -69,29 +97,65 @@ class Volume:
     def backward(self) -> int:
         return self.total - self.forward
 
-    def in_bytes(self, itemsize: int) -> Volume:
-        """Return the volume in bytes, for elements of `itemsize` bytes."""
-        return Volume(tuple(Traffic(e.phase, e.collective, e.axes, e.amount * itemsize, e.calls) for e in self.entries))
-
     def __add__(self, other: Volume) -> Volume:
         return Volume.of((*self.entries, *other.entries))
 
     def __iter__(self) -> Iterator[Traffic]:
-        return iter(self.entries)
+        return _merged(self.entries, lambda entry: entry.key)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Volume) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
 
     def _repr_html_(self) -> str:
-        rows = [(each.phase, each.collective, " ".join(each.axes), f"{each.amount:,}") for each in self.entries]
-        return html.table(("phase", "collective", "axes", "received per rank"), rows, f"{self.total:,} in all")
+        rows = [(each.phase, each.collective, " ".join(each.axes), f"{each.num_bytes:,}") for each in self]
+        return html.table(("phase", "collective", "axes", "bytes per rank"), rows, f"{self.total:,} bytes in all")
 
     def __str__(self) -> str:
-        return ", ".join(f"{entry} {entry.amount:,}" for entry in self.entries) or "no communication"
+        return ", ".join(f"{entry} {entry.num_bytes:,}" for entry in self) or "no communication"
 
 
-def traffic(grid: Grid, steps: Sequence[Step], shape: Sequence[int], phase: str) -> Iterator[Traffic]:
-    """The traffic of a relayout that starts from a local tensor of `shape`."""
-    for step, _, amount in apply(grid, steps, shape):
+def _merged(traffic: Iterable[Traffic], key: Any) -> Iterator[Traffic]:
+    """Entries of one key as one each, sorted; names in which they differ are left out."""
+    for _, group in groupby(sorted(traffic, key=key), key):
+        first, *others = group
+        for other in others:
+            first = replace(
+                first,
+                num_bytes=first.num_bytes + other.num_bytes,
+                elements=first.elements + other.elements,
+                calls=first.calls + other.calls,
+                tensor=first.tensor if first.tensor == other.tensor else "",
+                dtype=first.dtype if first.dtype == other.dtype else "",
+            )
+        if first.num_bytes:
+            yield first
+
+
+def traffic(
+    grid: Grid,
+    steps: Sequence[Step],
+    shape: Sequence[int],
+    phase: str,
+    tensor: str = "",
+    dtype: Dtype = "float32",
+    form: Format | None = None,
+) -> Iterator[Traffic]:
+    """The traffic of a relayout that starts from a local tensor of `shape`.
+
+    Args:
+        dtype: in which the tensor is computed.
+        form: in which it travels where that takes fewer bytes.
+    """
+    itemsize, own = size_of(dtype), name_of(dtype)
+    for step, after, elements in apply(grid, steps, shape):
         if step.kind != "slice":
-            yield Traffic(phase, step.kind, step.axes, amount)
+            num_bytes, saves = step_bytes(grid, step, shape, elements, itemsize, form)
+            sent = own if form is None or saves is False else form.name
+            yield Traffic(phase, step.kind, step.axes, num_bytes, elements, tensor, sent)
+        shape = after
 
 
 def lower_bound(m: float, n: float, k: float, ranks: float) -> float:

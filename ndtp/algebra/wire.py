@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.steps import Step, apply
-from ndtp.algebra.volume import Traffic
 from ndtp.errors import GridError
 
 Shape = tuple[int, ...]
@@ -178,29 +177,24 @@ def part_of(grid: Grid, step: Step, shape: Sequence[int]) -> tuple[Shape, int]:
     return (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]), ranks - 1
 
 
-def step_bytes(grid: Grid, step: Step, shape: Sequence[int], elements: int, itemsize: int, form: Format | None) -> int:
-    """Return the bytes that a rank receives in a step.
+def step_bytes(
+    grid: Grid, step: Step, shape: Sequence[int], elements: int, itemsize: int, form: Format | None
+) -> tuple[int, bool]:
+    """Return the bytes that a rank receives in a step, and whether they travel in the form of the wire.
+
+    Sizes may be arrays, an entry a grid; then both results are.
 
     Args:
         shape: of the local tensor before the step.
         elements: that it receives.
         itemsize: of the dtype in which the tensor is computed.
     """
-    if form is not None and form.itemsize < itemsize:
-        part, count = part_of(grid, step, shape)
-        if form.saves(part, itemsize):
-            return count * form.num_bytes(part)
-    return elements * itemsize
-
-
-def traffic_in_bytes(
-    grid: Grid, steps: Sequence[Step], shape: Sequence[int], phase: str, itemsize: int, form: Format | None
-) -> Iterator[Traffic]:
-    """The traffic of a relayout that starts from a local tensor of `shape`, in bytes as it travels."""
-    for step, after, elements in apply(grid, steps, shape):
-        if step.kind != "slice":
-            yield Traffic(phase, step.kind, step.axes, step_bytes(grid, step, shape, elements, itemsize, form))
-        shape = after
+    plain = elements * itemsize
+    if form is None or form.itemsize >= itemsize:
+        return plain, False
+    part, count = part_of(grid, step, shape)
+    saves = form.saves(part, itemsize)
+    return saves * count * form.num_bytes(part) + (1 - saves) * plain, saves
 
 
 def coded_elements(

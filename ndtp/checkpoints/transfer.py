@@ -121,7 +121,7 @@ def transfer_volume(model: nn.Module, optimizer: Optimizer | None, to: nn.Module
         for key, theirs in kept.parts.items():
             name = key.removeprefix(START).rpartition(".")[0]
             if theirs.entry.keys and name in ways:
-                found.append(ways[name].volume(route.me, theirs.dtype.itemsize))
+                found.append(ways[name].volume(route.me, theirs.dtype))
     return Volume.of(found)
 
 
@@ -139,9 +139,8 @@ class _Way:
         """Return the dtype in which the tensor is sent."""
         return min((self.source.dtype, self.target.dtype), key=lambda dtype: dtype.itemsize)
 
-    def volume(self, rank: int, itemsize: int | None = None) -> Traffic:
-        size = self.dtype.itemsize if itemsize is None else itemsize
-        return Traffic(PHASE, "all_to_all", self.plan.axes, self.plan.received(rank) * size)
+    def volume(self, rank: int, dtype: torch.dtype | None = None) -> Traffic:
+        return self.plan.traffic(PHASE, "all_to_all", rank, self.dtype if dtype is None else dtype)
 
 
 @dataclass(frozen=True)

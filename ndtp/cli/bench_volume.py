@@ -112,7 +112,7 @@ def volume(
     from ndtp.testing import run
 
     shape, torch_dtype = BlockShape(tokens, hidden, ffn), getattr(torch, DTYPES[dtype])
-    itemsize, sent = torch_dtype.itemsize, Wire.of(wire)
+    sent = Wire.of(wire)
     chosen = cases(ranks, shape, top)
     small = scaled_down(shape, ranks)
     use_real = (ranks <= REAL_LIMIT if real is None else real) and ranks > 1
@@ -122,20 +122,20 @@ def volume(
     out = console(json_file)
     with fake_group(ranks):
         metered = [meter(case, shape, torch_dtype, wire=sent) for case in chosen]
-    predicted = [case.predicted(shape, itemsize, sent) for case in chosen]
+    predicted = [case.predicted(shape, torch_dtype, sent) for case in chosen]
     rows: list[dict[str, Any]] = [
         {
             "grid": {axis: case.grid[axis] for axis in case.grid}, "scheme": case.scheme,
             "predicted_forward_bytes": want.forward, "predicted_backward_bytes": want.backward,
             "metered_bytes": got.total, "equal": want == got,
-            "entries": {f"{entry}": entry.amount for entry in want},
+            "entries": {f"{entry}": entry.num_bytes for entry in want},
         }
         for case, want, got in zip(chosen, predicted, metered, strict=True)
     ]  # fmt: skip
     if use_real:
         by_rank = meter_real(chosen, small, DTYPES[dtype], run, sent)
         for i, (case, row) in enumerate(zip(chosen, rows, strict=True)):
-            want = case.predicted(small, itemsize, sent)
+            want = case.predicted(small, torch_dtype, sent)
             row["real_bytes"] = max(ofrank[i].total for ofrank in by_rank)
             row["real_predicted_bytes"] = want.total
             row["equal"] = row["equal"] and all(ofrank[i] == want for ofrank in by_rank)

@@ -131,7 +131,7 @@ def _check_product(case: Case, mesh: ProcessGrid) -> Result:
     shape = (ranks,) * case.batched + (ranks, 2 * ranks, 3 * ranks)  # every dim divides by all ranks, none is the same
     plan = plan_of(replace(case, bias=True), mesh.grid)  # the bias needs no plan of its own
     dtype = getattr(torch, case.dtype)
-    predicted = plan.volume(shape, bias=case.bias).in_bytes(dtype.itemsize)
+    predicted = plan.volume(shape, dtype, bias=case.bias)
     measured, failure, largest = Volume(), None, 0.0
     layouts = {"A": plan.a, "B": plan.b, "bias": plan.bias, "C": plan.out}
     layouts |= {"dA": plan.a, "dB": plan.b, "dbias": plan.bias}
@@ -236,7 +236,7 @@ def _check_block(case: Case, mesh: ProcessGrid) -> Result:
     shard = torch.zeros(block.in_layout.shard_shape((ranks, block.up.padded_in)), dtype=dtype, requires_grad=True)
     with CommMeter() as meter:
         block(shard).sum().backward()
-    measured, predicted = meter.volume, block.volume(ranks).in_bytes(dtype.itemsize)
+    measured, predicted = meter.volume, block.volume(ranks)
     if measured != predicted:
         failure = failure or f"{mesh.describe()}: bytes measured: {measured}; predicted: {predicted}"
     return Result(largest, predicted.total, measured.total, failure)

@@ -139,7 +139,7 @@ def train(counter: Counter, task: DemoTask, sizes: Mapping[str, int] | None, sch
     model = ByteModel(task.sizes)
     run = DemoRun()
     if mesh is not None:
-        predicted = model.to_grid(mesh, scheme).volume(task.batch, task.context).in_bytes(4)
+        predicted = model.to_grid(mesh, scheme).volume(task.batch, task.context)
         run = DemoRun(predicted_bytes=predicted.total, by_axes=predicted.by("axes"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, foreach=True)
     batches = torch.Generator().manual_seed(task.seed)

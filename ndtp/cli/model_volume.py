@@ -73,7 +73,7 @@ def of_model(
                 lines.append(Line(str(candidate), candidate.scheme, volume))
                 rows.append(row | {
                     "forward_bytes": volume.forward, "backward_bytes": volume.backward, "bytes": volume.total,
-                    "by_axes": volume.by("axes"), "entries": {f"{entry}": entry.amount for entry in volume},
+                    "by_axes": volume.by("axes"), "entries": {f"{entry}": entry.num_bytes for entry in volume},
                 })  # fmt: skip
             bar.update(i + 1)
     sent = f" as {wire}" if wire else ""

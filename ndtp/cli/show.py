@@ -95,7 +95,7 @@ def show_plan(
     sizes = _sizes(shape) if shape is not None else (2 * ranks.num_ranks,) * (len(plan.batch_letters) + 3)
     rows = plan_panels(plan, sizes, phase)
     volume = plan.volume(sizes)
-    moved = volume.by("phase").get(phase, 0)
+    moved = volume.by("phase", "elements").get(phase, 0)
     product, made = plan.equation.split(" -> ")
     title = [f"{phase} of {product}", f"-> {made}", f"on grid {ranks}:", f"every rank receives {moved:,} elements"]
     result = {

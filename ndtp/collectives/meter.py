@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import (
 from ndtp.algebra.steps import received
 from ndtp.algebra.volume import Traffic, Volume
 from ndtp.collectives.labels import ASIDE, LABEL, Label
+from ndtp.dtypes import name_of
 
 # By the names of ndtp's own ops: what they do.  Each op registers itself.
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
@@ -86,12 +87,12 @@ class CommMeter(TorchDispatchMode):
         if label is None:
             phase = "forward" if torch._C._current_autograd_node() is None else "backward"
             label = Label((), phase, kind, (_axis_name(group),))
-        self._add(label, amount)
+        self._add(label, amount, _dtype(args))
 
-    def _add(self, label: Label, amount: int) -> None:
+    def _add(self, label: Label, amount: int, dtype: torch.dtype | None) -> None:
         first = label not in self._seen and not label.follows
         self._seen.add(label)
-        traffic = Traffic(label.phase, label.collective, label.axes, amount, int(first))
+        traffic = _counted(label, amount, dtype, int(first))
         if label.ahead is None:
             self._traffic.append(traffic)
         else:
@@ -102,7 +103,14 @@ class CommMeter(TorchDispatchMode):
             self._traffic += [traffic for own, traffic in self._ahead if own is label]
             self._ahead = [entry for entry in self._ahead if entry[0] is not label]
         else:
-            self._traffic.append(Traffic(label.phase, label.collective, label.axes, amount, 1))
+            self._traffic.append(_counted(label, amount, None, 1))
+
+
+def _counted(label: Label, amount: int, dtype: torch.dtype | None, calls: int) -> Traffic:
+    """Traffic as the wire has it: what is sent in another form is bytes, or numbers of that form."""
+    elements = amount // dtype.itemsize if dtype is not None else 0
+    name = name_of(dtype) if dtype is not None else ""
+    return Traffic(*(label.phase, label.collective, label.axes, amount, elements), " ".join(label.op), name, calls)
 
 
 def received_directly(num_bytes: int) -> None:
@@ -110,7 +118,7 @@ def received_directly(num_bytes: int) -> None:
     label = LABEL.get()
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, CommMeter) and label is not None:
-            mode._add(label, num_bytes)
+            mode._add(label, num_bytes, None)
 
 
 def arrived(label: Label) -> None:
@@ -143,6 +151,16 @@ def _group_of(args: Sequence[Any]) -> Any:
 
     name: Any = next(arg for arg in reversed(args) if isinstance(arg, str))
     return _resolve_process_group(name)
+
+
+def _dtype(args: Any) -> torch.dtype | None:
+    """Return the dtype of the first tensor."""
+    for each in args:
+        if isinstance(each, Tensor):
+            return each.dtype
+        if isinstance(each, (list, tuple)) and (found := _dtype(each)) is not None:
+            return found
+    return None
 
 
 def _bytes(tensors: Any) -> int:

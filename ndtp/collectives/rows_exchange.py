@@ -39,7 +39,7 @@ def start_rows(
     channel = collectives.channel(group, Label((op,), phase, move.kind, move.axes, part), sent_as)
     route = Route(step, (op,), phase, part, channel)
     route.shape = (move.after, *others)
-    route.received = move.received * (width if rows else 0)
+    route.received = move.received * width
     if codec is not None:
         route.codec, route.coded_bytes = codec, move.received * codec.num_bytes((1, width))
     members = groups.grid.group(groups.rank, move.axes)

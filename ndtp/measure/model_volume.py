@@ -126,9 +126,12 @@ def _extended(fewer: Volume, longer: Volume, times: int) -> Volume:
     least = {entry.key: entry for entry in fewer}
     found = []
     for entry in longer:
-        without = least.get(entry.key, Traffic(*entry.key, 0, 0))
-        amount = without.amount + times * (entry.amount - without.amount)
-        found.append(Traffic(*entry.key, amount, without.calls + times * (entry.calls - without.calls)))
+        without = least.get(entry.key, Traffic(*entry.key, 0, calls=0))
+        num_bytes, elements, calls = (
+            getattr(without, count) + times * (getattr(entry, count) - getattr(without, count))
+            for count in ("num_bytes", "elements", "calls")
+        )
+        found.append(Traffic(*entry.key, num_bytes, elements, dtype=entry.dtype, calls=calls))
     return Volume.of(found)
 
 

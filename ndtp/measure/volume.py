@@ -15,7 +15,7 @@ from ndtp.algebra.schemes import block_layouts, scheme_of
 from ndtp.algebra.volume import Volume
 from ndtp.algebra.wire import Wire
 from ndtp.collectives.meter import CommMeter
-from ndtp.dtypes import SIZES
+from ndtp.dtypes import SIZES, Dtype
 from ndtp.errors import GridError, LayoutError
 from ndtp.planner.block_cost import AXES as COST_AXES
 from ndtp.planner.block_cost import Block, Grids, memory
@@ -49,7 +49,7 @@ class VolumeCase:
         axes = self.grid.nontrivial(self.grid.names)
         return " ".join(f"{axis}={self.grid[axis]}" for axis in axes) or "one rank"
 
-    def predicted(self, shape: BlockShape, itemsize: int, wire: Wire | None = None) -> Volume:
+    def predicted(self, shape: BlockShape, dtype: Dtype = "float32", wire: Wire | None = None) -> Volume:
         """Bytes per rank of a forward and backward as they travel, by the algebra.
 
         Raises:
@@ -57,7 +57,7 @@ class VolumeCase:
         """
         up, down = block_layouts(self.grid, self.scheme).plans()
         first, second = shape.products()
-        return up.num_bytes(first, itemsize, wire) + down.num_bytes(second, itemsize, wire)
+        return up.volume(first, dtype, wire) + down.volume(second, dtype, wire)
 
 
 def cases(ranks: int, shape: BlockShape, top: int) -> list[VolumeCase]:
@@ -73,7 +73,7 @@ def cases(ranks: int, shape: BlockShape, top: int) -> list[VolumeCase]:
         for scheme in schemes:
             case = VolumeCase(grid, scheme)
             try:
-                found.append((case.predicted(shape, 1).total, len(found), case))
+                found.append((case.predicted(shape).total, len(found), case))
             except LayoutError:
                 continue
     if not found:
@@ -208,8 +208,9 @@ def analysis(case: VolumeCase, shape: BlockShape) -> Analysis:
         published = 2 * (ranks - 1) * t * h // ranks
     else:
         published = 2 * (t * e * (x - 1) + t * h * (y - 1) + h * e * (z - 1)) // ranks
-    volume = case.predicted(shape, 1)
+    volume = case.predicted(shape)
+    forward = volume.by("phase", "elements").get("forward", 0)
     return Analysis(
-        case, flops / dense_flops, weights / dense_weights, held / (t * (2 * h + e)), published, volume.forward,
-        volume.backward,
+        case, flops / dense_flops, weights / dense_weights, held / (t * (2 * h + e)), published, forward,
+        volume.elements - forward,
     )  # fmt: skip

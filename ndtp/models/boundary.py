@@ -6,16 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.steps import PlanMove, relayout_steps
-from ndtp.algebra.volume import Volume, traffic
-from ndtp.algebra.wire import traffic_in_bytes
+from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 from ndtp.models.between import Between, PairPassage, enter, leave
 from ndtp.nn.linear import Linear
 from ndtp.nn.padding import RowBlocks, pad_rows, padded_tokens, with_leading_dims, zero_padding, zero_padding_rows
+from ndtp.nn.sharded import volume_of
 from ndtp.ops.products import relayout
 
 
@@ -97,36 +97,12 @@ class BoundaryLinear(Linear):
     def volume(self, tokens: int, dgrad: bool = True) -> Volume:
         """Return the traffic of `Linear.volume` and of the conversions at the boundary."""
         outside = self.boundary.outside
-        tokens = padded_tokens(tokens, self.boundary.row_multiple, outside)
-        total = super().volume(tokens, dgrad)
-        for move, shape in self._moves(tokens, dgrad):
-            total += Volume.of(traffic(self.mesh.grid, move.steps, shape, move.phase))
-        return total
-
-    def num_bytes(self, tokens: int, dgrad: bool = True) -> Volume:
-        """Return the traffic of `volume` in bytes as they travel, scales included."""
-        tokens = padded_tokens(tokens, self.boundary.row_multiple, self.boundary.outside)
-        itemsize, wire, trains = self.weight.element_size(), self.mesh.wire, self.bias is not None
-        total = self.plan.num_bytes(
-            (tokens, self.padded_in, self.padded_out), itemsize, wire, dgrad=dgrad, wgrad=self.weight.requires_grad,
-            bias=trains, bias_grad=self.bias is not None and self.bias.requires_grad,
-        )  # fmt: skip
-        for move, shape in self._moves(tokens, dgrad):
-            form = None if wire is None else wire.format(move.tensor)
-            total += Volume.of(traffic_in_bytes(self.mesh.grid, move.steps, shape, move.phase, itemsize, form))
-        return total
-
-    def _moves(self, tokens: int, dgrad: bool) -> list[tuple[PlanMove, tuple[int, ...]]]:
-        """The conversions at the boundary, by the kind of tensor, and the local shapes that they start from."""
-        outside, moves = self.boundary.outside, []
-        if self.boundary.enters and dgrad:
-            moves.append(("dgrad", "activation_gradients", self.in_layout, self.padded_in))
-        if self.boundary.leaves:
-            moves.append(("forward", "activations", self.out_layout, self.padded_out))
-        return [
-            (
-                PlanMove(phase, kind, relayout_steps(self.mesh.grid, source.dims, outside.dims)),
-                source.shard_shape((tokens, features)),
-            )
-            for phase, kind, source, features in moves
-        ]
+        count = -(-tokens // outside.num_splits(0))
+        x = torch.empty(count, self.in_features, dtype=self.weight.dtype, device="meta", requires_grad=dgrad)
+        if not self.boundary.enters:
+            rows = padded_tokens(tokens, self.boundary.row_multiple, outside)
+            shape = self.in_layout.shard_shape((rows, self.padded_in))
+            padded = RowBlocks(count or 1, rows // outside.num_splits(0) or 1)
+            passage = Passage(self.name, self.in_layout, outside, self.mesh, self.in_features, (count,), padded)
+            x = enter(torch.empty(shape, dtype=self.weight.dtype, device="meta", requires_grad=dgrad), passage)
+        return volume_of(self, self.mesh, (x,), lambda y: leave(y) if isinstance(y, Between) else y)

@@ -112,7 +112,7 @@ class SplitExperts(Adopted, Experts):
         if rows.is_meta:  # in a dry run: routed as the last forward, or evenly
             here = count // frame.splits(tokens) * top_k
             even = [list(even_split(here, self.count))] * mesh.grid.size(self.plan.count_axes)
-            self.expected = self.last_counts if self.last == passage.lead and self.last_counts else even
+            self.expected = self.last_counts if self.last == passage.lead and self.last_counts else even, 0
         self.last = passage.lead
         held = Layout(mesh.grid, tokens.dims[0], None)
         outside = Layout(mesh.grid, frame.outside.dims[0], None)
@@ -164,7 +164,7 @@ def place_experts(
     layer.layouts, layer.plan, layer.width, layer.chunks = layouts, plan, width, 1
     layer.hidden, layer.inner, layer.count = width, inner, role.count
     layer.activation, layer.is_gated, layer.up_name = role.activation, True, UP
-    layer.expected, layer.last_counts, layer.last = (), [], ()
+    layer.expected, layer.last_counts, layer.last = ((), 0), [], ()
     _in_two(layer._parameters[UP], role.inner)
     stored = Layout(plan.grid, plan.up.b.dims[0], None, *plan.up.b.dims[1:])
     layer.placed(UP, stored, (role.count, 2, inner, width))

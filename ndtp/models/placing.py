@@ -11,7 +11,7 @@ from ndtp.algebra.attention_ways import known_way
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.models import hidden_forms  # noqa: F401  (its functions enter the table of hidden states)
-from ndtp.models.adopted import PartOfParameter, SplitEmbedding, SplitNorm, adopt, replicate
+from ndtp.models.adopted import PartOfParameter, SplitEmbedding, adopt, replicate
 from ndtp.models.attention_core import Core
 from ndtp.models.expert_layers import SplitExperts
 from ndtp.models.frame import Frame
@@ -58,8 +58,6 @@ class Placing:
         self.experts: list[SplitExperts] = []
         self.scores: dict[str, nn.Module] = {}
         self.cores: list[Core] = []
-        self.mlps: list[list[Projection]] = []
-        self.norms: list[SplitNorm] = []
         self.tables: list[SplitEmbedding] = []
         self.positions: list[SplitEmbedding] = []
         self.head: Projection | None = None

@@ -23,9 +23,7 @@ from torch.autograd import Variable
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import reduction_volume
-from ndtp.algebra.steps import Step
 from ndtp.algebra.volume import Volume
-from ndtp.algebra.wire import traffic_in_bytes
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Replicated
 from ndtp.models.left_alone import is_foreign
@@ -83,17 +81,13 @@ class PlainGradients:
                 parameter.ndtp_summed_over = self.axes  # type: ignore[attr-defined]
                 self._parameters.append((name, parameter))
 
-    def volume(self, in_bytes: bool = False) -> Volume:
-        """Elements that a rank receives in a backward, or bytes."""
+    def volume(self) -> Volume:
+        """Bytes that a rank receives in a backward."""
+        form = None if self.mesh.wire is None else self.mesh.wire.format("weight_gradients")
         total = Volume()
         for bucket in self._buckets():
             elements = sum(1 + parameter.numel() for _, _, parameter in bucket)
-            if in_bytes:
-                form = None if self.mesh.wire is None else self.mesh.wire.format("weight_gradients")
-                step, itemsize = Step("all_reduce", self.axes), bucket[0][2].element_size()
-                total += Volume.of(traffic_in_bytes(self.mesh.grid, (step,), (elements,), "wgrad", itemsize, form))
-            else:
-                total += reduction_volume(self.mesh.grid, self.axes, (elements,), "wgrad")
+            total += reduction_volume(self.mesh.grid, self.axes, (elements,), "wgrad", bucket[0][2].dtype, form)
         return total
 
     def _take(self, place: int, gradient: Tensor) -> Tensor | None:

@@ -61,12 +61,12 @@ class Report:
     def volume(
         self, tokens: int | None = None, sequence: int | None = None, target: int | None = None, **inputs: Any
     ) -> Volume:
-        """The exact traffic of a training step.
+        """The exact traffic of a training step, in bytes received per rank: a run on a grid that sends nothing.
 
         Of pairs of Linears, over `tokens` rows, boundaries and the sums of other parameters' gradients over `dp`
-        included, in elements received per rank.  Of a whole model, over `tokens` sequences or images (of one dp rank),
-        loss and whatever is `gathered` included, in bytes: its own code runs, on tensors without memory and a grid that
-        sends nothing.  Of torch's transformer layers in a model, over so many sequences, of self-attention, in bytes.
+        included.  Of a whole model, over `tokens` sequences or images (of one dp rank), loss and whatever is `gathered`
+        included: its own code runs, on tensors without memory.  Of torch's transformer layers in a model, over so many
+        sequences; a decoder sees as many tokens of an encoder.
 
         Args:
             sequence: the length of the sequences.
@@ -83,13 +83,12 @@ class Report:
             return step_volume(self.split.model, self.split.mesh, inputs)
         if inputs or target is not None or tokens is None:
             raise LayoutError("report.volume: this model takes volume(tokens), or volume(batch, sequence)")
-        if self.stacks:
-            if sequence is None:
-                raise LayoutError("report.volume: a model with transformer layers takes volume(batch, sequence)")
-            pairs = [layer.num_bytes(tokens * sequence) for layer in self.layers]
-            plain = self.plain.volume(in_bytes=True) if self.plain else Volume()
-            return sum((stack.volume(tokens, sequence) for stack in self.stacks), sum(pairs, plain))
-        return sum((layer.volume(tokens) for layer in self.layers), self.plain.volume() if self.plain else Volume())
+        if self.stacks and sequence is None:
+            raise LayoutError("report.volume: a model with transformer layers takes volume(batch, sequence)")
+        total = self.plain.volume() if self.plain else Volume()
+        for layer in self.layers:
+            total += layer.volume(tokens if sequence is None else tokens * sequence)
+        return sum((stack.volume(tokens, sequence) for stack in self.stacks), total)
 
     def of(self, model: nn.Module, mesh: ProcessGrid, linears: int, replaced: int, strict: bool) -> None:
         """Become the report of a model that is split.
@@ -109,19 +108,6 @@ class Report:
         if earlier is not None and earlier is not self:
             self.include(earlier)
         model.ndtp_report = self  # type: ignore[assignment]
-
-    def num_bytes(self, tokens: int | None = None, sequence: int | None = None, **inputs: Any) -> Volume:
-        """The exact traffic of a training step in bytes as they travel, scales included, of every kind of model.
-
-        Args:
-            tokens, sequence, inputs: as for `volume`.
-        """
-        if self.split is not None or self.stacks:
-            return self.volume(tokens, sequence, **inputs)
-        if tokens is None or sequence is not None or inputs:
-            raise LayoutError("report.num_bytes: this model takes num_bytes(tokens)")
-        plain = self.plain.volume(in_bytes=True) if self.plain else Volume()
-        return sum((layer.num_bytes(tokens) for layer in self.layers), plain)
 
     def count(self, model: nn.Module, linears: int, replaced: int) -> None:
         """Take stock of the model as it is now."""

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
-from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.algebra.schemes import BlockLayouts
-from ndtp.algebra.volume import Volume
 from ndtp.compute.attention import attention_weights
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted, adopt, as_projection_input
@@ -162,22 +160,6 @@ class SplitMultihead(Adopted, nn.MultiheadAttention):
             return both[:batch].unflatten(1, sizes)
         both = relayout(weights.flatten(1), inner, frame.outside, frame.mesh, name)
         return both[:batch].unflatten(1, (self.num_heads, *sizes))
-
-    def step_volume(self, rows: int) -> Volume:
-        """Bytes of a step of self-attention of so many rows of all dp ranks, `out_proj` left out."""
-        weight, bias = self.in_proj_weight, self.in_proj_bias
-        assert weight is not None
-        itemsize, wire = weight.element_size(), self.mesh.wire
-        total = self.plan.num_bytes(
-            (rows, self.width, 3 * self.embed_dim), itemsize, wire, wgrad=weight.requires_grad, bias=bias is not None,
-            bias_grad=bias is not None and bias.requires_grad,
-        )  # fmt: skip
-        stored = RelayoutPlan(self.stored, self.plan.b, kind="weights")
-        total += stored.num_bytes(self.lies["in_proj_weight"].shape, itemsize, wire, weight.requires_grad)
-        if bias is not None:
-            one = RelayoutPlan(Layout(self.mesh.grid, None), self.plan.bias)
-            total += one.num_bytes(bias.shape, itemsize, wire, bias.requires_grad)
-        return total
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:

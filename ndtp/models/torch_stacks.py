@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
 from ndtp.models.frame import Frame
 from ndtp.models.hidden import Hidden, split, whole
-from ndtp.models.layer_volume import mlp_volume, norm_volume, product_volume
 from ndtp.models.named_plan import BY_PLAN
 from ndtp.models.roles import MLPRole, join
 from ndtp.models.run_eagerly import run_eagerly
-from ndtp.models.torch_attention import SplitMultihead, place_multihead, reason_against
+from ndtp.models.torch_attention import place_multihead, reason_against
 from ndtp.models.transformer import Split
+from ndtp.nn.sharded import volume_of
 from ndtp.runtime.process_grid import ProcessGrid
 
 LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -53,7 +53,6 @@ class TorchSplit(Split):
         attention = [module for module in stack.modules() if isinstance(module, nn.MultiheadAttention)]
         super().__init__(stack, mesh, layouts, keep, hidden=attention[0].embed_dim, **options)
         self.name, self.attention = name, attention
-        self.attentions: list[tuple[SplitMultihead, Any]] = []
 
     def run(self) -> None:
         modules = dict(self.model.named_modules(prefix=self.name))
@@ -89,29 +88,26 @@ class TorchSplit(Split):
             module, name, self.frame, self.layouts, width=self.width, **self.options
         )  # fmt: skip
         adopted: Any = module
-        self.attentions.append((adopted, out))
         self.replaced[f"{name}.in_proj"] = str(adopted.plan)
         self.report(out)
 
-    def volume(self, batch: int, length: int, dgrad: bool = True) -> Volume:
-        """Bytes of a step of so many sequences of one dp rank, for self-attention alone.
+    def volume(self, batch: int, length: int) -> Volume:
+        """Bytes of a step of so many sequences of one dp rank, and as many that a decoder sees."""
+        like = next(self.model.parameters())
+        shape = (batch, length) if self.attention[0].batch_first else (length, batch)
+        given = [
+            torch.empty(*shape, self.hidden, dtype=like.dtype, device="meta", requires_grad=True)
+            for _ in _arguments(self.model)
+        ]
+        leave = vars(self.model).get("ndtp_report")
+        return volume_of(self.model, self.frame.mesh, given, lambda y: y[0] if isinstance(y, tuple) else y, leave=leave)
 
-        Args:
-            dgrad: whether what enters needs a gradient.
-        """
-        frame = self.frame
-        rows = frame.padded(batch) * length * frame.outside.num_splits(0)
-        total = Volume()
-        for attention, out in self.attentions:
-            total += attention.step_volume(rows) + product_volume([out], rows)
-        for layers in self.mlps:
-            total += mlp_volume(layers, rows)
-        for norm in self.norms:
-            total += norm_volume(norm, rows)
-        size = next(self.model.parameters()).element_size()
-        ends = RelayoutPlan(frame.outside, self.layouts.input), RelayoutPlan(self.layouts.output, frame.outside)
-        total += ends[0].volume((rows, self.width), dgrad).in_bytes(size)
-        return total + ends[1].volume((rows, self.width)).in_bytes(size)
+
+def _arguments(stack: nn.Module) -> tuple[str, ...]:
+    """The names of the hidden states that a module of torch's takes first."""
+    if isinstance(stack, nn.MultiheadAttention):
+        return "query", "key", "value"
+    return ("tgt", "memory") if isinstance(stack, (nn.TransformerDecoder, nn.TransformerDecoderLayer)) else ("src",)
 
 
 class TorchStack(nn.Module):
@@ -121,9 +117,8 @@ class TorchStack(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         frame, layout, width, name = self.ndtp_enter
-        is_first = isinstance(self, nn.MultiheadAttention)
         attention = next(module for module in self.modules() if isinstance(module, nn.MultiheadAttention))
-        signature = ("query", "key", "value") if is_first else ("tgt", "memory") if _has_memory(self) else ("src",)
+        signature = _arguments(self)
         named = dict(zip(signature, args, strict=False)) | {key: kwargs.pop(key) for key in signature if key in kwargs}
         rest = args[len(signature) :]
         first = named[signature[0]]
@@ -152,10 +147,6 @@ class TorchStack(nn.Module):
             return outside(result)
         y, weights = result
         return outside(y), weights if weights is None or is_batched else weights[0]
-
-
-def _has_memory(stack: nn.Module) -> bool:
-    return isinstance(stack, (nn.TransformerDecoder, nn.TransformerDecoderLayer))
 
 
 def place_stack(stack: nn.Module, name: str, frame: Frame, layout: Layout, width: int) -> None:

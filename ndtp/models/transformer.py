@@ -152,7 +152,6 @@ class Split(Placing):
         )  # fmt: skip
         place_core(modules[role.name], core)
         for name, norm in place_beside(self, role, core, _projects(role)):
-            self.norms.append(norm)
             self.replaced[name] = f"[{norm.norm_plan.layout.label('MK')}]"
         self.cores.append(core)
         for layer in (*inputs.values(), output):
@@ -214,7 +213,6 @@ class Split(Placing):
             schedule = MLPSchedule(tuple(ups), layers[-1], tuple(each for each in inside if each not in layers))
             for layer in layers:
                 layer.schedule = schedule
-        self.mlps.append(layers)
         for layer in layers:
             self.report(layer)
 
@@ -242,7 +240,6 @@ class Split(Placing):
         for key in ("weight", "bias"):
             if layer._parameters.get(key) is not None:
                 layer.placed(key, plan.parameter.source, (plan.width,))
-        self.norms.append(layer)
         self.replaced[name] = f"[{plan.layout.label('MK')}]"
 
     def _vocabulary(self, modules: dict[str, nn.Module]) -> None:

@@ -31,7 +31,7 @@ from ndtp.nn.linear import Linear
 from ndtp.nn.norms import LayerNorm, RMSNorm
 from ndtp.nn.padding import as_rows, with_leading_dims
 from ndtp.nn.random import given_or_drawn
-from ndtp.nn.sharded import BlockModule, bytes_of, memory_of
+from ndtp.nn.sharded import BlockModule, memory_of, volume_of
 from ndtp.ops.memory import Memory
 from ndtp.ops.products import chain
 from ndtp.ops.reductions import reduce
@@ -281,45 +281,18 @@ class Attention(BlockModule):
         drop = dropped_at(rate, sequence, plan.first_head(rank), whole, q.device)
         return attend(q, k, v, plan.kv_of(rank), begin, length, self.sees, self.scale, mask, drop).flatten(1)
 
+    def _norms(self) -> list[LayerNorm | RMSNorm]:
+        return [] if self.qk_norm is None else [self.q_norm, self.k_norm]
+
     def volume(self, batch: int, length: int, dgrad: bool = True) -> Volume:
-        """The exact traffic of a forward and backward of so many sequences, in elements received per rank.
+        """The exact traffic of a forward and backward of so many sequences, in bytes received per rank.
 
         Args:
             dgrad: whether x needs a gradient.
         """
-        plan, tokens = self.plan, batch * length
-        rows = plan.rows(batch, length)
-        parts = (self.q_proj, self.k_proj, self.v_proj)
-        wants = [p.requires_grad for part in parts for p in part.parameters()]
-        first = self.q_proj
-        total = first.plan.volume(
-            (tokens, self.hidden, sum(part.out_features for part in parts)),
-            dgrad=dgrad,
-            wgrad=any(part.weight.requires_grad for part in parts),
-            bias=first.bias is not None,
-            bias_grad=any(part.bias is not None and part.bias.requires_grad for part in parts),
-        )
-        inside = dgrad or any(wants) or any(p.requires_grad for norm in self._norms() for p in norm.parameters())
-        total += self.o_proj.volume(tokens, inside)
-        norm = norm_options(self.qk_norm, self.name)
-        for module in self._norms():
-            total += module.volume(tokens if norm and norm[1] else tokens * self.heads, dgrad or any(wants))
-        columns = self.kv_heads * self.head_dim // self.layouts.hidden.num_splits(1)
-        gathers = plan.head_gather, plan.row_gather(batch)
-        for gather in gathers:
-            shard = (2, rows, columns)
-            total += gather.volume(gather.global_shape(shard), dgrad or any(wants))
-            columns *= gather.source.num_splits(2) // max(gather.target.num_splits(2), 1)
-        return total
-
-    def _norms(self) -> list[LayerNorm | RMSNorm]:
-        return [] if self.qk_norm is None else [self.q_norm, self.k_norm]
-
-    def num_bytes(self, batch: int, length: int, dgrad: bool = True) -> Volume:
-        """The traffic of `volume` in bytes as they travel on this mesh, scales included."""
         shape = self.in_layout.shard_shape((batch * length, self.hidden))
         x = torch.empty(shape, dtype=self.q_proj.weight.dtype, device="meta", requires_grad=dgrad)
-        return bytes_of(_OfLength(self, length), self.mesh, (x,))
+        return volume_of(_OfLength(self, length, moves_alone=True), self.mesh, (x,))
 
     def memory(self, batch: int, length: int, dgrad: bool = True, backend: str | None = None) -> Memory:
         """Bytes that a forward and backward need beside input and parameters; see `ndtp.ops.memory`.
@@ -388,11 +361,17 @@ def _gathered(k: Tensor, v: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> tu
 
 
 class _OfLength(nn.Module):
-    """An attention of sequences of one length."""
+    """An attention of sequences of one length.
 
-    def __init__(self, attention: Attention, length: int) -> None:
+    Args:
+        moves_alone: positions, by which nothing moves, are left out: they may be a function that needs numbers.
+    """
+
+    def __init__(self, attention: Attention, length: int, moves_alone: bool = False) -> None:
         super().__init__()
-        self.attention, self.length = attention, length
+        self.attention, self.length, self.moves_alone = attention, length, moves_alone
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.moves_alone:  # of a copy
+            self.attention.positions = None
         return self.attention(x, self.length)

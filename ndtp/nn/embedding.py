@@ -15,7 +15,7 @@ from ndtp.errors import LayoutError
 from ndtp.nn.padding import padded_to
 from ndtp.nn.parameters import fill_normal
 from ndtp.nn.random import given_or_drawn
-from ndtp.nn.sharded import Sharded, bytes_of, memory_of
+from ndtp.nn.sharded import Sharded, memory_of, volume_of
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.memory import Memory
 from ndtp.runtime.arrival import local_shard
@@ -141,17 +141,9 @@ class Embedding(Sharded):
         return look_up(ids.flatten(), weight, self.plan, self.mesh, self.num_embeddings, self.padding_idx, self.checks)
 
     def volume(self, tokens: int) -> Volume:
-        """The exact traffic of a forward and backward of `tokens` ids, in elements received per rank.
-
-        Ids have 8 bytes, and count as two elements of a table of 4.
-        """
-        weight, shape = self.weight, self.lies["weight"].shape
-        return self.plan.volume(tokens, (shape[0], shape[1]), weight.element_size(), self.checks, weight.requires_grad)
-
-    def num_bytes(self, tokens: int) -> Volume:
-        """The traffic of `volume` in bytes as they travel on this mesh, scales included."""
+        """The exact traffic of a forward and backward of `tokens` ids, in bytes received per rank."""
         ids = torch.empty(self.in_layout.shard_shape((tokens,)), dtype=torch.long, device="meta")
-        return bytes_of(self, self.mesh, (ids,))
+        return volume_of(self, self.mesh, (ids,))
 
     def memory(self, tokens: int, backend: str | None = None) -> Memory:
         """Bytes that a forward and backward of `tokens` ids need beside these and the table; see `ndtp.ops.memory`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +10,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.expert_plan import ExpertPlan
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.relayouts import reduction_volume
 from ndtp.algebra.row_flow import Counts, RowFlow, chunk_counts
-from ndtp.algebra.volume import Traffic, Volume
 from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.compute.grouped import tally
 from ndtp.errors import LayoutError
@@ -76,7 +73,7 @@ class Experts(Sharded):
         backwards_as_they_are()
         self.hidden, self.inner, self.count, self.plan, self.chunks = hidden, inner, count, plan, chunks
         self.activation, self.is_gated = activation, gated
-        self.expected: Counts = ()  # of rows without memory
+        self.expected: tuple[Counts, int] = ((), 0)  # of rows without memory: their counts, and the margin of the flows
         self.last_counts: Counts = []
         of_up = weight_plan(plan.up, 4 if gated else 3).source
         self.up_name = "gate_up_proj" if gated else "up_proj"
@@ -116,8 +113,8 @@ class Experts(Sharded):
         wanted = choice.flatten() if kept is None else torch.where(kept, choice, self.count).flatten()
         counts = tally(wanted, self.count + 1)[: self.count]
         table = known_counts(counts.int(), self.plan.count_axes, self.mesh, self.name)
-        self.last_counts = self.expected if x.is_meta else table.tolist()
-        flows = self.flows(self.last_counts)
+        self.last_counts, margin = self.expected if x.is_meta else (table.tolist(), 0)
+        flows = self.flows(self.last_counts, margin=margin)
         rows = sum(flow.dispatch.before for flow in flows)
         order = self._order(wanted, counts, rows)
         gates = used_over(
@@ -159,29 +156,6 @@ class Experts(Sharded):
             return [RowFlow(self.plan, rank, counts, axes, margin)]
         parts = (chunk_counts(counts, i, self.chunks) for i in range(self.chunks))
         return [RowFlow(self.plan, rank, part, axes, margin) for part in parts]
-
-    # -------------------------------------------------------------------------------------------------------- volume
-
-    def rows_volume(self, flows: Sequence[RowFlow], dgrad: bool = True) -> Volume:
-        """Return the traffic of rows and weights, in elements that the rank of these flows receives."""
-        grads = (dgrad, self.up.requires_grad, self.down_proj.requires_grad)
-        width = 1 + self.is_gated
-        moved = sum((flow.volume(self.hidden, self.inner, width, grads) for flow in flows), Volume())
-        for name, plan in ((self.up_name, self.plan.up), ("down_proj", self.plan.down)):
-            shape = self.lies[name].shape
-            moved += weight_plan(plan, len(shape)).volume(shape, getattr(self, name).requires_grad, "wgrad")
-        return moved
-
-    def counts_volume(self) -> Volume:
-        """Return the traffic of the numbers of rows, which are four bytes each."""
-        axes = self.plan.count_axes
-        return Volume.of([Traffic("counts", "all_gather", axes, (self.mesh.grid.size(axes) - 1) * self.count)])
-
-    def gates_volume(self, rows: int, top_k: int) -> Volume:
-        """Return the traffic of the gates' gradients, of which each rank along the features has a part; `rows` are a
-        rank's.
-        """
-        return reduction_volume(self.mesh.grid, self.plan.features, (rows, top_k), "dgrad")
 
     # ---------------------------------------------------------------------------------------------------- state dict
 

@@ -17,7 +17,7 @@ from ndtp.errors import LayoutError
 from ndtp.nn.padding import as_rows, feature_multiple, padded_to, with_leading_dims, zero_padding
 from ndtp.nn.parameters import fill_uniform
 from ndtp.nn.random import given_or_drawn
-from ndtp.nn.sharded import Sharded, bytes_of
+from ndtp.nn.sharded import Sharded, volume_of
 from ndtp.ops.memory import Memory, memory
 from ndtp.ops.products import chain
 from ndtp.runtime.chunk_choices import in_words
@@ -156,21 +156,14 @@ class Linear(Sharded):
         return zero_padding(y, self.out_layout, self.mesh, self.out_features) if is_padded else y
 
     def volume(self, tokens: int, dgrad: bool = True) -> Volume:
-        """The exact traffic of a forward and backward of `tokens` rows, in elements received per rank."""
-        shape = (tokens, self.padded_in, self.padded_out)
-        return self.plan.volume(
-            shape,
-            dgrad=dgrad,
-            wgrad=self.weight.requires_grad,
-            bias=self.bias is not None,
-            bias_grad=self.bias is not None and self.bias.requires_grad,
-        )
+        """The exact traffic of a forward and backward of `tokens` rows, in bytes received per rank.
 
-    def num_bytes(self, tokens: int, dgrad: bool = True) -> Volume:
-        """The traffic of `volume` in bytes as they travel on this mesh, scales included."""
+        Args:
+            dgrad: whether the rows need a gradient.
+        """
         shape = self.in_layout.shard_shape((tokens, self.padded_in))
         x = torch.empty(shape, dtype=self.weight.dtype, device="meta", requires_grad=dgrad)
-        return bytes_of(self, self.mesh, (x,))
+        return volume_of(self, self.mesh, (x,))
 
     def memory(self, tokens: int, dgrad: bool = True, backend: str | None = None) -> Memory:
         """Bytes that a forward and backward of `tokens` rows need beside input and parameters; see `ndtp.ops.memory`.

@@ -15,7 +15,7 @@ from ndtp.compute.cross_entropy import LossForm
 from ndtp.errors import LayoutError
 from ndtp.nn.linear import Linear
 from ndtp.nn.padding import padded_to
-from ndtp.nn.sharded import memory_of
+from ndtp.nn.sharded import memory_of, volume_of
 from ndtp.ops.linear_losses import LinearLossPlan
 from ndtp.ops.linear_losses import linear_cross_entropy as fused
 from ndtp.ops.losses import LossPlan
@@ -164,16 +164,19 @@ class CrossEntropy(nn.Module):
         return split(logits, targets, self.plan, self.mesh, self.reduction, self.weight)
 
     def volume(self, tokens: int, dtype: torch.dtype = torch.float32) -> Volume:
-        """The exact traffic of `tokens` rows of logits of a dtype, in elements of it received per rank."""
-        return self.plan.volume(tokens, dtype)
+        """The exact traffic of `tokens` rows of logits of a dtype, in bytes received per rank."""
+        return volume_of(self, self.mesh, self._inputs(tokens, dtype))
 
     def memory(self, tokens: int, dtype: torch.dtype = torch.float32, backend: str | None = None) -> Memory:
         """Bytes that a forward and backward of `tokens` rows need beside the logits; see `ndtp.ops.memory`."""
+        return memory_of(self, self.mesh, self._inputs(tokens, dtype), (), backend)
+
+    def _inputs(self, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """This rank's logits and all targets, without memory."""
         width = padded_to(self.classes, self.in_layout.num_splits(1))
-        logits = torch.empty(
-            self.in_layout.shard_shape((tokens, width)), dtype=dtype, device="meta", requires_grad=True
-        )
-        return memory_of(self, self.mesh, (logits, logits.new_empty(tokens, dtype=torch.long)), (), backend)
+        shape = self.in_layout.shard_shape((tokens, width))
+        logits = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        return logits, logits.new_empty(tokens, dtype=torch.long)
 
     @classmethod
     def from_dense(
@@ -227,25 +230,24 @@ class LinearCrossEntropy(nn.Module):
         return fused(rows, own, bias, targets, self.plan, self.head.mesh, self.reduction, weights=self.weight)
 
     def volume(self, tokens: int, dgrad: bool = True, gathers_targets: bool = False) -> Volume:
-        """The exact traffic of a forward and backward of `tokens` rows, in elements received per rank.
+        """The exact traffic of a forward and backward of `tokens` rows, in bytes received per rank.
 
         Args:
             dgrad: whether x needs a gradient.
             gathers_targets: whether each rank gives those of its rows.
         """
-        head = self.head
-        bias = head.bias is not None
-        bias_grad = head.bias is not None and head.bias.requires_grad
-        return self.plan.volume(
-            tokens, (head.padded_in, head.padded_out), head.weight.dtype, dgrad, head.weight.requires_grad,
-            bias, bias_grad, gathers_targets,
-        )  # fmt: skip
+        x, targets = self._inputs(tokens, dgrad)
+        return volume_of(self, self.head.mesh, (x, targets[: x.shape[0]] if gathers_targets else targets))
 
     def memory(self, tokens: int, dgrad: bool = True, backend: str | None = None) -> Memory:
         """Bytes that a forward and backward of `tokens` rows need, as of `ndtp.nn.Linear`; see `ndtp.ops.memory`."""
+        return memory_of(self, self.head.mesh, self._inputs(tokens, dgrad), (), backend)
+
+    def _inputs(self, tokens: int, dgrad: bool) -> tuple[Tensor, Tensor]:
+        """This rank's rows and all targets, without memory."""
         shape = self.in_layout.shard_shape((tokens, self.head.padded_in))
         x = torch.empty(shape, dtype=self.head.weight.dtype, device="meta", requires_grad=dgrad)
-        return memory_of(self, self.head.mesh, (x, x.new_empty(tokens, dtype=torch.long)), (), backend)
+        return x, x.new_empty(tokens, dtype=torch.long)
 
     @classmethod
     def from_dense(

@@ -29,7 +29,7 @@ from ndtp.nn.padding import (
     zero_padding_rows,
 )
 from ndtp.nn.random import draw_seed, given_or_drawn
-from ndtp.nn.sharded import BlockModule, bytes_of
+from ndtp.nn.sharded import BlockModule, volume_of
 from ndtp.ops.memory import Memory, memory
 from ndtp.ops.products import mlp
 from ndtp.runtime.given_mesh import GivenWire, given_mesh
@@ -159,22 +159,16 @@ class MLP(BlockModule):
         return are_plain and not (self.training and self.dropout.p > 0)
 
     def volume(self, tokens: int, dgrad: bool = True) -> Volume:
-        """The exact traffic of a forward and backward of `tokens` rows, in elements received per rank.
+        """The exact traffic of a forward and backward of `tokens` rows, in bytes received per rank.
 
         Args:
             dgrad: whether the input of the block needs a gradient.
         """
-        tokens = padded_tokens(tokens, self.row_multiple, self.in_layout)
-        inner_grad = dgrad or any(p.requires_grad for p in self.up.parameters())
-        return self.up.volume(tokens, dgrad) + self.down.volume(tokens, inner_grad)
-
-    def num_bytes(self, tokens: int, dgrad: bool = True) -> Volume:
-        """The traffic of `volume` in bytes as they travel on this mesh, scales included."""
         shape = self.in_layout.shard_shape(
             (padded_tokens(tokens, self.row_multiple, self.in_layout), self.up.padded_in)
         )
         x = torch.empty(shape, dtype=self.up.weight.dtype, device="meta", requires_grad=dgrad)
-        return bytes_of(self, self.mesh, (x,))
+        return volume_of(self, self.mesh, (x,))
 
     def memory(self, tokens: int, dgrad: bool = True, backend: str | None = None) -> Memory:
         """Bytes that a forward and backward of `tokens` rows need beside input and parameters; see `ndtp.ops.memory`.

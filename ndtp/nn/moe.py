@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ndtp.algebra.expert_plan import ExpertPlan, expert_plan
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import RelayoutPlan
-from ndtp.algebra.resharding import ReshardPlan
-from ndtp.algebra.row_flow import Counts
+from ndtp.algebra.row_flow import Counts, RowFlow
 from ndtp.algebra.schemes import BlockLayouts, block_layouts
 from ndtp.algebra.volume import Volume
 from ndtp.compute.grouped import tally
@@ -24,7 +23,7 @@ from ndtp.nn.padding import as_rows, with_leading_dims
 from ndtp.nn.random import draw_seed
 from ndtp.nn.router import Router, Routing
 from ndtp.nn.routers import ROUTERS, DeepSeek
-from ndtp.nn.sharded import BlockModule, bytes_of, memory_of
+from ndtp.nn.sharded import BlockModule, memory_of, volume_of
 from ndtp.ops.experts import known_counts
 from ndtp.ops.memory import Memory
 from ndtp.ops.moving import enter
@@ -237,7 +236,10 @@ class MoE(BlockModule):
     def volume(
         self, tokens: int, dgrad: bool = True, *, routing: Routes = "balanced", rank: int | None = None
     ) -> Volume:
-        """The exact traffic of a forward and backward of `tokens` rows, in elements that a rank receives.
+        """The exact traffic of a forward and backward of `tokens` rows, in bytes that a rank receives.
+
+        Rows and weights travel in the experts' dtype, or as the wire has them, the router's in its own, counts in four
+        bytes.
 
         Args:
             dgrad: whether the input needs a gradient.
@@ -248,27 +250,12 @@ class MoE(BlockModule):
         Raises:
             LayoutError: counts that are not those of so many tokens.
         """
-        return sum(self._volumes(tokens, dgrad, routing, rank).values(), Volume())
+        rank = self.mesh.rank if rank is None else rank
 
-    def num_bytes(
-        self, tokens: int, dgrad: bool = True, *, routing: Routes = "balanced", rank: int | None = None
-    ) -> Volume:
-        """Return the volume in bytes: rows and weights in the experts' dtype, or as the wire has them, the router's in
-        its own, counts in four bytes.
+        def run(x: Tensor, _: Any) -> Volume:
+            return volume_of(_WithLosses(self), self.mesh, (x,), rank=rank)
 
-        Raises:
-            LayoutError: another rank's with a wire.
-        """
-        if self.mesh.wire is not None:
-            if rank not in (None, self.mesh.rank):
-                raise LayoutError(
-                    f"MoE '{self.name}': with a wire, num_bytes tells this rank's bytes\n  fix: rank=None"
-                )
-            return self._dry(tokens, dgrad, routing, lambda x, _: bytes_of(self, self.mesh, (x,)))
-        wide, own = self.router.weight.element_size(), self.experts.down_proj.element_size()
-        sizes = {"rows": own, "router": wide, "counts": 4}
-        found = self._volumes(tokens, dgrad, routing, rank)
-        return sum((volume.in_bytes(sizes[kind]) for kind, volume in found.items()), Volume())
+        return self._dry(tokens, dgrad, routing, rank, run)  # type: ignore[no-any-return]
 
     def memory(
         self, tokens: int, dgrad: bool = True, backend: str | None = None, *, routing: Routes = "balanced"
@@ -280,48 +267,24 @@ class MoE(BlockModule):
             backend: "gloo" or "nccl"; default: that of the mesh.
             routing: as for `volume`.
         """
-        return self._dry(tokens, dgrad, routing, lambda x, shape: memory_of(self, self.mesh, (x,), shape, backend))
+        run = lambda x, shape: memory_of(self, self.mesh, (x,), shape, backend)  # noqa: E731
+        return self._dry(tokens, dgrad, routing, self.mesh.rank, run)
 
-    def _dry(self, tokens: int, dgrad: bool, routing: Routes, run: Callable[[Tensor, Any], Any]) -> Any:
+    def _dry(self, tokens: int, dgrad: bool, routing: Routes, rank: int, run: Callable[[Tensor, Any], Any]) -> Any:
         """Return what a run on rows without memory, of this routing, gives."""
         grid, plan = self.mesh.grid, self.plan
         shape = self.in_layout.shard_shape((tokens, self.hidden))
         here = plan.tokens.shard_shape((tokens, self.hidden))[0]
-        table = self._table(routing, here, grid.size(plan.row_axes), self.mesh.rank)
-        peers = grid.group(self.mesh.rank, plan.count_axes)
+        table = self._table(routing, here, grid.size(plan.row_axes), rank)
+        peers = grid.group(rank, plan.count_axes)
+        margin = {"most": 1, "least": -1}.get(routing, 0) if isinstance(routing, str) else 0
         x = torch.empty(shape, dtype=self.experts.down_proj.dtype, device="meta", requires_grad=dgrad)
         routed, self.routing = self.routing, None
-        self.experts.expected = [table[grid.index(peer, plan.row_axes)] for peer in peers]
+        self.experts.expected = [table[grid.index(peer, plan.row_axes)] for peer in peers], margin
         try:
             return run(x, shape)
         finally:
-            self.routing, self.experts.expected = routed, ()
-
-    def _volumes(self, tokens: int, dgrad: bool, routing: Routes, rank: int | None) -> dict[str, Volume]:
-        grid, plan = self.mesh.grid, self.plan
-        blocks = grid.size(plan.row_axes)
-        here = plan.tokens.shard_shape((tokens, self.hidden))[0]
-        counts = self._table(routing, here, blocks, self.mesh.rank if rank is None else rank)
-        margin = {"most": 1, "least": -1}.get(routing, 0) if isinstance(routing, str) else 0
-        flows = self.experts.flows(counts, plan.row_axes, rank, margin)
-        grads = dgrad or self.router.weight.requires_grad
-        rows = self.experts.rows_volume(flows, dgrad)
-        for way in self._ways:
-            wanted = dgrad if way is self._ways[0] else True
-            shape = (tokens, self.hidden)
-            if isinstance(way, RelayoutPlan):
-                rows += way.volume(shape, wanted)
-            else:
-                rows += ReshardPlan(*way[:2], shape).volume(self.mesh.rank if rank is None else rank, wanted)
-        if self.shared is not None:
-            rows += self.shared.volume(tokens, dgrad)
-        wide = self.router.volume(tokens, dgrad)
-        numbers = Volume.of(entry for entry in wide if entry.phase == "counts")
-        wide = Volume.of(entry for entry in wide if entry.phase != "counts")
-        wide += self.experts.gates_volume(here, self.top_k) if grads else Volume()
-        if self.shared_gate is not None:
-            wide += super(Router, self.shared_gate).volume(tokens, dgrad)
-        return {"rows": rows, "router": wide, "counts": self.experts.counts_volume() + numbers}
+            self.routing, self.experts.expected = routed, ((), 0)
 
     def _table(self, routing: Routes, here: int, blocks: int, rank: int) -> Counts:
         choices = here * self.top_k
@@ -359,14 +322,30 @@ class MoE(BlockModule):
             # So many that nothing is rounded where they are cut: what they cost is in proportion to them.
             many = [[count * self.experts.chunks * grid.num_ranks for count in row] for row in rows]
             alone = [[none] * block + [row] + [none] * (blocks - block - 1) for row in many]
-            costs = [self.experts.rows_volume(self.experts.flows(each, plan.row_axes, rank)).total for each in alone]
+            costs = [self._cost(self.experts.flows(each, plan.row_axes, rank)) for each in alone]
             best = max(costs) if most else min(costs)
             table = [*table[:block], rows[costs.index(best)], *table[block + 1 :]]
         return table
 
+    def _cost(self, flows: Sequence[RowFlow]) -> int:
+        """Return the bytes of the rows of an expert, whose parameters are trained."""
+        width = 1 + self.experts.is_gated
+        return sum(flow.volume(self.hidden, self.inner, width).total for flow in flows)
+
     def extra_repr(self) -> str:
         axes = " ".join(f"{axis}={self.mesh.grid[axis]}" for axis in self.plan.axes)
         return f"{self.hidden}, {self.inner}, experts={self.num_experts} over ({axes}), top_k={self.top_k}"
+
+
+class _WithLosses(nn.Module):
+    """A layer of experts and its losses, which have gradients as well, as one result."""
+
+    def __init__(self, moe: MoE) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(x).sum() + self.moe.aux_loss
 
 
 def _way(source: Layout, target: Layout, name: str) -> BoundaryWay:

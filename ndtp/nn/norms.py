@@ -14,7 +14,7 @@ from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 from ndtp.nn.padding import padded_to
 from ndtp.nn.parameters import expressible, fill_from_dense
-from ndtp.nn.sharded import Sharded, memory_of
+from ndtp.nn.sharded import Sharded, memory_of, volume_of
 from ndtp.ops.memory import Memory
 from ndtp.ops.norms import NormPlan, norm
 from ndtp.runtime.process_grid import ProcessGrid
@@ -86,25 +86,25 @@ class _Norm(Sharded):
         return y.view(x.shape)
 
     def volume(self, tokens: int, dgrad: bool = True, dtype: torch.dtype | None = None) -> Volume:
-        """The exact traffic of a forward and backward of `tokens` rows, in elements received per rank.
-
-        Statistics are fp32 at least, and count as two elements of a dtype of two bytes.
+        """The exact traffic of a forward and backward of `tokens` rows, in bytes received per rank.
 
         Args:
             dgrad: whether the rows need a gradient.
-            dtype: theirs; default: that of the parameters.
+            dtype: theirs; default: that of the parameters.  Statistics are fp32 at least.
         """
-        trained = [p for p in self.parameters() if p.requires_grad]
-        first = next(self.parameters(), None)
-        dtype = dtype or (torch.get_default_dtype() if first is None else first.dtype)
-        return self.plan.volume(tokens, dgrad, len(trained), dtype)
+        return volume_of(self, self.mesh, (self._rows(tokens, dgrad, dtype),))
 
     def memory(self, tokens: int, dgrad: bool = True, backend: str | None = None) -> Memory:
         """Bytes that a forward and backward of `tokens` rows need, as of `ndtp.nn.Linear`; see `ndtp.ops.memory`."""
-        shape = self.in_layout.shard_shape((tokens, self.plan.width))
+        x = self._rows(tokens, dgrad)
+        return memory_of(self, self.mesh, (x,), x.shape, backend)
+
+    def _rows(self, tokens: int, dgrad: bool, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's rows, without memory."""
         first = next(self.parameters(), None)
-        x = torch.empty(shape, dtype=None if first is None else first.dtype, device="meta", requires_grad=dgrad)
-        return memory_of(self, self.mesh, (x,), shape, backend)
+        dtype = first.dtype if dtype is None and first is not None else dtype
+        shape = self.in_layout.shard_shape((tokens, self.plan.width))
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dgrad)
 
     def _load_dense(self: Self, dense: nn.Module) -> Self:
         for name in ("weight", "bias"):

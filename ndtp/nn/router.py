@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.relayouts import reduction_volume
-from ndtp.algebra.volume import Traffic, Volume
+from ndtp.algebra.volume import Volume
 from ndtp.algebra.wire import Wire
 from ndtp.compute.grouped import tally
 from ndtp.errors import LayoutError
 from ndtp.nn.linear import Linear
 from ndtp.nn.padding import as_rows
+from ndtp.nn.sharded import volume_of
 from ndtp.nn.token_rows import TokenRows
 from ndtp.ops.products import chain
 from ndtp.runtime.arrival import local_shard
@@ -189,24 +189,12 @@ class Router(Linear):
     # -------------------------------------------------------------------------------------------------------- volume
 
     def volume(self, tokens: int, dgrad: bool = True) -> Volume:
-        """The exact traffic, in elements received per rank: of the product, of losses, and of a capacity's counts."""
-        moved = super().volume(tokens, dgrad)
-        grid, axes = self.mesh.grid, self.in_layout.dims[0]
-        numbers = self.num_terms(grid.size(axes)) if self.training else 0
-        return moved + reduction_volume(grid, axes, (numbers,), "forward") + self.counts_volume()
-
-    def num_terms(self, blocks: int) -> int:
-        return 2 * self.num_experts * bool(self.balance) + bool(self.z_loss)
-
-    def counts_volume(self) -> Volume:
-        """Return the traffic of the counts, of four bytes each, that a capacity over several ranks takes."""
-        grid = self.mesh.grid
-        axes = tuple(axis for axis in grid.nontrivial(grid.names) if axis in self.in_layout.dims[0])
-        blocks = grid.size(axes)
-        if self.capacity is None or self.groups % blocks == 0:
-            return Volume()
-        amount = (blocks - 1) * self.top_k * self.groups * self.num_experts
-        return Volume.of([Traffic("counts", "all_gather", axes, amount)])
+        """The exact traffic, in bytes received per rank: of the product, of losses, and of a capacity's counts."""
+        x = torch.empty(
+            self.in_layout.shard_shape((tokens, self.padded_in)), dtype=self.weight.dtype, device="meta",
+            requires_grad=dgrad,
+        )  # fmt: skip
+        return volume_of(self, self.mesh, (x,), lambda routing: sum(routing.losses.values(), routing.gates.sum()))
 
     def extra_repr(self) -> str:
         room = "dropless" if self.capacity is None else f"capacity={self.capacity}, groups={self.groups}"

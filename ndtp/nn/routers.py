@@ -19,10 +19,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ndtp.algebra.volume import Volume
 from ndtp.compute.grouped import tally
 from ndtp.errors import LayoutError
-from ndtp.nn.linear import Linear
 from ndtp.nn.router import Router, Routing
 from ndtp.nn.token_rows import TokenRows
 
@@ -86,10 +84,6 @@ class GShard(Router):
             scale = self.num_experts * self.groups * around.group_size(self.groups) ** 2
             found["balance"] = self.balance * total / scale
         return found
-
-    def num_terms(self, blocks: int) -> int:
-        numbers = 1 if self.groups % blocks == 0 else 2 * self.groups * self.num_experts
-        return numbers * bool(self.balance) + bool(self.z_loss)
 
 
 class Noisy(Router):
@@ -159,10 +153,6 @@ class Noisy(Router):
         return {
             "importance": self.balance * variation(importance), "load": self.balance * variation(load), **found
         }  # fmt: skip
-
-    def volume(self, tokens: int, dgrad: bool = True) -> Volume:
-        moved = super().volume(tokens, dgrad)
-        return moved + Linear.volume(self, tokens, dgrad) if self.training else moved
 
 
 class DeepSeek(Router):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +16,12 @@ from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, full, taken
 from ndtp.ops.memory import Memory, measured
-from ndtp.runtime.arrival import local_shard
+from ndtp.runtime.arrival import local_of
 from ndtp.runtime.dry_grid import SILENT, DryGrid
 from ndtp.runtime.given_mesh import GivenWire, given_mesh
 from ndtp.runtime.process_grid import ProcessGrid
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Lies(NamedTuple):
@@ -149,40 +152,58 @@ def memory_of(
     return measured(lambda: shadow(*inputs), torch.empty(out, dtype=dtype, device="meta") if wanted else None)
 
 
-def bytes_of(module: nn.Module, mesh: ProcessGrid, inputs: Sequence[Tensor]) -> Volume:
+def volume_of(
+    module: nn.Module,
+    mesh: ProcessGrid,
+    inputs: Sequence[Tensor],
+    end: Callable[[Any], Tensor] = lambda result: result,
+    rank: int | None = None,
+    leave: Any = None,
+) -> Volume:
     """Bytes that a rank receives in a forward and backward of a module, as they travel, scales included.
 
-    It runs a copy whose parameters are shards without memory, on a grid that sends nothing.
+    It runs a copy whose parameters are shards without memory, on a grid that sends nothing, without anybody's hooks.
 
     Args:
         inputs: this rank's shards, on the meta device.
+        end: the tensor of its result where backward begins.
+        rank: default: this one.
+        leave: an object that the copy shares with the module.
     """
-    shadow, dry = shadow_of(module, mesh)
-    y = shadow(*inputs)
-    if y.requires_grad:
-        y.backward(torch.empty_like(y))
+    shadow, dry = shadow_of(module, mesh, leave=leave, rank=rank)
+    for part in shadow.modules():
+        for name in HOOKS:
+            vars(part)[name] = OrderedDict()
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=()):
+        y = end(shadow(*inputs))
+        if y.requires_grad:
+            y.backward(torch.empty_like(y))
     volume: Volume = dry.volume
     return volume
 
 
-def shadow_of(module: nn.Module, mesh: ProcessGrid, backend: str | None = None, leave: Any = None) -> tuple[Any, Any]:
+def shadow_of(
+    module: nn.Module, mesh: ProcessGrid, backend: str | None = None, leave: Any = None, rank: int | None = None
+) -> tuple[Any, Any]:
     """A copy of a module whose parameters are shards without memory, and the grid in the place of `mesh`, on which it
     sends nothing.
 
     Args:
         backend: "gloo" or "nccl"; default: that of the mesh.
         leave: an object that the copy shares with the module.
+        rank: whose copy it is; default: this one's.
     """
     meshes = {id(mesh): mesh}
     for part in module.modules():
-        meshes.update({id(value): value for value in vars(part).values() if isinstance(value, ProcessGrid)})
+        meshes.update({id(value): value for value in vars(part).values() if isinstance(value, (ProcessGrid, DryGrid))})
     backend = backend or mesh.backend or "gloo"
     backend = backend if backend in SILENT else "gloo"
-    dry = DryGrid(mesh.grid, mesh.rank, backend, mesh.wire)
-    memo: dict[int, Any] = {key: DryGrid(m.grid, m.rank, backend, m.wire, dry) for key, m in meshes.items()}
+    rank = mesh.rank if rank is None else rank
+    dry = DryGrid(mesh.grid, rank, backend, mesh.wire)
+    memo: dict[int, Any] = {key: DryGrid(m.grid, rank, backend, m.wire, dry) for key, m in meshes.items()}
     memo[id(mesh)] = dry
     for parameter in module.parameters():
-        local = torch.empty_like(local_shard(parameter.detach()), device="meta")
+        local = torch.empty_like(local_of(parameter).detach(), device="meta")  # without a hook on the parameter
         made = nn.Parameter(local, parameter.requires_grad)
         vars(made).update({key: value for key, value in vars(parameter).items() if key != "_dtensor"})
         memo[id(parameter)] = made

@@ -14,10 +14,9 @@ from ndtp.algebra.cached import cached_property
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.relayouts import RelayoutPlan
-from ndtp.algebra.volume import Volume
 from ndtp.compute.norms import wide
 from ndtp.errors import LayoutError
-from ndtp.ops.losses import LossPlan, check_weights, reduced, row_losses, target_plan, totals, whole_targets
+from ndtp.ops.losses import LossPlan, check_weights, reduced, row_losses, totals, whole_targets
 from ndtp.ops.moving import enter, refuse_second, taken
 from ndtp.ops.products import matmul
 
@@ -79,27 +78,6 @@ class LinearLossPlan:
         step = given // math.gcd(held, given)  # so many rows of x at least, for whole rows of logits
         size = max(self.chunk_rows * given // held // step, 1) * step
         return [min(size, rows - start) for start in range(0, rows, size)]
-
-    def volume(
-        self, tokens: int, features: tuple[int, int], dtype: torch.dtype, dgrad: bool, wgrad: bool,
-        bias: bool, bias_grad: bool, gathers_targets: bool,
-    ) -> Volume:  # fmt: skip
-        """The exact traffic for a global number of rows and `(K, V)`, in elements of `dtype` received per rank."""
-        splits = self.head.a.num_splits(0)
-        (rows,) = Layout(self.head.grid, self.head.a.dims[0]).shard_shape((tokens,))
-        total = self.weight.volume(features[::-1], wgrad, "wgrad")
-        if bias_grad:
-            total += self.bias.volume(features[1:], backward="wgrad")
-        scale = wide(dtype).itemsize // dtype.itemsize
-        for chunk in self.chunks(rows):
-            m = chunk * self.product.a.num_splits(0)
-            total += self.product.volume((m, *features), dgrad, wgrad, bias, bias_grad)
-            logits = m // self.product.out.num_splits(0)
-            total += self.loss.merge.volume(logits).in_bytes(scale)
-        if gathers_targets:
-            ids = target_plan(self.head.a, self.loss.name).volume((rows * splits,), dgrad=False)
-            total += ids.in_bytes(8 // dtype.itemsize)
-        return total + self.loss.totals_volume(dtype)
 
 
 def linear_cross_entropy(

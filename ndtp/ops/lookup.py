@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ndtp.algebra.cached import cached_property
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.relayouts import ExchangePlan, RelayoutPlan, reduction_volume
+from ndtp.algebra.relayouts import ExchangePlan, RelayoutPlan
 from ndtp.algebra.steps import Step
-from ndtp.algebra.volume import Volume
 from ndtp.collectives.streams import has_streams
 from ndtp.compute.lookup import rows_of
 from ndtp.errors import LayoutError, RangeError
@@ -102,14 +101,6 @@ class LookupPlan:
         """The steps that sum the number of ids that are out of range."""
         axes = [axis for axis in self.ids.grid.nontrivial(self.ids.grid.names) if axis in self.held.dims[0]]
         return (Step("all_reduce", tuple(axes)),) if axes else ()
-
-    def volume(self, tokens: int, shape: tuple[int, int], itemsize: int, checks: bool, wgrad: bool) -> Volume:
-        """The exact traffic for so many ids and a table of `shape`, in elements of the table received per rank."""
-        ids = self.gather.volume((tokens,), dgrad=False)
-        if checks:
-            ids += reduction_volume(self.ids.grid, self.held.dims[0], (1,), "forward")
-        volume = ids.in_bytes(ID_BYTES // itemsize) + self.rows.volume((tokens, shape[1]), wgrad)
-        return volume + self.parameter.volume(shape, backward="wgrad") if wgrad else volume
 
 
 def look_up(

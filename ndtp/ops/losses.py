@@ -12,7 +12,6 @@ from torch import Tensor
 from ndtp.algebra.cached import cached_property
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import MergePlan, RelayoutPlan
-from ndtp.algebra.volume import Volume
 from ndtp.collectives.streams import has_streams
 from ndtp.compute import cross_entropy as one_rank
 from ndtp.compute.cross_entropy import LossForm
@@ -58,15 +57,6 @@ class LossPlan:
         """The steps that sum over rows: [the losses, how many rows count, how many targets are wrong]."""
         whole = Layout(self.layout.grid, None)
         return RelayoutPlan(whole, whole, self.layout.grid.nontrivial(self.layout.dims[0]), name=self.name)
-
-    def volume(self, tokens: int, dtype: torch.dtype) -> Volume:
-        """The exact traffic for a global number of rows, in elements of `dtype` received per rank; none backward."""
-        (rows,) = self.rows.shard_shape((tokens,))
-        merges = self.merge.volume(rows).in_bytes(wide(dtype).itemsize // dtype.itemsize)
-        return merges + self.totals_volume(dtype)
-
-    def totals_volume(self, dtype: torch.dtype) -> Volume:
-        return self.totals.volume((3,), dgrad=False).in_bytes(TOTAL_BYTES // dtype.itemsize)
 
 
 def checked_targets(targets: Tensor, rows: int, splits: int, name: str) -> tuple[Tensor, bool]:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ndtp.algebra.cached import cached_property
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.relayouts import MergePlan, RelayoutPlan, reduction_volume
+from ndtp.algebra.relayouts import MergePlan, RelayoutPlan
 from ndtp.algebra.steps import Step
-from ndtp.algebra.volume import Volume
 from ndtp.compute import norms as one_rank
 from ndtp.errors import LayoutError
 from ndtp.ops import compiled_layers
@@ -74,27 +73,6 @@ class NormPlan:
     def counts(self, rank: int) -> list[int]:
         """Return the numbers of features on the ranks along the axes that split them, in the order of `merge`."""
         return [self.real(peer) for peer in self.layout.grid.group(rank, self.merge.axes)]
-
-    def volume(self, tokens: int, dgrad: bool = True, trained: int = 1, dtype: torch.dtype = torch.float32) -> Volume:
-        """The exact traffic for a global number of rows, in elements of `dtype` received per rank.
-
-        Args:
-            dgrad: whether the rows need a gradient.
-            trained: how many of gain and bias need one.
-            dtype: of the rows and parameters; statistics of 4 bytes count as two elements of a dtype of 2.
-        """
-        rows = self.layout.shard_shape((tokens, self.width))[0]
-        grid, numbers = self.layout.grid, self.merge.given
-        if self.centred:
-            volume = self.merge.volume(rows)
-        else:
-            volume = reduction_volume(grid, self.merge.axes, (1, rows), "forward")
-        if dgrad:
-            volume += reduction_volume(grid, self.merge.axes, (numbers, rows), "dgrad")
-        volume = volume.in_bytes(one_rank.wide(dtype).itemsize // dtype.itemsize)
-        for _ in range(trained):
-            volume += self.parameter.volume((self.width,), backward="wgrad")
-        return volume
 
 
 def norm(

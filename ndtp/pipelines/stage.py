@@ -120,10 +120,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
 
     def volume(self, micro_batches: int) -> Volume:
         """The exact traffic between stages in a step, all stages of this rank together, in bytes that it receives."""
-        parts = (
-            plan.volume(self.rank, micro_batches, _has_gradient(dtype)).in_bytes(dtype.itemsize)
-            for plan, dtype in self.passing
-        )
+        parts = (plan.volume(self.rank, micro_batches, _has_gradient(dtype), dtype) for plan, dtype in self.passing)
         return sum(parts, Volume())
 
     def _ways(self, at: int, phase: str) -> list[tuple[int, ReshardPlan, torch.dtype]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.pipeline_plan import AXIS
 from ndtp.algebra.resharding import ReshardPlan
-from ndtp.algebra.volume import Traffic, Volume
+from ndtp.algebra.volume import Volume
 from ndtp.collectives.uneven_exchange import landing_in, part_of
 from ndtp.pipelines.messages import exchange, receive_op, send_op
 from ndtp.pipelines.pipeline import Pipeline
@@ -45,11 +46,13 @@ class TiedWeight:
 
     @property
     def volume(self) -> Volume:
-        """The exact traffic of a step, in elements that this rank receives."""
+        """The exact traffic of a step, in bytes that this rank receives."""
         if not self.trains:
             return Volume()
+        dtype = next(iter(self.own.values())).dtype
         ways = (self.plan if is_last else self.plan.back for is_last in self.where)
-        return Volume.of(Traffic("wgrad", "receive", (AXIS,), way.received(self.rank)) for way in ways)
+        found = (way.traffic("wgrad", "receive", self.rank, dtype) for way in ways)
+        return Volume.of(replace(each, axes=(AXIS,)) for each in found)
 
     @torch.no_grad()
     def add_gradients(self) -> None:

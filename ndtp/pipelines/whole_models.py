@@ -276,8 +276,7 @@ class ModelStage(PipelineStage):
 
     def volume(self, micro_batches: int) -> Volume:
         """Return the traffic of a step, including the weights that two stages share."""
-        shared = sum((weight.volume for weight in self.tied), Volume())
-        return super().volume(micro_batches) + shared.in_bytes(self.dtype.itemsize)
+        return sum((weight.volume for weight in self.tied), super().volume(micro_batches))
 
     def loss(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
         """The dense model's own loss of a micro-batch, on every rank of the last stage: a schedule's `loss_fn`.

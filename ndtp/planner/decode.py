@@ -258,9 +258,9 @@ class _Clock:
         calls: dict[tuple[str, tuple[str, ...], float], float] = {}
 
         def add(times: float, plan: MatMulPlan, n: int, k: int) -> None:
-            for entry in plan.volume((batch, k, n)):
+            for entry in plan.volume((batch, k, n), self.itemsize):
                 if entry.phase == "forward":
-                    key = entry.collective, entry.axes, float(entry.amount * self.itemsize)
+                    key = entry.collective, entry.axes, float(entry.num_bytes)
                     calls[key] = calls.get(key, 0.0) + times
 
         for times, wide, inner, _ in self._pairs():

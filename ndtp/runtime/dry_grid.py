@@ -18,6 +18,7 @@ from ndtp.collectives.gloo import GlooCollectives
 from ndtp.collectives.handles import Handle, Route
 from ndtp.compute.gemm import TorchGemm
 from ndtp.compute.scaled_gemm import gemm_of
+from ndtp.dtypes import name_of
 from ndtp.runtime.late_gradients import LateGradients
 from ndtp.runtime.program import Programs
 from ndtp.runtime.step_state import StepState
@@ -27,18 +28,18 @@ class _Silent:
     """Collectives that prepare what they would send, make room for what they would receive, and send nothing.
 
     Attributes:
-        moved: bytes and calls of each kind of collective so far, as the algebra of its step has them.
+        moved: the traffic so far, as the algebra of each step has it.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.moved: dict[tuple[str, str, tuple[str, ...]], tuple[int, int]] = {}
+        self.moved: list[Traffic] = []
 
     def launch(self, route: Route, tensor: Tensor, out: Tensor | None = None, ahead: bool = False) -> Handle:
         if not route.follows:  # what it ends was counted as a whole
-            key = route.phase, route.kind, route.axes
-            amount, calls = self.moved.get(key, (0, 0))
-            self.moved[key] = amount + route.num_bytes(tensor), calls + 1
+            dtype = name_of(tensor.dtype) if route.codec is None else route.codec.form.name
+            sent = route.num_bytes(tensor), route.received, " ".join(route.op), dtype
+            self.moved.append(Traffic(route.phase, route.kind, route.axes, *sent))
         handle: Handle = super().launch(route, tensor, out, ahead)  # type: ignore[misc]
         return handle
 
@@ -114,7 +115,7 @@ class DryGrid:
     def volume(self) -> Volume:
         """Return the bytes that would have been received so far."""
         silent: Any = self.collectives
-        return Volume.of(Traffic(*key, *counts) for key, counts in silent.moved.items())
+        return Volume.of(silent.moved)
 
     def refine(self, **axes: Sequence[int]) -> DryGrid:
         """See `ProcessGrid.refine`."""

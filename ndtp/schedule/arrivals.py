@@ -27,7 +27,8 @@ def rows_first(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]]) 
 def _received(plan: MatMulPlan, sizes: Mapping[str, int], operand: str) -> int:
     """Elements that bring an operand to a rank."""
     return sum(
-        each.amount for each in traffic(plan.grid, plan.relayouts[operand], plan.start_shape(operand, sizes), "forward")
+        each.elements
+        for each in traffic(plan.grid, plan.relayouts[operand], plan.start_shape(operand, sizes), "forward")
     )
 
 

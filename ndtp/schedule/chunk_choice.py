@@ -229,7 +229,7 @@ def messages_of(
 ) -> dict[tuple[str, str], list[tuple[str, Any, int]]]:
     """(phase, tensor) -> (collective, axes, bytes received) of each of its steps, as they travel."""
     return {
-        (move.phase, move.tensor): [(each.collective, each.axes, each.amount) for each in plan.bytes_of(*rest)]
+        (move.phase, move.tensor): [(each.collective, each.axes, each.num_bytes) for each in plan.traffic_of(*rest)]
         for move in plan.moves()
         for rest in [(move, sizes, itemsize, wire)]
     }

@@ -53,7 +53,7 @@ def test_plans_and_volumes():
     assert len([*root.iter("tr")]) == 1 + len(plan.steps)
     volume = plan.volume((16, 16, 16))
     root = ET.fromstring(volume._repr_html_())
-    assert len([*root.iter("tr")]) == 1 + len(volume.entries) and f"{volume.total:,} in all" in volume._repr_html_()
+    assert len([*root.iter("tr")]) == 1 + len(list(volume)) and f"{volume.total:,} bytes in all" in volume._repr_html_()
     best = ndtp.plan(tokens=64, hidden=16, ffn=64, ranks=4)[0]
     cells = [cell.text for cell in ET.fromstring(best._repr_html_()).iter("td")]
     assert cells[:2] == ["grid", str(best.grid)] and best.why in cells

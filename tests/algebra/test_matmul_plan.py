@@ -344,12 +344,12 @@ def test_regathering_repeats_the_forward_gathers(regather: tuple[str, ...]) -> N
     kept = MatMulPlan(Layout(grid, ("z", "y"), "x"), Layout(grid, ("x", "z"), "y"))
     again = replace(kept, out=None, roles=None, regather=regather)
     shape = (12, 24, 36)
-    more = again.volume(shape).total - kept.volume(shape).total
+    more = again.volume(shape).elements - kept.volume(shape).elements
     a_gathered, b_gathered = 12 * 24 // 4, 24 * 36 // 6
     expected = {"a": a_gathered * 2 // 3, "b": b_gathered // 2}
     assert more == sum(expected[operand] for operand in regather)
     assert again.volume(shape).forward == kept.volume(shape).forward
-    only_dgrad = again.volume(shape, wgrad=False).by("phase")
+    only_dgrad = again.volume(shape, wgrad=False).by("phase", "elements")
     assert only_dgrad["dgrad"] == 12 * 36 // 6 // 2 + a_gathered * 2 // 3 + expected["b"] * ("b" in regather)
 
 

@@ -23,7 +23,7 @@ def test_bytes_of_a_crossing():
     plan = PipelinePlan([FOUR, Grid(z=2, y=1, r=2)], (8, 4), layouts=[
         (Layout(FOUR, "dp", "x"),) * 2, (Layout(Grid(z=2, y=1, r=2), "z", None),) * 2,
     ])  # fmt: skip
-    assert [plan.volume(rank, 3).total for rank in range(8)] == 4 * [3 * 8] + 4 * [3 * 16]
+    assert [plan.volume(rank, 3).elements for rank in range(8)] == 4 * [3 * 8] + 4 * [3 * 16]
     assert plan.volume(4, 3).forward == plan.volume(4, 3).total and plan.volume(0, 3).forward == 0
     assert plan.volume(0, 3, dgrad=False).total == 0
     sent = [plan.crossings[0].sent(rank) for rank in range(4)]

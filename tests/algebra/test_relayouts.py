@@ -75,9 +75,9 @@ def test_volume_counts_both_ways():
     plan = RelayoutPlan(Layout(GRID, ("z",), None), Layout(GRID, ("z", "y"), None), ("y",), ("x",))
     assert plan.steps == (Step("reduce_scatter", ("y",), 0),)
     assert plan.back.steps == (Step("all_reduce", ("x",)), Step("all_gather", ("y",), 0))
-    volume = plan.volume((12, 5))
+    volume = plan.volume((12, 5), 1)  # of a byte each
     assert volume.by("phase") == {"forward": 6 * 5 // 3 * 2, "dgrad": 2 * 5 + 6 * 5 // 3 * 2}
-    assert plan.volume((12, 5), dgrad=False).total == volume.forward
+    assert plan.volume((12, 5), 1, dgrad=False).total == volume.forward
     same = Layout(GRID, ("z",), None)
     assert RelayoutPlan(same, same).is_identity and not RelayoutPlan(same, same, ("y",)).is_identity
 
@@ -100,7 +100,7 @@ def test_a_merge_moves_what_an_all_reduce_would():
         plan = MergePlan(GRID, axes, given, kept)
         ranks, rows = GRID.size(axes), 24
         expected = given * rows if ranks == 2 else (given + kept) * rows // ranks * (ranks - 1)
-        assert plan.volume(rows).total == expected
+        assert plan.volume(rows).elements == expected
         assert plan.axes == tuple(axis for axis in GRID if axis in axes)
     assert MergePlan(GRID, ("y",), 2, 2).volume(7) == MergePlan(GRID, ("y",), 2, 2).volume(9)
     assert not MergePlan(Grid(x=1), ("x",), 2, 2).volume(8).total

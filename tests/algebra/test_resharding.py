@@ -162,7 +162,7 @@ def test_counts_what_the_planner_counts():
     for one, other in itertools.product(layouts, repeat=2):
         plan = ReshardPlan(one, other, (16, 24))
         assert plan.busiest == relayout_elements(one, other, (16, 24))
-        volume = plan.volume(3)
+        volume = plan.volume(3, dtype=1)
         assert volume.forward == plan.received(3) and volume.backward == plan.back.received(3)
 
 

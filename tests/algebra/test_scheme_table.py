@@ -14,6 +14,8 @@ from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 
+ELEMENT = 1  # counted as bytes of numbers of one byte
+
 
 def plan_of(grid: Grid, a: str, b: str, out: str | None = None, **options: object) -> MatMulPlan:
     layouts = (Layout.parse(grid, a), Layout.parse(grid, b), None if out is None else Layout.parse(grid, out))
@@ -138,8 +140,8 @@ def test_fsdp_gathers_the_weight_again_for_dgrad_only() -> None:
     plan = plan_of(grid, "d None", "d None", regather=("b",))
     assert moves(plan, "forward") == ["AG B over d"]
     assert moves(plan, "dgrad") == ["AG B over d"] and moves(plan, "wgrad") == ["RS dB over d"]
-    assert plan.volume((8, 16, 32)).by("phase") == {"forward": 384, "dgrad": 384, "wgrad": 384}
-    assert plan.volume((8, 16, 32), dgrad=False).by("phase") == {"forward": 384, "wgrad": 384}
+    assert plan.volume((8, 16, 32)).by("phase", "elements") == {"forward": 384, "dgrad": 384, "wgrad": 384}
+    assert plan.volume((8, 16, 32), dgrad=False).by("phase", "elements") == {"forward": 384, "wgrad": 384}
 
 
 def test_bias_gradient_is_summed_over_the_axes_that_split_rows() -> None:
@@ -148,9 +150,9 @@ def test_bias_gradient_is_summed_over_the_axes_that_split_rows() -> None:
     assert plan.bias.dims == (("y",),)
     assert [str(step) for step in plan.relayouts["dbias"]] == ["AR {} over dp z"]  # dC is gathered over x
     with_bias = plan.volume((16, 16, 48), bias=True) + Volume()
-    assert with_bias.total - plan.volume((16, 16, 48)).total == 2 * 3 * 24 // 4
-    assert plan.volume((16, 16, 48), dgrad=False, wgrad=False, bias=True).by("phase") == {
-        "forward": plan.volume((16, 16, 48)).forward,
+    assert with_bias.elements - plan.volume((16, 16, 48)).elements == 2 * 3 * 24 // 4
+    assert plan.volume((16, 16, 48), dgrad=False, wgrad=False, bias=True).by("phase", "elements") == {
+        "forward": plan.volume((16, 16, 48), ELEMENT).forward,
         "wgrad": 84,
     }
 
@@ -168,7 +170,8 @@ def test_mindspore_sample() -> None:
     assert str(first) == "A[M, K_xy] . B[K_x, N_y] -> C[M, N_yx]: AG A over y, RS C over x"
     assert str(second) == "A[M, K_yx] . B[K_y, N_x] -> C[M, N_xy]: AG A over x, RS C over y"
     tokens, hidden, inner = 1024, 256, 512
-    forward = first.volume((tokens, hidden, inner)).forward + second.volume((tokens, inner, hidden)).forward
+    forward = first.volume((tokens, hidden, inner), ELEMENT).forward
+    forward += second.volume((tokens, inner, hidden), ELEMENT).forward
     assert forward == 2 * tokens * (inner * (2 - 1) + hidden * (4 - 1)) // 8
     assert_exact(first, (16, 16), (16, 24))
 
@@ -228,7 +231,7 @@ def test_the_older_order_of_k_is_refused_and_the_fix_is_the_newer() -> None:
 # ------------------------------------------------------------------------------------------------------ volumes
 
 
-def block_volume(grid: Grid, tokens: int, hidden: int, inner: int, scheme: str) -> Volume:
+def block_volume(grid: Grid, tokens: int, hidden: int, inner: int, scheme: str, dtype: str | int = ELEMENT) -> Volume:
     """Both products of MatMul -> activation -> MatMul."""
     first, second = {
         "3d": (("(z y) x", "(x z) y"), ("(z x) y", "(y z) x")),
@@ -237,7 +240,7 @@ def block_volume(grid: Grid, tokens: int, hidden: int, inner: int, scheme: str) 
     }[scheme]
     up, down = plan_of(grid, *first), plan_of(grid, *second)
     assert down.a == up.out and down.out == up.a
-    return up.volume((tokens, hidden, inner)) + down.volume((tokens, inner, hidden))
+    return up.volume((tokens, hidden, inner), dtype) + down.volume((tokens, inner, hidden), dtype)
 
 
 @pytest.mark.parametrize("grid", [*Grid.all(8), *Grid.all(12), *Grid.all(64)], ids=str)
@@ -281,7 +284,7 @@ def test_best_volume_of_a_forward_block(scheme: str, ranks: int) -> None:
         "2d": [g for g in Grid.all(ranks) if g["z"] == 1 and g["x"] > 1 and g["y"] > 1],
         "3d": Grid.all(ranks),
     }[scheme]
-    volumes = {grid: block_volume(grid, 8192, 4096, 16384, scheme).in_bytes(2).forward / 2**20 for grid in grids}
+    volumes = {grid: block_volume(grid, 8192, 4096, 16384, scheme, "bf16").forward / 2**20 for grid in grids}
     assert min(volumes.values()) == MIB[scheme, ranks]
     if (scheme, ranks) == ("3d", 8):
         assert volumes[Grid(z=2, x=1, y=4)] == 80
@@ -289,7 +292,7 @@ def test_best_volume_of_a_forward_block(scheme: str, ranks: int) -> None:
 
 def test_volume_beside_axonn() -> None:
     """1024 x 512 x 2048 fp32 on 2x2x2: AxoNN moves 2.5 MiB forward and 4.0 with backward."""
-    volume = plan_of(Grid(z=2, x=2, y=2), "(z y) x", "(x z) y").volume((1024, 512, 2048)).in_bytes(4)
+    volume = plan_of(Grid(z=2, x=2, y=2), "(z y) x", "(x z) y").volume((1024, 512, 2048))
     assert volume.forward == 1.75 * 2**20 and volume.total == 3.5 * 2**20
     assert volume.by("collective") == {"all_gather": 1.75 * 2**20, "reduce_scatter": 1.75 * 2**20}
 
@@ -301,7 +304,7 @@ def test_one_all_reduce_over_several_axes(grid: Grid) -> None:
     (step,) = plan.steps
     assert step.step.axes == grid.nontrivial(grid.names) and step.step.kind == "all_reduce"
     ranks, shape = grid.num_ranks, (2 * grid.num_ranks, grid.num_ranks, 64)
-    assert plan.volume(shape).total * ranks == 2 * (ranks - 1) * shape[0] * shape[2]
+    assert plan.volume(shape).elements * ranks == 2 * (ranks - 1) * shape[0] * shape[2]
 
 
 @pytest.mark.parametrize("order", [("z", "x", "y"), ("y", "x", "z")], ids=str)
@@ -311,4 +314,4 @@ def test_several_gathered_axes_cost_what_one_gather_over_all_of_them_costs(order
     assert moves(plan, "forward") == [f"AG A over {axis}" for axis in reversed(order)] + [
         f"slice B over {axis}" for axis in grid
     ]
-    assert plan.volume((12, 12, 24)).forward == 12 * 12 * 11 // 12
+    assert plan.volume((12, 12, 24), ELEMENT).forward == 12 * 12 * 11 // 12

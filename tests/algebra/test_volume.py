@@ -40,7 +40,7 @@ def test_3d_attains_the_lower_bound_where_the_ideal_grid_is_an_integer_one(
     shape: tuple[int, int, int], grid: Grid
 ) -> None:
     m, k, n = shape
-    assert three_d(grid).volume(shape).forward == pytest.approx(lower_bound(m, n, k, grid.num_ranks), rel=1e-12)
+    assert three_d(grid).volume(shape, 1).forward == pytest.approx(lower_bound(m, n, k, grid.num_ranks), rel=1e-12)
 
 
 @pytest.mark.parametrize("grid", [Grid(z=2, x=2, y=2), Grid(z=4, y=2), Grid(x=2, y=3)], ids=str)
@@ -57,7 +57,7 @@ def test_no_plan_with_one_copy_of_each_operand_beats_the_bound(grid: Grid) -> No
         except LayoutError:
             continue
         for m, k, n in ((p, p, p), (16 * p, p, 2 * p), (p, 24 * p, p), (3 * p, p, 48 * p), (2 * p, 64 * p, 64 * p)):
-            assert plan.volume((m, k, n)).forward >= lower_bound(m, n, k, p) * (1 - 1e-12), plan
+            assert plan.volume((m, k, n), 1).forward >= lower_bound(m, n, k, p) * (1 - 1e-12), plan
             checked += 1
     assert checked > 50
 
@@ -96,16 +96,17 @@ def test_the_regimes_of_the_bound_meet_at_their_borders(large: int, middle: int,
 
 
 def test_volumes_add_and_are_sorted() -> None:
-    gather = Traffic("forward", "all_gather", ("y",), 6)
-    reduce = Traffic("dgrad", "reduce_scatter", ("z", "dp"), 4, 2)
+    gather = Traffic("forward", "all_gather", ("y",), 6, elements=3, tensor="up A", dtype="bf16")
+    reduce = Traffic("dgrad", "reduce_scatter", ("z", "dp"), 4, elements=2, dtype="bf16", calls=2)
     volume = Volume.of([gather, reduce, gather])
     assert volume == Volume.of([gather, gather, reduce])
-    assert volume.entries == (reduce, Traffic("forward", "all_gather", ("y",), 12, 2))
+    assert volume.entries == (reduce, Traffic("forward", "all_gather", ("y",), 12))
     assert volume.total == 16 and volume.forward == 12 and volume.backward == 4
     assert volume.by("collective") == {"all_gather": 12, "reduce_scatter": 4}
     assert volume.by("axes") == {"(z dp)": 4, "y": 12} and volume.by("phase") == {"dgrad": 4, "forward": 12}
     assert (volume + volume).total == 32 and (volume + Volume()) == volume
-    assert volume.in_bytes(2).total == 32 and [entry.calls for entry in volume.in_bytes(2)] == [2, 2]
+    assert volume.elements == 8 and [entry.calls for entry in volume] == [2, 2]
+    assert volume.by("tensor", "elements") == {"": 2, "up A": 6} and volume.by("dtype", "calls") == {"bf16": 4}
     assert str(volume) == "dgrad RS[(z dp)] 4, forward AG[y] 12" and str(Volume()) == "no communication"
 
 
@@ -115,7 +116,7 @@ def test_phases_that_are_not_needed_cost_nothing() -> None:
     full = plan.volume((16, 32, 64)).by("phase")
     dgrad, wgrad = (plan.volume((16, 32, 64), **phase).by("phase") for phase in ({"wgrad": False}, {"dgrad": False}))
     assert dgrad == {"forward": full["forward"], "dgrad": full["dgrad"]}
-    gathered_dc = 16 * 64 // 4 // 2
+    gathered_dc = 16 * 64 // 4 // 2 * 4
     assert wgrad == {"forward": full["forward"], "wgrad": full["wgrad"] + gathered_dc}
     assert plan.volume((16, 32, 64), dgrad=False, wgrad=False).total == full["forward"]
 
@@ -131,7 +132,7 @@ def test_local_products_share_the_work() -> None:
 def test_a_plan_for_more_ranks_than_anyone_could_list() -> None:
     grid = Grid(dp=10**4, z=10**3, x=10**3, y=10**3)
     plan = MatMulPlan(Layout(grid, ("dp", "z", "y"), "x"), Layout(grid, ("x", "z"), "y"))
-    volume = plan.volume((10**11, 10**7, 10**7), bias=True)
+    volume = plan.volume((10**11, 10**7, 10**7), 1, bias=True)
     assert volume.by("axes")["y"] == 2 * (10**11 // 10**7 * 10**4 * 999 // 1000)
     with pytest.raises(
         LayoutError, match=r"fix: the product of dp z y in \{1, 100000000019\}, or pad M to 110000000000"

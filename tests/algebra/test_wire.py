@@ -56,7 +56,7 @@ def test_rows_and_vectors():
 def test_bytes_do_not_depend_on_chunks(kind):
     grid, form = Grid(x=4), FORMATS["int8"]
     step = Step(kind, ("x",), None if kind == "all_reduce" else 1, 0)
-    bytes_of = [n * step_bytes(grid, step, (16 // n, 12), 0, 4, form) for n in (1, 2, 4)]
+    bytes_of = [n * step_bytes(grid, step, (16 // n, 12), 0, 4, form)[0] for n in (1, 2, 4)]
     assert len(set(bytes_of)) == 1
     part, count = part_of(grid, step, (16, 12))
     assert bytes_of[0] == count * part[0] * (part[1] + 4)
@@ -74,13 +74,13 @@ def test_the_planner_counts_what_plans_do(written, itemsize):
     wire, (tokens, hidden, ffn) = Wire.of(written), (64, 128, 256)
     for grid in Grid.all(8, ("dp", "z", "x", "y")):
         up, down = block_layouts(grid, "3d").plans()
-        of_plans = up.num_bytes((tokens, hidden, ffn), itemsize, wire)
-        of_plans += down.num_bytes((tokens, ffn, hidden), itemsize, wire)
+        of_plans = up.volume((tokens, hidden, ffn), itemsize, wire)
+        of_plans += down.volume((tokens, ffn, hidden), itemsize, wire)
         g = Grids(*(np.array([grid[axis]]) for axis in ("dp", "z", "x", "y")))
         assert int(num_bytes(Block.mlp(tokens, hidden, ffn), g, itemsize, wire=wire)[0]) == of_plans.total, grid
         if wire is None:
             plain = up.volume((tokens, hidden, ffn)) + down.volume((tokens, ffn, hidden))
-            assert of_plans == plain.in_bytes(itemsize)
+            assert of_plans.total == plain.elements * itemsize == of_plans.elements * itemsize
 
 
 def test_a_plan_of_few_bytes():

@@ -36,7 +36,9 @@ def test_real_ranks_and_rivals(ndtp):
 
 def test_a_row_that_differs_exits_1(ndtp, monkeypatch):
     predicted = VolumeCase.predicted
-    monkeypatch.setattr(VolumeCase, "predicted", lambda self, shape, size, _=None: predicted(self, shape, size + 1))
+    monkeypatch.setattr(
+        VolumeCase, "predicted", lambda self, shape, dtype="float64", _=None: predicted(self, shape, "float64")
+    )
     monkeypatch.setattr(bench, "meter_real", lambda *_: pytest.fail("not asked for"))
     code, out, _ = ndtp("bench", "volume", "--ranks", "4", "--no-real")
     assert code == 1

@@ -87,7 +87,7 @@ def test_a_plan_from_stored_shards_to_the_scattered_result():
         report["received_elements"]
         == MatMulPlan(Layout.parse(Grid(z=2, x=2, y=2), "(z y) x"), Layout.parse(Grid(z=2, x=2, y=2), "(x z) y"))
         .volume((16, 8, 24))
-        .by("phase")["forward"]
+        .by("phase", "elements")["forward"]
     )
     assert "AG A over y: A[M_z, K_x]" in result.stderr
     assert max(map(len, result.stderr.splitlines())) <= 110  # the heading is one line

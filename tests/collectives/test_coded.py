@@ -82,7 +82,7 @@ def blocks(sizes, scheme, movers, wires):
                     y = block(mine)
                     (y * torch.linspace(1, 2, y.shape[-1])).sum().backward()
                     grads = [p.grad.to_local().clone() for p in block.parameters()]
-                assert meter.volume == block.num_bytes(32), f"{wire}: the bytes that were told"
+                assert meter.volume == block.volume(32), f"{wire}: the bytes that were told"
                 results[chunks, mover] = ([y.detach(), mine.grad, *grads], meter.volume.total)
         assert len({moved for _, moved in results.values()}) == 1, f"{wire}: as many bytes in any chunks"
         (first, moved), *of_others = (results[1, mover] for mover in movers)
@@ -169,7 +169,7 @@ def uses(sizes):
     for dtype in (torch.bfloat16, torch.float16):
         narrow, rows = block_of(mesh, "fp8", dtype)
         assert far(step_of(narrow, rows), plain) < 0.2
-        assert narrow.num_bytes(16).total < 0.75 * block_of(mesh, None, dtype)[0].num_bytes(16).total
+        assert narrow.volume(16).total < 0.75 * block_of(mesh, None, dtype)[0].volume(16).total
     with torch.autocast("cpu", torch.bfloat16):
         assert far(step_of(few, mine), plain) < 0.2
     scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0**30), torch.optim.SGD(few.parameters(), lr=1.0)
@@ -201,23 +201,23 @@ def modules():
     x = made.in_layout.shard(torch.randn(12, 16, generator=torch.Generator().manual_seed(0)), mesh.rank)
     with CommMeter() as meter:
         made(x.requires_grad_()).square().sum().backward()
-    told = made.num_bytes(12, routing=made.counts())
+    told = made.volume(12, routing=made.counts())
     assert meter.volume.by("collective")["all_to_all"] == told.by("collective")["all_to_all"], (meter.volume, told)
     mesh = ProcessGrid(Grid(z=1, x=1, y=2), timeout=60)
     attention = ndtp.nn.Attention(16, 4, 1, mesh=mesh, wire="int8", seed=0)
     x = attention.in_layout.shard(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)), mesh.rank)
     with CommMeter() as meter:
         attention(x.requires_grad_(), 8).square().sum().backward()
-    assert meter.volume == attention.num_bytes(2, 8)
+    assert meter.volume == attention.volume(2, 8)
     table = ndtp.nn.Embedding(32, 16, mesh=mesh, wire="fp8", seed=0)
     with CommMeter() as meter:
         table(table.in_layout.shard(torch.arange(16), mesh.rank)).square().sum().backward()
-    assert meter.volume == table.num_bytes(16)
+    assert meter.volume == table.volume(16)
     pair = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
     model = ndtp.parallelize(pair, mesh, wire="fp8", plan={"0": "up", "2": "down"})
     with CommMeter() as meter:
         model(torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()).square().sum().backward()
-    assert meter.volume == model.ndtp_report.num_bytes(8)
+    assert meter.volume == model.ndtp_report.volume(8)
 
 
 def test_modules_tell_their_bytes(ranks):

@@ -21,7 +21,7 @@ FLOAT = 4
 def measure(call):
     with CommMeter() as meter:
         call()
-    return {(e.phase, e.collective, e.axes): (e.amount, e.calls) for e in meter.volume}
+    return {(e.phase, e.collective, e.axes): (e.num_bytes, e.calls) for e in meter.volume}
 
 
 def one(kind, amount, calls=1, phase="forward", axis="world"):
@@ -212,10 +212,10 @@ def check_labels():
         ("forward", "all_gather", ("y",), 1),
         ("forward", "reduce_scatter", ("x",), 1),
     }, forward
-    own = plan.volume((8, 8, 8)).in_bytes(4)
+    own = plan.volume((8, 8, 8))
     rest = [e for e in outer.volume if e.axes == ("world",)]
-    assert [(e.collective, e.amount) for e in rest] == [("all_reduce", 2 * 3 * 1 * FLOAT)], rest
-    assert outer.volume.total == own.total + rest[0].amount
+    assert [(e.collective, e.num_bytes) for e in rest] == [("all_reduce", 2 * 3 * 1 * FLOAT)], rest
+    assert outer.volume.total == own.total + rest[0].num_bytes
     assert {e.phase for e in outer.volume} == {"forward", "dgrad", "wgrad"}
     part = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
     found = measure(lambda: dist.all_reduce(torch.ones(4), group=part.get_group()))
@@ -234,7 +234,7 @@ def check_gathers_ahead():
     mesh = ndtp.ProcessGrid(Grid(z=2, x=2))
     plan = MatMulPlan(Layout(mesh.grid, "z", None), Layout(mesh.grid, "z", "x"), Layout(mesh.grid, "z", None))
     weights = [torch.ones(4, 4, requires_grad=True) for _ in range(3)]
-    forward = plan.volume((8, 8, 8), dgrad=False, wgrad=False).in_bytes(4)
+    forward = plan.volume((8, 8, 8), dgrad=False, wgrad=False)
     ahead = forward.by("axes")["z"]
 
     def step():

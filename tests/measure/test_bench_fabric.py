@@ -36,8 +36,9 @@ def count_bytes():
             step, counted = fabric.block(grid, chunks, sizes, "cpu"), Counting(None, 1)
             with counted.installed():
                 step()
-            mlp = ndtp.nn.MLP(hidden, inner, bias=False, mesh=ndtp.ProcessGrid(grid, device_type="cpu"), device="meta")
-            assert counted.busy_ns == mlp.volume(tokens).in_bytes(2).by("collective"), (grid, chunks, counted.busy_ns)
+            mlp = ndtp.nn.MLP(hidden, inner, bias=False, mesh=ndtp.ProcessGrid(grid, device_type="cpu"), device="meta",
+                               dtype=torch.bfloat16)  # fmt: skip
+            assert counted.busy_ns == mlp.volume(tokens).by("collective"), (grid, chunks, counted.busy_ns)
     return len(grids)
 
 

@@ -49,9 +49,10 @@ def test_the_vocabulary_costs_what_its_plans_say(grid):
     up, _ = layouts.plans()
     table = Layout(grid, None, ("x", "y", "z"))
     lookup = LookupPlan(Layout(grid, None), table, layouts.input)
-    moved = up.volume((tokens, hidden, classes)).total + lookup.volume(tokens, (classes, hidden), 4, False, True).total
+    moved = up.volume((tokens, hidden, classes)) + lookup.rows.volume((tokens, hidden))
+    moved += lookup.parameter.volume((classes, hidden), backward="wgrad")
     sizes = Grids(1, grid["z"], grid["x"], grid["y"])
-    assert volume(block, sizes) == moved
+    assert volume(block, sizes) == moved.elements
     assert len(gemms(block, sizes)) == 1 and block.parameters == 2 * hidden * classes
     assert memory(block, sizes, 4).weights == 2 * hidden * classes * 4 // 8
 
@@ -67,7 +68,7 @@ def test_few_key_heads_cost_what_is_gathered(key_heads):
     inside = block_layouts(Grid(x=2, y=4), "3d").hidden
     shared = RelayoutPlan(inside, inside.with_dims(inside.dims[0], None), (), ("y",)).volume((64, 2 * key_heads * 4))
     products = Block(64, 32, few.outs, 32, (8,))
-    assert volume(few, sizes) == volume(products, sizes) + shared.total * (key_heads % 4 != 0)
+    assert volume(few, sizes) == volume(products, sizes) + shared.elements * (key_heads % 4 != 0)
     assert divides(few, sizes, pad=True) and divides(all_heads, sizes, pad=True)
     assert not divides(Block.attention(64, 24, 6, 2), sizes, pad=True), "six heads"
 

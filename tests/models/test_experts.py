@@ -12,7 +12,6 @@ import ndtp
 from ndtp import Grid
 from ndtp.models.auto_whole import blocks_of
 from ndtp.models.hidden import whole
-from ndtp.models.layer_volume import norm_volume
 from ndtp.planner.block_cost import EXPERT_AXES, num_bytes
 from ndtp.planner.grids import grids_of
 
@@ -132,7 +131,8 @@ def check_planned_bytes():
             blocks = blocks_of(model, 8 * 6)
             ndtp.parallelize(model, mesh_of(grid), expert_axis=over)
             moved.append(model.ndtp_report.volume(8 // grid.size([axis for axis in grid if axis == "e"]), 6).total)
-        norms = 2 * norm_volume(model.ndtp_report.split.norms[0], 8 * 6).total
+        on = {"mesh": mesh_of(grid), "layout": model.ndtp_report.split.layouts.input, "dtype": torch.bfloat16}
+        norms = 2 * ndtp.nn.RMSNorm(model.config.hidden_size, **on).volume(8 * 6).total
         sizes = grids_of(Grid({axis: grid[axis] if axis in grid else 1 for axis in EXPERT_AXES}), over)
         planned = sum(int(num_bytes(block, sizes, 2)) for block in blocks if block.name != "vocabulary")
         assert moved[1] - moved[0] == planned + norms, f"{grid}, experts over {over}"

@@ -120,7 +120,7 @@ def check_models(grid, scheme, names=tuple(MODELS)):
             real = tuple(slice(0, size) for size in theirs.shape)
             torch.testing.assert_close(grad[real], theirs.grad, rtol=1e-8, atol=1e-9, msg=f"{where}: {key}")
         if grid.num_ranks > 1 and shape is not None and name != "sequential" and name != "torch's encoder":
-            volume = model.ndtp_report.volume(x[..., 0].numel()).in_bytes(8)
+            volume = model.ndtp_report.volume(x[..., 0].numel())
             # The input of the first pair wants a gradient here, so every pair runs its full backward.
             assert meter.volume == volume, f"{where}: {meter.volume} != {volume}"
         assert not mesh.collectives.in_flight, "handles left over"

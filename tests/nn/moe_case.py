@@ -196,9 +196,9 @@ def check(grid, router="mixtral", options=None, tokens=TOKENS, scheme="3d", gate
         grad = torch.zeros_like(parameters[name]) if grad is None else grad
         errors[f"d{name}"] = assert_close(whole(parameter.grad), grad, f"{where}: d{name}")
     counts = moe.counts()
-    predicted = moe.num_bytes(tokens, routing=counts)
+    predicted = moe.volume(tokens, routing=counts)
     assert meter.volume == predicted, f"{where}: {meter.volume} is not {predicted}"
-    least, most = (moe.num_bytes(tokens, routing=bound).total for bound in ("least", "most"))
+    least, most = (moe.volume(tokens, routing=bound).total for bound in ("least", "most"))
     assert least <= predicted.total <= most, f"{where}: {predicted.total} is not from {least} to {most}"
     assert not mesh.collectives.in_flight, "handles left over"
     return {

@@ -32,7 +32,7 @@ class Case:
         self.dense = dense_block()
         self.block = ndtp.nn.MLP.from_dense(*self.dense, "relu", mesh=self.mesh, scheme=scheme, chunks=chunks)
         self.parts = [(integers((TOKENS, HIDDEN), 10 + i), integers((TOKENS, HIDDEN), 20 + i)) for i in range(PARTS)]
-        self.volume = self.block.volume(TOKENS, dgrad=False).in_bytes(8)
+        self.volume = self.block.volume(TOKENS, dgrad=False)
 
     def loss(self, part, uses=1):
         """A micro-batch on the grid; the block is used so often in it."""

@@ -16,7 +16,7 @@ GRIDS = [(Grid(dp=4, x=1), "1d"), (Grid(dp=2, z=2, x=1, y=2), "3d"), (Grid(dp=2,
 
 
 def reduced_over_dp(meter):
-    return sum(t.amount for t in meter.volume.entries if t.collective == "all_reduce" and "dp" in t.axes)
+    return sum(t.num_bytes for t in meter.volume.entries if t.collective == "all_reduce" and "dp" in t.axes)
 
 
 def three_parts(grid, scheme):

@@ -36,7 +36,7 @@ def check_embedding(mesh, dense, module, where, tokens=TOKENS):
     close(rows, shard(whole(expected), module.out_layout, mesh), f"{where}: rows")
     check_gradients(module, dense, where)
     dense.zero_grad()
-    predicted = module.volume(tokens).in_bytes(8)
+    predicted = module.volume(tokens)
     assert meter.volume == predicted, f"{where}: measured {meter.volume}, predicted {predicted}"
     assert not mesh.collectives.in_flight, where
 
@@ -72,7 +72,7 @@ def check_split_ids_and_one_exchange():
     module = ndtp.nn.Embedding.from_dense(dense, mesh=mesh, in_layout=Layout(mesh.grid, rows))
     check_embedding(mesh, dense, module, "ids as the rows")
     # One all-to-all over both axes takes 3/4 of the shard, where one after the other took 1/2 each.
-    moved = module.plan.rows.volume((TOKENS, FEATURES))
+    moved = module.plan.rows.volume((TOKENS, FEATURES), 1)
     assert moved.by("collective") == {"all_to_all": 2 * TOKENS * FEATURES // 4 * 3 // 4}, moved
     assert moved.by("axes") == {"zy": moved.total}
 

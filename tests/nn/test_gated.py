@@ -49,7 +49,7 @@ def check_block(grid, scheme, rows=ROWS, hidden=HIDDEN, inner=INNER, bias=False,
             target = dense_layer.get_parameter(kind).grad
             assert_equal(got[tuple(slice(0, size) for size in target.shape)], target, f"{where}: d{name}")
             assert got.abs().sum() == target.abs().sum(), f"{where}: padding of {name} has a gradient"
-    assert moved == block.volume(rows).in_bytes(4), where
+    assert moved == block.volume(rows), where
     whole = block.to_dense()
     assert_equal(whole(x), expected, f"{where}: to_dense")
     for part, layer in zip(PARTS, layers, strict=True):
@@ -87,7 +87,7 @@ def check_planned(grid):
     mesh = mesh_of(grid)
     block = ndtp.nn.GatedMLP(HIDDEN, INNER, mesh=mesh, scheme="3d")
     sizes = {axis: grid[axis] if axis in grid else 1 for axis in ("dp", "z", "x", "y")}
-    assert block.volume(ROWS).total == volume(Block.mlp(ROWS, HIDDEN, INNER, gated=True), Grids(**sizes))
+    assert block.volume(ROWS).elements == volume(Block.mlp(ROWS, HIDDEN, INNER, gated=True), Grids(**sizes))
 
 
 def check_real(grid, scheme, turn):

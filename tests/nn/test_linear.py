@@ -71,7 +71,7 @@ def check_linear(cases, inp=IN, out=OUT, rows=ROWS, pad=False, dtype=torch.float
             real = tuple(slice(0, size) for size in target.shape)
             assert_equal(grad[real], target, f"{where}: d{name}")
             assert grad.abs().sum() == target.abs().sum(), f"{where}: padding of {name} has a gradient"
-        volume = layer.volume(rows).in_bytes(x.element_size())
+        volume = layer.volume(rows)
         assert meter.volume == volume, f"{where}: measured {meter.volume}, predicted {volume}"
         back = layer.to_dense()
         assert_equal(back.weight, reference.weight, f"{where}: to_dense")

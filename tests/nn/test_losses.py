@@ -63,7 +63,7 @@ def check_split(cases, tokens=TOKENS):
             expected.backward()
             close(loss, expected, f"{where}: loss")
             close(mine.grad, shard(padded(logits.grad, width), layout, mesh), f"{where}: gradient")
-            assert meter.volume == module.volume(tokens, torch.float64).in_bytes(8), f"{where}: {meter.volume}"
+            assert meter.volume == module.volume(tokens, torch.float64), f"{where}: {meter.volume}"
             assert not meter.volume.backward, "nothing moves in backward"
         rows = ndtp.nn.cross_entropy(
             mine.detach(), targets, layout=layout, mesh=mesh, classes=CLASSES, reduction="none"
@@ -112,7 +112,7 @@ def check_fused(cases, first, tokens=24):
             close(mine.grad, shard(padded(x.grad, module.head.padded_in), module.in_layout, mesh), f"{where}: dx")
             check_gradients(module.head, head, where)
             gathers = not whole and row_layout.num_splits(0) > 1
-            predicted = module.volume(tokens, gathers_targets=gathers).in_bytes(8)
+            predicted = module.volume(tokens, gathers_targets=gathers)
             assert meter.volume == predicted, f"{where}: measured {meter.volume}, predicted {predicted}"
             assert not mesh.collectives.in_flight, where
             with torch.no_grad():

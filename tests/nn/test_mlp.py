@@ -63,7 +63,7 @@ def check_block(grid, scheme, activation, rows=ROWS, hidden=HIDDEN, inner=INNER,
         grad = parameter.grad.full_tensor() if mesh.device_mesh is not None else parameter.grad
         assert_equal(grad[tuple(slice(0, size) for size in target.shape)], target, f"{where}: d{name}")
         assert grad.abs().sum() == target.abs().sum(), f"{where}: padding of {name} has a gradient"
-    assert moved == block.volume(rows).in_bytes(4), f"{where}: {moved} != {block.volume(rows).in_bytes(4)}"
+    assert moved == block.volume(rows), f"{where}: {moved} != {block.volume(rows)}"
     dense = block.to_dense()
     assert_equal(dense(x), expected, f"{where}: to_dense")
     assert list(block.state_dict()) == list(dense.state_dict()), f"{where}: keys"
@@ -195,7 +195,7 @@ def check_use():
     shard = layout.shard(x, mesh.rank).flatten(0, 2)
     with CommMeter() as meter:
         frozen(shard).sum().backward()
-    assert meter.volume == frozen.volume(48, dgrad=False).in_bytes(4), "a frozen layer costs forward only"
+    assert meter.volume == frozen.volume(48, dgrad=False), "a frozen layer costs forward only"
     messages = [
         message_of(lambda: ndtp.nn.MLP(10, 32, mesh=mesh)),
         message_of(lambda: ndtp.nn.MLP.from_dense(up, up, mesh=mesh)),

@@ -96,7 +96,7 @@ def check_low_precision():
         expected, exact = dense(x), dense_norm(kind).to(torch.bfloat16).double()(x.double())
         parts = [shard(t, module.out_layout, mesh) for t in (expected, exact)]
         assert_close_to_dense(y, *parts)
-        assert meter.volume == module.volume(TOKENS).in_bytes(2), meter.volume
+        assert meter.volume == module.volume(TOKENS), meter.volume
 
 
 def test_hard_numbers(ranks):
@@ -124,7 +124,7 @@ def check_accumulated():
     for name, parameter in dense.named_parameters():
         close(module.get_parameter(name).grad.full_tensor(), parameter.grad, name)
     # Of gain and bias one all-reduce each, for three micro-batches; a fourth takes no more.
-    assert meter.volume.by("phase")["wgrad"] == module.volume(TOKENS).in_bytes(8).by("phase")["wgrad"]
+    assert meter.volume.by("phase")["wgrad"] == module.volume(TOKENS).by("phase")["wgrad"]
     assert not mesh.collectives.in_flight
 
 

@@ -122,8 +122,8 @@ def autocast(product):
     with torch.autocast("cpu", torch.bfloat16), CommMeter() as meter:
         c = ndtp.matmul(a, b, plan, mesh, bias)
     assert_equal(c, plan.out.shard((a_whole @ b_whole + 1).bfloat16(), mesh.rank), "C")
-    forward = plan.volume(global_shape_of(product), dgrad=False, wgrad=False)
-    assert meter.volume == forward.in_bytes(2), "cast before they are sent"
+    forward = plan.volume(global_shape_of(product), "bf16", dgrad=False, wgrad=False)
+    assert meter.volume == forward, "cast before they are sent"
     c.float().sum().backward()
     assert (a.grad.dtype, b.grad.dtype, bias.grad.dtype) == (torch.float32,) * 3, "gradients in the operands' dtype"
     ones = torch.ones(product.a_shape[0], product.b_shape[1])

@@ -78,10 +78,10 @@ def check_block(grid, scheme, dtype, delays=False, **options):
         assert_equal(mine, layout.shard(dense, mesh.rank), f"{scheme} {grid} {options}: {name}")
     shapes = ((ROWS, HIDDEN, INNER), (ROWS, INNER, HIDDEN))
     predicted = sum(
-        (plan.volume(shape, bias=True) for plan, shape in zip(plans[1:], shapes[1:], strict=True)),
-        plans[0].volume(shapes[0], bias=True),
+        (plan.volume(shape, dtype, bias=True) for plan, shape in zip(plans[1:], shapes[1:], strict=True)),
+        plans[0].volume(shapes[0], dtype, bias=True),
     )
-    assert meter.volume == predicted.in_bytes(dtype.itemsize), f"{scheme} {grid} {options}"
+    assert meter.volume == predicted, f"{scheme} {grid} {options}"
     assert not mesh.collectives.in_flight
 
 

@@ -39,7 +39,7 @@ def compare(dense, what, operands, predicted, calls):
     assert_equal(found.local.contiguous(), found.layout.shard(dense.detach(), mesh.rank).contiguous(), what)
     for whole, shards in operands:
         assert_equal(shards.local.grad, shards.layout.shard(whole.grad, mesh.rank), f"{what}: gradient")
-    assert meter.volume == predicted.in_bytes(8), f"{what}: measured {meter.volume}, predicted {predicted}"
+    assert meter.volume == predicted, f"{what}: measured {meter.volume}, predicted {predicted}"
     assert not mesh.collectives.in_flight, what
     return found
 
@@ -68,11 +68,12 @@ def check_einsums():
         dense = torch.einsum(in_torchs_words(expression), *(whole for whole, _ in pairs))
         shards = [each for _, each in pairs]
         if len(shards) < 3:
-            predicted = plan_of(expression, *shards, out=out).volume()
+            predicted = plan_of(expression, *shards, out=out).volume(dtype=dense.dtype)
         else:
             first = plan_of("m k, k n -> m n", *shards[:2])
             between = Mapped(torch.empty(first.out.shard_shape(first.shape)), "m n", first.out, mesh)
-            predicted = first.volume() + plan_of("m n, n o -> m o", between, shards[2]).volume()
+            predicted = first.volume(dtype=dense.dtype)
+            predicted += plan_of("m n, n o -> m o", between, shards[2]).volume(dtype=dense.dtype)
         compare(dense, expression, pairs, predicted, lambda e=expression, s=shards, o=out: ndtp.einsum(e, *s, out=o))
 
 
@@ -83,7 +84,8 @@ def check_overlapped():
     w, mw = mapped((8, 2, 4), "e h d", {"e": "x", "h": "y"}, mesh, 2)
     expression = "s b e, e h d -> s b h d"
     assert plan_of(expression, ma, mw).out == Layout(SQUARE, "x", None, "y", None)
-    compare(torch.einsum("sbe,ehd->sbhd", a, w), "in chunks", [(a, ma), (w, mw)], plan_of(expression, ma, mw).volume(),
+    predicted = plan_of(expression, ma, mw).volume(dtype=a.dtype)
+    compare(torch.einsum("sbe,ehd->sbhd", a, w), "in chunks", [(a, ma), (w, mw)], predicted,
             lambda: ndtp.einsum(expression, ma, mw, chunks=2))  # fmt: skip
 
 
@@ -112,7 +114,7 @@ def check_random(seeds=range(120), grids=(SQUARE,)):
             continue
         dense = torch.einsum(in_torchs_words(case.expression), *(whole for whole, _ in pairs))
         plan = plan_of(case.expression, *shards, **options)
-        compare(dense, f"{seed}: {plan}", pairs, plan.volume(),
+        compare(dense, f"{seed}: {plan}", pairs, plan.volume(dtype=dense.dtype),
                 lambda e=case.expression, s=shards, o=options: ndtp.einsum(e, *s, **o))  # fmt: skip
         found[0] += 1
     assert min(found[:2]), "none legal, or none refused"
@@ -130,7 +132,7 @@ def check_elements():
         return torch.where(a > b, a * b, c)
 
     dense = function(x, bias, other.mT[:, None])
-    compare(dense, "where", [(x, mx), (bias, mbias), (other, mother)], plan.volume(),
+    compare(dense, "where", [(x, mx), (bias, mbias), (other, mother)], plan.volume(dtype=x.dtype),
             lambda: Mapped.apply(function, mx, mbias, mother))  # fmt: skip
     assert torch.where(mx > 0, 1.0 - mx / 2, 0.0).names == mx.names
     with CommMeter() as meter:
@@ -161,7 +163,7 @@ def check_reductions():
             dense.backward(upstream)
             assert_equal(found.local, found.layout.shard(dense.detach(), mesh.rank), f"{kind} over {names}")
             torch.testing.assert_close(mx.local.grad, mx.layout.shard(x.grad, mesh.rank))
-            assert meter.volume == plan.volume().in_bytes(8), f"{kind} over {names}: {meter.volume}"
+            assert meter.volume == plan.volume(dtype=x.dtype), f"{kind} over {names}: {meter.volume}"
     x, mx = mapped((2, 4, 8), "b s h", split, mesh, 6)
     (mx.softmax("h") * mx.mean("b")).sum().backward()
     (x.softmax(-1) * x.mean(0)).sum().backward()
@@ -181,12 +183,12 @@ def check_slices_and_layouts():
         ({}, ()),
     ):
         x, mx = mapped((8, 8), "m k", {"m": "x", "k": "y"}, mesh, 7)
-        predicted = mx.slice_plan(where).volume(mesh.rank)
+        predicted = mx.slice_plan(where).volume(mesh.rank, dtype=x.dtype)
         compare(x[index].clone(), f"slice {where}", [(x, mx)], predicted, lambda m=mx, w=where: m.slice(**w))
     for split in ({"m": "y"}, {"k": ("y", "x")}, {"m": ("y", "x")}, {"k": "x"}, {}):
         x, mx = mapped((8, 8), "m k", {"m": ("x", "y")}, mesh, 8)
         plan = mx.relayout_plan(split)
-        predicted = plan.volume(mesh.rank) if hasattr(plan, "busiest") else plan.volume((8, 8))
+        predicted = plan.volume(*((mesh.rank, True) if hasattr(plan, "busiest") else ((8, 8),)), dtype=x.dtype)
         compare(x.clone(), f"relayout {split}", [(x, mx)], predicted, lambda m=mx, s=split: m.relayout(s))
     line = mesh_of(Grid(d=4))
     x, mx = mapped((8, 4), "m k", {"m": "x", "k": "y"}, mesh, 9)

@@ -57,7 +57,7 @@ def check_cases(grid, compiled=False):
             y.backward(upstream)
         assert_equal(y, plan.target.shard(total(1, plan.partial, grid), mesh.rank), f"{plan}: forward")
         assert_equal(x.grad, plan.source.shard(total(2, plan.grad_partial, grid), mesh.rank), f"{plan}: gradient")
-        assert meter.volume == plan.volume(SHAPE).in_bytes(8), f"{plan}: {meter.volume}"
+        assert meter.volume == plan.volume(SHAPE, "fp64"), f"{plan}: {meter.volume}"
     assert not mesh.collectives.in_flight, "handles left over"
 
 
@@ -99,7 +99,7 @@ def check_merge(grid, axes):
         group = grid.group(mesh.rank, plan.axes)
         expected = torch.stack([small_integers((2, rows), 5 + r, torch.float64) for r in group]).amax((0, 1))
         assert_equal(y, expected.unsqueeze(0), f"{axes}, {rows} rows")
-        assert meter.volume == plan.volume(rows).in_bytes(8), meter.volume
+        assert meter.volume == plan.volume(rows, "fp64"), meter.volume
 
 
 def test_merges(ranks):

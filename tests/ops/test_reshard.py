@@ -42,7 +42,7 @@ def check_cases(dtypes=(torch.float64, torch.bfloat16)):
             y.backward(shard_of(target, upstream, to.rank))
         assert_equal(y, shard_of(target, dense, to.rank), f"{plan}: forward")
         assert_equal(x.grad, shard_of(source, upstream, mesh.rank), f"{plan}: gradient")
-        assert meter.volume == plan.volume(mesh.rank).in_bytes(x.element_size()), f"{plan}: {meter.volume}"
+        assert meter.volume == plan.volume(mesh.rank, dtype=x.dtype), f"{plan}: {meter.volume}"
         assert not mesh.collectives.in_flight
 
 

@@ -54,7 +54,7 @@ def within(stages):
     for stage in stages:
         for e in stage.submod.block.volume(SHAPE[0], dgrad=not stage.is_first):
             once = e.phase == "wgrad" and e.collective == "all_reduce"
-            yield Traffic(e.phase, e.collective, e.axes, e.amount * 8 * (1 if once else MICRO_BATCHES))
+            yield Traffic(e.phase, e.collective, e.axes, e.num_bytes * (1 if once else MICRO_BATCHES))
 
 
 # Grids of the stages, ranks where they are not the next ones, schedule.

@@ -203,7 +203,7 @@ def test_any_request(data):
             up, down = block_layouts(each.grid, "3d").plans()
             exact = up.volume((tokens, hidden, ffn)) + down.volume((tokens, ffn, hidden))
             if each.grid["dp"] == 1:
-                assert each.volume_bytes == exact.total * 2 * layers
+                assert each.volume_bytes == exact.elements * 2 * layers
 
 
 def test_kinds():

@@ -35,7 +35,7 @@ def test_bytes_and_memory_are_those_of_the_layer():
     block, count = Block.moe(TOKENS, HIDDEN, INNER, EXPERTS, TOP_K), 0
     for i, (g, where, moe) in enumerate(layers(8)):
         itemsize = moe.experts.down_proj.element_size()
-        (mine,), exact = num_bytes(block, g, itemsize), moe.num_bytes(TOKENS)
+        (mine,), exact = num_bytes(block, g, itemsize), moe.volume(TOKENS)
         assert mine == exact.total, f"{where}: {mine} is not {exact}"
         closed = memory(block, g, itemsize)
         assert closed.weights[0] == sum(p.numel() * p.element_size() for p in moe.parameters()), where

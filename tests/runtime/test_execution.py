@@ -50,7 +50,7 @@ def chunked_product(grid, chunks, regather, dtype, delays):
             c.backward(g)
     finally:
         mesh.collectives.launch = start
-    expected = plan.volume((ROWS, HIDDEN, INNER)).in_bytes(dtype.itemsize)
+    expected = plan.volume((ROWS, HIDDEN, INNER), dtype)
     assert meter.volume == expected, f"{meter.volume} is not {expected}"
     assert not mesh.collectives.in_flight
     whole_a, whole_b = small_integers((ROWS, HIDDEN), 0, dtype), small_integers((HIDDEN, INNER), 1, dtype)

@@ -67,7 +67,7 @@ def test_the_clock_knows_the_bytes_of_a_wire_and_the_time_of_its_codecs():
     assert seconds_of(*chain(), 4, slow, 1) == seconds_of(*chain(), 4, speeds(), 1), "which nobody uses without a wire"
     assert Speeds.from_json(json.loads(json.dumps(slow.to_json()))) == slow
     plans, sizes = chain()
-    told = sum(plan.num_bytes((s["m"], s["k"], s["n"]), 4, wire).total for plan, s in zip(plans, sizes, strict=True))
+    told = sum(plan.volume((s["m"], s["k"], s["n"]), 4, wire).total for plan, s in zip(plans, sizes, strict=True))
     small = [is_small(plans, sizes, 4, (0, told + d), wire) for d in (0, 1)]
     assert small == [False, True]
 
@@ -82,7 +82,7 @@ def test_what_is_small():
     plans, sizes = chain()
     products = 2 * ROWS * HIDDEN * INNER // 8
     volumes = [plan.volume((size["m"], size["k"], size["n"])) for plan, size in zip(plans, sizes, strict=True)]
-    moved = sum(volume.in_bytes(4).total for volume in volumes)
+    moved = sum(volume.total for volume in volumes)
     small = {least: is_small(plans, sizes, 4, least) for d in (0, 1) for least in ((products + d, 0), (0, moved + d))}
     assert list(small.values()) == [False, False, True, True]
 
@@ -144,7 +144,7 @@ def test_a_step_without_products_lasts_as_long_as_its_bytes(regather):
     plans = block_layouts(CUBE, "3d").plans("block", regather=regather)
     a_second_a_byte = Speeds(alike(LinkSpeed(0.0, 1.0)))
     volumes = [plan.volume((size["m"], size["k"], size["n"])) for plan, size in zip(plans, sizes, strict=True)]
-    predicted = sum(volume.in_bytes(4).total for volume in volumes)
+    predicted = sum(volume.total for volume in volumes)
     assert seconds_of(plans, sizes, 4, a_second_a_byte, 1) == pytest.approx(predicted)
 
 
