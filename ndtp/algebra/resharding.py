@@ -250,7 +250,7 @@ class ReshardPlan:
         return Volume.of(way.traffic(phase, "all_to_all", rank, dtype) for phase, way in ways)
 
     def traffic(self, phase: str, collective: str, rank: int, dtype: Dtype) -> Traffic:
-        """What `rank` receives of a tensor of a dtype, one way."""
+        """Return the traffic of a tensor of a dtype, one way, that `rank` receives."""
         count = self.received(rank)
         return Traffic(phase, collective, self.axes, count * size_of(dtype), count, self.name, name_of(dtype))
 

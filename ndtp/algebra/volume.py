@@ -73,7 +73,7 @@ class Volume:
 
     @property
     def elements(self) -> int:
-        """How many numbers the bytes are."""
+        """The count of numbers that these bytes are."""
         return sum(entry.elements for entry in self.entries)
 
     def by(self, attribute: str, count: str = "num_bytes") -> dict[str, int]:

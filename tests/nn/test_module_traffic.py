@@ -48,7 +48,7 @@ def test_experts_counts_and_routers_have_dtypes_of_their_own():
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_nothing_is_left_of_the_run(is_training):
-    """Hooks of others are not called, no numbers are drawn, no parameter is noted as used; positions may be anything."""
+    """Hooks are not called, no numbers are drawn, no parameter is noted as used; positions may be anything."""
 
     def refuses(*_):
         raise AssertionError("a hook of others")
