@@ -103,6 +103,6 @@ class BoundaryLinear(Linear):
             rows = padded_tokens(tokens, self.boundary.row_multiple, outside)
             shape = self.in_layout.shard_shape((rows, self.padded_in))
             padded = RowBlocks(count or 1, rows // outside.num_splits(0) or 1)
-            passage = Passage(self.name, self.in_layout, outside, self.mesh, self.in_features, (count,), padded)
+            passage = PairPassage(self.name, self.in_layout, outside, self.mesh, self.in_features, (count,), padded)
             x = enter(torch.empty(shape, dtype=self.weight.dtype, device="meta", requires_grad=dgrad), passage)
         return volume_of(self, self.mesh, (x,), lambda y: leave(y) if isinstance(y, Between) else y)

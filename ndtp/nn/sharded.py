@@ -193,7 +193,7 @@ def shadow_of(
         leave: an object that the copy shares with the module.
         rank: whose copy it is; default: this one's.
     """
-    meshes = {id(mesh): mesh}
+    meshes: dict[int, ProcessGrid | DryGrid] = {id(mesh): mesh}
     for part in module.modules():
         meshes.update({id(value): value for value in vars(part).values() if isinstance(value, (ProcessGrid, DryGrid))})
     backend = backend or mesh.backend or "gloo"
