@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ndtp.algebra.grid import Grid
+from ndtp.algebra.layout import default_mesh_axes
 from ndtp.algebra.volume import Traffic, Volume
 from ndtp.algebra.wire import Wire
 from ndtp.collectives.axis_groups import AxisGroups
@@ -102,6 +103,7 @@ class DryGrid:
     ) -> None:
         self.grid, self.rank, self.gemm = grid, rank, gemm_of(wire, TorchGemm())
         self.check, self.device_mesh = False, None
+        self.mesh_axes = grid.nontrivial(default_mesh_axes(grid))
         self.step: StepState = StepState(LateGradients()) if beside is None else beside.step
         self.programs = Programs()
         self.backend = backend
