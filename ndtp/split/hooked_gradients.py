@@ -11,16 +11,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.hooks import BackwardHook
 
+from ndtp.errors import LayoutError
 from ndtp.split.moving import cut, moved
 from ndtp.split.spec import ShardForm, Spec
 from ndtp.split.tensor import FORM, TABLE, SplitTensor, enter, getters, leave, rule
 from ndtp.split.whole import whole
 
 _setup_input, _setup_output = BackwardHook.setup_input_hook, BackwardHook.setup_output_hook
+_of_last_operation: Any = nn.Module._maybe_warn_non_full_backward_hook
 
 
 def form_of(x: Any) -> ShardForm | None:
@@ -147,11 +149,31 @@ def _each(change: Callable[[Any, Any], Any], values: Any, forms: ShardForms) -> 
     return tuple(change(x, form) for x, form in zip(values, forms, strict=True))
 
 
+def _refused(module: Any, args: Any, result: Any, grad_fn: Any) -> None:
+    """Refuse a hook of `register_backward_hook` on a split result; torch calls this where it has registered one."""
+    if any(form_of(x) is not None for x in _tensors(result)):
+        raise LayoutError(
+            f"register_backward_hook on {type(module).__name__}: such a hook gets the gradients of the last operation "
+            "inside of the module, which on a grid is another one, on one rank's shard\n"
+            "  fix: register_full_backward_hook (or torch's register_module_full_backward_hook), which gets the "
+            "gradients of the module's inputs and outputs, with the sizes of the whole"
+        )
+    _of_last_operation(module, args, result, grad_fn)
+
+
+def _tensors(result: Any) -> list[Any]:
+    if isinstance(result, Tensor):
+        return [result]
+    return list(result.values() if isinstance(result, dict) else result)
+
+
 def guard_backward_hooks() -> None:
     """Let the hooks of a module's backward, registered before or after, get gradients with the sizes of the whole.
 
     torch makes a `BackwardHook` for each call of a module that has such hooks; its two methods are wrapped once.
+    Hooks of the deprecated `register_backward_hook` are refused where a result is split.
     """
+    nn.Module._maybe_warn_non_full_backward_hook = _refused  # type: ignore[method-assign,assignment]
     TABLE[BackwardHookFunction] = _alias
     BackwardHook.setup_input_hook = _with_forms  # type: ignore[method-assign]
     BackwardHook.setup_output_hook = _with_forms_out  # type: ignore[method-assign]

@@ -146,6 +146,11 @@ def check_from_before() -> None:
     own.remove()
     with pytest.raises(LayoutError, match="before hooks were taken off its parts"):
         model(IDS[:, 3:4], past_key_values=cache)
+    for name in ("model.layers.0", "model.layers.0.self_attn.k_proj", "model.layers.0.mlp.up_proj", "model.norm"):
+        old = model.get_submodule(name).register_backward_hook(lambda *_: None)
+        with pytest.raises(LayoutError, match=r"register_backward_hook .*\n  fix: register_full_backward_hook"):
+            model(IDS)
+        old.remove()
     for_all = register_module_forward_hook(
         lambda part, _, y: shapes.append((part, y.shape)) if isinstance(y, Tensor) else None
     )
