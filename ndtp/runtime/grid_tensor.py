@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Sequence
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -287,6 +288,7 @@ torch.serialization.add_safe_globals([_rebuilt])
 
 def parameter_of(dtensor: Any) -> Any:
     """A parameter, which trains."""
+    _keep_hooks_of_moved()
     made = GridTensor(dtensor, True)
     vars(made)["_is_param"] = True
     return made
@@ -298,6 +300,7 @@ def become(parameter: Any, dtensor: Any, name: str, real: Sequence[int]) -> None
     Its hooks with their handles, its attributes and weak references to it stay.  What of autograd was recorded of it
     before cannot run any more, and says so.
     """
+    _keep_hooks_of_moved()
     made = GridTensor(dtensor, parameter.requires_grad, real)
     vars(parameter).update(vars(made), ndtp_name=name, _is_param=True)
     exchange(parameter, made)
@@ -319,6 +322,30 @@ def exchange(parameter: Any, other: Any) -> None:
         parameter._backward_hooks = of_gradient
     if accumulated is not None:
         parameter._post_accumulate_grad_hooks = accumulated
+
+
+@cache
+def _keep_hooks_of_moved() -> None:
+    """Wrap, once a process, `torch.utils.swap_tensors`, by which `model.to` moves a parameter of a grid.
+
+    The parameter stays the same object and gets other memory, and it is the memory that calls hooks: those of before
+    would never be called again, nor those that are registered later.
+    """
+    swap = torch.utils.swap_tensors
+
+    @wraps(swap)
+    def swapped(t1: Any, t2: Any) -> None:
+        known = [(x, {*(x._backward_hooks or ())}) for x in (t1, t2) if type(x) is GridTensor]
+        swap(t1, t2)
+        for x, own in known:
+            hooks: Any = x._backward_hooks
+            for key in [key for key in hooks or () if key not in own]:
+                del hooks[key]  # ndtp's, which came since torch computes with the parameter to swap it
+            x._backward_hooks = hooks or None
+            if x._post_accumulate_grad_hooks:
+                x._post_accumulate_grad_hooks = x._post_accumulate_grad_hooks
+
+    torch.utils.swap_tensors = swapped
 
 
 def _refuse_backward(*_: Any) -> None:

@@ -122,12 +122,6 @@ def deepcopy(side: Dense, step: Step, label: str) -> None:
 def to(side: Dense, step: Step, label: str) -> None:
     side.forget()  # torch does not move a frozen DTensor that is in a graph
     side.move(torch.float32 if "float32" in step.how else torch.float64)
-    for model in side.models.values():
-        for parameter in model.parameters():
-            # Torch forgets that hooks of a moved DTensor are to be called, unless it finds none at all.
-            for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-                if not getattr(parameter, hooks):
-                    setattr(parameter, hooks, None)
 
 
 def freeze(side: Dense, step: Step, label: str) -> None:

@@ -135,3 +135,29 @@ def test_whole_parameters_train_beside_split_ones(ranks, sizes):
 
 def test_operations_of_torch(ranks):
     ranks(2).run(check_operations)
+
+
+def check_moved():
+    """Hooks from before `model.to` and from after it are called, once each; handles take them away."""
+    model, seen = made(mesh_of(Grid(x=2))), []
+    weights = [model.fc1.weight, model.norm.weight, model.table.weight]
+    handles = [w.register_hook(lambda grad: seen.append("before")) for w in weights]
+    handles += [w.register_post_accumulate_grad_hook(lambda w: seen.append("added")) for w in weights]
+    for dtype in (torch.float32, torch.float64, torch.float64):
+        model.to(dtype)
+        later = [w.register_hook(lambda grad: seen.append("after")) for w in weights]
+        seen.clear()
+        model(IDS).square().mean().backward()
+        assert sorted(seen) == [*["added"] * 3, *["after"] * 3, *["before"] * 3], (dtype, seen)
+        for each in later:
+            each.remove()
+    for each in handles:
+        each.remove()
+    model.to(torch.float32)
+    seen.clear()
+    model(IDS).square().mean().backward()
+    assert not seen
+
+
+def test_hooks_of_moved_parameters(ranks):
+    ranks(2).run(check_moved)
