@@ -15,19 +15,21 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
+from zlib import crc32
 
 from ndtp.collectives.symmetric.windows import is_alive
 
-WORDS = 8
-_CELL = struct.Struct(f"<{WORDS + 2}q")  # number, words, and a sum that tells a row from half of one
-_MASK, _SPREAD = (1 << 63) - 1, 0x9E3779B97F4A7C15
+ROW = 64  # bytes
+_CELL = struct.Struct(f"<q{ROW}sq")  # number, row, and a sum that tells a row from half of one
+_TOLD = struct.Struct("<3q")  # of `shared_board`
 _SHORTEST_NAP_S, _LONGEST_NAP_S, _LOOKS_S = 2e-5, 1e-3, 0.5
 _STUCK_S = 2.0  # a row that comes no sooner may never come
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None  # of `syscall`
-_NUMBER, _LOW = struct.Struct("<I"), 2**32 - 1  # what a futex compares: the lower half of a row's number
+_LOW = 2**32 - 1  # what a futex compares: the lower half of a row's number
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1
 
-Row = tuple[int, ...]
+Row = bytes  # ROW of them
 
 
 class Board:
@@ -58,37 +60,56 @@ class Board:
         Raises:
             Missing: names the ranks that have ended, or have shown nothing until the timeout.
         """
-        self.count += 1
-        count, turn = self.count, self.count % 2 * len(self.processes)
-        own = (turn + self.rank) * _CELL.size
-        _CELL.pack_into(self.memory, own, count, *row, _sum_of(count, row))
-        if self._sleep is not None:
+        self.count = count = self.count + 1
+        memory, size = self.memory, _CELL.size
+        start = count % 2 * len(self.processes) * size
+        own, cell = start + self.rank * size, _CELL.pack(count, row, crc32(row, count & _LOW))
+        memory[own : own + size] = cell
+        rows: list[Any] = []
+        is_awaited = False
+        for at in range(start, start + len(self.processes) * size, size):
+            shown = memory[at : at + size]
+            # What is like this rank's own row to the last byte is complete.
+            rows.append(row if shown == cell else None)
+            is_awaited |= at != own and shown[:8] == cell[:8]
+        if is_awaited and self._sleep is not None:
+            # Only who has shown its row can wait for this one's; who shows it later looks for this one's first.
             self._sleep.wake(own)
-        rows: list[Row | None] = [None] * len(self.processes)
-        rows[self.rank] = row
-        missing = [rank for rank in range(len(rows)) if rank != self.rank]
+        if None in rows:
+            for rank, known in enumerate(rows):
+                if known is None:
+                    rows[rank] = self._awaited(rank, start + rank * size, count, cell, look)
+        return rows
+
+    def _awaited(self, rank: int, at: int, count: int, cell: bytes, look: Callable[[Sequence[int]], None]) -> Row:
+        """Wait for the row of a rank, whose cell begins at a byte."""
         begin = looked = time.monotonic()
         nap = _SHORTEST_NAP_S
         while True:
-            for rank in missing:
-                shown, *words, total = _CELL.unpack_from(self.memory, (turn + rank) * _CELL.size)
-                if shown == count and total == _sum_of(count, words):
-                    rows[rank] = tuple(words)
-            missing = [rank for rank in missing if rows[rank] is None]
-            if not missing:
-                return rows  # type: ignore[return-value]
+            seen = self.memory[at : at + _CELL.size]
+            if seen == cell:
+                return cell[8 : 8 + ROW]
+            shown, row, total = _CELL.unpack(seen)
+            if shown == count and total == crc32(row, count & _LOW):
+                return row  # type: ignore[no-any-return]
             now = time.monotonic()
             if now - looked > _LOOKS_S:
                 looked = now
+                missing = [
+                    each for each in range(rank, len(self.processes)) if not self._has_come(each, at, rank, count)
+                ]
                 self._complain(missing, now - begin)
-                if now - begin > _STUCK_S:
+                if missing and now - begin > _STUCK_S:
                     look(missing)
-            at = (turn + missing[0]) * _CELL.size
-            if self._sleep is not None and (seen := _NUMBER.unpack_from(self.memory, at)[0]) != count & _LOW:
-                self._sleep.wait(at, seen, _LOOKS_S)
+            if self._sleep is not None and shown & _LOW != count & _LOW:
+                self._sleep.wait(at, shown & _LOW, _LOOKS_S)
             else:  # half of a row is there
                 time.sleep(nap)
                 nap = min(max(_SHORTEST_NAP_S, (now - begin) / 8), _LONGEST_NAP_S)
+
+    def _has_come(self, rank: int, at: int, first: int, count: int) -> bool:
+        """Return whether a rank has shown its row, where that of another one begins at a byte."""
+        return _CELL.unpack_from(self.memory, at + (rank - first) * _CELL.size)[0] == count  # type: ignore[no-any-return]
 
     def _complain(self, missing: Sequence[int], waited: float) -> None:
         gone = [rank for rank in missing if not is_alive(self.processes[rank])]
@@ -104,18 +125,20 @@ class Futex:
     """
 
     def __init__(self, memory: mmap.mmap, number: int) -> None:
-        self._call = ctypes.CDLL(None).syscall
-        self._number = ctypes.c_long(number)
+        self._call: Any = ctypes.CDLL(None).syscall
+        long, pointer, word = ctypes.c_long, ctypes.c_void_p, ctypes.c_uint
+        self._call.argtypes = (long, pointer, ctypes.c_int, word, ctypes.c_char_p, pointer, word)
+        self._number = number
         self._memory = ctypes.c_char.from_buffer(memory)  # held: it keeps the mapping where it is
         self._address = ctypes.addressof(self._memory)
 
     def wait(self, at: int, seen: int, seconds: float) -> None:
         """Return when woken, at once if the 32 bits at a byte are not `seen` any more, or after some seconds."""
         limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e9))
-        self._call(self._number, ctypes.c_void_p(self._address + at), _WAIT, ctypes.c_uint(seen), limit, None, 0)
+        self._call(self._number, self._address + at, _WAIT, seen, limit, None, 0)
 
     def wake(self, at: int) -> None:
-        self._call(self._number, ctypes.c_void_p(self._address + at), _WAKE, _EVERYBODY, None, None, 0)
+        self._call(self._number, self._address + at, _WAKE, _EVERYBODY, None, None, 0)
 
 
 class Missing(RuntimeError):
@@ -130,10 +153,6 @@ class Missing(RuntimeError):
         super().__init__(f"ranks {', '.join(map(str, ranks))} of the group {why}")
         self.ranks: list[int] = list(ranks)
         self.why = why
-
-
-def _sum_of(count: int, words: Sequence[int]) -> int:
-    return (sum(words) + count * _SPREAD) & _MASK
 
 
 def shared_board(rank: int, ranks: int, timeout: float, tell: Callable[[Row], list[Row]]) -> Board | None:
@@ -151,7 +170,7 @@ def shared_board(rank: int, ranks: int, timeout: float, tell: Callable[[Row], li
     token = int.from_bytes(os.urandom(7), "little")
     if own >= 0:
         os.pwrite(own, token.to_bytes(8, "little"), 0)
-    told = tell((own, os.getpid(), token, *(0,) * (WORDS - 3)))
+    told = [_TOLD.unpack_from(row) for row in tell(_TOLD.pack(own, os.getpid(), token).ljust(ROW))]
     first, memory = told[0], None
     with suppress(OSError, ValueError):
         file = own if rank == 0 else os.open(f"/proc/{first[1]}/fd/{first[0]}", os.O_RDWR)
@@ -161,7 +180,7 @@ def shared_board(rank: int, ranks: int, timeout: float, tell: Callable[[Row], li
         if int.from_bytes(memory[:8], "little") != first[2]:  # another machine's process of that number
             memory = None
     is_there = memory is not None and all(is_alive(each[1]) for each in told)
-    agreed = tell((int(is_there), *(0,) * (WORDS - 1)))
+    agreed = tell(bytes([is_there]).ljust(ROW))
     if own >= 0:
         os.close(own)
     if memory is None or not all(each[0] for each in agreed):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ndtp.collectives.board import WORDS, Board, Missing, Row, shared_board
+from ndtp.collectives.board import ROW, Board, Missing, Row, shared_board
 from ndtp.collectives.labels import ASIDE, LABEL
 from ndtp.collectives.presence import presence
 
@@ -74,13 +74,15 @@ class Conversation:
     def texts(self, text: str) -> list[str]:
         """Return what each rank says, at any length."""
         said = text.encode()
-        lengths = [row[0] for row in self.exchange((len(said), *(0,) * (WORDS - 1)))]
+        lengths = [
+            int.from_bytes(row[:8], "little") for row in self.exchange(len(said).to_bytes(8, "little").ljust(ROW))
+        ]
         mine = np.frombuffer(said.ljust(max(lengths), b" "), np.uint8)
         told = self._gathered(mine)
         return [bytes(each[:length]).decode() for each, length in zip(told, lengths, strict=True)]
 
     def _sent_round(self, row: Row) -> list[Row]:
-        return [tuple(each) for each in self._gathered(np.array(row, np.int64)).tolist()]
+        return [bytes(each) for each in self._gathered(np.frombuffer(row, np.uint8))]
 
     def _gathered(self, own: Any) -> Any:
         """Rows of equal length, in as many rounds as the number of ranks has binary digits; each doubles what one has.

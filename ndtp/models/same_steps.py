@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from ctypes import string_at
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
+from operator import attrgetter, is_
+from struct import calcsize, unpack
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ndtp.models.same_optimizers import OptimizerGroups, Settings
 from ndtp.nn.hooks import OF_A_MODULE
 from ndtp.nn.sharded import Sharded
 from ndtp.runtime.arrival import local_of
 from ndtp.runtime.facts import Fact, content_of, digest
 from ndtp.runtime.points import compare_facts
-from ndtp.runtime.versions import Versions, version_of
+from ndtp.runtime.versions import Versions
 
-# The number of a step, the class of its optimizer, the settings of its groups by name, how many steps it has counted.
-Settings = tuple[int, str, list[dict[str, Any]], float | None]
-PLAIN = (bool, int, float, str, tuple, type(None))
-TRAINS, HOOKED, WANTS, HAS_GRADIENT, STALE, WRITTEN = 1, 2, 1, 2, 4, 8
+_trains, _wants, _grad = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")
+_is_none = partial(is_, None)
 _LOOKED_AT = 16  # numbers of a gradient
+_CODES = {torch.float32: "f", torch.float64: "d"}  # of `struct`
+Numbers = list[float] | Tensor | tuple[bytes, str]
 _ASKED = 2  # parameters whose gradient is asked for whether it was there before: `zero_grad` is called for all of them
 _BLOCK = 1 << 20  # words of a weight that are hashed at once
 
@@ -38,17 +39,30 @@ class Parts:
         modules: all of them.
         hooked: for each of them, whether it has hooks.
         names: of modules on the grid, and the seeds of those that were drawn.
+        named: a digest of `names`.
         parameters: those that there are.
-        flags: of each module and of each parameter, see `Steps.details`.
         counts: of the changes of each parameter.
+        trains: for each module, whether it is in training.
+        wants, lacks: for each parameter, whether it wants a gradient, and whether it has none.
+        stale, written: the numbers of parameters whose gradient was there before the last step, or which others than
+            optimizers have written to since.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
-    hooked: list[bool] = field(default_factory=list)
+    hooked: bytearray = field(default_factory=bytearray)
     names: list[Any] = field(default_factory=list)
+    named: int = 0
     parameters: list[nn.Parameter] = field(default_factory=list)
-    flags: bytes = b""
     counts: Versions = field(default_factory=lambda: Versions(()))
+    trains: bytes = b""
+    wants: bytes = b""
+    lacks: bytes = b""
+    stale: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+
+    def told(self) -> tuple[object, ...]:
+        """Return what all ranks have alike of it."""
+        return self.named, self.trains, bytes(self.hooked), self.wants, self.lacks, self.stale, self.written
 
 
 class Steps:
@@ -59,6 +73,7 @@ class Steps:
 
     Attributes:
         taken: steps of optimizers that have some of its weights.
+        due: whether all weights are to be compared at the next call.
     """
 
     def __init__(self, calls: Any) -> None:
@@ -69,8 +84,8 @@ class Steps:
         self._gradients: dict[int, Any] = {}  # and of gradients after the last step, by the number of the parameter
         self._parts = Parts()
         self._contents: list[int] | None = None  # hashes of the weights after the last step that was looked at
-        self._due, self._writes = True, 0
-        self._probe: tuple[nn.Parameter, list[float] | Tensor] | None = None
+        self.due, self._writes = True, 0
+        self._probe: tuple[nn.Parameter, Numbers] | None = None
         self._factor: float | Tensor = math.nan
 
     # ------------------------------------------------------------------------------------------------------ the state
@@ -85,49 +100,44 @@ class Steps:
         if anew or not parts.modules:
             parts = Parts()
             _walk(model, parts, is_root=True)
+            parts.named = digest(parts.names)
             parts.counts = Versions(parts.parameters, self._calls.thorough)
-        parameters = parts.parameters
-        now = parts.counts.now()
+        parameters, now = parts.parameters, parts.counts.now()
         seen = self._seen
         if seen is None or len(seen) != len(now):
             seen = now
-        of_modules = [TRAINS * m.training | HOOKED * hooked
-                      for m, hooked in zip(parts.modules, parts.hooked, strict=True)]  # fmt: skip
-        flags = [WANTS * p.requires_grad | HAS_GRADIENT * (p.grad is not None) for p in parameters]
-        for i, before in self._gradients.items():
-            grad = parameters[i].grad if i < len(parameters) else None
-            if grad is not None and _state_of(grad) == before:
-                flags[i] |= STALE
+        # By functions in C alone: it is done at every call, when nothing of it is in a cache of the processor.
+        parts.trains, parts.wants = bytes(map(_trains, parts.modules)), bytes(map(_wants, parameters))
+        parts.lacks = bytes(map(_is_none, map(_grad, parameters)))
+        parts.stale, parts.written = (), ()
+        if self._gradients and 0 in parts.lacks:
+            known = ((i, parameters[i].grad, before) for i, before in self._gradients.items() if i < len(parameters))
+            parts.stale = tuple(i for i, grad, before in known if grad is not None and _state_of(grad) == before)
         if now != seen:
-            for i, (is_now, was) in enumerate(zip(now, seen, strict=True)):
-                flags[i] |= WRITTEN * (is_now != was)
+            parts.written = parts.counts.changed(seen, now)
             self._writes += 1
-            self._due |= self._writes == 1 or self._writes % self._calls.every == 0
-        parts.flags = bytes(of_modules + flags)
+            self.due |= self._writes == 1 or self._writes % self._calls.every == 0
         self._parts, self._seen = parts, now
         return parts
 
     def details(self) -> list[Fact]:
         """The state by names."""
         parts, model = self._parts, self._calls.model
-        flags, facts = iter(parts.flags), []
-        for name, module in model.named_modules(remove_duplicate=False):
-            now, where = next(flags), f" of '{name}'" * bool(name)
-            facts.append(Fact(f"training{where}", bool(now & TRAINS)))
-            facts.append(Fact(f"hooks{where}", "some" if now & HOOKED else "none"))
+        facts: list[Fact] = []
+        for (name, module), trains, hooked in zip(
+            model.named_modules(remove_duplicate=False), parts.trains, parts.hooked, strict=True
+        ):
+            where = f" of '{name}'" * bool(name)
+            facts += [Fact(f"training{where}", bool(trains)), Fact(f"hooks{where}", "some" if hooked else "none")]
             if isinstance(module, Sharded):
                 facts.append(Fact(f"module{where}", f"'{module.name}', seed {module.seed}"))
-        by_parameter = list(flags)
-        for (name, _), now in zip(_in_order(model), by_parameter, strict=True):
-            facts.append(Fact(f"requires_grad of '{name}'", bool(now & WANTS)))
-            kind = "one that was there before the last step" if now & STALE else "one"
-            facts.append(Fact(f"gradient of '{name}' when it was called", kind if now & HAS_GRADIENT else "none"))
-            facts.append(Fact(f"weight '{name}' since the last step", "written to" if now & WRITTEN else "as it was"))
+        for i, (name, _) in enumerate(_in_order(model)):
+            facts.append(Fact(f"requires_grad of '{name}'", bool(parts.wants[i])))
+            kind = "one that was there before the last step" if i in parts.stale else "one"
+            facts.append(Fact(f"gradient of '{name}' when it was called", "none" if parts.lacks[i] else kind))
+            written = "written to" if i in parts.written else "as it was"
+            facts.append(Fact(f"weight '{name}' since the last step", written))
         return facts
-
-    def facts(self) -> list[Fact]:
-        """Return facts about how often optimizers made a step."""
-        return [Fact("optimizer steps so far", self.taken)]
 
     def taken_settings(self) -> list[Settings]:
         """Return the settings of the optimizer steps since the last call."""
@@ -136,8 +146,9 @@ class Steps:
 
     # ------------------------------------------------------------------------------------------------------ optimizers
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        self._calls.compare_late()
+    def before_step(self) -> None:
+        if self._calls.mesh.device_type != "cpu":
+            self._calls.compare_late()
         if self._probe is not None:
             parameter, before = self._probe
             grad = parameter.grad
@@ -145,23 +156,26 @@ class Steps:
                 self._factor = _factor(before, _numbers(grad))
         self._probe = None
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, settings: tuple[str, OptimizerGroups, float | None]) -> None:
         self.taken += 1
-        self._done.append(_settings_of(optimizer, self.taken))
+        self._done.append((self.taken, *settings))
         parameters = self._parts.parameters
         self._seen = self._parts.counts.now()
         apart = 1 if self._calls.thorough else max(1, len(parameters) // _ASKED)
-        grads = ((i, parameters[i].grad) for i in range(0, len(parameters), apart))
-        self._gradients = {i: _state_of(grad) for i, grad in grads if grad is not None}
+        self._gradients = {}
+        for i in range(0, len(parameters), apart):
+            if (grad := parameters[i].grad) is not None:
+                self._gradients[i] = _state_of(grad)
         if self.taken == 1 or self.taken % self._calls.every == 0:
             self.note_weights()
 
     def note_gradient(self) -> None:
         """Note some numbers of a gradient at the end of backward, to see what becomes of them until the step."""
         for parameter in reversed(self._parts.parameters):
-            grad: Any = parameter.grad if parameter.requires_grad else None
-            is_plain = grad is not None and grad.layout is torch.strided and not grad.is_complex()
-            if is_plain and local_of(grad).numel():
+            grad: Any = parameter.grad
+            if grad is None or grad.layout is not torch.strided or grad.is_complex():
+                continue
+            if getattr(grad, "_local_tensor", grad).numel():
                 self._probe = (parameter, _numbers(grad))
                 return
 
@@ -179,20 +193,20 @@ class Steps:
         if not self._parts.parameters:
             self.state_of(self._calls.model)
         self._contents = _contents(self._parts.parameters)
-        self._due = True
+        self.due = True
 
     def compare_weights(self, what: str) -> None:
         """Compare all weights: those that several ranks hold, and which were changed by nobody known.
 
         At the first call, after a step that was noted, and where they were first written to by others than optimizers.
         """
-        if not self._due:
+        if not self.due:
             return
-        self._due = False
+        self.due = False
         parameters, before = self._parts.parameters, self._contents
         now = _contents(parameters)
         before = before if before is not None and len(before) == len(now) else None
-        known = before is not None and not any(flag & WRITTEN for flag in self._flags())
+        known = before is not None and not self._parts.written
         self._contents = None
         mesh = self._calls.mesh
         changed = [known and a != b for a, b in zip(before or now, now, strict=True)]
@@ -217,9 +231,6 @@ class Steps:
 
         compare_facts(mesh, f"weights before {what}", facts, details)
 
-    def _flags(self) -> bytes:
-        return self._parts.flags[-len(self._parts.parameters) :] if self._parts.parameters else b""
-
 
 def _walk(module: nn.Module, parts: Parts, is_root: bool = False) -> None:
     own = module.__dict__
@@ -241,30 +252,47 @@ def _in_order(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{prefix}.{key}" if prefix else key, p
 
 
-def _state_of(grad: Tensor) -> tuple[Any, ...]:
-    return id(grad), version_of(grad)
+def _state_of(grad: Any) -> tuple[int, int]:
+    """Return what changes when other gradients come, or these are written to."""
+    return id(grad), grad._version + getattr(grad, "_local_tensor", grad)._version
 
 
-def _numbers(grad: Any) -> list[float] | Tensor:
-    """The first numbers of a gradient on this rank; of an accelerator's without waiting for it."""
+def _numbers(grad: Any) -> Numbers:
+    """The first numbers of a gradient on this rank: their bytes, which takes no operation of torch, where that can be;
+    of an accelerator's without waiting for it.
+    """
+    local: Any = getattr(grad, "_local_tensor", grad)
+    if type(local) is Tensor and local.dtype in _CODES and local.device.type == "cpu" and local.is_contiguous():
+        return string_at(local.data_ptr(), min(local.numel(), _LOOKED_AT) * local.itemsize), _CODES[local.dtype]
     with torch.no_grad():
-        first = local_of(grad).reshape(-1)[:_LOOKED_AT]
+        first = local.reshape(-1)[:_LOOKED_AT]
         return first.tolist() if first.device.type == "cpu" else first.double()
 
 
-def _factor(before: list[float] | Tensor, now: list[float] | Tensor) -> float | Tensor:
+def _factor(before: Numbers, now: Numbers) -> float | Tensor:
     """Return the number by which all of some numbers were multiplied; NaN if there is none, or if all are zero."""
     if isinstance(before, Tensor) or isinstance(now, Tensor):
-        first, then = torch.as_tensor(before), torch.as_tensor(now)
+        first, then = torch.as_tensor(_listed(before)), torch.as_tensor(_listed(now))
         if first.device != then.device or first.shape != then.shape:
             return math.nan
         ratios = (then / first)[first.abs() * 8 >= first.abs().max()]
         return torch.where(ratios.max() - ratios.min() <= 1e-2 * ratios.abs().max(), ratios.mean(), math.nan)
-    least = max(map(abs, before)) / 8
-    found = [y / x for x, y in zip(before, now, strict=False) if abs(x) >= least > 0]
+    first, then = _listed(before), _listed(now)
+    if before == now:
+        return 1.0 if any(0.0 < abs(x) < math.inf for x in first) else math.nan
+    least = max(map(abs, first)) / 8
+    found = [y / x for x, y in zip(first, then, strict=False) if abs(x) >= least > 0]
     if not found or not max(found) - min(found) <= 1e-2 * max(map(abs, found)):
         return math.nan
     return found[0]
+
+
+def _listed(numbers: Numbers) -> Any:
+    """Numbers of which the bytes were taken as numbers; others as they are."""
+    if not isinstance(numbers, tuple):
+        return numbers
+    told, code = numbers
+    return unpack(f"{len(told) // calcsize(code)}{code}", told)
 
 
 def _split_over(parameter: Tensor, every: Sequence[str]) -> tuple[str, ...]:
@@ -294,98 +322,3 @@ def _contents(parameters: Sequence[nn.Parameter]) -> list[int]:
     device = found[-1].device
     mask = (1 << 63) - 1
     return [int(x) & mask for x in torch.stack([x.to(device) for x in found]).tolist()]
-
-
-# ----------------------------------------------------------------------------------------------------------- optimizers
-
-_WATCHED: WeakSet[Any] = WeakSet()
-_OF_OPTIMIZER: WeakKeyDictionary[Optimizer, tuple[Any, list[Any]]] = WeakKeyDictionary()
-
-
-def watch_steps(calls: Any) -> None:
-    """Let the optimizers of this process tell of the steps that they take with the weights of a model."""
-    _WATCHED.add(calls)
-    _observe()
-
-
-@cache
-def _observe() -> None:
-    register_optimizer_step_pre_hook(_before)  # type: ignore[no-untyped-call]
-    register_optimizer_step_post_hook(_after)  # type: ignore[no-untyped-call]
-
-
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for calls in _concerned(optimizer):
-        calls.steps.before_step(optimizer)
-
-
-def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for calls in _concerned(optimizer):
-        calls.steps.after_step(optimizer)
-
-
-def _concerned(optimizer: Optimizer) -> list[Any]:
-    """The models of which an optimizer has weights."""
-    if not _WATCHED or torch.compiler.is_compiling():
-        return []
-    watched = sorted((each for each in _WATCHED if each.is_on and each.is_alive), key=lambda each: each.number)
-    key = (tuple(map(id, watched)), sum(len(group["params"]) for group in optimizer.param_groups))
-    known = _OF_OPTIMIZER.get(optimizer)
-    if known is None or known[0] != key:
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        found = [each for each in watched if any(id(p) in own for p in each.model.parameters())]
-        known = _OF_OPTIMIZER[optimizer] = (key, found)
-    return known[1]
-
-
-class OptimizerGroups(list[dict[str, Any]]):
-    """The settings of the groups of an optimizer by name, whose text is made once."""
-
-    _text = ""
-
-    def __repr__(self) -> str:
-        self._text = self._text or super().__repr__()
-        return self._text
-
-
-_SETTINGS: WeakKeyDictionary[Optimizer, tuple[list[Any], OptimizerGroups]] = WeakKeyDictionary()
-
-
-def _group_settings(group: dict[str, Any]) -> dict[str, Any]:
-    own: dict[str, Any] = {}
-    for name, value in group.items():
-        if name == "params":
-            own["weights"] = len(value)
-        elif isinstance(value, PLAIN):
-            own[name] = value
-        elif isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
-            own[name] = float(value)
-    return own
-
-
-def _settings_of(optimizer: Optimizer, number: int) -> Settings:
-    """Return the settings with which an optimizer made a step."""
-    given = [
-        [len(value) if name == "params" else value for name, value in group.items()] for group in optimizer.param_groups
-    ]
-    known = _SETTINGS.get(optimizer)
-    if known is None or known[0] != given:
-        groups = OptimizerGroups(map(_group_settings, optimizer.param_groups))
-        if all(isinstance(value, PLAIN) for values in given for value in values):  # others change where they are
-            _SETTINGS[optimizer] = given, groups
-    else:
-        groups = known[1]
-    state: Any = next(iter(optimizer.state.values()), {})
-    count = state.get("step") if isinstance(state, dict) else None
-    is_there = count.device.type == "cpu" if isinstance(count, Tensor) else isinstance(count, (int, float))
-    return number, type(optimizer).__name__, groups, float(count) if is_there else None  # type: ignore[arg-type]
-
-
-def settings_by_name(number: int, kind: str, groups: Sequence[dict[str, Any]], count: float | None) -> list[Fact]:
-    """Return the settings with which an optimizer made a step, each as a fact."""
-    step = f"optimizer of step {number}"
-    facts = [Fact(step, kind)]
-    for index, group in enumerate(groups):
-        of = f" of group {index}" * (len(groups) > 1)
-        facts += [Fact(f"{step}: {name}{of}", value) for name, value in group.items()]
-    return facts if count is None else [*facts, Fact(f"{step}: its own count of steps", count)]

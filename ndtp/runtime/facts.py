@@ -79,7 +79,6 @@ def content_of(words: Tensor) -> Tensor:
     return (mixed ^ (mixed >> 29)).sum()
 
 
-@torch.no_grad()
 def projection_of(x: Tensor, place: int = 0) -> Tensor | Fingerprint:
     """Return the projection of a sample of a tensor of real numbers; on an accelerator, its three numbers there.
 
@@ -87,8 +86,13 @@ def projection_of(x: Tensor, place: int = 0) -> Tensor | Fingerprint:
         place: which of several tensors it is.
     """
     if x.numel() == 1 and x.device.type == "cpu" and not x.is_complex():  # a loss
-        number = float(x.detach())
+        number = x.item()
         return Fingerprint(number, number, number * number)
+    return _sampled(x, place)
+
+
+@torch.no_grad()
+def _sampled(x: Tensor, place: int) -> Tensor | Fingerprint:
     flat = x.detach().reshape(-1)
     if flat.numel() > _SAMPLE:
         flat = flat[:: -(-flat.numel() // _SAMPLE)]
@@ -138,15 +142,18 @@ def form_of(x: Tensor) -> str:
 
 def modes(device_type: str) -> tuple[Any, ...]:
     """Modes of torch that decide what a call computes; `thread_facts` names them."""
-    devices = ("cpu",) if device_type == "cpu" else ("cpu", device_type)
-    casts = [torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device)) for device in devices]
-    return (
+    on_cpu = torch.is_autocast_enabled("cpu") and str(torch.get_autocast_dtype("cpu"))
+    found = (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        *casts,
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
+        on_cpu,
+        torch._C._get_float32_matmul_precision(),
+        torch._C._get_deterministic_algorithms(),
     )
+    if device_type == "cpu":
+        return found
+    there = torch.is_autocast_enabled(device_type) and str(torch.get_autocast_dtype(device_type))
+    return (*found[:3], there, *found[3:])
 
 
 def thread_facts(found: Sequence[Any], device_type: str) -> list[Fact]:

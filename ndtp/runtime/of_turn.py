@@ -8,6 +8,15 @@ from typing import Any
 from ndtp.collectives.turns import TURN
 
 
+def of_turn(owner: Any) -> dict[str, Any]:
+    """Return the attributes of an object that are this turn's alone: its own attributes where nothing runs in turns.
+
+    For hooks of every call, which read several of them at once; see `OfTurn`.
+    """
+    turn = TURN.get()
+    return vars(owner) if turn is None else turn.of(owner)
+
+
 class OfTurn:
     """An attribute that holds between calls what is true of one forward or backward: each thread has its own.
 
@@ -24,14 +33,10 @@ class OfTurn:
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         if owner is None:
             return self
-        values = self._values(owner)
+        values = of_turn(owner)
         if self._name not in values:
             values[self._name] = self._default()
         return values[self._name]
 
     def __set__(self, owner: Any, value: Any) -> None:
-        self._values(owner)[self._name] = value
-
-    def _values(self, owner: Any) -> dict[str, Any]:
-        turn = TURN.get()
-        return vars(owner) if turn is None else turn.of(owner)
+        of_turn(owner)[self._name] = value

@@ -14,20 +14,21 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import islice
 from typing import Any, Protocol
 
 from ndtp.algebra.grid import Grid
 from ndtp.collectives.axis_groups import AxisGroups
-from ndtp.collectives.board import WORDS, Row
+from ndtp.collectives.board import ROW, Row
 from ndtp.collectives.conversation import Conversation, HeldElsewhere
 from ndtp.collectives.labels import Label
 from ndtp.collectives.turns import TURN
 from ndtp.collectives.watch import failure
 from ndtp.errors import MismatchError
-from ndtp.runtime.facts import Fact, Fingerprint, digest
+from ndtp.runtime.facts import Fact, Fingerprint
 
-_NUMBERS, _BITS, _NOTHING = struct.Struct("<4d"), struct.Struct("<4q"), Fingerprint()
+_CELL, _HASH = struct.Struct(f"<16s16s4d{ROW - 64}x"), 16  # two hashes, the sums of `numbers`, the factor
 SHOWN = 6  # kinds of topics of an error
 SUMMARY = "all of "  # begins topics that others take apart
 FIXES = (  # by the beginning of a topic
@@ -69,37 +70,42 @@ class Compared(Protocol):
     def describe(self, axes: Sequence[str] = ()) -> str: ...
 
 
-@dataclass
+@dataclass(slots=True)
 class Point:
     """A point of the program at which ranks are compared.
 
     Attributes:
         what: the place in the program.
-        facts: values that are compared exactly.
+        alike: what all ranks have alike; its `repr` is compared.
+        of_rows: what ranks have alike which have the same rows.
         numbers: values that are compared up to rounding, by topic, among ranks that have the same rows.
         factor: the number by which all ranks scale their gradients; NaN where a rank cannot tell.
-        details: more facts, reported where a digest among `facts` differs.
+        facts: all of it in words; made where a rank has something else.
     """
 
     what: str
-    facts: list[Fact]
+    alike: object
+    of_rows: object = None
     numbers: dict[str, Fingerprint] = field(default_factory=dict)
     factor: float = math.nan
-    details: Callable[[], list[Fact]] = list
+    facts: Callable[[], list[Fact]] = list
 
     def row(self) -> Row:
-        """Return the row that the point shows to other ranks: digests, and numbers."""
-        alike = digest(self.what, [fact[:2] for fact in self.facts if not fact[2]])
-        of_rows = digest([fact[:2] for fact in self.facts if fact[2]])
-        total = sum(self.numbers.values(), Fingerprint()) if self.numbers else _NOTHING
-        return (alike, of_rows, *_BITS.unpack(_NUMBERS.pack(*total, self.factor)), *(0,) * (WORDS - 6))
+        """Return the row that the point shows to other ranks: hashes, and numbers."""
+        alike = blake2b(repr((self.what, self.alike)).encode(), digest_size=_HASH).digest()
+        of_rows = blake2b(repr(self.of_rows).encode(), digest_size=_HASH).digest() if self.of_rows else b""
+        numbers = self.numbers.values()
+        if len(numbers) > 1:
+            numbers = [sum(numbers, Fingerprint())]  # type: ignore[assignment]
+        first, second, square = next(iter(numbers), (0.0, 0.0, 0.0))
+        return _CELL.pack(alike, of_rows, first, second, square, self.factor)
 
     def told(self) -> str:
         """All of it, for ranks that have another."""
         return json.dumps(
             {
                 "what": self.what,
-                "facts": [(fact.topic, _text(fact.value), fact.may_differ) for fact in [*self.facts, *self.details()]],
+                "facts": [(fact.topic, _text(fact.value), fact.may_differ) for fact in self.facts()],
                 "numbers": self.numbers,
                 "factor": self.factor,
             }
@@ -110,7 +116,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def compare(mesh: Compared, point: Point, rows_differ: Sequence[str] = ()) -> None:
+def compare(mesh: Compared, conversation: Conversation, point: Point, rows_differ: Sequence[str] = ()) -> None:
     """Compare a point with those of all ranks of the grid, in what is `Speaking`.
 
     Args:
@@ -120,15 +126,14 @@ def compare(mesh: Compared, point: Point, rows_differ: Sequence[str] = ()) -> No
         MismatchError: names all that differs, on every rank.
         CommunicationError: names ranks that have ended, or come to no point until the timeout.
     """
-    conversation = mesh.groups.conversation()
-    if conversation is None:
-        return
     own = point.row()
-    rows = _heard(mesh, conversation, conversation.exchange, own, point.what)
+    try:
+        rows = conversation.exchange(own)
+    except RuntimeError as error:
+        raise _failed(mesh, conversation, error, point.what) from error
     if rows.count(own) == len(rows) or _is_alike(rows, _places(mesh, conversation, rows_differ)):
         return
-    texts = _heard(mesh, conversation, conversation.texts, point.told(), point.what)
-    told = [json.loads(text) for text in texts]
+    told = [json.loads(text) for text in _heard(mesh, conversation, point)]
     raise MismatchError(message(told, mesh.grid, _ranks(mesh, conversation), tuple(rows_differ)))
 
 
@@ -143,9 +148,8 @@ def compare_facts(mesh: Compared, what: str, facts: Sequence[Fact], details: Cal
         return
     with Speaking(conversation, what):
         ranks = _ranks(mesh, conversation)
-        for point_of in (lambda: Point(what, list(facts)), lambda: Point(what, details())):
-            texts = _heard(mesh, conversation, conversation.texts, point_of().told(), what)
-            told = [json.loads(text) for text in texts]
+        for facts_of in (lambda: list(facts), details):
+            told = [json.loads(text) for text in _heard(mesh, conversation, Point(what, None, facts=facts_of))]
             if not differences(told, mesh.grid, ranks, ()):
                 return
     raise MismatchError(message(told, mesh.grid, ranks, ()))
@@ -174,15 +178,17 @@ class Speaking:
         me: Any = threading.current_thread() if turn is None else turn.turns
         with conversation.lock:
             speaker = conversation.speaker
-            if speaker is not None and speaker[0] is not me and getattr(speaker[0], "is_alive", lambda: True)():
+            if speaker is None:
+                conversation.speaker = (me, self.what, 1)
+                return
+            if speaker[0] is not me and getattr(speaker[0], "is_alive", lambda: True)():
                 raise MismatchError(
                     f"two threads call split models on one process group: one is at the {speaker[1]}, another one "
                     f"begins the {self.what}; their collectives would start in another order on every rank\n"
                     "  fix: call them one after the other, in one order on every rank, or give each thread's grid "
                     "groups of its own: ProcessGrid(grid, timeout=...)"
                 )
-            count = 0 if speaker is None else speaker[2]
-            conversation.speaker = (me, self.what, count + 1)
+            conversation.speaker = (me, self.what, speaker[2] + 1)
 
     def end(self) -> None:
         with self.conversation.lock:
@@ -191,19 +197,24 @@ class Speaking:
                 self.conversation.speaker = (*speaker[:2], speaker[2] - 1) if speaker[2] > 1 else None
 
 
-def _heard(mesh: Compared, conversation: Conversation, say: Callable[[Any], Any], own: Any, what: str) -> Any:
+def _heard(mesh: Compared, conversation: Conversation, point: Point) -> list[str]:
     try:
-        return say(own)
-    except HeldElsewhere as error:
+        return conversation.texts(point.told())
+    except RuntimeError as error:
+        raise _failed(mesh, conversation, error, point.what) from error
+
+
+def _failed(mesh: Compared, conversation: Conversation, error: RuntimeError, what: str) -> Exception:
+    """Return the error for ranks that do not come to a point."""
+    if isinstance(error, HeldElsewhere):
         where = [f"rank {_of(mesh, rank)} is in {text}" for rank, text in sorted(error.collectives.items())]
         me = mesh.groups.rank
-        raise MismatchError(
+        return MismatchError(
             f"ranks of grid {mesh.grid} are at different points: {', '.join(where)}, which rank {me} has not begun: "
             f"rank {me} is at the {what}\n  fix: {ELSEWHERE}"
-        ) from error
-    except RuntimeError as error:
-        label = Label((what,), "point", "comparison", mesh.grid.nontrivial(tuple(mesh.grid)))
-        raise failure(label, mesh.describe, error, conversation.members) from error
+        )
+    label = Label((what,), "point", "comparison", mesh.grid.nontrivial(tuple(mesh.grid)))
+    return failure(label, mesh.describe, error, conversation.members)
 
 
 def _of(mesh: Compared, rank: int) -> int:
@@ -224,12 +235,12 @@ def _places(mesh: Compared, conversation: Conversation, axes: Sequence[str]) -> 
 
 
 def _is_alike(rows: Sequence[Row], places: Sequence[tuple[int, ...]]) -> bool:
-    first: dict[tuple[int, ...], tuple[int, Fingerprint]] = {}
-    factors = []
+    first: dict[tuple[int, ...], tuple[bytes, Fingerprint]] = {}
+    factors, known = [], rows[0][:_HASH]
     for row, place in zip(rows, places, strict=True):
-        *numbers, factor = _NUMBERS.unpack(_BITS.pack(*row[2:6]))
-        of_rows, near = first.setdefault(place, (row[1], Fingerprint(*numbers)))
-        if row[0] != rows[0][0] or row[1] != of_rows or not near.is_near(Fingerprint(*numbers)):
+        alike, seen, *numbers, factor = _CELL.unpack(row)
+        of_rows, near = first.setdefault(place, (seen, Fingerprint(*numbers)))
+        if alike != known or seen != of_rows or not near.is_near(Fingerprint(*numbers)):
             return False
         factors.append(factor)
     return not _are_far(factors)

@@ -82,8 +82,9 @@ def key_of_step(draw: Callable[[], int], device: torch.device) -> int | Tensor:
 
 def may_compare(device_type: str) -> bool:
     """Return whether ranks may compare by the host what they do: a replay would not."""
-    region = region_under_way()
-    return region.compares if region is not None else not is_capturing(device_type)
+    if _UNDER_WAY:
+        return _UNDER_WAY[-1].compares
+    return device_type == "cpu" or not is_capturing(device_type)
 
 
 class KeyTape:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
+
+_version = attrgetter("_version")
 
 
 def version_of(x: Tensor) -> tuple[int, ...]:
@@ -28,15 +31,20 @@ class Versions:
 
     def __init__(self, tensors: Sequence[Tensor], swaps: bool = True) -> None:
         self._tensors, self._swaps = tensors, swaps
-        self._both = [(x, getattr(x, "_local_tensor", x)) for x in tensors]
+        self._both = [each for x in tensors for each in (x, getattr(x, "_local_tensor", x))]
 
     def now(self) -> list[Any]:
         if not self._swaps:
             try:
-                return [x._version + local._version for x, local in self._both]
+                return [*map(_version, self._both)]
             except RuntimeError:  # tensors of inference, of which torch counts no changes
                 pass
         return [version_of(x) for x in self._tensors]
+
+    def changed(self, before: Sequence[Any], now: Sequence[Any]) -> tuple[int, ...]:
+        """Return which of the tensors have other numbers, by their places."""
+        each = max(len(now) // max(len(self._tensors), 1), 1)
+        return tuple(sorted({i // each for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b}))
 
 
 def refuse_changed(x: Tensor, seen: tuple[int, ...], what: str) -> None:

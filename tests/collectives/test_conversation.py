@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import ndtp
 from ndtp.collectives import conversation as module
-from ndtp.collectives.board import WORDS, Missing, shared_board
+from ndtp.collectives.board import ROW, Missing, shared_board
 from ndtp.collectives.conversation import Conversation, HeldElsewhere
 
 
@@ -17,8 +17,8 @@ def exchanges():
     rank, count = dist.get_rank(), dist.get_world_size()
     conversation = ndtp.ProcessGrid(ndtp.Grid(x=count)).groups.conversation()
     for turn in range(5):
-        row = (rank, -turn, *(0,) * (WORDS - 2))
-        expected = [(each, *row[1:]) for each in range(count)]
+        rows_of = [bytes([each, turn]).ljust(ROW) for each in range(count)]
+        row, expected = rows_of[rank], rows_of
         assert conversation.exchange(row) == expected
         assert conversation._sent_round(row) == expected
     assert conversation._board is not None, "these ranks are on one machine"
@@ -47,7 +47,7 @@ def test_one_that_does_not_come_is_named():
 
     board = shared_board(0, 2, 0.0, tell)
     try:
-        board.exchange((0,) * WORDS)
+        board.exchange(bytes(ROW))
     except Missing as error:
         assert error.ranks == [1] and "have not come" in error.why
     else:

@@ -1,0 +1,51 @@
+"""The inputs of a call of a model by name, and the settings in its config, as ranks compare them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndtp.runtime.facts import Fact, form_of, hash_of, leaves_of
+
+# What `save_pretrained` leaves in the config of the rank that saves.
+SAVED = {"architectures", "transformers_version", "dtype", "torch_dtype", "auto_map", "name_or_path"}
+
+
+@cache
+def _names_of(kind: Any) -> tuple[str, ...]:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(kind.forward).parameters.values()
+    return tuple(each.name for each in parameters if each.kind in positional)[1:]
+
+
+def inputs_of(kind: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The leaves of the arguments of a module's forward, by name."""
+    names = _names_of(kind)
+    given = [*zip(names, args, strict=False), *kwargs.items()]
+    given += [(f"argument {i}", args[i]) for i in range(len(names), len(args))]
+    for _, value in given:
+        if type(value) is not Tensor:
+            return [leaf for name, value in given for leaf in leaves_of(value, name)]
+    return given
+
+
+def facts_of(inputs: Sequence[tuple[str, Any]], rows: tuple[str, ...]) -> Iterator[Fact]:
+    for name, value in inputs:
+        yield Fact(f"input {name}", form_of(value) if isinstance(value, Tensor) else value, rows)
+        is_plain = type(value) in (Tensor, nn.Parameter) and not value.is_meta and value.layout is torch.strided
+        if is_plain and not (value.is_floating_point() or value.is_complex() or value.is_quantized):
+            seen = hash_of(value)
+            if isinstance(seen, int):
+                yield Fact(f"input {name}: values", f"hash {seen:016x}", rows)
+
+
+def settings_in(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config without the entries that a rank writes when it saves the model."""
+    kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in SAVED}
+    return {key: settings_in(value) if isinstance(value, dict) and key.endswith("config") else value
+            for key, value in kept.items()}  # fmt: skip

@@ -1,0 +1,120 @@
+"""The settings with which optimizers make their steps, told to those that compare them between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ndtp.runtime.facts import Fact
+
+# The number of a step, the class of its optimizer, the settings of its groups by name, how many steps it has counted.
+Settings = tuple[int, str, list[dict[str, Any]], float | None]
+PLAIN = (bool, int, float, str, tuple, type(None))
+
+_WATCHED: list[ref[Any]] = []
+
+
+class _Known:
+    """The record of an optimizer: the models of which it has weights, and its settings when they last changed.
+
+    Attributes:
+        key: the models that were asked, and how many weights it had.
+    """
+
+    key: Any = None
+    concerned: Sequence[Any] = ()
+    given: Any = None
+    groups: OptimizerGroups
+
+
+_KNOWN: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
+
+
+def watch_steps(calls: Any) -> None:
+    """Let the optimizers of this process tell of the steps that they take with the weights of a model."""
+    _WATCHED.append(ref(calls, _WATCHED.remove))
+    _observe()
+
+
+@cache
+def _observe() -> None:
+    register_optimizer_step_pre_hook(_before)  # type: ignore[no-untyped-call]
+    register_optimizer_step_post_hook(_after)  # type: ignore[no-untyped-call]
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not _WATCHED or torch.compiler.is_compiling():
+        return
+    known = _KNOWN.get(optimizer)
+    if known is None:
+        known = _KNOWN[optimizer] = _Known()
+    watched = [each for one in _WATCHED if (each := one()) is not None and each.is_on and each.is_alive]
+    key = ([each.number for each in watched], [len(group["params"]) for group in optimizer.param_groups])
+    if known.key != key:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = [each for each in watched if any(id(p) in own for p in each.model.parameters())]
+        known.key, known.concerned = key, sorted(found, key=lambda each: each.number)
+    for calls in known.concerned:
+        calls.steps.before_step()
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    known = _KNOWN.get(optimizer) if _WATCHED and not torch.compiler.is_compiling() else None
+    if known is not None and known.concerned:
+        settings = _settings_of(optimizer, known)
+        for calls in known.concerned:
+            calls.steps.after_step(settings)
+
+
+class OptimizerGroups(list[dict[str, Any]]):
+    """The settings of the groups of an optimizer by name, whose text is made once."""
+
+    _text = ""
+
+    def __repr__(self) -> str:
+        self._text = self._text or super().__repr__()
+        return self._text
+
+
+def _group_settings(group: dict[str, Any]) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    for name, value in group.items():
+        if name == "params":
+            own["weights"] = len(value)
+        elif isinstance(value, PLAIN):
+            own[name] = value
+        elif isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
+            own[name] = float(value)
+    return own
+
+
+def _settings_of(optimizer: Optimizer, known: _Known) -> tuple[str, OptimizerGroups, float | None]:
+    """Return the settings with which an optimizer has made a step."""
+    given = [
+        [len(value) if name == "params" else value for name, value in group.items()] for group in optimizer.param_groups
+    ]
+    if known.given is None or known.given != given:
+        known.groups = OptimizerGroups(map(_group_settings, optimizer.param_groups))
+        # Others change where they are.
+        known.given = given if all(isinstance(value, PLAIN) for values in given for value in values) else None
+    state: Any = next(iter(optimizer.state.values()), {})
+    count = state.get("step") if isinstance(state, dict) else None
+    is_there = count.device.type == "cpu" if isinstance(count, Tensor) else isinstance(count, (int, float))
+    return type(optimizer).__name__, known.groups, float(count) if is_there else None  # type: ignore[arg-type]
+
+
+def settings_by_name(number: int, kind: str, groups: Sequence[dict[str, Any]], count: float | None) -> list[Fact]:
+    """Return the settings with which an optimizer made a step, each as a fact."""
+    step = f"optimizer of step {number}"
+    facts = [Fact(step, kind)]
+    for index, group in enumerate(groups):
+        of = f" of group {index}" * (len(groups) > 1)
+        facts += [Fact(f"{step}: {name}{of}", value) for name, value in group.items()]
+    return facts if count is None else [*facts, Fact(f"{step}: its own count of steps", count)]
