@@ -2,14 +2,17 @@
 
     nice -n 19 python bench/faults.py --minutes 60       # goes on with what bench/results/faults.jsonl has
     python bench/faults.py --each 3 --places train --kinds killed --log /tmp/faults.jsonl
+    nice -n 19 python bench/faults.py --each 100 --slow 3 --onto bench/results/faults.json   # on a busy machine
 
 Every kind of fault at every place in turn, at a random rank and time, in one of four gloo ranks that are forks of a
 process which has torch; several such programs wait at once.  A rank that survives must end with a `CommunicationError`
 that names the victim, and how it was lost (`named`); where the fault is none of theirs, with the numbers of a run that
 nothing happened to.  Counted apart: wrong names or numbers (`wrong`), other errors (`unnamed`), and ranks that did not
-end within the grid's timeout and ten seconds (`hung`).  After each, nothing may be left: no process of a rank, no
+end within the grid's timeout and ten seconds, and as long as the kernel says that they were ready to run and had no
+processor (`hung`).  After each, nothing may be left: no process of a rank, no
 shared memory, no port, and no word of C++ about how a process ended (`left`).  Each injection is a line of the log, and
-the table over all lines is written beside it as JSON.
+the table over all lines is written beside it as JSON, and the injections of an earlier table, whose log is gone, are
+counted in (`--onto`).
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from typing import Any
 import torch
 from fault_kinds import KINDS, LATEST_S, RANKS, STEPS, Plan
 from fault_programs import PLACES, until_the_end
+from starved import Starved
 
 from ndtp.testing import RankError, RankPool
 from ndtp.testing.process import traces
@@ -43,11 +47,15 @@ RESULTS = Path(__file__).parent / "results"
 LAST_WORDS = ("terminate called", "Fatal Python error", "pure virtual", "Assertion")
 
 
-def inject(place: str, kind: str, seed: int) -> dict[str, Any]:
-    """One fault, and what came of it."""
+def inject(place: str, kind: str, seed: int, slow: float = 1.0) -> dict[str, Any]:
+    """One fault, and what came of it.
+
+    Args:
+        slow: timeouts are so many times as long, on a machine that is so many times as slow.
+    """
     draw = random.Random(seed)
     port = _free_port() if draw.random() < 0.5 else 0
-    timeout = KINDS[kind].timeout if kind else 20.0
+    timeout = slow * (KINDS[kind].timeout if kind else 20.0)
     plan = Plan(kind, draw.randrange(RANKS), draw.randrange(STEPS), draw.uniform(0, LATEST_S), timeout, port)
     others = set(range(RANKS)) - ({plan.victim} if KINDS[kind].how[:1] else set())
     limit = timeout + MARGIN_S
@@ -56,10 +64,14 @@ def inject(place: str, kind: str, seed: int) -> dict[str, Any]:
         begin, pids = time.monotonic(), pool.pids
         waiting = threading.Thread(target=_run, args=(pool, place, plan, folder))
         waiting.start()
-        while time.monotonic() - begin < START_S and any(Path(f"/proc/{pids[rank]}").exists() for rank in others):
-            if (fault := Path(folder) / "fault").exists() and time.time() - fault.stat().st_mtime > limit:
+        starved, short_of = Starved(pids), 0.0
+        while time.monotonic() - begin < START_S + short_of and any(
+            Path(f"/proc/{pids[rank]}").exists() for rank in others
+        ):
+            if (fault := Path(folder) / "fault").exists() and time.time() - fault.stat().st_mtime > limit + short_of:
                 break
-            time.sleep(0.03)
+            short_of = starved.seconds()
+            time.sleep(0.03 * slow)
         seconds = time.time() - fault.stat().st_mtime if fault.exists() else -1.0
         hung = [each for each in pool._ranks if each.index in others and Path(f"/proc/{each.pid}").exists()]
         where = traces(hung) if hung else {}
@@ -74,6 +86,7 @@ def inject(place: str, kind: str, seed: int) -> dict[str, Any]:
     found = {rank: _judge(words, place, plan) for rank, words in said.items()}
     store = "tcp" if port else "file"
     line: dict[str, Any] = {"place": place, "kind": kind, "seed": seed, "store": store, "seconds": round(seconds, 2)}
+    line["starved"] = round(short_of, 2)
     line["told"], line["left"] = dict(Counter(found.values())), left
     if set(found.values()) != {"named"}:
         line["victim"], line["said"] = plan.victim, said
@@ -162,26 +175,39 @@ def _run(pool: RankPool, place: str, plan: Plan, folder: str) -> None:
         pool.run(until_the_end, place, plan, folder, timeout=2 * START_S, wait_all=True)
 
 
-def table(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def table(lines: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each place and kind.
+
+    Args:
+        before: rows of an earlier table, whose injections are others.
+    """
     rows = []
     for place, kind in itertools.product(PLACES, KINDS):
+        old = [row for row in before if (row["place"], row["kind"]) == (place, kind)]
         mine = [line for line in lines if (line["place"], line["kind"]) == (place, kind)]
-        if mine:
-            told: Counter[str] = sum((Counter(line["told"]) for line in mine), Counter())
-            longest = max(line["seconds"] for line in mine)
-            rows.append({"place": place, "kind": kind, "injections": len(mine), "survivors": dict(told),
-                         "longest_s": longest, "left": sum(bool(line["left"]) for line in mine)})  # fmt: skip
+        if mine or old:
+            told = _sum([*(line["told"] for line in mine), *(row["survivors"] for row in old)])
+            longest = max([*(line["seconds"] for line in mine), *(row["longest_s"] for row in old)])
+            count = len(mine) + sum(row["injections"] for row in old)
+            left = sum(bool(line["left"]) for line in mine) + sum(row["left"] for row in old)
+            rows.append({"place": place, "kind": kind, "injections": count, "survivors": told, "longest_s": longest,
+                         "left": left})  # fmt: skip
     return rows
 
 
-def sums(lines: list[dict[str, Any]], by: str) -> dict[str, Any]:
+def sums(rows: list[dict[str, Any]], by: str) -> dict[str, Any]:
     every: dict[str, Any] = {}
-    for name in dict.fromkeys(line[by] for line in lines):
-        mine = [line for line in lines if line[by] == name]
-        told: Counter[str] = sum((Counter(line["told"]) for line in mine), Counter())
-        left, longest = [x for line in mine for x in line["left"]], max(line["seconds"] for line in mine)
-        every[name] = {"injections": len(mine), "survivors": dict(told), "longest_s": longest, "left": left}
+    for name in dict.fromkeys(row[by] for row in rows):
+        mine = [row for row in rows if row[by] == name]
+        every[name] = {"injections": sum(row["injections"] for row in mine),
+                       "survivors": _sum([row["survivors"] for row in mine]),
+                       "longest_s": max(row["longest_s"] for row in mine),
+                       "left": sum(row["left"] for row in mine)}  # fmt: skip
     return every
+
+
+def _sum(told: list[dict[str, int]]) -> dict[str, int]:
+    return dict(sum(map(Counter, told), Counter()))
 
 
 def main() -> None:
@@ -192,11 +218,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no more after so many")
     parser.add_argument("--at-once", type=int, default=4, help="programs of four ranks")
     parser.add_argument("--log", type=Path, default=RESULTS / "faults.jsonl", help="one line an injection; goes on")
+    parser.add_argument("--slow", type=float, default=1.0, help="timeouts are so many times as long")
+    parser.add_argument("--onto", type=Path, help="an earlier table, whose injections are counted in")
     given = parser.parse_args()
+    before = json.loads(given.onto.read_text())["rows"] if given.onto else []
     lines = [json.loads(line) for line in given.log.read_text().splitlines()] if given.log.exists() else []
     lines = [line for line in lines if line["seconds"] >= 0]
     until, written = time.monotonic() + 60 * given.minutes, threading.Lock()
     done = Counter((line["place"], line["kind"]) for line in lines)
+    done.update({(row["place"], row["kind"]): row["injections"] for row in before})
     todo = ((turn, place, kind) for turn in itertools.count() for kind in given.kinds for place in given.places
             if place in KINDS[kind].places)  # fmt: skip
     most = {kind: -(-given.each // len(each.places)) for kind, each in KINDS.items()}
@@ -209,7 +239,7 @@ def main() -> None:
             if each is None:
                 return
             turn, place, kind = each
-            line = inject(place, kind, random.Random(f"{place} {kind} {turn}").randrange(2**32))
+            line = inject(place, kind, random.Random(f"{place} {kind} {turn}").randrange(2**32), given.slow)
             with written, given.log.open("a") as log:
                 log.write(json.dumps(line) + "\n")
                 if line["seconds"] >= 0:  # else the port was taken meanwhile, and no fault was put in
@@ -218,12 +248,14 @@ def main() -> None:
     with ThreadPoolExecutor(given.at_once) as workers:
         for each in [workers.submit(work) for _ in range(given.at_once)]:
             each.result()
-    rows = table(lines)
+    rows = table(lines, before)
     for row in rows:
         print(f"{row['place']:10} {row['kind']:14} x {row['injections']:4}  {row['survivors']}  {row['longest_s']}")
     timeouts = {kind: each.timeout for kind, each in KINDS.items()}
-    record = {"torch": torch.__version__, "ranks": RANKS, "timeouts_s": timeouts, "injections": len(lines),
-              "by_kind": sums(lines, "kind"), "by_place": sums(lines, "place"), "rows": rows}  # fmt: skip
+    said = [{"place": line["place"], "kind": line["kind"], "left": line["left"]} for line in lines if line["left"]]
+    record = {"torch": torch.__version__, "ranks": RANKS, "timeouts_s": timeouts, "slow": given.slow,
+              "injections": sum(row["injections"] for row in rows), "by_kind": sums(rows, "kind"),
+              "by_place": sums(rows, "place"), "rows": rows, "left": said}  # fmt: skip
     given.log.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -40,7 +40,7 @@ class Note(NamedTuple):
         return f"{what} of {' '.join(self.op)} ({self.phase}) over axis {' '.join(self.axes)}"
 
 
-# What, bytes, when it was started, waited for and done (seconds of the clock on the wall, 0 where it was not), and the
+# What, bytes, when it was started, waited for and done (seconds of the monotonic clock, 0 where it was not), and the
 # how many-th it is of those ranks over those axes, which all of them count alike.
 FlightEntry = list[Any]
 NOTE, BYTES, STARTED, WAITED, DONE, NTH = range(6)
@@ -60,7 +60,7 @@ class Flight:
     def start(self, note: Note, num_bytes: int) -> FlightEntry:
         key = note.ranks, note.axes
         self.counts[key] = nth = self.counts.get(key, 0) + 1
-        entry: FlightEntry = [note, num_bytes, time.time(), 0.0, 0.0, nth]
+        entry: FlightEntry = [note, num_bytes, time.monotonic(), 0.0, 0.0, nth]
         count = self.count
         self.entries[count % LENGTH] = entry
         self.count = count + 1
@@ -82,6 +82,7 @@ class Flight:
     def as_dict(self, reason: str = "") -> dict[str, Any]:
         last = self.last()
         first = self.count - len(last)
+        wall = time.time() - time.monotonic()  # a clock that was set meanwhile moves all times alike
         return {
             "version": VERSION,
             "rank": self.rank,
@@ -99,9 +100,9 @@ class Flight:
                     "part": note.part,
                     "ranks": list(note.ranks),
                     "bytes": num_bytes,
-                    "started": started,
-                    "waited": waited or None,
-                    "done": done or None,
+                    "started": wall + started,
+                    "waited": wall + waited if waited else None,
+                    "done": wall + done if done else None,
                 }
                 for i, (note, num_bytes, started, waited, done, nth) in enumerate(last)
             ],

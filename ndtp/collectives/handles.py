@@ -151,7 +151,7 @@ class Handle:
         entry = self._entry
         try:
             if entry is not None:
-                entry[WAITED] = time.time()
+                entry[WAITED] = time.monotonic()
             if work is not None:
                 work.wait()
             if then is None:
@@ -161,7 +161,7 @@ class Handle:
             if self._borrowed:
                 self._owner.ring.give_back(self._borrowed)
             if entry is not None:
-                entry[DONE] = time.time()
+                entry[DONE] = time.monotonic()
             return result
         except RuntimeError as error:
             raise failure(self._route.label(), self._owner.describe, error, self._route.ranks) from error
@@ -179,7 +179,7 @@ class Handle:
         each = getattr(work, "parts", None)
         hand_over()
         if self._entry is not None:
-            self._entry[WAITED] = time.time()
+            self._entry[WAITED] = time.monotonic()
         try:
             if each is None and work is not None:
                 work.wait()

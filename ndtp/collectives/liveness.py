@@ -17,7 +17,8 @@ class Identity:
     """A rank's process.
 
     Attributes:
-        machine: what processes share that can look at each other: one boot of one kernel, one namespace of process ids.
+        machine: what processes share that can look at each other and have one monotonic clock: one boot of one kernel,
+            one namespace of process ids and one of clocks.
         begun: when it started, in ticks since the boot: another process may get its id.
     """
 
@@ -42,10 +43,11 @@ def own_identity(rank: int) -> Identity:
 
 @cache
 def machine() -> str:
-    """A name of this kernel's boot and of the namespace of process ids; one of its own where neither is told."""
+    """A name of this kernel's boot and of the namespaces of process ids and clocks; one of its own without them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+        clocks = Path("/proc/self/ns/time")  # of Linux 5.6 and later
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{clocks.stat().st_ino if clocks.exists() else 0}"
     except OSError:
         return f"{socket.gethostname()}/{os.getpid()}"
 

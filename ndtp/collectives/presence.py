@@ -146,7 +146,7 @@ class Presence:
     def has_lost(self) -> bool:
         """Whether somebody left, and those who are stuck in a wait for them have had time to notice."""
         left = [event.when for event in list(self._events) if event.kind in (RAISED, ENDED, DEPARTED)]
-        return any(time.time() - when > BREAK_S for when in (*left, *list(self._departed.values())))
+        return any(time.monotonic() - when > BREAK_S for when in (*left, *list(self._departed.values())))
 
     def raised(self, error: BaseException) -> None:
         """Tell the others that this rank leaves with an error of its own, and write down the flight."""
@@ -273,7 +273,7 @@ class Presence:
         end_at_once()
 
     def _note_departure(self, rank: int) -> None:
-        self._departed[rank] = time.time()
+        self._departed[rank] = time.monotonic()
         if self._is_spread:
             self._try(lambda: self._log(Event(rank, DEPARTED, "", self._departed[rank])))
         self._try(self._hear)
@@ -285,7 +285,7 @@ class Presence:
             return
         self._meet()
         entry = self.flight.waiting()
-        if entry is None or time.time() - entry[WAITED] < self._beat_s:
+        if entry is None or time.monotonic() - entry[WAITED] < self._beat_s:
             if self._said not in (LOST, CUT):
                 store.tell_waiting(None)
         else:
@@ -294,7 +294,7 @@ class Presence:
             store.tell_waiting(Waiting(note.text, others, note.ranks, note.axes, entry[NTH]))
         if self._said in (LOST, CUT) and (done := self.flight.last_done()) is not None and done[DONE] > self._lost_at:
             self._said = ""
-            self._log(Event(self.rank, RECOVERED, "", time.time()))
+            self._log(Event(self.rank, RECOVERED, "", time.monotonic()))
         if self._is_spread:
             store.beat()
             self._hear()
@@ -320,7 +320,7 @@ class Presence:
         return REMOTE_PATIENCE_S * self._beat_s if self._is_spread else LOCAL_PATIENCE_S
 
     def _say(self, kind: str, text: str, ranks: Sequence[int] = ()) -> None:
-        self._said, self._lost_at = kind, time.time()
+        self._said, self._lost_at = kind, time.monotonic()
         event = Event(self.rank, kind, text, self._lost_at, [rank for rank in ranks if rank != self.rank])
         self._events.append(event)
         self._local_words.tell(event, list(self._peers.values()))
@@ -337,8 +337,12 @@ class Presence:
             store.log(event)
 
     def _hear(self) -> None:
-        if (store := self._store) is not None:
-            self._events += store.news()
+        if (store := self._store) is None:
+            return
+        now, ours = time.monotonic(), {self.rank, *self._peers}
+        # The monotonic clock is one of each machine: elsewhere it says nothing here, however well clocks are set.
+        for i, event in enumerate(store.news()):  # in the order of the log, which is one for all
+            self._events.append(event if event.rank in ours else event._replace(when=now + i * 1e-6))
 
     def _local_facts(self) -> Facts:
         states = {rank: state_of(who) for rank, who in list(self._peers.items())}

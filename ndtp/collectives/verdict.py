@@ -20,7 +20,7 @@ class Event(NamedTuple):
     """Something that was said of a rank.
 
     Attributes:
-        when: seconds of the clock on the wall.
+        when: seconds of this machine's monotonic clock; of what was said on another one, when it was heard here.
         ranks: whom it waited for, if it lost one of them.
     """
 

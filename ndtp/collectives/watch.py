@@ -45,7 +45,7 @@ class Watch:
         if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
             raise failure(self.label, self.describe, error, self.ranks) from error
         if self._entry is not None and error is None:
-            self._entry[DONE] = time.time()
+            self._entry[DONE] = time.monotonic()
 
 
 def failure(

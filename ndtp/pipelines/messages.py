@@ -80,12 +80,12 @@ class _NamedWork:
         entry = self._entry
         try:
             if entry is not None:
-                entry[WAITED] = time.time()
+                entry[WAITED] = time.monotonic()
             result = self._work.wait(*timeout)
         except RuntimeError as error:
             raise self._message.failed(error) from error
         if entry is not None:
-            entry[DONE] = time.time()
+            entry[DONE] = time.monotonic()
         return result
 
     def __getattr__(self, name: str) -> Any:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,10 @@ import ndtp
 from ndtp import CommunicationError, Grid, ProcessGrid
 from ndtp.collectives.labels import Label
 from ndtp.collectives.last_words import tell_of
+from ndtp.collectives.liveness import own_identity
+from ndtp.collectives.notices import Notices
+from ndtp.collectives.presence import Presence
+from ndtp.collectives.verdict import RAISED, Event
 from ndtp.collectives.watch import failure
 from ndtp.measure.flight_report import read_flights, report
 from ndtp.testing import RankError, RankPool
@@ -115,3 +120,27 @@ def test_an_error_of_this_rank_in_the_middle_of_a_wait_is_its_own():
     with RankPool(2) as pool:
         for how, blamed, said in pool.run(wait_beside_a_loader):
             assert (how, blamed) == ("raised", (1,)) and "DataLoader worker" in said
+
+
+@pytest.mark.parametrize("wrong_s", [-1e6, 1e6])
+def test_clocks_of_other_machines_say_nothing(wrong_s, monkeypatch):
+    """Neither their monotonic clocks, which count from other boots, nor a clock on the wall that is set meanwhile."""
+    store = dist.HashStore()
+    elsewhere = replace(own_identity(1), machine="another boot")
+    other = Notices(store, 1, elsewhere, 2)
+    other.introduce()
+    monkeypatch.setattr("ndtp.collectives.presence.TICK_S", 0.05)
+    monkeypatch.setattr("ndtp.collectives.presence.BREAK_S", 0.5)
+    here = Presence(0, 2, store, 1)
+    try:
+        begin = time.monotonic()
+        other.log(Event(1, RAISED, "KeyError: 'x'", begin + wrong_s))
+        verdict = here.lost("all_gather", (0, 1))
+        monkeypatch.setattr(time, "time", lambda: 1e12 + wrong_s)
+        assert (verdict.how, verdict.ranks) == (RAISED, (1,))
+        assert here.has_lost() == (time.monotonic() - begin > 0.5), "nobody has had time to notice"
+        while not here.has_lost():
+            assert time.monotonic() - begin < 20
+            time.sleep(0.02)
+    finally:
+        here.close()
