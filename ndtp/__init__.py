@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         LayoutError,
         MismatchError,
     )
+    from ndtp.measure.links import links
     from ndtp.measure.profile import profile
     from ndtp.models.nonfinite import find_nonfinite
     from ndtp.models.parallelize import parallelize
@@ -71,6 +72,7 @@ _HOME = {
     "capture": "runtime.captured",
     "einsum": "ops.mapped",
     "find_nonfinite": "models.nonfinite",
+    "links": "measure.links",
     "matmul": "ops.products",
     "parallelize": "models.parallelize",
     "pipeline_stages": "pipelines.whole_models",
@@ -118,6 +120,7 @@ __all__ = [
     "capture",
     "einsum",
     "find_nonfinite",
+    "links",
     "matmul",
     "parallelize",
     "pipeline_stages",

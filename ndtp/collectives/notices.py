@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from ndtp.collectives.liveness import Identity
-from ndtp.collectives.verdict import Event, Waiting
+from ndtp.collectives.verdict import Event, Facts, Waiting
 
 
 class Notices:
@@ -100,6 +100,31 @@ class Notices:
                 todo += others
             seen.add(rank)
         return known
+
+    # ----------------------------------------------------------------------------------------------------- their links
+
+    def tell_links(self, text: str) -> None:
+        self._store.set(self._key("links", self._me.rank), text)
+
+    def links_of(self, ranks: Iterable[int]) -> dict[int, bytes]:
+        """Return what these ranks have said of their links."""
+        said = ((rank, self._get("links", rank)) for rank in ranks)
+        return {rank: text for rank, text in said if text is not None}
+
+    def is_first_to_tell(self, what: str) -> bool:
+        """Return whether nobody has asked so before: of all ranks that find something, one tells of it."""
+        return bool(self._store.add(self._key("told", what), 1) == 1)
+
+    def look_into(self, facts: Facts, ranks: Sequence[int], local: Collection[int], patience_s: float) -> None:
+        """Add what the store knows of these ranks, and of those that they wait for, to the facts.
+
+        Args:
+            local: ranks that are watched otherwise.
+        """
+        facts.waiting = self.waiting(ranks)
+        others = {*ranks, *(rank for each in facts.waiting.values() for rank in each.ranks)} - {self._me.rank}
+        facts.absent = self.absent(others)
+        facts.silent = self.silent(others - set(local), patience_s)
 
     def beat(self) -> None:
         self._store.set(self._key("beat", self._me.rank), str(time.monotonic()))

@@ -25,6 +25,16 @@ class Places:
         self._grids.append(entry)
         del self._grids[:-KEPT]
 
+    def axes_between(self, ranks: Sequence[int], others: Sequence[int]) -> tuple[str, ...]:
+        """Return the axes of the last grid that has these ranks, along which some of the others lie beside them."""
+        for grid, known in reversed(self._grids):
+            if set(ranks) <= set(known):
+                pairs = [(grid.coordinate(known.index(a)), grid.coordinate(known.index(b)))
+                         for a in ranks for b in others if b in known and b != a]  # fmt: skip
+                apart = [[axis for axis in grid.names if one[axis] != other[axis]] for one, other in pairs]
+                return tuple(axis for axis in grid.names if [axis] in apart)
+        return ()
+
     def name_of(self, rank: int) -> str:
         """Return the coordinate on the last grid that has the rank, as text: " (y=1, x=0)"."""
         for grid, ranks in reversed(self._grids):

@@ -18,15 +18,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
 import torch.distributed as dist
 
 from ndtp.collectives.flight import DONE, NOTE, NTH, WAITED, Flight
-from ndtp.collectives.liveness import GONE, RUNNING, Identity, open_pidfd, own_identity, state_of
+from ndtp.collectives.link_verdict import refined
+from ndtp.collectives.link_watch import LinkWatch
+from ndtp.collectives.liveness import Identity, own_identity
 from ndtp.collectives.local_words import LocalWords
 from ndtp.collectives.notices import Notices
+from ndtp.collectives.peers import Peers
 from ndtp.collectives.places import Places
 from ndtp.collectives.store_links import is_with_first_rank, links_to, shut
 from ndtp.collectives.told_to_end import OWN_WORDS_S, end_at_once, heed, heed_no_more
@@ -47,6 +50,7 @@ from ndtp.collectives.verdict import (
     never_begun,
 )  # fmt: skip
 
+T = TypeVar("T")
 TICK_S = 1.0  # between heartbeats, of up to 500 ranks; more beat less often
 MEETING_TICK_S = 0.05  # until all have come
 LOCAL_PATIENCE_S, REMOTE_PATIENCE_S = 1.0, 4.0  # to find out who is to blame; the second in heartbeats
@@ -76,13 +80,11 @@ class Presence:
         self._is_unanswered = False
         self._find_links = lambda: set(links_to(store)) - self._own_links
         self._host_is_first = is_with_first_rank(store)
-        self._peers: dict[int, Identity] = {}
-        self._pidfds: dict[int, int] = {}
-        self._departed: dict[int, float] = {}
         self._events: list[Event] = []
         self._said, self._lost_at = "", 0.0  # the last of LOST, CUT, RAISED or ENDED
         self._guards: list[float] = []
         places = Places()
+        self.link_watch = LinkWatch(rank, size, places)
         self.on_grid, self.place = places.add, places.name_of
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
@@ -90,6 +92,7 @@ class Presence:
         self.owner, self._closed = os.getpid(), False
         self._beat_s = TICK_S * max(1.0, size / 500)
         self._poll = select.poll()
+        self._peers = Peers(self._poll)
         for readable in (self._wake_read, self._local_words.descriptor):
             if readable is not None:
                 self._poll.register(readable, select.POLLIN)
@@ -124,29 +127,35 @@ class Presence:
         # What the kernel of this machine knows is known without the store.
         verdict = found[-1] if found else judge(self.rank, ranks, self._local_facts())
         no_store = self.rank and self._host_is_first and (not answered.is_set() or self._is_unanswered)
-        if no_store and (verdict.how == UNKNOWN or not (verdict.is_sure or 0 in self._peers)):
+        if no_store and (verdict.how == UNKNOWN or not (verdict.is_sure or 0 in self._peers.known)):
             verdict = Verdict(SILENT, (0,), "which has the store, and does not answer")
+        verdict = refined(verdict, self.rank, self.link_watch.bad(), self.link_watch.sentence)
         if self._is_spread and self._host_is_first and self.rank == 0:
             time.sleep(LINGER_S)
         return verdict
 
     def never_begun(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return the collectives in which these ranks wait for this one, that it has not begun; within a second."""
-        found: list[dict[int, str]] = []
+        waiting = self.ask(lambda store: store.waiting(ranks), 1.0)
+        return {} if waiting is None else never_begun(self.rank, self.flight.counts, waiting)
+
+    def ask(self, question: Callable[[Notices], T], seconds: float) -> T | None:
+        """Have the thread ask the store; None where no answer comes in time."""
+        found: list[T] = []
         answered = threading.Event()
 
         def ask() -> None:
             if (store := self._store) is not None:
-                found.append(never_begun(self.rank, self.flight.counts, store.waiting(ranks)))
+                found.append(question(store))
             answered.set()
 
         self._do(ask)
-        return found[0] if answered.wait(1.0) and found else {}
+        return found[0] if answered.wait(seconds) and found else None
 
     def has_lost(self) -> bool:
         """Whether somebody left, and those who are stuck in a wait for them have had time to notice."""
         left = [event.when for event in list(self._events) if event.kind in (RAISED, ENDED, DEPARTED)]
-        return any(time.monotonic() - when > BREAK_S for when in (*left, *list(self._departed.values())))
+        return any(time.monotonic() - when > BREAK_S for when in (*left, *list(self._peers.departed.values())))
 
     def raised(self, error: BaseException) -> None:
         """Tell the others that this rank leaves with an error of its own, and write down the flight."""
@@ -212,7 +221,7 @@ class Presence:
     def _watch(self) -> None:
         try:
             self._try(self._connect)
-            next_tick = time.monotonic()
+            next_tick, self._next_look = time.monotonic(), time.monotonic() + self.link_watch.every_s
             while True:
                 self._look(max(0.0, next_tick - time.monotonic()))
                 while not self._tasks.empty():
@@ -226,7 +235,8 @@ class Presence:
                     next_tick = time.monotonic() + (MEETING_TICK_S if meeting else self._beat_s)
         finally:
             self._local_words.close()
-            for descriptor in (*self._pidfds, self._wake_read, self._wake_write):
+            self._peers.close()
+            for descriptor in (self._wake_read, self._wake_write):
                 os.close(descriptor)
 
     def _try(self, task: Callable[[], None]) -> None:
@@ -236,23 +246,18 @@ class Presence:
     @property
     def _store(self) -> Notices | None:
         """None, too, where its process is known to be gone, which torch would tell at length, or does not answer."""
-        host = self._peers.get(0) if self._host_is_first else None
-        return None if host is not None and state_of(host) != RUNNING else self._notices
+        return None if self._host_is_first and not self._peers.runs(0) else self._notices
 
     def _look(self, seconds: float) -> None:
         """See who has ended, for so long or until there is something to do."""
         ready = [descriptor for descriptor, _ in self._poll.poll(seconds * 1e3)]
         self._events += self._local_words.heard()  # first: who has ended may have said why
         for descriptor in ready:
-            if descriptor == self._local_words.descriptor:
-                continue
             if descriptor == self._wake_read:
                 if signal.SIGTERM in os.read(self._wake_read, 4096):
                     self._end_as_told()
-                continue
-            self._poll.unregister(descriptor)
-            os.close(descriptor)
-            self._note_departure(self._pidfds.pop(descriptor))
+            elif descriptor != self._local_words.descriptor:
+                self._note_departure(self._peers.ended(descriptor))
 
     def _end_as_told(self) -> None:
         """End as the launcher asks because another rank has failed, and name that rank."""
@@ -273,9 +278,9 @@ class Presence:
         end_at_once()
 
     def _note_departure(self, rank: int) -> None:
-        self._departed[rank] = time.monotonic()
+        self._peers.depart(rank)
         if self._is_spread:
-            self._try(lambda: self._log(Event(rank, DEPARTED, "", self._departed[rank])))
+            self._try(lambda: self._log(Event(rank, DEPARTED, "", self._peers.departed[rank])))
         self._try(self._hear)
 
     def _tick(self) -> None:
@@ -284,36 +289,33 @@ class Presence:
         if (store := self._store) is None:
             return
         self._meet()
-        entry = self.flight.waiting()
-        if entry is None or time.monotonic() - entry[WAITED] < self._beat_s:
-            if self._said not in (LOST, CUT):
-                store.tell_waiting(None)
-        else:
-            note = entry[NOTE]
+        waiting = self.flight.waiting()
+        if waiting is not None and time.monotonic() - waiting[WAITED] >= self._beat_s:
+            note = waiting[NOTE]
             others = tuple(rank for rank in note.ranks if rank != self.rank)
-            store.tell_waiting(Waiting(note.text, others, note.ranks, note.axes, entry[NTH]))
+            store.tell_waiting(Waiting(note.text, others, note.ranks, note.axes, waiting[NTH]))
+        elif self._said not in (LOST, CUT):
+            store.tell_waiting(None)
         if self._said in (LOST, CUT) and (done := self.flight.last_done()) is not None and done[DONE] > self._lost_at:
             self._said = ""
             self._log(Event(self.rank, RECOVERED, "", time.monotonic()))
         if self._is_spread:
             store.beat()
             self._hear()
+        if time.monotonic() > self._next_look:
+            self._next_look = time.monotonic() + self.link_watch.every_s
+            self.link_watch.look(store)
 
     def _meet(self) -> None:
         """Get to know those that came to this machine."""
         for who in [] if (store := self._store) is None else store.newcomers():
-            self._peers[who.rank] = who
-            descriptor = open_pidfd(who)
-            if descriptor is not None:
-                self._pidfds[descriptor] = who.rank
-                self._poll.register(descriptor, select.POLLIN)
-            elif state_of(who) == GONE:
+            if self._peers.meet(who):
                 self._note_departure(who.rank)
 
     @property
     def _is_spread(self) -> bool:
         """Return whether ranks are on several machines, or have not come yet."""
-        return len(self._peers) + 1 < self.size
+        return len(self._peers.known) + 1 < self.size
 
     @property
     def _patience(self) -> float:
@@ -323,7 +325,7 @@ class Presence:
         self._said, self._lost_at = kind, time.monotonic()
         event = Event(self.rank, kind, text, self._lost_at, [rank for rank in ranks if rank != self.rank])
         self._events.append(event)
-        self._local_words.tell(event, list(self._peers.values()))
+        self._local_words.tell(event, list(self._peers.known.values()))
         if (store := self._store) is None:
             return
         with contextlib.suppress(RuntimeError):
@@ -332,21 +334,18 @@ class Presence:
             store.log(event)
 
     def _log(self, event: Event) -> None:
-        self._local_words.tell(event, list(self._peers.values()))
+        self._local_words.tell(event, list(self._peers.known.values()))
         if (store := self._store) is not None:
             store.log(event)
 
     def _hear(self) -> None:
-        if (store := self._store) is None:
-            return
-        now, ours = time.monotonic(), {self.rank, *self._peers}
+        now, ours, store = time.monotonic(), {self.rank, *self._peers.known}, self._store
         # The monotonic clock is one of each machine: elsewhere it says nothing here, however well clocks are set.
-        for i, event in enumerate(store.news()):  # in the order of the log, which is one for all
+        for i, event in enumerate([] if store is None else store.news()):  # in the order of the log, one for all
             self._events.append(event if event.rank in ours else event._replace(when=now + i * 1e-6))
 
     def _local_facts(self) -> Facts:
-        states = {rank: state_of(who) for rank, who in list(self._peers.items())}
-        return Facts(list(self._events), states, dict(self._departed))
+        return Facts(list(self._events), self._peers.states(), dict(self._peers.departed))
 
     def _consult(self, ranks: Sequence[int], found: list[Verdict]) -> None:
         """Look again and again, until it is clear who left, or time is up."""
@@ -365,10 +364,7 @@ class Presence:
             self._hear()
             facts.events = list(self._events)
             if (store := self._store) is not None:
-                facts.waiting = store.waiting(ranks)
-                others = {*ranks, *(rank for each in facts.waiting.values() for rank in each.ranks)} - {self.rank}
-                facts.absent = store.absent(others)
-                facts.silent = store.silent(others - set(self._peers), SILENCE_S * self._beat_s)
+                store.look_into(facts, ranks, self._peers.known, SILENCE_S * self._beat_s)
                 self._is_unanswered = False
         return facts
 

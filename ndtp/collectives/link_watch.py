@@ -1,0 +1,77 @@
+"""This rank's links, looked at every few seconds: a bad one is told of once, by one of the ranks that see it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import deque
+from collections.abc import Mapping
+
+from ndtp.collectives.link_verdict import BadLink, Seen, bad_links, is_bad
+from ndtp.collectives.links import Link, own_links
+from ndtp.collectives.notices import Notices
+from ndtp.collectives.places import Places
+
+LOOK_S = 5.0  # of up to 64 ranks; more look less often
+KEPT = 6  # looks, over which segments are counted
+TWICE = 2  # looks in turn at which a link is bad, before it is told of
+
+
+class LinkWatch:
+    """The links of one rank, and what others have said of theirs; for one thread.
+
+    Attributes:
+        every_s: between looks.
+    """
+
+    def __init__(self, rank: int, size: int, places: Places) -> None:
+        self._rank, self._size, self._places = rank, size, places
+        self.every_s = LOOK_S * max(1.0, size / 64)
+        self._totals: deque[Mapping[str, Link]] = deque(maxlen=KEPT)
+        self._others: dict[int, Seen] = {}
+        self._bad_before = 0
+
+    def own(self) -> Seen:
+        """What this rank sees: segments since some looks ago, the rest as it is now."""
+        addresses, totals = own_links()
+        before = self._totals[0] if self._totals else {}
+        links = {}
+        for address, link in totals.items():
+            first = before.get(address)
+            if first is not None and first.sent <= link.sent and first.again <= link.again:
+                link = link._replace(sent=link.sent - first.sent, again=link.again - first.again)
+            links[address] = link
+        return Seen(tuple(sorted(addresses)), links)
+
+    def look(self, store: Notices) -> None:
+        """Say what this rank sees, and warn of a link that stays bad."""
+        seen = self.own()
+        self._totals.append(own_links()[1])
+        if not seen.links:
+            return
+        store.tell_links(json.dumps(seen.as_json()))
+        trips = sorted(link.rtt_ms for link in seen.links.values())
+        usual = trips[len(trips) // 4] if len(trips) > 1 else 0.0
+        self._bad_before = self._bad_before + 1 if any(is_bad(each, usual) for each in seen.links.values()) else 0
+        if self._bad_before < TWICE:
+            # Of others only whose addresses are whose is still true.
+            self._others = {rank: each._replace(links={}) for rank, each in self._others.items()}
+            return
+        self.read(store)
+        for each in self.bad(seen):
+            kind = "gone" if each.is_gone else "slow"
+            if store.is_first_to_tell(f"{kind} link {each.ranks} {each.peers if len(each.ranks) > 1 else ''}"):
+                warnings.warn(f"ndtp: {self.sentence(each)}", RuntimeWarning, stacklevel=2)
+
+    def read(self, store: Notices) -> dict[int, Seen]:
+        """Hear what the others have seen."""
+        for rank, said in store.links_of(rank for rank in range(self._size) if rank != self._rank).items():
+            self._others[rank] = Seen.of(json.loads(said))
+        return {**self._others, self._rank: self.own()}
+
+    def bad(self, seen: Seen | None = None) -> list[BadLink]:
+        """The links that are bad, by what this rank sees, and by what others have said so far."""
+        return bad_links({**self._others, self._rank: self.own() if seen is None else seen})
+
+    def sentence(self, bad: BadLink) -> str:
+        return bad.sentence(self._places.name_of, self._places.axes_between)

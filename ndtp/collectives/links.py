@@ -1,0 +1,95 @@
+"""What the kernel knows of this rank's connections: packets sent again, round trips, peers that do not answer.
+
+TCP counts all of it for itself; reading it costs some microseconds a connection, and sends nothing.  Connections inside
+of a machine cross no network, and are passed over.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+# The start of Linux's `struct tcp_info`: eight bytes, 24 numbers of 32 bits, 4 of 64, 6 of 32.
+_INFO = struct.Struct("8B24I4Q6I")
+_RETRANSMITS, _UNACKED, _LAST_ACK, _RTT, _AGAIN, _LEAST_RTT, _SENT = 2, 12, 20, 23, 31, 39, 41
+
+
+class Link(NamedTuple):
+    """The connections of this rank to one other machine, together.
+
+    Attributes:
+        sent: segments with data, since the connections were made; `again`: those of them that were sent once more.
+        rtt_ms: the mean round trip of late, of the connection that has the longest.
+        least_rtt_ms: the shortest round trip of the last minutes.
+        unanswered_s: for so long nothing has been acknowledged, of what was sent.
+    """
+
+    sent: int
+    again: int
+    rtt_ms: float
+    least_rtt_ms: float
+    unanswered_s: float = 0.0
+
+
+def own_links() -> tuple[set[str], dict[str, Link]]:
+    """Return this rank's addresses towards other machines, and its links by the address at the other end.
+
+    Nothing where the system does not tell (Linux does).
+    """
+    addresses, found = set(), dict[str, Link]()
+    for own, other, link in _connections():
+        addresses.add(own)
+        before = found.get(other)
+        if before is not None:
+            link = Link(
+                before.sent + link.sent,
+                before.again + link.again,
+                max(before.rtt_ms, link.rtt_ms),
+                min(before.least_rtt_ms, link.least_rtt_ms),
+                max(before.unanswered_s, link.unanswered_s),
+            )
+        found[other] = link
+    return addresses, found
+
+
+def _connections() -> Iterator[tuple[str, str, Link]]:
+    if not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
+        return
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                continue
+            connection = socket.socket(fileno=number)
+        except OSError:  # it was closed meanwhile, or is no socket
+            continue
+        try:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+                continue
+            own, other = connection.getsockname()[0], connection.getpeername()[0]
+            if own != other:
+                yield _plain(own), _plain(other), _link(connection)
+        except (OSError, struct.error):  # one that listens, or of a kernel that says less
+            continue
+        finally:
+            connection.detach()
+
+
+def _plain(address: str) -> str:
+    """The address of IPv4 that is written as one of IPv6."""
+    return address.removeprefix("::ffff:")
+
+
+def _link(connection: socket.socket) -> Link:
+    said = _INFO.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 512))
+    # What waits in the queue behind what is unacknowledged was not sent, and cannot be answered.
+    waits = said[_UNACKED] and said[_RETRANSMITS]
+    return Link(
+        sent=said[_SENT],
+        again=said[_AGAIN],
+        rtt_ms=said[_RTT] / 1e3,
+        least_rtt_ms=said[_LEAST_RTT] / 1e3 if said[_LEAST_RTT] < 2**31 else said[_RTT] / 1e3,
+        unanswered_s=said[_LAST_ACK] / 1e3 if waits else 0.0,
+    )
