@@ -173,7 +173,7 @@ def train(
         from ndtp.planner.hardware import Hardware
 
         Hardware.load(hardware).peak(dtype)  # raises where it is not known
-    with tempfile.TemporaryDirectory(prefix="ndtp-train-") as folder, _marking(Path(folder) / "stop") as stop_file:
+    with tempfile.TemporaryDirectory(prefix="ndtp-train-") as folder, marking(Path(folder) / "stop") as stop_file:
         job = Job(
             output=output.resolve(), stop_file=stop_file,
             text=text and text.resolve(), config=model and model.resolve(),
@@ -250,7 +250,7 @@ def _finish(out: Any, job: Job, name: str, done: Trained, compare: Sequence[Path
 
 
 @contextmanager
-def _marking(stop_file: Path) -> Iterator[Path]:
+def marking(stop_file: Path) -> Iterator[Path]:
     """Ctrl-C, or a launcher's request to end, leaves a mark that the ranks look for; a second Ctrl-C ends at once."""
 
     def mark(number: int, _: Any) -> None:

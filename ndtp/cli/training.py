@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,8 +54,26 @@ class Trained:
     sample: str = ""
 
 
+@contextlib.contextmanager
+def _heeding(stop_file: Path) -> Iterator[None]:
+    """SIGTERM to this rank itself leaves the mark to stop: Slurm and systemd send it to every process of a job."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the command heeds it: torchrun started this process
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: stop_file.touch())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def train(counter: Counter, job: Job) -> Trained:
-    """Go on from the checkpoint in the output folder, if there is one; stop at the end, or on Ctrl-C."""
+    """Go on from the checkpoint in the output folder, if there is one; stop at the end, on Ctrl-C or SIGTERM."""
+    with _heeding(job.stop_file):
+        return _train(counter, job)
+
+
+def _train(counter: Counter, job: Job) -> Trained:
     model: Any
     if job.stages > 1:
         from ndtp.cli.staged_training import StagedModel

@@ -6,6 +6,7 @@ A failure writes them down, `flight_RANK.json` in the folder that the environmen
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -123,6 +124,7 @@ class Flight:
             beside.write_text(json.dumps(self.as_dict(reason)) + "\n", encoding="utf-8")
             os.replace(beside, path)
         except OSError:  # a full disk must not hide what failed
-            beside.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
             return None
         return str(path)

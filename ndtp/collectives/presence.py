@@ -240,7 +240,7 @@ class Presence:
                 os.close(descriptor)
 
     def _try(self, task: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the store may be gone, or have been shut
+        with contextlib.suppress(RuntimeError, OSError):  # the store may be gone or shut, or no descriptor be left
             task()
 
     @property

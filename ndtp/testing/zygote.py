@@ -131,7 +131,8 @@ class Zygote:
         ours.settimeout(_ANSWER_S)
         self._told = set()
         command = (
-            "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+            # It ends with its parent: where all processes are asked to end, ranks may have to save first.
+            "import signal, sys; [signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)]; "
             f"sys.path[:] = {sys.path!r}; from ndtp.testing.zygote import serve; from ndtp.testing.worker import work; "
             f"serve({theirs.fileno()}, {folder!r}, {_PRELOAD!r}, {os.getpid()}, work)"
         )
@@ -284,6 +285,7 @@ def _fork_one(control: socket.socket, status_fds: dict[int, int], wake_fds: Sequ
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.dup2(stdout_fd, 1)
         os.dup2(stderr_fd, 2)
         control.close()

@@ -41,12 +41,12 @@ def four_ranks(folder, session):
     return len(processes_of(session)) >= 6
 
 
-def interrupted(words, folder, is_running=four_ranks):
-    """Exit status, stdout and stderr of a command that gets Ctrl-C while it runs."""
-    return with_torch(interrupt, words, folder, is_running, timeout=250)
+def interrupted(words, folder, is_running=four_ranks, number=signal.SIGINT):
+    """Exit status, stdout and stderr of a command that gets Ctrl-C while it runs, or SIGTERM as all processes do."""
+    return with_torch(interrupt, words, folder, is_running, number, timeout=250)
 
 
-def interrupt(words, folder, is_running):
+def interrupt(words, folder, is_running, number):
     process = subprocess.Popen(
         [sys.executable, "-m", "ndtp", *words],
         env=dict(os.environ, TMPDIR=str(folder)),
@@ -58,7 +58,11 @@ def interrupt(words, folder, is_running):
     try:
         assert wait_until(lambda: is_running(folder, process.pid) or process.poll() is not None, 120)
         assert process.poll() is None, process.communicate()
-        os.killpg(process.pid, signal.SIGINT)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:  # of a service, or of a job of Slurm's: also those that lead groups of their own
+            for pid in processes_of(process.pid):
+                os.kill(pid, number)
         out, err = process.communicate(timeout=60)
         assert wait_until(lambda: not processes_of(process.pid), 30), "processes are left behind"
     finally:

@@ -1,8 +1,11 @@
 """`ndtp train`: the dense loss on every grid, also where a run goes on on another; Ctrl-C; torchrun; wrong use."""
 
 import json
+import os
 import random
+import signal
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +16,7 @@ from test_interrupt import interrupted
 from typer.testing import CliRunner
 
 from ndtp.cli.app import app
+from ndtp.cli.train import marking
 from ndtp.cli.train_log import COLUMNS, LOG, Log, read_log
 
 SMALL = ("--batch", 8, "--context", 16, "--layers", 1, "--width", 32, "--heads", 4, "--dtype", "float64")
@@ -123,15 +127,21 @@ def has_steps(folder, _):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-def test_ctrl_c_saves(tmp_path):
+def test_who_is_asked_to_end_saves(tmp_path):
     words = ["train", "--grid", "x=2", "--steps", "100000", "--output", str(tmp_path), *map(str, SMALL)]
-    status, out, err = interrupted(words, tmp_path, has_steps)
+    status, out, err = interrupted(words, tmp_path, has_steps, signal.SIGTERM)
     assert status == 130, err
     assert "saving" in err and "stopped and saved" in out
     done = len(losses(tmp_path))
     result = train("--output", tmp_path, "--steps", done + 1)
     assert result.exit_code == 0, result.output
     assert len(losses(tmp_path)) == done + 1, "it goes on where it was stopped"
+    with marking(tmp_path / "mark") as mark:  # Ctrl-C goes the same way
+        os.kill(os.getpid(), signal.SIGINT)
+        assert mark.exists()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.0)
 
 
 def test_under_torchrun(ranks, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -131,8 +132,14 @@ def test_clocks_of_other_machines_say_nothing(wrong_s, monkeypatch):
     other.introduce()
     monkeypatch.setattr("ndtp.collectives.presence.TICK_S", 0.05)
     monkeypatch.setattr("ndtp.collectives.presence.BREAK_S", 0.5)
+    monkeypatch.setattr("ndtp.collectives.link_watch.LOOK_S", 0.05)
     here = Presence(0, 2, store, 1)
     try:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))  # a program that has no descriptor left
+        time.sleep(0.2)
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+        assert here._thread.is_alive()
         begin = time.monotonic()
         other.log(Event(1, RAISED, "KeyError: 'x'", begin + wrong_s))
         verdict = here.lost("all_gather", (0, 1))

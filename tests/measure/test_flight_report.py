@@ -1,6 +1,7 @@
 """Records of ranks, compared: who was behind, who was elsewhere, who left none."""
 
 import json
+import resource
 
 import pytest
 from typer.testing import CliRunner
@@ -25,6 +26,22 @@ def flights(folder, steps):
             entry[WAITED] = 1.0
             entry[DONE] = 2.0 if i + 1 < len(ops) else 0.0
         assert flight.write("test", str(folder))
+
+
+def test_what_cannot_be_written_hides_no_failure(tmp_path):
+    """On a full disk nothing of a record is left, and one that was there stays."""
+    (tmp_path / "file").touch()
+    assert Flight(0, 1).write("test", str(tmp_path / "file" / "below")) is None
+    (tmp_path / "full").mkdir()
+    assert Flight(0, 1).write("before", str(tmp_path / "full"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))  # a write fails in its middle; Python ignores SIGXFSZ
+    try:
+        assert Flight(0, 1).write("test", str(tmp_path / "full")) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["flight_0.json"]
+    assert read_flights(tmp_path / "full")[0]["reason"] == "before"
 
 
 def test_who_is_behind(tmp_path):
