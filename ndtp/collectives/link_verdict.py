@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ndtp.collectives.links import Link
+from ndtp.collectives.links import PeerLink
 from ndtp.collectives.verdict import LINK, UNKNOWN, Verdict
 
 LOST_SHARE, LEAST_AGAIN = 0.005, 5  # segments that were sent again, of those that were sent
@@ -20,7 +20,7 @@ UNANSWERED_S = 3.0
 MOST = 2 / 3  # of the links of a machine, for the machine to be named
 
 
-class Seen(NamedTuple):
+class OwnLinks(NamedTuple):
     """The links that one rank sees, of some seconds.
 
     Attributes:
@@ -29,14 +29,14 @@ class Seen(NamedTuple):
     """
 
     addresses: tuple[str, ...]
-    links: Mapping[str, Link]
+    links: Mapping[str, PeerLink]
 
     def as_json(self) -> list[Any]:
         return [list(self.addresses), dict(self.links)]
 
     @staticmethod
-    def of(said: Any) -> Seen:
-        return Seen(tuple(said[0]), {address: Link(*numbers) for address, numbers in said[1].items()})
+    def of(said: Any) -> OwnLinks:
+        return OwnLinks(tuple(said[0]), {address: PeerLink(*numbers) for address, numbers in said[1].items()})
 
 
 class BadLink(NamedTuple):
@@ -52,7 +52,7 @@ class BadLink(NamedTuple):
 
     ranks: tuple[int, ...]
     peers: tuple[int, ...]
-    link: Link
+    link: PeerLink
     usual_ms: float = 0.0
     num_links: int = 1
 
@@ -82,7 +82,7 @@ class BadLink(NamedTuple):
         return f"{'gone' if self.is_gone else 'slow'} link: {names}{along}: {', '.join(said)}"
 
 
-def is_bad(link: Link, usual_ms: float = 0.0) -> bool:
+def is_bad(link: PeerLink, usual_ms: float = 0.0) -> bool:
     """Whether a link is worth telling of, beside others whose round trip is `usual_ms` (0: not known)."""
     return (
         link.unanswered_s >= UNANSWERED_S
@@ -92,7 +92,7 @@ def is_bad(link: Link, usual_ms: float = 0.0) -> bool:
     )
 
 
-def bad_links(seen: Mapping[int, Seen]) -> list[BadLink]:
+def bad_links(seen: Mapping[int, OwnLinks]) -> list[BadLink]:
     """Return the links that are bad, those of one machine together, the worst first.
 
     Args:
@@ -102,7 +102,7 @@ def bad_links(seen: Mapping[int, Seen]) -> list[BadLink]:
     for rank, each in sorted(seen.items()):
         for address in each.addresses:
             at[address].append(rank)
-    pairs: dict[frozenset[str], Link] = {}
+    pairs: dict[frozenset[str], PeerLink] = {}
     home = {address: min(each.addresses) for each in seen.values() for address in each.addresses}
     for each in seen.values():
         for address, link in each.links.items():
@@ -146,12 +146,12 @@ def refined(verdict: Verdict, me: int, bad: Sequence[BadLink], say: Callable[[Ba
     return verdict._replace(text="; ".join(filter(None, (verdict.text, *map(say, bad[:1])))))
 
 
-def _worse(one: Link, other: Link) -> Link:
+def _worse(one: PeerLink, other: PeerLink) -> PeerLink:
     """Two ends of one link: what the worse direction has lost, and the longer of the round trips."""
     lossy = max(one, other, key=lambda link: (link.again / max(link.sent, 1), link.sent))
-    return Link(lossy.sent, lossy.again, max(one.rtt_ms, other.rtt_ms),
+    return PeerLink(lossy.sent, lossy.again, max(one.rtt_ms, other.rtt_ms),
                 max(one.least_rtt_ms, other.least_rtt_ms), max(one.unanswered_s, other.unanswered_s))  # fmt: skip
 
 
-def _badness(link: Link) -> tuple[float, float]:
+def _badness(link: PeerLink) -> tuple[float, float]:
     return link.unanswered_s, link.rtt_ms / 100 + link.again / max(link.sent, 1)

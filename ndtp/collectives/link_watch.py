@@ -7,8 +7,8 @@ import warnings
 from collections import deque
 from collections.abc import Mapping
 
-from ndtp.collectives.link_verdict import BadLink, Seen, bad_links, is_bad
-from ndtp.collectives.links import Link, own_links
+from ndtp.collectives.link_verdict import BadLink, OwnLinks, bad_links, is_bad
+from ndtp.collectives.links import PeerLink, ask_peers, own_links
 from ndtp.collectives.notices import Notices
 from ndtp.collectives.places import Places
 
@@ -27,11 +27,11 @@ class LinkWatch:
     def __init__(self, rank: int, size: int, places: Places) -> None:
         self._rank, self._size, self._places = rank, size, places
         self.every_s = LOOK_S * max(1.0, size / 64)
-        self._totals: deque[Mapping[str, Link]] = deque(maxlen=KEPT)
-        self._others: dict[int, Seen] = {}
+        self._totals: deque[Mapping[str, PeerLink]] = deque(maxlen=KEPT)
+        self._others: dict[int, OwnLinks] = {}
         self._bad_before = 0
 
-    def own(self) -> Seen:
+    def own(self) -> OwnLinks:
         """What this rank sees: segments since some looks ago, the rest as it is now."""
         addresses, totals = own_links()
         before = self._totals[0] if self._totals else {}
@@ -41,7 +41,7 @@ class LinkWatch:
             if first is not None and first.sent <= link.sent and first.again <= link.again:
                 link = link._replace(sent=link.sent - first.sent, again=link.again - first.again)
             links[address] = link
-        return Seen(tuple(sorted(addresses)), links)
+        return OwnLinks(tuple(sorted(addresses)), links)
 
     def look(self, store: Notices) -> None:
         """Say what this rank sees, and warn of a link that stays bad."""
@@ -63,13 +63,17 @@ class LinkWatch:
             if store.is_first_to_tell(f"{kind} link {each.ranks} {each.peers if len(each.ranks) > 1 else ''}"):
                 warnings.warn(f"ndtp: {self.sentence(each)}", RuntimeWarning, stacklevel=2)
 
-    def read(self, store: Notices) -> dict[int, Seen]:
+    def read(self, store: Notices) -> dict[int, OwnLinks]:
         """Hear what the others have seen."""
         for rank, said in store.links_of(rank for rank in range(self._size) if rank != self._rank).items():
-            self._others[rank] = Seen.of(json.loads(said))
+            self._others[rank] = OwnLinks.of(json.loads(said))
         return {**self._others, self._rank: self.own()}
 
-    def bad(self, seen: Seen | None = None) -> list[BadLink]:
+    def ask(self) -> None:
+        """Begin to find out which machines do not answer, of those that nothing is sent to."""
+        ask_peers()
+
+    def bad(self, seen: OwnLinks | None = None) -> list[BadLink]:
         """The links that are bad, by what this rank sees, and by what others have said so far."""
         return bad_links({**self._others, self._rank: self.own() if seen is None else seen})
 

@@ -6,6 +6,7 @@ of a machine cross no network, and are passed over.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -14,17 +15,17 @@ from typing import NamedTuple
 
 # The start of Linux's `struct tcp_info`: eight bytes, 24 numbers of 32 bits, 4 of 64, 6 of 32.
 _INFO = struct.Struct("8B24I4Q6I")
-_RETRANSMITS, _UNACKED, _LAST_ACK, _RTT, _AGAIN, _LEAST_RTT, _SENT = 2, 12, 20, 23, 31, 39, 41
+_RETRANSMITS, _PROBES, _UNACKED, _LAST_ACK, _RTT, _AGAIN, _LEAST_RTT, _SENT = 2, 3, 12, 20, 23, 31, 39, 41
 
 
-class Link(NamedTuple):
+class PeerLink(NamedTuple):
     """The connections of this rank to one other machine, together.
 
     Attributes:
         sent: segments with data, since the connections were made; `again`: those of them that were sent once more.
         rtt_ms: the mean round trip of late, of the connection that has the longest.
         least_rtt_ms: the shortest round trip of the last minutes.
-        unanswered_s: for so long nothing has been acknowledged, of what was sent.
+        unanswered_s: for so long nothing has been acknowledged, of what was sent or asked.
     """
 
     sent: int
@@ -34,17 +35,21 @@ class Link(NamedTuple):
     unanswered_s: float = 0.0
 
 
-def own_links() -> tuple[set[str], dict[str, Link]]:
+def own_links() -> tuple[set[str], dict[str, PeerLink]]:
     """Return this rank's addresses towards other machines, and its links by the address at the other end.
 
     Nothing where the system does not tell (Linux does).
     """
-    addresses, found = set(), dict[str, Link]()
-    for own, other, link in _connections():
+    addresses, found = set(), dict[str, PeerLink]()
+    for own, other, connection in _connections():
+        try:
+            link = _link(connection)
+        except (OSError, struct.error):  # of a kernel that says less
+            continue
         addresses.add(own)
         before = found.get(other)
         if before is not None:
-            link = Link(
+            link = PeerLink(
                 before.sent + link.sent,
                 before.again + link.again,
                 max(before.rtt_ms, link.rtt_ms),
@@ -55,10 +60,28 @@ def own_links() -> tuple[set[str], dict[str, Link]]:
     return addresses, found
 
 
-def _connections() -> Iterator[tuple[str, str, Link]]:
+def ask_peers() -> None:
+    """Have the kernel ask on idle connections, too, whether the other end is there, every second from now on.
+
+    An idle connection to a machine that is gone looks like any other.  For a rank that has lost a peer already.
+    """
+    for *_, connection in _connections():
+        with contextlib.suppress(OSError):
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                connection.setsockopt(socket.IPPROTO_TCP, option, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 127)  # the most: it is not to end any
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _connections() -> Iterator[tuple[str, str, socket.socket]]:
+    """Both ends' addresses of the connections that lead over a network."""
     if not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
         return
-    for number in map(int, os.listdir("/proc/self/fd")):
+    try:
+        numbers = list(map(int, os.listdir("/proc/self/fd")))
+    except OSError:  # no descriptor is left to look with
+        return
+    for number in numbers:
         try:
             if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 continue
@@ -70,8 +93,8 @@ def _connections() -> Iterator[tuple[str, str, Link]]:
                 continue
             own, other = connection.getsockname()[0], connection.getpeername()[0]
             if own != other:
-                yield _plain(own), _plain(other), _link(connection)
-        except (OSError, struct.error):  # one that listens, or of a kernel that says less
+                yield _plain(own), _plain(other), connection
+        except OSError:  # one that listens
             continue
         finally:
             connection.detach()
@@ -82,11 +105,10 @@ def _plain(address: str) -> str:
     return address.removeprefix("::ffff:")
 
 
-def _link(connection: socket.socket) -> Link:
+def _link(connection: socket.socket) -> PeerLink:
     said = _INFO.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 512))
-    # What waits in the queue behind what is unacknowledged was not sent, and cannot be answered.
-    waits = said[_UNACKED] and said[_RETRANSMITS]
-    return Link(
+    waits = (said[_UNACKED] and said[_RETRANSMITS]) or said[_PROBES] > 1
+    return PeerLink(
         sent=said[_SENT],
         again=said[_AGAIN],
         rtt_ms=said[_RTT] / 1e3,

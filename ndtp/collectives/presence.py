@@ -122,6 +122,7 @@ class Presence:
                 answered.set()
 
         self.flight.write(what)
+        self.link_watch.ask()
         self._do(consult)
         answered.wait(self._patience + 1.0)
         # What the kernel of this machine knows is known without the store.

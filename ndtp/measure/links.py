@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ndtp.collectives.link_verdict import Seen
+from ndtp.collectives.link_verdict import OwnLinks
 from ndtp.collectives.presence import REMOTE_PATIENCE_S, presence
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkReport:
     """The links between machines, as each rank has seen them in the last half of a minute.
 
     Attributes:
@@ -20,7 +20,7 @@ class Links:
         bad: a sentence for each link, or machine, that is slow, loses packets or does not answer.
     """
 
-    seen: dict[int, Seen]
+    seen: dict[int, OwnLinks]
     bad: list[str]
 
     def __str__(self) -> str:
@@ -35,10 +35,10 @@ class Links:
         return "\n".join([*lines, *(self.bad or ["no link is slow, loses packets or is gone"])])
 
 
-def links() -> Links:
-    """Look at the links between ranks; see `Links`."""
+def links() -> LinkReport:
+    """Look at the links between ranks; see `LinkReport`."""
     here = presence()
     if here is None:
-        return Links({}, [])
+        return LinkReport({}, [])
     seen = here.ask(here.link_watch.read, REMOTE_PATIENCE_S)
-    return Links(seen or {}, [here.link_watch.sentence(each) for each in here.link_watch.bad()])
+    return LinkReport(seen or {}, [here.link_watch.sentence(each) for each in here.link_watch.bad()])

@@ -6,23 +6,23 @@ import sys
 import pytest
 
 from ndtp.algebra.grid import Grid
-from ndtp.collectives.link_verdict import Seen, bad_links, refined
-from ndtp.collectives.links import Link, own_links
+from ndtp.collectives.link_verdict import OwnLinks, bad_links, refined
+from ndtp.collectives.links import PeerLink, ask_peers, own_links
 from ndtp.collectives.places import Places
 from ndtp.collectives.verdict import BEHIND, LINK, RAISED, SILENT, UNKNOWN, Verdict
 
-GOOD = Link(sent=1000, again=1, rtt_ms=0.3, least_rtt_ms=0.1)
-LOSSY = Link(sent=1000, again=40, rtt_ms=0.4, least_rtt_ms=0.1)
-FAR = Link(sent=1000, again=0, rtt_ms=52.0, least_rtt_ms=50.0)
-LOADED = Link(sent=1000, again=0, rtt_ms=80.0, least_rtt_ms=0.1)  # as behind a link of 1 Mbit/s
-GONE = Link(sent=1000, again=6, rtt_ms=0.3, least_rtt_ms=0.1, unanswered_s=8.0)
+GOOD = PeerLink(sent=1000, again=1, rtt_ms=0.3, least_rtt_ms=0.1)
+LOSSY = PeerLink(sent=1000, again=40, rtt_ms=0.4, least_rtt_ms=0.1)
+FAR = PeerLink(sent=1000, again=0, rtt_ms=52.0, least_rtt_ms=50.0)
+LOADED = PeerLink(sent=1000, again=0, rtt_ms=80.0, least_rtt_ms=0.1)  # as behind a link of 1 Mbit/s
+GONE = PeerLink(sent=1000, again=6, rtt_ms=0.3, least_rtt_ms=0.1, unanswered_s=8.0)
 
 
 def seen(ranks, bad, link, each=1):
     """What ranks see, of which each machine has some; links between machines `a` and `b` of `bad` are bad."""
     machines = [rank // each for rank in range(ranks)]
     return {
-        rank: Seen(
+        rank: OwnLinks(
             (f"10.0.0.{mine}",),
             {f"10.0.0.{other}": link if (mine, other) in bad else GOOD for other in {*machines} - {mine}},
         )
@@ -65,7 +65,7 @@ def test_who_is_named(link, bad, each, ranks, peers):
 
 def test_nothing_to_tell():
     assert bad_links({}) == [] and bad_links(seen(4, set(), GOOD)) == []
-    assert bad_links({0: Seen(("a",), {})}) == []
+    assert bad_links({0: OwnLinks(("a",), {})}) == []
     assert bad_links(seen(4, {pair for machine in range(4) for pair in all_of(machine)}, LOADED)) == []
 
 
@@ -111,3 +111,6 @@ def test_links_of_a_machine_with_itself_are_none():
                 assert 0 < found["127.0.0.1"].rtt_ms < 1000 and found["127.0.0.1"].unanswered_s == 0
                 client.sendall(b"x")
                 assert peer.recv(1) == b"x", "they are open still"
+                ask_peers()
+                assert client.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 1

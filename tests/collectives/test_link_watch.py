@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ndtp.algebra.grid import Grid
 from ndtp.collectives import link_watch
 from ndtp.collectives.link_watch import KEPT, LinkWatch
-from ndtp.collectives.links import Link
+from ndtp.collectives.links import PeerLink
 from ndtp.collectives.liveness import own_identity
 from ndtp.collectives.notices import Notices
 from ndtp.collectives.places import Places
@@ -23,7 +23,7 @@ def looked(watches, stores, monkeypatch, lost):
         warnings.simplefilter("always")
         for rank, (watch, store) in enumerate(zip(watches, stores, strict=True)):
             links = {
-                f"10.0.0.{other}": Link(1000 * (lost["looks"] + 1), lost["again"] * (2 in (rank, other)), 0.2, 0.1)
+                f"10.0.0.{other}": PeerLink(1000 * (lost["looks"] + 1), lost["again"] * (2 in (rank, other)), 0.2, 0.1)
                 for other in range(RANKS)
                 if other != rank
             }
