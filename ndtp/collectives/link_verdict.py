@@ -7,14 +7,15 @@ machine is named; what is left are links between two machines.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ndtp.collectives.links import PeerLink
 from ndtp.collectives.verdict import LINK, UNKNOWN, Verdict
 
-LOST_SHARE, LEAST_AGAIN = 0.005, 5  # segments that were sent again, of those that were sent
+LOST_SHARE, LEAST_AGAIN = 0.01, 5  # segments that were sent again, of those that were sent
 SLOW_MS, TIMES = 5.0, 5.0  # a round trip: so long at least, and so many times as long as on other links
+MORE_SHARE, MORE_TIMES = 0.005, 3.0  # segments that were sent again: so many, and so many times as many as elsewhere
 LONG_MS, LOADED_MS = 10.0, 100.0  # slow whatever the others are: of an idle link; of one under load
 UNANSWERED_S = 3.0
 MOST = 2 / 3  # of the links of a machine, for the machine to be named
@@ -70,9 +71,7 @@ class BadLink(NamedTuple):
         if self.is_gone:
             said.append(f"nothing was acknowledged for {link.unanswered_s:.1f} s")
         if link.again:
-            said.append(
-                f"{100 * link.again / max(link.sent, link.again):.2g} % of {link.sent} segments were sent again"
-            )
+            said.append(f"{100 * _lost(link):.2g} % of {link.sent} segments were sent again")
         if link.rtt_ms >= SLOW_MS:
             others = f", {self.usual_ms:.2g} on other links" if self.usual_ms else ""
             said.append(f"a round trip takes {link.rtt_ms:.3g} ms{others}")
@@ -82,11 +81,20 @@ class BadLink(NamedTuple):
         return f"{'gone' if self.is_gone else 'slow'} link: {names}{along}: {', '.join(said)}"
 
 
-def is_bad(link: PeerLink, usual_ms: float = 0.0) -> bool:
-    """Whether a link is worth telling of, beside others whose round trip is `usual_ms` (0: not known)."""
+def usual_of(links: Collection[PeerLink]) -> tuple[float, float]:
+    """Return the round trip, and the share of segments sent again, that a quarter of the links have at most."""
+    if len(links) < 2:
+        return 0.0, 0.0
+    trips, shares = sorted(link.rtt_ms for link in links), sorted(_lost(link) for link in links)
+    return trips[len(links) // 4], shares[len(links) // 4]
+
+
+def is_bad(link: PeerLink, usual: tuple[float, float]) -> bool:
+    """Whether a link is worth telling of, beside others of which `usual_of` tells."""
+    usual_ms, usual_lost = usual
     return (
         link.unanswered_s >= UNANSWERED_S
-        or (link.again >= LEAST_AGAIN and link.again >= LOST_SHARE * link.sent)
+        or (link.again >= LEAST_AGAIN and _lost(link) >= min(LOST_SHARE, max(MORE_SHARE, MORE_TIMES * usual_lost)))
         or link.least_rtt_ms >= LONG_MS
         or link.rtt_ms >= (max(SLOW_MS, TIMES * usual_ms) if usual_ms else LOADED_MS)
     )
@@ -108,8 +116,7 @@ def bad_links(seen: Mapping[int, OwnLinks]) -> list[BadLink]:
         for address, link in each.links.items():
             key = frozenset({min(each.addresses, default=""), home.get(address, address)})
             pairs[key] = _worse(pairs[key], link) if key in pairs else link
-    trips = sorted(link.rtt_ms for link in pairs.values())
-    usual = trips[len(trips) // 4] if len(trips) > 1 else 0.0
+    usual = usual_of(pairs.values())
     bad = {key for key, link in pairs.items() if is_bad(link, usual)}
     found = []
     if len(bad) > MOST * len(pairs) and not frozenset.intersection(*pairs):
@@ -127,8 +134,8 @@ def bad_links(seen: Mapping[int, OwnLinks]) -> list[BadLink]:
         ends = {rank for key in mine for each in key for rank in at[each]}
         worst = max((pairs[key] for key in mine), key=_badness)
         good = sorted(link.rtt_ms for key, link in pairs.items() if key not in bad)
-        peers, usual = tuple(sorted(ends - set(ranks))), good[len(good) // 2] if good else 0.0
-        found.append(BadLink(ranks, peers, worst, usual, len(mine)))
+        others_ms = good[len(good) // 2] if good else 0.0
+        found.append(BadLink(ranks, tuple(sorted(ends - set(ranks))), worst, others_ms, len(mine)))
         bad -= mine
     return sorted(found, key=lambda each: _badness(each.link), reverse=True)
 
@@ -148,10 +155,14 @@ def refined(verdict: Verdict, me: int, bad: Sequence[BadLink], say: Callable[[Ba
 
 def _worse(one: PeerLink, other: PeerLink) -> PeerLink:
     """Two ends of one link: what the worse direction has lost, and the longer of the round trips."""
-    lossy = max(one, other, key=lambda link: (link.again / max(link.sent, 1), link.sent))
+    lossy = max(one, other, key=lambda link: (_lost(link), link.sent))
     return PeerLink(lossy.sent, lossy.again, max(one.rtt_ms, other.rtt_ms),
                 max(one.least_rtt_ms, other.least_rtt_ms), max(one.unanswered_s, other.unanswered_s))  # fmt: skip
 
 
 def _badness(link: PeerLink) -> tuple[float, float]:
-    return link.unanswered_s, link.rtt_ms / 100 + link.again / max(link.sent, 1)
+    return link.unanswered_s, link.rtt_ms / 100 + _lost(link)
+
+
+def _lost(link: PeerLink) -> float:
+    return link.again / max(link.sent, link.again, 1)

@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Mapping
 
-from ndtp.collectives.link_verdict import BadLink, OwnLinks, bad_links, is_bad
+from ndtp.collectives.link_verdict import BadLink, OwnLinks, bad_links, is_bad, usual_of
 from ndtp.collectives.links import PeerLink, ask_peers, own_links
 from ndtp.collectives.notices import Notices
 from ndtp.collectives.places import Places
@@ -50,8 +50,7 @@ class LinkWatch:
         if not seen.links:
             return
         store.tell_links(json.dumps(seen.as_json()))
-        trips = sorted(link.rtt_ms for link in seen.links.values())
-        usual = trips[len(trips) // 4] if len(trips) > 1 else 0.0
+        usual = usual_of(seen.links.values())
         self._bad_before = self._bad_before + 1 if any(is_bad(each, usual) for each in seen.links.values()) else 0
         if self._bad_before < TWICE:
             # Of others only whose addresses are whose is still true.
