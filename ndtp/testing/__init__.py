@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ndtp.testing.compare import assert_close_to_dense, assert_equal, small_integers
+    from ndtp.testing.cuda.multiprocessors import find_deadlock
     from ndtp.testing.cuda.place import CudaFault
     from ndtp.testing.cuda.stand_in import RecordedCuda
     from ndtp.testing.dense import assert_matches_dense
@@ -27,6 +28,7 @@ _HOME = {
     "assert_close_to_dense": "compare",
     "assert_equal": "compare",
     "assert_matches_dense": "dense",
+    "find_deadlock": "cuda.multiprocessors",
     "ranks": "tests_on_ranks",
     "run": "launch",
     "small_integers": "compare",
@@ -41,6 +43,7 @@ __all__ = [
     "assert_close_to_dense",
     "assert_equal",
     "assert_matches_dense",
+    "find_deadlock",
     "ranks",
     "run",
     "small_integers",

@@ -23,6 +23,7 @@ from ndtp.runtime.rehearsal import DRAWS, READS_IN_HOST
 from ndtp.testing.cuda import symmetric
 from ndtp.testing.cuda.graph import Capture, GraphContext, GraphStandIn, tensors_of
 from ndtp.testing.cuda.memory import Access, Blocks, MemoryBlock, View
+from ndtp.testing.cuda.multiprocessors import Operation
 from ndtp.testing.cuda.order import EventStandIn, Lane, StreamStandIn, VectorClock, join
 from ndtp.testing.cuda.place import ACTIVE, CudaFault
 from ndtp.testing.cuda.works import Communication
@@ -42,11 +43,12 @@ class RecordedCuda(TorchDispatchMode):
     replay computes.  Collectives of process groups other than gloo's run on a stream of their own each, as NCCL's do.
 
     Args:
-        record: keep the name of every operation, in order, by its lane.
+        record: keep every operation, in the order of issue: its lane, and what must come before it.
 
     Attributes:
         faults: what was found, and is raised at the end.
         operations: (lane, name), if they are kept.
+        trace: the same with what must be done before each, for `find_deadlock` and `step_microseconds`.
     """
 
     device = torch.device("cpu")
@@ -57,6 +59,7 @@ class RecordedCuda(TorchDispatchMode):
         self.host: VectorClock = {}
         self.lanes: dict[int, Lane] = {}
         self.operations: list[tuple[str, str]] = []
+        self.trace: list[Operation] = []
         self._records = record
         self._blocks = Blocks(self._freed)
         self._capture: Capture | None = None
@@ -105,14 +108,20 @@ class RecordedCuda(TorchDispatchMode):
                     f"{what} on {lane.name} during a capture that {lane.name} is no part of: replays lack it"
                 )
             join(lane.clock, self.host)
-            tick = lane.tick()
+            reads, writes = list(reads), list(writes)
             if self._records:
                 self.operations.append((lane.name, what))
+                self._trace(what, lane, sum(x.nbytes for x in reads), sum(x.nbytes for x in writes))
+            tick = lane.tick()
             for is_write, tensors in ((False, reads), (True, writes)):
                 for x in tensors:
                     if x.numel():
                         self._touch(x, what, lane, tick, is_write)
             return lane
+
+    def _trace(self, what: str, lane: Lane, read: int, written: int) -> None:
+        number, members = lane.clock.get(lane.number, 0) + 1, self.communication.members_of(lane)
+        self.trace.append(Operation(lane.number, number, what, dict(lane.clock), members, read, written))
 
     def kernel(
         self,

@@ -61,6 +61,7 @@ class Communication:
         self.machine, self.waiting = owner, dict[int, str]()
         self._lanes: WeakKeyDictionary[Any, Lane] = WeakKeyDictionary()
         self._made: list[Lane] = []
+        self._members: dict[int, tuple[int, ...]] = {}
         self._functional: dict[int, tuple[WorkStandIn, Any]] = {}
         self._local = threading.local()
 
@@ -76,10 +77,15 @@ class Communication:
         """The stream of a group, which has one for each."""
         lane = self._lanes.get(group)
         if lane is None:
-            ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
-            lane = self._lanes[group] = Lane(f"communicator {len(self._made) + 1} of ranks {ranks}")
+            ranks = tuple(dist.get_process_group_ranks(group))
+            lane = Lane(f"communicator {len(self._made) + 1} of ranks {','.join(map(str, ranks))}")
+            self._lanes[group], self._members[lane.number] = lane, ranks
             self._made.append(lane)
         return lane
+
+    def members_of(self, lane: Lane) -> tuple[int, ...] | None:
+        """Return the ranks of the communicator whose lane it is; None for a stream."""
+        return self._members.get(lane.number)
 
     def send(
         self,
