@@ -1,4 +1,4 @@
-"""Who gets the multiprocessors: recorded programs of all ranks, dispatched as badly as a device may.
+"""Recorded programs of all ranks on multiprocessors that are given out as badly as a device may give them.
 
 A kernel of NCCL holds its multiprocessors until its peers have come, and a device starts thread blocks of different
 streams in any order.  So ranks that issue alike may start unlike, and wait for each other for ever: unless what can be

@@ -1,4 +1,4 @@
-"""How long a recorded program takes: its operations on the clocks of a host, a device's stream and its links.
+"""A clock for recorded programs: their operations on a host, on streams and on links, each of which takes its time.
 
 An independent check of `ndtp.schedule.clocks`, which times the tasks of a plan: here it is what a program has issued.
 """
