@@ -2,16 +2,18 @@
 
     git clone --depth 1 --branch v5.16.0 https://github.com/huggingface/transformers
     python tests/models/every_class.py --tests transformers/tests [--grid x=2,y=2 --scheme 2d] [--classes "bert.*"]
-        [--json bench/results/transformers_classes.json [--again]]
+        [--json bench/results/transformers_classes.json [--again [wrong broken ..]]]
 
 Tiny configs and inputs come from transformers' own test classes, in fp32.  With --json what the file has of a grid is
-kept, so that a run goes on where another stopped; --again compares anew.  A class is
+kept, so that a run goes on where another stopped; --again compares anew, all or what has one of these verdicts.  Each
+row names the commit of ndtp that gave it.  A class is
 
     equal    within 1e-4 of the dense result, relative to the largest number of the tensor,
     drift    further off, but no more than ten times as far from the fp64 result as the dense fp32 model is,
     wrong    further off, or it generates other tokens,
     refused  by ndtp's own error in `parallelize`,
-    broken   whatever else it raises, or a timeout,
+    broken   whatever else it raises, or a timeout, which is of an idle machine: on a busy one it is as much longer,
+             as the dense model took longer than its processor time,
     no dense where transformers' own test class does not run here.
 """
 
@@ -23,6 +25,7 @@ import json
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -252,8 +255,9 @@ class Alarm:
 
 
 def one_class(case: Any, kind: type, axes: dict[str, int], scheme: str, timeout: int, path: str) -> dict:
+    began, used = time.monotonic(), time.process_time()
     try:
-        with warnings.catch_warnings(), Alarm(timeout):
+        with warnings.catch_warnings(), Alarm(4 * timeout):
             warnings.simplefilter("ignore")
             model, cases = tiny_models.made(case, kind)
             go_on = tiny_models.prompt(model, case, cases)
@@ -269,6 +273,7 @@ def one_class(case: Any, kind: type, axes: dict[str, int], scheme: str, timeout:
             put(path, model, case, exact={}, **rest)
     except Exception as error:
         return {"verdict": "no dense", "error": f"{type(error).__name__}: {error}"[:300]}
+    timeout = round(timeout * max((time.monotonic() - began) / (time.process_time() - used + 0.1), 1.0))
     row = on_ranks(axes, scheme, timeout, path)
     if row["verdict"] != "wrong":
         return row
@@ -321,7 +326,7 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", help="which part of all classes, 2/3, where several runs share them")
     parser.add_argument("--timeout", type=int, default=120, help="seconds for a class")
     parser.add_argument("--json", type=Path, help="the record, which is gone on with")
-    parser.add_argument("--again", action="store_true", help="compare what the record has, too")
+    parser.add_argument("--again", nargs="*", help="compare what the record has, too: all, or of these verdicts")
     parser.add_argument("--trace", action="store_true", help="print what a broken class raised")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -332,10 +337,13 @@ def main() -> None:
     if arguments.json is not None and arguments.json.exists():
         rows = {row["class"] + " on " + row["on"]: row for row in json.loads(arguments.json.read_text())["rows"]}
     part, parts = map(int, arguments.part.split("/"))
+    commit = commit_of(Path(ndtp.__file__).parent)
     path = os.path.join(tempfile.mkdtemp(prefix="ndtp-class-"), "given")
     verdicts: Counter[str] = Counter()
     for i, (name, case, kind) in enumerate(found(arguments)):
-        if i % parts != part - 1 or (f"{name} on {on}" in rows and not arguments.again):
+        known = rows.get(f"{name} on {on}")
+        is_wanted = known is None or arguments.again == [] or known["verdict"] in (arguments.again or ())
+        if i % parts != part - 1 or not is_wanted:
             continue
         start = time.monotonic()
         try:
@@ -343,7 +351,7 @@ def main() -> None:
         except Exception:
             row = {"verdict": "broken", "error": traceback.format_exc().splitlines()[-1]}
         trace = row.pop("trace", "")
-        row = {"class": name, "on": on, **row, "seconds": round(time.monotonic() - start, 1)}
+        row = {"class": name, "on": on, "commit": commit, **row, "seconds": round(time.monotonic() - start, 1)}
         rows[f"{name} on {on}"] = row
         verdicts[row["verdict"]] += 1
         print(described(name, row), flush=True)
@@ -353,6 +361,17 @@ def main() -> None:
             write(arguments.json, rows)
     print(", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())))
     sys.exit(1 if verdicts["wrong"] or verdicts["broken"] else 0)
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of a checkout, with "+" where its files are not those of it; "unknown" of an installed package."""
+    given = subprocess.run(
+        ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    return given.stdout.strip() or "unknown"
 
 
 def write(path: Path, rows: dict[str, dict]) -> None:
