@@ -70,10 +70,10 @@ def check_product(product: Product, seed: int = 0) -> None:
     plan, mesh = product.plan(), mesh_of(product.grid)
     *_, n = shape = global_shape(product)
     shapes = (product.a_shape, product.b_shape, (n,))
-    whole = [small_integers(s, seed + i, torch.float64, **BOUNDS) for i, s in enumerate(shapes)]
+    whole = [integers(product.dtype, s, seed + i) for i, s in enumerate(shapes)]
     wanted = [tensor.requires_grad_(need) for tensor, need in zip(whole, (*product.needs, product.bias), strict=True)]
     reference = dense(product, wanted[0], wanted[1], wanted[2] if product.bias else None)
-    upstream = small_integers(reference.shape, seed + 3, torch.float64, **BOUNDS)
+    upstream = integers(product.dtype, reference.shape, seed + 3)
     layouts = (plan.a, plan.b, plan.bias)
     shards = [
         layout.shard(tensor.detach(), mesh.rank).to(product.dtype, copy=True).requires_grad_(tensor.requires_grad)
@@ -96,6 +96,12 @@ def check_product(product: Product, seed: int = 0) -> None:
     predicted = bound.volume(shape, c.dtype, dgrad=product.needs[0], wgrad=product.needs[1], bias=product.bias)
     assert meter.volume == predicted, f"{product}: measured {meter.volume}, predicted {predicted}"
     assert not mesh.collectives.in_flight, f"{product}: handles left over"
+
+
+def integers(dtype: torch.dtype, shape: Sequence[int], seed: int) -> Tensor:
+    """Whole numbers in twice the precision that a check has, complex ones for a complex dtype."""
+    real = small_integers(shape, seed, torch.float64, **BOUNDS)
+    return torch.complex(real, small_integers(shape, seed + 100, torch.float64, **BOUNDS)) if dtype.is_complex else real
 
 
 def check_products(products: Sequence[Product]) -> None:

@@ -233,7 +233,7 @@ class KernelGemm(KernelEpilogues, KernelGrouped, TorchGemm):
         return partial(self.product, transpose_a=transpose_a, transpose_b=transpose_b)
 
     def product(self, a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
-        if a.dtype is torch.float64:  # the kernels have no such form
+        if a.dtype is torch.float64 or a.is_complex():  # the kernels have no such form
             return super().bound_product(transpose_a, transpose_b, None)(a, b)
         return self.gemm(a, b, transpose_a=transpose_a, transpose_b=transpose_b, options=self.options)
 
@@ -249,7 +249,7 @@ class KernelGemm(KernelEpilogues, KernelGrouped, TorchGemm):
         parts: Sequence[int] | None = None,
         accumulate: bool = False,
     ) -> Tensor:
-        if a.dtype is torch.float64:
+        if a.dtype is torch.float64 or a.is_complex():
             return super().product_of_blocks(
                 a, b, transpose_a, transpose_b, out=out, blocks=blocks, parts=parts, accumulate=accumulate
             )
@@ -267,6 +267,23 @@ class KernelGemm(KernelEpilogues, KernelGrouped, TorchGemm):
             accumulate=accumulate,
             options=self.options,
         )
+
+
+class ConjugateGemm:
+    """The products of a backward of complex numbers: the gradient is multiplied by the conjugate of A or of B.
+
+    All else is as `gemm` does it.
+    """
+
+    def __init__(self, gemm: TorchGemm) -> None:
+        self.gemm = gemm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.gemm, name)
+
+    def bound(self, *args: Any, **kwargs: Any) -> Multiply:
+        product = self.gemm.bound(*args, **kwargs)
+        return lambda grad, operand, **out: product(grad, operand.conj(), **out)
 
 
 def joined(matrix: Tensor) -> Tensor:

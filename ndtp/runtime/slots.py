@@ -11,6 +11,7 @@ import torch
 
 from ndtp.algebra.matmul_plan import Letters, MatMulPlan
 from ndtp.algebra.steps import phase_of
+from ndtp.compute.gemm import ConjugateGemm
 from ndtp.runtime import closures
 from ndtp.runtime.closures import FIRST, Get, Place, Run
 from ndtp.runtime.moves import Way, blocks_of_result, is_matrix
@@ -84,6 +85,8 @@ class Slots:
         is_forward: bool,
     ) -> None:
         self.stages, self.rows, self.collectives, self.gemm, self.dtype = setting
+        if self.dtype.is_complex and not is_forward:
+            self.gemm = ConjugateGemm(self.gemm)  # type: ignore[assignment]
         self.last, self.chunks = len(self.stages) - 1, self.rows[0].count
         self.wanted, self.is_forward = wanted, is_forward
         self.tasks: list[tuple[Title | None, tuple[Run, ...]]] = []

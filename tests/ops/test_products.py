@@ -52,7 +52,7 @@ def test_scheme_is_exact_with_both_transposes_and_regather(ranks, name):
 
 def test_dtypes_are_exact(ranks):
     """Sums stay below 2^8, so that bf16 holds them: any rounding of a partial sum would show.  The others by turns."""
-    others = zip(SCHEMES, itertools.cycle((torch.float64, torch.float16)), strict=False)
+    others = zip(SCHEMES, itertools.cycle((torch.float64, torch.float16, torch.complex64)), strict=False)
     check_on(
         ranks,
         [scheme_product(n, dtype=t, bias=True) for n, t in [*dict.fromkeys(SCHEMES, torch.bfloat16).items(), *others]],

@@ -1,0 +1,278 @@
+"""Models of others, which no test names one by one, split by `ndtp.parallelize` alone, against dense.
+
+    pip install --no-deps --target SITE timm diffusers ...    # whatever of `zoo/packages.py` is to be compared
+    PYTHONPATH=SITE python tests/models/elsewhere.py [--grid x=2,y=2 --scheme 3d] [--models "timm*" "*LSTM*"]
+        [--json bench/results/models_elsewhere.json [--again [wrong ..]]]
+
+`tests/models/zoo` has the models: written as people write them, and tiny ones of packages; those whose package is not
+here are left out.  Compared are what a call gives in training, the gradients of all parameters, parameters and buffers
+after a step of an optimizer, what the model gives in evaluation then, and a second batch of another size with its
+gradients.  With --json, rows of the file are kept and the run goes on.  A model is
+
+    equal     within 1e-4 of dense, relative to the largest number of a tensor (for gradients, of all within 1e-2),
+    drift     no more than ten times as far off as dense itself is with its weights off by their last bit,
+    wrong     further off,
+    refused   by ndtp's own error in `parallelize`, or in the first call of a model that waits for it,
+    stopped   by ndtp's own error later,
+    broken    whatever else it raises, or a timeout,
+    no dense  where the dense model does not run here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from datetime import date
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]  # of `products`, and of `zoo`
+
+import every_class
+import torch
+import zoo.generative
+import zoo.others
+import zoo.packages
+import zoo.sequences  # noqa: F401  # which put their models into ALL
+from every_class import CLOSE, DRIFT, whole
+from products import mesh_of
+from torch import Tensor, nn
+from zoo.entry import ALL, Entry
+
+import ndtp
+import ndtp.testing
+from ndtp import CommMeter
+
+# Of verdicts, the worst last.
+ORDER = ["equal", "drift", "refused", "no dense", "stopped", "wrong", "broken"]
+
+
+def tensors_in(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The floating tensors of what a model gives, by their path; complex ones as pairs of real ones."""
+    if isinstance(x, Tensor):
+        if x.is_floating_point() or x.is_complex():
+            yield name, x
+    elif isinstance(x, Mapping):
+        for key, value in x.items():
+            yield from tensors_in(value, f"{name}.{key}")
+    elif isinstance(x, (list, tuple)):
+        for i, value in enumerate(x):
+            yield from tensors_in(value, f"{name}[{i}]")
+    elif is_dataclass(x):
+        for each in fields(x):
+            yield from tensors_in(getattr(x, each.name, None), f"{name}.{each.name}")
+
+
+def real(x: Tensor) -> Tensor:
+    x = whole(x.detach())
+    x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return (torch.view_as_real(x) if x.is_complex() else x).clone()
+
+
+def scalar(out: Any) -> Tensor:
+    """The sum of all that a model gives with fixed random factors; a number counts as it is."""
+    generator, total = torch.Generator().manual_seed(0), torch.zeros(())
+    for _, x in tensors_in(out):
+        if x.requires_grad:
+            x = torch.view_as_real(x) if x.is_complex() else x
+            factors = torch.randn(x.shape, generator=generator) if x.dim() else torch.ones(())
+            total = total + (whole(x) * factors.to(x.dtype)).sum()
+    return total
+
+
+def called(model: nn.Module, given: Any) -> Any:
+    torch.manual_seed(7)
+    given = copy.deepcopy(given)
+    return model(**given) if isinstance(given, dict) else model(*given)
+
+
+def results(model: nn.Module, each: Entry, about: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    """Whatever is compared, as whole tensors by name; a collective on a grid.
+
+    Args:
+        about: takes what the first step sent.
+    """
+    found: dict[str, Tensor] = {}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    for turn, batch in enumerate(each.batches):
+        torch.manual_seed(3)
+        given = each.inputs(batch)
+        model.train()
+        optimizer.zero_grad()
+        with CommMeter() as meter:
+            out = called(model, given)
+            scalar(out).backward()
+        if about is not None and not turn:
+            about["bytes"] = meter.volume.by("collective")
+        found |= {f"training {turn}{name}": real(x) for name, x in tensors_in(out)}
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                found[f"gradient {turn} of {name}"] = real(p.grad)
+        optimizer.step()
+        if not turn:
+            model.eval()
+            with torch.no_grad():
+                found |= {f"evaluation{name}": real(x) for name, x in tensors_in(called(model, given))}
+    found |= {f"parameter {name}": real(p) for name, p in model.named_parameters()}
+    return found | {f"buffer {name}": real(b) for name, b in model.named_buffers() if b.is_floating_point()}
+
+
+def made(each: Entry) -> nn.Module:
+    torch.manual_seed(1)
+    return each.make()
+
+
+def compare(mine: dict[str, Tensor], dense: dict[str, Tensor], also: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """The verdict, and the tensor that is furthest off.
+
+    Args:
+        also: what dense gives with its weights off by their last bit.
+    """
+    row: dict[str, Any] = {"verdict": "equal", "off": 0.0, "worst": ""}
+    largest = max((float(x.abs().max()) for key, x in dense.items() if "gradient" in key and x.numel()), default=0.0)
+    for name, theirs in dense.items():
+        x = mine.get(name)
+        if x is None:
+            return row | {"verdict": "wrong", "worst": f"{name}: missing"}
+        x = x[tuple(map(slice, theirs.shape))] if name.startswith(("gradient", "parameter")) else x  # padding
+        if x.shape != theirs.shape:
+            return row | {"verdict": "wrong", "worst": f"{name}: {tuple(x.shape)}"}
+        differs = ~((x == theirs) | (x.isnan() & theirs.isnan()))
+        if not differs.any():
+            continue
+        scale = max(float(theirs.abs().max()), largest * 1e-2 if "gradient" in name else 0.0, 1e-30)
+        off = float((x - theirs).abs().max()) / scale
+        off = off if off == off else float("inf")
+        if off > row["off"]:
+            row |= {"off": off, "worst": f"{name}: {off:.2g}"}
+        if off > CLOSE:
+            drift = max((float((y[name] - theirs).abs().max()) / scale for y in also if name in y), default=0.0)
+            if off > DRIFT * drift:
+                return row | {"verdict": "wrong", "off": off, "worst": f"{name}: {off:.2g}"}
+            row["verdict"] = "drift"
+    return row
+
+
+def on_grid(name: str, axes: dict[str, int], scheme: str) -> dict[str, Any]:
+    """One model on every rank: what `compare` says, and what the report does."""
+    torch.set_num_threads(1)
+    each = ALL[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            dense = results(made(each), each)
+            also = []
+            for turn in range(2):
+                model = made(each)
+                torch.manual_seed(turn)
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.mul_(1.0 + torch.randn_like(p) * 2.0**-23)
+                also.append(results(model, each))
+        except Exception as error:
+            return {"verdict": "no dense", "error": f"{type(error).__name__}: {error}"[:300]}
+        model = made(each)
+        row: dict[str, Any] = {"split": 0.0}
+        try:
+            ndtp.parallelize(model, mesh_of(ndtp.Grid(axes)), scheme=scheme)
+            about: dict[str, Any] = {}
+            mine = results(model, each, about)
+        except (ValueError, NotImplementedError) as error:
+            if not type(error).__module__.startswith("ndtp"):
+                raise
+            report = getattr(model, "ndtp_report", None)
+            is_dense = report is None or report.waits or not report.replaced
+            return row | {"verdict": "refused" if is_dense else "stopped", "error": str(error)}
+        report = model.ndtp_report
+        total, split, held = report.parameters
+        row |= {"split": round(split / max(total, 1), 3), "held": round(held / max(total, 1), 3)}
+        row |= about | {"gathered": dict(report.gathered), "kept": len(report.kept)}
+        return row | compare(mine, dense, also)
+
+
+def one_model(pool: ndtp.testing.RankPool, name: str, axes: dict[str, int], scheme: str, timeout: float) -> dict:
+    try:
+        rows = pool.run(on_grid, name, axes, scheme, timeout=timeout)
+        return max(rows, key=lambda row: ORDER.index(row["verdict"]))
+    except (ndtp.testing.RankError, ndtp.testing.RankTimeout) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        said = [line for line in lines if every_class.ndtp_or_torch(line)] or lines
+        return {"verdict": "broken", "error": said[-1].strip()[:400], "trace": str(error)}
+
+
+def described(name: str, row: dict) -> str:
+    why = (row.get("error") or row.get("worst") or "").replace("\n", " ")[:200]
+    total = sum(row.get("bytes", {}).values())
+    return f"{name:60} {row['verdict']:8} {row.get('split', 0.0):6.1%} {total:>9,} {why}".rstrip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grid", default="x=2,y=2", help="axes and their sizes")
+    parser.add_argument("--scheme", default="3d", help="the default of parallelize")
+    parser.add_argument("--models", nargs="*", default=["*"], help="patterns of their names")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds for a model")
+    parser.add_argument("--json", type=Path, help="the record, which is gone on with")
+    parser.add_argument("--again", nargs="*", help="compare what the record has, too: all, or of these verdicts")
+    parser.add_argument("--trace", action="store_true", help="print what a broken model raised")
+    arguments = parser.parse_args()
+    axes = {name: int(size) for name, size in (each.split("=") for each in arguments.grid.split(","))}
+    on, rows = f"{arguments.grid} {arguments.scheme}", {}
+    if arguments.json is not None and arguments.json.exists():
+        rows = {f"{row['model']} on {row['on']}": row for row in json.loads(arguments.json.read_text())["rows"]}
+    commit, verdicts = every_class.commit_of(Path(ndtp.__file__).parent), Counter[str]()
+    ranks = 1
+    for size in axes.values():
+        ranks *= size
+    with ndtp.testing.RankPool(ranks) as pool:
+        for name, each in ALL.items():
+            known = rows.get(f"{name} on {on}")
+            is_wanted = known is None or arguments.again == [] or known["verdict"] in (arguments.again or ())
+            if not (each.is_here and is_wanted and any(fnmatch(name, p) for p in arguments.models)):
+                continue
+            start = time.monotonic()
+            try:
+                row = one_model(pool, name, axes, arguments.scheme, float(arguments.timeout))
+            except Exception:
+                row = {"verdict": "broken", "error": traceback.format_exc().splitlines()[-1]}
+            trace = row.pop("trace", "")
+            row = {"model": name, "on": on, "commit": commit, **row, "seconds": round(time.monotonic() - start, 1)}
+            rows[f"{name} on {on}"] = row
+            verdicts[row["verdict"]] += 1
+            print(described(name, row), flush=True)
+            if trace and arguments.trace:
+                print(trace, file=sys.stderr, flush=True)
+            if arguments.json is not None:
+                write(arguments.json, rows)
+    print(", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())))
+    sys.exit(1 if any(verdicts[bad] for bad in ("stopped", "wrong", "broken")) else 0)
+
+
+def write(path: Path, rows: dict[str, dict]) -> None:
+    """All rows, one a line, and how many of each grid have which verdict."""
+    counts: dict[str, dict[str, int]] = {}
+    for row in rows.values():
+        each = counts.setdefault(row["on"], {})
+        each[row["verdict"]] = each.get(row["verdict"], 0) + 1
+        if row["verdict"] in every_class.GOOD and row["split"] >= 0.9:
+            each["split to 90 %"] = each.get("split to 90 %", 0) + 1
+    about = {
+        "date": str(date.today()),
+        "versions": {m.__name__: m.__version__ for m in (torch, ndtp)},
+        "counts": counts,
+    }
+    text = ",\n  ".join(json.dumps(rows[key]) for key in sorted(rows))
+    path.write_text(json.dumps(about, indent=1)[:-2] + f',\n "rows": [\n  {text}\n ]\n}}\n')
+
+
+if __name__ == "__main__":
+    main()
