@@ -93,11 +93,11 @@ class Adopted(Sharded):
 
     def held(self, name: str) -> Tensor | None:
         """A parameter, or what was computed in its place, to lie as that."""
-        found = self._parameters.get(name)
-        if found is not None or name not in self.lies:
+        found: Any = self._parameters.get(name)
+        if name not in self.lies or (found is not None and (is_placed(found) or not _is_computed(found))):
             return found
         value = getattr(self, name, None)
-        return value if value is None else lying(value, self.lies[name], self.mesh, f"{self.name}.{name}")
+        return value if value is None else lying(_gathered(value), self.lies[name], self.mesh, f"{self.name}.{name}")
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """A dense one is put on the grid, and stays the same object."""
@@ -105,6 +105,15 @@ class Adopted(Sharded):
         if lies is not None and param is not None:
             take_place(param, lies, self.mesh, f"{self.name}.{name}")
         super().register_parameter(name, param)
+
+
+def _is_computed(x: Tensor) -> bool:
+    """Return whether something in the place of a parameter was computed, as `torch.func.functional_call` puts it."""
+    return x.grad_fn is not None or not isinstance(x, nn.Parameter)
+
+
+def _gathered(x: Any) -> Any:
+    return x.gathered() if hasattr(x, "gathered") else x
 
 
 def adopt(module: nn.Module, kind: type[Adopted], frame: Frame, name: str, behind: bool = False) -> Any:

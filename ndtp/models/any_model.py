@@ -23,13 +23,16 @@ from ndtp.models.observation import Observation
 from ndtp.models.observed_schedule import ObservedHead, ObservedMLP
 from ndtp.models.other_layers import reads
 from ndtp.models.placing import Placing
-from ndtp.models.projections import place_projection
+from ndtp.models.projections import place_projection, used_and_stored
 from ndtp.models.roles import features, is_linear
+from ndtp.models.run_eagerly import compiled_parts_run_eagerly
 from ndtp.models.saving import saved_whole
 from ndtp.models.split_layers import AsStored, ObservedEmbedding, ObservedLinear, SharedInput
 from ndtp.nn.padding import row_multiple
 from ndtp.ops.lookup import LookupPlan
 from ndtp.split import Context, guard_functions
+
+TWICE = "the model's code takes gradients of its gradients (create_graph=True), which products on a grid do not have"
 
 
 class AnyModel(Placing):
@@ -63,6 +66,7 @@ class AnyModel(Placing):
     def place_by(self, seen: Observation | None) -> None:
         """Split the model by what a run of it has shown; see `ndtp.models.observation`."""
         guard_functions()
+        compiled_parts_run_eagerly(self.model)
         modules = dict(self.model.named_modules())
         self.feeds: dict[str, bool] | None = None
         if seen is None:
@@ -70,6 +74,7 @@ class AnyModel(Placing):
         else:
             self.leads_in, self.turns, self.feeds = sides(seen)
         self.sections = {} if seen is None else seen.sections
+        self.twice = set() if seen is None else seen.twice
         layers = {name: m for name, m in modules.items() if is_linear(m) and not isinstance(m, Adopted)}
         self._unite(layers)
         tied = self._tied(modules, layers)
@@ -109,6 +114,9 @@ class AnyModel(Placing):
         if self.is_kept(name):
             self.kept[name] = BY_PLAN
             return
+        if name in self.twice:
+            self.kept[name] = TWICE
+            return
         if not name:
             raise LayoutError("parallelize: the model is a single Linear; use ndtp.nn.Linear.from_dense")
         if min(inside, outside) == 1:
@@ -133,7 +141,12 @@ class AnyModel(Placing):
         layouts = self.layouts_of(name)
         splits = (layouts.hidden if leads_in else layouts.output).num_splits(1)
         is_fit = len(parts) > 1 and splits > 1 and all(part % splits == 0 for part in parts) and size % self.count == 0
-        return parts if is_fit else ()
+        if not is_fit:
+            return ()
+        a, b = (layouts.input, layouts.up_weight) if leads_in else (layouts.hidden, layouts.down_weight)
+        axes = used_and_stored(a, b, self.mesh.mesh_axes)[1].dims[1]
+        in_order = tuple(axis for axis in self.mesh.mesh_axes if axis in axes)
+        return parts if self.mesh.grid.nontrivial(axes) == in_order else ()  # else no DTensor can lie so
 
     def _unite(self, layers: dict[str, Any]) -> None:
         """Layers that share a weight stand on one side, and those that share it with a table lead in."""

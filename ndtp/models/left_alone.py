@@ -32,7 +32,7 @@ def _hides_weight(module: Any) -> bool:
 def why_left(module: Any) -> str | None:
     """Return the reason why a layer like a Linear, or one that holds several, is not split; None for another layer."""
     own = {key: p for key, p in module._parameters.items() if p is not None}
-    weight: Any = getattr(module, "weight", None) if "weight" in own or isinstance(module, nn.Linear) else None
+    weight = own.get("weight")  # not by getattr: a parametrization that computes it may change its buffers
     kind = type(module).__name__
     if _hides_weight(module):
         return f"it is a {module._get_name()}, whose weight is no parameter: quantised, and only its own code reads it"

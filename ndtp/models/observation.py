@@ -25,7 +25,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ndtp.models.cached_results import forget_fake_results
 from ndtp.models.made_up_inputs import guesses
 from ndtp.models.observed_chains import Chains
+from ndtp.models.refused_code import TransformedError
 from ndtp.models.roles import features, is_linear
+from ndtp.models.run_eagerly import compiled_parts_run_eagerly
 from ndtp.split.elementwise import NAMES, named
 from ndtp.split.tensor import getters
 
@@ -48,6 +50,9 @@ PLAIN = {*getters("data", "T"), Tensor.size, Tensor.dim, Tensor.numel}
 IGNORED = {*getters("shape", "dtype", "device", "requires_grad", "ndim", "is_cuda", "layout", "grad_fn")}
 
 
+TRANSFORMED = {F.linear, *PRODUCTS}
+
+
 @dataclass
 class Observation:
     """The facts seen in one run.
@@ -60,6 +65,7 @@ class Observation:
         chains: layers of one input and the layer that follows them, with functions of each element alone in between.
         heads: layers whose results, in another form, a loss is taken of, or are what the model gives.
         feeds: of parameters that are no layer's and go with activations element by element alone, what these are.
+        twice: layers whose gradients the model's own code takes in such a way that they have gradients themselves.
     """
 
     edges: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -67,6 +73,7 @@ class Observation:
     sections: dict[str, tuple[int, ...]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     feeds: dict[str, int] = field(default_factory=dict)
+    twice: set[str] = field(default_factory=set)
     chains: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     heads: set[str] = field(default_factory=set)
 
@@ -109,6 +116,8 @@ class _Watch(TorchFunctionMode):
         self.feeds: dict[str, list[int]] = {}
         self.read: set[str] = set()  # those that are read by other functions than element-wise ones
         self.chains = Chains()
+        self.differentiated: list[str] = []  # the layers that ran since gradients are on
+        self.twice: set[str] = set()
 
     def kind(self, x: Tensor) -> int:
         if id(x) not in self.kind_of:
@@ -122,6 +131,10 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in TRANSFORMED and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise TransformedError
+        if func is torch.autograd.grad and kwargs.get("create_graph"):
+            self.twice |= set(self.differentiated)
         result = func(*args, **kwargs)
         if func in IGNORED or self.inside:
             return result
@@ -247,10 +260,15 @@ def observe(model: nn.Module, example: Any = None) -> Observation | None:
 
     Args:
         example: what the model is called with: a tensor, a tuple of positional ones, or a mapping of named ones.
+
+    Raises:
+        TransformedError: the model cannot be split, whatever it is called with.
     """
     for args, kwargs in [_call_of(example)] if example is not None else guesses(model):
         try:
             return _observed(model, args, kwargs, torch.device("cpu"))
+        except TransformedError:
+            raise
         except Exception:  # whatever a model's code raises on such inputs: the next ones are tried
             if example is not None:
                 return None
@@ -271,6 +289,8 @@ def observe_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     for is_fake in (True, False):
         try:
             return _observed(model, args, kwargs, None if is_fake else REAL)
+        except TransformedError:
+            raise
         except Exception:  # as above: if it is an error of the model's own, the call itself raises it
             continue
     return None
@@ -299,17 +319,25 @@ def _observed(model: nn.Module, args: Any, kwargs: Any, device: Any) -> Observat
         for part in model.modules():  # hooks of a user's are called in the call itself, once
             memo |= {id(part._forward_hooks): OrderedDict(), id(part._forward_pre_hooks): OrderedDict()}
         shadow = copy.deepcopy(model, memo)
+        compiled_parts_run_eagerly(shadow)
         found, watch = Observation(), _Watch()
         hooks = list(_hooked(shadow, watch, found))
         watch.names = {id(p): name for name, p in shadow.named_parameters(remove_duplicate=False)}
         try:
-            with mode, watch, torch.no_grad(), _silent():
-                watch.chains.end(shadow(*args, **kwargs), shadow)
+            with mode, watch, _silent():
+                try:
+                    with torch.no_grad():
+                        out = shadow(*args, **kwargs)
+                except RuntimeError:  # code that asks for gradients of its own, perhaps
+                    watch.inside = 0
+                    with torch.enable_grad():
+                        out = shadow(*args, **kwargs)
+                watch.chains.end(out, shadow)
         finally:
             forget_fake_results(model)
         for hook in hooks:
             hook.remove()
-    found.chains, found.heads = watch.chains.chains, watch.chains.heads
+    found.chains, found.heads, found.twice = watch.chains.chains, watch.chains.heads, watch.twice
     found.edges = {name: (watch.kinds.find(a), watch.kinds.find(b)) for name, (a, b) in found.edges.items()}
     found.feeds = {
         name: watch.kinds.find(kinds[0])
@@ -351,6 +379,8 @@ def _hooked(model: nn.Module, watch: _Watch, found: Observation) -> Iterator[Any
     def after(name: str) -> Any:
         def hook(_: Any, args: Any, out: Tensor) -> None:
             watch.inside -= 1
+            if torch.is_grad_enabled():
+                watch.differentiated.append(name)
             x = args[0]
             kind = watch.kinds.new()
             watch.set_kind(out, kind)

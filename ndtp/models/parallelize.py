@@ -14,7 +14,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts, block_layouts, known_scheme
 from ndtp.algebra.wire import Wire
 from ndtp.errors import LayoutError
-from ndtp.models.any_model import AnyModel
+from ndtp.models.any_model import TWICE, AnyModel
 from ndtp.models.auto_whole import plan_whole
 from ndtp.models.boundary import BoundaryLinear
 from ndtp.models.chosen_meshes import best_for_pairs, mesh_of_all_ranks
@@ -31,6 +31,7 @@ from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.profile import use_measured
 from ndtp.models.rechecked import rechecked
 from ndtp.models.recognised import is_recognised
+from ndtp.models.refused_code import refuse_scripts
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
 from ndtp.models.same_calls import compare_calls
@@ -133,8 +134,8 @@ def parallelize(
             docs/long-sequences.md.
 
     Raises:
-        LayoutError: names that match nothing (with the nearest ones) or do not pair up, sizes that do not divide, or
-            nothing was replaced.
+        LayoutError: names that match nothing (with the nearest ones) or do not pair up, sizes that do not divide,
+            nothing was replaced, or code that could take a shard for the whole (TorchScript, torch.func).
         MismatchError: ranks have different weights.
     """
     if isinstance(plan, str):
@@ -153,6 +154,7 @@ def parallelize(
     scheme = next(iter(schemes)) if len(schemes) == 1 and LAYOUTS not in schemes else names.scheme
     is_mixed = len(schemes) > 1 or LAYOUTS in schemes
     left = [name for name, value in values.items() if value is None]
+    refuse_scripts(model)
     guard_backward_hooks()
     report, held = Report(plan=names.as_dict()), Held(model)
     count = sum(isinstance(m, (nn.Linear, BoundaryLinear)) or is_linear(m) for m in model.modules())
@@ -223,6 +225,10 @@ def parallelize(
     else:
         assert mesh is not None
         layouts = block_layouts(mesh.grid, scheme, axes)
+    seen = None if names.names_pairs else observe(model, example)
+    for pair in [pair for pair in pairs if seen is not None and not seen.twice.isdisjoint((*pair.ups, pair.down))]:
+        report.kept |= dict.fromkeys((*pair.ups, pair.down), TWICE)
+        pairs.remove(pair)
     check_same_weights(model, mesh)
     use_measured(mesh, hardware)
     report.kept = {key: why for key, why in report.kept.items() if not any(_is_in(key, name) for name in stacks)}

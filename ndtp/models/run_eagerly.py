@@ -45,3 +45,10 @@ def _eager(theirs: Any, forward_of_theirs: Any) -> Any:
     """The class of the modules of a class whose forward compilers leave alone, made once for each forward."""
     forward = torch.compiler.disable(forward_of_theirs, reason=WHY)
     return made_class(theirs.__name__, (theirs,), {"__module__": theirs.__module__, "forward": forward})
+
+
+def compiled_parts_run_eagerly(model: nn.Module) -> None:
+    """Let submodules that `torch.compile` has taken run as they are."""
+    for module in model.modules():
+        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+            module.forward = module._orig_mod.__call__

@@ -25,6 +25,7 @@ from ndtp.models.run_eagerly import run_eagerly
 from ndtp.models.torch_attention import place_multihead, reason_against
 from ndtp.models.transformer import Split
 from ndtp.nn.sharded import volume_of
+from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.process_grid import ProcessGrid
 
 LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -133,7 +134,7 @@ class TorchStack(nn.Module):
         given = []
         for x in named.values():
             if id(x) not in made:
-                states = whole(x)
+                states = whole(x) if is_plain(x) else x.full_tensor()  # type: ignore[attr-defined]
                 states = states.transpose(0, 1) if turned else states if is_batched else states[None]
                 made[id(x)] = split(states, frame, layout, width, name)
             given.append(made[id(x)])

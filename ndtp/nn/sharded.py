@@ -14,7 +14,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
-from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, full, taken
+from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, full, put_in_place, taken
 from ndtp.ops.memory import Memory, measured
 from ndtp.runtime.arrival import local_of
 from ndtp.runtime.dry_grid import SILENT, DryGrid
@@ -80,6 +80,10 @@ class Sharded(nn.Module):
         parameter: Tensor | None = getattr(self, name, None)
         if parameter is not None:
             lies = self.lies[name]
+            if type(parameter) is Tensor and self.mesh.device_mesh is not None and parameter.shape == lies.real:
+                # Whole, and no parameter: computed, and put in its place by `torch.func.functional_call`.
+                placements = lies.layout.placements_on(self.mesh.mesh_axes)
+                parameter = put_in_place(parameter, placements, self.mesh.device_mesh, lies.shape)
             check_own(parameter, lies.shape, lies.shard, x, f"{type(self).__name__} '{self.name}': {name}")
         return parameter
 

@@ -40,6 +40,11 @@ def attention(
         query, key, value = (x if x.dtype == dtype else x.to(dtype) for x in (query, key, value))
         if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
+    alike = 3 if enable_gqa else 2  # from the end: dims that are not broadcast
+    lead = torch.broadcast_shapes(*(x.shape[:-alike] for x in (query, key, value)))
+    query, key, value = (
+        x if x.shape[:-alike] == lead else x.expand(*lead, *x.shape[-alike:]) for x in (query, key, value)
+    )
     if dropout_p > 0.0:
         return _composed(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     count = query.dim()

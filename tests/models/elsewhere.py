@@ -10,7 +10,8 @@ after a step of an optimizer, what the model gives in evaluation then, and a sec
 gradients.  With --json, rows of the file are kept and the run goes on.  A model is
 
     equal     within 1e-4 of dense, relative to the largest number of a tensor (for gradients, of all within 1e-2),
-    drift     no more than ten times as far off as dense itself is with its weights off by their last bit,
+    drift     no more than ten times as far off as dense itself is with its weights off by their last bit, where the
+              model does not run in fp64; else fp64 decides,
     wrong     further off,
     refused   by ndtp's own error in `parallelize`, or in the first call of a model that waits for it,
     stopped   by ndtp's own error later,
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import random
 import sys
 import time
 import traceback
@@ -35,16 +37,17 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]  # of `products`, and of `zoo`
+sys.path.append(str(Path(__file__).parents[1]))  # of `products`
 
-import every_class
 import torch
 import zoo.generative
+import zoo.images
+import zoo.libraries
 import zoo.others
 import zoo.packages
 import zoo.sequences  # noqa: F401  # which put their models into ALL
-from every_class import CLOSE, DRIFT, whole
 from products import mesh_of
+from recorded import CLOSE, DRIFT, GOOD, commit_of, said_by, whole
 from torch import Tensor, nn
 from zoo.entry import ALL, Entry
 
@@ -91,6 +94,7 @@ def scalar(out: Any) -> Tensor:
 
 def called(model: nn.Module, given: Any) -> Any:
     torch.manual_seed(7)
+    random.seed(7)
     given = copy.deepcopy(given)
     return model(**given) if isinstance(given, dict) else model(*given)
 
@@ -128,7 +132,21 @@ def results(model: nn.Module, each: Entry, about: dict[str, Any] | None = None) 
 
 def made(each: Entry) -> nn.Module:
     torch.manual_seed(1)
+    random.seed(1)  # by which some draw
     return each.make()
+
+
+def nearby(each: Entry) -> list[dict[str, Tensor]]:
+    """What dense gives with its weights off by their last bit, twice."""
+    found = []
+    for turn in range(2):
+        model = made(each)
+        torch.manual_seed(turn)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.0 + torch.randn_like(p) * 2.0**-23)
+        found.append(results(model, each))
+    return found
 
 
 def compare(mine: dict[str, Tensor], dense: dict[str, Tensor], also: list[dict[str, Tensor]]) -> dict[str, Any]:
@@ -162,22 +180,22 @@ def compare(mine: dict[str, Tensor], dense: dict[str, Tensor], also: list[dict[s
     return row
 
 
-def on_grid(name: str, axes: dict[str, int], scheme: str) -> dict[str, Any]:
+def on_grid(name: str, axes: dict[str, int], scheme: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """One model on every rank: what `compare` says, and what the report does."""
     torch.set_num_threads(1)
-    each = ALL[name]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return _on_grid(ALL[name], axes, scheme)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _on_grid(each: Entry, axes: dict[str, int], scheme: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             dense = results(made(each), each)
-            also = []
-            for turn in range(2):
-                model = made(each)
-                torch.manual_seed(turn)
-                with torch.no_grad():
-                    for p in model.parameters():
-                        p.mul_(1.0 + torch.randn_like(p) * 2.0**-23)
-                also.append(results(model, each))
         except Exception as error:
             return {"verdict": "no dense", "error": f"{type(error).__name__}: {error}"[:300]}
         model = made(each)
@@ -196,17 +214,25 @@ def on_grid(name: str, axes: dict[str, int], scheme: str) -> dict[str, Any]:
         total, split, held = report.parameters
         row |= {"split": round(split / max(total, 1), 3), "held": round(held / max(total, 1), 3)}
         row |= about | {"gathered": dict(report.gathered), "kept": len(report.kept)}
-        return row | compare(mine, dense, also)
+        first = compare(mine, dense, [])
+        return row | (first if first["verdict"] == "equal" else compare(mine, dense, nearby(each)))
+
+
+def worst(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the rank says that found the worst."""
+    return max(rows, key=lambda row: ORDER.index(row["verdict"]))
 
 
 def one_model(pool: ndtp.testing.RankPool, name: str, axes: dict[str, int], scheme: str, timeout: float) -> dict:
     try:
-        rows = pool.run(on_grid, name, axes, scheme, timeout=timeout)
-        return max(rows, key=lambda row: ORDER.index(row["verdict"]))
+        row = worst(pool.run(on_grid, name, axes, scheme, timeout=timeout))
+        if row["verdict"] in ("drift", "wrong"):  # is it rounding?  fp64 tells
+            exact = worst(pool.run(on_grid, name, axes, scheme, torch.float64, timeout=timeout))
+            if exact["verdict"] in ("equal", "wrong"):
+                row |= {key: exact[key] for key in ("verdict", "off", "worst")} | {"dtype": "float64"}
+        return row
     except (ndtp.testing.RankError, ndtp.testing.RankTimeout) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        said = [line for line in lines if every_class.ndtp_or_torch(line)] or lines
-        return {"verdict": "broken", "error": said[-1].strip()[:400], "trace": str(error)}
+        return {"verdict": "broken", "error": said_by(error), "trace": str(error)}
 
 
 def described(name: str, row: dict) -> str:
@@ -229,7 +255,7 @@ def main() -> None:
     on, rows = f"{arguments.grid} {arguments.scheme}", {}
     if arguments.json is not None and arguments.json.exists():
         rows = {f"{row['model']} on {row['on']}": row for row in json.loads(arguments.json.read_text())["rows"]}
-    commit, verdicts = every_class.commit_of(Path(ndtp.__file__).parent), Counter[str]()
+    commit, verdicts = commit_of(Path(ndtp.__file__).parent), Counter[str]()
     ranks = 1
     for size in axes.values():
         ranks *= size
@@ -263,7 +289,7 @@ def write(path: Path, rows: dict[str, dict]) -> None:
     for row in rows.values():
         each = counts.setdefault(row["on"], {})
         each[row["verdict"]] = each.get(row["verdict"], 0) + 1
-        if row["verdict"] in every_class.GOOD and row["split"] >= 0.9:
+        if row["verdict"] in GOOD and row["split"] >= 0.9:
             each["split to 90 %"] = each.get("split to 90 %", 0) + 1
     about = {
         "date": str(date.today()),

@@ -25,7 +25,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -49,20 +48,13 @@ import transformers.utils.output_capturing
 from against_dense import InDouble
 from architectures import as_dense
 from products import mesh_of
+from recorded import CLOSE, DRIFT, GOOD, commit_of, said_by, whole
 from torch import Tensor
 
 import ndtp
 import ndtp.testing
 
-
-def whole(x: Tensor) -> Tensor:
-    """The whole of a split tensor, on every rank; another one as it is."""
-    return x.gathered() if hasattr(x, "gathered") else x
-
-
-CLOSE, DRIFT = 1e-4, 10.0
 NEW_TOKENS = 8
-GOOD = ("equal", "drift")
 
 
 def seed() -> None:
@@ -290,13 +282,7 @@ def on_ranks(axes: dict[str, int], scheme: str, timeout: int, path: str) -> dict
     try:
         return merged(ndtp.testing.run(on_grid, ranks, args=(path, axes, scheme), timeout=float(timeout)))
     except (ndtp.testing.RankError, ndtp.testing.RankTimeout) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        said = [line for line in lines if ndtp_or_torch(line)] or lines
-        return {"verdict": "broken", "error": said[-1].strip()[:400], "trace": str(error)}
-
-
-def ndtp_or_torch(line: str) -> bool:
-    return "Error" in line or "Timeout" in line
+        return {"verdict": "broken", "error": said_by(error), "trace": str(error)}
 
 
 def described(name: str, row: dict) -> str:
@@ -361,17 +347,6 @@ def main() -> None:
             write(arguments.json, rows)
     print(", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())))
     sys.exit(1 if verdicts["wrong"] or verdicts["broken"] else 0)
-
-
-def commit_of(folder: Path) -> str:
-    """The commit of a checkout, with "+" where its files are not those of it; "unknown" of an installed package."""
-    given = subprocess.run(
-        ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    return given.stdout.strip() or "unknown"
 
 
 def write(path: Path, rows: dict[str, dict]) -> None:

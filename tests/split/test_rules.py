@@ -91,6 +91,7 @@ CASES = {
     "masked": lambda x: attention(heads(x), heads(x), attn_mask=torch.ones(4, 1, 6, 6, dtype=torch.bool).tril()),
     "memory": lambda x: x.transpose(0, 1).as_strided((3, 6, 8), (8, 32, 1)),
     "one query for all": lambda x: attention(heads(x)[:1] + 0.0, heads(x)),
+    "queries of one sample": lambda x: attention(x[:1] + 0.0, x),
     "one key for all": lambda x: attention(heads(x), heads(x)[:1] + 0.0),
     "two key heads": lambda x: attention(heads(x), x[..., :4].view(4, 6, 2, 2).transpose(1, 2), enable_gqa=True),
     "one key head": lambda x: attention(heads(x), x[..., :2].view(4, 6, 1, 2).transpose(1, 2), enable_gqa=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,3 +56,19 @@ def numbers(*sizes: int) -> Callable[[int], tuple[Tensor, ...]]:
 def ids(length: int, words: int = 64, targets: bool = False) -> Callable[[int], tuple[Tensor, ...]]:
     """Return what makes token ids, with targets behind them where a model takes them."""
     return lambda batch: tuple(torch.randint(words, (batch, length)) for _ in range(1 + targets))
+
+
+def of(
+    package: str, path: str, inputs: Callable[[int], Any], *args: Any, batches: tuple[int, int] = (4, 6), **kwargs: Any
+) -> None:
+    """Put `path` of a package, called with arguments, into the record; "module:name.of.it"."""
+    module, _, names = path.partition(":")
+
+    def make() -> nn.Module:
+        made = importlib.import_module(module)
+        for name in names.split("."):
+            made = getattr(made, name)
+        return made(*args, **kwargs)  # type: ignore[operator, no-any-return]
+
+    name = f"{package}: {args[0] if names == 'create_model' else names}"
+    ALL[name] = Entry(name, make, inputs, batches, (module.partition(".")[0],))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 from torch.func import functional_call, grad, stack_module_state, vmap
+
 from zoo.entry import entry, numbers
 
 D = 32
@@ -17,7 +19,7 @@ D = 32
 
 def mlp(*sizes: int, act: Any = nn.ReLU) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in pairwise(sizes):
         layers += [nn.Linear(a, b), act()]
     return nn.Sequential(*layers[:-1])
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from zoo.entry import entry, ids, numbers
 from zoo.generative import mlp
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
 from zoo.entry import entry, ids, numbers
 
 D, H, WORDS = 32, 4, 64
@@ -143,7 +144,9 @@ class TimeMixing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         last = self.shift(x)
-        k, v, r = (f(x * m + last * (1 - m)) for f, m in zip((self.key, self.value, self.receptance), self.mix))
+        k, v, r = (
+            f(x * m + last * (1 - m)) for f, m in zip((self.key, self.value, self.receptance), self.mix, strict=True)
+        )
         top, bottom = torch.zeros_like(k[:, 0]), torch.zeros_like(k[:, 0])
         w, ys = torch.exp(-torch.exp(self.decay)), []
         for t in range(x.shape[1]):

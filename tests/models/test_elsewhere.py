@@ -1,0 +1,34 @@
+"""Models of the zoo of `elsewhere.py` that were once wrong, broke or were refused, each for a cause of its own."""
+
+from __future__ import annotations
+
+import elsewhere
+
+# What becomes of them, by the start of their name; of one that is refused, a part of the reason.
+ONCE = {
+    "flow of couplings": "equal",  # sections of a layer that leads out would lie as no DTensor can
+    "weights of complex numbers": "equal",  # gradients want the conjugate of the other operand
+    "generator and critic": "equal",  # gradients of gradients
+    "waves that solve": "equal",  # the same, where gradients are on in the model's code alone
+    "a network that makes": "equal",  # whole weights that were computed, by functional_call
+    "sets with induced": "equal",  # a parameter of the model's own as the input of nn.MultiheadAttention
+    "layers with spectral": "equal",  # `parallelize` read a weight whose parametrization changes buffers
+    "an ensemble": "vmap",
+    "a learner": "vmap",
+    "a submodule that is a script": "'body' is a script",
+}
+
+
+def compared(names: list[str]) -> dict[str, dict]:
+    return {name: elsewhere.on_grid(name, {"x": 2, "y": 2}, "3d") for name in names}
+
+
+def test_models_that_were_wrong_are_equal_or_refused_by_name(ranks):
+    names = {start: next(name for name in elsewhere.ALL if name.startswith(start)) for start in ONCE}
+    for rows in ranks(4).run(compared, list(names.values())):
+        for start, wanted in ONCE.items():
+            row = rows[names[start]]
+            if wanted == "equal":
+                assert row["verdict"] == "equal" and row["split"] > 0.5, (start, row)
+            else:
+                assert row["verdict"] == "refused" and wanted in row["error"], (start, row)
