@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ndtp.models.cached_results import forget_fake_results
+from ndtp.models.kinds import Kinds
 from ndtp.models.made_up_inputs import guesses
 from ndtp.models.observed_chains import Chains
 from ndtp.models.refused_code import TransformedError
@@ -78,35 +79,12 @@ class Observation:
     heads: set[str] = field(default_factory=set)
 
 
-class _Kinds:
-    """Activations that must lie alike, as sets that grow together."""
-
-    def __init__(self) -> None:
-        self.parent: list[int] = []
-
-    def new(self) -> int:
-        self.parent.append(len(self.parent))
-        return len(self.parent) - 1
-
-    def find(self, kind: int) -> int:
-        while self.parent[kind] != kind:
-            self.parent[kind] = self.parent[self.parent[kind]]
-            kind = self.parent[kind]
-        return kind
-
-    def join(self, kinds: Sequence[int]) -> int:
-        roots = [self.find(kind) for kind in kinds]
-        for root in roots[1:]:
-            self.parent[root] = roots[0]
-        return roots[0]
-
-
 class _Watch(TorchFunctionMode):
     """Follows activations from function to function."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kinds = _Kinds()
+        self.kinds = Kinds()
         self.kind_of: dict[int, int] = {}
         self.made_by: dict[int, tuple[str, ...]] = {}  # the layers whose features a tensor has, in their order
         self.cuts: dict[str, set[int]] = {}
