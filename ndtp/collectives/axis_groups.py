@@ -33,7 +33,7 @@ class AxisGroups:
         global_ranks: of torch's world, in the order of the grid's; None for a grid of one rank, which has no groups.
         device_type, backend: of the tensors that move, and what moves them.
         timeout, groups_per_axis, high_priority, max_ctas: as for `ProcessGrid`.
-        mover: its `collectives`.
+        mover, sums: its `collectives`, and its `sums`.
         given: groups that are there already; those that are made for parameters join them.
 
     Attributes:
@@ -56,9 +56,10 @@ class AxisGroups:
         max_ctas: int | None = None,
         given: Made | None = None,
         mover: str = "torch",
+        sums: str = "torch",
     ) -> None:
         self.grid, self.global_ranks = grid, global_ranks
-        self.device_type, self.backend, self.mover = device_type, backend, mover
+        self.device_type, self.backend, self.mover, self.sums = device_type, backend, mover, sums
         self.timeout, self.high_priority, self.max_ctas = timeout, high_priority, max_ctas
         if global_ranks is not None and (here := presence()) is not None:
             here.on_grid(grid, global_ranks)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.direct_exchange import Exchange, Past, announce, exchange, past_of, purpose_of
-from ndtp.collectives.handles import Begin, Channel, Route, Shape, Started
-from ndtp.collectives.sums import LOW_PRECISION, Sum, summed_up
+from ndtp.collectives.handles import Begin, Channel, Shape, Started
+from ndtp.collectives.summing import SummingCollectives
+from ndtp.collectives.sums import summed_up
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from ndtp.collectives.labels import Label
 
 
-class GlooCollectives(Collectives):
+class GlooCollectives(SummingCollectives):
     """gloo: reductions that sum in fp32, and a reduce-scatter at half the bytes of gloo's own.
 
     gloo's reduce-scatter is an all-reduce inside (twice the bytes), and its bf16 sums round at every hop.
@@ -40,45 +39,9 @@ class GlooCollectives(Collectives):
     def channel(self, group: ProcessGroup, label: Label, dtype: torch.dtype) -> Channel:
         return Channel(group, past_of(group), purpose_of(label, dtype))
 
-    def _legs(self, bind: Callable[[], Route], shape: Shape, dtype: torch.dtype) -> tuple[Route, ...]:
-        """An all-reduce in low precision is a reduce-scatter and an all-gather."""
-        route, count = bind(), math.prod(shape)
-        if route.kind != "all_reduce":
-            return (route,)
-        ranks = self.groups.grid.size(route.axes)
-        if ranks == 2 and count % 2 == 0:  # of an odd number, parts are counted as rounded up
-            route.begin = self._swap(route.channel, shape, count)
-            return (route,)
-        if self.sums_everywhere(dtype):
-            return (route,)
-        # Of the flat tensor, padded: the same volume.
-        padded = count + -count % ranks
-        gather = bind()
-        to, reduce = gather.channel, self._reduce(route.channel, ranks, (padded // ranks,))
-        route.shape, gather.follows = (padded // ranks,), True
-
-        def begin(x: Tensor, out: Tensor | None) -> Started:
-            flat = self.ring.borrow((padded,), x)
-            flat[:count].view(shape).copy_(x.detach())
-            flat[count:].zero_()
-            work, finish, held, borrowed = reduce(flat, None)
-            return work, finish, held, (flat, *borrowed)
-
-        def begin_gather(x: Tensor, out: Tensor | None) -> Started:
-            gathered = x.new_empty((padded,))
-
-            def finish() -> Tensor:
-                summed = gathered[:count].view(shape)
-                return summed if out is None else out.copy_(summed)
-
-            return self._gather(gathered, x, to), finish, (x, gathered), ()
-
-        route.begin, gather.begin = begin, begin_gather
-        return route, gather
-
-    def sums_everywhere(self, dtype: torch.dtype) -> bool:
-        """Return whether an all-reduce of more than two ranks is left to `_sum_everywhere`."""
-        return dtype not in LOW_PRECISION
+    def _in_one_exchange(self, to: Channel, ranks: int, shape: Shape, count: int) -> Begin | None:
+        # Of an odd number of elements, parts are counted as rounded up.
+        return self._swap(to, shape, count) if ranks == 2 and count % 2 == 0 else None
 
     def _swap(self, to: Channel, shape: Shape, count: int) -> Begin:
         """An all-reduce of two ranks: each sends all that it has, as many bytes as by halves, and nobody waits twice.
@@ -125,14 +88,6 @@ class GlooCollectives(Collectives):
 
     def _reduce(self, to: Channel, ranks: int, shape: Shape) -> Begin:
         return self._reduce_pair(to, shape) if ranks == 2 else self._reduce_all(to, ranks, shape)
-
-    def _reduce_all(self, to: Channel, ranks: int, shape: Shape) -> Begin:
-        def begin(sent: Tensor, out: Tensor | None) -> Started:
-            received = self.ring.borrow(sent.shape, sent)
-            work = self._exchange(received, sent, to)
-            return work, Sum(received.view(ranks, *shape), out), (sent, received), (received,)
-
-        return begin
 
     def _reduce_pair(self, to: Channel, shape: Shape) -> Begin:
         """Add two ranks' blocks: the other's arrives where the sum is wanted, and this rank's is added to it."""

@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 
 from ndtp.algebra.grid import Grid
+from ndtp.compute.carved_gemm import CarvedGemm, can_carve_out
+from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.errors import GridError
 
 GEMMS = ("torch", "kernels")
 MOVERS = ("torch", "symmetric")
+SUMS = ("torch", "fp32")
 SHORTEST_TIMEOUT_S = 0.001  # torch counts milliseconds: of less remains 0, with which gloo fails at once, or not
 LONGEST_TIMEOUT_S = 1e9  # added to the clock in nanoseconds, a longer one ends in the past
 
@@ -39,6 +42,7 @@ def check_options(
     *,
     gemm: object,
     collectives: object,
+    sums: object,
     free_sms: object,
     groups_per_axis: object,
     max_ctas: object,
@@ -57,7 +61,7 @@ def check_options(
     for name, flag in (("high_priority", high_priority), ("register_buffers", register_buffers)):
         if not isinstance(flag, bool):
             raise GridError(f"ProcessGrid: {name}={flag!r} is neither True nor False")
-    for name, value, known in (("gemm", gemm, GEMMS), ("collectives", collectives, MOVERS)):
+    for name, value, known in (("gemm", gemm, GEMMS), ("collectives", collectives, MOVERS), ("sums", sums, SUMS)):
         if value not in known:
             raise GridError(f"ProcessGrid: {name}={value!r} is not one of {', '.join(known)}")
     if groups_per_axis is not None and (isinstance(groups_per_axis, bool) or groups_per_axis not in (1, 2)):
@@ -67,10 +71,30 @@ def check_options(
     _check_count("ring_bytes", ring_bytes, 0)
     if max_ctas is not None:
         _check_count("max_ctas", max_ctas, 1)
-    if free_sms and gemm != "kernels":
+
+
+def check_free_sms(free_sms: int | None, gemm: str, device_type: str) -> None:
+    """Refuse multiprocessors that nothing can leave.
+
+    Raises:
+        GridError: `free_sms` of torch's GEMM on a device where it takes every multiprocessor.
+    """
+    if free_sms and gemm != "kernels" and not can_carve_out(device_type):
         raise GridError(
-            f"ProcessGrid: free_sms={free_sms}, but torch's GEMMs take every multiprocessor\n  fix: gemm='kernels'"
+            f"ProcessGrid: free_sms={free_sms}, but torch's GEMMs take every multiprocessor of this device; those of "
+            "Hopper and later ones can leave some\n  fix: gemm='kernels'"
         )
+
+
+def own_gemm(gemm: str, free_sms: int | None, leave: int) -> TorchGemm:
+    """Return what multiplies on each rank.
+
+    Args:
+        leave: the multiprocessors that kernels of ndtp leave to collectives.
+    """
+    if gemm == "kernels":
+        return KernelGemm(sms_to_leave=leave)
+    return CarvedGemm(free_sms) if free_sms else TorchGemm()
 
 
 def ctas_that_fit(multiprocessors: int, groups_per_axis: int, grid: Grid) -> int:

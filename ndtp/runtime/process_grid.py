@@ -20,7 +20,6 @@ from ndtp.collectives.axis_groups import DIRECTIONS, AxisGroups, Made
 from ndtp.collectives.buffer_ring import DEFAULT_BYTES, BufferRing
 from ndtp.collectives.groups import let_go_of_world
 from ndtp.collectives.movers import collectives_of
-from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.compute.scaled_gemm import gemm_of
 from ndtp.errors import GridError
 from ndtp.runtime.foreign_meshes import refuse_joining, spare_advice
@@ -28,9 +27,11 @@ from ndtp.runtime.grid_options import (
     backends_by_device,
     check_backend,
     check_device_type,
+    check_free_sms,
     check_options,
     checked_timeout,
     ctas_that_fit,
+    own_gemm,
     sms_to_leave,
     world_ranks,
 )
@@ -68,8 +69,10 @@ class ProcessGrid:
         collectives: who moves tensors: "torch" (gloo or NCCL), or "symmetric": every rank copies out of the memory of
             its peers, on GPUs by copy engines that take no multiprocessor, on CPUs out of shared memory; all ranks on
             one machine.  The same bytes.  See docs/gpus.md.
-        free_sms: multiprocessors that the GEMMs leave to collectives; needs `gemm="kernels"`.  Default: as many as the
-            collectives can take at once, `max_ctas` a communicator (`grid_options.sms_to_leave`).
+        sums: who adds up fp16 and bf16: "torch", or "fp32": ranks exchange their parts, as many bytes, and each adds up
+            its own in fp32, in the order of the ranks, where NCCL's rings round at every hop.  On gloo it is always so.
+        free_sms: multiprocessors that the GEMMs leave to collectives; of torch's on Hopper and later.  Default: with
+            `gemm="kernels"` as many as the collectives can take at once, `max_ctas` a communicator.
         device_type: "cpu" or "cuda", which must have a backend; default: that of the backend (NCCL: "cuda").
         groups_per_axis: 2 gives the gathers along an axis one process group and its scatters and reductions another,
             so that neither queues behind the other.  Default: 2 on NCCL, where a group is one stream, else 1; and 1
@@ -109,6 +112,7 @@ class ProcessGrid:
         check: bool | None = None,
         gemm: str = "torch",
         collectives: str = "torch",
+        sums: str = "torch",
         free_sms: int | None = None,
         device_type: str | None = None,
         groups_per_axis: int | None = None,
@@ -122,8 +126,9 @@ class ProcessGrid:
     ) -> None:
         self.timeout = checked_timeout(timeout)
         check_options(
-            gemm=gemm, collectives=collectives, free_sms=free_sms, groups_per_axis=groups_per_axis, max_ctas=max_ctas,
-            ring_bytes=ring_bytes, check=check, high_priority=high_priority, register_buffers=register_buffers,
+            gemm=gemm, collectives=collectives, sums=sums, free_sms=free_sms, groups_per_axis=groups_per_axis,
+            max_ctas=max_ctas, ring_bytes=ring_bytes, check=check, high_priority=high_priority,
+            register_buffers=register_buffers,
         )  # fmt: skip
         global_ranks, given = _bound or (world_ranks(grid), {})
         self.grid = grid
@@ -134,6 +139,7 @@ class ProcessGrid:
         check_device_type(self.device_type, None if global_ranks is None else backends)
         self.backend = backends.get(self.device_type)
         check_backend(self.backend, {"max_ctas": max_ctas, "register_buffers": register_buffers})
+        check_free_sms(free_sms, gemm, self.device_type)
         if self.backend == "nccl" and max_ctas is None:
             self.max_ctas = max_ctas = ctas_that_fit(nccl.multiprocessors(), groups_per_axis or 2, grid)
         self.groups = AxisGroups(
@@ -147,11 +153,12 @@ class ProcessGrid:
             max_ctas=max_ctas,
             given=given,
             mover=collectives,
+            sums=sums,
         )
         self.groups_per_axis = self.groups.groups_per_axis
         taking = self.backend if collectives == "torch" else None  # copy engines take no multiprocessor
         leave = sms_to_leave(free_sms, taking, max_ctas, self.groups_per_axis, grid)
-        self._gemm = KernelGemm(sms_to_leave=leave) if gemm == "kernels" else TorchGemm()
+        self._gemm = own_gemm(gemm, free_sms, leave)
         self.gemm = gemm_of(self.wire, self._gemm)
         self.rank, self.coordinate = self.groups.rank, self.groups.coordinate
         ends = self.timeout if self.backend == "gloo" else None
@@ -268,7 +275,8 @@ class ProcessGrid:
             refined = ProcessGrid(
                 grid, timeout=self.timeout, check=self.check, device_type=self.device_type, wire=self.wire,
                 groups_per_axis=self.groups_per_axis, high_priority=self.high_priority, max_ctas=self.max_ctas,
-                collectives=self.groups.mover, ring_bytes=0, _bound=None if ranks is None else (ranks, given),
+                collectives=self.groups.mover, sums=self.groups.sums, ring_bytes=0,
+                _bound=None if ranks is None else (ranks, given),
             )  # fmt: skip
             refined.gemm, refined._gemm = self.gemm, self._gemm
             refined.step, refined.ring = self.step, self.ring

@@ -12,6 +12,8 @@ from ndtp.algebra.steps import Step
 from ndtp.collectives import gloo
 from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.gloo import GlooCollectives
+from ndtp.collectives.movers import collectives_of
+from ndtp.collectives.summing import SummingCollectives
 from ndtp.collectives.symmetric.collectives import SymmetricCollectives
 from ndtp.testing import assert_equal, small_integers
 
@@ -57,7 +59,7 @@ def every_kind(kind):
         assert empty.shape == (0, 4, 12), "nothing to gather"
 
 
-@pytest.mark.parametrize("kind", [GlooCollectives, Collectives, SymmetricCollectives])
+@pytest.mark.parametrize("kind", [GlooCollectives, Collectives, SummingCollectives, SymmetricCollectives])
 def test_every_kind_on_every_dim(ranks, kind):
     ranks(4).run(every_kind, kind)
 
@@ -110,14 +112,20 @@ def test_what_cannot_be_done_is_refused(ranks):
 
 def low_precision_sums(mover):
     """256 + 1 + 1 + 1 is 259 in fp32, rounds to 260 in bf16; hop by hop in bf16 every 1 is lost."""
-    mesh = ProcessGrid(GRID, collectives=mover)
+    mesh = ProcessGrid(GRID, collectives="symmetric" if mover == "symmetric" else "torch")
+    if mover == "of NCCL":  # what a grid of NCCL takes, over the groups at hand
+        mesh.groups.sums, mesh.groups.backend = "fp32", "another"
+        mesh.collectives = collectives_of(mesh.groups, mesh.ring, mesh.step.recording, None)
+        assert type(mesh.collectives) is SummingCollectives
     value = torch.full((8,), 256.0 if mesh.rank == 0 else 1.0, dtype=torch.bfloat16)
     for step in (Step("all_reduce", ("x",)), Step("reduce_scatter", ("x",), 0)):
-        result = mesh.collectives.start(step, value, ("test",), "forward").wait()
+        with CommMeter() as meter:
+            result = mesh.collectives.start(step, value, ("test",), "forward").wait()
         assert_equal(result, torch.full_like(result, 260.0), step.kind)
+        assert meter.volume.total == 8 * 3 // 4 * 2 * (2 if step.kind == "all_reduce" else 1), meter.volume
 
 
-@pytest.mark.parametrize("mover", ["torch", "symmetric"])
+@pytest.mark.parametrize("mover", ["torch", "symmetric", "of NCCL"])
 def test_low_precision_is_summed_in_fp32(ranks, mover):
     ranks(4).run(low_precision_sums, mover)
 

@@ -10,6 +10,7 @@ import torch
 import ndtp
 from ndtp import Grid, GridError, Layout, MatMulPlan
 from ndtp.algebra.binding import bind
+from ndtp.compute.carved_gemm import CarvedGemm, can_carve_out
 from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.runtime.slots import letters_of
 from ndtp.testing import assert_equal, small_integers
@@ -100,3 +101,25 @@ def test_a_process_grid_multiplies_by_the_gemm_it_was_given():
 def test_an_unknown_gemm_is_refused():
     with pytest.raises(GridError, match="torch, kernels"):
         ndtp.ProcessGrid(ONE, gemm="cublas")
+
+
+def test_products_of_torch_leave_multiprocessors_where_a_device_can():
+    """Inside of a product alone, whatever the user has set, and after an error, too."""
+    seen, letters = [], (("m", "k"), ("k", "n"), ("m", "n"))
+
+    class Watched(CarvedGemm):
+        def bound_product(self, *how):
+            return lambda a, b: seen.append(torch._C._get_sm_carveout_experimental()) or torch.mm(a, b)
+
+    product = Watched(16).bound(letters, (2, 3), (3, 4))
+    for users in (None, 4):
+        torch._C._set_sm_carveout_experimental(users)
+        try:
+            assert torch.equal(product(torch.ones(2, 3), torch.ones(3, 4)), torch.full((2, 4), 3.0))
+            with pytest.raises(RuntimeError):
+                product(torch.ones(2, 3), torch.ones(4, 4))
+            assert torch._C._get_sm_carveout_experimental() == users
+        finally:
+            torch._C._set_sm_carveout_experimental(None)
+    assert seen == [16] * 4
+    assert not can_carve_out("cpu")

@@ -49,6 +49,8 @@ def test_timeouts_that_are_taken(timeout):
         {"gemm": None},
         {"collectives": "nccl"},
         {"collectives": None},
+        {"sums": "fp64"},
+        {"free_sms": 8, "device_type": "cpu"},
         {"check": "no"},
         {"high_priority": 1},
         {"register_buffers": 0},
