@@ -6,7 +6,7 @@
 # Each step has a time limit and goes on alone: one that fails or hangs costs itself.  OUT/STEP.log is what it printed,
 # OUT/*.json its results, OUT/steps.jsonl a line a step as it ends.  Exit status 1 if a step failed.
 #
-# --dry-run runs the same command lines without a GPU: each must parse, import all that it needs, and either do its part
+# The limits of all steps are 55 minutes together.  --dry-run runs the same command lines without a GPU: each must parse, import all that it needs, and either do its part
 # on CPUs or say that it needs a device.  --list prints the command lines.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -65,33 +65,57 @@ tests() { # NAME SECONDS FILES AND OPTIONS...
 }
 
 # Sizes of a step against torch; those of a dry run take seconds on CPUs.
-block=(--tokens 8192 --hidden 4096 --ffn 14336 --dtype bf16) shares=(--largest 64 --repeats 5)
+tokens=(2048 8192 32768)
+block=(--hidden 4096 --ffn 14336 --dtype bf16) shares=(--largest 64 --repeats 5)
 ranks=$devices
 if [[ $mode == dry ]]; then
-    block=(--tokens 64 --hidden 16 --ffn 32 --dtype bf16 --rounds 1 --warmup 1) shares=(--largest 0.01 --repeats 1)
+    tokens=(64)
+    block=(--hidden 16 --ffn 32 --dtype bf16 --rounds 1 --warmup 1) shares=(--largest 0.01 --repeats 1)
     ranks=2
 fi
 ours=("$python" -m ndtp)
-all=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$ranks" -m ndtp)
+launched=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$ranks")
+all=("${launched[@]}" -m ndtp)
 
-step info 60 "${ours[@]}" info --json "$out/info.json"
-tests tests_kernels 200 tests/kernels/test_parts.py
-tests tests_on_device 200 tests/kernels/test_on_device.py
-step gemm_quick 240 "$python" bench/gemm.py --plain --fused --block --quick --seconds 200 --out "$out/gemm_quick.json"
-step grouped_gemm 260 "$python" bench/grouped_gemm.py --seconds 220 --out "$out/grouped_gemm.json"
-tests tests_cuda 400 tests/test_cuda.py
-tests graphs 200 tests/test_cuda.py -k captured
-tests tests_symmetric 200 tests/collectives/test_symmetric.py tests/collectives/test_recorder.py
-step symmetric 120 "$python" bench/symmetric.py --out "$out/symmetric.json"
+check() { # NAME SECONDS, see bench/device_checks.py
+    step "$1" "$2" "${launched[@]}" bench/device_checks.py "$1" --out "$out/$1.json"
+}
+
+step info 30 "${ours[@]}" info --json "$out/info.json"
+if [[ $mode == dry ]]; then # in one launch
+    step checks 120 "${launched[@]}" bench/device_checks.py topology captured endurance host beside bandwidth memory
+else
+    check topology 30
+    tests tests_cuda 300 tests/test_cuda.py
+    check captured 240
+    check endurance 240
+    check host 90
+fi
 if [[ $ranks -ge 2 ]]; then
-    step step 300 "${all[@]}" bench step --compare torch "${block[@]}" --json "$out/step.json"
-    step calibrate 300 "${all[@]}" bench calibrate --dtype bf16 "${shares[@]}" --output "$out/hardware.toml"
+    for count in "${tokens[@]}"; do
+        step "step_$count" 120 "${all[@]}" bench step --compare torch --tokens "$count" "${block[@]}" --json "$out/step_$count.json"
+    done
 else
     echo "step, calibrate: left out, one device"
 fi
-step tuning 420 "${ours[@]}" bench gemm --tune --json "$out/tuning.json"
-step gemm 480 "$python" bench/gemm.py --all --seconds 430 --out "$out/gemm.json"
-tests tests_fabric 300 tests/measure/test_bench_fabric.py
-step fabric 400 "$python" bench/fabric.py --hardware h200-ib --out "$out/fabric.json"
+if [[ $mode == dry ]]; then
+    tests tests_cuda 300 tests/test_cuda.py
+else
+    check beside 60
+    check bandwidth 60
+    check memory 60
+fi
+tests tests_kernels 120 tests/kernels/test_parts.py
+tests tests_on_device 150 tests/kernels/test_on_device.py
+tests tests_symmetric 120 tests/collectives/test_symmetric.py tests/collectives/test_recorder.py
+step symmetric 90 "$python" bench/symmetric.py --out "$out/symmetric.json"
+if [[ $ranks -ge 2 ]]; then
+    step calibrate 240 "${all[@]}" bench calibrate --dtype bf16 "${shares[@]}" --output "$out/hardware.toml"
+fi
+step gemm 300 "$python" bench/gemm.py --all --seconds 260 --out "$out/gemm.json"
+step grouped_gemm 180 "$python" bench/grouped_gemm.py --seconds 150 --out "$out/grouped_gemm.json"
+step tuning 240 "${ours[@]}" bench gemm --tune --json "$out/tuning.json"
+tests tests_fabric 120 tests/measure/test_bench_fabric.py
+step fabric 240 "$python" bench/fabric.py --hardware h200-ib --out "$out/fabric.json"
 [[ $mode == list ]] || echo "results in $out"
 exit $failed

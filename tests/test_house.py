@@ -6,6 +6,7 @@ Nothing is imported here, so a circle that happens to work is found as well.
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -303,3 +304,8 @@ def test_the_first_hour_on_a_device_runs_every_test_that_wants_one():
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
     left_out = {str(path.relative_to(ROOT)) for path in marked} - set(command.split())
     assert left_out - {str(Path(__file__).relative_to(ROOT))} == set()
+    listed = subprocess.run(
+        ["bash", "bench/first_device.sh", "--list"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    limits = [int(line.split()[1]) for line in listed.stdout.splitlines()]
+    assert len(limits) > 15 and sum(limits) <= 55 * 60

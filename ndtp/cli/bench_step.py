@@ -49,6 +49,9 @@ def step(
     top: Annotated[int, typer.Option(callback=COUNT, help="How many grids, where none is named.")] = 6,
     rounds: Annotated[int, typer.Option(callback=COUNT, help="Steps of every grid, interleaved.")] = 10,
     warmup: Annotated[int, typer.Option(callback=COUNT_OR_NONE, help="Rounds before these.")] = 2,
+    together: Annotated[
+        int | None, typer.Option(callback=COUNT, help="Steps before a device is waited for; default: 20, on CPUs 1.")
+    ] = None,
     hardware: Annotated[
         str, typer.Option(metavar="NAME|FILE.toml", help="Predict for this; `ndtp bench calibrate` measures it.")
     ] = "cpu",
@@ -82,7 +85,9 @@ def step(
     interrupted = False
     with tempfile.TemporaryDirectory() as folder:
         log = str(Path(folder) / "rounds.jsonl")
-        job = StepJob(tuple(chosen), shape, DTYPES[dtype], rounds, warmup, rivals, log, _device(world))
+        device = _device(world)
+        together = together or (20 if device == "cuda" else 1)
+        job = StepJob(tuple(chosen), shape, DTYPES[dtype], rounds, warmup, rivals, log, device, together=together)
         try:
             with Bar(out, "rounds", rounds + warmup) as bar, bar.following(lambda: num_rounds(log)):
                 _run(job, count)
@@ -98,7 +103,7 @@ def step(
     print_table(out, _table(rows, count, shape, dtype, profile.name))
     write_json(json_file, {
         "ranks": count, "tokens": tokens, "hidden": hidden, "ffn": ffn, "dtype": dtype, "hardware": profile.name,
-        "rounds": rounds, "interrupted": interrupted, "rows": rows,
+        "rounds": rounds, "together": together, "interrupted": interrupted, "rows": rows,
     })  # fmt: skip
     wrong = any(row["wrong"] for row in rows)
     raise typer.Exit(1 if wrong else 130 if interrupted else 0)
@@ -170,7 +175,8 @@ def describe(
     from ndtp.planner.search import predict
 
     count = chosen[0].grid.num_ranks
-    request = Request((Block.mlp(shape.tokens, shape.hidden, shape.ffn),), count, profile, dtype=dtype)
+    block = Block.mlp(shape.tokens, shape.hidden, shape.ffn)
+    request = Request((block,), count, profile, dtype=dtype, captured=False)
     predicted: list[float | None] = [float(predict(request, case.grid).total) * 1e3 for case in chosen]
     predicted += [None] * (len(results) - len(chosen))
     schemes = [case.scheme for case in chosen] + [""] * (len(results) - len(chosen))
@@ -186,6 +192,7 @@ def describe(
         rows.append({
             "name": result.name, "scheme": scheme, "received_bytes": result.received_bytes, "wrong": result.wrong,
             "rounds": result.rounds, "step_ms": result.step_ms, "slowest_ms": result.slowest_ms,
+            "host_ms": result.host_ms,
             "algbw_gbs": result.received_bytes / result.step_ms / 1e6 if result.step_ms else None,
             "busbw_gbs": result.received_bytes / exposed / 1e6 if exposed else None,
             "local_ms": result.local_ms or None, "exposed_ms": exposed,

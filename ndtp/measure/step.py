@@ -32,7 +32,7 @@ class StepJob:
     keeps.
 
     A round measures every grid and every rival once, so that drift of the machine hits all alike.  `local` measures the
-    local work of a grid as well.
+    local work of a grid as well.  `together` steps follow one another before a device is waited for, as in training.
     """
 
     cases: tuple[VolumeCase, ...]
@@ -44,6 +44,7 @@ class StepJob:
     log: str
     device: str = "cpu"
     local: bool = True
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,15 @@ def measure(job: StepJob) -> None:
     if any(entry.wrong for entry in entries):
         return
     for round_ in range(-job.warmup, job.rounds):
-        times = torch.zeros(len(entries), 2)
+        times = torch.zeros(len(entries), 3)
         for i in turns(range(len(entries)), round_):
             entry = entries[i]
-            times[i] = torch.tensor([_timed(entry.step, job), _timed(entry.local, job) if entry.local else 0.0])
+            local = _timed(entry.local, job)[0] if entry.local else 0.0
+            times[i] = torch.tensor([*_timed(entry.step, job), local])
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         if rank0:
-            _append(job.log, {"round": round_, "step_ms": times[:, 0].tolist(), "local_ms": times[:, 1].tolist()})
+            names = ("step_ms", "host_ms", "local_ms")
+            _append(job.log, {"round": round_, **{name: times[:, j].tolist() for j, name in enumerate(names)}})
 
 
 def turns(rivals: Iterable[Rival], round_: int) -> list[Rival]:
@@ -87,15 +90,18 @@ def _append(path: str, line: dict[str, Any]) -> None:
         log.write(json.dumps(line) + "\n")
 
 
-def _timed(action: Callable[[], None], job: StepJob) -> float:
+def _timed(action: Callable[[], None], job: StepJob) -> tuple[float, float]:
+    """Milliseconds of one of several actions in a row, until a device is done with it and until the host is."""
     dist.barrier()
     if job.device == "cuda":
         torch.cuda.synchronize()
     begin = time.perf_counter()
-    action()
+    for _ in range(job.together):
+        action()
+    issued = time.perf_counter()
     if job.device == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - begin) * 1e3
+    return (time.perf_counter() - begin) * 1e3 / job.together, (issued - begin) * 1e3 / job.together
 
 
 def _prepare(case: VolumeCase, job: StepJob) -> StepEntry:
@@ -252,6 +258,7 @@ class StepResult:
     step_ms: float | None
     slowest_ms: float | None
     local_ms: float | None
+    host_ms: float | None = None
 
     @property
     def exposed_ms(self) -> float | None:
@@ -272,8 +279,8 @@ def read_log(path: str | Path) -> list[StepResult]:
     rounds = [line for line in lines[1:] if line["round"] >= 0]
     results = []
     for i, entry in enumerate(lines[0]["entries"]):
-        steps, local = ([line[key][i] for line in rounds] for key in ("step_ms", "local_ms"))
-        found = (median(steps), max(steps), median(local)) if rounds else (None, None, None)
+        steps, local, host = ([line[key][i] for line in rounds] for key in ("step_ms", "local_ms", "host_ms"))
+        found = (median(steps), max(steps), median(local), median(host)) if rounds else (None,) * 4
         results.append(StepResult(entry["name"], entry["received_bytes"], entry["wrong"], len(rounds), *found))
     return results
 
