@@ -9,7 +9,7 @@ import torch
 from rich.cells import cell_len
 
 from ndtp.cli import bench_step
-from ndtp.measure import rivals
+from ndtp.measure import rivals, step
 from ndtp.measure.step import StepJob, _stepper, count_wrong_of_rival, ranks_of, read_log, turns
 from ndtp.measure.volume import BlockShape
 
@@ -88,12 +88,24 @@ def test_the_clock_stops_when_the_results_are_there(ranks):
 def test_log_with_a_line_that_was_being_written(tmp_path):
     log = tmp_path / "log"
     entries = [{"name": "y=2", "received_bytes": 10, "wrong": 0}]
-    rounds = [{"round": i, "step_ms": [ms], "local_ms": [1.0]} for i, ms in ((-1, 99.0), (0, 3.0), (1, 5.0), (2, 4.0))]
+    times = ((-1, 99.0), (0, 3.0), (1, 5.0), (2, 4.0))
+    rounds = [{"round": i, "step_ms": [ms], "host_ms": [ms / 2], "local_ms": [1.0]} for i, ms in times]
     lines = [json.dumps(line) for line in ({"entries": entries, "rounds": 9}, *rounds)]
     log.write_text("\n".join(lines) + '\n{"round": 3, "st')
     (result,) = read_log(log)
     assert (result.rounds, result.step_ms, result.slowest_ms, result.exposed_ms) == (3, 4.0, 5.0, 3.0)
+    assert result.host_ms == 2.0
     assert read_log(tmp_path / "none") == []
+
+
+def test_several_steps_between_two_waits(monkeypatch):
+    """What is timed is one of them, until the device is done and until the host is; the barrier is before the first."""
+    seen, clock = [], iter((1.0, 9.0, 13.0))
+    monkeypatch.setattr(step.dist, "barrier", lambda: seen.append("barrier"))
+    monkeypatch.setattr(step.time, "perf_counter", lambda: next(clock))
+    job = StepJob((), BlockShape(64, 16, 32), "float32", 1, 0, (), "", together=4)
+    assert step._timed(lambda: seen.append("step"), job) == (3000.0, 2000.0)
+    assert seen == ["barrier", *["step"] * 4]
 
 
 def test_ranks_of():
