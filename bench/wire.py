@@ -1,13 +1,17 @@
 """Few bytes behind slow links: four blocks whose tensors travel in fp32, bf16, fp8 and int8, against torch in bf16.
 
-    python bench/slow_network.py --ranks 8 --rate 200mbit --burst 80kb -- \
-        python bench/wire.py --rate 200mbit --grid z=4,y=2 --out bench/results/wire.json
+    python bench/slow_network.py --ranks 8 --rate 200mbit --burst 80kb --timeout 400 -- \
+        python bench/wire.py --rate 200mbit --inner 512 --repetitions 3 --grid z=4,y=2 --out bench/results/wire.json
+    python bench/slow_network.py --ranks 8 --rate 50mbit --burst 80kb --timeout 400 -- \
+        python bench/wire.py --rate 50mbit --tokens 1024 --inner 512 --repetitions 3 --out bench/results/wire.json
 
 Forward and backward of four residual blocks, MatMul -> GELU -> MatMul, which compute in fp32.  The rivals are torch's
 sequence-parallel plan, and the same plan whose collectives are bf16: hooks around each block cast what is gathered and
 what is reduced, both ways.  ndtp runs on the same 1D grid, on that of fewest bytes, and on those of `--grid`, by every
 wire.  All of them are interleaved; each number is the median of the slowest rank.  Beside them: the bytes that a rank
-receives, and how far output and gradient of the input are from the dense blocks', as a part of their norm.
+receives, the time that these take on its link alone (`link_ms`), that of all ranks on the processors that there are
+(`cpu_ms`), which should be the shorter one, and how far output and gradient of the input are from the dense blocks', as
+a part of their norm.
 """
 
 from __future__ import annotations
@@ -15,7 +19,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
+import os
 import statistics
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -93,6 +100,12 @@ def ndtp_blocks(sizes: Sizes, mesh: ndtp.ProcessGrid, scheme: str, wire: str | N
     return Rival(model, lambda whole: model[0].in_layout.shard(whole, mesh.rank))
 
 
+def bits_per_second(rate: str) -> float:
+    """Return a rate as tc reads it."""
+    unit = next((unit for unit in ("kbit", "mbit", "gbit") if rate.endswith(unit)), "")
+    return float(rate.removesuffix(unit) if unit else 1) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "": math.inf}[unit]
+
+
 def grid_of(text: str) -> ndtp.Grid:
     axes = {axis: int(size) for axis, _, size in (word.partition("=") for word in text.split(","))}
     return ndtp.Grid(axes if set(axes) == {"x"} else {"z": 1, "x": 1, "y": 1, **axes})
@@ -148,9 +161,17 @@ def main() -> None:
         assert max(errors.values()) < allowed, f"{name}: {errors}"
         rows[name] = {"megabytes": meter.volume.total / 1e6, **errors}
     times: dict[str, list[float]] = {name: [] for name in rivals}
+    work, rate = dict.fromkeys(rivals, 0.0), bits_per_second(arguments.rate)
     for round_ in range(arguments.repetitions):
         for name in turns(rivals, round_):
+            begun = time.process_time()
             times[name].append(timed(lambda name=name: rivals[name].step(*inputs[name])))  # type: ignore[misc]
+            work[name] += (time.process_time() - begun) / arguments.repetitions
+    spent = torch.tensor([work[name] for name in rivals])
+    dist.all_reduce(spent)
+    processors = len(os.sched_getaffinity(0))
+    for row, seconds in zip(rows.values(), spent.tolist(), strict=True):
+        row |= {"link_ms": row["megabytes"] * 8e9 / rate, "cpu_ms": seconds / processors * 1e3}
     if dist.get_rank() == 0:
         medians = {name: statistics.median(each) * 1e3 for name, each in times.items()}
         for name, row in rows.items():

@@ -57,20 +57,48 @@ def test_a_dry_run_finds_no_token_of_padding():
         assert 0 not in torch.empty(2, 3, dtype=torch.long, device="meta")
 
 
+WAYS = ("gather", "ring", "heads")
+LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32}
+
+
 def check_ways(sizes, scheme, batch):
     """With the mask of padding, and with none, where attention is causal by its kernel."""
-    for attention in ("gather", "ring", "heads"):
+    for attention in WAYS:
         for masked in (False, True):
-            options = {"attention": attention, "masked": masked, "generates": masked, "num_attention_heads": 8}
-            check(["LlamaForCausalLM"], sizes, scheme, batch, num_key_value_heads=4, hidden_size=32, **options)
+            options = {"attention": attention, "masked": masked, "generates": masked}
+            check(["LlamaForCausalLM"], sizes, scheme, batch, **LLAMA, **options)
 
 
 def test_one_sequence_in_three_ways(ranks):
     ranks(2).run(check_ways, {"z": 2, "x": 1, "y": 1}, "3d", 1)
 
 
-def test_one_sequence_in_three_ways_on_two_axes(ranks):
-    ranks(4).run(check_ways, {"z": 2, "x": 2, "y": 1}, "3d", 1)
+def check_documents(sizes, length):
+    """Documents packed into one sequence, with checkpoints, compiled, under autocast: what their positions tell."""
+    mesh, ids = mesh_of(Grid(sizes)), torch.arange(3, 3 + length)[None]
+    positions = torch.cat([torch.arange(length // 3), torch.arange(length - length // 3)])[None]
+    given = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
+    for attention in WAYS:
+        dense, model = (architectures.build("LlamaForCausalLM", num_hidden_layers=1, **LLAMA) for _ in range(2))
+        model.activation_checkpointing_enable()
+        ndtp.parallelize(model.train(), mesh, attention=attention)
+        with CommMeter() as meter:
+            out = torch.compile(model, backend="eager")(**given)
+            out.loss.backward()
+        expected = dense(**given)
+        expected.loss.backward()
+        assert (expected.loss - dense(ids, labels=ids).loss).abs() > 1e-3, "documents do not see each other"
+        torch.testing.assert_close(out.loss, expected.loss, rtol=2e-6, atol=0.0)
+        check_gradients(model, dense, f"{mesh.grid}, {attention}")
+        if attention != "ring":  # a dry run sees no documents, and a ring swaps halves where it is causal
+            assert meter.volume.total == model.ndtp_report.volume(**given).total, attention
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(model(**given).loss, expected.loss, rtol=1e-2, atol=0.0, check_dtype=False)
+
+
+def test_packed_documents_in_three_ways(ranks):
+    """Sequences that both axes of rows cut."""
+    ranks(4).run(check_documents, {"z": 2, "x": 2, "y": 1}, 15)
 
 
 def test_three_sequences_on_four_ranks(ranks):
