@@ -12,10 +12,12 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.resharding import ReshardPlan
 from ndtp.algebra.schemes import block_layouts
 from ndtp.algebra.volume import Traffic, Volume
+from ndtp.algebra.wire import Wire, message_bytes
 from ndtp.dtypes import Dtype, name_of, size_of
 from ndtp.errors import GridError, LayoutError
 
 AXIS = "pp"  # what traffic between stages is called
+PASSED = {"forward": "activations", "dgrad": "activation_gradients"}  # the kind of what passes between stages
 Shape = tuple[int, ...]
 
 
@@ -176,20 +178,25 @@ class PipelinePlan:
             for i in range(self.num_stages - 1)
         )  # fmt: skip
 
-    def volume(self, rank: int, micro_batches: int, dgrad: bool = True, dtype: Dtype = "float32") -> Volume:
+    def volume(
+        self, rank: int, micro_batches: int, dgrad: bool = True, dtype: Dtype = "float32", wire: Wire | None = None
+    ) -> Volume:
         """The exact traffic between stages in a step, in bytes that `rank` receives.
 
         Args:
             dgrad: whether gradients go back.
             dtype: of what passes.
+            wire: as which it travels.
         """
         found = []
         for plan in self.crossings:
             for phase, way in (("forward", plan), ("dgrad", plan.back))[: 1 + dgrad]:
-                calls = micro_batches * len(way.receives(rank))
-                count = micro_batches * way.received(rank)
-                sent = count * size_of(dtype), count, way.name, name_of(dtype)
-                found.append(Traffic(phase, "receive", (AXIS,), *sent, calls))
+                form, itemsize = None if wire is None else wire.format(PASSED[phase]), size_of(dtype)
+                shapes = [[stop - start for start, stop in message.box] for message in way.receives(rank)]
+                num_bytes = micro_batches * sum(message_bytes(shape, itemsize, form) for shape in shapes)
+                count, calls = micro_batches * way.received(rank), micro_batches * len(shapes)
+                name = name_of(dtype) if form is None or num_bytes == count * itemsize else form.name
+                found.append(Traffic(phase, "receive", (AXIS,), num_bytes, count, way.name, name, calls))
         return Volume.of(found)
 
     def bubble(self, micro_batches: int) -> float:

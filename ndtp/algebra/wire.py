@@ -177,6 +177,13 @@ def part_of(grid: Grid, step: Step, shape: Sequence[int]) -> tuple[Shape, int]:
     return (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]), ranks - 1
 
 
+def message_bytes(shape: Sequence[int], itemsize: int, form: Format | None) -> int:
+    """Return the bytes of one message that holds a tensor of a shape."""
+    if form is not None and form.itemsize < itemsize and form.saves(shape, itemsize):
+        return form.num_bytes(shape)
+    return prod(shape) * itemsize
+
+
 def step_bytes(
     grid: Grid, step: Step, shape: Sequence[int], elements: int, itemsize: int, form: Format | None
 ) -> tuple[int, bool]:

@@ -44,6 +44,7 @@ class Frame:
         losses: plans of a head with its loss, by what these depend on.
         cuts_sequences: whether a batch that the ranks do not divide is split by the tokens of its sequences; else it is
             padded with sequences that count for nothing.
+        always_cuts: whether one that they divide is, too: that of a stage, where ranks of another stage do not.
         attention: as of `ndtp.split.spec.Context`.
         summed: the axes over which the code that runs has its gradients summed already: that of split tensors.
         trials: dtypes of what functions give of activations that are still to be computed, by their formulas.
@@ -57,6 +58,7 @@ class Frame:
     fuse: bool = True
     loss_rows: int = 1024
     cuts_sequences: bool = False
+    always_cuts: bool = False
     attention: str = "auto"
     head: Any = None
     activations: dict[Any, Any] = field(default_factory=dict)
@@ -84,7 +86,7 @@ class Frame:
     def rows_of(self, lead: Sequence[int]) -> tuple[int, int]:
         """Return the rows of an activation with these leading dims, padding included, and its `Passage.across`."""
         count, each = lead[0], math.prod(lead[1:])
-        if self.cuts_sequences and len(lead) > 1 and count % self.sequences:
+        if self.cuts_sequences and len(lead) > 1 and (count % self.sequences or self.always_cuts):
             return self.padded(each) * count, count
         return self.padded(count) * each, 0
 

@@ -100,9 +100,11 @@ class Split(Placing):
         blocks = {layer.name.rpartition(".")[0] for layer in self.experts}  # whose scores every rank wants whole
         place_others(self, modules, {*cores, *blocks})
         place_patches(self, modules)
-        # Patches of an image come image by image; stages of a pipeline pass on rows of whole sequences.
+        # Patches of an image come image by image; stages of a pipeline pass on rows that lie alike on all of them.
         has_patches = any(isinstance(module, SplitPatches) for module in modules.values())
-        self.frame.cuts_sequences = not has_patches and "ndtp_stage" not in vars(self.model)
+        all_cut = vars(self.model).get("ndtp_cuts_sequences")
+        self.frame.cuts_sequences = not has_patches and all_cut is not False
+        self.frame.always_cuts = bool(all_cut)
         self._others(modules)
         if self.experts:
             whole_router_loss(self.stock, self.frame)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from ndtp.collectives.watch import failure
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ndtp.collectives.codecs import Codec
 
 
 def receive_op(buffer: Tensor, sender: int, group: ProcessGroup, name: str, phase: str, part: str = "") -> dist.P2POp:
@@ -30,6 +33,18 @@ def receive_op(buffer: Tensor, sender: int, group: ProcessGroup, name: str, phas
 def send_op(part_of_x: Tensor, receiver: int, group: ProcessGroup, name: str, phase: str, part: str = "") -> dist.P2POp:
     """Return the operation that sends a message; see `receive_op`."""
     return _message(dist.isend, part_of_x, receiver, group, Label((name,), phase, "send", (AXIS,), part))
+
+
+def encoded(x: Tensor, codec: Codec) -> Tensor:
+    """Return a tensor as the bytes of a codec."""
+    sent = x.new_empty(codec.num_bytes(tuple(x.shape)), dtype=torch.uint8)
+    codec.encode(x, sent)
+    return sent
+
+
+def decode_into(room: Tensor, codec: Codec, landing: Tensor) -> None:
+    """Put what came as bytes of a codec into its place."""
+    room.copy_(codec.decode(landing, tuple(room.shape), room.dtype))
 
 
 def exchange(ops: Sequence[dist.P2POp]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,16 +13,21 @@ import torch.distributed.pipelining as torch_pipelining
 from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
-from ndtp.algebra.pipeline_plan import AXIS, PipelinePlan
+from ndtp.algebra.pipeline_plan import AXIS, PASSED, PipelinePlan
 from ndtp.algebra.resharding import Box, ReshardPlan, volume_of
 from ndtp.algebra.volume import Volume
+from ndtp.algebra.wire import Wire
 from ndtp.checkpoints.pieces import Piece, Whole
 from ndtp.collectives.uneven_exchange import cut, landing_in, part_of, sendable
 from ndtp.errors import CommunicationError, GridError, LayoutError
 from ndtp.models.state_entries import mesh_of_model
-from ndtp.pipelines.messages import exchange, receive_op, send_op
+from ndtp.pipelines.messages import decode_into, encoded, exchange, receive_op, send_op
 from ndtp.pipelines.pipeline import Pipeline
 from ndtp.runtime.crew import Crew
+from ndtp.runtime.given_mesh import GivenWire
+
+if TYPE_CHECKING:
+    from ndtp.collectives.codecs import Codec
 
 
 class PipelineStage(torch_pipelining.PipelineStage):
@@ -38,8 +44,9 @@ class PipelineStage(torch_pipelining.PipelineStage):
         module: on `pipeline.mesh(index)`.
         index: default: the only stage of this rank.
         dtype: of what passes between stages.  Default: torch's default dtype.
-        also: what passes beside, if modules take and give several tensors: of each further one the plan, of the same
-            stages on the same ranks, and its dtype.
+        wire: the dtypes in which that and its gradients travel, the same for all stages.  Default: those of the mesh.
+        also: what passes beside, as it is computed, if modules take and give several tensors: of each further one the
+            plan, of the same stages on the same ranks, and its dtype.
         dw_builder: as for torch's.
 
     Attributes:
@@ -62,6 +69,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
         index: int | None = None,
         *,
         dtype: torch.dtype | None = None,
+        wire: GivenWire = None,
         also: Sequence[tuple[PipelinePlan, torch.dtype]] = (),
         dw_builder: Callable[[], Callable[..., None]] | None = None,
     ) -> None:
@@ -85,11 +93,12 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self.rank = dist.get_rank()
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.passing = ((pipeline, self.dtype), *also)
+        self.wire, self._collectives = mesh.sending(Wire.of(wire)).wire, mesh.sending(Wire.of(wire)).collectives
         self.finishing: list[Callable[[], None]] = []
         self.known_as: dict[str, str] = {}
         self.settling: list[Callable[[], None]] = []
         self._runtime_validate = False  # of metadata that is not there
-        self._arriving: dict[tuple[str, int, int], tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
+        self._arriving: dict[tuple[str, int, int], tuple[Tensor, list[Callable[[], Any]]]] = {}
         self._agreed: set[str] = set()
 
     # ---------------------------------------------------------------------------------------------------- what it knows
@@ -120,7 +129,10 @@ class PipelineStage(torch_pipelining.PipelineStage):
 
     def volume(self, micro_batches: int) -> Volume:
         """The exact traffic between stages in a step, all stages of this rank together, in bytes that it receives."""
-        parts = (plan.volume(self.rank, micro_batches, _has_gradient(dtype), dtype) for plan, dtype in self.passing)
+        parts = (
+            plan.volume(self.rank, micro_batches, _has_gradient(dtype), dtype, None if i else self.wire)
+            for i, (plan, dtype) in enumerate(self.passing)
+        )
         return sum(parts, Volume())
 
     def _ways(self, at: int, phase: str) -> list[tuple[int, ReshardPlan, torch.dtype]]:
@@ -166,7 +178,9 @@ class PipelineStage(torch_pipelining.PipelineStage):
             meta.inputs = (None,) * (taken if self.is_first else len(self.passing))
         wants = ", with gradients" * self.has_backward
         tensors = ", ".join(f"{plan.shapes} of {dtype}" for plan, dtype in self.passing)
-        what = f"{num_microbatches} micro-batches{wants}; {self.pipeline}, {tensors}"
+        what = f"{num_microbatches} micro-batches{wants}; {self.pipeline}, {tensors}" + f", {self.wire}" * bool(
+            self.wire
+        )
         first = self.pipeline.stages_of(self.rank)[0] == self.index
         if first and what not in self._agreed:
             self._agreed.add(what)
@@ -203,15 +217,15 @@ class PipelineStage(torch_pipelining.PipelineStage):
             return []
         outputs = self._passed_on(self.fwd_cache[fwd_chunk_id][0], self.index)
         ways = self._ways(self.index, "forward")
-        return [op for i, plan, _ in ways for op in self._send(plan, outputs[i], "forward", fwd_chunk_id)]
+        return [op for i, plan, _ in ways for op in self._send(plan, outputs[i], ("forward", i, fwd_chunk_id))]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first or not self.has_backward:
             return []
         grads = self.bwd_cache.pop(bwd_chunk_id)
         ways = self._ways(self.index - 1, "dgrad")
-        given = ((plan, self._gradient(grads[i], plan, dtype)) for i, plan, dtype in ways)
-        return [op for plan, grad in given for op in self._send(plan, grad, "dgrad", bwd_chunk_id)]
+        given = ((i, plan, self._gradient(grads[i], plan, dtype)) for i, plan, dtype in ways)
+        return [op for i, plan, grad in given for op in self._send(plan, grad, ("dgrad", i, bwd_chunk_id))]
 
     def _receive_all(self, at: int, phase: str, micro_batch: int) -> list[dist.P2POp]:
         ways = self._ways(at, phase)
@@ -225,22 +239,35 @@ class PipelineStage(torch_pipelining.PipelineStage):
         held = sum(map(volume_of, (*(message.box for message in messages), *([kept] if kept else []))))
         made = torch.zeros if held < volume_of(wanted) else torch.empty
         result = made(_shape(wanted), dtype=dtype, device=self.device)
-        late, ops = [], []
+        late: list[Callable[[], Any]] = []
+        ops = []
         for message in messages:
             room, landing = landing_in(result, message.box, wanted)
-            if landing is not room:
-                late.append((room, landing))
+            if (codec := self._codec(room, key)) is not None:
+                landing = room.new_empty(codec.num_bytes(tuple(room.shape)), dtype=torch.uint8)
+                late.append(partial(decode_into, room, codec, landing))
+            elif landing is not room:
+                late.append(partial(room.copy_, landing))
             where = message.sender, self.pipeline.group, plan.name, key[0], _part(key[2])
             ops.append(receive_op(sendable(landing), *where))
         self._arriving[key] = result, late
         return ops
 
-    def _send(self, plan: ReshardPlan, x: Tensor, phase: str, micro_batch: int) -> list[dist.P2POp]:
+    def _send(self, plan: ReshardPlan, x: Tensor, key: tuple[str, int, int]) -> list[dist.P2POp]:
         mine = plan.held(self.rank)
         assert mine is not None
-        where = self.pipeline.group, plan.name, phase, _part(micro_batch)
-        parts = ((message.receiver, part_of(x, message.box, mine)) for message in plan.sends(self.rank))
-        return [send_op(sendable(part), receiver, *where) for receiver, part in parts]
+        where = self.pipeline.group, plan.name, key[0], _part(key[2])
+        ops = []
+        for message in plan.sends(self.rank):
+            part = part_of(x, message.box, mine)
+            if (codec := self._codec(part, key)) is not None:
+                part = encoded(part, codec)
+            ops.append(send_op(sendable(part), message.receiver, *where))
+        return ops
+
+    def _codec(self, x: Tensor, key: tuple[str, int, int]) -> Codec | None:
+        """Return the codec by which a message goes; None: as it is, as what passes beside hidden states does."""
+        return None if key[1] else self._collectives.codec(tuple(x.shape), x.dtype, PASSED[key[0]])
 
     def _passed_on(self, outputs: Any, at: int) -> list[Tensor]:
         """Return the results of the module of stage `at` for a micro-batch.
@@ -275,8 +302,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
     def _taken(self, phase: str, i: int, micro_batch: int) -> Tensor:
         """Return the tensors that have arrived for a micro-batch, each in its place."""
         result, late = self._arriving.pop((phase, i, micro_batch))
-        for room, landing in late:
-            room.copy_(landing)
+        for land in late:
+            land()
         return result
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
@@ -295,21 +322,22 @@ class PipelineStage(torch_pipelining.PipelineStage):
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         outputs = self._passed_on(prev_stage_outputs, self.index - 1)
         for i, plan, dtype in self._ways(self.index - 1, "forward"):
-            self._arriving["forward", i, mb_index] = self._moved(plan, outputs[i], dtype, "forward"), []
+            self._arriving["forward", i, mb_index] = self._moved(plan, outputs[i], dtype, "forward", i), []
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         for i, plan, dtype in self._ways(self.index, "dgrad"):
             grad = self._gradient(next_stage_bwd_outputs[i], plan, dtype)
-            self._arriving["dgrad", i, mb_index] = self._moved(plan, grad, dtype, "dgrad"), []
+            self._arriving["dgrad", i, mb_index] = self._moved(plan, grad, dtype, "dgrad", i), []
 
-    def _moved(self, plan: ReshardPlan, x: Tensor, dtype: torch.dtype, phase: str) -> Tensor:
+    def _moved(self, plan: ReshardPlan, x: Tensor, dtype: torch.dtype, phase: str, number: int) -> Tensor:
         """Move a tensor at once, since all ranks of both stages come here together."""
         if plan.is_local:
             return cut(x, plan, self.rank)
         held, wanted, kept = plan.held(self.rank), plan.wanted(self.rank), plan.kept(self.rank)
         assert held is not None and wanted is not None
-        exchange([*self._receive(plan, dtype, (phase, 0, -1)), *self._send(plan, x, phase, -1)])
-        result = self._taken(phase, 0, -1)
+        key = (phase, number, -1)
+        exchange([*self._receive(plan, dtype, key), *self._send(plan, x, key)])
+        result = self._taken(*key)
         if kept is not None:
             landing_in(result, kept, wanted)[0].copy_(part_of(x, kept, held))
         return result

@@ -14,6 +14,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.pipeline_plan import PipelinePlan, Shape
 from ndtp.algebra.schemes import BlockLayouts, block_layouts
 from ndtp.algebra.volume import Volume
+from ndtp.algebra.wire import Wire
 from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.hidden import Hidden, enter, leave
@@ -66,7 +67,7 @@ def pipeline_stages(
     parts = _parts(anatomy, len(grids), layers)
     schemes = [scheme] * len(grids) if isinstance(scheme, str) else list(scheme)
     blocks = [block_layouts(grid, each) for grid, each in zip(grids, schemes, strict=True)]
-    shapes = _shapes(blocks, hidden_size(model), batch, length)
+    cuts, shapes = _shapes(blocks, hidden_size(model), batch, length)
     pipeline = Pipeline(
         grids, shapes, layouts=[(block.input, block.output) for block in blocks], ranks=ranks, groups=groups
     )
@@ -77,11 +78,14 @@ def pipeline_stages(
         part = part_of_model(model, anatomy, parts[i], traveller)
         mesh = pipeline.mesh(i, **(mesh_options or {}))
         part.ndtp_stage = i  # type: ignore[assignment]  # hidden states come from another stage in the form of recognised layers
+        part.ndtp_cuts_sequences = cuts  # type: ignore[assignment]
         parallelize(part, mesh, scheme=schemes[i], **options)
         data = blocks[i].input.dims[0][: _data_axes(blocks[i])]
         module = StageModule(part, traveller, (batch, length), Layout(grids[i], data), mesh.rank, takes_ids=i == 0)
         module.balance_with(anatomy.balance)
-        stages.append(ModelStage(module, pipeline, i, dtype=next(model.parameters()).dtype, also=also))
+        wire = Wire.of(options.get("wire"), options.get("recipe"))
+        dtype = next(model.parameters()).dtype
+        stages.append(ModelStage(module, pipeline, i, dtype=dtype, wire=wire, also=also))
     tied = tie(stages, pipeline, anatomy.shared) if anatomy.shared and len(grids) > 1 else []
     for stage in stages:
         stage.tied = tied
@@ -112,9 +116,12 @@ def _data_axes(block: BlockLayouts) -> int:
     return next((i for i, axis in enumerate(block.input.dims[0]) if axis in weights), len(block.input.dims[0]))
 
 
-def _shapes(blocks: Sequence[BlockLayouts], hidden: int, batch: int, length: int) -> list[Shape]:
-    """Return the shapes [rows, features] of a micro-batch's hidden states on each stage, with the padding of its
-    grid.
+def _shapes(blocks: Sequence[BlockLayouts], hidden: int, batch: int, length: int) -> tuple[bool, list[Shape]]:
+    """Return whether sequences are cut, and the shapes [rows, features] of a micro-batch's hidden states on each stage,
+    with the padding of its grid.
+
+    Where the ranks of one stage do not divide the sequences, all stages have tokens of every sequence: what passes
+    between them lies in one order.
 
     Raises:
         LayoutError: sequences that `dp` does not divide, or not into what its rows are padded to.
@@ -136,6 +143,7 @@ def _shapes(blocks: Sequence[BlockLayouts], hidden: int, batch: int, length: int
         width = grid.size([axis for axis in grid if axis in weights])
         found.append((padded * length, -(-hidden // width) * width))
         counts.append((padded, splits, multiple * splits))
+    cuts = any(padded != batch for padded, *_ in counts)
     if any(padded != batch for padded, *_ in counts) and any(splits > 1 for _, splits, _ in counts):
         whole = max(each for *_, each in counts)
         raise LayoutError(
@@ -143,7 +151,10 @@ def _shapes(blocks: Sequence[BlockLayouts], hidden: int, batch: int, length: int
             f"{', '.join(str(block.input.grid) for block in blocks)}\n"
             f"  fix: batch={-(-batch // whole) * whole}, or no dp"
         )
-    return list(found)
+    if cuts:
+        rows = [-(-length // multiple) * multiple * batch for *_, multiple in counts]
+        found = [(each, width) for each, (_, width) in zip(rows, found, strict=True)]
+    return cuts, list(found)
 
 
 class StageModule(nn.Module):
@@ -231,8 +242,9 @@ class StageModule(nn.Module):
     def _passage(self) -> Passage:
         split = self.split
         frame: Frame = split.frame
-        rows = frame.padded(self.lead[0]) * self.lead[1]
-        return Passage(frame, split.layouts.input, self.lead, rows, split.hidden, split.width, came_from="stage before")
+        rows, across = frame.rows_of(self.lead)
+        lies = (frame, split.layouts.input, self.lead, rows, split.hidden, split.width)
+        return Passage(*lies, across=across, came_from="stage before")
 
     def _left(self, hidden: Any) -> Tensor:
         if not isinstance(hidden, Hidden) or hidden.passage != self._passage():
