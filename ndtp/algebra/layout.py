@@ -220,7 +220,7 @@ class Layout:
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """The order of mesh dims on which DTensor can express this layout: rank order, with `z` moved last.
+        """The order of mesh dims on which DTensor can express this layout: rank order, but x before y, and z last.
 
         DTensor splits a dim by mesh dims in mesh order, so `K_xz` needs x before z and `M_zy` z before y.  The order
         is the default (dp, x, y, z) where that fits, else the nearest one that does.
@@ -309,8 +309,14 @@ def _text(dims: Sequence[Sequence[str]]) -> str:
 
 
 def default_mesh_axes(grid: Grid) -> tuple[str, ...]:
-    """The order of mesh dims where no layout asks for another: rank order with `z` moved last, (dp, x, y, z)."""
-    return tuple(sorted(grid, key=lambda axis: axis == "z"))
+    """The order of mesh dims where no layout asks for another: rank order, but x before y, and z last, (dp, x, y, z).
+
+    So a table of `K_xyz` lies on grids of every rank order, such as those that a planner gives for the sake of links.
+    """
+    order = sorted(grid, key=lambda axis: axis == "z")
+    if "x" in order and "y" in order and order.index("x") > order.index("y"):
+        order[order.index("x")], order[order.index("y")] = "y", "x"
+    return tuple(order)
 
 
 def common_mesh_axes(layouts: Sequence[Layout]) -> tuple[str, ...]:

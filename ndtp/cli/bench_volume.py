@@ -42,8 +42,9 @@ def volume(
         ),
     ] = 64,
     tokens: Annotated[
-        int, typer.Option(callback=SIZE, help="Rows of the block; of a model: of all ranks, sequences x length.")
-    ] = 8192,
+        int | None,
+        typer.Option(callback=SIZE, help="Rows of the block: 8192; of a model, over all ranks: a sequence for each."),
+    ] = None,
     hidden: Annotated[int | None, typer.Option(callback=SIZE, help="Features outside of the block: 4096.")] = None,
     ffn: Annotated[int | None, typer.Option(callback=SIZE, help="Features inside of the block: 16384.")] = None,
     model: Annotated[
@@ -90,12 +91,23 @@ def volume(
             raise typer.BadParameter(message, param_hint="--model")
         axes = axis_sizes(" ".join(fix or []), "--fix", EXPERT_AXES)
         of_model(
-            model, ranks, tokens, sequence, target, DTYPES[dtype], Wire.of(wire), top, axes, json_file, csv_file, plot
+            model,
+            ranks,
+            tokens or ranks * sequence,
+            sequence,
+            target,
+            DTYPES[dtype],
+            Wire.of(wire),
+            top,
+            axes,
+            json_file,
+            csv_file,
+            plot,
         )
         return
     if fix or target is not None:
         raise typer.BadParameter("--fix and --target are for --model", param_hint="--fix")
-    hidden, ffn = hidden or 4096, ffn or 16384
+    tokens, hidden, ffn = tokens or 8192, hidden or 4096, ffn or 16384
     import torch
 
     from ndtp.measure import check_room

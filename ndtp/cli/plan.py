@@ -106,7 +106,7 @@ def plan(
     Example: ndtp plan --decode --model config.json --ranks 8 --batch 64 --sequence 4096
     """
     from ndtp.cli.plan_decode import answer_decode, decode_question
-    from ndtp.cli.plan_model import Asked, answer, question_of, result
+    from ndtp.cli.plan_model import Asked, answer, question_of, result, tokens_of
     from ndtp.planner.block_cost import AXES, EXPERT_AXES
     from ndtp.planner.hardware import Hardware
     from ndtp.planner.request import Request, check_arguments
@@ -141,6 +141,8 @@ def plan(
             return
     if emit is not None:
         raise GridError("plan: --emit takes a --model of one stack of layers, and the objective time")
+    if tokens is None and model is not None:
+        tokens = tokens_of(model, batch, sequence)
     if tokens is None:
         raise GridError("plan: give --tokens, the rows of a step over all ranks")
     check_arguments({"tokens": tokens}, {"experts": experts})

@@ -65,7 +65,7 @@ def question_of(asked: Asked, model: ModelSizes | CountedModel) -> Question | No
         return None
     if asked.batch is not None and asked.tokens is not None:
         raise GridError("plan: --batch and --tokens both say how long a step is\n  fix: leave one of them out")
-    tokens = asked.tokens or (max(TOKENS, sequence) if asked.batch is None else asked.batch * sequence)
+    tokens = asked.tokens or tokens_of(asked.path, asked.batch, sequence)
     batch, rest = divmod(tokens, sequence)
     if rest:
         raise GridError(
@@ -86,6 +86,12 @@ def config_of(path: str) -> dict[str, Any]:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     config = json.loads(file.read_text())
     return {**config, **(config.get("text_config") or {})}
+
+
+def tokens_of(path: str, batch: int | None, sequence: int | None) -> int:
+    """Return the rows of a model's step that nobody gave: its sequences, or four Mi."""
+    sequence = sequence or min(LONGEST, length_of(config_of(path)))
+    return max(TOKENS, sequence) if batch is None else batch * sequence
 
 
 def length_of(config: dict[str, Any]) -> int:

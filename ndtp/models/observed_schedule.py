@@ -80,6 +80,8 @@ class ObservedMLP:
         if found is None or len({each.weight.dtype for each in (*ups, down)}) > 1:
             return None
         name, leaves = found
+        if any(each.out_width * down.real_in != down.width * each.real_out for each in ups):
+            return None  # its products do not meet in as many features: one of them has padding
         if down.width != down.real_in and ACTIVATIONS[name].forward(torch.zeros(2)).any():
             return None  # whose padding would not stay zero
         with down.at_work():

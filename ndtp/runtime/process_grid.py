@@ -94,9 +94,9 @@ class ProcessGrid:
         step: what the training step that runs here has learnt.
         programs: the chains of products that were bound here.
         backend: that of the process groups for `device_type`; None for a grid of one rank.
-        mesh_axes: the dims of `device_mesh`: rank order with `z` moved last, so that weights `K_xz` are plain `Shard`
-            placements.  Without axes of one rank, which say nothing: DTensor weighs every placement on every dim, and
-            takes several times as long over the first call of an operation for each dim more.
+        mesh_axes: the dims of `device_mesh`: rank order, but x before y, and z last, so that weights `K_xz` are plain
+            `Shard` placements.  Without axes of one rank, which say nothing: DTensor weighs every placement on every
+            dim, and takes several times as long over the first call of an operation for each dim more.
 
     Raises:
         GridError: the grid has more or fewer ranks than there are, or an option has a value that makes no sense, or

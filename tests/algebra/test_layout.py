@@ -257,6 +257,7 @@ def test_mesh_axes_of_the_design() -> None:
     assert Layout(CUBE, ("y", "z"), "x").mesh_axes == ("x", "y", "z")
     assert Layout(CUBE, ("z", "y"), "x").mesh_axes == ("x", "z", "y")
     assert Layout(Grid(dp=2, z=2, x=2, y=2), None).mesh_axes == ("dp", "x", "y", "z")
+    assert Layout(Grid(y=2, dp=2, z=2, x=2), None, ("x", "y", "z")).mesh_axes == ("x", "dp", "y", "z")
     assert Layout(Grid(z=1, x=2, y=2), ("z", "y"), "x").mesh_axes == ("x", "y", "z")  # a size of 1 needs no order
 
 

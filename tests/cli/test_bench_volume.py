@@ -116,7 +116,7 @@ def test_a_whole_model(ndtp, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--sequence", "1000"), "8192 rows are no number of sequences of 1000\n  fix: --tokens 8000"),
+        (("--tokens", "8192", "--sequence", "1000"), "8192 rows are no number of sequences of 1000\n  fix: --tokens 8"),
         (("--hidden", "8"), "it gives the sizes; leave out --hidden"),
     ],
 )

@@ -116,9 +116,12 @@ def test_other_layers_than_the_config_has(ndtp, tmp_path, without_transformers):
     path = tmp_path / "config.json"
     for config, times in ((LLAMA, [5, 5, 1]), (BART, [5, 5, 5, 5, 5, 5, 1]), ({"text_config": LLAMA}, [5, 5, 1])):
         path.write_text(json.dumps(config))
-        words = ("--model", str(path), "--tokens", "8192", "--ranks", "8", "--layers", "5", "--json", "-")
+        words = ("--model", str(path), "--batch", "16", "--sequence", "512", "--ranks", "8", "--layers", "5")
+        words += ("--objective", "volume", "--json", "-")
         code, out, _ = ndtp("plan", *words)
-        assert code == 0 and [block["times"] for block in json.loads(out)["request"]["blocks"]] == times
+        blocks = json.loads(out)["request"]["blocks"]
+        assert code == 0 and [block["times"] for block in blocks] == times
+        assert {block["tokens"] for block in blocks} == {8192}
     path.write_text(json.dumps({"model_type": "llama"}))
     code, _, err = ndtp("plan", *words)
     assert code == 2 and "names no number of layers, such as num_hidden_layers; leave --layers out" in err

@@ -160,8 +160,17 @@ def check_separately():
     assert volumes[0] == volumes[1] == model.ndtp_report.volume(4, 6)
 
 
+def check_odd_halves():
+    """Two halves of 22 features, which y divides; the weight that they meet is padded to 24 over y and z."""
+    changes = {"num_hidden_layers": 1, "intermediate_size": 22}
+    dense, model = (build("Phi3ForCausalLM", **changes) for _ in range(2))
+    ndtp.parallelize(model, mesh_of(Grid(z=2, y=2)))
+    check_runs(model, dense, inputs("Phi3ForCausalLM"), (0, 0), "odd halves")
+
+
 def test_bytes_are_the_same_separately(ranks):
     ranks(4).run(check_separately)
+    ranks(4).run(check_odd_halves)
 
 
 # ---- the head and its loss ----
