@@ -1,9 +1,10 @@
 """One long sequence on a grid: equal to dense in every way of attention, its bytes, its memory and its balance.
 
-    python bench/long_sequences.py [--out bench/results/long_sequences.json]
+    python bench/long_sequences.py [--out bench/results/long_sequences.json] [--grids 2x2x2 1d-sp --classes-only]
 
-- classes: stock causal models of transformers in fp64, one sequence on four ranks, in three ways: the largest error of
-  the loss and of any gradient, as a part of the largest entry, and whether a step's bytes are those of `report.volume`.
+- classes: stock causal models of transformers in fp64, one sequence on four or eight ranks, in three ways: the largest
+  error of the loss and of any gradient, as a part of the largest entry, and whether a step's bytes are those of
+  `report.volume`.
 - memory: bytes that live beside parameters in a step of a stock Llama, counted on the rank that has most, against the
   dense step's: kept from forward to backward, and the peak.  The bound is 1.1 / ranks of dense and two parts of keys
   and values.
@@ -40,7 +41,14 @@ TINY = {
     "attn_pdrop": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0, "dropout": 0.0,
 }  # fmt: skip
 SIZES = {"hidden": 128, "inner": 512, "layers": 4, "heads": 8, "kv_heads": 4, "vocabulary": 256, "length": 2048}
-GRIDS = {"2d": {"x": 2, "y": 2}, "3d": {"z": 4, "x": 1, "y": 1}}
+GRIDS = {  # and their schemes
+    "2d": ("2d", {"x": 2, "y": 2}),
+    "3d": ("3d", {"z": 4, "x": 1, "y": 1}),
+    "1d-sp": ("1d-sp", {"x": 4}),
+    "2x2x2": ("3d", {"z": 2, "x": 2, "y": 2}),
+    "2x4": ("2d", {"x": 2, "y": 4}),
+    "z=4 y=2": ("3d", {"z": 4, "x": 1, "y": 2}),
+}
 LENGTH = 14  # which four ranks do not divide
 
 
@@ -56,15 +64,16 @@ def model_of(kind: str) -> torch.nn.Module:
     return model
 
 
-def compared(kind: str, scheme: str) -> dict:
+def compared(kind: str, grid: str) -> dict:
     """One class in each way, on this rank."""
     ids = torch.randint(3, 96, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     dense = model_of(kind)
     expected = dense(input_ids=ids, labels=ids).loss
     expected.backward()
     found: dict = {}
+    scheme, sizes = GRIDS[grid]
     for way in WAYS:
-        mesh = ndtp.ProcessGrid(ndtp.Grid(GRIDS[scheme]))
+        mesh = ndtp.ProcessGrid(ndtp.Grid(sizes))
         try:
             model = ndtp.parallelize(model_of(kind), mesh, scheme=scheme, attention=way)
             with ndtp.CommMeter() as meter:
@@ -115,18 +124,18 @@ def llama() -> torch.nn.Module:
 
 def on_a_rank(way: str) -> dict[str, int]:
     ids = torch.randint(3, SIZES["vocabulary"], (1, SIZES["length"]), generator=torch.Generator().manual_seed(1))
-    mesh = ndtp.ProcessGrid(ndtp.Grid(GRIDS["3d"]), ring_bytes=0)
+    mesh = ndtp.ProcessGrid(ndtp.Grid(GRIDS["3d"][1]), ring_bytes=0)
     return step(ndtp.parallelize(llama(), mesh, attention=way), ids)
 
 
 def memory() -> dict:
     ids = torch.randint(3, SIZES["vocabulary"], (1, SIZES["length"]), generator=torch.Generator().manual_seed(1))
-    dense, ranks = step(llama(), ids), ndtp.Grid(GRIDS["3d"]).num_ranks
+    dense, ranks = step(llama(), ids), ndtp.Grid(GRIDS["3d"][1]).num_ranks
     part = 2 * SIZES["length"] // ranks * SIZES["hidden"] * SIZES["kv_heads"] // SIZES["heads"] * 4
     bound = {key: int(1.1 * value / ranks + 2 * part) for key, value in dense.items()}
     ways = {way: ndtp.testing.run(on_a_rank, ranks=ranks, args=(way,)) for way in WAYS}
     most = {way: {key: max(each[key] for each in found) for key in dense} for way, found in ways.items()}
-    return {"sizes": SIZES, "grid": GRIDS["3d"], "dense": dense, "bound": bound, "a part of k and v": part} | most
+    return {"sizes": SIZES, "grid": GRIDS["3d"][1], "dense": dense, "bound": bound, "a part of k and v": part} | most
 
 
 def balance() -> dict[str, float]:
@@ -142,19 +151,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("bench/results/long_sequences.json"))
     parser.add_argument("--types", nargs="*", default=TYPES)
+    parser.add_argument("--grids", nargs="*", default=list(GRIDS), choices=list(GRIDS))
+    parser.add_argument(
+        "--classes-only", action="store_true", help="go on with the record's classes, and keep the rest"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     result: dict = {"date": f"{date.today()}", "torch": torch.__version__, "transformers": transformers.__version__}
-    result |= {"length": LENGTH, "grids": GRIDS, "balance": balance(), "memory": memory(), "classes": {}}
-    for scheme in GRIDS:
+    result |= {"length": LENGTH, "grids": {name: sizes for name, (_, sizes) in GRIDS.items()}}
+    if arguments.classes_only:
+        result = json.loads(arguments.out.read_text()) | result
+    else:
+        result |= {"balance": balance(), "memory": memory(), "classes": {}}
+    for grid in arguments.grids:
         for kind in arguments.types:
+            if grid in result["classes"].get(kind, {}):
+                continue
             try:
-                found = ndtp.testing.run(compared, ranks=4, args=(kind, scheme))[0]
+                found = ndtp.testing.run(compared, ndtp.Grid(GRIDS[grid][1]).num_ranks, args=(kind, grid))[0]
             except Exception as error:  # such as ranks that hang
                 found = {"error": str(error).splitlines()[0]}
-            result["classes"].setdefault(kind, {})[scheme] = found
-            print(kind, scheme, json.dumps(found), flush=True)
+            result["classes"].setdefault(kind, {})[grid] = found
+            print(kind, grid, json.dumps(found), flush=True)
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: result[key] for key in ("balance", "memory")}, indent=1))
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import ndtp
 import ndtp.testing
-from ndtp.algebra.wire import Wire
+from ndtp.algebra.wire import RECIPES, Wire
 from ndtp.collectives.codecs import CODECS
 from ndtp.models.byte_model import ByteModel, ByteModelSizes
 
@@ -245,6 +245,16 @@ def on_ranks(wire: str | None, layers: int) -> list[tuple[float, float]]:
     return found
 
 
+def of_recipe(recipe: str, sizes: dict[str, int]) -> Tensor:
+    """Return the first gradients by a recipe on real ranks, or on one."""
+    mesh = ndtp.ProcessGrid(ndtp.Grid(sizes), recipe=recipe)
+    model = dense_of(0).to_grid(mesh, "3d", 1)
+    ids, targets = (torch.cat(each) for each in zip(batch_of(text_of(), 0, 0), batch_of(text_of(), 0, 1), strict=True))
+    model(ids, targets).backward()
+    grads = (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters())
+    return torch.cat([grad.flatten().double() for grad in grads])
+
+
 def gradients() -> dict[str, dict[str, tuple[float, float]]]:
     """The first gradients of the model against fp64: relative norm of the error, and 1 - cosine; two batches.
 
@@ -274,6 +284,12 @@ def gradients() -> dict[str, dict[str, tuple[float, float]]]:
             Z = Y = parts
             rows[place] = apart(vector(Wired(dense_of(0), Wire.of(wire))))
         found[name] = rows
+    for recipe in RECIPES:
+        grids = {"dense": {"z": 1, "x": 1, "y": 1}, "four ranks": {"z": 2, "x": 1, "y": 2}}
+        found[f"recipe {recipe}"] = {
+            place: apart(ndtp.testing.run(of_recipe, ndtp.Grid(sizes).num_ranks, args=(recipe, sizes))[0])
+            for place, sizes in grids.items()
+        }
     return found
 
 

@@ -25,6 +25,8 @@ from ndtp.split.tensor import SplitTensor, enter, leave, rule
 from ndtp.split.views import without
 from ndtp.split.whole import whole
 
+KIND = "activations"  # of queries, keys, values and results, for the wire
+
 
 @rule(F.scaled_dot_product_attention)
 def attention(
@@ -92,7 +94,8 @@ def attention(
         ]
 
     def bring(x: Tensor) -> Tensor:
-        return brought(x, spec.context, [*lead, (), ()], [*wide(x.shape[:-2]), *x.shape[-2:]], used)
+        sizes = [*wide(x.shape[:-2]), *x.shape[-2:]]
+        return brought(x, spec.context, [*lead, (), ()], sizes, used, kind=KIND)
 
     mask = attn_mask
     if isinstance(mask, Tensor):
@@ -202,10 +205,16 @@ def _over_heads(q: SplitTensor, k: Any, v: Any, mask: Any, is_causal: bool, scal
     here[dim - 1], here[dim] = (*heads, *reversed(along)), ()
     shared = q.shape[-3] != k.shape[-3]
     made = attention(
-        F.scaled_dot_product_attention, *(moved(x, here) for x in (q, k, v)), mask, 0.0, is_causal, scale, shared
+        F.scaled_dot_product_attention,
+        *(moved(x, here, kind=KIND) for x in (q, k, v)),
+        mask,
+        0.0,
+        is_causal,
+        scale,
+        shared,
     )
     back = [n if axes else size for n, axes, size in zip(spec.padded, spec.dims, made.shape, strict=True)]
-    return moved(made, spec.dims, back)
+    return moved(made, spec.dims, back, kind=KIND)
 
 
 def _sent_heads(kv_heads: int, spec: Spec, along: Axes) -> int:

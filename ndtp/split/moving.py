@@ -17,13 +17,16 @@ from ndtp.split.tensor import SplitTensor, enter, leave
 NO_AXES: Axes = ()
 
 
-def moved(x: SplitTensor, dims: Sequence[Axes], padded: Sequence[int] | None = None, used: Axes = ()) -> SplitTensor:
+def moved(
+    x: SplitTensor, dims: Sequence[Axes], padded: Sequence[int] | None = None, used: Axes = (), kind: str = ""
+) -> SplitTensor:
     """A split tensor with other axes at its dims; the tensor itself where it lies so already.
 
     Args:
         padded: the sizes with padding that the result shall have.  Default: those of x where a dim stays split, else
             the least that divide.
         used: axes along which each rank uses the result for something of its own, so that its gradient is summed.
+        kind: of the tensor, as `ndtp.Wire` has them; "": it travels as it is computed.
     """
     dims = tuple(dims)
     if x.spec.sections and dims[-1] != x.spec.dims[-1]:
@@ -41,8 +44,8 @@ def moved(x: SplitTensor, dims: Sequence[Axes], padded: Sequence[int] | None = N
     )
     if through != spec.dims:
         between = spec.lying(through)
-        shard, spec = _relaid(shard, spec, between, ()), between
-    return enter(_relaid(_grown(shard, spec, target), spec, target, used), target)
+        shard, spec = _relaid(shard, spec, between, (), kind), between
+    return enter(_relaid(_grown(shard, spec, target), spec, target, used, kind), target)
 
 
 def _target(spec: Spec, dims: Sequence[Axes], padded: Sequence[int] | None) -> Spec:
@@ -64,14 +67,14 @@ def _grown(shard: Tensor, spec: Spec, target: Spec) -> Tensor:
     return F.pad(shard, [n for each in reversed(grow) for n in (0, each)]) if any(grow) else shard
 
 
-def _relaid(shard: Tensor, spec: Spec, target: Spec, used: Axes) -> Tensor:
+def _relaid(shard: Tensor, spec: Spec, target: Spec, used: Axes, kind: str = "") -> Tensor:
     """Apply the collectives of a relayout, and cut off the padding of dims that are whole afterwards."""
     source, end = spec.layout, target.layout
     is_number = not shard.dim()
     if is_number:
         shard, source, end = shard.view(1), layout_of(spec.mesh, (NO_AXES,)), layout_of(spec.mesh, (NO_AXES,))
     in_order = spec.mesh.grid.nontrivial([axis for axis in spec.mesh.grid.names if axis in used])
-    plan = relayout_plan(source, end, (), in_order, spec.origin or "activation")
+    plan = relayout_plan(source, end, (), in_order, spec.origin or "activation", kind)
     given = shard
     shard = reduce(shard.contiguous(), plan, spec.mesh)
     if shard is given:
@@ -99,11 +102,17 @@ def cut(x: Tensor, spec: Spec, used: Axes = ()) -> Tensor:
 
 
 def brought(
-    x: Tensor, context: Context, dims: Sequence[Axes], padded: Sequence[int], used: Axes, name: str = ""
+    x: Tensor,
+    context: Context,
+    dims: Sequence[Axes],
+    padded: Sequence[int],
+    used: Axes,
+    name: str = "",
+    kind: str = "",
 ) -> Tensor:
     """The shard of an operand, split or whole, that lies with these axes at its dims."""
     if isinstance(x, SplitTensor):
-        return leave(moved(x, dims, padded, used))
+        return leave(moved(x, dims, padded, used, kind))
     sizes = tuple(x.shape)
     spec = Spec(context, sizes, layout_of(context.mesh, tuple(dims)), tuple(padded), origin=name or "operand")
     return cut(x, spec, tuple(axis for axis in used if axis not in spec.axes))

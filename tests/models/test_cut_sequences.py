@@ -76,6 +76,7 @@ def test_one_sequence_in_three_ways(ranks):
 def check_documents(sizes, length):
     """Documents packed into one sequence, with checkpoints, compiled, under autocast: what their positions tell."""
     mesh, ids = mesh_of(Grid(sizes)), torch.arange(3, 3 + length)[None]
+    coded = ndtp.ProcessGrid(mesh.grid, wire="fp8")
     positions = torch.cat([torch.arange(length // 3), torch.arange(length - length // 3)])[None]
     given = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
     for attention in WAYS:
@@ -92,6 +93,13 @@ def check_documents(sizes, length):
         check_gradients(model, dense, f"{mesh.grid}, {attention}")
         if attention != "ring":  # a dry run sees no documents, and a ring swaps halves where it is causal
             assert meter.volume.total == model.ndtp_report.volume(**given).total, attention
+        few = architectures.build("LlamaForCausalLM", num_hidden_layers=1, **LLAMA)
+        ndtp.parallelize(few, coded, attention=attention)
+        with CommMeter() as meter:
+            loss = few(ids, labels=ids).loss
+            loss.backward()
+        assert 0 < abs(loss - dense(ids, labels=ids).loss) < 0.05
+        assert meter.volume.total == few.ndtp_report.volume(input_ids=ids, labels=ids).total, f"{attention}, few bytes"
         with torch.autocast("cpu", torch.bfloat16):
             torch.testing.assert_close(model(**given).loss, expected.loss, rtol=1e-2, atol=0.0, check_dtype=False)
 
