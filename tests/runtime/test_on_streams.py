@@ -14,8 +14,10 @@ import ndtp
 from ndtp import CommunicationError, Grid, ProcessGrid
 from ndtp.algebra.steps import Step
 from ndtp.collectives import buffer_ring
+from ndtp.collectives.summing import SummingCollectives
 from ndtp.collectives.symmetric.collectives import SymmetricCollectives
 from ndtp.collectives.symmetric.device import DeviceExchange
+from ndtp.compute.gemm import KernelGemm
 from ndtp.nn.random import draw_seed, key_of
 from ndtp.runtime import weight_prefetch
 from ndtp.testing import CudaFault, RecordedCuda
@@ -40,14 +42,17 @@ def no_small_buffers():
 class Model:
     """Blocks one behind another on a grid, and a training step of them."""
 
-    def __init__(self, scheme="3d", chunks=1, blocks=2, symmetric=False, **options):
+    def __init__(self, scheme="3d", chunks=1, blocks=2, collectives=None, kernels=False, **options):
         self.mesh = ProcessGrid(GRIDS[scheme], device_type="cpu", groups_per_axis=2)
-        if symmetric:
-            made = SymmetricCollectives(self.mesh.groups, self.mesh.ring, self.mesh.step.recording)
+        if collectives is not None:
+            made = collectives(self.mesh.groups, self.mesh.ring, self.mesh.step.recording)
             self.mesh.collectives = made
+        if kernels:  # which add up what arrives in one pass with what follows
+            self.mesh.gemm = KernelGemm()
         made = {"mesh": self.mesh, "scheme": scheme, "chunks": chunks, "seed": 0, **options}
         self.blocks = [ndtp.nn.MLP(32, 64, activation="gelu", **made) for _ in range(blocks)]
-        self.x = self.blocks[0].in_layout.shard(torch.randn(64, 32), 0).requires_grad_()
+        whole = torch.randn(64, 32, dtype=options.get("dtype"))
+        self.x = self.blocks[0].in_layout.shard(whole, 0).clone().requires_grad_()
         self.parameters = [p for block in self.blocks for p in block.parameters()]
 
     def loss(self, x=None):
@@ -95,14 +100,18 @@ def input_alone(model):
     [
         *[(plain, {"scheme": scheme, "chunks": chunks}) for scheme in GRIDS for chunks in (1, 4)],
         (plain, {"regather": ("a", "b")}),
-        (plain, {"symmetric": True}),
-        (plain, {"symmetric": True, "scheme": "1d-sp", "chunks": 2}),
+        (plain, {"collectives": SymmetricCollectives}),
+        (plain, {"collectives": SymmetricCollectives, "scheme": "1d-sp", "chunks": 2}),
+        (plain, {"collectives": SymmetricCollectives, "kernels": True}),
+        (plain, {"collectives": SummingCollectives, "kernels": True, "chunks": 2, "dtype": torch.bfloat16}),
         (accumulated, {}),
         (interleaved, {"chunks": 2}),
         (broken_off, {"chunks": 2}),
         (input_alone, {}),
     ],
-    ids=lambda value: value.__name__ if callable(value) else " ".join(map(str, value.values())),
+    ids=lambda value: (
+        value.__name__ if callable(value) else " ".join(getattr(each, "__name__", str(each)) for each in value.values())
+    ),
 )
 def test_streams_touch_nothing_too_early_and_all_is_waited_for(run, options):
     with no_small_buffers(), RecordedCuda() as cuda:
@@ -189,12 +198,12 @@ def test_symmetric_memory_is_captured_and_its_windows_outlive_graphs(mends):
     as_it_was = mock.patch.object(DeviceExchange, "wait", wait)
     if not mends:
         with pytest.raises(CudaFault, match="Unjoined"), as_it_was, RecordedCuda():
-            model = Model(symmetric=True)
+            model = Model(collectives=SymmetricCollectives)
             model.step()
             captured(model.step)
     else:
         with RecordedCuda():
-            model = Model(symmetric=True)
+            model = Model(collectives=SymmetricCollectives)
             model.step()
             graph = captured(model.step)
             big = torch.zeros(2**16, 2)
