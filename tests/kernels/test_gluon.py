@@ -120,14 +120,15 @@ def test_numbers(module, how, transposes):
 @pytest.mark.parametrize("size", [(1, 1, 1), (4, 4, 2), (12, 4, 3), (9, 17, 12)], ids=str)
 def test_sizes(module, how, size):
     """One step of K, fewer tiles than groups, more steps than stages."""
-    for seed in range(4):
+    for seed in range(2):
         product(module, size, drawn(seed), residents=1, **how)
 
 
 @pytest.mark.parametrize("module,how", FORMS, ids=IDS)
 def test_schedules_that_starve(module, how):
     names = ("load_tiles", "multiply_tiles", "store_tiles" if module is blackwell else "hopper", "copy")
-    for order in itertools.permutations(names):
+    turns = [names[i:] + names[:i] for i in range(len(names))]  # each is the first, and the last, that can go on
+    for order in (*turns, *(turn[::-1] for turn in turns)):
         product(module, (8, 8, 5), preferring(order), residents=1, stages=2, **how)
 
 
