@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ndtp.compute.gemm import Letters, Multiply, Shape, TorchGemm
+from ndtp.compute.gemm import Multiply, TorchGemm
 
 HOPPER = 9  # of compute capability: cuBLAS's products on older devices know no such limit
 
@@ -31,18 +31,9 @@ class CarvedGemm(TorchGemm):
     def __init__(self, sms_to_leave: int) -> None:
         self.sms_to_leave = sms_to_leave
 
-    def bound(
-        self,
-        letters: tuple[Letters, Letters, Letters],
-        one: Shape,
-        other: Shape,
-        *,
-        blocks: int | None = None,
-        parts: Sequence[int] | None = None,
-        accumulate: bool = False,
-    ) -> Multiply:
-        product = super().bound(letters, one, other, blocks=blocks, parts=parts, accumulate=accumulate)
-        leave = self.sms_to_leave
+    def bound(self, *what: Any, **how: Any) -> Multiply:
+        """See `TorchGemm.bound`."""
+        product, leave = super().bound(*what, **how), self.sms_to_leave
 
         def run(a: Tensor, b: Tensor, **out: Tensor) -> Tensor:
             before = torch._C._get_sm_carveout_experimental()
