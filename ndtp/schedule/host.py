@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-TASKS = ("start", "wait", "multiply", "activate", "gradient", "chain")
-
 
 @dataclass(frozen=True)
 class HostLane:

@@ -6,6 +6,7 @@ import logging
 import os
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 from unittest.mock import Mock
 
@@ -25,9 +26,12 @@ from ndtp.planner.speeds import speeds_of
 from ndtp.runtime import chunk_count
 from ndtp.runtime.chain import asked_of
 from ndtp.runtime.chunk_choices import MOST, ChunkChoices, in_words
+from ndtp.runtime.chunk_count import issued_as_now
 from ndtp.runtime.late_gradients import LateGradients
+from ndtp.runtime.region import KeyTape, Region
 from ndtp.runtime.step_state import StepState
-from ndtp.schedule.chunk_choice import SMALL
+from ndtp.schedule.chunk_choice import SMALL, Speeds
+from ndtp.schedule.host import EAGER
 from ndtp.testing import assert_equal, small_integers
 
 CUBE = Grid(z=2, x=2, y=2)
@@ -206,3 +210,17 @@ def test_a_grid_of_one_rank_has_nothing_to_hide():
     block(torch.randn(4, 8)).sum().backward()
     assert block.mesh.chunks_chosen(block.up.plan) == {4: (1, "nothing is communicated")}
     assert "chunk" not in str(block.up), "only what speeds decided is worth a line"
+
+
+def test_the_host_counts_where_it_issues_each_task_and_not_in_a_graph():
+    """Behind streams alone; a rehearsal of a captured step chooses as its replays run."""
+    speeds = Speeds({}, host=EAGER)
+    by_streams, by_host = (
+        SimpleNamespace(collectives=SimpleNamespace(orders_by_stream=each, groups=SimpleNamespace(device_type="cpu")))
+        for each in (True, False)
+    )
+    assert issued_as_now(speeds, by_streams) is speeds
+    with Region(KeyTape()).entered():
+        assert issued_as_now(speeds, by_streams).host is None
+        assert issued_as_now(speeds, by_host) is speeds
+    assert issued_as_now(speeds, by_streams) is speeds
