@@ -165,6 +165,8 @@ class Timeline:
         """
         if key in self.pending:
             return
+        if key[2] == "dB" and key[3] in (None, 0):
+            self.issue(key, "gradient", sum(np.asarray(received) for *_, received in messages) > 0)
         move, idle = _Move(self.now, self.now), True
         for collective, axis, received in messages:
             self._send(key, move, (collective, axis, np.where(idle, received, 0) / cut))
@@ -205,8 +207,6 @@ class Timeline:
         seconds, occupied = (f(collective, axis, received) for f in (self.links.seconds, self.links.occupied))
         moves, crosses = seconds > 0, self.links.crosses(axis)
         self.issue(key, "start", moves)
-        if key[2] == "dB":
-            self.issue(key, "gradient", moves)
         ready = self.now if self.host is None else np.maximum(self.now, self.issued)
         if not self.links.shares:
             begin = np.maximum(ready, np.where(crosses, self.across, self.inside))
