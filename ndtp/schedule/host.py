@@ -40,8 +40,8 @@ class HostLane:
         return [getattr(self, each.name) for each in fields(self)]
 
 
-# The library's own work: tasks as `bench/host_lane.py` times them, the rest fitted to whole steps of a quiet machine (620
-# and 1370 us in 1 and 4 chunks on 2x2x2, 300 and 820 us on x=8 with sequence parallelism); see docs/gpus.md.
+# The library's own work: tasks as `bench/host_lane.py` times them, the rest fitted to whole steps of a quiet machine:
+# 620 and 1370 us in 1 and 4 chunks on 2x2x2, 300 and 820 us on x=8 with sequence parallelism; see docs/gpus.md.
 OWN = HostLane(*(each * 1e-6 for each in (19.7, 2.5, 4.3, 4.0, 69.0, 88.0)))
 # A call of NCCL and a launch of a kernel, as known from others' measurements.
 CALL, LAUNCH = 17e-6, 6e-6
