@@ -1,4 +1,4 @@
-"""Which links between machines are slow, lose packets or are gone, from what all ranks see of their own. Pure.
+"""Links between machines that are slow, lose packets or are gone, from what all ranks see of their own. Pure.
 
 A rank sees its own end of a link.  Where most links of one machine are bad and those among the others are not, that
 machine is named; what is left are links between two machines.

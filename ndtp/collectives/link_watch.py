@@ -32,7 +32,7 @@ class LinkWatch:
         self._bad_before = 0
 
     def own(self) -> OwnLinks:
-        """What this rank sees: segments since some looks ago, the rest as it is now."""
+        """This rank's own view: segments since some looks ago, the rest as it is now."""
         addresses, totals = own_links()
         before = self._totals[0] if self._totals else {}
         links = {}

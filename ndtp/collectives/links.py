@@ -1,4 +1,4 @@
-"""What the kernel knows of this rank's connections: packets sent again, round trips, peers that do not answer.
+"""The kernel's knowledge of this rank's connections: packets sent again, round trips, peers that do not answer.
 
 TCP counts all of it for itself; reading it costs some microseconds a connection, and sends nothing.  Connections inside
 of a machine cross no network, and are passed over.
