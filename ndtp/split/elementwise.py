@@ -108,7 +108,7 @@ def aligned(
     used = tuple(axis for axes in dims for axis in axes)
     if sections and mine and mine[-1]:
         if isinstance(x, SplitTensor) and x.spec.sections == sections and x.spec.dims[-1] == mine[-1]:
-            return brought(x, context, mine, wide, used)
+            return brought(x, context, mine, wide, used, sections=sections)
         if isinstance(x, SplitTensor):
             x = _whole_last(x)
             count = context.mesh.grid.size(mine[-1])

@@ -102,16 +102,17 @@ def cut(x: Tensor, spec: Spec, used: Axes = ()) -> Tensor:
 
 
 def brought(
-    x: Tensor,
-    context: Context,
-    dims: Sequence[Axes],
-    padded: Sequence[int],
-    used: Axes,
-    name: str = "",
-    kind: str = "",
-) -> Tensor:
-    """The shard of an operand, split or whole, that lies with these axes at its dims."""
+    x: Tensor, context: Context, dims: Sequence[Axes], padded: Sequence[int], used: Axes, name: str = "",
+    kind: str = "", sections: tuple[int, ...] = (),
+) -> Tensor:  # fmt: skip
+    """The shard of an operand, split or whole, that lies with these axes at its dims.
+
+    Args:
+        sections: those that the last dim of a split operand may have.
+    """
     if isinstance(x, SplitTensor):
+        if x.spec.sections != sections and x.spec.sections and x.spec.dims[-1] == dims[-1]:
+            x = in_dense_order(x)
         return leave(moved(x, dims, padded, used, kind))
     sizes = tuple(x.shape)
     spec = Spec(context, sizes, layout_of(context.mesh, tuple(dims)), tuple(padded), origin=name or "operand")

@@ -217,9 +217,9 @@ def on_grid(path: str, axes: dict[str, int], scheme: str) -> dict:
                 raise
             return row | {"verdict": "refused", "error": str(error)}
         report = model.ndtp_report
-        total, split, _ = report.parameters
-        row |= {"split": round(split / max(total, 1), 3), "kept": dict(report.kept)}
         mine = results(model, given["cases"], given["prompt"], given["dense"])
+        total, split, _ = report.parameters  # of a model that waits for its first call: since then
+        row |= {"split": round(split / max(total, 1), 3), "kept": dict(report.kept)}
         return row | compare(mine, given["dense"], given["exact"]) | {"gathered": dict(report.gathered)}
 
 

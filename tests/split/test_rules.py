@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 
@@ -244,6 +245,9 @@ def check_strangers():
     assert torch.equal(whole(named), 2 * (numbers[:, None] @ numbers[:, None].mT))
     with pytest.warns(UserWarning, match="matmul has no rule"):  # none that knows these names
         assert torch.equal(torch.matmul(input=x, other=torch.ones(6, 2)), numbers @ torch.ones(6, 2))
+    parts = dataclasses.replace(spec_of(context, (4, 6), [(), ("x",)]), sections=(2, 4))
+    apart, together = (enter(cut(numbers, s), s) for s in (parts, dataclasses.replace(parts, sections=())))
+    assert torch.equal(whole(apart + together), numbers * 2) and torch.equal(whole(together - apart), numbers * 0)
     grads = []
     y = x * 3
     y.register_hook(grads.append)
