@@ -21,6 +21,7 @@ from ndtp.models.observation import observe_call
 from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.report import Report
 from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.default_group import OwnRows
 
 WAITS = "the first call decides: no inputs are known with which the model runs; example= decides at once"
 
@@ -75,7 +76,9 @@ class FirstCall:
         model.__class__ = type(model).__mro__[2]
         try:
             with torch.inference_mode(False):
-                seen, mesh = observe_call(model, args, kwargs), split.mesh
+                mesh = split.mesh
+                with OwnRows(mesh, split.frame.outside.dims[0]).while_running():
+                    seen = observe_call(model, args, kwargs)
                 by_rank = differing(mesh.groups, repr(seen)) if mesh.backend != "fake" else None
                 if by_rank is not None:
                     raise MismatchError(

@@ -186,7 +186,8 @@ def parallelize(
         else:
             by_name = named_layouts(values, model, mesh.grid, axes) if is_mixed else {}
             split = AnyModel(model, mesh, layouts, left, by_name=by_name, **placing)
-            seen = observe(model, example)
+            with OwnRows(mesh, split.frame.outside.dims[0]).while_running():
+                seen = observe(model, example)
             if seen is None and example is None and can_wait(model):
                 FirstCall(split, report, count, strict).wait()
             else:
@@ -214,7 +215,7 @@ def parallelize(
     else:
         found, report.kept = find_pairs(model)
         in_pairs = sum(len(pair.ups) + 1 for pair in found)
-        if mesh is not None and scheme != "auto" and (is_mixed or (not stacks and in_pairs < count)):
+        if mesh is not None and scheme != "auto" and (is_mixed or (not stacks and (in_pairs < count or not count))):
             return whole_model(mesh, block_layouts(mesh.grid, scheme, axes))
         pairs = [pair for pair in found if not any(_is_in(pair.up, name) for name in stacks)]
         for pair in [pair for pair in pairs if not {*pair.ups, pair.down}.isdisjoint(left)]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +55,15 @@ class OwnRows:
     def end(self, *_: Any) -> None:
         if _at_work.models and _at_work.models[-1] is self:
             _at_work.models.pop()
+
+    @contextmanager
+    def while_running(self) -> Iterator[None]:
+        """A context in which the model's code runs."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
 
     def watch(self, model: nn.Module) -> None:
         """Put `begin` and `end` around the forward of a model."""

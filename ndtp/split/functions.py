@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from ndtp.runtime.default_group import OwnRows, at_work, uses
 from ndtp.split.own_collectives import guard_collectives
-from ndtp.split.tensor import TABLE, split_in
-from ndtp.split.whole import on_whole
+from ndtp.split.tensor import TABLE, mapped, split_in
+from ndtp.split.whole import on_whole, whole
 
 _given = Function.apply
+_OURS = ("ndtp.", "torch.")
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,13 +40,25 @@ def _begin(rows: OwnRows, grads: Any) -> Any:
 
 def _ruled(cls: Any, args: Any, kwargs: Any) -> Any:
     if not split_in(args):
-        return _given.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
+        kind = cls if at_work() is None or cls.__module__.startswith(_OURS) else _giving_wholes(cls)
+        return _given.__func__(kind, *args, **kwargs)  # type: ignore[attr-defined]
     made = TABLE.get(cls)
     if made is not None:
         result = made(cls.apply, *args, **kwargs)
         if result is not NotImplemented:
             return result
     return on_whole(_Named(cls), args, kwargs)
+
+
+@cache
+def _giving_wholes(cls: Any) -> Any:
+    """The `autograd.Function` with whole results and gradients: its code may call split layers itself."""
+
+    def whole_of(method: Any) -> Any:
+        return staticmethod(lambda *args, **kwargs: mapped(method(*args, **kwargs), whole))
+
+    methods = {name: whole_of(getattr(cls, name)) for name in ("forward", "backward")}
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, **methods})
 
 
 class _Named:
@@ -55,7 +68,7 @@ class _Named:
         self.kind, self.__name__ = kind, kind.__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _given.__func__(self.kind, *args, **kwargs)  # type: ignore[attr-defined]
+        return _given.__func__(_giving_wholes(self.kind), *args, **kwargs)  # type: ignore[attr-defined]
 
 
 def guard_functions() -> None:

@@ -56,6 +56,8 @@ def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             x.spec.context.note(name, x.spec)
     into = args[0] if args and isinstance(args[0], SplitTensor) and writes(func) else None
     given = mapped(list(args), whole)
+    if into is not None and into.strides is not None:
+        given[0] = _in_memory_order(given[0], into.strides)  # in which random numbers are drawn
     result = func(*given, **mapped(dict(kwargs), whole))
     if into is None:
         if not args or not isinstance(args[0], SplitTensor):
@@ -87,6 +89,12 @@ def _marked(result: Any, given: Sequence[Any], x: SplitTensor) -> Any:
     return made
 
 
+def _in_memory_order(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """A tensor whose dims lie in memory in the order of these strides."""
+    order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
+    return x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
+
+
 @rule(torch.as_strided, Tensor.as_strided)
 def _strided(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Return a view of memory: of a whole tensor that lies in it as the dense one does.
@@ -99,8 +107,7 @@ def _strided(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     x.spec.context.note("as_strided", x.spec)
     made = whole(x)
     if x.strides is not None:
-        order = sorted(range(made.dim()), key=lambda d: (-x.strides[d], d))  # type: ignore[index]
-        made = made.permute(order).contiguous().permute([order.index(d) for d in range(made.dim())])
+        made = _in_memory_order(made, x.strides)
         if any(a != b for a, b, n in zip(made.stride(), x.strides, made.shape, strict=True) if n > 1):
             raise LayoutError(
                 f"parallelize: as_strided of {x.spec}, which is a part of the memory of a larger tensor\n"

@@ -343,3 +343,45 @@ class Duelling(nn.Module):
         h = self.convs(x / 2.0)
         a = self.advantage(h)
         return self.value(h) + a - a.mean(1, keepdim=True)
+
+
+class Undone(torch.autograd.Function):
+    """Couplings whose inputs are computed from their outputs in backward, so that none are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: Any) -> Tensor:
+        ctx.blocks = blocks
+        for f, g in blocks:
+            a, b = x.chunk(2, -1)
+            a = a + f(b)
+            x = torch.cat([a, b + g(a)], -1)
+        ctx.y = x.detach()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        y = ctx.y
+        for f, g in reversed(ctx.blocks):
+            (a, b), (da, db) = y.chunk(2, -1), grad.chunk(2, -1)
+            with torch.enable_grad():
+                a = a.detach().requires_grad_()
+                ga = g(a)
+                torch.autograd.backward(ga, db)
+            b, da = b - ga.detach(), da + a.grad
+            with torch.enable_grad():
+                b = b.detach().requires_grad_()
+                fb = f(b)
+                torch.autograd.backward(fb, da)
+            y, grad = torch.cat([a.detach() - fb.detach(), b.detach()], -1), torch.cat([da, db + b.grad], -1)
+        return grad, None
+
+
+@entry("blocks that are undone in backward", numbers(16))
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(16, 2 * D), nn.Linear(2 * D, 4)
+        self.blocks = nn.ModuleList(nn.ModuleList(mlp(D, 48, D, act=nn.GELU) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(Undone.apply(self.inp(x), self.blocks))

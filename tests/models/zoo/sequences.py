@@ -375,3 +375,13 @@ class Adaptive(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         return self.head(torch.tanh(self.up(self.table(x))).flatten(0, 1), targets.flatten()).loss
+
+
+@entry("layers of its own, and no nn.Linear", numbers(6, 8))
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(D, 8) * 0.3), nn.Parameter(torch.randn(8, D) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.sin(F.linear(x, self.a)), self.b)
