@@ -37,12 +37,13 @@ def why(choice: SplitChoice) -> str:
 def limits(choice: SplitChoice) -> str:
     """Return the limit in a word: arithmetic, or the largest thing that is waited for."""
     time = choice.time.parts()
-    waits = {name: time[name] for name in ("tensor", "weights", "context", "experts", "stages", "data", "bubble")}
+    names = ("tensor", "weights", "context", "experts", "stages", "data", "bubble", "host")
+    waits = {name: time[name] for name in names}
     most = max(waits, key=lambda name: waits[name])
     if time["products"] + time["cores"] >= 0.6 * choice.seconds or waits[most] < time["moved"] + time["again"]:
         return "arithmetic" if time["products"] + time["cores"] >= time["moved"] else "memory bandwidth"
     return {"bubble": "pipeline bubble", "data": "gradient sums", "tensor": "tensor-parallel collectives"}.get(
-        most, most
+        most, PARTS["host"] if most == "host" else most
     )
 
 

@@ -191,7 +191,19 @@ class _Clock:
         if practice.graphs == "step":
             return 0.0
         each = HOST[kind] * self.job.hardware.launch_us * 1e-6
-        return kernels * each * deepest(self.job.model, self.splits)
+        again = 1 + practice.recomputed[0] / 3  # a forward is a third of both
+        return (kernels + self._calls()) * again * each * deepest(self.job.model, self.splits)
+
+    def _calls(self) -> Any:
+        """Return the number of collectives of a layer, each of which the host starts as it does a kernel."""
+        if self.job.practice.graphs != "none":
+            return 0
+        found: Any = 0
+        for block in self.job.model.blocks(1):
+            part = block.times / self.job.model.layers
+            for message in messages(block, self.splits.grids, 0, int(self.job.practice.regather)):
+                found = found + part * (np.asarray(self.network.size(message.axis)) > 1)
+        return found
 
     def _waits(self, block: Block) -> Waits:
         """The collectives of one block and one micro-batch.  Sums over replicas come once a step: see `_data`."""

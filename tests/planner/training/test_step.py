@@ -8,6 +8,8 @@ import pytest
 from ndtp.planner.hardware import Hardware, Link
 from ndtp.planner.model_config import Mixture
 from ndtp.planner.training import Practice, Splits, TrainingJob, Transformer
+from ndtp.planner.training.choose import Question, choose
+from ndtp.planner.training.reasons import limits, why
 from ndtp.planner.training.splits import RANK_ORDERS
 
 MACHINE = Hardware(
@@ -160,3 +162,12 @@ def test_latent_vectors_make_projections_narrow():
     block = latent.attention(1)
     assert block.parameters == 256 * 96 + 4 * 32 * 256 and latent.attention(1).bounds[1] == (1, 4 * 32, 256)
     assert float(step(model=latent).products) < float(step().products)
+
+
+def test_a_step_that_starts_kernels_most_of_its_time_says_so_and_splits_no_layers():
+    """Each collective is one more kernel to start: a small model is not split as if that were free."""
+    machine = replace(MACHINE, launch_us=50.0)
+    best = choose(Question(MODEL, 8, 4, machine, PLAIN, context=False), 1)[0]
+    assert limits(best) == "starting kernels" and "to starting kernels" in why(best)
+    assert best.splits.x == best.splits.y == 1 and best.practice.recompute == "none"
+    assert float(step(machine=machine, y=4, batch=8).total) > float(step(machine=machine, dp=4, batch=8).total)
