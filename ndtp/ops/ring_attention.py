@@ -9,7 +9,8 @@ backward   the same turns once more, with dk and dv passed on behind k and v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
 
 NAME = "ring attention"
+MOST_GROUPS = 2  # of heads, each with messages of its own
 
 
 def ring_attention(
@@ -56,41 +58,81 @@ class _Ring(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: RingPlan, mesh: ProcessGrid, scale: float
     ) -> Tensor:
         index = mesh.grid.index(mesh.rank, plan.axes)
-        q, k, v = _swapped((q, k, v), plan, mesh, "forward")
-        merged, block = Merged(q, v.shape[-1]), _packed((k, v))
+        groups, masks = _groups(q, k, v), _masks(mask, q, k)
+        coming: list[Any] = [_swapping(group, plan, mesh, "forward") for group in groups]
+        merged, kept, outs = [], [], []
         for turn in range(plan.ranks):
-            coming = _passed(block, plan, mesh, "forward") if turn < plan.ranks - 1 else None
-            here, seen = plan.pieces(index, turn), _columns(mask, plan, index, turn)
-            keys, values = _unpacked(block, (k, v))
-            merged.see(q, keys, values, here, scale, seen)
-            block = block if coming is None else coming()
-        out = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merged.lse, mask)
+            for i in range(len(groups)):
+                if turn == 0:
+                    groups[i] = coming[i]()
+                    merged.append(Merged(groups[i][0], v.shape[-1]))
+                    block = _packed(groups[i][1:])
+                else:
+                    block = coming[i]()
+                if turn < plan.ranks - 1:
+                    coming[i] = _passed(block, plan, mesh, "forward")
+                keys, values = _unpacked(block, groups[i][1:])
+                here, seen = plan.pieces(index, turn), _columns(masks[i], plan, index, turn)
+                merged[i].see(groups[i][0], keys, values, here, scale, seen)
+                if turn == plan.ranks - 1:
+                    out = merged[i].out.to(q.dtype)
+                    kept += [*groups[i], out, merged[i].lse]
+                    outs.append(_swapping((out,), plan, mesh, "forward"))
+        ctx.save_for_backward(mask, *kept)
         ctx.plan, ctx.mesh, ctx.scale, ctx.index = plan, mesh, scale, index
-        (result,) = _swapped((out,), plan, mesh, "forward")
-        return result.view_as(result) if result is out else result
+        found = [result for each in outs for result in each()]
+        return torch.cat(found, -3) if len(found) > 1 else found[0].view_as(found[0])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         plan, mesh, index = ctx.plan, ctx.mesh, ctx.index
         mesh.step.late.enter()
-        q, k, v, out, lse, mask = ctx.saved_tensors
-        (grad,) = _swapped((grad,), plan, mesh, "dgrad")
-        own, block, sums, coming_sums = Gradients(grad, q, out, lse, ctx.scale), _packed((k, v)), None, None
+        mask, *saved = ctx.saved_tensors
+        kept = [saved[i : i + 5] for i in range(0, len(saved), 5)]
+        masks = _masks(mask, grad, kept[0][1], len(kept))
+        coming: list[Any] = [_swapping((part,), plan, mesh, "dgrad") for part in grad.chunk(len(kept), -3)]
+        own, sums, ends = [], list[Any](), []
         for turn in range(plan.ranks):
-            coming = _passed(block, plan, mesh, "dgrad") if turn < plan.ranks - 1 else None
-            here, seen = plan.pieces(index, turn), _columns(mask, plan, index, turn)
-            keys, values = _unpacked(block, (k, v))
-            found = own.see(keys, values, here, seen)
-            sums = _packed(found)
-            if coming_sums is not None:
-                sums += coming_sums()
-            coming_sums = _passed(sums, plan, mesh, "dgrad")
-            block = block if coming is None else coming()
-        assert coming_sums is not None
-        dk, dv = (x.to(k.dtype) for x in _unpacked(coming_sums(), (k, v)))
-        return (*_swapped((own.dq.to(q.dtype), dk, dv), plan, mesh, "dgrad"), None, None, None, None)
+            for i, (q, k, v, out, lse) in enumerate(kept):
+                if turn == 0:
+                    own.append(Gradients(coming[i]()[0], q, out, lse, ctx.scale))
+                    block = _packed((k, v))
+                else:
+                    block = coming[i]()
+                if turn < plan.ranks - 1:
+                    coming[i] = _passed(block, plan, mesh, "dgrad")
+                keys, values = _unpacked(block, (k, v))
+                here, seen = plan.pieces(index, turn), _columns(masks[i], plan, index, turn)
+                total = _packed(own[i].see(keys, values, here, seen))
+                if turn == 0:
+                    sums.append(_passed(total, plan, mesh, "dgrad"))
+                else:
+                    total += sums[i]()
+                    sums[i] = _passed(total, plan, mesh, "dgrad")
+        for i, (q, k, v, *_) in enumerate(kept):
+            dk, dv = (x.to(k.dtype) for x in _unpacked(sums[i](), (k, v)))
+            ends.append(_swapping((own[i].dq.to(q.dtype), dk, dv), plan, mesh, "dgrad"))
+        found = zip(*(end() for end in ends), strict=True)
+        return *(torch.cat(parts, -3) if len(parts) > 1 else parts[0] for parts in found), None, None, None, None
+
+
+def _groups(*tensors: Tensor) -> list[Sequence[Tensor]]:
+    """Return queries, keys and values of two groups of heads, or of one where two do not divide the heads.
+
+    While a message of one group is under way, the other one's products run: the first and the last message of a phase
+    have none of their own group beside them.
+    """
+    count = math.gcd(MOST_GROUPS, *(x.shape[-3] for x in tensors))
+    return list(zip(*(x.chunk(count, -3) for x in tensors), strict=True))
+
+
+def _masks(mask: Tensor | None, q: Tensor, k: Tensor, groups: int | None = None) -> list[Tensor | None]:
+    """Return the part of a mask for the heads of each group."""
+    count = len(_groups(q, k)) if groups is None else groups
+    if mask is None or mask.dim() < 3 or mask.shape[-3] == 1:
+        return [mask] * count
+    return list(mask.chunk(count, -3))
 
 
 class _Causal(torch.autograd.Function):
@@ -123,14 +165,21 @@ def _passed(x: Tensor, plan: RingPlan, mesh: ProcessGrid, phase: str) -> Any:
     return sent(x, (plan.pass_on,), mesh, NAME, phase)
 
 
-def _swapped(tensors: Sequence[Tensor], plan: RingPlan, mesh: ProcessGrid, phase: str) -> list[Tensor]:
-    """Return parts of the sequence with their second halves swapped, by one message; the same on the way back."""
+def _swapping(
+    tensors: Sequence[Tensor], plan: RingPlan, mesh: ProcessGrid, phase: str
+) -> Callable[[], Sequence[Tensor]]:
+    """Begin to swap the second halves of parts of the sequence, by one message; the same on the way back."""
     if not plan.is_zigzag:
-        return list(tensors)
+        return lambda: tensors
     halves = [x[..., plan.half :, :] for x in tensors]
     step: Step = plan.swap
-    come = _unpacked(sent(_packed(halves), (step,), mesh, NAME, phase)(), halves)
-    return [torch.cat((x[..., : plan.half, :], half), -2) for x, half in zip(tensors, come, strict=True)]
+    come = sent(_packed(halves), (step,), mesh, NAME, phase)
+
+    def swapped() -> Sequence[Tensor]:
+        parts = zip(tensors, _unpacked(come(), halves), strict=True)
+        return [torch.cat((x[..., : plan.half, :], half), -2) for x, half in parts]
+
+    return swapped
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
