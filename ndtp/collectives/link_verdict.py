@@ -6,19 +6,21 @@ machine is named; what is left are links between two machines.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ndtp.collectives.links import PeerLink
 from ndtp.collectives.verdict import LINK, UNKNOWN, Verdict
 
 LOST_SHARE, LEAST_AGAIN = 0.01, 5  # segments that were sent again, of those that were sent
-SLOW_MS, TIMES = 5.0, 5.0  # a round trip: so long at least, and so many times as long as on other links
+SLOW_MS, TIMES = 5.0, 4.0  # a round trip: so long at least, and so many times as long as on other links
 MORE_SHARE, MORE_TIMES = 0.005, 3.0  # segments that were sent again: so many, and so many times as many as elsewhere
 LONG_MS, LOADED_MS = 10.0, 100.0  # slow whatever the others are: of an idle link; of one under load
 UNANSWERED_S = 3.0
 MOST = 2 / 3  # of the links of a machine, for the machine to be named
+
+Pair = frozenset[str]  # the machines at both ends of a link, by an address of each
 
 
 class OwnLinks(NamedTuple):
@@ -110,7 +112,7 @@ def bad_links(seen: Mapping[int, OwnLinks]) -> list[BadLink]:
     for rank, each in sorted(seen.items()):
         for address in each.addresses:
             at[address].append(rank)
-    pairs: dict[frozenset[str], PeerLink] = {}
+    pairs: dict[Pair, PeerLink] = {}
     home = {address: min(each.addresses) for each in seen.values() for address in each.addresses}
     for each in seen.values():
         for address, link in each.links.items():
@@ -118,26 +120,38 @@ def bad_links(seen: Mapping[int, OwnLinks]) -> list[BadLink]:
             pairs[key] = _worse(pairs[key], link) if key in pairs else link
     usual = usual_of(pairs.values())
     bad = {key for key, link in pairs.items() if is_bad(link, usual)}
+    gone = {key for key in bad if pairs[key].unanswered_s >= UNANSWERED_S}
+    good = sorted(link.rtt_ms for key, link in pairs.items() if key not in bad)
+    usual_ms = good[len(good) // 2] if good else 0.0
     found = []
-    if len(bad) > MOST * len(pairs) and not frozenset.intersection(*pairs):
-        worst = max((pairs[key] for key in bad), key=_badness)
-        return [BadLink((), tuple(sorted(seen)), worst, num_links=len(bad))]
-    while bad:
-        counts = {name: sum(name in key for key in bad) for name in {name for key in bad for name in key}}
+    for kind in (gone, bad - gone):
+        if len(kind) > MOST * len(pairs) and not frozenset.intersection(*pairs):
+            worst = max((pairs[key] for key in kind), key=_badness)
+            found.append(BadLink((), tuple(sorted(seen)), worst, num_links=len(kind)))
+            continue
+        for ranks, keys in _blamed(kind, pairs, at):
+            ends = {rank for key in keys for each in key for rank in at[each]}
+            worst = max((pairs[key] for key in keys), key=_badness)
+            found.append(BadLink(ranks, tuple(sorted(ends - set(ranks))), worst, usual_ms, len(keys)))
+    return sorted(found, key=lambda each: _badness(each.link), reverse=True)
+
+
+def _blamed(
+    bad: Collection[Pair], pairs: Mapping[Pair, PeerLink], at: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[tuple[int, ...], set[Pair]]]:
+    """Yield the ranks to name for some of the links that are bad, until none is left."""
+    left = set(bad)
+    while left:
+        counts = Counter(name for key in left for name in key)
         shares = {name: count / sum(name in key for key in pairs) for name, count in counts.items()}
         name = max(sorted(counts), key=lambda each: (counts[each] > 1 and shares[each] >= MOST, counts[each]))
         if counts[name] > 1 and shares[name] >= MOST:
-            mine, ranks = {key for key in bad if name in key}, tuple(at[name])
+            keys, names = {key for key in left if name in key}, {name}
         else:
-            mine = {max(bad, key=lambda key: _badness(pairs[key]))}
-            ranks = tuple(sorted({rank for key in mine for each in key for rank in at[each]}))
-        ends = {rank for key in mine for each in key for rank in at[each]}
-        worst = max((pairs[key] for key in mine), key=_badness)
-        good = sorted(link.rtt_ms for key, link in pairs.items() if key not in bad)
-        others_ms = good[len(good) // 2] if good else 0.0
-        found.append(BadLink(ranks, tuple(sorted(ends - set(ranks))), worst, others_ms, len(mine)))
-        bad -= mine
-    return sorted(found, key=lambda each: _badness(each.link), reverse=True)
+            worst = max(left, key=lambda key: _badness(pairs[key]))
+            keys, names = {worst}, set(worst)
+        yield tuple(sorted(rank for each in names for rank in at[each])), keys
+        left -= keys
 
 
 def refined(verdict: Verdict, me: int, bad: Sequence[BadLink], say: Callable[[BadLink], str]) -> Verdict:

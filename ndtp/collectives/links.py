@@ -13,16 +13,16 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# The start of Linux's `struct tcp_info`: eight bytes, 24 numbers of 32 bits, 4 of 64, 6 of 32.
-_INFO = struct.Struct("8B24I4Q6I")
-_RETRANSMITS, _PROBES, _UNACKED, _LAST_ACK, _RTT, _AGAIN, _LEAST_RTT, _SENT = 2, 3, 12, 20, 23, 31, 39, 41
+# The start of Linux's `struct tcp_info`: eight bytes, and numbers of 32 and 64 bits; older kernels tell less of it.
+_INFO = struct.Struct("8B24I4Q6I4Q2I2Q2I")
+_RETRANSMITS, _PROBES, _UNACKED, _LAST_ACK, _RTT, _AGAIN, _LEAST_RTT, _SENT, _TWICE = 2, 3, 12, 20, 23, 31, 39, 41, 50
 
 
 class PeerLink(NamedTuple):
     """The connections of this rank to one other machine, together.
 
     Attributes:
-        sent: segments with data, since the connections were made; `again`: those of them that were sent once more.
+        sent: segments with data, since the connections were made; `again`: those of them that were lost, and sent once more.
         rtt_ms: the mean round trip of late, of the connection that has the longest.
         least_rtt_ms: the shortest round trip of the last minutes.
         unanswered_s: for so long nothing has been acknowledged, of what was sent or asked.
@@ -44,7 +44,7 @@ def own_links() -> tuple[set[str], dict[str, PeerLink]]:
     for own, other, connection in _connections():
         try:
             link = _link(connection)
-        except (OSError, struct.error):  # of a kernel that says less
+        except OSError:  # it was closed meanwhile
             continue
         addresses.add(own)
         before = found.get(other)
@@ -106,11 +106,12 @@ def _plain(address: str) -> str:
 
 
 def _link(connection: socket.socket) -> PeerLink:
-    said = _INFO.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 512))
+    said = _INFO.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 512).ljust(_INFO.size, b"\0"))
     waits = (said[_UNACKED] and said[_RETRANSMITS]) or said[_PROBES] > 1
     return PeerLink(
         sent=said[_SENT],
-        again=said[_AGAIN],
+        # What came twice was late and not lost, as behind a machine that is busy; the other end says so (DSACK).
+        again=max(0, said[_AGAIN] - said[_TWICE]),
         rtt_ms=said[_RTT] / 1e3,
         least_rtt_ms=said[_LEAST_RTT] / 1e3 if said[_LEAST_RTT] < 2**31 else said[_RTT] / 1e3,
         unanswered_s=said[_LAST_ACK] / 1e3 if waits else 0.0,

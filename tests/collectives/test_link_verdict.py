@@ -83,6 +83,8 @@ def test_a_rank_without_a_network_names_itself():
     bad = bad_links(alone)
     verdict = refined(store_is_gone, 2, bad, lambda each: each.sentence())
     assert (verdict.how, verdict.ranks) == (LINK, (2,)) and "gone link: rank 2" in verdict.sentence()
+    lossy = bad_links({2: OwnLinks(("10.0.0.2",), {"10.0.0.0": GONE, "10.0.0.1": LOSSY, "10.0.0.3": LOSSY})})
+    assert refined(store_is_gone, 2, lossy, lambda each: "seen")[:2] == (SILENT, (0,)), "others do answer"
     assert refined(store_is_gone, 1, bad, lambda each: "seen")[:2] == (SILENT, (0,))
     assert refined(Verdict(UNKNOWN, ()), 1, bad, lambda each: "seen")[:2] == (LINK, (2,))
     for how in (RAISED, BEHIND):
