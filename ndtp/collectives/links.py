@@ -22,7 +22,7 @@ class PeerLink(NamedTuple):
     """The connections of this rank to one other machine, together.
 
     Attributes:
-        sent: segments with data, since the connections were made; `again`: those of them that were lost, and sent once more.
+        sent: segments with data, since the connections were made; `again`: those that were lost and sent once more.
         rtt_ms: the mean round trip of late, of the connection that has the longest.
         least_rtt_ms: the shortest round trip of the last minutes.
         unanswered_s: for so long nothing has been acknowledged, of what was sent or asked.
