@@ -131,7 +131,7 @@ def train(steps: int, disturbed: bool, folder: str) -> None:
             if saving is not None:
                 saving.wait()
             saving = ndtp.checkpoint.start_save(model, optimizer, f"{folder}/run", extra={"step": step})
-        if step % max(steps // 100, 10) == 0 or step == steps - 1:
+        if step % max(steps // 100, 5) == 0 or step == steps - 1:
             line = {"step": step, "losses": losses.hexdigest(), "weights": _digest(model), **looked_at(mesh)}
             with log.open("a") as file:
                 file.write(json.dumps(line) + "\n")

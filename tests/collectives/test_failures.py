@@ -9,6 +9,7 @@ import torch
 
 import ndtp
 from ndtp import CommunicationError, Grid, Layout, MatMulPlan, ProcessGrid
+from ndtp.collectives import presence
 from ndtp.testing import RankError
 
 GRID = Grid(y=2, x=2)
@@ -62,6 +63,7 @@ STALLED = ("all_reduce bf16", "backward")  # each timeout takes its time; a deat
 
 
 def stall():
+    presence.LOCAL_PATIENCE_S = 0.2  # which is left where all have shown whom they wait for, at once
     reports = {}
     for kind in STALLED:
         mesh = ProcessGrid(GRID, timeout=0.5)
