@@ -26,6 +26,7 @@ KNOWN = (*(each for each in TEXTS if each), *TABLES, *RECORDS)
 END_OF_BYTES = b"\n\n"
 IDS = "input_ids"  # of records that are tokenised already
 HELD_OUT = 0.05
+MOST_SHOWN = 500  # characters of a path in an error
 SLOW_S = 3600.0  # for another rank to tokenise
 
 
@@ -37,8 +38,15 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
     """The files to read, in order: those named, and those of folders; of a dataset with splits, those of `train`.
 
     Raises:
-        DataError: a path is not there, or a folder has no file of a known kind.
+        DataError: a path is not there or cannot be read, or a folder has no file of a known kind.
     """
+    try:
+        return _files_of(paths)
+    except OSError as error:  # a name that the system does not take, or a place that it does not show
+        raise DataError(f"{str(error.filename)[:MOST_SHOWN]} cannot be read: {error.strerror}") from None
+
+
+def _files_of(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_file():

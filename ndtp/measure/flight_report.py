@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+MOST_SHOWN = 500  # characters of a path in an error
 MOST_BYTES = 2**26  # of a file: a record of 512 collectives has some hundred kilobytes
 GroupKey = tuple[tuple[int, ...], tuple[str, ...]]  # of a group: its ranks and axes
 
@@ -44,7 +45,11 @@ def read_flights(folder: Path) -> dict[int, dict[str, Any]]:
         FlightError: there is none, or one that cannot be read.
     """
     found = {}
-    for path in sorted(folder.glob("flight_*.json")):
+    try:
+        paths = sorted(folder.glob("flight_*.json"))
+    except OSError as error:
+        raise FlightError(f"{error.strerror}: {str(folder)[:MOST_SHOWN]}") from None
+    for path in paths:
         try:
             if path.stat().st_size > MOST_BYTES:
                 raise ValueError(f"it has more than {MOST_BYTES} bytes")

@@ -227,7 +227,10 @@ def _toml(value: Any) -> str:
         return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
     if isinstance(value, str):  # JSON escapes what TOML wants escaped, but for this one
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value) if isinstance(value, int) else f"{float(value):.6g}" + ".0" * (f"{value:.6g}".isdigit())
+    if isinstance(value, int):
+        return repr(value)
+    text = f"{float(value) + 0.0:.6g}"  # -0.0 is 0.0
+    return text + ".0" * text.isdigit()
 
 
 def _read(path: Path) -> Hardware:

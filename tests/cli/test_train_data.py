@@ -44,6 +44,8 @@ def test_documents_of_every_kind(tmp_path):
             list(documents(tmp_path / "c.jsonl", "text"))
     with pytest.raises(DataError, match="is not there"):
         files_of([tmp_path / "nothing"])
+    with pytest.raises(DataError, match="cannot be read: File name too long"):
+        files_of([tmp_path / ("n" * 5000)])
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="has no file that ends in"):
         files_of([tmp_path / "empty"])

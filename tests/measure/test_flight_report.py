@@ -66,6 +66,8 @@ def test_where_ranks_disagree(tmp_path):
 def test_what_is_no_record_is_refused(tmp_path):
     with pytest.raises(FlightError, match="has no flight_RANK"):
         read_flights(tmp_path)
+    with pytest.raises(FlightError, match="File name too long"):
+        read_flights(tmp_path / ("n" * 5000))
     for text in ("{", "[]", json.dumps({"rank": 0, "world_size": 1, "collectives": [{"kind": 1}]})):
         (tmp_path / "flight_0.json").write_text(text)
         assert CliRunner().invoke(app, ["info", "--flight", str(tmp_path)]).exit_code == 2

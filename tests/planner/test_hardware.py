@@ -32,6 +32,8 @@ def test_efficiency_of_a_collective(tmp_path):
     assert link.seconds_per_byte("all_gather", 4) == pytest.approx(1e-10)
     assert link.seconds_per_byte("reduce_scatter", 4) == pytest.approx(2e-10)
     path = tmp_path / "mine.toml"
+    path.write_text(Hardware("mine", 2, link, link, {"float32": 1.0}, gemm_half=-0.0).to_toml())
+    assert Hardware.load(path).to_toml() == path.read_text()
     path.write_text(Hardware("mine", 2, link, link, {"float32": 1.0}).to_toml())
     assert Hardware.load(str(path)).inter.efficiency == {"reduce_scatter": 0.5}
 
