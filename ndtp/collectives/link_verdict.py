@@ -20,7 +20,7 @@ LONG_MS, LOADED_MS = 10.0, 100.0  # slow whatever the others are: of an idle lin
 UNANSWERED_S = 3.0
 MOST = 2 / 3  # of the links of a machine, for the machine to be named
 
-Pair = frozenset[str]  # the machines at both ends of a link, by an address of each
+MachinePair = frozenset[str]  # the machines at both ends of a link, by an address of each
 
 
 class OwnLinks(NamedTuple):
@@ -73,7 +73,7 @@ class BadLink(NamedTuple):
         if self.is_gone:
             said.append(f"nothing was acknowledged for {link.unanswered_s:.1f} s")
         if link.again:
-            said.append(f"{100 * _lost(link):.2g} % of {link.sent} segments were sent again")
+            said.append(f"{100 * _lost(link):.3g} % of {link.sent} segments were sent again")
         if link.rtt_ms >= SLOW_MS:
             others = f", {self.usual_ms:.2g} on other links" if self.usual_ms else ""
             said.append(f"a round trip takes {link.rtt_ms:.3g} ms{others}")
@@ -112,7 +112,7 @@ def bad_links(seen: Mapping[int, OwnLinks]) -> list[BadLink]:
     for rank, each in sorted(seen.items()):
         for address in each.addresses:
             at[address].append(rank)
-    pairs: dict[Pair, PeerLink] = {}
+    pairs: dict[MachinePair, PeerLink] = {}
     home = {address: min(each.addresses) for each in seen.values() for address in each.addresses}
     for each in seen.values():
         for address, link in each.links.items():
@@ -125,7 +125,8 @@ def bad_links(seen: Mapping[int, OwnLinks]) -> list[BadLink]:
     usual_ms = good[len(good) // 2] if good else 0.0
     found = []
     for kind in (gone, bad - gone):
-        if len(kind) > MOST * len(pairs) and not frozenset.intersection(*pairs):
+        alike = kind and {key for key, link in pairs.items() if key in kind or _lost(link) >= MORE_SHARE}
+        if len(alike) > MOST * len(pairs) and not frozenset.intersection(*pairs):
             worst = max((pairs[key] for key in kind), key=_badness)
             found.append(BadLink((), tuple(sorted(seen)), worst, num_links=len(kind)))
             continue
@@ -137,8 +138,8 @@ def bad_links(seen: Mapping[int, OwnLinks]) -> list[BadLink]:
 
 
 def _blamed(
-    bad: Collection[Pair], pairs: Mapping[Pair, PeerLink], at: Mapping[str, Sequence[int]]
-) -> Iterator[tuple[tuple[int, ...], set[Pair]]]:
+    bad: Collection[MachinePair], pairs: Mapping[MachinePair, PeerLink], at: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[tuple[int, ...], set[MachinePair]]]:
     """Yield the ranks to name for some of the links that are bad, until none is left."""
     left = set(bad)
     while left:
