@@ -77,7 +77,7 @@ CASES = {
     "loss 5 % between ranks 1 and 3": Case([Weather((1, 3), between=True, loss=0.05)], (1, 3)),
     "reordered": Case([Weather(jitter_ms=5.0, late_share=0.2)]),
     "far": Case([Weather((2,), delay_ms=25.0)], (2,)),
-    "narrow": Case([Weather((2,), rate=200_000.0)], (2,)),
+    "narrow": Case([Weather((2,), rate=100_000.0)], (2,)),
     "gone for 4 s": Case([Weather((2,), begin=3.0, end=7.0, gone=True)], (2,)),
     "store gone for 4 s": Case([Weather((0,), begin=3.0, end=7.0, gone=True)], (0,)),
     "flapping": Case(_flapping(2), (2,)),
