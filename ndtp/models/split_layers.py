@@ -295,7 +295,7 @@ class ObservedEmbedding(ReadAsSplit, nn.Embedding):
 class AsStored:
     """A parameter of a module that is no layer known here: its code reads a split tensor, which lies as it is stored.
 
-    It has the form of `ndtp.models.adopted.Part`.
+    It has the form of `ndtp.models.adopted.PartOfParameter`.
     """
 
     context: Context
