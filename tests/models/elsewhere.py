@@ -58,6 +58,7 @@ import ndtp
 import ndtp.testing
 from ndtp import CommMeter
 
+RATE = 0.05  # of the optimizer's step
 # Of verdicts, the worst last.
 ORDER = ["equal", "drift", "refused", "no dense", "stopped", "wrong", "broken"]
 
@@ -109,7 +110,7 @@ def results(model: nn.Module, each: Entry, about: dict[str, Any] | None = None) 
         about: takes what the first step sent.
     """
     found: dict[str, Tensor] = {}
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
     for turn, batch in enumerate(each.batches):
         torch.manual_seed(3)
         given = each.inputs(batch)
@@ -170,7 +171,8 @@ def compare(mine: dict[str, Tensor], dense: dict[str, Tensor], also: list[dict[s
         differs = ~((x == theirs) | (x.isnan() & theirs.isnan()))
         if not differs.any():
             continue
-        scale = max(float(theirs.abs().max()), largest * 1e-2 if "gradient" in name else 0.0, 1e-30)
+        least = {"g": largest * 1e-2, "p": largest * 1e-2 * RATE}.get(name[0], 0.0)  # noise where gradients are none
+        scale = max(float(theirs.abs().max()), least, 1e-30)
         off = float((x - theirs).abs().max()) / scale
         off = off if off == off else float("inf")
         if off > row["off"]:
