@@ -148,7 +148,7 @@ def nearby(each: Entry) -> list[dict[str, Tensor]]:
         torch.manual_seed(turn)
         with torch.no_grad():
             for p in model.parameters():
-                p.mul_(1.0 + torch.randn_like(p) * 2.0**-23)
+                p.mul_(1.0 + torch.randn_like(p) * torch.finfo(p.dtype).eps)
         found.append(results(model, each))
     return found
 
@@ -249,8 +249,8 @@ def one_model(pool: ndtp.testing.RankPool, name: str, axes: dict[str, int], sche
     try:
         row = asked(torch.float32)
         if row["verdict"] == "wrong":  # or is it rounding?  fp64 tells
-            exact = asked(torch.float64)
-            if exact["verdict"] in ("equal", "wrong"):
+            exact = asked(torch.float64, moved=True)
+            if exact["verdict"] in ("equal", "drift", "wrong"):
                 return row | {key: exact[key] for key in ("verdict", "off", "worst")} | {"dtype": "float64"}
             return asked(torch.float32, moved=True)
         return row
