@@ -36,13 +36,14 @@ class Proofs:
         """Return the reason why a module is not a function of single heads and sequences; the same on every rank."""
         module = self.model.get_submodule(role.name)
         kinds = tuple((type(each), type(each).forward) for each in module.modules())
-        own = settings(module, role.name)
-        key = (self._model, repr(role), kinds, *own.items())
+        # Of all parts: layers of one class may hold parts of one class which are set to do other things.
+        own = tuple((name, *settings(part, role.name).items()) for name, part in module.named_modules())
+        key = (self._model, repr(role), kinds, own)
         if any("forward" in vars(each) for each in module.modules()):
             return self._found(role, module)
         if key not in self.known:
             seen, kind = self.seen, str(replace(role, name="", inputs=dict.fromkeys(role.inputs, ""), output=""))
-            alike = (self._model, kind, kinds, *own.items(), seen.leaks.get(role.name), self._forms(role))
+            alike = (self._model, kind, kinds, own, seen.leaks.get(role.name), self._forms(role))
             if alike not in self.known:
                 self.known[alike] = self._found(role, module)
             self.known[key] = self.known[alike]

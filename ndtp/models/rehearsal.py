@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ndtp.models.between import FACTS, SIZES
 from ndtp.models.roles import features, is_linear, vocabulary_of
+from ndtp.models.same_weights import fingerprint
 
 BATCH, LENGTH = (2, 3, 5), (5, 6, 7, 11)  # the first that is no number of heads or the like
 FEW = 512  # numbers of a parameter that is copied as it is in size; of larger ones only the shape is
 PLACES = ("layer", "idx", "index", "block")  # in the name of an attribute that tells which layer a module is
+SETTINGS = (int, float, bool, str, torch.dtype, FunctionType, BuiltinFunctionType)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -159,11 +162,16 @@ def _changed(x: Any, change: Callable[[Any], Any], depth: int) -> Any:
 
 
 def settings(module: nn.Module, name: str) -> dict[str, Any]:
-    """Return the settings of a module, except the number of its layer."""
+    """Return the settings of a module, except the number of its layer: plain values, functions, small buffers."""
     numbers = {int(part) for part in name.split(".") if part.isdigit()}
     place = {k for k, x in vars(module).items() if type(x) is int and x in numbers and any(w in k for w in PLACES)}
-    own = {k: x for k, x in vars(module).items() if type(x) in (int, float, bool, str) and k not in place}
-    return own | {"training": None}
+    own = {k: x for k, x in vars(module).items() if type(x) in SETTINGS and k not in place}
+    lists = {k: repr(x) for k, x in vars(module).items() if type(x) in (tuple, list) and not k.startswith("_")}
+    buffers = {
+        k: (tuple(x.shape), fingerprint(x) if type(x) is Tensor and not x.is_meta and x.numel() <= 1 << 16 else 0)
+        for k, x in module._buffers.items() if x is not None
+    }  # fmt: skip
+    return own | lists | buffers | {"training": None}
 
 
 def forms(given: Any) -> str:

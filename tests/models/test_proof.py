@@ -149,3 +149,53 @@ def test_the_program_draws_on_as_if_nothing_had_drawn():
     state = torch.get_rng_state()
     reasons(model)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Set(nn.Module):
+    """What is done to heads, by what it is set to: as a word, a function or a table."""
+
+    def __init__(self, word="", function=None, table=()):
+        super().__init__()
+        self.word, self.function = word, function
+        self.register_buffer("table", torch.tensor(table, dtype=torch.long))
+
+    def forward(self, x):
+        x = x.flip(2) if self.word == "flip" else x
+        x = x if self.function is None else self.function(x)
+        return x[:, :, self.table[: x.shape[2]]] if len(self.table) else x
+
+
+def rolled(x):
+    return x.roll(1, 2)
+
+
+def same(x):
+    return x
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ({}, {"word": "flip"}),
+        ({"function": same}, {"function": rolled}),
+        ({"table": (0, 1, 2, 3)}, {"table": (0, 2, 1, 3)}),
+    ],
+    ids=["word", "function", "table"],
+)
+def test_layers_whose_parts_are_set_otherwise_are_tried_each(settings):
+    """Of one class of attention, with parts of one class."""
+
+    class Attention(LlamaAttention):
+        def forward(self, *args, **kwargs):
+            last, size = self.o_proj, self.head_dim
+            self._modules["o_proj"] = Called(lambda x: last(self.part(x.unflatten(-1, (-1, size))).flatten(-2)))
+            try:
+                return LlamaAttention.forward(self, *args, **kwargs)
+            finally:
+                self._modules["o_proj"] = last
+
+    model = model_of()
+    for layer, given in zip(model.model.layers, settings, strict=True):
+        layer.self_attn.__class__, layer.self_attn.part = Attention, Set(**given)
+    found = reasons(model)
+    assert found[0] is None and found[1], found
