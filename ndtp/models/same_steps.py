@@ -110,9 +110,12 @@ class Steps:
         parts.trains, parts.wants = bytes(map(_trains, parts.modules)), bytes(map(_wants, parameters))
         parts.lacks = bytes(map(_is_none, map(_grad, parameters)))
         parts.stale, parts.written = (), ()
-        if self._gradients and 0 in parts.lacks:
-            known = ((i, parameters[i].grad, before) for i, before in self._gradients.items() if i < len(parameters))
-            parts.stale = tuple(i for i, grad, before in known if grad is not None and _state_of(grad) == before)
+        if self._gradients:
+            # What has gone does not come back: a later gradient may lie where it lay, on one rank and not on another.
+            grads = {i: parameters[i].grad for i in self._gradients if i < len(parameters)}
+            known = {i: self._gradients[i] for i, grad in grads.items() if grad is not None}
+            parts.stale = tuple(i for i, before in known.items() if _state_of(grads[i]) == before)
+            self._gradients = {i: known[i] for i in parts.stale}
         if now != seen:
             parts.written = parts.counts.changed(seen, now)
             self._writes += 1
@@ -252,9 +255,10 @@ def _in_order(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{prefix}.{key}" if prefix else key, p
 
 
-def _state_of(grad: Any) -> tuple[int, int]:
+def _state_of(grad: Any) -> tuple[int, int, int]:
     """Return what changes when other gradients come, or these are written to."""
-    return id(grad), grad._version + getattr(grad, "_local_tensor", grad)._version
+    local = getattr(grad, "_local_tensor", grad)
+    return id(grad), grad._version + local._version, local.data_ptr()
 
 
 def _numbers(grad: Any) -> Numbers:

@@ -1,6 +1,7 @@
 """One rank does something else: every rank names it, with both sides, before a number is wrong or anybody waits."""
 
 import re
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,8 @@ from torch import nn
 
 import ndtp
 from ndtp import Grid, MismatchError, ProcessGrid
+from ndtp.models.same_optimizers import OptimizerGroups
+from ndtp.models.same_steps import Steps
 
 
 class Tiny(nn.Module):
@@ -159,3 +162,20 @@ def test_losses_of_code_outside_of_a_model(ranks):
         assert all(re.search("backward of call 2 .*\n.*factor of the loss", found.get(name, "")) for name in LOSSES), (
             found
         )
+
+
+def test_a_gradient_that_has_gone_is_not_taken_for_one_that_stayed():
+    """Another one may lie where it lay, on one rank and not on others: as the same one does that is put back here."""
+    model = nn.Linear(2, 2)
+    steps = Steps(SimpleNamespace(model=model, thorough=True, every=100))
+    steps.state_of(model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    steps.after_step(("SGD", OptimizerGroups(), None))
+    assert steps.state_of(model).stale == (0, 1)
+    kept = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    steps.state_of(model)
+    for p, grad in zip(model.parameters(), kept, strict=True):
+        p.grad = grad
+    assert steps.state_of(model).stale == ()
