@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
@@ -66,6 +67,9 @@ class Campaign:
 
     def run(self, seeds: range, deadline: float = float("inf")) -> None:
         """Run the programs of `seeds`, or as many as the clock allows."""
+        if self.only != "stacks":
+            with contextlib.suppress(ImportError):
+                import transformers.models.llama.modeling_llama  # noqa: F401  # so that ranks are forked with it
         with RankPool(self.ranks) as pool:
             waiting = list(seeds)
             while waiting and time.monotonic() < deadline:

@@ -100,7 +100,8 @@ class Split(Side):
 
     def __init__(self, program: Language) -> None:
         super().__init__(program)
-        self.mesh = ndtp.ProcessGrid(ndtp.Grid(dict(program.grid)), timeout=60)
+        # Without a timeout of its own, whose process groups would be its own: programs share those of a grid.
+        self.mesh = ndtp.ProcessGrid(ndtp.Grid(dict(program.grid)))
         check = True if program.is_thorough else None
         ndtp.parallelize(self.model, self.mesh, scheme=program.scheme, check=check)
         self.look()

@@ -14,7 +14,7 @@ from language_deeds import DEEDS, Side, Split, Wrong
 from torch import Tensor
 
 import ndtp
-from ndtp.cli.disagreements import KINDS, TrainingLoop
+from ndtp.cli.disagreements import KINDS, LENGTH, TrainingLoop
 from ndtp.errors import MismatchError
 
 TOLERANCE = {"own": 1e-8, "llama": 2e-5}  # of the largest magnitude: norms of transformers compute in fp32
@@ -38,7 +38,7 @@ def run_language(program: Language) -> int:
     compared = 0
     for index, name in enumerate(program.deeds):
         compared += _do(name, f"{index} {name}", dense, ours)
-    if program.odd:
+    if program.odd and (program.odd != "shape of inputs" or program.length > LENGTH // 2):  # else it has that length
         _name_the_odd(program, ours)
         compared += 1
     ours.mesh.discard_gradients()
