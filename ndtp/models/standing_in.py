@@ -44,6 +44,6 @@ def lying(value: Any, lies: Lies, mesh: ProcessGrid, name: str) -> Any:
     if is_plain(value):
         if tuple(value.shape) != lies.real:
             raise LayoutError(f"ndtp: in the place of '{name}' {lies.real} is a tensor {tuple(value.shape)}")
-        return put_in_place(value, lies.layout.placements_on(mesh.mesh_axes), mesh.device_mesh, lies.shape)
+        return put_in_place(value, lies.layout.placements_on(mesh.mesh_axes), mesh.device_mesh, lies.shape, name)
     wanted = tuple(lies.layout.placements_on(mesh.mesh_axes))
     return value if value.placements == wanted else value.redistribute(placements=wanted)

@@ -83,7 +83,9 @@ class Sharded(nn.Module):
             if type(parameter) is Tensor and self.mesh.device_mesh is not None and parameter.shape == lies.real:
                 # Whole, and no parameter: computed, and put in its place by `torch.func.functional_call`.
                 placements = lies.layout.placements_on(self.mesh.mesh_axes)
-                parameter = put_in_place(parameter, placements, self.mesh.device_mesh, lies.shape)
+                parameter = put_in_place(
+                    parameter, placements, self.mesh.device_mesh, lies.shape, f"{self.name}.{name}"
+                )
             check_own(parameter, lies.shape, lies.shard, x, f"{type(self).__name__} '{self.name}': {name}")
         return parameter
 
