@@ -116,7 +116,7 @@ def endurance(here: Place) -> dict[str, Any]:
         block(x).square().mean().backward()
         block.zero_grad()
     here.synchronize()
-    return {"steps": steps, "max_ctas": block.mesh.max_ctas, "met": here.on_gpu or None}
+    return {"steps": steps, "max_ctas": block.mesh.options.max_ctas, "met": here.on_gpu or None}
 
 
 def host(here: Place) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ndtp.algebra.grid import Grid
 from ndtp.collectives import nccl
 from ndtp.collectives.conversation import Conversation, conversation_of
+from ndtp.collectives.grid_options import GridOptions
 from ndtp.collectives.groups import default_timeout, shared_group
 from ndtp.collectives.labels import Label
 from ndtp.collectives.last_words import speak_at_the_end
@@ -31,9 +32,8 @@ class AxisGroups:
 
     Args:
         global_ranks: of torch's world, in the order of the grid's; None for a grid of one rank, which has no groups.
-        device_type, backend: of the tensors that move, and what moves them.
-        timeout, groups_per_axis, high_priority, max_ctas: as for `ProcessGrid`.
-        mover, sums: its `collectives`, and its `sums`.
+        options: of the grid, whose `device_type` is settled.
+        backend: what moves the tensors; None for a grid of one rank.
         given: groups that are there already; those that are made for parameters join them.
 
     Attributes:
@@ -47,29 +47,21 @@ class AxisGroups:
         self,
         grid: Grid,
         global_ranks: list[int] | None,
-        device_type: str,
+        options: GridOptions,
         backend: str | None,
-        *,
-        timeout: float | None = None,
-        groups_per_axis: int | None = None,
-        high_priority: bool = True,
-        max_ctas: int | None = None,
         given: Made | None = None,
-        mover: str = "torch",
-        sums: str = "torch",
     ) -> None:
-        self.grid, self.global_ranks = grid, global_ranks
-        self.device_type, self.backend, self.mover, self.sums = device_type, backend, mover, sums
-        self.timeout, self.high_priority, self.max_ctas = timeout, high_priority, max_ctas
+        self.grid, self.global_ranks, self.options, self.backend = grid, global_ranks, options, backend
+        self.device_type, self.timeout = options.device_type or "cpu", options.timeout
         if global_ranks is not None and (here := presence()) is not None:
             here.on_grid(grid, global_ranks)
             speak_at_the_end()
         self.rank = 0 if global_ranks is None else global_ranks.index(dist.get_rank())
         self.coordinate = grid.coordinate(self.rank)
         self.is_part = global_ranks is not None and len(global_ranks) < dist.get_world_size()
-        self.groups_per_axis = groups_per_axis or (2 if backend == "nccl" and not self.is_part else 1)
+        self.groups_per_axis = options.groups_per_axis or (2 if backend == "nccl" and not self.is_part else 1)
         self.given: Made = {} if given is None else given
-        self.made: Made = self.given if timeout is None else {}
+        self.made: Made = self.given if self.timeout is None else {}
         self._conversation: Conversation | None = None
 
     def group(self, axes: Sequence[str], direction: str = "gather") -> ProcessGroup:
@@ -135,14 +127,16 @@ class AxisGroups:
         if backend == "nccl":
             nccl.keep_order()
 
+        asked = self.options
+
         def arguments() -> dict[str, Any]:
             if backend == "nccl":
-                return nccl.group_arguments(seconds, self.high_priority, self.max_ctas)
-            asked = {} if backend == self.backend else {"backend": backend}
-            return {"timeout": timedelta(seconds=seconds), **asked}
+                return nccl.group_arguments(seconds, asked.high_priority, asked.max_ctas)
+            other = {} if backend == self.backend else {"backend": backend}
+            return {"timeout": timedelta(seconds=seconds), **other}
 
         own = object() if is_own else seconds
-        options = (backend, own, self.high_priority, self.max_ctas, direction)
+        options = (backend, own, asked.high_priority, asked.max_ctas, direction)
         label = Label(("the grid's process group",), "start-up", "making", axes)
         # Where all ranks of the world make all groups along the axes, it is all that are waited for.
         waited_for = sorted(self.global_ranks) if len(groups) > 1 else self.members(axes)

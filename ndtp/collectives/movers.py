@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def collectives_of(groups: AxisGroups, ring: BufferRing, recording: Recording, wire: Wire | None) -> Collectives:
     """Return the collectives for the backend of the process groups, and for the options of the grid."""
     kind: type[Collectives] = GlooCollectives if groups.backend == "gloo" else Collectives
-    if groups.sums == "fp32" and kind is Collectives:
+    if groups.options.sums == "fp32" and kind is Collectives:
         kind = SummingCollectives
-    if groups.mover == "symmetric" and groups.global_ranks is not None:
+    if groups.options.collectives == "symmetric" and groups.global_ranks is not None:
         from ndtp.collectives.symmetric.collectives import SymmetricCollectives as kind
     made = kind(groups, ring, recording)
     made.wire = wire

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ndtp.algebra.pipeline_plan import AXIS, PipelinePlan
+from ndtp.collectives.grid_options import GridOptions, backends_by_device
 from ndtp.collectives.groups import default_timeout, shared_group
 from ndtp.collectives.labels import Label
 from ndtp.collectives.watch import Watch
 from ndtp.errors import GridError, MismatchError
-from ndtp.runtime.grid_options import backends_by_device
-from ndtp.runtime.process_grid import ProcessGrid
+from ndtp.runtime.process_grid import ProcessGrid, grid_over
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,11 +46,10 @@ class Pipeline(PipelinePlan):
         index = self.own_stage(stage)
         if index not in self._meshes:
             ranks = list(self.ranks_of[index])
-            if len(ranks) > 1:
-                options["_bound"] = (ranks, {})
-            elif "nccl" in backends_by_device().values():
+            if len(ranks) == 1 and "nccl" in backends_by_device().values():
                 options.setdefault("device_type", "cuda")
-            self._meshes[index] = ProcessGrid(self.grids[index], **options)
+            own = GridOptions.of(**options)
+            self._meshes[index] = grid_over(self.grids[index], own, ranks if len(ranks) > 1 else None)
             self._timeout = self._meshes[index].groups.seconds
         return self._meshes[index]
 

@@ -170,7 +170,7 @@ def _state(mesh: ProcessGrid, plans: Sequence[MatMulPlan], needs: Sequence[bool]
         f"; by {type(mesh.gemm).__name__}" * (type(mesh.gemm) is not TorchGemm)
         + rests_on
         + (f"; wire {mesh.wire}" if mesh.wire else "")
-        + "; sums in fp32" * (mesh.collectives.groups.sums == "fp32")
+        + "; sums in fp32" * (mesh.collectives.groups.options.sums == "fp32")
         + "; accumulating" * mesh.step.partial_sums.is_accumulating
         + (f"; gradients wanted {list(needs)}" if needs is not None else "")
     )

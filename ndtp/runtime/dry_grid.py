@@ -16,6 +16,7 @@ from ndtp.collectives.axis_groups import AxisGroups
 from ndtp.collectives.buffer_ring import BufferRing
 from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.gloo import GlooCollectives
+from ndtp.collectives.grid_options import GridOptions
 from ndtp.collectives.handles import Handle, Route
 from ndtp.compute.gemm import TorchGemm
 from ndtp.compute.scaled_gemm import gemm_of
@@ -65,7 +66,7 @@ class _DryGroups(AxisGroups):
     """The groups of any rank of a grid of any size, none of which exists as a process."""
 
     def __init__(self, grid: Grid, rank: int, backend: str) -> None:
-        super().__init__(grid, None, "meta", backend)
+        super().__init__(grid, None, GridOptions(device_type="meta"), backend)
         self.rank, self.coordinate = rank, grid.coordinate(rank)
 
     def group(self, axes: Sequence[str], direction: str = "gather") -> Any:

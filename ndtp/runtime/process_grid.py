@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary, finalize
@@ -18,23 +19,12 @@ from ndtp.algebra.wire import Wire
 from ndtp.collectives import nccl
 from ndtp.collectives.axis_groups import DIRECTIONS, AxisGroups, Made
 from ndtp.collectives.buffer_ring import DEFAULT_BYTES, BufferRing
+from ndtp.collectives.grid_options import GridOptions, backends_by_device, own_gemm, sms_to_leave, world_ranks
 from ndtp.collectives.groups import let_go_of_world
 from ndtp.collectives.movers import collectives_of
 from ndtp.compute.scaled_gemm import gemm_of
 from ndtp.errors import GridError
 from ndtp.runtime.foreign_meshes import refuse_joining, spare_advice
-from ndtp.runtime.grid_options import (
-    backends_by_device,
-    check_backend,
-    check_device_type,
-    check_free_sms,
-    check_options,
-    checked_timeout,
-    ctas_that_fit,
-    own_gemm,
-    sms_to_leave,
-    world_ranks,
-)
 from ndtp.runtime.interleave import interleave
 from ndtp.runtime.late_gradients import late_gradients_of
 from ndtp.runtime.letting_go import let_go, let_go_of_mesh
@@ -90,6 +80,7 @@ class ProcessGrid:
         name: what compiled code knows it by, see `grid_named`.
         rank: this process's rank on the grid.
         coordinate: axis -> position.
+        options: what it was made with, and what that came to on its backend.
         groups: the process groups, and where this rank is among them.
         step: what the training step that runs here has learnt.
         programs: the chains of products that were bound here.
@@ -122,43 +113,32 @@ class ProcessGrid:
         register_buffers: bool = False,
         wire: Wire | str | Mapping[str, str | bool | None] | None = None,
         recipe: str | None = None,
-        _bound: tuple[list[int], Made] | None = None,
     ) -> None:
-        self.timeout = checked_timeout(timeout)
-        check_options(
-            gemm=gemm, collectives=collectives, sums=sums, free_sms=free_sms, groups_per_axis=groups_per_axis,
-            max_ctas=max_ctas, ring_bytes=ring_bytes, check=check, high_priority=high_priority,
-            register_buffers=register_buffers,
+        options = GridOptions.of(
+            timeout=timeout, check=check, gemm=gemm, collectives=collectives, sums=sums, free_sms=free_sms,
+            device_type=device_type, groups_per_axis=groups_per_axis, high_priority=high_priority, max_ctas=max_ctas,
+            ring_bytes=ring_bytes, register_buffers=register_buffers, wire=wire, recipe=recipe,
         )  # fmt: skip
-        global_ranks, given = _bound or (world_ranks(grid), {})
-        self.grid = grid
-        self.check, self.wire, self.global_ranks = check, Wire.of(wire, recipe), global_ranks
-        self.high_priority, self.max_ctas = high_priority, max_ctas
-        backends = {} if global_ranks is None else backends_by_device()
-        self.device_type = ("cuda" if "nccl" in backends.values() else "cpu") if device_type is None else device_type
-        check_device_type(self.device_type, None if global_ranks is None else backends)
-        self.backend = backends.get(self.device_type)
-        check_backend(self.backend, {"max_ctas": max_ctas, "register_buffers": register_buffers})
-        check_free_sms(free_sms, gemm, self.device_type)
-        if self.backend == "nccl" and max_ctas is None:
-            self.max_ctas = max_ctas = ctas_that_fit(nccl.multiprocessors(), groups_per_axis or 2, grid)
-        self.groups = AxisGroups(
-            grid,
-            global_ranks,
-            self.device_type,
-            self.backend,
-            timeout=self.timeout,
-            groups_per_axis=groups_per_axis,
-            high_priority=high_priority,
-            max_ctas=max_ctas,
-            given=given,
-            mover=collectives,
-            sums=sums,
-        )
+        self._bind(grid, options, world_ranks(grid), {})
+
+    def _bind(self, grid: Grid, options: GridOptions, global_ranks: list[int] | None, given: Made) -> None:
+        """Make what the grid has in this process.
+
+        Args:
+            global_ranks: the ranks of torch's world, in the order of the grid's; None for a grid of one rank.
+            given: process groups that there are already.
+        """
+        backends = None if global_ranks is None else backends_by_device()
+        self.options = options = options.on(backends, grid)
+        self.grid, self.global_ranks = grid, global_ranks
+        self.timeout, self.check, self.wire = options.timeout, options.check, options.wire
+        self.device_type: str = options.device_type or "cpu"
+        self.backend = (backends or {}).get(self.device_type)
+        self.groups = AxisGroups(grid, global_ranks, options, self.backend, given)
         self.groups_per_axis = self.groups.groups_per_axis
-        taking = self.backend if collectives == "torch" else None  # copy engines take no multiprocessor
-        leave = sms_to_leave(free_sms, taking, max_ctas, self.groups_per_axis, grid)
-        self._gemm = own_gemm(gemm, free_sms, leave)
+        taking = self.backend if options.collectives == "torch" else None  # copy engines take no multiprocessor
+        leave = sms_to_leave(options.free_sms, taking, options.max_ctas, self.groups_per_axis, grid)
+        self._gemm = own_gemm(options.gemm, options.free_sms, leave)
         self.gemm = gemm_of(self.wire, self._gemm)
         self.rank, self.coordinate = self.groups.rank, self.groups.coordinate
         ends = self.timeout if self.backend == "gloo" else None
@@ -169,32 +149,16 @@ class ProcessGrid:
         self.device_mesh: DeviceMesh | None = None
         ring_groups: list[ProcessGroup] = []
         if global_ranks is not None:
-            from torch.distributed.device_mesh import DeviceMesh
-
-            count_list_operations()
-            refuse_joining()
-            let_go_of_world()
-            spare_advice(self.mesh_axes)
-            ranks = torch.tensor(global_ranks, dtype=torch.int).reshape(grid.shape)
-            ranks = ranks.permute([grid.names.index(axis) for axis in in_order])
-            self.device_mesh = DeviceMesh.from_group(
-                [self.groups.parameters_group(axis) for axis in self.mesh_axes],
-                self.device_type,
-                mesh=ranks.reshape([grid[axis] for axis in self.mesh_axes]),
-                mesh_dim_names=self.mesh_axes,
-            )
-            self.device_mesh.ndtp_grid = str(grid)  # type: ignore[attr-defined]
-            finalize(self, let_go_of_mesh, self.device_mesh)
+            self.device_mesh = self._mesh_of_parameters(global_ranks)
             # All of them now, in one order on every rank, and not in the middle of a schedule.
             every = [self.groups.group((axis,), way) for way in DIRECTIONS for axis in self.mesh_axes]
             ring_groups = list(dict.fromkeys(every))
         self._refined: dict[tuple[object, ...], ProcessGrid] = {}
         self._first: ProcessGrid | None = None  # of which it is made by `sending`
         self._sending: WeakValueDictionary[Wire, ProcessGrid] = WeakValueDictionary()
-        self.ring = BufferRing(
-            ring_bytes, nccl.registered_memory(ring_groups) if register_buffers and ring_groups else None
-        )
-        if collectives == "symmetric":
+        registered = options.register_buffers and ring_groups
+        self.ring = BufferRing(options.ring_bytes, nccl.registered_memory(ring_groups) if registered else None)
+        if options.collectives == "symmetric":
             from ndtp.collectives.symmetric.collectives import check_usable
 
             check_usable(self.groups)
@@ -202,10 +166,31 @@ class ProcessGrid:
         self.collectives = collectives_of(self.groups, self.ring, self.step.recording, self.wire)
         self.name = f"{grid} #{next(_COUNT)}"
         _NAMED[self.name] = self
-        if gemm == "kernels":
+        if options.gemm == "kernels":
             from ndtp.collectives.cross_check import cross_check_kernel_table
 
             cross_check_kernel_table(self.groups)
+
+    def _mesh_of_parameters(self, global_ranks: list[int]) -> DeviceMesh:
+        """Make the DeviceMesh of parameters, over the same ranks with the axes in the order of `mesh_axes`."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        count_list_operations()
+        refuse_joining()
+        let_go_of_world()
+        spare_advice(self.mesh_axes)
+        grid = self.grid
+        ranks = torch.tensor(global_ranks, dtype=torch.int).reshape(grid.shape)
+        ranks = ranks.permute([grid.names.index(axis) for axis in default_mesh_axes(grid)])
+        device_mesh = DeviceMesh.from_group(
+            [self.groups.parameters_group(axis) for axis in self.mesh_axes],
+            self.device_type,
+            mesh=ranks.reshape([grid[axis] for axis in self.mesh_axes]),
+            mesh_dim_names=self.mesh_axes,
+        )
+        device_mesh.ndtp_grid = str(grid)  # type: ignore[attr-defined]
+        finalize(self, let_go_of_mesh, device_mesh)
+        return device_mesh
 
     @classmethod
     def from_mesh(
@@ -246,7 +231,8 @@ class ProcessGrid:
         grid = Grid({axis: device_mesh.size(dim) for axis, dim in zip(axes, order, strict=True)})
         ranks = device_mesh.mesh.permute(order).flatten().tolist()
         groups: Made = {((axis,), "gather"): device_mesh.get_group(name) for axis, name in axes.items()}
-        return cls(grid, timeout=timeout, device_type=device_mesh.device_type, _bound=(ranks, groups), **options)
+        own = GridOptions.of(timeout=timeout, device_type=device_mesh.device_type, **options)
+        return grid_over(grid, own, ranks, groups)
 
     def group(self, axes: Sequence[str], direction: str = "gather") -> ProcessGroup:
         """The process group of the ranks that differ from this one on `axes` only.
@@ -272,12 +258,11 @@ class ProcessGrid:
         if key not in self._refined:
             grid, ranks = self.grid.refine(**axes), self.global_ranks
             given = {of: group for of, group in self.groups.given.items() if not set(of[0]) & set(axes)}
-            refined = ProcessGrid(
-                grid, timeout=self.timeout, check=self.check, device_type=self.device_type, wire=self.wire,
-                groups_per_axis=self.groups_per_axis, high_priority=self.high_priority, max_ctas=self.max_ctas,
-                collectives=self.groups.mover, sums=self.groups.sums, ring_bytes=0,
-                _bound=None if ranks is None else (ranks, given),
+            options = replace(
+                self.options, gemm="torch", free_sms=None, ring_bytes=0, register_buffers=False,
+                groups_per_axis=self.groups_per_axis,
             )  # fmt: skip
+            refined = grid_over(grid, options, ranks, given)
             refined.gemm, refined._gemm = self.gemm, self._gemm
             refined.step, refined.ring = self.step, self.ring
             refined.collectives = collectives_of(refined.groups, self.ring, self.step.recording, self.wire)
@@ -303,8 +288,10 @@ class ProcessGrid:
             return first
         made = first._sending.get(wire)
         if made is None:
-            made = object.__new__(ProcessGrid)
-            vars(made).update(vars(first), wire=wire, _first=first, _refined={}, name=f"{self.grid} #{next(_COUNT)}")
+            made, options = object.__new__(ProcessGrid), replace(first.options, wire=wire)
+            vars(made).update(
+                vars(first), wire=wire, options=options, _first=first, _refined={}, name=f"{self.grid} #{next(_COUNT)}"
+            )
             made.gemm = gemm_of(wire, first._gemm)
             made.collectives = collectives_of(made.groups, made.ring, made.step.recording, wire)
             first._sending[wire] = _NAMED[made.name] = made
@@ -370,6 +357,20 @@ class ProcessGrid:
 
     def __repr__(self) -> str:
         return f"ProcessGrid({self.grid}; rank {self.rank})"
+
+
+def grid_over(
+    grid: Grid, options: GridOptions, global_ranks: list[int] | None, given: Made | None = None
+) -> ProcessGrid:
+    """Make a process grid over some ranks of the world.
+
+    Args:
+        global_ranks: in the order of the grid's ranks; None for a grid of one rank.
+        given: process groups that there are already, by axes and direction.
+    """
+    made = object.__new__(ProcessGrid)
+    made._bind(grid, options, global_ranks, {} if given is None else given)
+    return made
 
 
 # Compiled code holds text, not objects, and must find the grid when it runs, as torch's own finds process groups.  The

@@ -14,8 +14,8 @@ from torch.distributed.constants import default_pg_timeout
 from ndtp import Grid, GridError, ProcessGrid
 from ndtp.collectives import nccl
 from ndtp.collectives.axis_groups import AxisGroups
+from ndtp.collectives.grid_options import GridOptions, ctas_that_fit, sms_to_leave
 from ndtp.runtime import process_grid
-from ndtp.runtime.grid_options import ctas_that_fit, sms_to_leave
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 1e-9, 0.0009, -1, math.inf, math.nan, True, "60", 1e10, timedelta(1)])
@@ -111,7 +111,7 @@ def nccl_world(monkeypatch):
 @pytest.mark.parametrize(("seconds", "expected"), [(7.5, timedelta(seconds=7.5)), (None, timedelta(seconds=120))])
 def test_the_timeout_reaches_the_communicator(nccl_world, seconds, expected):
     """torch overwrites that of the options by the argument of `new_group`, or by its default; not so the others."""
-    groups = AxisGroups(Grid(x=1), [0], "cuda", "nccl", timeout=seconds, high_priority=True, max_ctas=4)
+    groups = AxisGroups(Grid(x=1), [0], GridOptions(timeout=seconds, device_type="cuda", max_ctas=4), "nccl")
     held = [groups.group(("x",), way) for way in ("gather", "scatter")]
     held.append(groups.parameters_group("x"))
     (_, of_world), *own = nccl_world
@@ -123,7 +123,7 @@ def test_the_timeout_reaches_the_communicator(nccl_world, seconds, expected):
 
 
 def test_nccl_is_told_to_keep_the_order_of_issue(nccl_world):
-    AxisGroups(Grid(x=1), [0], "cuda", "nccl").group(("x",))
+    AxisGroups(Grid(x=1), [0], GridOptions(device_type="cuda"), "nccl").group(("x",))
     assert os.environ[nccl.ORDER] == "1"
     assert nccl_world and dist.group.WORLD.bound_device_id is None, "before the first communicator"
 

@@ -7,7 +7,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ndtp
 from ndtp import Grid, ProcessGrid
-from ndtp.runtime.grid_options import ctas_that_fit
+from ndtp.collectives.grid_options import ctas_that_fit
 from ndtp.testing import RecordedCuda, find_deadlock
 from ndtp.testing.cuda.multiprocessors import Operation
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ndtp.algebra.grid import Grid
+from ndtp.algebra.wire import Wire
+from ndtp.collectives import nccl
+from ndtp.collectives.buffer_ring import DEFAULT_BYTES
 from ndtp.compute.carved_gemm import CarvedGemm, can_carve_out
 from ndtp.compute.gemm import KernelGemm, TorchGemm
 from ndtp.errors import GridError
@@ -19,6 +24,83 @@ MOVERS = ("torch", "symmetric")
 SUMS = ("torch", "fp32")
 SHORTEST_TIMEOUT_S = 0.001  # torch counts milliseconds: of less remains 0, with which gloo fails at once, or not
 LONGEST_TIMEOUT_S = 1e9  # added to the clock in nanoseconds, a longer one ends in the past
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """The options of a `ProcessGrid`, all in one record; `ProcessGrid` says what each of them means.
+
+    Raises:
+        GridError: an option has a value that makes no sense on any backend; names the option and its value.
+    """
+
+    timeout: float | None = None
+    check: bool | None = None
+    gemm: str = "torch"
+    collectives: str = "torch"
+    sums: str = "torch"
+    free_sms: int | None = None
+    device_type: str | None = None
+    groups_per_axis: int | None = None
+    high_priority: bool = True
+    max_ctas: int | None = None
+    ring_bytes: int = DEFAULT_BYTES
+    register_buffers: bool = False
+    wire: Wire | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "timeout", checked_timeout(self.timeout))
+        if self.check is not None and not isinstance(self.check, bool):
+            raise GridError(f"ProcessGrid: check={self.check!r} is neither True nor False, nor None")
+        for name in ("high_priority", "register_buffers"):
+            if not isinstance(flag := getattr(self, name), bool):
+                raise GridError(f"ProcessGrid: {name}={flag!r} is neither True nor False")
+        for name, known in (("gemm", GEMMS), ("collectives", MOVERS), ("sums", SUMS)):
+            if (value := getattr(self, name)) not in known:
+                raise GridError(f"ProcessGrid: {name}={value!r} is not one of {', '.join(known)}")
+        groups = self.groups_per_axis
+        if groups is not None and (isinstance(groups, bool) or groups not in (1, 2)):
+            raise GridError(f"ProcessGrid: groups_per_axis={groups!r} is neither 1 nor 2")
+        if self.free_sms is not None:
+            _check_count("free_sms", self.free_sms, 0)
+        _check_count("ring_bytes", self.ring_bytes, 0)
+        if self.max_ctas is not None:
+            _check_count("max_ctas", self.max_ctas, 1)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        wire: Wire | str | Mapping[str, str | bool | None] | None = None,
+        recipe: str | None = None,
+        **options: Any,
+    ) -> GridOptions:
+        """The options that the keyword arguments of a `ProcessGrid` give."""
+        return cls(wire=Wire.of(wire, recipe), **options)
+
+    def on(self, backends: Mapping[str, str] | None, grid: Grid) -> GridOptions:
+        """Return the options with the defaults that the process groups of a grid give.
+
+        Args:
+            backends: device type -> backend; None for a grid of one rank, which communicates with nobody.
+
+        Raises:
+            GridError: a device that no backend serves, or an option that the backend does not have.
+        """
+        device_type, max_ctas = self.device_type, self.max_ctas
+        if device_type is None:
+            device_type = "cuda" if "nccl" in (backends or {}).values() else "cpu"
+        _check_device_type(device_type, backends)
+        backend = (backends or {}).get(device_type)
+        for name in ("max_ctas", "register_buffers"):
+            if (value := getattr(self, name)) and backend not in ("nccl", None):
+                raise GridError(
+                    f"ProcessGrid: {name}={value} is an option of NCCL, the backend is {backend}\n  fix: leave it out"
+                )
+        _check_free_sms(self.free_sms, self.gemm, device_type)
+        if backend == "nccl" and max_ctas is None:
+            max_ctas = ctas_that_fit(nccl.multiprocessors(), self.groups_per_axis or 2, grid)
+        return replace(self, device_type=device_type, max_ctas=max_ctas)
 
 
 def checked_timeout(timeout: object) -> float | None:
@@ -38,42 +120,7 @@ def checked_timeout(timeout: object) -> float | None:
     return seconds
 
 
-def check_options(
-    *,
-    gemm: object,
-    collectives: object,
-    sums: object,
-    free_sms: object,
-    groups_per_axis: object,
-    max_ctas: object,
-    ring_bytes: object,
-    check: object,
-    high_priority: object,
-    register_buffers: object,
-) -> None:
-    """Refuse values that no backend has.
-
-    Raises:
-        GridError: names the option and its value.
-    """
-    if check is not None and not isinstance(check, bool):
-        raise GridError(f"ProcessGrid: check={check!r} is neither True nor False, nor None")
-    for name, flag in (("high_priority", high_priority), ("register_buffers", register_buffers)):
-        if not isinstance(flag, bool):
-            raise GridError(f"ProcessGrid: {name}={flag!r} is neither True nor False")
-    for name, value, known in (("gemm", gemm, GEMMS), ("collectives", collectives, MOVERS), ("sums", sums, SUMS)):
-        if value not in known:
-            raise GridError(f"ProcessGrid: {name}={value!r} is not one of {', '.join(known)}")
-    if groups_per_axis is not None and (isinstance(groups_per_axis, bool) or groups_per_axis not in (1, 2)):
-        raise GridError(f"ProcessGrid: groups_per_axis={groups_per_axis!r} is neither 1 nor 2")
-    if free_sms is not None:
-        _check_count("free_sms", free_sms, 0)
-    _check_count("ring_bytes", ring_bytes, 0)
-    if max_ctas is not None:
-        _check_count("max_ctas", max_ctas, 1)
-
-
-def check_free_sms(free_sms: int | None, gemm: str, device_type: str) -> None:
+def _check_free_sms(free_sms: int | None, gemm: str, device_type: str) -> None:
     """Refuse multiprocessors that nothing can leave.
 
     Raises:
@@ -127,12 +174,8 @@ def _check_count(name: str, value: object, least: int) -> None:
         raise GridError(f"ProcessGrid: {name}={value!r} is not an integer of at least {least}")
 
 
-def check_device_type(device_type: object, served: Collection[str] | None) -> None:
-    """Refuse a device that torch does not know, or, with several ranks, one that the process group does not serve.
-
-    Args:
-        served: device types that have a backend; None for a grid of one rank, which communicates with nobody.
-    """
+def _check_device_type(device_type: object, backends: Mapping[str, str] | None) -> None:
+    """Refuse a device that torch does not know, or, with several ranks, one that the process group does not serve."""
     try:
         known = isinstance(device_type, str) and torch.device(device_type).type == device_type
     except RuntimeError:
@@ -142,10 +185,10 @@ def check_device_type(device_type: object, served: Collection[str] | None) -> No
             f"ProcessGrid: device_type={device_type!r} is no type of device; an index does not belong to it\n"
             "  fix: device_type='cpu' or 'cuda'"
         )
-    if served is not None and device_type not in served:
+    if backends is not None and device_type not in backends:
         raise GridError(
             f"ProcessGrid: device_type={device_type!r}, but the process group has a backend for "
-            f"{', '.join(sorted(served))} alone\n  fix: init_process_group with a backend for it, or leave it out"
+            f"{', '.join(sorted(backends))} alone\n  fix: init_process_group with a backend for it, or leave it out"
         )
 
 
@@ -166,16 +209,3 @@ def backends_by_device() -> dict[str, str]:
     `dist.get_backend` says "undefined" after an `init_process_group` that names none.
     """
     return dict(entry.split(":") for entry in dist.get_backend_config().split(",") if ":" in entry)
-
-
-def check_backend(backend: str | None, options: Mapping[str, object]) -> None:
-    """Refuse options of NCCL on another backend.
-
-    Raises:
-        GridError: names the option and its value.
-    """
-    for name, value in options.items():
-        if value and backend not in ("nccl", None):  # one rank has none, and communicates with nobody
-            raise GridError(
-                f"ProcessGrid: {name}={value} is an option of NCCL, the backend is {backend}\n  fix: leave it out"
-            )
