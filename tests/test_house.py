@@ -233,6 +233,19 @@ def foreign_imports() -> list[Import]:
     return found
 
 
+BACKENDS = ("gloo", "nccl", "fake")
+
+
+def test_backends_are_named_in_their_records_alone():
+    """Elsewhere code asks the record what the backend can do, so that another backend is another record."""
+    wrong = []
+    for module, tree in modules(NDTP).items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and node.value in BACKENDS and module != "ndtp.collectives.backends":
+                wrong.append(f"{path_of(module).relative_to(ROOT)}:{node.lineno}: {node.value!r}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_nothing_lies_about():
     files = {"__init__.py", "__main__.py", "errors.py", "dtypes.py", "py.typed"}
     packages = set(FLOORS) - {"errors", "dtypes"}

@@ -85,6 +85,8 @@ def environment() -> dict[str, dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
+    from ndtp.collectives.backends import GLOO, NCCL
+
     return {
         "versions": {
             "ndtp": ndtp.__version__,
@@ -100,8 +102,8 @@ def environment() -> dict[str, dict[str, Any]]:
         },
         "devices": _devices(),
         "backends": {
-            "gloo": dist.is_available() and dist.is_gloo_available(),
-            "nccl": _nccl(),
+            GLOO.name: dist.is_available() and dist.is_gloo_available(),
+            NCCL.name: _nccl(),
             "mpi": dist.is_available() and dist.is_mpi_available(),
         },
         "kernels": _kernels(),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from ndtp.algebra.grid import Grid
-from ndtp.collectives import nccl
+from ndtp.collectives.backends import GLOO, Backend, backend_named
 from ndtp.collectives.conversation import Conversation, conversation_of
 from ndtp.collectives.grid_options import GridOptions
 from ndtp.collectives.groups import default_timeout, shared_group
@@ -37,6 +36,7 @@ class AxisGroups:
         given: groups that are there already; those that are made for parameters join them.
 
     Attributes:
+        kind: what is known of the backend.
         rank: this process's rank on the grid.
         coordinate: axis -> position.
         made: the groups that there are so far.
@@ -52,6 +52,7 @@ class AxisGroups:
         given: Made | None = None,
     ) -> None:
         self.grid, self.global_ranks, self.options, self.backend = grid, global_ranks, options, backend
+        self.kind = backend_named(backend)
         self.device_type, self.timeout = options.device_type or "cpu", options.timeout
         if global_ranks is not None and (here := presence()) is not None:
             here.on_grid(grid, global_ranks)
@@ -59,7 +60,7 @@ class AxisGroups:
         self.rank = 0 if global_ranks is None else global_ranks.index(dist.get_rank())
         self.coordinate = grid.coordinate(self.rank)
         self.is_part = global_ranks is not None and len(global_ranks) < dist.get_world_size()
-        self.groups_per_axis = options.groups_per_axis or (2 if backend == "nccl" and not self.is_part else 1)
+        self.groups_per_axis = options.groups_per_axis or (1 if self.is_part else self.kind.groups_per_axis)
         self.given: Made = {} if given is None else given
         self.made: Made = self.given if self.timeout is None else {}
         self._conversation: Conversation | None = None
@@ -95,21 +96,21 @@ class AxisGroups:
         A collective at the first call.
         """
         if self._conversation is None:
-            if self.grid.num_ranks == 1 or self.global_ranks is None or self.backend == "fake":
+            if self.grid.num_ranks == 1 or self.global_ranks is None or not self.kind.has_peers:
                 return None
             axes = self.grid.nontrivial(self.grid.names)
-            if self.backend == "gloo":
+            if self.kind.runs_in_host:
                 group = self.group(axes)
             else:
-                group = self.made[axes, "aside"] = self._make(axes, "aside", self.timeout is not None, "gloo")
+                group = self.made[axes, "aside"] = self._make(axes, "aside", self.timeout is not None, GLOO)
             self._conversation = conversation_of(group, self.seconds)
         return self._conversation
 
-    def _make(self, axes: tuple[str, ...], direction: str, is_own: bool, backend: str | None = None) -> ProcessGroup:
-        backend = backend or self.backend
+    def _make(self, axes: tuple[str, ...], direction: str, is_own: bool, other: Backend | None = None) -> ProcessGroup:
+        kind = other or self.kind
         if self.global_ranks is None:
             raise GridError(f"grid {self.grid} has one rank and no process groups")
-        if backend == "nccl" and self.is_part and not nccl.can_group_alone():
+        if self.is_part and not kind.can_group_alone():
             raise GridError(
                 f"ProcessGrid: no process group over {' '.join(axes)} ({direction}): after "
                 "init_process_group(device_id=...) NCCL makes groups by all ranks together, and grid "
@@ -119,24 +120,20 @@ class AxisGroups:
         # numbers of groups of the user's own would wait for each other under different names.  So where the grid is the
         # whole world, all of it makes all groups along the axes; a part of it cannot.  Of a fake world there is but
         # this rank, which need not make the groups of the thousands of others.
-        alone = self.is_part or self.backend == "fake"
+        alone = self.is_part or not self.kind.has_peers
         parallel = [self.rank] if alone else range(self.grid.num_ranks)
         groups = {tuple(sorted(self.global_ranks[r] for r in self.grid.group(rank, axes))): None for rank in parallel}
 
         seconds = self.seconds
-        if backend == "nccl":
-            nccl.keep_order()
-
+        kind.prepare()
         asked = self.options
 
         def arguments() -> dict[str, Any]:
-            if backend == "nccl":
-                return nccl.group_arguments(seconds, asked.high_priority, asked.max_ctas)
-            other = {} if backend == self.backend else {"backend": backend}
-            return {"timeout": timedelta(seconds=seconds), **other}
+            named = {} if other is None else {"backend": other.name}
+            return {**kind.group_arguments(seconds, asked.high_priority, asked.max_ctas), **named}
 
         own = object() if is_own else seconds
-        options = (backend, own, asked.high_priority, asked.max_ctas, direction)
+        options = (kind.name, own, asked.high_priority, asked.max_ctas, direction)
         label = Label(("the grid's process group",), "start-up", "making", axes)
         # Where all ranks of the world make all groups along the axes, it is all that are waited for.
         waited_for = sorted(self.global_ranks) if len(groups) > 1 else self.members(axes)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ndtp.collectives import nccl
@@ -79,7 +80,7 @@ class _Nccl(Backend):
 GLOO = Backend("gloo", device_type="cpu", runs_in_host=True)
 NCCL = _Nccl("nccl", device_type="cuda", takes_multiprocessors=True, groups_per_axis=2)
 FAKE = Backend("fake", has_peers=False)
-NOBODY = Backend("", has_peers=False)  # of a grid of one rank
+NOBODY = Backend("")  # of a grid of one rank
 KNOWN = {each.name: each for each in (GLOO, NCCL, FAKE)}
 MOVING = tuple(each.name for each in KNOWN.values() if each.has_peers)
 
@@ -100,6 +101,11 @@ def backends_by_device() -> dict[str, str]:
     `dist.get_backend` says "undefined" after an `init_process_group` that names none.
     """
     return dict(entry.split(":") for entry in dist.get_backend_config().split(",") if ":" in entry)
+
+
+def backends_of_host() -> str:
+    """The argument of `init_process_group` for the devices that this machine has."""
+    return f"cpu:{GLOO.name},cuda:{NCCL.name}" if torch.cuda.is_available() else GLOO.name
 
 
 def device_type_of(backends: Mapping[str, str]) -> str:

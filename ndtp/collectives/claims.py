@@ -8,6 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ndtp.collectives.backends import backend_of
+
 
 def claimed_by(topic: str, ranks: Sequence[int]) -> tuple[int, ...]:
     """Claim a topic for some ranks of the world, until it ends.
@@ -17,7 +19,7 @@ def claimed_by(topic: str, ranks: Sequence[int]) -> tuple[int, ...]:
     Returns:
         Ranks that have claimed it before and are none of these, whose it stays; nothing if it is these ranks' now.
     """
-    if not dist.is_initialized() or len(ranks) == dist.get_world_size() or dist.get_backend() == "fake":
+    if not dist.is_initialized() or len(ranks) == dist.get_world_size() or not backend_of().has_peers:
         return ()
     store: Any = _get_default_store()
     key, own = f"ndtp/claims/{topic}", " ".join(map(str, ranks))

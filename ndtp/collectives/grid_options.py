@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.wire import Wire
-from ndtp.collectives import nccl
+from ndtp.collectives.backends import NOBODY, backend_named, device_type_of
 from ndtp.collectives.buffer_ring import DEFAULT_BYTES
 from ndtp.compute.carved_gemm import CarvedGemm, can_carve_out
 from ndtp.compute.gemm import KernelGemm, TorchGemm
@@ -89,17 +89,18 @@ class GridOptions:
         """
         device_type, max_ctas = self.device_type, self.max_ctas
         if device_type is None:
-            device_type = "cuda" if "nccl" in (backends or {}).values() else "cpu"
+            device_type = device_type_of(backends or {})
         _check_device_type(device_type, backends)
-        backend = (backends or {}).get(device_type)
+        backend = backend_named((backends or {}).get(device_type))
         for name in ("max_ctas", "register_buffers"):
-            if (value := getattr(self, name)) and backend not in ("nccl", None):
+            if (value := getattr(self, name)) and not backend.takes_multiprocessors and backend is not NOBODY:
                 raise GridError(
-                    f"ProcessGrid: {name}={value} is an option of NCCL, the backend is {backend}\n  fix: leave it out"
+                    f"ProcessGrid: {name}={value} is an option of NCCL, the backend is {backend.name}\n"
+                    "  fix: leave it out"
                 )
         _check_free_sms(self.free_sms, self.gemm, device_type)
-        if backend == "nccl" and max_ctas is None:
-            max_ctas = ctas_that_fit(nccl.multiprocessors(), self.groups_per_axis or 2, grid)
+        if backend.takes_multiprocessors and max_ctas is None:
+            max_ctas = ctas_that_fit(backend.multiprocessors(), self.groups_per_axis or 2, grid)
         return replace(self, device_type=device_type, max_ctas=max_ctas)
 
 
@@ -164,7 +165,7 @@ def sms_to_leave(
     """
     if free_sms is not None:
         return free_sms
-    if backend != "nccl" or max_ctas is None:
+    if not backend_named(backend).takes_multiprocessors or max_ctas is None:
         return 0
     return max_ctas * groups_per_axis * sum(size > 1 for size in grid.shape)
 
@@ -201,11 +202,3 @@ def world_ranks(grid: Grid) -> list[int] | None:
             + ("" if dist.is_initialized() else ", or init_process_group first")
         )
     return list(range(world)) if grid.num_ranks > 1 else None
-
-
-def backends_by_device() -> dict[str, str]:
-    """Device type -> backend of the default process group.
-
-    `dist.get_backend` says "undefined" after an `init_process_group` that names none.
-    """
-    return dict(entry.split(":") for entry in dist.get_backend_config().split(",") if ":" in entry)

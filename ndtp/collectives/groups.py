@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
+from ndtp.collectives.backends import backend_of
 from ndtp.collectives.presence import Presence, presence
 from ndtp.errors import GridError
 
@@ -80,7 +81,7 @@ def shared_group(
     group = _GROUPS.get(key)
     if group is None or not _is_registered(group):
         here, make = presence(), partial(_shared_group, key, arguments, axes, keep, seconds)
-        group = make() if here is None or dist.get_backend() != "gloo" else _breakable(make, here, seconds)
+        group = make() if here is None or not backend_of().runs_in_host else _breakable(make, here, seconds)
     return group
 
 
@@ -149,7 +150,7 @@ def _know_as_many(members: tuple[int, ...], seconds: float) -> None:
     from torch.distributed.distributed_c10d import _get_default_store, _world
 
     world = dist.group.WORLD
-    if world is None or len(members) == 1 or dist.get_backend() == "fake":
+    if world is None or len(members) == 1 or not backend_of().has_peers:
         return
     asked = _ALONE.setdefault(world, Counter())
     asked[members] += 1
@@ -168,7 +169,7 @@ def _meet(group: ProcessGroup, seconds: float) -> None:
     """Return when all members have connected: one that ends the group before would cut the others off."""
     from torch.distributed.distributed_c10d import _world
 
-    if dist.get_backend(group) == "fake":
+    if not backend_of(group).has_peers:
         return
     store = _world.pg_map[group][1]
     if store.add("ndtp/connected", 1) == group.size():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ndtp.collectives.backends import GLOO, Backend
 from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.gloo import GlooCollectives
 from ndtp.collectives.summing import SummingCollectives
@@ -15,9 +16,17 @@ if TYPE_CHECKING:
     from ndtp.collectives.recorder import Recording
 
 
+_OWN: dict[str, type[Collectives]] = {GLOO.name: GlooCollectives}  # torch's are not used as they are
+
+
+def collectives_for(backend: Backend) -> type[Collectives]:
+    """The class that moves tensors over a backend."""
+    return _OWN.get(backend.name, Collectives)
+
+
 def collectives_of(groups: AxisGroups, ring: BufferRing, recording: Recording, wire: Wire | None) -> Collectives:
     """Return the collectives for the backend of the process groups, and for the options of the grid."""
-    kind: type[Collectives] = GlooCollectives if groups.backend == "gloo" else Collectives
+    kind = collectives_for(groups.kind)
     if groups.options.sums == "fp32" and kind is Collectives:
         kind = SummingCollectives
     if groups.options.collectives == "symmetric" and groups.global_ranks is not None:

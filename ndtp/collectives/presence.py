@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch.distributed as dist
 
+from ndtp.collectives.backends import backend_of
 from ndtp.collectives.flight import DONE, NOTE, NTH, WAITED, Flight
 from ndtp.collectives.link_verdict import refined
 from ndtp.collectives.link_watch import LinkWatch
@@ -379,7 +380,7 @@ _SERIAL = [0]  # of the last world that had one; ranks make worlds together
 def presence() -> Presence | None:
     """Return the presence of this process's world, which all ranks make at the first call; None without a world."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if world is None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if world is None or dist.get_world_size() == 1 or not backend_of().has_peers:
         return None
     found = _PRESENT.get(world)
     if found is None or found.owner != os.getpid():

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ndtp.collectives.backends import backend_of
 from ndtp.collectives.recorder import Recorder, Span
 from ndtp.errors import GridError
 from ndtp.measure.overlap_trace import RankTrace, chrome_trace
@@ -106,7 +107,7 @@ def profile(
         raise GridError("profile: there is no process grid in this program\n  fix: make it before, or pass mesh=")
     for _ in range(warmup):
         step()
-    in_group = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+    in_group = dist.is_initialized() and dist.get_world_size() > 1 and backend_of().has_peers
     on_device = any(each.device_type == "cuda" for each in meshes)
     if on_device:
         torch.cuda.synchronize()

@@ -14,6 +14,7 @@ from ndtp.algebra.grid import Grid
 from ndtp.algebra.schemes import block_layouts, scheme_of
 from ndtp.algebra.volume import Volume
 from ndtp.algebra.wire import Wire
+from ndtp.collectives.backends import FAKE
 from ndtp.collectives.meter import CommMeter
 from ndtp.dtypes import SIZES, Dtype
 from ndtp.errors import GridError, LayoutError
@@ -98,7 +99,7 @@ def fake_group(ranks: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise GridError("bench volume: meters on a process group of its own; run it outside of torchrun")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group(FAKE.name, store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield
     finally:

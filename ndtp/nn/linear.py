@@ -21,6 +21,7 @@ from ndtp.nn.sharded import Sharded, volume_of
 from ndtp.ops.memory import Memory, memory
 from ndtp.ops.products import chain
 from ndtp.runtime.chunk_choices import in_words
+from ndtp.runtime.dry_grid import dry_backend
 from ndtp.runtime.given_mesh import GivenWire
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -226,6 +227,6 @@ def memory_options(*linears: Linear, backend: str | None) -> dict[str, Any]:
         "wgrad": [linear.weight.requires_grad for linear in linears],
         "bias": [linear.bias is not None for linear in linears],
         "bias_grad": [linear.bias is not None and linear.bias.requires_grad for linear in linears],
-        "backend": backend or linears[0].mesh.backend or "gloo",
+        "backend": backend or dry_backend(linears[0].mesh.backend),
         "mesh": linears[0].mesh,
     }

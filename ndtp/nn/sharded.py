@@ -17,7 +17,7 @@ from ndtp.errors import LayoutError
 from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, full, put_in_place, taken
 from ndtp.ops.memory import Memory, measured
 from ndtp.runtime.arrival import local_of
-from ndtp.runtime.dry_grid import SILENT, DryGrid
+from ndtp.runtime.dry_grid import DryGrid, dry_backend
 from ndtp.runtime.given_mesh import GivenWire, given_mesh
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -202,8 +202,7 @@ def shadow_of(
     meshes: dict[int, ProcessGrid | DryGrid] = {id(mesh): mesh}
     for part in module.modules():
         meshes.update({id(value): value for value in vars(part).values() if isinstance(value, (ProcessGrid, DryGrid))})
-    backend = backend or mesh.backend or "gloo"
-    backend = backend if backend in SILENT else "gloo"
+    backend = dry_backend(backend or mesh.backend)
     rank = mesh.rank if rank is None else rank
     dry = DryGrid(mesh.grid, rank, backend, mesh.wire)
     memo: dict[int, Any] = {key: DryGrid(m.grid, rank, backend, m.wire, dry) for key, m in meshes.items()}

@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from ndtp.algebra.matmul_plan import MatMulPlan
+from ndtp.collectives.backends import GLOO, MOVING
 from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.errors import LayoutError
 from ndtp.ops.products import matmul, mlp
 from ndtp.runtime.chain import asked_of
 from ndtp.runtime.chunk_count import ahead
-from ndtp.runtime.dry_grid import SILENT, DryGrid
+from ndtp.runtime.dry_grid import DryGrid
 
 if TYPE_CHECKING:
     from ndtp.runtime.process_grid import ProcessGrid
@@ -142,7 +143,7 @@ def memory(
     wgrad: bool | Sequence[bool] = True,
     bias: bool | Sequence[bool] = False,
     bias_grad: bool | Sequence[bool] = True,
-    backend: str = "gloo",
+    backend: str = GLOO.name,
     mesh: ProcessGrid | None = None,
 ) -> Memory:
     """Bytes that a product, or a block of several, needs on a rank beside its operands, forward and backward.
@@ -165,8 +166,8 @@ def memory(
         ValueError: an unknown activation or backend.
     """
     plans = (plans,) if isinstance(plans, MatMulPlan) else tuple(plans)
-    if backend not in SILENT:
-        raise ValueError(f"memory: backend {backend!r} is not one of {', '.join(SILENT)}")
+    if backend not in MOVING:
+        raise ValueError(f"memory: backend {backend!r} is not one of {', '.join(MOVING)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"memory: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
     cut = len(shape) - len(plans) - 1

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtp.algebra.pipeline_plan import AXIS
+from ndtp.collectives.backends import backend_of
 from ndtp.collectives.flight import DONE, WAITED, Flight, FlightEntry, Note
 from ndtp.collectives.labels import Label
 from ndtp.collectives.presence import flight_of_world
@@ -55,7 +56,7 @@ def exchange(ops: Sequence[dist.P2POp]) -> None:
 
 def _message(op: Callable[..., Any], x: Tensor, peer: int, group: ProcessGroup, label: Label) -> dist.P2POp:
     made = dist.P2POp(op, x, peer, group)
-    if dist.get_backend(group) == "gloo":  # NCCL sends several at once, and its watchdog ends what lasts too long
+    if backend_of(group).runs_in_host:  # NCCL sends several at once, and its watchdog ends what lasts too long
         made.op = _Named(op, label, peer)
     return made
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ndtp.algebra.pipeline_plan import AXIS, PipelinePlan
-from ndtp.collectives.grid_options import GridOptions, backends_by_device
+from ndtp.collectives.backends import backends_by_device, device_type_of
+from ndtp.collectives.grid_options import GridOptions
 from ndtp.collectives.groups import default_timeout, shared_group
 from ndtp.collectives.labels import Label
 from ndtp.collectives.watch import Watch
@@ -46,8 +47,8 @@ class Pipeline(PipelinePlan):
         index = self.own_stage(stage)
         if index not in self._meshes:
             ranks = list(self.ranks_of[index])
-            if len(ranks) == 1 and "nccl" in backends_by_device().values():
-                options.setdefault("device_type", "cuda")
+            if len(ranks) == 1:
+                options.setdefault("device_type", device_type_of(backends_by_device()))
             own = GridOptions.of(**options)
             self._meshes[index] = grid_over(self.grids[index], own, ranks if len(ranks) > 1 else None)
             self._timeout = self._meshes[index].groups.seconds

@@ -118,7 +118,7 @@ def ahead(
         return choose(plans, sizes, dtype.itemsize, issued_as_now(given, mesh), mesh.wire)
     if is_small(plans, sizes, dtype.itemsize, kind_of(device_type).chunks_from, mesh.wire):
         return 1, SMALL
-    if mesh.backend == "fake":
+    if not mesh.collectives.groups.kind.has_peers:
         return 1, "a fake process group sends nothing"
     if torch.are_deterministic_algorithms_enabled():
         return 1, "deterministic algorithms: nothing is measured"
@@ -140,7 +140,7 @@ def _measured(
     choices = mesh.step.chunks
     with _unseen(mesh):
         if choices.crowd is None:
-            may_share = mesh.backend == "gloo" and device.type == "cpu" and mesh.gemm.takes_processors
+            may_share = mesh.groups.kind.runs_in_host and device.type == "cpu" and mesh.gemm.takes_processors
             choices.crowd = shared_processors(mesh.groups) if may_share else 0
         if choices.crowd:
             return 1, _crowded(choices.crowd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -13,11 +14,12 @@ from ndtp.algebra.layout import default_mesh_axes
 from ndtp.algebra.volume import Traffic, Volume
 from ndtp.algebra.wire import Wire
 from ndtp.collectives.axis_groups import AxisGroups
+from ndtp.collectives.backends import GLOO, MOVING, backend_named
 from ndtp.collectives.buffer_ring import BufferRing
 from ndtp.collectives.collectives import Collectives
-from ndtp.collectives.gloo import GlooCollectives
 from ndtp.collectives.grid_options import GridOptions
 from ndtp.collectives.handles import Handle, Route
+from ndtp.collectives.movers import collectives_for
 from ndtp.compute.gemm import TorchGemm
 from ndtp.compute.scaled_gemm import gemm_of
 from ndtp.dtypes import name_of
@@ -51,15 +53,15 @@ class _Silent:
     _gather = _exchange = _swap_blocks = exchange_parts = _scatter = _sum_everywhere = _send
 
 
-class _SilentNccl(_Silent, Collectives):
-    pass
+@cache
+def _silent(backend: str) -> type[Collectives]:
+    """The collectives of a backend, which send nothing."""
+    return type("Silent", (_Silent, collectives_for(backend_named(backend))), {})
 
 
-class _SilentGloo(_Silent, GlooCollectives):
-    pass
-
-
-SILENT: dict[str, type[Collectives]] = {"gloo": _SilentGloo, "nccl": _SilentNccl}
+def dry_backend(name: str | None) -> str:
+    """The backend as which a dry run behaves: the named one, or gloo where its collectives are not known."""
+    return name if name in MOVING else GLOO.name
 
 
 class _DryGroups(AxisGroups):
@@ -98,7 +100,7 @@ class DryGrid:
         self,
         grid: Grid,
         rank: int = 0,
-        backend: str = "gloo",
+        backend: str = GLOO.name,
         wire: Wire | None = None,
         beside: DryGrid | None = None,
     ) -> None:
@@ -108,7 +110,7 @@ class DryGrid:
         self.step: StepState = StepState(LateGradients()) if beside is None else beside.step
         self.programs = Programs()
         self.backend = backend
-        silent: Any = SILENT[backend](_DryGroups(grid, rank, backend), BufferRing(0), self.step.recording)
+        silent: Any = _silent(backend)(_DryGroups(grid, rank, backend), BufferRing(0), self.step.recording)
         if beside is not None:
             silent.moved = beside.collectives.moved  # type: ignore[attr-defined]
         self.collectives: Collectives = silent

@@ -16,10 +16,10 @@ import torch.distributed.nn.functional  # later its default arguments would keep
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import default_mesh_axes
 from ndtp.algebra.wire import Wire
-from ndtp.collectives import nccl
 from ndtp.collectives.axis_groups import DIRECTIONS, AxisGroups, Made
+from ndtp.collectives.backends import backends_by_device
 from ndtp.collectives.buffer_ring import DEFAULT_BYTES, BufferRing
-from ndtp.collectives.grid_options import GridOptions, backends_by_device, own_gemm, sms_to_leave, world_ranks
+from ndtp.collectives.grid_options import GridOptions, own_gemm, sms_to_leave, world_ranks
 from ndtp.collectives.groups import let_go_of_world
 from ndtp.collectives.movers import collectives_of
 from ndtp.compute.scaled_gemm import gemm_of
@@ -141,7 +141,7 @@ class ProcessGrid:
         self._gemm = own_gemm(options.gemm, options.free_sms, leave)
         self.gemm = gemm_of(self.wire, self._gemm)
         self.rank, self.coordinate = self.groups.rank, self.groups.coordinate
-        ends = self.timeout if self.backend == "gloo" else None
+        ends = self.timeout if self.groups.kind.runs_in_host else None
         self.programs = Programs()
         finalize(self, let_go, self.programs, self.groups.made, self.groups.given, ends)
         in_order = default_mesh_axes(grid)
@@ -157,7 +157,8 @@ class ProcessGrid:
         self._first: ProcessGrid | None = None  # of which it is made by `sending`
         self._sending: WeakValueDictionary[Wire, ProcessGrid] = WeakValueDictionary()
         registered = options.register_buffers and ring_groups
-        self.ring = BufferRing(options.ring_bytes, nccl.registered_memory(ring_groups) if registered else None)
+        allocate = self.groups.kind.registered_memory(ring_groups) if registered else None
+        self.ring = BufferRing(options.ring_bytes, allocate)
         if options.collectives == "symmetric":
             from ndtp.collectives.symmetric.collectives import check_usable
 

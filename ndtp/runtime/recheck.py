@@ -305,5 +305,5 @@ def recheck_on(groups: AxisGroups, step: Any, fraction: float) -> None:
     """
     if not 0 <= fraction <= 1:
         raise GridError(f"recheck={fraction}: it must be a fraction of all products, from 0 to 1, such as 1/1000")
-    is_alone = groups.grid.num_ranks == 1 or groups.global_ranks is None or groups.backend == "fake"
+    is_alone = groups.grid.num_ranks == 1 or groups.global_ranks is None or not groups.kind.has_peers
     step.recheck = Recheck(groups, float(fraction)) if fraction and not is_alone else None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
+from ndtp.collectives.backends import backend_of
 from ndtp.collectives.streams import has_streams
 
 # Operations whose result the host must have before it can go on.
@@ -106,8 +107,8 @@ class StepWatch(TorchDispatchMode):
         for each in args:
             if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
                 group = dist.ProcessGroup.unbox(each)
-                if dist.get_backend(group) == "gloo":
-                    self.hazards.append(Hazard(_line(), "a collective over gloo, which runs in the host"))
+                if (backend := backend_of(group)).runs_in_host:
+                    self.hazards.append(Hazard(_line(), f"a collective over {backend.name}, which runs in the host"))
 
 
 def differences(one: StepWatch, other: StepWatch) -> list[Hazard]:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from ndtp.collectives.backends import backend_of, backends_of_host
 from ndtp.collectives.fresh_store import meet_afresh
 from ndtp.collectives.groups import default_timeout, never_destroy
 from ndtp.collectives.last_words import tell_of
@@ -71,7 +71,7 @@ def _world_size() -> int | None:
     """Size of the group that this process is part of; None for a process of its own."""
     if dist.is_available() and dist.is_initialized():
         # One rank, or a fake group of many: no other process is there to run anything.
-        single = dist.get_world_size() == 1 or dist.get_backend() == "fake"
+        single = dist.get_world_size() == 1 or not backend_of().has_peers
         return None if single else dist.get_world_size()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
         return int(os.environ["WORLD_SIZE"])
@@ -84,7 +84,7 @@ def _run_in_place(
     if not dist.is_initialized():
         limit = timedelta(seconds=default_timeout())
         meet_afresh()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=limit)
+        dist.init_process_group(backends_of_host(), timeout=limit)
         atexit.register(_leave_group)
     rank = dist.get_rank()
     try:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ndtp.collectives.backends import GLOO
 from ndtp.collectives.last_words import tell_of
 from ndtp.testing import rank_asserts
 from ndtp.testing.messages import (
@@ -115,7 +116,7 @@ def work(birth: Birth, connection_fd: int, zygote_pid: int) -> None:
     torch.set_num_threads(1)
     _prefer_loopback()
     dist.init_process_group(
-        "gloo",
+        GLOO.name,
         store=dist.FileStore(birth.store_path, birth.num_ranks),
         rank=birth.rank,
         world_size=birth.num_ranks,

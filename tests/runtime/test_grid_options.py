@@ -12,10 +12,12 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 
 from ndtp import Grid, GridError, ProcessGrid
-from ndtp.collectives import nccl
+from ndtp.collectives import backends, nccl
 from ndtp.collectives.axis_groups import AxisGroups
+from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.grid_options import GridOptions, ctas_that_fit, sms_to_leave
 from ndtp.runtime import process_grid
+from ndtp.runtime.dry_grid import DryGrid
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 1e-9, 0.0009, -1, math.inf, math.nan, True, "60", 1e10, timedelta(1)])
@@ -172,6 +174,18 @@ def test_all_communicators_together_take_a_quarter_of_a_device(grid, groups, cta
 )
 def test_gemms_leave_what_the_communicators_can_take(given, backend, max_ctas, groups, left):
     assert sms_to_leave(given, backend, max_ctas, groups, Grid(z=2, x=1, y=4)) == left
+
+
+def test_a_backend_is_one_record(monkeypatch):
+    """A grid takes the device, the groups and the options of a backend from its record, and a dry run is one of it."""
+    monkeypatch.setitem(backends.KNOWN, "toy", backends.Backend("toy", device_type="xpu", groups_per_axis=2))
+    served = {"cpu": "gloo", "xpu": "toy"}
+    options = GridOptions().on(served, Grid(x=2))
+    assert options.device_type == "xpu" and options.max_ctas is None
+    with pytest.raises(GridError, match="the backend is toy"):
+        GridOptions(max_ctas=4).on(served, Grid(x=2))
+    assert AxisGroups(Grid(x=1), None, options, "toy").groups_per_axis == 2
+    assert isinstance(DryGrid(Grid(x=2), backend="toy").collectives, Collectives)
 
 
 def test_the_grid_tells_its_gemms(monkeypatch):

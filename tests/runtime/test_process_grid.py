@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ndtp
 from ndtp import CommMeter, CommunicationError, Grid, GridError, Layout, MatMulPlan, ProcessGrid
-from ndtp.collectives.grid_options import backends_by_device
+from ndtp.collectives.backends import backends_by_device
 from ndtp.testing import assert_equal, small_integers
 
 

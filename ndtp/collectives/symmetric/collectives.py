@@ -127,8 +127,7 @@ def check_usable(groups: AxisGroups) -> None:
     """
     if groups.global_ranks is None:
         return
-    fitting = {"cpu": "gloo", "cuda": "nccl"}.get(groups.device_type)
-    if groups.backend != fitting:
+    if groups.kind.device_type != groups.device_type:
         raise GridError(
             f"ProcessGrid: collectives='symmetric' takes gloo for CPUs and NCCL for GPUs, not {groups.backend} for "
             f"device_type={groups.device_type!r}\n  fix: collectives='torch'"

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ndtp.collectives.backends import backend_of
 from ndtp.testing.cuda.graph import tensors_of
 from ndtp.testing.cuda.order import Lane, Snapshot
 
@@ -162,13 +163,13 @@ class Communication:
         communication = self
 
         def method(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if dist.get_backend(group) == "gloo":
+            if backend_of(group).runs_in_host:
                 return real(group, *args, **kwargs)
 
             def run(*tensors: Any) -> None:
                 with torch.no_grad():
                     done = real(group, *tensors, *rest, **kwargs)
-                if done is not None and dist.get_backend(group) != "fake":
+                if done is not None and backend_of(group).has_peers:
                     done.wait()
 
             sent, rest = args[: written + read], args[written + read :]
