@@ -6,6 +6,7 @@ Nothing is imported here, so a circle that happens to work is found as well.
 from __future__ import annotations
 
 import ast
+import pkgutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -134,12 +135,18 @@ def names_of(node: ast.AST) -> Iterator[str]:
 
 
 @cache
+def nodes(house: House) -> dict[str, list[ast.AST]]:
+    """All nodes of all modules; a walk takes longer than what is looked for in it."""
+    return {module: list(ast.walk(tree)) for module, tree in modules(house).items()}
+
+
+@cache
 def imports(house: House) -> list[Import]:
     """Of modules of the house by modules of the house."""
     known = modules(house)
     found = set()
-    for module, tree in known.items():
-        for node in ast.walk(tree):
+    for module, found_in in nodes(house).items():
+        for node in found_in:
             for name in names_of(node):
                 imported = name if name in known else name.rpartition(".")[0]
                 if imported in known and imported != module:
@@ -239,11 +246,42 @@ BACKENDS = ("gloo", "nccl", "fake")
 def test_backends_are_named_in_their_records_alone():
     """Elsewhere code asks the record what the backend can do, so that another backend is another record."""
     wrong = []
-    for module, tree in modules(NDTP).items():
-        for node in ast.walk(tree):
+    for module, found in nodes(NDTP).items():
+        for node in found:
             if isinstance(node, ast.Constant) and node.value in BACKENDS and module != "ndtp.collectives.backends":
                 wrong.append(f"{path_of(module).relative_to(ROOT)}:{node.lineno}: {node.value!r}")
     assert not wrong, "\n".join(wrong)
+
+
+def is_of_torch(node: ast.AST, from_torch: set[str]) -> bool:
+    """Whether a chain of attributes, such as `c10d.GroupMember.WORLD`, begins with what was imported from torch."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id in from_torch
+
+
+def test_what_is_patched_in_torch_is_listed():
+    """Nothing but `torch_patches` assigns to an attribute of torch's; this torch has all that is listed there."""
+    from ndtp.collectives import torch_patches
+
+    wrong = []
+    for module, found in nodes(NDTP).items():
+        imported = [node for node in found if isinstance(node, (ast.Import, ast.ImportFrom))]
+        names = [
+            alias.asname or alias.name.partition(".")[0]
+            for node in imported
+            for alias in node.names
+            if (getattr(node, "module", None) or alias.name).partition(".")[0] == "torch"
+        ]
+        for node in found:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
+                targets = [ast.Attribute(node.args[0], "")]
+            if any(isinstance(each, ast.Attribute) and is_of_torch(each, set(names)) for each in targets):
+                wrong.append(f"{path_of(module).relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not wrong, "\n".join(wrong)
+    for target, patch in torch_patches.PATCHES.items():
+        assert pkgutil.resolve_name(target) is not None and patch.why and patch.until
 
 
 def test_nothing_lies_about():
@@ -293,8 +331,8 @@ PICKLES = {"ndtp.checkpoints.old_folders"}  # reads those of earlier versions, a
 def test_nothing_that_is_read_is_executed(house):
     """See docs/security.md.  Parents and ranks of `ndtp.testing` are one program."""
     wrong = []
-    for module, tree in modules(house).items():
-        for node in ast.walk(tree):
+    for module, of_module in nodes(house).items():
+        for node in of_module:
             found = ""
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 is_pickle = "pickle" in [name.split(".")[0] for name in names_of(node)]

@@ -20,7 +20,7 @@ from ndtp.collectives.buffer_ring import Allocate
 
 @dataclass(frozen=True)
 class Backend:
-    """What a grid needs to know of a communication backend.
+    """The record of a communication backend: all that a grid needs to know of it.
 
     Attributes:
         name: the name that torch has for it.

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ndtp.collectives.backends import backend_of
 from ndtp.collectives.presence import Presence, presence
+from ndtp.collectives.torch_patches import in_place
 from ndtp.errors import GridError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ DEFAULT_TIMEOUT_S = 120.0
 TIMEOUT = "NDTP_TIMEOUT"  # of the environment: another default, in seconds
 _START_UP_S = 5.0  # ranks may take so long to come together, whatever the timeout of the group
 _LATE_S, _LOOK_S = 2.0, 0.1  # for torch to say itself that time is up; between looks whether a rank has left
+_NAMES = "torch.distributed.distributed_c10d._world.pg_names"
 _ENDING: list[tuple[float, ProcessGroup]] = []  # and when, on the monotonic clock
 
 
@@ -147,22 +149,23 @@ def _know_as_many(members: tuple[int, ...], seconds: float) -> None:
     torch names such a group by its ranks and by how many groups there are.  Ranks that are in different numbers of them
     (of grids of other ranks, of the user's own) would wait for each other under different names, and for ever.
     """
-    from torch.distributed.distributed_c10d import _get_default_store, _world
+    from torch.distributed.distributed_c10d import _get_default_store
 
     world = dist.group.WORLD
     if world is None or len(members) == 1 or not backend_of().has_peers:
         return
     asked = _ALONE.setdefault(world, Counter())
     asked[members] += 1
+    names: dict[Any, str] = in_place(_NAMES)
     store, key = _get_default_store(), f"ndtp/alone/{'_'.join(map(str, members))}/{asked[members]}"
-    store.set(f"{key}/{dist.get_rank()}", str(len(_world.pg_names)))
+    store.set(f"{key}/{dist.get_rank()}", str(len(names)))
     store.wait([f"{key}/{member}" for member in members], timedelta(seconds=seconds))
     most = max(int(store.get(f"{key}/{member}")) for member in members)
     if store.add(f"{key}/read", 1) == len(members):  # another world may have the same store
         for each in (*members, "read"):
             store.delete_key(f"{key}/{each}")
-    while len(_world.pg_names) < most:
-        _world.pg_names[_Ended()] = f"ndtp passed over {len(_world.pg_names)}"  # type: ignore[index,assignment]
+    while len(names) < most:
+        names[_Ended()] = f"ndtp passed over {len(names)}"
 
 
 def _meet(group: ProcessGroup, seconds: float) -> None:
@@ -199,15 +202,14 @@ def _end_what_is_due() -> None:
 
 
 def _end(group: ProcessGroup) -> None:
-    from torch.distributed.distributed_c10d import _world
-
     if not _is_registered(group):  # the world has ended before
         return
-    name = _world.pg_names[group]
+    names: dict[Any, str] = in_place(_NAMES)
+    name = names[group]
     dist.destroy_process_group(group)
     # torch names a group that its members alone make by how many groups they have.  Ranks on which this one has ended
     # and ranks on which it has not yet must find the same name, and never one that was used before.
-    _world.pg_names[_Ended()] = name  # type: ignore[index]
+    names[_Ended()] = name
 
 
 class _Ended:

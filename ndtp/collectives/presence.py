@@ -3,8 +3,8 @@
 Peers on this machine are watched through the kernel, which tells of their end at once; of others a heartbeat through
 the store tells.  A rank that loses a peer says so in the store before it leaves, so that those that lose it can tell
 the cause from its consequences; to those on this machine it says so directly, for the store may be what they lose.
-The thread alone talks to the store here, by a connection of its own: a store whose
-process is stopped answers nobody, and what failed must be told all the same.
+The thread alone talks to the store here, by a connection of its own: a store whose process is stopped answers nobody,
+and the failure must be told all the same.
 """
 
 from __future__ import annotations
@@ -397,5 +397,4 @@ def presence() -> Presence | None:
 
 def flight_of_world() -> Flight | None:
     """The record of this process's last collectives."""
-    here = presence()
-    return None if here is None else here.flight
+    return None if (here := presence()) is None else here.flight

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d as c10d
 
 from ndtp.collectives.groups import shared_group
+from ndtp.collectives.torch_patches import replaced
 from ndtp.runtime.process_grid import ProcessGrid
 
 _BETWEEN = ("ndtp.split", "contextlib", "functools", "torch.overrides", "torch.utils._contextlib")
@@ -85,7 +85,6 @@ class _AtWork(threading.local):
 
 
 _at_work = _AtWork()
-_GIVEN: dict[str, Any] = {}
 
 
 def _world_rank() -> int:
@@ -105,24 +104,29 @@ def uses() -> int:
 
 def guard_default_group() -> None:
     """Put this module's functions in front of those by which torch finds a group."""
-    if not _GIVEN:
-        for mine in (_get_default_group, _canonicalize_group_rank):
-            _GIVEN[mine.__name__] = getattr(c10d, mine.__name__)
-            setattr(c10d, mine.__name__, mine)
+    replaced("torch.distributed.distributed_c10d._get_default_group", _own_default_group)
+    replaced("torch.distributed.distributed_c10d._canonicalize_group_rank", _own_group_rank)
 
 
-def _get_default_group() -> Any:
-    rows = _asked_for() if _at_work.models else None
-    return _GIVEN["_get_default_group"]() if rows is None else rows
+def _own_default_group(given: Callable[[], Any]) -> Callable[[], Any]:
+    def _get_default_group() -> Any:
+        rows = _asked_for() if _at_work.models else None
+        return given() if rows is None else rows
+
+    return _get_default_group
 
 
-def _canonicalize_group_rank(
-    group: Any, global_rank: Any = None, group_rank: Any = None, *rest: Any, **ways: Any
-) -> Any:
+def _own_group_rank(given: Callable[..., Any]) -> Callable[..., Any]:
     """A rank among those that have other rows is its place among them, by whatever argument it is given."""
-    if _at_work.models and group is _asked_for() and (global_rank is None) != (group_rank is None):
-        return global_rank if group_rank is None else group_rank
-    return _GIVEN["_canonicalize_group_rank"](group, global_rank, group_rank, *rest, **ways)
+
+    def _canonicalize_group_rank(
+        group: Any, global_rank: Any = None, group_rank: Any = None, *rest: Any, **ways: Any
+    ) -> Any:
+        if _at_work.models and group is _asked_for() and (global_rank is None) != (group_rank is None):
+            return global_rank if group_rank is None else group_rank
+        return given(group, global_rank, group_rank, *rest, **ways)
+
+    return _canonicalize_group_rank
 
 
 def _asked_for() -> Any:

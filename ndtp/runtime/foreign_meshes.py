@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from functools import cache
+from contextlib import suppress
 from typing import Any
 
+from ndtp.collectives.torch_patches import replaced
 from ndtp.errors import LayoutError
 
 
-@cache
 def refuse_joining() -> None:
-    """Patch, once a process, torch's joining of meshes, so that its errors name the grids among them."""
-    from torch.distributed.device_mesh import DeviceMesh
+    """Have torch's joining of meshes name the grids among them in its errors."""
+    with suppress(AttributeError):  # a torch that joins no meshes
+        replaced("torch.distributed.device_mesh.DeviceMesh._concatenate", _naming_grids)
 
-    joined: Callable[[list[Any]], Any] | None = getattr(DeviceMesh, "_concatenate", None)
-    if joined is None:
-        return
 
+def _naming_grids(joined: Callable[[list[Any]], Any]) -> Any:
     def named(meshes: list[Any]) -> Any:
         grids = [mesh for mesh in meshes if hasattr(mesh, "ndtp_grid")]
         if grids:
@@ -37,7 +36,7 @@ def refuse_joining() -> None:
             )
         return joined(meshes)
 
-    DeviceMesh._concatenate = staticmethod(named)  # type: ignore[assignment,method-assign]
+    return staticmethod(named)
 
 
 _GRID_DIMS: set[str] = set()

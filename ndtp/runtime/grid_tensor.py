@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
-from functools import cache, wraps
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ndtp.collectives.torch_patches import replaced
 from ndtp.errors import LayoutError
 from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.grid_operations import box_of, full_of, operate, part_of
@@ -288,7 +289,7 @@ torch.serialization.add_safe_globals([_rebuilt])
 
 def parameter_of(dtensor: Any) -> Any:
     """A parameter, which trains."""
-    _keep_hooks_of_moved()
+    replaced("torch.utils.swap_tensors", _keeping_hooks_of_moved)
     made = GridTensor(dtensor, True)
     vars(made)["_is_param"] = True
     return made
@@ -300,7 +301,7 @@ def become(parameter: Any, dtensor: Any, name: str, real: Sequence[int]) -> None
     Its hooks with their handles, its attributes and weak references to it stay.  What of autograd was recorded of it
     before cannot run any more, and says so.
     """
-    _keep_hooks_of_moved()
+    replaced("torch.utils.swap_tensors", _keeping_hooks_of_moved)
     made = GridTensor(dtensor, parameter.requires_grad, real)
     vars(parameter).update(vars(made), ndtp_name=name, _is_param=True)
     exchange(parameter, made)
@@ -324,14 +325,12 @@ def exchange(parameter: Any, other: Any) -> None:
         parameter._post_accumulate_grad_hooks = accumulated
 
 
-@cache
-def _keep_hooks_of_moved() -> None:
-    """Wrap, once a process, `torch.utils.swap_tensors`, by which `model.to` moves a parameter of a grid.
+def _keeping_hooks_of_moved(swap: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Wrap `torch.utils.swap_tensors`, by which `model.to` moves a parameter of a grid.
 
     The parameter stays the same object and gets other memory, and it is the memory that calls hooks: those of before
     would never be called again, nor those that are registered later.
     """
-    swap = torch.utils.swap_tensors
 
     @wraps(swap)
     def swapped(t1: Any, t2: Any) -> None:
@@ -345,7 +344,7 @@ def _keep_hooks_of_moved() -> None:
             if x._post_accumulate_grad_hooks:
                 x._post_accumulate_grad_hooks = x._post_accumulate_grad_hooks
 
-    torch.utils.swap_tensors = swapped
+    return swapped
 
 
 def _refuse_backward(*_: Any) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ndtp.collectives.torch_patches import in_place
+
 _LOCK = threading.RLock()
 
 
@@ -25,12 +27,14 @@ def count_list_operations() -> None:
     """
     from torch.distributed.tensor import DTensor
 
-    handlers: dict[Any, Callable[..., Any]] | None = getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
-    if handlers is None:
+    handlers: dict[Any, Callable[..., Any]]
+    try:
+        handlers = in_place("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers")
+    except AttributeError:
         raise RuntimeError(
             f"DTensor of torch {torch.__version__} takes no handlers of operations, without which changes by foreach "
             "and fused optimizers go unnoticed\n  fix: torch 2.11 to 2.13"
-        )
+        ) from None
 
     def counted(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with _LOCK:

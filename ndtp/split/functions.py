@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
 
+from ndtp.collectives.torch_patches import replaced
 from ndtp.runtime.default_group import OwnRows, at_work, uses
 from ndtp.split.own_collectives import guard_collectives
 from ndtp.split.tensor import TABLE, mapped, split_in
@@ -73,6 +74,5 @@ class _Named:
 
 def guard_functions() -> None:
     """Let every `autograd.Function` that has no rule take split tensors whole."""
-    if Function.apply.__func__ is not _apply:  # type: ignore[attr-defined]
-        Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
+    replaced("torch.autograd.Function.apply", lambda given: classmethod(_apply))
     guard_collectives()

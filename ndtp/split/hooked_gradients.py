@@ -11,18 +11,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules._functions import BackwardHookFunction
-from torch.utils.hooks import BackwardHook
 
+from ndtp.collectives.torch_patches import replaced
 from ndtp.errors import LayoutError
 from ndtp.split.moving import cut, moved
 from ndtp.split.spec import ShardForm, Spec
 from ndtp.split.tensor import FORM, TABLE, SplitTensor, enter, getters, leave, rule
 from ndtp.split.whole import whole
-
-_setup_input, _setup_output = BackwardHook.setup_input_hook, BackwardHook.setup_output_hook
-_of_last_operation: Any = nn.Module._maybe_warn_non_full_backward_hook
 
 
 def form_of(x: Any) -> ShardForm | None:
@@ -116,19 +113,25 @@ def _now(args: Any) -> Any:
     return type(args)(x.now() if hasattr(type(x), "now") else x for x in args) if type(args) is tuple else args
 
 
-def _with_forms(self: Any, args: Any) -> Any:
-    args = _now(args)
-    self.ndtp_inputs = [form_of(x) for x in args]
-    return _setup_input(self, args)
+def _with_forms(given: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def setup_input_hook(self: Any, args: Any) -> Any:
+        args = _now(args)
+        self.ndtp_inputs = [form_of(x) for x in args]
+        return given(self, args)
+
+    return setup_input_hook
 
 
-def _with_forms_out(self: Any, args: Any) -> Any:
-    args = _now((args,))[0] if isinstance(args, Tensor) else _now(args)
-    inputs, outputs = self.ndtp_inputs, [form_of(x) for x in (args if isinstance(args, tuple) else (args,))]
-    if any(inputs) or any(outputs):
-        self.user_hooks = [partial(_called, hook, inputs, outputs) for hook in self.user_hooks]
-        self.user_pre_hooks = [partial(_called_before, hook, outputs) for hook in self.user_pre_hooks]
-    return _setup_output(self, args)
+def _with_forms_out(given: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def setup_output_hook(self: Any, args: Any) -> Any:
+        args = _now((args,))[0] if isinstance(args, Tensor) else _now(args)
+        inputs, outputs = self.ndtp_inputs, [form_of(x) for x in (args if isinstance(args, tuple) else (args,))]
+        if any(inputs) or any(outputs):
+            self.user_hooks = [partial(_called, hook, inputs, outputs) for hook in self.user_hooks]
+            self.user_pre_hooks = [partial(_called_before, hook, outputs) for hook in self.user_pre_hooks]
+        return given(self, args)
+
+    return setup_output_hook
 
 
 ShardForms = Sequence[ShardForm | None]
@@ -149,16 +152,20 @@ def _each(change: Callable[[Any, Any], Any], values: Any, forms: ShardForms) -> 
     return tuple(change(x, form) for x, form in zip(values, forms, strict=True))
 
 
-def _refused(module: Any, args: Any, result: Any, grad_fn: Any) -> None:
+def _refusing(given: Callable[..., None]) -> Callable[..., None]:
     """Refuse a hook of `register_backward_hook` on a split result; torch calls this where it has registered one."""
-    if any(form_of(x) is not None for x in _tensors(result)):
-        raise LayoutError(
-            f"register_backward_hook on {type(module).__name__}: such a hook gets the gradients of the last operation "
-            "inside of the module, which on a grid is another one, on one rank's shard\n"
-            "  fix: register_full_backward_hook (or torch's register_module_full_backward_hook), which gets the "
-            "gradients of the module's inputs and outputs, with the sizes of the whole"
-        )
-    _of_last_operation(module, args, result, grad_fn)
+
+    def _maybe_warn_non_full_backward_hook(module: Any, args: Any, result: Any, grad_fn: Any) -> None:
+        if any(form_of(x) is not None for x in _tensors(result)):
+            raise LayoutError(
+                f"register_backward_hook on {type(module).__name__}: such a hook gets the gradients of the last "
+                "operation inside of the module, which on a grid is another one, on one rank's shard\n"
+                "  fix: register_full_backward_hook (or torch's register_module_full_backward_hook), which gets the "
+                "gradients of the module's inputs and outputs, with the sizes of the whole"
+            )
+        given(module, args, result, grad_fn)
+
+    return _maybe_warn_non_full_backward_hook
 
 
 def _tensors(result: Any) -> list[Any]:
@@ -173,7 +180,7 @@ def guard_backward_hooks() -> None:
     torch makes a `BackwardHook` for each call of a module that has such hooks; its two methods are wrapped once.
     Hooks of the deprecated `register_backward_hook` are refused where a result is split.
     """
-    nn.Module._maybe_warn_non_full_backward_hook = _refused  # type: ignore[method-assign,assignment]
     TABLE[BackwardHookFunction] = _alias
-    BackwardHook.setup_input_hook = _with_forms  # type: ignore[method-assign]
-    BackwardHook.setup_output_hook = _with_forms_out  # type: ignore[method-assign]
+    replaced("torch.nn.Module._maybe_warn_non_full_backward_hook", _refusing)
+    replaced("torch.utils.hooks.BackwardHook.setup_input_hook", _with_forms)
+    replaced("torch.utils.hooks.BackwardHook.setup_output_hook", _with_forms_out)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from ndtp.collectives.torch_patches import replaced
 from ndtp.errors import LayoutError
 from ndtp.split.copies import written
 from ndtp.split.moving import cut
@@ -74,8 +76,10 @@ def guard_collectives() -> None:
     for name in WRITTEN:
         if hasattr(c10d, name):
             TABLE[getattr(c10d, name)] = _on_whole
-    given = c10d._check_tensor_list
+    replaced("torch.distributed.distributed_c10d._check_tensor_list", _refusing_lists)
 
+
+def _refusing_lists(given: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     def check(param: Any, param_name: str) -> Any:
         if any(type(x) is SplitTensor for x in param or ()):
             raise LayoutError(
@@ -84,4 +88,4 @@ def guard_collectives() -> None:
             )
         return given(param, param_name)
 
-    c10d._check_tensor_list = check
+    return check

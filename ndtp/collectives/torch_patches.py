@@ -1,0 +1,107 @@
+"""The changes that ndtp makes in torch itself, for the whole process, with the reason and the end of each.
+
+The list is complete.  The code of a patch stays with its topic and gets in here by `replaced` or `in_place`, which take
+what is listed alone.  Classes of a user's model that get a class of ndtp's are no patches of torch, and are not listed.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Patch:
+    """The reason for which something of torch is changed, and the torch that will not need it.
+
+    Attributes:
+        why: what goes wrong with torch as it is.
+        until: what torch must do so that the patch can go.
+    """
+
+    why: str
+    until: str
+
+
+PATCHES: dict[str, Patch] = {
+    "torch.distributed.distributed_c10d._get_default_group": Patch(
+        "a model's own collectives that name no group would take ranks which have the same rows for ranks of their own",
+        "torch has a default group that a program can set for a block of code",
+    ),
+    "torch.distributed.distributed_c10d._canonicalize_group_rank": Patch(
+        "the source or target rank of such a collective is a place among the ranks that have other rows",
+        "as for _get_default_group",
+    ),
+    "torch.distributed.distributed_c10d._check_tensor_list": Patch(
+        "a list of a split tensor and a plain one would be sent as shards without a word",
+        "torch asks __torch_function__ for the tensors in lists that collectives take",
+    ),
+    "torch.distributed.distributed_c10d._world.pg_names": Patch(
+        "torch names groups by their number, so that ranks in different numbers of groups wait for each other for ever",
+        "new_group(use_local_synchronization=True) takes a name",
+    ),
+    "torch.distributed.nn.functional": Patch(
+        "its functions have the world as a default argument and keep gloo's threads alive after the world has ended",
+        "torch looks the default group up when such a function is called",
+    ),
+    "torch.distributed.device_mesh.DeviceMesh._concatenate": Patch(
+        "fully_shard over a further dim fails deep inside of torch, and its error does not name the grid",
+        "FSDP2 takes parameters whose mesh has any number of dims in any order",
+    ),
+    "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers": Patch(
+        "foreach and fused optimizers change a DTensor without counting it in _version, so that a cached weight is old",
+        "torch counts changes of DTensors by operations on lists",
+    ),
+    "torch.distributed.tensor._redistribute": Patch(
+        "its logger advises to flatten dims of a grid's mesh, which nobody but ndtp could do",
+        "the advice can be turned off for a mesh",
+    ),
+    "torch.autograd.Function.apply": Patch(
+        "a function of a user's own would get a split tensor in a form that it does not know",
+        "torch asks __torch_function__ for the arguments of an autograd.Function",
+    ),
+    "torch.utils.swap_tensors": Patch(
+        "model.to swaps the memory of a parameter, and hooks stay with the memory that has gone",
+        "torch moves the hooks of swapped tensors",
+    ),
+    "torch.utils.hooks.BackwardHook.setup_input_hook": Patch(
+        "hooks of a module's backward would get shards of gradients for gradients of the whole",
+        "torch asks __torch_function__ when it calls the hooks of a module",
+    ),
+    "torch.utils.hooks.BackwardHook.setup_output_hook": Patch(
+        "hooks of a module's backward would get shards of gradients for gradients of the whole",
+        "torch asks __torch_function__ when it calls the hooks of a module",
+    ),
+    "torch.nn.Module._maybe_warn_non_full_backward_hook": Patch(
+        "register_backward_hook sees the last operation inside of a module, which on a grid is another one",
+        "torch removes register_backward_hook",
+    ),
+}
+_REPLACED: set[str] = set()
+
+
+def in_place(target: str) -> Any:
+    """The object of torch that is listed under this path, for a patch that changes it in place.
+
+    Raises:
+        AttributeError: this torch has no such object.
+    """
+    assert target in PATCHES, f"{target} is not listed"
+    owner, _, name = target.rpartition(".")
+    return getattr(pkgutil.resolve_name(owner), name)
+
+
+def replaced(target: str, make: Callable[[Any], Any]) -> None:
+    """Put another function in the place of one of torch's, once a process.
+
+    Args:
+        target: the path, as listed.
+        make: takes torch's function, and returns what is to be called in its place.
+    """
+    if target not in _REPLACED:
+        given = in_place(target)
+        owner, _, name = target.rpartition(".")
+        setattr(pkgutil.resolve_name(owner), name, make(given))
+        _REPLACED.add(target)
