@@ -1,9 +1,11 @@
 import gc
 import importlib
+import os
 import warnings
 from collections.abc import Iterator
 
 import pytest
+from turns import TURN, settle_turn
 
 # What takes longest comes first: at the end a worker would wait for the other one's last file.
 LONGEST = (
@@ -17,10 +19,15 @@ LATE = ("torch._inductor.compile_fx", "torch.distributed.tensor.experimental")
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is imported, of which nothing is garbage: a tenth of the time that it takes
+    settle_turn(names_tests=config.args_source is pytest.Config.ArgsSource.ARGS)
     config.option.loadscopereorder = False  # pytest-xdist would take the files with the most tests first
     # Who only hands out tests has no ranks, and imports no torch.
     if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
         config.pluginmanager.import_plugin("ndtp.testing.pytest_plugin")
+
+
+def pytest_report_header() -> str:
+    return f"turn of the cases that take turns: {os.environ[TURN]} (NDTP_TURN=all runs all of them)"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

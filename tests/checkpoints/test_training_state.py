@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ndtp.checkpoint import load, save, start_save
 from products import mesh_of
+from turns import by_turns
 
 import ndtp
 from ndtp import Grid
@@ -79,10 +80,10 @@ def check_runs(folder, names, sizes, scheme, start):
 
 def test_a_run_goes_on_elsewhere(ranks, tmp_path):
     """2x2 -> z=2 -> dense, some steps each, against as many dense ones."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    at_once = ranks(4).run(check_runs, first, NAMES, {"x": 2, "y": 2}, "2d", None)[0]
-    moved = ranks(2).run(check_runs, second, NAMES, {"z": 2}, "3d", first)[0]
-    for name in NAMES:
+    first, second, names = tmp_path / "first", tmp_path / "second", by_turns(NAMES, 2)
+    at_once = ranks(4).run(check_runs, first, names, {"x": 2, "y": 2}, "2d", None)[0]
+    moved = ranks(2).run(check_runs, second, names, {"z": 2}, "3d", first)[0]
+    for name in names:
         dense, through = build(name), build(name)
         optimizer, other = adamw(dense), adamw(through)
         train(dense, optimizer, name, 2 * STEPS)

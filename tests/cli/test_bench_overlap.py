@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from launched import launch
 from rich.cells import cell_len
+from turns import by_turns
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.schemes import block_layouts
@@ -65,7 +66,7 @@ def check_trace(text: str, grid: Grid, scheme: str, chunks: int) -> None:
         assert all(one[1] <= other[0] + rounding for one, other in pairwise(sorted(times))), f"{names[lane]} overlaps"
 
 
-@pytest.mark.parametrize("grid, scheme", [("z=2 y=2", "3d"), ("x=2 y=2", "2d")])
+@pytest.mark.parametrize("grid, scheme", by_turns([("z=2 y=2", "3d"), ("x=2 y=2", "2d")], 2))
 def test_every_collective_of_the_plan_on_every_rank(ndtp, tmp_path, grid, scheme):
     trace, plot, words = tmp_path / "trace.json", tmp_path / "timeline.png", ("--chunks", "2", "--json", "-")
     code, out, err = ndtp("bench", "overlap", *TINY, "--grid", grid, "--trace", trace, "--plot", plot, *words)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from products import Product, check_product
+from turns import by_turns
 
 from ndtp import Grid, LayoutError
 
@@ -80,7 +81,7 @@ def answer(cases):
     return answers
 
 
-@pytest.mark.parametrize(("num_ranks", "examples"), [(8, 4), (4, 8), (6, 4)])
+@pytest.mark.parametrize(("num_ranks", "examples"), by_turns([(8, 4), (4, 8), (6, 4)], 3))
 def test_exact_or_a_layout_error_on_every_rank_alike(ranks, num_ranks, examples):
     num_exact = num_refused = 0
 

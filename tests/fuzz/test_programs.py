@@ -12,11 +12,12 @@ from language_deeds import DEEDS as DONE
 from language_deeds import Wrong
 from language_run import KIND_OF, run_language
 from program import check_legal, draw
+from turns import by_turns
 
 CASES = {"": (2, 6), "noise": (4, 3), "updates": (2, 4)}  # (ranks, programs)
 
 
-@pytest.mark.parametrize("focus", CASES, ids=lambda focus: focus or "all")
+@pytest.mark.parametrize("focus", by_turns(CASES, 3), ids=lambda focus: focus or "all")
 def test_programs_equal_dense_whatever_ranks_do_beside_them(ranks, focus):
     """Outputs, gradients and values, and the order in which each rank starts its collectives."""
     num_ranks, count = CASES[focus]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from turns import by_turns
 
 pytest.importorskip("transformers")
 
@@ -32,7 +33,7 @@ def request(config, ranks, tokens, **fixed):
     return Request(count_config(config).blocks(tokens), ranks, Hardware.load("h100-ib"), dtype="float32", fixed=fixed)
 
 
-@pytest.mark.parametrize(("config", "period"), [(LLAMA, 1), (EXPERTS, 2), (T5, 1)], ids=["llama", "experts", "t5"])
+@pytest.mark.parametrize(("config", "period"), by_turns([(LLAMA, 1), (EXPERTS, 2), (T5, 1)], 3))
 def test_few_layers_tell_of_all(config, period):
     """Entry by entry what all layers move, also where layers of two kinds take turns and where there are two stacks."""
     chosen = next(c for c in candidates(request(config, 8, 256), 1) if family_of(c.plan) == "3D")

@@ -11,6 +11,7 @@ from models_from_elsewhere import MODELS
 from products import mesh_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from turns import by_turns
 
 import ndtp
 from ndtp import Grid
@@ -60,7 +61,7 @@ def check_model(name: str, scheme: str, grid: Grid) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "on"), CASES, ids=lambda case: case if isinstance(case, str) else f"{case[0]} {case[1]}"
+    ("name", "on"), by_turns(CASES, 3), ids=lambda case: case if isinstance(case, str) else f"{case[0]} {case[1]}"
 )
 def test_equals_dense(ranks, name, on):
     scheme, grid = on

@@ -6,6 +6,7 @@ import pytest
 import torch
 from products import mesh_of
 from test_transformers_whole import check_gradients
+from turns import by_turns
 
 import ndtp
 from ndtp import CommMeter, Grid
@@ -61,25 +62,25 @@ WAYS = ("gather", "ring", "heads")
 LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32}
 
 
-def check_ways(sizes, scheme, batch):
+def check_ways(sizes, scheme, batch, ways):
     """With the mask of padding, and with none, where attention is causal by its kernel."""
-    for attention in WAYS:
+    for attention in ways:
         for masked in (False, True):
             options = {"attention": attention, "masked": masked, "generates": masked}
             check(["LlamaForCausalLM"], sizes, scheme, batch, **LLAMA, **options)
 
 
 def test_one_sequence_in_three_ways(ranks):
-    ranks(2).run(check_ways, {"z": 2, "x": 1, "y": 1}, "3d", 1)
+    ranks(2).run(check_ways, {"z": 2, "x": 1, "y": 1}, "3d", 1, by_turns(WAYS, 3))
 
 
-def check_documents(sizes, length):
+def check_documents(sizes, length, ways):
     """Documents packed into one sequence, with checkpoints, compiled, under autocast: what their positions tell."""
     mesh, ids = mesh_of(Grid(sizes)), torch.arange(3, 3 + length)[None]
     coded = ndtp.ProcessGrid(mesh.grid, wire="fp8")
     positions = torch.cat([torch.arange(length // 3), torch.arange(length - length // 3)])[None]
     given = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
-    for attention in WAYS:
+    for attention in ways:
         dense, model = (architectures.build("LlamaForCausalLM", num_hidden_layers=1, **LLAMA) for _ in range(2))
         model.activation_checkpointing_enable()
         ndtp.parallelize(model.train(), mesh, attention=attention)
@@ -106,10 +107,10 @@ def check_documents(sizes, length):
 
 def test_packed_documents_in_three_ways(ranks):
     """Sequences that both axes of rows cut."""
-    ranks(4).run(check_documents, {"z": 2, "x": 2, "y": 1}, 15)
+    ranks(4).run(check_documents, {"z": 2, "x": 2, "y": 1}, 15, by_turns(WAYS, 3))
 
 
 def test_three_sequences_on_four_ranks(ranks):
     """Norms and biases inside of attention, scores by hand, windows, relative positions, two sources."""
     names = ["Qwen3ForCausalLM", "Olmo2ForCausalLM", "Gemma2ForCausalLM", "T5ForConditionalGeneration"]
-    ranks(4).run(check, names, {"x": 2, "y": 2}, "2d", 3)
+    ranks(4).run(check, by_turns(names, 2), {"x": 2, "y": 2}, "2d", 3)

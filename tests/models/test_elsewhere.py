@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import elsewhere
+import pytest
 import torch
+from turns import by_turns
 
 # What becomes of them, by the start of their name; of one that is refused, a part of the reason.
 ONCE = {
@@ -22,19 +24,12 @@ ONCE = {
 }
 
 
-def compared(paths: dict[str, str]) -> dict[str, dict]:
-    return {name: elsewhere.on_grid(name, {"x": 2, "y": 2}, "3d", torch.float32, path) for name, path in paths.items()}
-
-
-def test_models_that_were_wrong_are_equal_or_refused_by_name(ranks, tmp_path):
-    names = {start: next(name for name in elsewhere.ALL if name.startswith(start)) for start in ONCE}
-    paths = {name: str(tmp_path / f"{i}") for i, name in enumerate(names.values())}
-    for name, path in paths.items():
-        elsewhere.dense_of(elsewhere.ALL[name], torch.float32, path)
-    for rows in ranks(4).run(compared, paths):
-        for start, wanted in ONCE.items():
-            row = rows[names[start]]
-            if wanted == "equal":
-                assert row["verdict"] == "equal" and row["split"] > 0.5, (start, row)
-            else:
-                assert row["verdict"] == "refused" and wanted in row["error"], (start, row)
+@pytest.mark.parametrize("start", by_turns(ONCE, 3))
+def test_models_that_were_wrong_are_equal_or_refused_by_name(ranks, tmp_path, start):
+    name, path = next(name for name in elsewhere.ALL if name.startswith(start)), str(tmp_path / "dense")
+    elsewhere.dense_of(elsewhere.ALL[name], torch.float32, path)
+    for row in ranks(4).run(elsewhere.on_grid, name, {"x": 2, "y": 2}, "3d", torch.float32, path):
+        if (wanted := ONCE[start]) == "equal":
+            assert row["verdict"] == "equal" and row["split"] > 0.5, row
+        else:
+            assert row["verdict"] == "refused" and wanted in row["error"], row

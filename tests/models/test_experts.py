@@ -7,6 +7,7 @@ import pytest
 import torch
 from architectures import as_dense
 from products import mesh_of
+from turns import by_turns
 
 import ndtp
 from ndtp import Grid
@@ -118,7 +119,7 @@ def test_models_equal_dense(ranks, tmp_path, monkeypatch, capsys):
         ("Qwen3Moe", "the planner's grid", lines),
         ("Qwen2Moe", None, AUTO),
     ]
-    ranks(4).run(check_models, cases)
+    ranks(4).run(check_models, by_turns(cases, 3))
 
 
 def check_planned_bytes():
@@ -151,7 +152,7 @@ def test_latent_attention_and_scores_of_sigmoids(ranks):
         ("DeepseekV3", Grid(e=2, x=2), {"scheme": "1d-sp"}),
         ("DeepseekV2", Grid(dp=2, e=2), {"expert_axis": ("e", "dp")}),
     ]
-    ranks(4).run(check_models, cases)
+    ranks(4).run(check_models, by_turns(cases, 2))
 
 
 def check_files(folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from architectures import build, inputs
 from products import mesh_of
+from turns import by_turns
 
 import ndtp
 from ndtp import CommMeter, Grid
@@ -48,7 +49,7 @@ def check(name, grid, layers):
 
 
 def every_case():
-    for case in CASES:
+    for case in by_turns(CASES, 2):
         check(*case)
 
 

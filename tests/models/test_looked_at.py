@@ -8,6 +8,7 @@ from products import mesh_of
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_map
+from turns import by_turns
 
 import ndtp
 from ndtp import Grid, LayoutError
@@ -129,7 +130,7 @@ def check_layers(kind: str, scheme: str) -> None:
             same(mine.seen, theirs.seen, f"{kind}, {scheme}: hooks")
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", by_turns(LAYERS, 3))
 def test_hooks_get_and_give_what_the_dense_models_do(kind: str, ranks) -> None:
     ranks(2).run(check_layers, kind, "1d-sp" if "in" in kind else "1d")
 

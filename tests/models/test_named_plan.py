@@ -7,6 +7,7 @@ from products import mesh_of
 from test_any_model import scalar
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from turns import by_turns
 
 import ndtp
 from ndtp import Grid, Layout, LayoutError
@@ -77,9 +78,19 @@ CASES = {
 }  # fmt: skip
 
 
-def check_plans():
+TOLD = {
+    "observed": (
+        "h.{0-1}.attn.c_attn: A[M, K] . B[N_xy, K] -> C[M, N_xy]: no communication",
+        "plan     {'*': '2d', 'h.*.attn': '1d', 'h.1.c_fc': None",
+    ),
+    "recognised": ("kept     lm_head: by the plan",),
+}
+
+
+def check_plans(names):
     mesh, told = mesh_of(GRID), {}
-    for name, (make, inputs, plan, scheme, kind) in CASES.items():
+    for name in names:
+        make, inputs, plan, scheme, kind = CASES[name]
         torch.manual_seed(0)
         dense = make()
         outs = dense(*inputs)
@@ -112,9 +123,6 @@ def check_plans():
 
 
 def test_models_of_a_plan_equal_dense_and_a_report_gives_its_plan_back(ranks):
-    told = ranks(4).run(check_plans)[0]
-    assert "h.{0-1}.attn.c_attn: A[M, K] . B[N_xy, K] -> C[M, N_xy]: no communication" in told["observed"], told[
-        "observed"
-    ]
-    assert "plan     {'*': '2d', 'h.*.attn': '1d', 'h.1.c_fc': None" in told["observed"]
-    assert "kept     lm_head: by the plan" in told["recognised"], told["recognised"]
+    told = ranks(4).run(check_plans, by_turns(CASES, 2))[0]
+    for name, lines in TOLD.items():
+        assert name not in told or all(line in told[name] for line in lines), told[name]

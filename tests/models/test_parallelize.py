@@ -6,6 +6,7 @@ from products import mesh_of
 from test_linear_pairs import Block, ConvolutionLike, Gated, TwoLayers, Untraceable
 from torch import nn
 from torch.nn import functional as F
+from turns import by_turns
 
 import ndtp
 from ndtp import CommMeter, Grid, Layout, LayoutError
@@ -152,7 +153,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("scheme", CASES)
+@pytest.mark.parametrize("scheme", by_turns(CASES, 2))
 def test_models_equal_their_dense_selves(ranks, scheme):
     for grid, names in CASES[scheme].items():
         ranks(grid.num_ranks).run(check_models, grid, scheme, names)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from products import mesh_of
 from torch import nn
+from turns import by_turns
 
 import ndtp
 from ndtp import CommMeter, Grid, LayoutError
@@ -146,9 +147,11 @@ def dropped(sizes, scheme):
 
 def test_encoder(ranks):
     check_encoder({"x": 1}, "1d", True)
-    ranks(4).run(check_encoder, {"x": 2, "y": 2}, "2d", True)
-    ranks(4).run(check_encoder, {"z": 2, "y": 2}, "3d", False)
-    ranks(4).run(check_encoder, {"x": 2, "y": 2}, "2d-features", False)
+    plane, other = {"x": 2, "y": 2}, {"z": 2, "y": 2}
+    for sizes, scheme, is_full in by_turns(
+        [(plane, "2d", True), (other, "3d", False), (plane, "2d-features", False)], 3
+    ):
+        ranks(4).run(check_encoder, sizes, scheme, is_full)
 
 
 def test_decoder_attention_and_models(ranks):

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from products import mesh_of
+from turns import by_turns
 
 import ndtp
 from ndtp import Grid
@@ -69,6 +70,6 @@ def test_one_dimension_and_masks(ranks):
 
 def test_classifiers(ranks):
     """Split too, with the transform and the pooler before them; the loss is the mean over the ranks of dp."""
-    names = [name for name in architectures.HEADS if name not in architectures.ALL]
+    names = by_turns([name for name in architectures.HEADS if name not in architectures.ALL], 2)
     for sizes, scheme in (({"x": 2, "y": 2}, "2d-features"), ({"dp": 2, "x": 2}, "1d-sp")):
         ranks(4).run(check_models, names, sizes, scheme, num_hidden_layers=1)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from module_case import EIGHT, FOUR, TWO, check_gradients, close, randn, shard
 from products import mesh_of
+from turns import by_turns
 
 import ndtp
 from ndtp import CommMeter, Grid, Layout
@@ -74,9 +75,8 @@ def check_split(cases, tokens=TOKENS):
 
 def test_equals_dense_on_grids(ranks):
     check_split([({"x": 1}, "1d")])
-    ranks(2).run(check_split, TWO)
-    ranks(4).run(check_split, FOUR)
-    ranks(8).run(check_split, EIGHT)
+    for num_ranks, cases in by_turns([(2, TWO), (4, FOUR), (8, EIGHT)], 3):
+        ranks(num_ranks).run(check_split, cases)
 
 
 HEADS = [
@@ -121,9 +121,8 @@ def check_fused(cases, first, tokens=24):
 
 def test_head_and_loss_in_chunks(ranks):
     check_fused([({"x": 1}, "1d")], 0)
-    ranks(2).run(check_fused, TWO, 1)
-    ranks(4).run(check_fused, FOUR, 1)
-    ranks(8).run(check_fused, EIGHT, 0)
+    for num_ranks, cases, first in by_turns([(4, FOUR, 1), (8, EIGHT, 0), (2, TWO, 1)], 3):
+        ranks(num_ranks).run(check_fused, cases, first)
 
 
 def check_memory():

@@ -12,6 +12,7 @@ from products import BOUNDS, mesh_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from turns import by_turns
 
 import ndtp
 from ndtp import CommMeter, Grid, Layout, LayoutError, MatMulPlan, ProcessGrid
@@ -360,7 +361,7 @@ def modes(way):
         assert not measured.requires_grad
 
 
-@pytest.mark.parametrize("way", ["plain", "checkpoint", "autocast"])
+@pytest.mark.parametrize("way", by_turns(["plain", "checkpoint", "autocast"], 3))
 def test_modes(ranks, way):
     ranks(2).run(modes, way)
 

@@ -13,6 +13,7 @@ import products  # noqa: F401  (so that tiny products go the way of large ones)
 import pytest
 import torch
 import torch.distributed as dist
+from turns import by_turns
 
 import ndtp
 from ndtp import Grid, Layout, LayoutError, MatMulPlan
@@ -70,7 +71,7 @@ def check_blocks(grid, scheme):
         assert found == predicted, f"{kind} {scheme} {grid} {regather} {chunks}: {found} {predicted}"
 
 
-@pytest.mark.parametrize("grid,scheme", CASES, ids=str)
+@pytest.mark.parametrize("grid,scheme", by_turns(CASES, 3), ids=str)
 def test_a_block_holds_what_is_predicted(ranks, grid, scheme):
     ranks(8).run(check_blocks, grid, scheme)
 

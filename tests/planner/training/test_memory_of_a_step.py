@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from turns import by_turns
 
 import ndtp.testing
 from ndtp.planner.training import Splits, Transformer
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 MODEL = Transformer(8, 1024, 4096, 16, 32000, 2048, gated=True)
 
 
-@pytest.mark.parametrize("name", ["3d z=2 y=2", "3d z=4"])
+@pytest.mark.parametrize("name", by_turns(["3d z=2 y=2", "3d z=4"], 2))
 def test_bytes_are_those_that_ranks_hold(name):
     """`bench/planner_memory.py` has more grids and sizes."""
     pytest.importorskip("transformers")
