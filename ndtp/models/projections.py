@@ -28,19 +28,34 @@ from ndtp.runtime.arrival import local_of, local_shard
 from ndtp.runtime.of_turn import OfTurn
 
 
+def mode_of(x: Tensor) -> tuple[bool, bool]:
+    """Return what decides, beside the numbers, what a product gives: whether it has a gradient, and its dtype."""
+    return torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
+
+
 @dataclass(eq=False)
 class Group:
-    """Projections of one input, as one product; results wait here for the projection that asks for its own."""
+    """Projections of one input, as one product; results wait here for the projection that asks for its own.
+
+    Attributes:
+        mode: in which they were computed.
+        are_apart: whether code has asked for results of one input in several modes: each projection has a product.
+    """
 
     members: list[Projection]
+    are_apart: bool = False
     source = OfTurn()
+    mode = OfTurn()
     results = OfTurn(dict)
 
     def result(self, member: Projection, x: Tensor) -> Tensor:
-        if any(each._forward_pre_hooks for each in self.members):  # which may change a weight that is used later
+        now = mode_of(x)
+        self.are_apart |= self.source is x and self.mode != now
+        # A hook may change a weight that is used later.
+        if self.are_apart or any(each._forward_pre_hooks for each in self.members):
             return products([member], member.taken(x))[0]
         if self.source is not x or id(member) not in self.results:
-            self.source = x
+            self.source, self.mode = x, now
             made = products(self.members, member.taken(x))
             self.results = {id(m): y for m, y in zip(self.members, made, strict=True)}
         found: Tensor = self.results.pop(id(member))

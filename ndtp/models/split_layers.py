@@ -14,7 +14,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted
-from ndtp.models.projections import Projection, products
+from ndtp.models.projections import Projection, mode_of, products
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
 from ndtp.runtime.of_turn import OfTurn
@@ -217,19 +217,27 @@ class ObservedLinear(ReadAsSplit, Projection):
 
 @dataclass(eq=False)
 class SharedInput:
-    """Layers that are called with one tensor: one product, whose parts wait for the layer that asks."""
+    """Layers that are called with one tensor: one product, whose parts wait for the layer that asks.
+
+    Attributes:
+        mode, are_apart: as of `ndtp.models.projections.Group`.
+    """
 
     members: list[ObservedLinear]
+    are_apart: bool = False
     source = OfTurn()
+    mode = OfTurn()
     version = OfTurn()
     results = OfTurn(dict)
 
     def result(self, member: ObservedLinear, x: Tensor) -> tuple[Tensor, Rows]:
-        if any(each._forward_pre_hooks for each in self.members):  # which may change a weight that is used later
+        now, mode = state_of(x), mode_of(x)
+        self.are_apart |= self.source is x and self.mode != mode
+        # A hook may change a weight that is used later.
+        if self.are_apart or any(each._forward_pre_hooks for each in self.members):
             return member.product([member], x)[0]
-        now = state_of(x)
         if self.source is not x or self.version != now or id(member) not in self.results:
-            self.source, self.version = x, now
+            self.source, self.version, self.mode = x, now, mode
             made = member.product(self.members, x)
             self.results = {id(m): y for m, y in zip(self.members, made, strict=True)}
         found: tuple[Tensor, Rows] = self.results.pop(id(member))

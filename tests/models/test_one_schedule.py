@@ -266,3 +266,16 @@ def test_code_that_looks_past_functions_of_torch():
         torch.testing.assert_close(loss, other(**given).loss, rtol=2e-6, atol=0.0)
         with pytest.raises(LayoutError, match="fuse=False") if fuse and act is Unseen else contextlib.nullcontext():
             loss.backward()
+
+
+def test_layers_of_one_input_of_which_one_has_no_gradient():
+    """They are one product where torch records what each of them does, or what none does."""
+    given, dense = inputs("LlamaForCausalLM"), build("LlamaForCausalLM")
+    mine = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=1)), scheme="1d")
+    for model in (mine, dense):
+        layer = model.model.layers[0].self_attn.q_proj
+        layer.forward = torch.no_grad()(layer.forward)
+        model(**given).loss.backward()
+        assert layer.weight.grad is None
+    ours, theirs = (model.model.layers[0].self_attn.k_proj.weight.grad for model in (mine, dense))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
