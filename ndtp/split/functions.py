@@ -1,6 +1,7 @@
 """`autograd.Function`s of other people: their code would see shards and take them for the whole, so it gets the whole.
 
-`Function.apply` asks no `__torch_function__`.  It is wrapped once, when the first model is split.
+`Function.apply` asks no `__torch_function__`.  It is wrapped once, when the first model is split.  A checkpoint of
+torch's hands what it gets to the model's code and does nothing else with it, so it gets shards and gives shards.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from ndtp.collectives.torch_patches import replaced
 from ndtp.runtime.default_group import OwnRows, at_work, uses
@@ -40,6 +42,8 @@ def _begin(rows: OwnRows, grads: Any) -> Any:
 
 
 def _ruled(cls: Any, args: Any, kwargs: Any) -> Any:
+    if cls is CheckpointFunction:
+        return _given.__func__(_Checkpoint, *map(_computed, args), **kwargs)  # type: ignore[attr-defined]
     if not split_in(args):
         kind = cls if at_work() is None or cls.__module__.startswith(_OURS) else _giving_wholes(cls)
         return _given.__func__(kind, *args, **kwargs)  # type: ignore[attr-defined]
@@ -49,6 +53,24 @@ def _ruled(cls: Any, args: Any, kwargs: Any) -> Any:
         if result is not NotImplemented:
             return result
     return on_whole(_Named(cls), args, kwargs)
+
+
+class _Checkpoint(CheckpointFunction):
+    """A checkpoint of code that calls split layers: what they only noted so far is computed before it leaves.
+
+    Autograd ties a gradient to the very tensor that `forward` gives.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        given = [x for x in args if isinstance(x, Tensor)]
+        result = CheckpointFunction.forward(ctx, *args)
+        # Of a tensor that comes back autograd makes a view, which has no form.
+        return mapped(result, lambda x: x.view_as(x) if any(x is y for y in given) else _computed(x), Tensor)
+
+
+def _computed(x: Any) -> Any:
+    return x.now() if hasattr(type(x), "now") else x
 
 
 @cache

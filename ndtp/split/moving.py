@@ -28,7 +28,7 @@ def moved(
         used: axes along which each rank uses the result for something of its own, so that its gradient is summed.
         kind: of the tensor, as `ndtp.Wire` has them; "": it travels as it is computed.
     """
-    dims, strides = tuple(dims), x.strides  # those of the dense tensor stay
+    dims = tuple(dims)
     if x.spec.sections and dims[-1] != x.spec.dims[-1]:
         x = in_dense_order(x)
     spec = x.spec
@@ -45,9 +45,7 @@ def moved(
     if through != spec.dims:
         between = spec.lying(through)
         shard, spec = _relaid(shard, spec, between, (), kind), between
-    made = enter(_relaid(_grown(shard, spec, target), spec, target, used, kind), target)
-    made.strides = strides
-    return made
+    return enter(_relaid(_grown(shard, spec, target), spec, target, used, kind), target)
 
 
 def _target(spec: Spec, dims: Sequence[Axes], padded: Sequence[int] | None) -> Spec:

@@ -1,10 +1,13 @@
 """MLPs of any model run as one program, and losses in chunks of rows, wherever one run has shown them."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from products import mesh_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ndtp
 from ndtp import Grid
@@ -117,3 +120,60 @@ def test_what_follows_element_by_element_is_one_program_and_logits_are_never_who
     assert turned == (3, 1, "Noted"), "features come second"
     assert hooked == (2, 0, "SplitTensor"), "hooks see what a layer gives"
     assert trained == 2, "dropout stands between"
+
+
+class Undone(torch.autograd.Function):
+    """A checkpoint of somebody's own."""
+
+    @staticmethod
+    def forward(ctx, run, x):
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
+class Checkpointed(nn.Module):
+    """Blocks that end with a layer, and layers of one input of which one has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.a, self.b, self.c = (nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 8)]) for _ in range(3))
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.first(x)
+        h = torch.tanh(checkpoint(lambda t: self.a[1](F.gelu(self.a[0](t))), h, use_reentrant=True))
+        h = h + checkpoint(lambda t: self.b[1](F.gelu(self.b[0](t))), h, use_reentrant=True)
+        h = h + torch.tanh(Undone.apply(lambda t: self.c[1](F.gelu(self.c[0](t))), h))
+        with torch.no_grad():
+            q = self.q(h)
+        return self.last(q * self.k(h))
+
+
+def check_checkpoints():
+    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    torch.manual_seed(0)
+    dense = Checkpointed()
+    torch.manual_seed(0)
+    model = ndtp.parallelize(Checkpointed(), mesh_of(Grid(x=2)), scheme="1d-sp", example=x)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ndtp: (Checkpoint|backward)")  # nothing of torch's takes it whole
+        for each in (model, dense):
+            each(x).square().sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+        if theirs.grad is not None:
+            close(ours.grad.full_tensor(), theirs.grad, name)
+
+
+def test_checkpoints_that_run_backward_themselves_keep_the_graph_of_what_a_layer_gives(ranks):
+    ranks(2).run(check_checkpoints)
