@@ -14,6 +14,9 @@ from ndtp.collectives.links import PeerLink
 from ndtp.collectives.verdict import LINK, UNKNOWN, Verdict
 
 LOST_SHARE, LEAST_AGAIN = 0.01, 5  # segments that were sent again, of those that were sent
+# Of fewer segments a share is no evidence: one outage sends the same segment again and again.  Of so many, a link that
+# loses one in a thousand has five sent again less than once in 400,000 times.
+LEAST_SENT = 200
 SLOW_MS, TIMES = 5.0, 4.0  # a round trip: so long at least, and so many times as long as on other links
 MORE_SHARE, MORE_TIMES = 0.005, 3.0  # segments that were sent again: so many, and so many times as many as elsewhere
 LONG_MS, LOADED_MS = 10.0, 100.0  # slow whatever the others are: of an idle link; of one under load
@@ -73,7 +76,8 @@ class BadLink(NamedTuple):
         if self.is_gone:
             said.append(f"nothing was acknowledged for {link.unanswered_s:.1f} s")
         if link.again:
-            said.append(f"{100 * _lost(link):.3g} % of {link.sent} segments were sent again")
+            share = f"{100 * _lost(link):.3g} %" if link.sent >= LEAST_SENT else f"{link.again}"
+            said.append(f"{share} of {link.sent} segments were sent again")
         if link.rtt_ms >= SLOW_MS:
             others = f", {self.usual_ms:.2g} on other links" if self.usual_ms else ""
             said.append(f"a round trip takes {link.rtt_ms:.3g} ms{others}")
@@ -180,4 +184,5 @@ def _badness(link: PeerLink) -> tuple[float, float]:
 
 
 def _lost(link: PeerLink) -> float:
-    return link.again / max(link.sent, link.again, 1)
+    """Return the share of segments that were sent again; 0 where they are too few to tell."""
+    return link.again / max(link.sent, link.again) if link.sent >= LEAST_SENT else 0.0

@@ -7,13 +7,13 @@ import warnings
 from collections import deque
 from collections.abc import Mapping
 
-from ndtp.collectives.link_verdict import BadLink, OwnLinks, bad_links, is_bad, usual_of
+from ndtp.collectives.link_verdict import LEAST_SENT, BadLink, OwnLinks, bad_links, is_bad, usual_of
 from ndtp.collectives.links import PeerLink, ask_peers, own_links
 from ndtp.collectives.notices import Notices
 from ndtp.collectives.places import Places
 
 LOOK_S = 5.0  # of up to 64 ranks; more look less often
-KEPT = 6  # looks, over which segments are counted
+KEPT, MOST_KEPT = 6, 24  # looks, over which segments are counted; the second of a link that sends few
 TWICE = 2  # looks in turn at which a link is bad, before it is told of
 
 
@@ -27,21 +27,27 @@ class LinkWatch:
     def __init__(self, rank: int, size: int, places: Places) -> None:
         self._rank, self._size, self._places = rank, size, places
         self.every_s = LOOK_S * max(1.0, size / 64)
-        self._totals: deque[Mapping[str, PeerLink]] = deque(maxlen=KEPT)
+        self._totals: deque[Mapping[str, PeerLink]] = deque(maxlen=MOST_KEPT)
         self._others: dict[int, OwnLinks] = {}
         self._bad_before = 0
 
     def own(self) -> OwnLinks:
         """This rank's own view: segments since some looks ago, the rest as it is now."""
         addresses, totals = own_links()
-        before = self._totals[0] if self._totals else {}
-        links = {}
-        for address, link in totals.items():
-            first = before.get(address)
-            if first is not None and first.sent <= link.sent and first.again <= link.again:
-                link = link._replace(sent=link.sent - first.sent, again=link.again - first.again)
-            links[address] = link
+        links = {address: self._of_late(address, link) for address, link in totals.items()}
         return OwnLinks(tuple(sorted(addresses)), links)
+
+    def _of_late(self, address: str, link: PeerLink) -> PeerLink:
+        """A link with the segments since some looks ago: as many looks as it takes to tell a share."""
+        kept, late = list(self._totals), link
+        for before in kept[max(0, len(kept) - KEPT) :: -1]:
+            first = before.get(address)
+            if first is None or first.sent > link.sent or first.again > link.again:  # connected anew since
+                break
+            late = link._replace(sent=link.sent - first.sent, again=link.again - first.again)
+            if late.sent >= LEAST_SENT:
+                break
+        return late
 
     def look(self, store: Notices) -> None:
         """Say what this rank sees, and warn of a link that stays bad."""

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ndtp.algebra.grid import Grid
-from ndtp.collectives.link_verdict import OwnLinks, bad_links, refined
+from ndtp.collectives.link_verdict import BadLink, OwnLinks, bad_links, refined
 from ndtp.collectives.links import PeerLink, ask_peers, own_links
 from ndtp.collectives.places import Places
 from ndtp.collectives.verdict import BEHIND, LINK, RAISED, SILENT, UNKNOWN, Verdict
@@ -67,6 +67,17 @@ def test_nothing_to_tell():
     assert bad_links({}) == [] and bad_links(seen(4, set(), GOOD)) == []
     assert bad_links({0: OwnLinks(("a",), {})}) == []
     assert bad_links(seen(4, {pair for machine in range(4) for pair in all_of(machine)}, LOADED)) == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "again", "is_told"), [(17, 6, False), (199, 20, False), (200, 4, False), (255, 18, True)]
+)
+def test_a_share_of_few_segments_is_no_evidence(sent, again, is_told):
+    """One outage sends one segment again and again."""
+    known = seen(4, all_of(2), GOOD._replace(sent=sent, again=again))
+    assert [each.ranks for each in bad_links(known)] == [(2,)] * is_told
+    gone = BadLink((2,), (0,), GONE._replace(sent=sent, again=again)).sentence()
+    assert ("%" in gone) == (sent >= 200) and f"of {sent} segments were sent again" in gone
 
 
 def test_links_that_are_alike_lose_now_more_now_less():

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ndtp.algebra.grid import Grid
 from ndtp.collectives import link_watch
-from ndtp.collectives.link_watch import KEPT, LinkWatch
+from ndtp.collectives.link_watch import KEPT, MOST_KEPT, LinkWatch
 from ndtp.collectives.links import PeerLink
 from ndtp.collectives.liveness import own_identity
 from ndtp.collectives.notices import Notices
@@ -23,7 +23,9 @@ def looked(watches, stores, monkeypatch, lost):
         warnings.simplefilter("always")
         for rank, (watch, store) in enumerate(zip(watches, stores, strict=True)):
             links = {
-                f"10.0.0.{other}": PeerLink(1000 * (lost["looks"] + 1), lost["again"] * (2 in (rank, other)), 0.2, 0.1)
+                f"10.0.0.{other}": PeerLink(
+                    lost.get("each", 1000) * (lost["looks"] + 1), lost["again"] * (2 in (rank, other)), 0.2, 0.1
+                )
                 for other in range(RANKS)
                 if other != rank
             }
@@ -50,3 +52,15 @@ def test_a_bad_link_is_told_of_once(again, monkeypatch):
     for _ in range(KEPT):
         looked(watches, stores, monkeypatch, lost)
     assert watches[-1].bad() == [], "what was lost long ago is forgotten"
+
+
+def test_links_that_send_little_are_looked_at_for_longer(monkeypatch):
+    """Twenty segments a look, one of them lost: after ten looks that is evidence."""
+    shared = dist.HashStore()
+    stores = [Notices(shared, 1, replace(own_identity(rank), machine=str(rank)), RANKS) for rank in range(RANKS)]
+    watches = [LinkWatch(rank, RANKS, Places()) for rank in range(RANKS)]
+    lost, told = {"looks": 0, "again": 0, "each": 20}, []
+    for look in range(MOST_KEPT):
+        lost["again"] += 1
+        told += [(look, text) for text in looked(watches, stores, monkeypatch, lost)]
+    assert [look >= 9 for look, _ in told] == [True] and "rank 2" in told[0][1], told
