@@ -30,6 +30,10 @@ def info(
         Path | None,
         typer.Option(metavar="DIR", help="Compare the records that ranks left there when they failed (NDTP_FLIGHT)."),
     ] = None,
+    torch_folder: Annotated[
+        Path | None,
+        typer.Option("--torch", metavar="OUT", help="With --flight: write the records there for torch's own analyser."),
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Show versions, devices, backends and kernels: what a bug report needs.
@@ -37,7 +41,9 @@ def info(
     Example: ndtp info --json -; ndtp info --gemm 8192 14336 4096
     """
     if flight is not None:
-        return _show_flight(flight, json_file)
+        return _show_flight(flight, torch_folder, json_file)
+    if torch_folder is not None:
+        raise typer.BadParameter("needs --flight DIR, where the records are", param_hint="--torch")
     if gemm is not None:
         choice, report = choice_table(sizes_of(",".join(map(str, gemm)), "--gemm"), dtype)
         print_table(console(json_file), choice)
@@ -53,13 +59,14 @@ def info(
     write_json(json_file, found)
 
 
-def _show_flight(folder: Path, json_file: str | None) -> None:
+def _show_flight(folder: Path, torch_folder: Path | None, json_file: str | None) -> None:
     from dataclasses import asdict
 
     from ndtp.measure.flight_report import FlightError, read_flights, report, what
+    from ndtp.measure.torch_flights import write_for_torch
 
     try:
-        found = report(read_flights(folder))
+        found = report(flights := read_flights(folder))
     except FlightError as error:
         raise typer.BadParameter(str(error), param_hint="--flight") from None
     out = console(json_file)
@@ -77,6 +84,15 @@ def _show_flight(folder: Path, json_file: str | None) -> None:
         say(f"ranks {each['ranks']} disagree on their collective number {each['number']}:")
         for rank, text in each["by rank"].items():
             say(f"  rank {rank}: {text}")
+    if torch_folder is not None:
+        try:
+            paths = write_for_torch(flights, torch_folder)
+        except FlightError as error:
+            raise typer.BadParameter(str(error), param_hint="--torch") from None
+        partly = " --allow-incomplete-ranks" * bool(found.missing)
+        say(
+            f"{len(paths)} records written: python -m torch.distributed.flight_recorder.fr_trace {torch_folder}{partly}"
+        )
     write_json(json_file, asdict(found))
 
 

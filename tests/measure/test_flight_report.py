@@ -1,9 +1,11 @@
 """Records of ranks, compared: who was behind, who was elsewhere, who left none."""
 
+import gc
 import json
 import resource
 
 import pytest
+from torch.distributed.flight_recorder import fr_trace
 from typer.testing import CliRunner
 
 from ndtp.cli.app import app
@@ -11,6 +13,7 @@ from ndtp.collectives.flight import DONE, LENGTH, WAITED, Flight, Note
 from ndtp.measure.flight_report import FlightError, read_flights, report
 
 RANKS = (0, 1, 2)
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "pass_on", "making")
 
 
 def note(op):
@@ -61,6 +64,42 @@ def test_where_ranks_disagree(tmp_path):
     flights(tmp_path, {0: ["a", "b", "c"], 1: ["a", "c", "b"], 2: ["a", "b", "c"]})
     (differing,) = report(read_flights(tmp_path)).differing
     assert differing["number"] == 2 and "of c " in differing["by rank"][1] and "of b " in differing["by rank"][0]
+
+
+def for_torch(folder, steps):
+    """The records of ranks that are in step, but for one that has not come to the last collective."""
+    for rank in RANKS:
+        flight = Flight(rank, len(RANKS))
+        for i in range(steps):
+            for kind in (
+                ("all_reduce", "pass_on", "reduce_scatter", "all_gather", "making") if i < 2 else ["all_gather"]
+            ):
+                flight.start(Note(("mlp.up",), "forward", kind, ("x",), "", RANKS, 4), 16)[DONE] = 1.0
+            if i >= 2 and rank == 0:  # its ring holds fewer of the others
+                flight.start(Note(("alone",), "forward", "all_gather", ("y",), "", (0,)), 0)[DONE] = 1.0
+        if rank < 2:
+            flight.start(Note(("m",), "forward", ("send", "receive")[rank], ("pp",), "", (0, 1)), 8)[DONE] = 1.0
+        if rank != 1:
+            flight.start(Note(("head",), "forward", "all_gather", ("x",), "", RANKS), 16)[WAITED] = 1.0
+        assert flight.write("test", str(folder))
+
+
+@pytest.mark.parametrize("steps", [2, LENGTH + 5], ids=["whole", "overflowed"])
+def test_torch_reads_them(steps, tmp_path, caplog):
+    """Its analyser finds the rank that is behind, also where rings have overflowed by different amounts."""
+    for_torch(tmp_path, steps)
+    asked = ["info", "--flight", str(tmp_path), "--torch", str(tmp_path / "out")]
+    assert "3 records written" in CliRunner().invoke(app, asked).stdout
+    try:
+        fr_trace.main([str(tmp_path / "out")])
+    finally:
+        gc.enable()  # which reading has switched off
+    assert caplog.text.count("Not all ranks joining collective") == 1 and "has errors" not in caplog.text, caplog.text
+    assert "missing ranks: {1}" in caplog.text and "all_gather of head (forward) over axis x, 16 bytes" in caplog.text
+    again = CliRunner().invoke(app, asked)
+    assert again.exit_code == 2 and "is there already" in again.stderr
+    assert CliRunner().invoke(app, [*asked[:-1], "/proc/none"]).exit_code == 2
+    assert CliRunner().invoke(app, ["info", "--torch", "out"]).exit_code == 2
 
 
 def test_what_is_no_record_is_refused(tmp_path):
