@@ -82,6 +82,8 @@ def inject(place: str, kind: str, seed: int, slow: float = 1.0) -> dict[str, Any
         waiting.join()
         paths = {rank: Path(folder) / f"{rank}.json" for rank in others}
         said = {rank: json.loads(path.read_text()) if path.exists() else None for rank, path in paths.items()}
+        own = Path(folder) / f"{plan.victim}.json"
+        victim_said = json.loads(own.read_text()) if own.exists() else None
         left = _left(pids, Path(folder), plan)
     found = {rank: _judge(words, place, plan) for rank, words in said.items()}
     store = "tcp" if port else "file"
@@ -89,7 +91,7 @@ def inject(place: str, kind: str, seed: int, slow: float = 1.0) -> dict[str, Any
     line["starved"] = round(short_of, 2)
     line["told"], line["left"] = dict(Counter(found.values())), left
     if set(found.values()) != {"named"}:
-        line["victim"], line["said"] = plan.victim, said
+        line["victim"], line["said"], line["victim said"] = plan.victim, said, victim_said
         line["hung"] = {rank: where.get(rank, "")[-1500:] for rank, words in said.items() if words is None}
     return line
 

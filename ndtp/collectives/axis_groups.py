@@ -14,7 +14,7 @@ from ndtp.collectives.grid_options import GridOptions
 from ndtp.collectives.groups import default_timeout, shared_group
 from ndtp.collectives.labels import Label
 from ndtp.collectives.last_words import speak_at_the_end
-from ndtp.collectives.presence import presence
+from ndtp.collectives.own_presence import presence
 from ndtp.collectives.watch import Watch
 from ndtp.errors import GridError
 

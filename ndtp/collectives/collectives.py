@@ -18,7 +18,7 @@ from ndtp.collectives.direct_exchange import Past
 from ndtp.collectives.handles import Begin, Channel, Handle, Relay, Route, Shape, Started
 from ndtp.collectives.in_line import check_out, copied_from, landing_of, real, with_size
 from ndtp.collectives.labels import Label
-from ndtp.collectives.presence import flight_of_world
+from ndtp.collectives.own_presence import flight_of_world
 from ndtp.collectives.recorder import Recording, observed
 from ndtp.collectives.streams import has_streams
 from ndtp.collectives.watch import Watch, failure

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ndtp.collectives.board import ROW, Board, Missing, Row, shared_board
 from ndtp.collectives.labels import ASIDE, LABEL
-from ndtp.collectives.presence import presence
+from ndtp.collectives.own_presence import presence
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,6 +109,19 @@ class Flight:
                 for i, (note, num_bytes, started, waited, done, nth) in enumerate(last)
             ],
         }
+
+    def try_folder(self) -> None:
+        """Warn at the start where no record could be written at the end, as on a file system that is read-only."""
+        if not (folder := os.environ.get(FOLDER)):
+            return
+        path = Path(folder) / f"flight_{self.rank}.{os.getpid()}.part"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            path.unlink()
+        except OSError as error:
+            why = f"no record of collectives can be written there: {error.strerror}"
+            warnings.warn(f"ndtp: {FOLDER}={folder}: {why}", RuntimeWarning, stacklevel=3)
 
     def write(self, reason: str = "", folder: str | None = None) -> str | None:
         """Write the ring to the folder, or to the one that the environment names.  Returns its path.

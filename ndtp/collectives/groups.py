@@ -21,7 +21,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch.distributed as dist
 
 from ndtp.collectives.backends import backend_of
-from ndtp.collectives.presence import Presence, presence
+from ndtp.collectives.own_presence import presence
+from ndtp.collectives.presence import Presence
 from ndtp.collectives.torch_patches import in_place
 from ndtp.errors import GridError
 

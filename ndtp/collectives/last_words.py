@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ndtp.collectives.presence import presence
+from ndtp.collectives.own_presence import presence
 from ndtp.errors import CommunicationError
 
 # What libraries below say of a peer that is gone or late.
@@ -22,8 +22,7 @@ _CUT = re.compile(
     r"timed out connecting|unreachable|no route to host",
     re.IGNORECASE,
 )
-
-
+_TIME_IS_UP = re.compile(r"time[ds]?[ -]?out|ha(s|ve) not come", re.IGNORECASE)
 # Errors that torch raises in whatever the main thread is at, by a handler of SIGCHLD.
 _OF_THIS_RANK = "DataLoader worker"
 
@@ -43,7 +42,7 @@ def lost_peer(what: str, ranks: Sequence[int], where: str, cause: BaseException)
         error = CommunicationError(f"{what} was broken off by an error of this rank: {where}\n  cause: {cause}")
         error.how, error.ranks = "raised", () if here is None else (here.rank,)
         return error
-    verdict = None if here is None else here.lost(what, ranks, cut=bool(_CUT.search(str(cause))))
+    verdict = None if here is None else here.lost(what, ranks, cut=is_cut(str(cause)))
     lines = [f"{what} failed: {where}"]
     if here is not None and verdict is not None:
         lines.append(verdict.sentence(here.place))
@@ -52,6 +51,14 @@ def lost_peer(what: str, ranks: Sequence[int], where: str, cause: BaseException)
     if verdict is not None:
         error.how, error.ranks = verdict.how, verdict.ranks
     return error
+
+
+def is_cut(text: str) -> bool:
+    """Return whether an error tells of a connection that broke: of a peer, and not that time was up.
+
+    Libraries have more words for the first than for the second.
+    """
+    return bool(_CUT.search(text) or (_OF_A_PEER.search(text) and not _TIME_IS_UP.search(text)))
 
 
 def is_of_a_peer(error: BaseException | None) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 RUNNING, STOPPED, GONE = "running", "stopped", "gone"
+_EXITING = 0x4  # of Linux's PF_EXITING; it is there before the process's connections are closed
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def machine() -> str:
 def state_of(who: Identity) -> str:
     """`RUNNING`, `STOPPED` (as by SIGSTOP) or `GONE`, of a process of this machine."""
     status = _status(who.pid)
-    if status is None or status[1] != who.begun or status[0] in "ZX":
+    if status is None or status[1] != who.begun or status[0] in "ZX" or status[2]:
         return GONE
     return STOPPED if status[0] == "T" else RUNNING
 
@@ -72,11 +73,11 @@ def open_pidfd(who: Identity) -> int | None:
     return descriptor
 
 
-def _status(pid: int) -> tuple[str, int] | None:
-    """State and start of a process."""
+def _status(pid: int) -> tuple[str, int, bool] | None:
+    """State and start of a process, and whether it is about to end."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
         fields = text.rpartition(")")[2].split()
-        return fields[0], int(fields[19])
+        return fields[0], int(fields[19]), bool(int(fields[6]) & _EXITING)
     except (OSError, IndexError, ValueError):
         return None

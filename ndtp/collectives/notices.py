@@ -121,7 +121,8 @@ class Notices:
         Args:
             local: ranks that are watched otherwise.
         """
-        facts.waiting = self.waiting(ranks)
+        facts.waiting = {**facts.waiting, **self.waiting(ranks)}
+        facts.free = set(facts.free) - set(facts.waiting)
         others = {*ranks, *(rank for each in facts.waiting.values() for rank in each.ranks)} - {self._me.rank}
         facts.absent = self.absent(others)
         facts.silent = self.silent(others - set(local), patience_s)

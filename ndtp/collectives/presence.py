@@ -19,12 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, finalize
 
-import torch.distributed as dist
-
-from ndtp.collectives.backends import backend_of
-from ndtp.collectives.flight import DONE, NOTE, NTH, WAITED, Flight
+from ndtp.collectives.answers import Answers
+from ndtp.collectives.flight import DONE, NOTE, Flight
 from ndtp.collectives.link_verdict import refined
 from ndtp.collectives.link_watch import LinkWatch
 from ndtp.collectives.liveness import Identity, own_identity
@@ -74,7 +71,9 @@ class Presence:
 
     def __init__(self, rank: int, size: int, store: Any, serial: int) -> None:
         self.rank, self.size, self.flight = rank, size, Flight(rank, size)
+        self.flight.try_folder()
         self._notices: Notices | None = None
+        self._answers = Answers(rank, self.flight)
         me = own_identity(rank)
         self._local_words, self._connect = LocalWords(me, serial), lambda: self._clone(store, serial, me)
         self._own_links: set[int] = set()
@@ -125,7 +124,7 @@ class Presence:
         self.flight.write(what)
         self.link_watch.ask()
         self._do(consult)
-        answered.wait(self._patience + 1.0)
+        answered.wait(REMOTE_PATIENCE_S * self._beat_s + 1.0)
         # What the kernel of this machine knows is known without the store.
         verdict = found[-1] if found else judge(self.rank, ranks, self._local_facts())
         no_store = self.rank and self._host_is_first and (not answered.is_set() or self._is_unanswered)
@@ -253,7 +252,9 @@ class Presence:
     def _look(self, seconds: float) -> None:
         """See who has ended, for so long or until there is something to do."""
         ready = [descriptor for descriptor, _ in self._poll.poll(seconds * 1e3)]
-        self._events += self._local_words.heard()  # first: who has ended may have said why
+        heard = self._answers.heard(self._local_words.heard())  # first: who has ended may have said why
+        self._events += heard
+        self._answer(heard)
         for descriptor in ready:
             if descriptor == self._wake_read:
                 if signal.SIGTERM in os.read(self._wake_read, 4096):
@@ -291,13 +292,9 @@ class Presence:
         if (store := self._store) is None:
             return
         self._meet()
-        waiting = self.flight.waiting()
-        if waiting is not None and time.monotonic() - waiting[WAITED] >= self._beat_s:
-            note = waiting[NOTE]
-            others = tuple(rank for rank in note.ranks if rank != self.rank)
-            store.tell_waiting(Waiting(note.text, others, note.ranks, note.axes, waiting[NTH]))
-        elif self._said not in (LOST, CUT):
-            store.tell_waiting(None)
+        waiting = self._answers.waiting_now(self._beat_s)
+        if waiting is not None or self._said not in (LOST, CUT):
+            store.tell_waiting(waiting)
         if self._said in (LOST, CUT) and (done := self.flight.last_done()) is not None and done[DONE] > self._lost_at:
             self._said = ""
             self._log(Event(self.rank, RECOVERED, "", time.monotonic()))
@@ -343,18 +340,34 @@ class Presence:
     def _hear(self) -> None:
         now, ours, store = time.monotonic(), {self.rank, *self._peers.known}, self._store
         # The monotonic clock is one of each machine: elsewhere it says nothing here, however well clocks are set.
-        for i, event in enumerate([] if store is None else store.news()):  # in the order of the log, one for all
+        news = [] if store is None else store.news()  # in the order of the log, one for all
+        for i, event in enumerate(news):
             self._events.append(event if event.rank in ours else event._replace(when=now + i * 1e-6))
+        self._answer([event for event in news if event.rank not in ours])
+
+    def _answer(self, events: Sequence[Event]) -> None:
+        """Tell those that have lost a peer what this rank waits in: here directly, elsewhere through the store."""
+        for rank in {event.rank for event in events if event.kind in (LOST, CUT)}:
+            if rank in self._peers.known:
+                self._local_words.tell(self._answers.own(), [self._peers.known[rank]])
+            elif self._said not in (LOST, CUT) and (store := self._store) is not None:
+                with contextlib.suppress(RuntimeError):
+                    store.tell_waiting(self._answers.waiting_now())
 
     def _local_facts(self) -> Facts:
-        return Facts(list(self._events), self._peers.states(), dict(self._peers.departed))
+        answers, since = self._answers, self._lost_at
+        facts = Facts(list(self._events), self._peers.states(), dict(self._peers.departed))
+        facts.waiting, facts.free = answers.waiting(since), answers.free(since)
+        return facts
 
     def _consult(self, ranks: Sequence[int], found: list[Verdict]) -> None:
-        """Look again and again, until it is clear who left, or time is up."""
-        until, pause = time.monotonic() + self._patience, 0.002
+        """Look again and again, until it is clear who left, or time is up: sooner if all that count have answered."""
+        begin, pause = time.monotonic(), 0.002
         while True:
-            found.append(judge(self.rank, ranks, self._facts(ranks)))
-            if found[-1].is_sure or time.monotonic() > until:
+            facts = self._facts(ranks)
+            found.append(judge(self.rank, ranks, facts))
+            patience = self._patience if facts.prove(found[-1]) else REMOTE_PATIENCE_S * self._beat_s
+            if found[-1].is_sure or time.monotonic() - begin > patience:
                 return
             self._look(pause)
             pause = min(2 * pause, 0.1)
@@ -369,32 +382,3 @@ class Presence:
                 store.look_into(facts, ranks, self._peers.known, SILENCE_S * self._beat_s)
                 self._is_unanswered = False
         return facts
-
-
-# ------------------------------------------------------------------------------------------------------- of the process
-
-_PRESENT: WeakKeyDictionary[Any, Presence] = WeakKeyDictionary()  # by the world
-_SERIAL = [0]  # of the last world that had one; ranks make worlds together
-
-
-def presence() -> Presence | None:
-    """Return the presence of this process's world, which all ranks make at the first call; None without a world."""
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if world is None or dist.get_world_size() == 1 or not backend_of().has_peers:
-        return None
-    found = _PRESENT.get(world)
-    if found is None or found.owner != os.getpid():
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        _SERIAL[0] += 1
-        found = Presence(dist.get_rank(), dist.get_world_size(), _get_default_store(), _SERIAL[0])
-        _PRESENT[world] = found
-        # The presence lives on in its thread; it holds the store, not the world.
-        finalize(world, found.close, "it left its group").atexit = False  # type: ignore[misc]
-        atexit.register(found.close)
-    return found
-
-
-def flight_of_world() -> Flight | None:
-    """The record of this process's last collectives."""
-    return None if (here := presence()) is None else here.flight

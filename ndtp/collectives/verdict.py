@@ -11,6 +11,7 @@ from ndtp.collectives.liveness import GONE, STOPPED
 # What a rank tells the others of itself, or one of another.
 RAISED, ENDED, LOST, RECOVERED, DEPARTED = "raised", "ended", "lost", "recovered", "departed"
 CUT = "cut"  # lost a peer, since a connection broke and not since time was up
+ANSWER = "answer"  # to one that has lost a peer: what this rank waits in, if anything
 START_UP = "(start-up)"  # of the text of a wait for the making of a process group
 CLOSING_S = 1.0  # gloo closes connections when time is up: others see it about when that rank says so
 SILENT, BEHIND, UNKNOWN, ABSENT, LINK = "silent", "behind", "unknown", "absent", "link"
@@ -58,6 +59,7 @@ class Facts:
         silent: ranks elsewhere whose heartbeat does not come.
         waiting: ranks that said that they are in a collective, or that one failed for them.
         absent: ranks that have not said who they are.
+        free: ranks that have answered that they wait in nothing, since this one has lost its peer.
     """
 
     events: Sequence[Event] = ()
@@ -66,6 +68,11 @@ class Facts:
     silent: Collection[int] = ()
     waiting: Mapping[int, Waiting] = field(default_factory=dict)
     absent: Collection[int] = ()
+    free: Collection[int] = ()
+
+    def prove(self, verdict: Verdict) -> bool:
+        """Return whether a verdict does not rest on what ranks have not said."""
+        return verdict.how != BEHIND or set(verdict.ranks) <= set(self.free)
 
 
 class Verdict(NamedTuple):

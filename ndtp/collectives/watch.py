@@ -9,7 +9,7 @@ from typing import Any
 from ndtp.collectives.flight import DONE, STARTED, WAITED, FlightEntry, Note
 from ndtp.collectives.labels import LABEL, Label
 from ndtp.collectives.last_words import lost_peer
-from ndtp.collectives.presence import presence
+from ndtp.collectives.own_presence import presence
 from ndtp.errors import CommunicationError
 
 

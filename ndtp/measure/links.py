@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ndtp.collectives.link_verdict import OwnLinks
-from ndtp.collectives.presence import REMOTE_PATIENCE_S, presence
+from ndtp.collectives.own_presence import presence
+from ndtp.collectives.presence import REMOTE_PATIENCE_S
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ndtp.algebra.pipeline_plan import AXIS
 from ndtp.collectives.backends import backend_of
 from ndtp.collectives.flight import DONE, WAITED, Flight, FlightEntry, Note
 from ndtp.collectives.labels import Label
-from ndtp.collectives.presence import flight_of_world
+from ndtp.collectives.own_presence import flight_of_world
 from ndtp.collectives.watch import failure
 
 if TYPE_CHECKING:

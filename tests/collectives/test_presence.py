@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -16,12 +17,14 @@ from torch.distributed.pipelining import ScheduleGPipe
 
 import ndtp
 from ndtp import CommunicationError, Grid, ProcessGrid
+from ndtp.collectives.flight import WAITED, Note
 from ndtp.collectives.labels import Label
 from ndtp.collectives.last_words import tell_of
 from ndtp.collectives.liveness import own_identity
+from ndtp.collectives.local_words import LocalWords
 from ndtp.collectives.notices import Notices
 from ndtp.collectives.presence import Presence
-from ndtp.collectives.verdict import RAISED, Event
+from ndtp.collectives.verdict import ANSWER, LOST, RAISED, Event
 from ndtp.collectives.watch import failure
 from ndtp.measure.flight_report import read_flights, report
 from ndtp.testing import RankError, RankPool
@@ -91,7 +94,7 @@ def test_survivors_name_the_victim(place, how, tmp_path, monkeypatch):
     monkeypatch.setenv("NDTP_FLIGHT", str(tmp_path))
     deadly = how == "killed" and place is not start
     with RankPool(4) as pool, pytest.raises(RankError) as caught:
-        pool.run(place, how, 60.0 if deadly else 2.0, timeout=30, wait_all=place is start)
+        pool.run(place, how, 60.0 if deadly else 2.0, timeout=30, wait_all=place is start or deadly)
     errors = [each for rank, each in caught.value.exceptions.items() if rank != VICTIM]
     assert errors and all(isinstance(error, CommunicationError) for error in errors), caught.value
     for error in errors:
@@ -151,3 +154,38 @@ def test_clocks_of_other_machines_say_nothing(wrong_s, monkeypatch):
             time.sleep(0.02)
     finally:
         here.close()
+
+
+def test_who_hears_of_a_loss_says_what_it_waits_in(monkeypatch):
+    """At once, and not after a heartbeat: a rank that has said nothing could be taken for one that is behind."""
+    monkeypatch.setattr("ndtp.collectives.presence.TICK_S", 60.0)
+    monkeypatch.setenv("NDTP_FLIGHT", "/proc/none")
+    store, me = dist.HashStore(), own_identity(0)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        peer = replace(own_identity(1), pid=process.pid, begun=int(_stat(process.pid)[19]))
+        words, here = LocalWords(peer, 1), None
+        try:
+            Notices(store, 1, peer, 2).introduce()
+            with pytest.warns(RuntimeWarning, match="NDTP_FLIGHT=/proc/none: no record of"):
+                here = Presence(0, 2, store, 1)
+            while 1 not in here._peers.known:
+                time.sleep(0.01)
+            here.flight.start(Note(("up",), "forward", "all_gather", ("x",), "", (0, 1)), 0)[WAITED] = time.monotonic()
+            words.tell(Event(1, LOST, "all_gather", time.monotonic(), [0]), [me])
+            until = time.monotonic() + 20
+            while not (heard := words.heard()) and time.monotonic() < until:
+                time.sleep(0.01)
+            assert [(each.kind, tuple(each.ranks)) for each in heard] == [(ANSWER, (1,))]
+            words.tell(Event(1, ANSWER, "", time.monotonic()), [me])
+            while not (facts := here._local_facts()).free and time.monotonic() < until:
+                time.sleep(0.01)
+            assert facts.free == {1}
+        finally:
+            words.close()
+            process.kill()
+            if here is not None:
+                here.close()
+
+
+def _stat(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,7 +1,10 @@
 """Who is to blame, from what is known: a table of cases, without a process."""
 
+from pathlib import Path
+
 import pytest
 
+from ndtp.collectives.last_words import is_cut
 from ndtp.collectives.liveness import GONE, RUNNING, STOPPED, own_identity, state_of
 from ndtp.collectives.verdict import (
     BEHIND,
@@ -75,8 +78,35 @@ def test_the_right_one_is_named(case):
     assert all(f"rank {rank}" in verdict.sentence() for rank in ranks)
 
 
-def test_this_process_runs():
-    assert state_of(own_identity(0)) == RUNNING
+def test_who_has_not_answered_is_not_known_to_be_behind():
+    """A rank that waits tells of it when asked; until then nothing is known of it."""
+    verdict = judge(0, (1, 2), facts := Facts(waiting={1: waits(0, 2)}))
+    assert verdict.ranks == (2,) and not facts.prove(verdict)
+    facts.free = [2]
+    assert facts.prove(verdict)
+    assert Facts().prove(judge(0, (1, 2), Facts(departed={1: 5.0})))
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [("Gloo connectFullMesh failed with [..] Software caused connection abort", True),
+     ("[..] Connection closed by peer [127.0.0.1]:29101", True), ("rank 1 have ended: Broken pipe", True),
+     ("[..] Timed out waiting 3000ms for recv operation to complete", False),
+     ("wait timeout after 60000ms, keys: /default_pg/0", False), ("ranks [1] have not come in 20 s", False),
+     ("ranks are not connected: timed out after 20 s", False)],
+)  # fmt: skip
+def test_what_failed_before_time_was_up_is_a_connection(text, cut):
+    assert is_cut(text) == cut
+
+
+def test_this_process_runs(monkeypatch):
+    """Linux marks a process that is about to end before it closes its connections: who sees these close knows."""
+    assert state_of(me := own_identity(0)) == RUNNING
+    before, _, after = Path("/proc/self/stat").read_text().rpartition(")")
+    fields = after.split()
+    fields[6] = str(int(fields[6]) | 0x4)
+    monkeypatch.setattr(Path, "read_text", lambda path: f"{before}) {' '.join(fields)}")
+    assert state_of(me) == GONE
 
 
 def test_who_waits_in_vain():
