@@ -238,7 +238,8 @@ def fail(kind: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
     elif kind == "folder gone":
         for each in Path(tempfile.gettempdir()).glob("checkpoint.partial*"):
-            shutil.rmtree(each, ignore_errors=True)
+            while each.exists():  # another rank may make a file in it meanwhile
+                shutil.rmtree(each, ignore_errors=True)
     elif kind == "late":
         time.sleep(600)
     else:

@@ -113,6 +113,15 @@ def test_links(tmp_path):
     assert load(run_of(0), None, tmp_path / "latest") == {"step": 2}
 
 
+@pytest.mark.parametrize("parent", ["/proc", "/dev/null"])
+def test_where_nothing_can_be_written(parent):
+    """Whoever asks: not even root can make a file there."""
+    with pytest.raises(CommunicationError, match=f"save: {parent}/run stays as it was"):
+        save(run_of(1), None, f"{parent}/run")
+    with pytest.raises(CommunicationError, match=f"{parent}/run.safetensors"):
+        ndtp.checkpoint.export_safetensors(run_of(1), f"{parent}/run.safetensors")
+
+
 def test_the_folder_goes_meanwhile(tmp_path, monkeypatch):
     real = training_state.Saving.write
 
