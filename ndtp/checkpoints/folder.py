@@ -157,8 +157,14 @@ class FolderSwap:
         for each in self.partial.iterdir():
             shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
 
-    def finish(self, text: bytes) -> None:
-        """Write the manifest, and put the folder in its place."""
+    def finish(self, text: bytes, files: Sequence[Written] = ()) -> None:
+        """Write the manifest, and put the folder in its place.
+
+        Who clears a file system up may have taken a file since its rank wrote it: the checkpoint before stays then.
+        """
+        for name, size, _ in files:
+            if (there := (self.partial / name).stat().st_size) != size:
+                raise OSError(f"{self.partial / name} has {there} bytes of {size}")
         with (self.partial / MANIFEST).open("xb") as file:
             file.write(text)
             file.flush()

@@ -182,7 +182,7 @@ class Saving:
 
         def finish() -> None:
             files = [Written(*each) for _, (_, written) in sorted(said.items()) for each in written]
-            self._exchange.finish(folders.manifest(self._run, files))
+            self._exchange.finish(folders.manifest(self._run, files), files)
 
         try:
             said = self.crew.gather([self._failure, self._written])

@@ -122,16 +122,23 @@ def test_where_nothing_can_be_written(parent):
         ndtp.checkpoint.export_safetensors(run_of(1), f"{parent}/run.safetensors")
 
 
-def test_the_folder_goes_meanwhile(tmp_path, monkeypatch):
-    real = training_state.Saving.write
+@pytest.mark.parametrize("what", ["the folder", "a file", "the end of a file"])
+def test_what_was_written_goes_meanwhile(what, tmp_path, monkeypatch):
+    """A folder that is half gone must not take the place of the one before."""
+    real, run = training_state.Saving.write, tmp_path / "there" / "run"
 
     def gone(self):
         real(self)
-        shutil.rmtree(tmp_path / "there")
+        for path in [run.parent] if what == "the folder" else list(run.with_name("run.partial").glob("*.safetensors")):
+            shutil.rmtree(path) if path.is_dir() else path.unlink() if what == "a file" else os.truncate(path, 99)
 
+    if what != "the folder":
+        save(run_of(2), None, run, extra={"step": 2})
     monkeypatch.setattr(training_state.Saving, "write", gone)
-    with pytest.raises(CommunicationError, match="No such file"):
-        save(run_of(1), None, tmp_path / "there" / "run")
+    with pytest.raises(CommunicationError, match=r"stays as it was.*(No such file|has 99 bytes of)"):
+        save(run_of(1), None, run)
+    if what != "the folder":
+        assert load(run_of(0), None, run) == {"step": 2}
 
 
 def die_in(folder, place):
