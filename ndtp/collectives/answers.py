@@ -13,7 +13,7 @@ from ndtp.collectives.verdict import ANSWER, Event, Waiting
 
 
 class Answers:
-    """What this rank answers, and what it has been answered; for one thread.
+    """The answers of this rank, and those that it was given; for one thread.
 
     Args:
         flight: the last collectives of this rank.
