@@ -6,7 +6,7 @@ from its own, and its parameters DTensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Protocol
@@ -22,14 +22,16 @@ from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.hidden import Hidden, enter, leave, split, whole
 from ndtp.models.made_classes import made_class
+from ndtp.models.settled import Settled, Settlements, uses_of
 from ndtp.models.standing_in import lying, take_place
 from ndtp.nn.padding import zero_padding
 from ndtp.nn.parameters import check_own, put_on_grid
 from ndtp.nn.parameters import taken as taken_from
 from ndtp.nn.sharded import Lies, Sharded
+from ndtp.ops.few_rows import is_inference
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
-from ndtp.ops.norms import NormPlan, norm
+from ndtp.ops.norms import NormPlan, bound_norm, norm
 from ndtp.runtime.arrival import stored_shape
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.versions import refuse_changed, version_of
@@ -54,10 +56,15 @@ def class_of(mine: Any, theirs: Any, behind: bool = False) -> type:
 
 
 class Adopted(Sharded):
-    """A module of a stock model; never constructed, see `adopt`."""
+    """A module of a stock model; never constructed, see `adopt`.
+
+    Attributes:
+        settled: what it does with rows of decode steps.
+    """
 
     frame: Frame
     lies: dict[str, Lies]
+    settled: Settlements
 
     def placed(
         self,
@@ -124,6 +131,7 @@ def adopt(module: nn.Module, kind: type[Adopted], frame: Frame, name: str, behin
     """
     module.__class__ = class_of(kind, type(module), behind)
     module.frame, module.mesh, module.name, module.lies, module.seed = frame, frame.mesh, name, {}, None  # type: ignore[assignment]
+    module.settled = Settlements()  # type: ignore[assignment]
     return module
 
 
@@ -135,14 +143,35 @@ class SplitNorm(Adopted):
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.norm_plan
-        if x.shape[-1:] != (plan.features,) and not any(p is not None for p in self._parameters.values()):
+        given = (x.passage.features,) if isinstance(x, Hidden) else x.shape[-1:]
+        if given != (plan.features,) and not any(p is not None for p in self._parameters.values()):
             return super().forward(whole(x))  # type: ignore[misc, no-any-return]  # of whatever it is given
         x = lying_as(x, self.frame, plan.layout, plan.width, self.name)
         passage = x.passage
         rows = leave(x)
+        key = (
+            rows.shape,
+            rows.dtype,
+            id(plan),
+            self.mesh.collectives,
+        )  # which has the plan, so that its id stays its own
+        settled = self.settled.found(key) if is_inference(rows, self.mesh) else None
+        y = self._normed(rows, key) if settled is None else settled(rows)
+        return enter(y.view_as(y), led_to(self, passage, self._led_to))
+
+    def _led_to(self, given: Passage) -> Passage:
+        return replace(given, came_from=self.name)
+
+    def _normed(self, rows: Tensor, key: Hashable) -> Tensor:
+        """Return the rows normalised; what was found on the way is settled where they are rows of a decode step."""
+        plan, mesh = self.norm_plan, self.mesh
         gain, bias = (self.own(p, rows) if p in self._parameters else None for p in ("weight", "bias"))
-        y = norm(rows, gain, bias, plan, self.mesh, self.offset)
-        return enter(y.view_as(y), led_to(self, passage, lambda given: replace(given, came_from=self.name)))
+        y = norm(rows, gain, bias, plan, mesh, self.offset)
+        uses = uses_of(self, ("weight", "bias"), (gain, bias))
+        if uses is not None and not plan.parameter.steps and is_inference(rows, mesh):
+            run = bound_norm(rows, plan, mesh, self.offset)
+            self.settled.add(key, Settled(uses, lambda rows, shards: run(rows, *shards)))
+        return y
 
 
 class SplitEmbedding(Adopted, nn.Embedding):

@@ -28,7 +28,7 @@ from ndtp.models.hidden import Hidden, enter, hidden_in, split
 from ndtp.models.looked_at import is_looked_at, made_alike, shard_of, standing_for, with_whole_sizes
 from ndtp.models.placeholder import Placeholder, placeholder
 from ndtp.models.projections import Group, Projection, products
-from ndtp.models.signatures import signature_of
+from ndtp.models.signatures import Call, Signature, signature_of
 from ndtp.ops.products import relayout
 from ndtp.ops.reductions import used_over
 from ndtp.runtime.of_turn import OfTurn
@@ -99,9 +99,7 @@ class Core:
         part = self.frame.mesh.grid.index(self.frame.mesh.rank, self.inner.dims[1])
         return kv_heads_of(self.heads, self.kv_heads, part, self.inner.num_splits(1))
 
-    def run(
-        self, module: Any, forward: Any, names: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, module: Any, forward: Any, names: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The model's own forward, on what of its arguments belongs to this rank.
 
         Args:
@@ -111,13 +109,13 @@ class Core:
         before, self.is_whole = self.is_whole, is_looked_at(module)
         try:
             if not self.is_whole:
-                return self._run(partial(forward, module), names.bind(*args, **kwargs))
+                return self._run(partial(forward, module), names.bind(args, kwargs))
             with standing_for(module, self.dense) as stand_in:
-                return self._run(partial(forward, stand_in), names.bind(*args, **kwargs))
+                return self._run(partial(forward, stand_in), names.bind(args, kwargs))
         finally:
             self.is_whole = before
 
-    def _run(self, forward: Any, bound: inspect.BoundArguments) -> Any:
+    def _run(self, forward: Any, bound: Call | inspect.BoundArguments) -> Any:
         named = {name: self._entered(name, value) for name, value in bound.arguments.items()}
         sources = {id(x): x for x in hidden_in({name: x for name, x in named.items() if name not in PASSED})}
         if not sources:

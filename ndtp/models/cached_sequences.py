@@ -220,7 +220,6 @@ def _change(layers: Many[Any], sequences: Sequences, to_rank: bool) -> None:
     """Let layers of a cache hold the whole batch instead of the sequences of a rank, or the other way."""
     frame = sequences.frame
     mesh, held = frame.mesh, sequences.held(sequences.batch)
-    split, whole = Layout(mesh.grid, sequences.axes, None), Layout(mesh.grid, None, None)
     for layer in layers:
         for key, value in vars(layer).items():
             if not isinstance(value, Tensor) or value.dim() < 2:
@@ -231,6 +230,7 @@ def _change(layers: Many[Any], sequences: Sequences, to_rank: bool) -> None:
                 start = mesh.grid.index(mesh.rank, sequences.axes) * held
                 setattr(layer, key, rows[start : start + held].clone())
             elif not to_rank and not isinstance(value, SplitTensor) and value.shape[0] == held:
+                split, whole = Layout(mesh.grid, sequences.axes, None), Layout(mesh.grid, None, None)
                 rows = relayout(value.flatten(1), split, whole, mesh, "cache sequences")
                 setattr(layer, key, rows[: sequences.batch].unflatten(1, value.shape[1:]))
 

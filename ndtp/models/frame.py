@@ -126,6 +126,15 @@ class Passage:
     def shape(self) -> tuple[int, ...]:
         return (*self.lead, self.features)
 
+    def is_like(self, other: Passage) -> bool:
+        """Return whether another activation lies as this one does; of two that have been compared it is known."""
+        if other is self or other.__dict__.get("_like") is self:
+            return True
+        if other != self:
+            return False
+        other.__dict__["_like"] = self
+        return True
+
     @property
     def order(self) -> Tensor | None:
         """Return the order in which shards in a row have features of several sections; None where it is the dense

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ OWN = FACTS | {
 SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten}
 FORMS: dict[Any, Callable[..., Any]] = {}  # functions that know how an activation lies, see `hidden_forms`
+PLAIN = (int, float, NoneType, str, torch.dtype, torch.device)
+CHANGING = {func for func in KNOWN if writes(func)}
 PARTS = {Tensor.chunk, torch.chunk, Tensor.split, torch.split}
 
 
@@ -93,7 +96,7 @@ def enter(shard: Tensor, passage: Passage) -> Hidden:
 
 def leave(x: Tensor) -> Tensor:
     """The shard, as a plain tensor."""
-    x = x.now() if isinstance(x, Hidden) else x
+    x = x.now() if type(x) is not Hidden and isinstance(x, Hidden) else x
     with torch._C.DisableTorchFunctionSubclass():
         return x.view_as(x)
 
@@ -139,13 +142,10 @@ def _cut(x: Tensor, passage: Passage) -> Tensor:
 
 def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Apply an element-wise function to shards; the other operands are split alike, or can be brought to lie so."""
-    if len(args) == 2 and not kwargs and type(args[0]) is type(args[1]) is Hidden and not writes(func):
-        passage = args[0].passage
-        if args[1].passage is passage:  # a residual, by far the most frequent
-            shard = leave(args[0])
-            result = func(shard, leave(args[1]))
-            return enter(result, passage) if result.shape == shard.shape else NotImplemented
     operands = (*args, *kwargs.values())
+    passage = None if func in CHANGING else _lying_alike(args)
+    if passage is not None and all(isinstance(x, PLAIN) for x in kwargs.values()):  # by far the most frequent
+        return _on_shards(func, args, kwargs, passage)
     if writes(func) and not isinstance(args[0], Hidden):
         return NotImplemented
     mine = [x for x in operands if isinstance(x, Hidden)]
@@ -170,6 +170,37 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if not isinstance(result, Tensor) or result.shape != leave(mine[0]).shape:
         return NotImplemented
     return enter(result, target)
+
+
+def _lying_alike(operands: Sequence[Any]) -> Passage | None:
+    """Return how operands lie which are split alike, or numbers; None where there are any others."""
+    passage = None
+    for x in operands:
+        if type(x) is Hidden:
+            if passage is None:
+                passage = x.passage
+            elif not passage.is_like(x.passage):
+                return None
+        elif not isinstance(x, PLAIN):
+            return None
+    return passage
+
+
+def _on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], passage: Passage) -> Any:
+    """Apply an element-wise function to the shards of operands that lie alike."""
+    # Autograd must keep plain tensors, since backward uses them where nothing of this holds.
+    bare = torch.is_grad_enabled()
+    shards = [leave(x) if bare and type(x) is Hidden else x for x in args]
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*shards, **kwargs)
+        like = None
+        for shard, operand in zip(shards, args, strict=True):
+            if result is shard:  # in place, or nothing to do
+                return operand
+            like = shard if like is None and isinstance(shard, Tensor) else like
+        if like is None or not isinstance(result, Tensor) or result.shape != like.shape:
+            return NotImplemented
+        return enter(result, passage)
 
 
 def _beside_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mine: Sequence[Hidden]) -> Any:
@@ -258,11 +289,17 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def hidden_in(x: Any) -> list[Hidden]:
-    if isinstance(x, Hidden):
-        return [x]
-    if isinstance(x, Mapping):
-        x = list(x.values())
-    return [found for each in x for found in hidden_in(each)] if isinstance(x, (list, tuple)) else []
+    """Return the split activations among arguments, in their order."""
+    found, waiting = list[Hidden](), [x]
+    while waiting:
+        each = waiting.pop(0)
+        if isinstance(each, Hidden):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            waiting[:0] = each
+        elif not isinstance(each, (Tensor, *PLAIN)) and isinstance(each, Mapping):
+            waiting[:0] = each.values()
+    return found
 
 
 def _mapped(x: Any) -> Any:

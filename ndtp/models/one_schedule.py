@@ -13,9 +13,8 @@ from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.models.hidden import Hidden, enter, leave
 from ndtp.models.noted import Noted
 from ndtp.models.pending import Call, Pending, pending
-from ndtp.models.projections import Projection, fits, products
+from ndtp.models.projections import Projection, products
 from ndtp.nn.hooks import has_hooks
-from ndtp.ops.few_rows import mlp as few_rows_mlp
 from ndtp.ops.few_rows import takes_few_rows
 from ndtp.ops.products import mlp
 from ndtp.runtime.arrival import local_shard
@@ -40,6 +39,8 @@ class MLPSchedule:
 
     def _ahead(self, member: Projection, x: Hidden) -> Pending | None:
         """Return the pending result of a projection that leads in; None where it is computed at once."""
+        if takes_few_rows(leave(x), (self.ups[0].plan, self.down.plan), self.down.mesh):
+            return None  # nothing is chunked, so nothing is gained by waiting for what is made of it
         if torch.compiler.is_compiling() or any(has_hooks(each) for each in (*self.ups, self.down, *self.inside)):
             return None
         if any("forward" in each.__dict__ for each in (*self.ups, self.down)):
@@ -73,12 +74,6 @@ class MLPSchedule:
         for each in (*ups, down):
             each.own("weight", rows)
         plans = ups[0].plan, down.plan
-        if takes_few_rows(rows, plans, frame.mesh) and all(fits(each, rows) for each in (*ups, down)):
-            order = [index for index, _ in leaves] if len(ups) > 1 else [0]
-            layers = [ups[index].weight_and_bias() for index in order]
-            first = len(ups) > 1 or len(leaves) == 1 or leaves[0] < leaves[1]
-            y = few_rows_mlp(rows, layers, down.weight_and_bias(), plans, frame.mesh, name, ups[0].parts, first)
-            return enter(y.view_as(y), down.passage(x.passage))
         (up_weight, up_bias), (weight, bias) = as_one(ups, leaves), down.weight_and_bias()
         y = mlp(rows, (up_weight, weight), plans, frame.mesh, name, (up_bias, bias), (ups[0], down))
         return enter(y.view_as(y), down.passage(x.passage))

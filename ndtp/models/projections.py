@@ -22,9 +22,9 @@ from ndtp.models.adopted import Adopted, adopt, as_projection_input
 from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.fused_order import order_of
 from ndtp.models.hidden import Hidden, enter, leave
-from ndtp.ops import few_rows
+from ndtp.models.settled import settled_product
 from ndtp.ops.products import chain, relayout
-from ndtp.runtime.arrival import local_of, local_shard
+from ndtp.runtime.arrival import local_shard
 from ndtp.runtime.of_turn import OfTurn
 
 
@@ -180,15 +180,11 @@ def order_as(given: Layout, wanted: Layout, size: int) -> Tensor:
 def products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
     """Return [rows, features / y] of each projection, by one product."""
     rows, first = leave(x), members[0]
+    settled = settled_product(members, rows)
+    if settled is not None:
+        return settled(rows)  # type: ignore[no-any-return]
     for member in members:
         member.own("weight", rows)
-    if few_rows.takes_few_rows(rows, (first.plan,), first.mesh) and all(fits(member, rows) for member in members):
-        layers = [member.weight_and_bias() for member in members]
-        y = few_rows.product(rows, layers, first.plan, first.mesh, first.parts)
-        if len(members) == 1:
-            return [y]
-        widths = [local_of(weight).shape[first.features_dim] // first.parts for weight, _ in layers]
-        return [part.contiguous() for part in y.split(widths, dim=1)]
     if len(members) == 1:
         weight, bias = first.weight_and_bias()
         return [chain(rows, (weight,), (bias,), (first.plan,), (None,), first.mesh, (first,))]
@@ -206,12 +202,6 @@ def products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
         part.clone(memory_format=torch.contiguous_format)
         for part in y.split([w.shape[dim] // parts for w in weights], dim=1)
     ]
-
-
-def fits(member: Projection, rows: Tensor) -> bool:
-    """Return whether a layer's weight is what a product of these rows takes as it lies; else the program says why."""
-    weight: Any = member._parameters.get("weight")
-    return weight is not None and weight.dtype == rows.dtype and weight.device == rows.device
 
 
 def _by_parts(shards: Sequence[Tensor], parts: int, dim: int) -> Tensor:

@@ -10,87 +10,87 @@ beside thousands of rows.  For few rows reading the weights is all of the time, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ndtp.compute.epilogues import ACTIVATIONS, GATES
-from ndtp.ops.moving import moved
-from ndtp.runtime.arrival import local_of
+from ndtp.ops.moving import way_of
 
 if TYPE_CHECKING:
     from ndtp.algebra.matmul_plan import MatMulPlan
+    from ndtp.runtime.moves import Way
     from ndtp.runtime.process_grid import ProcessGrid
 
 MOST_ROWS = 256  # of a rank; more are worth programs whose chunks overlap
-WeightAndBias = tuple[Any, Any]  # weight and bias, DTensors or shards, as the plan lays them out
+
+
+def is_inference(x: Tensor, mesh: ProcessGrid) -> bool:
+    """Return whether a call with this tensor keeps nothing and is not looked at: no gradients, no cast, no check."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or mesh.check or mesh.collectives.wire is not None:
+        return False
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
+        return False
+    return not x.is_meta
 
 
 def takes_few_rows(rows: Tensor, plans: Sequence[MatMulPlan], mesh: ProcessGrid) -> bool:
     """Return whether products of these rows are computed here: no gradients, few rows, weights that stay.
 
     It is decided by what is the same on all ranks.
-    """
-    if torch.is_grad_enabled() or rows.dim() != 2 or rows.shape[0] > MOST_ROWS or mesh.check:
-        return False
-    if rows.is_meta or torch.compiler.is_compiling() or mesh.collectives.wire is not None:
-        return False
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(rows.device.type):
-        return False
-    return not any(plan.relayouts["B"] for plan in plans)
-
-
-def product(
-    rows: Tensor, layers: Sequence[WeightAndBias], plan: MatMulPlan, mesh: ProcessGrid, parts: int = 1
-) -> Tensor:
-    """Return the products of some layers side by side: [rows, features / y] as `plan.out` lays them out.
 
     Args:
-        rows: this rank's shard of A.
-        layers: of one input.
+        plans: of the first product and of the last one.
+    """
+    shape = rows.shape
+    if len(shape) != 2 or shape[0] > MOST_ROWS or not is_inference(rows, mesh):
+        return False
+    return not plans[0].relayouts["B"] and not plans[-1].relayouts["B"]
+
+
+class FewRows:
+    """A product of few rows of one shape by layers that share their input; the ways of A and C are found once.
+
+    Args:
         parts: into so many the result is split where a weight is one: each part of the result has some of all layers.
     """
-    gathered = moved(rows, plan.relayouts["A"], mesh, plan.name, "forward")
-    multiply = mesh.gemm.bound_product(False, plan.transpose_b, 2)
-    made = [multiply(gathered, local_of(weight)) for weight, _ in layers]
-    c = _side_by_side(made, parts)
-    c = moved(c, plan.relayouts["C"], mesh, plan.name, "forward")
-    if any(bias is not None for _, bias in layers):
-        dim = -2 if plan.transpose_b else -1
-        held = [w.new_zeros(local_of(w).shape[dim]) if b is None else local_of(b) for w, b in layers]
-        bias = moved(_side_by_side(held, parts), plan.relayouts["bias"], mesh, plan.name, "forward")
-        c = c + bias
-    return c
 
+    def __init__(self, plan: MatMulPlan, mesh: ProcessGrid, parts: int = 1) -> None:
+        self._plan, self._mesh, self._parts = plan, mesh, parts
+        self._multiply = mesh.gemm.bound_product(False, plan.transpose_b, 2)
+        self._ways: dict[str, Way] = {}
 
-def mlp(
-    rows: Tensor,
-    ups: Sequence[WeightAndBias],
-    down: WeightAndBias,
-    plans: tuple[MatMulPlan, MatMulPlan],
-    mesh: ProcessGrid,
-    activation: str,
-    parts: int = 1,
-    gate_first: bool = True,
-) -> Tensor:
-    """Return `down(activation(up(rows)))`; a gated activation multiplies the two halves of what the ups give.
+    def __call__(self, rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+        """Return the products side by side: [rows, features / y] as `plan.out` lays them out.
 
-    Args:
-        gate_first: whether the gate is the first half.
-    """
-    pre = product(rows, ups, plans[0], mesh, parts)
-    if activation in GATES:
-        gate, up = pre.chunk(2, -1) if gate_first else pre.chunk(2, -1)[::-1]
-        inside = ACTIVATIONS[GATES[activation]].forward(gate.contiguous()).mul_(up)
-    else:
-        inside = ACTIVATIONS[activation].forward(pre)
-    return product(inside, (down,), plans[1], mesh)
+        Args:
+            rows: this rank's shard of A.
+            weights, biases: this rank's shards of the layers' parameters, as the plan lays them out.
+        """
+        gathered = self._moved(rows, "A")
+        multiply = self._multiply
+        c = self._side_by_side([multiply(gathered, weight) for weight in weights])
+        c = self._moved(c, "C")
+        for bias in biases:
+            if bias is not None:
+                return c + self._moved(self._side_by_side(self._all(weights, biases)), "bias")
+        return c
 
+    def _all(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the biases, with zeros for layers that have none."""
+        dim = -2 if self._plan.transpose_b else -1
+        return [w.new_zeros(w.shape[dim]) if b is None else b for w, b in zip(weights, biases, strict=True)]
 
-def _side_by_side(made: Sequence[Tensor], parts: int) -> Tensor:
-    if len(made) == 1:
-        return made[0]
-    if parts == 1:
-        return torch.cat(list(made), -1)
-    return torch.cat([x.unflatten(-1, (parts, -1)) for x in made], -1).flatten(-2)
+    def _moved(self, x: Tensor, name: str) -> Tensor:
+        way = self._ways.get(name)
+        if way is None:
+            steps = self._plan.relayouts[name]
+            way = self._ways[name] = way_of(x, steps, self._mesh, self._plan.name, "forward")
+        return way.carried(x) if way.legs else x
+
+    def _side_by_side(self, made: Sequence[Tensor]) -> Tensor:
+        if len(made) == 1:
+            return made[0]
+        if self._parts == 1:
+            return torch.cat(list(made), -1)
+        return torch.cat([x.unflatten(-1, (self._parts, -1)) for x in made], -1).flatten(-2)

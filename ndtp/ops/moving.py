@@ -26,17 +26,18 @@ def moved(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase:
     """
     if not steps:
         return x
-    return sent(x, steps, mesh, name, phase, kind)()
+    return way_of(x, steps, mesh, name, phase, kind).carried(x)
 
 
 def sent(
     x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str, kind: str = ""
 ) -> Callable[[], Tensor]:
     """Send a tensor off; what is returned waits for the end of its steps."""
-    return _way(x, steps, mesh, name, phase, kind).start(x).wait
+    return way_of(x, steps, mesh, name, phase, kind).start(x).wait
 
 
-def _way(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str, kind: str) -> Way:
+def way_of(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str, kind: str = "") -> Way:
+    """Return the way of tensors such as this one through their steps, bound where one is met first."""
     shape = tuple(x.shape)
     key = (mesh.collectives, tuple(steps), name, phase, shape, x.dtype, kind)
     return mesh.programs.way(key, lambda: Way(mesh.collectives, steps, (name,), phase, shape, x.dtype, kind=kind))
@@ -102,7 +103,7 @@ class _Used(torch.autograd.Function):
         late.enter()
         refuse_second(plan.name)
         held = sums.holds_back and deferred is not None and deferred.accumulates(ctx.next_functions[0][0])
-        way = _way(grad, plan.back.steps, mesh, plan.name, "wgrad", plan.back.kind)
+        way = way_of(grad, plan.back.steps, mesh, plan.name, "wgrad", plan.back.kind)
         leaf = None if deferred is None else deferred.leaf
         feed = mesh.step.residuals.feed(leaf, plan.name) if way.feeds_back else None
         move = Move(way, grad, hold=held, feed=feed).start()

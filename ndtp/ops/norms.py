@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,7 @@ from ndtp.algebra.steps import Step
 from ndtp.compute import norms as one_rank
 from ndtp.errors import LayoutError
 from ndtp.ops import compiled_layers
-from ndtp.ops.moving import as_own, enter, moved, refuse_second, sent, taken
+from ndtp.ops.moving import as_own, enter, moved, refuse_second, sent, taken, way_of
 from ndtp.ops.reductions import merged
 from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.versions import refuse_changed, version_of
@@ -116,7 +118,7 @@ def norm(
             centred=plan.centred, eps=plan.eps, name=plan.name,
         )  # fmt: skip
     if not torch.is_grad_enabled():  # decoding: a node of autograd would take a fifth of the time
-        return _normalised(x, used[0], used[1], plan, mesh)[0]
+        return bound_norm(x, plan, mesh)(x, used[0], used[1])
     # Autograd sees the gain's shard, on which changes of a DTensor do not count; with an offset it sees a copy.
     watched = None if gain is None or offset or is_plain(gain) else (gain, version_of(gain))
     result: Tensor = _Norm.apply(x, *used, plan, mesh, watched)  # type: ignore[no-untyped-call]
@@ -128,7 +130,8 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gain: Tensor | None, bias: Tensor | None, plan: NormPlan, mesh: Any, watched: Any
     ) -> Tensor:
-        y, mean, scale = _normalised(x, gain, bias, plan, mesh)
+        summed = partial(moved, steps=plan.reduction, mesh=mesh, name=plan.name, phase="forward")
+        y, mean, scale = _normalised(x, gain, bias, plan, mesh, plan.real(mesh.rank), summed)
         ctx.save_for_backward(x, gain, mean, scale)
         ctx.plan, ctx.mesh, ctx.bias_dtype = plan, mesh, None if bias is None else bias.dtype
         ctx.watched = watched
@@ -161,17 +164,41 @@ class _Norm(torch.autograd.Function):
         return dx, dgain, dbias, None, None, None
 
 
-def _normalised(
-    x: Tensor, gain: Tensor | None, bias: Tensor | None, plan: NormPlan, mesh: ProcessGrid
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the normalised rows, and their statistics."""
+def bound_norm(x: Tensor, plan: NormPlan, mesh: ProcessGrid, offset: float = 0.0) -> Callable[..., Tensor]:
+    """Return a norm of rows of one shape, without gradients: takes the rows, and the shards of gain and bias."""
     real = plan.real(mesh.rank)
-    mean, scale = _statistics(x if real == x.shape[1] else x[:, :real], plan, mesh)
+    way = way_of(one_rank.sum_of_squares(x), plan.reduction, mesh, plan.name, "forward")
+
+    def run(x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+        gain = gain + offset if offset and gain is not None else gain
+        return _normalised(x, gain, bias, plan, mesh, real, way.carried)[0]
+
+    return run
+
+
+def _normalised(
+    x: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    plan: NormPlan,
+    mesh: ProcessGrid,
+    real: int,
+    summed: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the normalised rows, and their statistics.
+
+    Args:
+        real: how many of this rank's features are no padding.
+        summed: adds up the sums of squares of an RMS norm over ranks.
+    """
+    mean, scale = _statistics(x if real == x.shape[1] else x[:, :real], plan, mesh, summed)
     normal = one_rank.normalized(x, mean, scale)
     return _cut(one_rank.scaled(normal, gain, bias, x.dtype), real), mean, scale
 
 
-def _statistics(x: Tensor, plan: NormPlan, mesh: ProcessGrid) -> tuple[Tensor | None, Tensor]:
+def _statistics(
+    x: Tensor, plan: NormPlan, mesh: ProcessGrid, summed: Callable[[Tensor], Tensor]
+) -> tuple[Tensor | None, Tensor]:
     """The mean of each row, and by what its distances from it are multiplied."""
     if plan.centred:
         counts = plan.counts(mesh.rank)
@@ -180,7 +207,7 @@ def _statistics(x: Tensor, plan: NormPlan, mesh: ProcessGrid) -> tuple[Tensor | 
         )
         mean, squares = both.unbind()
     else:
-        mean, squares = None, moved(one_rank.sum_of_squares(x), plan.reduction, mesh, plan.name, "forward")[0]
+        mean, squares = None, summed(one_rank.sum_of_squares(x))[0]
     return mean, squares.div_(plan.features).add_(plan.eps).rsqrt_()  # nobody else has it
 
 

@@ -17,6 +17,8 @@ def local_shard(x: Tensor) -> Tensor:
     """This rank's shard of a DTensor, differentiable; any other tensor as it is."""
     if is_plain(x):
         return x
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return x._local_tensor.detach()  # type: ignore[attr-defined, no-any-return]
     # A gradient that is built by hand, as `_Arrival` does, cannot be traced.
     return x.to_local() if torch.compiler.is_compiling() else _Arrival.apply(x, None)  # type: ignore[attr-defined]
 

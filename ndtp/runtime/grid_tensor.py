@@ -227,7 +227,8 @@ class GridTensor(torch.Tensor):
         return operate(cls, func, args, kwargs or {})
 
 
-KINDS = (DTensor, GridTensor)  # the compiler goes by the class itself, not by what a tensor says of it
+# The compiler goes by the class itself, not by what a tensor says of it, which is not asked for the first one.
+KINDS = (GridTensor, DTensor)
 
 
 class _Whole(torch.autograd.Function):

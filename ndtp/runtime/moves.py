@@ -102,6 +102,13 @@ class Way:
     def start(self, tensor: Tensor, *, ahead: bool = False) -> Move:
         return Move(self, tensor, ahead=ahead).start()
 
+    def carried(self, tensor: Tensor) -> Tensor:
+        """Return a tensor at the end of the way, where nothing is done meanwhile."""
+        launch = self.collectives.launch
+        for leg in self.legs:
+            tensor = tensor.narrow(*leg) if type(leg) is Cut else launch(leg, tensor).wait()  # type: ignore[arg-type]
+        return tensor
+
 
 class Move:
     """`start` sends a tensor off as far as it goes without waiting; `wait` brings it home.

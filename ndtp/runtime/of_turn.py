@@ -33,10 +33,13 @@ class OfTurn:
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         if owner is None:
             return self
-        values = of_turn(owner)
-        if self._name not in values:
-            values[self._name] = self._default()
-        return values[self._name]
+        turn = TURN.get()
+        values = owner.__dict__ if turn is None else turn.of(owner)  # `of_turn`, written out: this runs in each layer
+        try:
+            return values[self._name]
+        except KeyError:
+            made = values[self._name] = self._default()
+            return made
 
     def __set__(self, owner: Any, value: Any) -> None:
         of_turn(owner)[self._name] = value
