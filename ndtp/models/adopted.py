@@ -167,8 +167,10 @@ class SplitNorm(Adopted):
         plan, mesh = self.norm_plan, self.mesh
         gain, bias = (self.own(p, rows) if p in self._parameters else None for p in ("weight", "bias"))
         y = norm(rows, gain, bias, plan, mesh, self.offset)
+        if plan.parameter.steps or not is_inference(rows, mesh):
+            return y
         uses = uses_of(self, ("weight", "bias"), (gain, bias))
-        if uses is not None and not plan.parameter.steps and is_inference(rows, mesh):
+        if uses is not None:
             run = bound_norm(rows, plan, mesh, self.offset)
             self.settled.add(key, Settled(uses, lambda rows, shards: run(rows, *shards)))
         return y
