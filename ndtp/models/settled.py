@@ -9,16 +9,12 @@ memory.  Where anything else was computed with, nothing is settled.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ndtp.ops.few_rows import FewRows, takes_few_rows
 from ndtp.runtime.arrival import local_of
-
-if TYPE_CHECKING:
-    from ndtp.models.adopted import Adopted
-    from ndtp.models.projections import Projection
 
 MOST_SETTLED = 64  # of a layer
 
@@ -28,7 +24,7 @@ class Use:
 
     __slots__ = ("dtype", "local", "module", "name", "parameter", "shape")
 
-    def __init__(self, module: Adopted, name: str, parameter: Tensor | None) -> None:
+    def __init__(self, module: Any, name: str, parameter: Tensor | None) -> None:
         self.module, self.name, self.parameter = module, name, parameter
         self.local = None if parameter is None else local_of(parameter)
         self.dtype, self.shape = (None, None) if self.local is None else (self.local.dtype, self.local.shape)
@@ -84,7 +80,7 @@ class Settlements(dict[Hashable, Settled]):
         return Settlements()
 
 
-def uses_of(module: Adopted, names: Sequence[str], found: Sequence[Any]) -> list[Use] | None:
+def uses_of(module: Any, names: Sequence[str], found: Sequence[Any]) -> list[Use] | None:
     """Return the uses of a layer's parameters, where it was found to compute with its own ones; else None."""
     uses: list[Use] = []
     for name, parameter in zip(names, found, strict=True):
@@ -95,7 +91,7 @@ def uses_of(module: Adopted, names: Sequence[str], found: Sequence[Any]) -> list
     return uses
 
 
-def settled_product(members: Sequence[Projection], rows: Tensor) -> Settled | None:
+def settled_product(members: Sequence[Any], rows: Tensor) -> Settled | None:
     """Return what some projections of one input do with few rows; None where these are no rows of decoding."""
     first = members[0]
     if not takes_few_rows(rows, (first.plan,), first.mesh):
@@ -104,7 +100,7 @@ def settled_product(members: Sequence[Projection], rows: Tensor) -> Settled | No
     return first.settled.found(key) or _settle(members, rows, key)
 
 
-def _settle(members: Sequence[Projection], rows: Tensor, key: Hashable) -> Settled | None:
+def _settle(members: Sequence[Any], rows: Tensor, key: Hashable) -> Settled | None:
     first = members[0]
     for member in members:
         member.own("weight", rows)
