@@ -41,7 +41,7 @@ class Use:
 
 
 class Settled:
-    """What a layer, or several that are one product, does with rows of one shape.
+    """The operation of a layer, or of several that are one product, on rows of one shape.
 
     Args:
         uses: of parameters.
@@ -64,7 +64,7 @@ class Settled:
 
 
 class Settlements(dict[Hashable, Settled]):
-    """What is settled of a layer; a copy of the layer, whose parameters are others, begins without any."""
+    """The settled operations of a layer; a copy of the layer, whose parameters are others, begins without any."""
 
     def found(self, key: Hashable) -> Settled | None:
         settled = self.get(key)
