@@ -28,7 +28,7 @@ from ndtp.models.hidden import Hidden, enter, hidden_in, split
 from ndtp.models.looked_at import is_looked_at, made_alike, shard_of, standing_for, with_whole_sizes
 from ndtp.models.placeholder import Placeholder, placeholder
 from ndtp.models.projections import Group, Projection, products
-from ndtp.models.signatures import Call, Signature, signature_of
+from ndtp.models.signatures import NamedArguments, Signature, signature_of
 from ndtp.ops.products import relayout
 from ndtp.ops.reductions import used_over
 from ndtp.runtime.of_turn import OfTurn
@@ -115,7 +115,7 @@ class Core:
         finally:
             self.is_whole = before
 
-    def _run(self, forward: Any, bound: Call | inspect.BoundArguments) -> Any:
+    def _run(self, forward: Any, bound: NamedArguments | inspect.BoundArguments) -> Any:
         named = {name: self._entered(name, value) for name, value in bound.arguments.items()}
         sources = {id(x): x for x in hidden_in({name: x for name, x in named.items() if name not in PASSED})}
         if not sources:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 
-class Call:
+class NamedArguments:
     """The arguments of a call by their names, as `inspect.BoundArguments` has them.
 
     Attributes:
@@ -17,7 +17,7 @@ class Call:
 
     __slots__ = ("_form", "arguments")
 
-    def __init__(self, form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, form: CallForm, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._form = form
         self.arguments: dict[str, Any] = dict(zip(form.by_place, args, strict=True))
         for name in form.by_name:
@@ -36,7 +36,7 @@ class Call:
         return named | arguments[form.rest] if form.others else named
 
 
-class Form:
+class CallForm:
     """The form in which a function is called: how many arguments by place, and the names of the others.
 
     Attributes:
@@ -57,10 +57,10 @@ class Signature:
 
     def __init__(self, names: inspect.Signature) -> None:
         self.names = names
-        self._forms: dict[tuple[int, tuple[str, ...]], Form] = {}
+        self._forms: dict[tuple[int, tuple[str, ...]], CallForm] = {}
         self._takes_any_count = any(p.kind is p.VAR_POSITIONAL for p in names.parameters.values())
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | inspect.BoundArguments:
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NamedArguments | inspect.BoundArguments:
         """Return the arguments of a call.
 
         Raises:
@@ -71,8 +71,8 @@ class Signature:
         key = len(args), tuple(kwargs)
         form = self._forms.get(key)
         if form is None:
-            form = self._forms[key] = Form(self.names.bind(*args, **kwargs), *key)
-        return Call(form, args, kwargs)
+            form = self._forms[key] = CallForm(self.names.bind(*args, **kwargs), *key)
+        return NamedArguments(form, args, kwargs)
 
 
 def _is_named(parameter: inspect.Parameter) -> bool:
