@@ -1,4 +1,4 @@
-"""Caches of functions (`functools.lru_cache`) that a run on tensors without memory has filled."""
+"""Caches of functions that a run on tensors without memory has filled: `functools.lru_cache`, and dicts."""
 
 from __future__ import annotations
 
@@ -8,28 +8,43 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 LINK = "_lru_list_elem"  # an entry of a bounded cache
 
 
 def forget_fake_results(model: nn.Module) -> None:
-    """Empty each cache beside a model's code that holds such a tensor, rotary tables by length: a real run gets it."""
+    """Empty each cache beside a model's code that holds such a tensor, rotary tables by length: a real run gets it.
+
+    A dict loses the entries that hold one, and no others.
+    """
     for cache in _caches_beside(model):
-        if _holds_fake(cache):
-            cache.cache_clear()
+        if type(cache) is not dict:
+            if _holds_fake(cache):
+                cache.cache_clear()
+            continue
+        for key in [key for key, value in cache.items() if _is_fake(value) or _holds_fake(value, 2)]:
+            del cache[key]
 
 
 def _caches_beside(model: nn.Module) -> Iterator[Any]:
-    """Yield the caches of the modules that define its classes; `gc.get_objects` misses some, see `gc.freeze`."""
+    """Yield the caches of the modules that define its classes; `gc.get_objects` misses some, see `gc.freeze`.
+
+    A layer may have one of its own, which its copies share.
+    """
     seen: set[int] = set()
     for name in {kind.__module__ for part in model.modules() for kind in type(part).__mro__}:
         if name.partition(".")[0] in ("torch", "builtins", "ndtp"):
             continue
         for value in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
             for each in (value, *(vars(value).values() if isinstance(value, type) else ())):
+                if type(each) is dict:
+                    yield each
                 yield from _caches_in(each, seen)
+    for part in model.modules():
+        for each in list(vars(part).values()):
+            yield from _caches_in(each, seen)
 
 
 def _caches_in(function: Any, seen: set[int], depth: int = 3) -> Iterator[Any]:
@@ -46,11 +61,15 @@ def _caches_in(function: Any, seen: set[int], depth: int = 3) -> Iterator[Any]:
             yield from _caches_in(each, seen, depth - 1)
 
 
-def _holds_fake(cache: Any) -> bool:
+def _is_fake(x: Any) -> bool:
+    return isinstance(x, FakeTensor) or (isinstance(x, Tensor) and x.is_meta)
+
+
+def _holds_fake(cache: Any, depth: int = 4) -> bool:
     waiting: list[Any] = [cache]
-    for _ in range(4):  # the cache, its entries, a result, and a tuple of several
-        waiting = [x for each in waiting for x in gc.get_referents(each)]
-        if any(isinstance(x, FakeTensor) for x in waiting):
+    for _ in range(depth):  # the cache, its entries, a result, and a tuple of several
+        waiting = [x for each in waiting if not isinstance(each, Tensor) for x in gc.get_referents(each)]
+        if any(map(_is_fake, waiting)):
             return True
         waiting = [x for x in waiting if type(x) in (dict, tuple, list) or type(x).__name__ == LINK]
     return False

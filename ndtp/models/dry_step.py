@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
+from ndtp.models.cached_results import forget_fake_results
 from ndtp.models.hidden import Hidden, leave
 from ndtp.nn.sharded import shadow_of
 from ndtp.runtime.process_grid import ProcessGrid
@@ -53,7 +55,15 @@ def step_volume(model: nn.Module, mesh: ProcessGrid, given: Mapping[str, Any]) -
     """
     shadow, dry = shadow_of(model, mesh, leave=vars(model).get("ndtp_report"))
     bare = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in given.items()}
-    with torch.random.fork_rng(devices=()), torch.enable_grad(), warnings.catch_warnings(), OfWholeBatches():
+    with ExitStack() as ending:
+        ending.callback(forget_fake_results, model)
+        for each in (
+            torch.random.fork_rng(devices=()),
+            torch.enable_grad(),
+            warnings.catch_warnings(),
+            OfWholeBatches(),
+        ):
+            ending.enter_context(each)
         warnings.simplefilter("ignore", UserWarning)  # of what is gathered: the step itself says so
         try:
             out = shadow(**bare)

@@ -29,7 +29,7 @@ from ndtp.ops.products import relayout
 from ndtp.ops.reductions import used_over
 from ndtp.runtime.arrival import is_plain, plain_of
 from ndtp.split.spec import ShardForm
-from ndtp.split.tensor import SplitTensor
+from ndtp.split.tensor import SplitTensor, answer, in_torchs_words
 
 OWN = FACTS | {
     Tensor.is_contiguous,
@@ -64,7 +64,7 @@ class Hidden(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = in_torchs_words(func, kwargs)
         if func in GRADIENTS:
             return GRADIENTS[func](func, *args, **kwargs)
         if func in OWN:
@@ -74,7 +74,7 @@ class Hidden(Tensor):
             shape = torch.Size(args[0].passage.shape)
             return shape if func is SHAPE else func(torch.empty(shape, device="meta"), *args[1:], **kwargs)
         if func in FORMS:
-            result = FORMS[func](*args, **kwargs)
+            result = answer(FORMS[func], args, kwargs)
             if result is not NotImplemented:
                 return result
         if func in DROPOUTS and isinstance(args[0], Hidden):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any)
 
 OWN: dict[Any, Any] = {
     **{func: lambda *a, _f=func, **k: _reshape(_f, *a, **k) for func in RESHAPES},
-    **{func: lambda *a, _f=func, **k: _parts(_f, *a, **k) for func in PARTS},
+    **{func: partial(_parts, func) for func in PARTS},
     Tensor.__getitem__: _picked,
     Tensor.expand: _expanded,
     torch.cat: _joined,

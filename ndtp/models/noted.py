@@ -22,7 +22,7 @@ from ndtp.models.hidden import PARTS, is_dropout_off
 from ndtp.models.observed_chains import TURNS
 from ndtp.models.pending import STATIC, Call, NotComputed
 from ndtp.models.split_layers import ObservedLinear, Rows
-from ndtp.split.tensor import SHAPE, SIZES, SplitTensor, enter, writes
+from ndtp.split.tensor import SHAPE, SIZES, SplitTensor, enter, in_torchs_words, writes
 
 FORMS = {
     Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, Tensor.contiguous,
@@ -79,7 +79,7 @@ class Noted(SplitTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = in_torchs_words(func, kwargs)
         if func in SHAPE or func in SIZES:
             return func(args[0].sample, *args[1:], **kwargs)
         if func in STATIC:

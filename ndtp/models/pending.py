@@ -24,6 +24,7 @@ from ndtp.models.hidden import PARTS, RESHAPES, Hidden, for_every_row, leave
 from ndtp.models.kept_logits import KeptWeights
 from ndtp.models.rows import picked_rows
 from ndtp.runtime.versions import version_of
+from ndtp.split.tensor import in_torchs_words
 
 if TYPE_CHECKING:
     from ndtp.models.frame import Passage
@@ -142,7 +143,7 @@ class Pending(Hidden):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = in_torchs_words(func, kwargs)
         if func in STATIC:
             return super().__torch_function__(func, types, args, kwargs)
         result = _noted(func, args, kwargs)

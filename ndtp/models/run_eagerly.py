@@ -48,7 +48,14 @@ def _eager(theirs: Any, forward_of_theirs: Any) -> Any:
 
 
 def compiled_parts_run_eagerly(model: nn.Module) -> None:
-    """Let submodules that `torch.compile` has taken run as they are."""
+    """Let submodules that `torch.compile` or their own `compile` has taken run as they are, in copies of them, too."""
     for module in model.modules():
+        module._compiled_call_impl = None
         if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
-            module.forward = module._orig_mod.__call__
+            module.dynamo_ctx = _as_it_is  # type: ignore[assignment]  # of which a copy makes its forward anew
+            module._initialize()
+
+
+def _as_it_is(function: Any) -> Any:
+    """The compiler in the place of torch's own."""
+    return function

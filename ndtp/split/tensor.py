@@ -72,7 +72,7 @@ class SplitTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = in_torchs_words(func, kwargs)
         if func in SHAPE:
             return torch.Size(args[0].spec.sizes)
         if func in FACTS:
@@ -84,12 +84,7 @@ class SplitTensor(Tensor):
             args, kwargs = mapped(args, _gathered, Tensor), mapped(kwargs, _gathered, Tensor)
         found = TABLE.get(func)
         if found is not None:
-            try:
-                result = found(func, *args, **kwargs)
-            except TypeError:
-                if takes(found, func, args, kwargs):
-                    raise
-                result = NotImplemented  # arguments by names that the rule does not know
+            result = answer(found, (func, *args), kwargs)
             if result is not NotImplemented:
                 is_scalar = type(result) is Tensor and not result.dim() and result.requires_grad
                 return split_in([*args, *kwargs.values()])[0].spec.mesh.step.made_whole(result) if is_scalar else result
@@ -106,13 +101,30 @@ class SplitTensor(Tensor):
         return result
 
 
-def takes(rule: Rule, func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a rule has these arguments."""
+# NumPy's words, which torch's own functions take as well.
+NUMPYS = {"axis": "dim", "keepdims": "keepdim"}
+OF_TORCH = (type(torch.sum), type(Tensor.sum))
+
+
+def in_torchs_words(func: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Name the arguments as torch does, `dim` for `axis`: rules know these names alone."""
+    if not kwargs:
+        return {}
+    if isinstance(func, OF_TORCH) and not NUMPYS.keys().isdisjoint(kwargs):
+        return {NUMPYS.get(name, name): value for name, value in kwargs.items()}
+    return dict(kwargs)
+
+
+def answer(rule: Rule, args: Any, kwargs: Any) -> Any:
+    """Return what a rule makes of arguments; `NotImplemented` where it does not know them by these names."""
     try:
-        inspect.signature(rule).bind(func, *args, **kwargs)
+        return rule(*args, **kwargs)
     except TypeError:
-        return False
-    return True
+        try:
+            inspect.signature(rule).bind(*args, **kwargs)
+        except TypeError:
+            return NotImplemented
+        raise
 
 
 def like(x: SplitTensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""Caches that a run on tensors without memory has filled are emptied, and no others."""
+"""What an observed model may not keep: results of tensors without memory, and compilers of its parts."""
 
+import copy
 import functools
 
 import torch
@@ -7,6 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ndtp.models.cached_results import forget_fake_results
+from ndtp.models.run_eagerly import compiled_parts_run_eagerly
 
 
 @functools.lru_cache(maxsize=4)
@@ -30,6 +32,9 @@ def decorated(function):
     return run
 
 
+TABLES = {"mine": torch.arange(2)}
+
+
 class Rotary(nn.Module):
     @decorated
     def both(length):
@@ -37,8 +42,29 @@ class Rotary(nn.Module):
 
 
 def test_what_a_fake_run_left_is_forgotten():
+    """A layer's own cache is shared by its copies, of which one is observed."""
     real(3)
+    layer = Rotary()
+    layer.positions = functools.lru_cache(maxsize=None)(lambda length: torch.arange(length, device="meta"))
     with FakeTensorMode():
-        table(3), Rotary.both(3)
-    forget_fake_results(nn.Sequential(Rotary()))
-    assert [f.cache_info().currsize for f in (table, Rotary.both.cached, real)] == [0, 0, 1]
+        table(3), Rotary.both(3), copy.deepcopy(layer).positions(3)
+        TABLES[3], TABLES[4] = torch.ones(3), (torch.ones(4), torch.zeros(4))
+    forget_fake_results(nn.Sequential(layer))
+    caches = (table, Rotary.both.cached, layer.positions, real)
+    assert [f.cache_info().currsize for f in caches] == [0, 0, 0, 1]
+    assert list(TABLES) == ["mine"]
+
+
+def test_compiled_parts_run_as_they_are_in_copies_too():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    model = nn.Sequential(torch.compile(nn.Linear(2, 2), backend=backend), nn.Linear(2, 2))
+    model[1].compile(backend=backend)
+    compiled_parts_run_eagerly(model)
+    for each in (model, copy.deepcopy(model)):
+        each(torch.ones(1, 2))
+    assert not compiled

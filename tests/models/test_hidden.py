@@ -26,6 +26,9 @@ def check_sections(grid, sections):
         assert torch.equal(whole(other * x), dense * other), tuple(other.shape)
     for mine, theirs in zip((x + dense).chunk(sections, -1), (2 * dense).chunk(sections, -1), strict=True):
         assert torch.equal(whole(mine), theirs)
+    for mine, theirs in zip(x.chunk(chunks=sections, axis=-1), dense.chunk(sections, -1), strict=True):
+        assert torch.equal(whole(mine), theirs)
+    assert torch.equal(whole(torch.cat(tensors=[x, x], dim=0)), torch.cat([dense, dense], axis=0))
     assert torch.equal(x.transpose(0, 1), dense.transpose(0, 1))  # gathered
     given = torch.randn(dense.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     leaf = dense.clone().requires_grad_()

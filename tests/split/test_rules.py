@@ -159,6 +159,7 @@ CASES = {
     "writes to a copy": lambda x: written(x, lambda y: y.mT.reshape(-1).zero_(), lambda y: y.mT.contiguous().add_(1)),
     "all of a dim by its size": lambda x: x.narrow(0, 0, 4).narrow(-1, 0, 8),
     "divergence": lambda x: F.kl_div(x.log_softmax(-1), torch.full((4, 6, 8), 0.125), reduction="batchmean"),
+    "axes as NumPy names them": lambda x: torch.linalg.vector_norm(x, axis=-1) + x.sum(axis=-1, keepdims=True)[..., 0],
     "std of nothing": lambda x: (x - x).std(-1),
     "in place behind": lambda x: F.relu(F.linear(x, torch.arange(24.0).view(3, 8) / 8), inplace=True),
 }
