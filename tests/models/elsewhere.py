@@ -12,7 +12,7 @@ gradients.  With --json, rows of the file are kept and the run goes on.  A model
     equal     within 1e-4 of dense, relative to the largest number of a tensor (for gradients, of all within 1e-2),
     drift     no more than ten times as far off as dense itself is with its weights off by their last bit, where the
               model does not run in fp64; else fp64 decides,
-    wrong     further off,
+    wrong     further off, or it gives something that dense does not give,
     refused   by ndtp's own error in `parallelize`, or in the first call of a model that waits for it,
     stopped   by ndtp's own error later,
     broken    whatever else it raises, or a timeout,
@@ -21,22 +21,16 @@ gradients.  With --json, rows of the file are kept and the run goes on.  A model
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import os
 import random
 import sys
 import tempfile
-import time
-import traceback
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from datetime import date
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +44,7 @@ import zoo.others
 import zoo.packages
 import zoo.sequences  # noqa: F401  # which put their models into ALL
 from products import mesh_of
-from recorded import CLOSE, DRIFT, GOOD, commit_of, said_by, whole
+from recorded import RATE, axes_of, campaign, compared, decided, parser_of, using, whole
 from torch import Tensor, nn
 from zoo.entry import ALL, Entry
 
@@ -58,7 +52,6 @@ import ndtp
 import ndtp.testing
 from ndtp import CommMeter
 
-RATE = 0.05  # of the optimizer's step
 # Of verdicts, the worst last.
 ORDER = ["equal", "drift", "refused", "no dense", "stopped", "wrong", "broken"]
 
@@ -154,35 +147,9 @@ def nearby(each: Entry) -> list[dict[str, Tensor]]:
 
 
 def compare(mine: dict[str, Tensor], dense: dict[str, Tensor], also: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """The verdict, and the tensor that is furthest off.
-
-    Args:
-        also: what dense gives with its weights off by their last bit.
-    """
-    row: dict[str, Any] = {"verdict": "equal", "off": 0.0, "worst": ""}
-    largest = max((float(x.abs().max()) for key, x in dense.items() if "gradient" in key and x.numel()), default=0.0)
-    for name, theirs in dense.items():
-        x = mine.get(name)
-        if x is None:
-            return row | {"verdict": "wrong", "worst": f"{name}: missing"}
-        x = x[tuple(map(slice, theirs.shape))] if name.startswith(("gradient", "parameter")) else x  # padding
-        if x.shape != theirs.shape:
-            return row | {"verdict": "wrong", "worst": f"{name}: {tuple(x.shape)}"}
-        differs = ~((x == theirs) | (x.isnan() & theirs.isnan()))
-        if not differs.any():
-            continue
-        least = {"g": largest * 1e-2, "p": largest * 1e-2 * RATE}.get(name[0], 0.0)  # noise where gradients are none
-        scale = max(float(theirs.abs().max()), least, 1e-30)
-        off = float((x - theirs).abs().max()) / scale
-        off = off if off == off else float("inf")
-        if off > row["off"]:
-            row |= {"off": off, "worst": f"{name}: {off:.2g}"}
-        if off > CLOSE:
-            drift = max((float((y[name] - theirs).abs().max()) / scale for y in also if name in y), default=0.0)
-            if off > DRIFT * drift:
-                return row | {"verdict": "wrong", "off": off, "worst": f"{name}: {off:.2g}"}
-            row["verdict"] = "drift"
-    return row
+    """The verdict, and the tensor that is furthest off; see `recorded.compared`."""
+    verdict, worst, off = compared(mine, dense, also)
+    return {"verdict": verdict, "off": max(off.values()), "worst": worst}
 
 
 def dense_of(each: Entry, dtype: torch.dtype, path: str, moved: bool = False) -> None:
@@ -193,16 +160,6 @@ def dense_of(each: Entry, dtype: torch.dtype, path: str, moved: bool = False) ->
     with using(dtype), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.save((results(made(each), each), nearby(each) if moved else []), path)
-
-
-@contextmanager
-def using(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def on_grid(name: str, axes: dict[str, int], scheme: str, dtype: torch.dtype, path: str) -> dict[str, Any]:
@@ -231,7 +188,7 @@ def on_grid(name: str, axes: dict[str, int], scheme: str, dtype: torch.dtype, pa
         return row | compare(mine, dense, also)
 
 
-def worst(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def worst_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What the rank says that found the worst."""
     return max(rows, key=lambda row: ORDER.index(row["verdict"]))
 
@@ -239,23 +196,15 @@ def worst(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def one_model(pool: ndtp.testing.RankPool, name: str, axes: dict[str, int], scheme: str, timeout: float) -> dict:
     path = os.path.join(tempfile.gettempdir(), f"ndtp-elsewhere-{os.getpid()}")
 
-    def asked(dtype: torch.dtype, moved: bool = False) -> dict[str, Any]:
+    def asked(dtype: torch.dtype, moved: bool) -> dict[str, Any]:
         try:
             dense_of(ALL[name], dtype, path, moved)
         except Exception as error:
             return {"verdict": "no dense", "error": f"{type(error).__name__}: {error}"[:300]}
-        return worst(pool.run(on_grid, name, axes, scheme, dtype, path, timeout=timeout))
+        return worst_of(pool.run(on_grid, name, axes, scheme, dtype, path, timeout=timeout))
 
     try:
-        row = asked(torch.float32)
-        if row["verdict"] == "wrong":  # or is it rounding?  fp64 tells
-            exact = asked(torch.float64, moved=True)
-            if exact["verdict"] in ("equal", "drift", "wrong"):
-                return row | {key: exact[key] for key in ("verdict", "off", "worst")} | {"dtype": "float64"}
-            return asked(torch.float32, moved=True)
-        return row
-    except (ndtp.testing.RankError, ndtp.testing.RankTimeout) as error:
-        return {"verdict": "broken", "error": said_by(error), "trace": str(error)}
+        return decided(asked)
     finally:
         Path(path).unlink(missing_ok=True)
 
@@ -267,62 +216,22 @@ def described(name: str, row: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grid", default="x=2,y=2", help="axes and their sizes")
-    parser.add_argument("--scheme", default="3d", help="the default of parallelize")
+    parser = parser_of(__doc__, "3d", 300)
     parser.add_argument("--models", nargs="*", default=["*"], help="patterns of their names")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds for a model")
-    parser.add_argument("--json", type=Path, help="the record, which is gone on with")
-    parser.add_argument("--again", nargs="*", help="compare what the record has, too: all, or of these verdicts")
-    parser.add_argument("--trace", action="store_true", help="print what a broken model raised")
     arguments = parser.parse_args()
-    axes = {name: int(size) for name, size in (each.split("=") for each in arguments.grid.split(","))}
-    on, rows = f"{arguments.grid} {arguments.scheme}", {}
-    if arguments.json is not None and arguments.json.exists():
-        rows = {f"{row['model']} on {row['on']}": row for row in json.loads(arguments.json.read_text())["rows"]}
-    commit, verdicts = commit_of(Path(ndtp.__file__).parent), Counter[str]()
+    axes = axes_of(arguments.grid)
     ranks = 1
     for size in axes.values():
         ranks *= size
     with ndtp.testing.RankPool(ranks) as pool:
-        for name, each in ALL.items():
-            known = rows.get(f"{name} on {on}")
-            is_wanted = known is None or arguments.again == [] or known["verdict"] in (arguments.again or ())
-            if not (each.is_here and is_wanted and any(fnmatch(name, p) for p in arguments.models)):
-                continue
-            start = time.monotonic()
-            try:
-                row = one_model(pool, name, axes, arguments.scheme, float(arguments.timeout))
-            except Exception:
-                row = {"verdict": "broken", "error": traceback.format_exc().splitlines()[-1]}
-            trace = row.pop("trace", "")
-            row = {"model": name, "on": on, "commit": commit, **row, "seconds": round(time.monotonic() - start, 1)}
-            rows[f"{name} on {on}"] = row
-            verdicts[row["verdict"]] += 1
-            print(described(name, row), flush=True)
-            if trace and arguments.trace:
-                print(trace, file=sys.stderr, flush=True)
-            if arguments.json is not None:
-                write(arguments.json, rows)
-    print(", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())))
-    sys.exit(1 if any(verdicts[bad] for bad in ("stopped", "wrong", "broken")) else 0)
 
+        def named() -> Iterator[tuple[str, Callable[[], dict]]]:
+            for name, each in ALL.items():
+                if each.is_here and any(fnmatch(name, p) for p in arguments.models):
+                    yield name, partial(one_model, pool, name, axes, arguments.scheme, float(arguments.timeout))
 
-def write(path: Path, rows: dict[str, dict]) -> None:
-    """All rows, one a line, and how many of each grid have which verdict."""
-    counts: dict[str, dict[str, int]] = {}
-    for row in rows.values():
-        each = counts.setdefault(row["on"], {})
-        each[row["verdict"]] = each.get(row["verdict"], 0) + 1
-        if row["verdict"] in GOOD and row["split"] >= 0.9:
-            each["split to 90 %"] = each.get("split to 90 %", 0) + 1
-    about = {
-        "date": str(date.today()),
-        "versions": {m.__name__: m.__version__ for m in (torch, ndtp)},
-        "counts": counts,
-    }
-    text = ",\n  ".join(json.dumps(rows[key]) for key in sorted(rows))
-    path.write_text(json.dumps(about, indent=1)[:-2] + f',\n "rows": [\n  {text}\n ]\n}}\n')
+        code = campaign(arguments, "model", named(), described, 0.9, (torch, ndtp))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

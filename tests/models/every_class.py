@@ -9,8 +9,9 @@ kept, so that a run goes on where another stopped; --again compares anew, all or
 row names the commit of ndtp that gave it.  A class is
 
     equal    within 1e-4 of the dense result, relative to the largest number of the tensor,
-    drift    further off, but no more than ten times as far from the fp64 result as the dense fp32 model is,
-    wrong    further off, or it generates other tokens,
+    drift    no more than ten times as far off as dense itself is with its weights off by their last bit, where the
+             model does not run in fp64; else a run in fp64, on the grid as well, decides,
+    wrong    further off, or it generates other tokens, or gives something that the dense model does not give,
     refused  by ndtp's own error in `parallelize`,
     broken   whatever else it raises, or a timeout, which is of an idle machine: on a busy one it is as much longer,
              as the dense model took longer than its processor time,
@@ -21,19 +22,17 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import pickle
 import signal
 import sys
 import tempfile
 import time
-import traceback
 import warnings
-from collections import Counter
-from collections.abc import Iterator
-from datetime import date
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ import transformers.utils.output_capturing
 from against_dense import InDouble
 from architectures import as_dense
 from products import mesh_of
-from recorded import CLOSE, DRIFT, GOOD, commit_of, said_by, whole
+from recorded import CLOSE, axes_of, campaign, compared, decided, parser_of, using, whole
 from torch import Tensor
 
 import ndtp
@@ -112,56 +111,41 @@ def results(model: Any, cases: dict[str, dict], go_on: dict | None, named: dict[
     return found
 
 
-def in_double(model: Any, cases: dict) -> dict:
-    """The results in fp64; where a class has no such form, in fp32 with its weights off by their last bit."""
-    exact = copy.deepcopy(model)
-    wide = lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
-    try:
-        with InDouble():
-            return results(exact.double(), {c: {k: wide(v) for k, v in g.items()} for c, g in cases.items()}, None)
-    except Exception:
-        exact = copy.deepcopy(model)
-        with torch.no_grad():
-            for parameter in exact.parameters():
-                parameter.mul_(1.0 + torch.randn_like(parameter) * 2.0**-23)
-        return results(exact, cases, None)
+def in_dtype(x: Any, dtype: torch.dtype) -> Any:
+    """What a model is called with, in a dtype."""
+    if isinstance(x, dict):
+        return {name: in_dtype(value, dtype) for name, value in x.items()}
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def compare(mine: dict, dense: dict, exact: dict) -> dict:
+def computing_in(dtype: torch.dtype) -> ExitStack:
+    """All in a dtype, also what code computes in fp32 whatever the dtype of its model."""
+    with ExitStack() as stack:
+        stack.enter_context(using(dtype))
+        if dtype is torch.float64:
+            stack.enter_context(InDouble())
+        return stack.pop_all()
+
+
+def nearby(model: Any, cases: dict[str, dict]) -> list[dict]:
+    """What dense gives with its weights off by their last bit."""
+    moved = copy.deepcopy(model)
+    seed()
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.mul_(1.0 + torch.randn_like(parameter) * torch.finfo(parameter.dtype).eps)
+    return [results(moved, cases, None)]
+
+
+def compare(mine: dict, dense: dict, also: list[dict]) -> dict:
     """The verdict and the tensors that are furthest off, of outputs and of gradients."""
-    row: dict[str, Any] = {"verdict": "equal", "forward": 0.0, "backward": 0.0, "tokens": None, "worst": ""}
-    largest = max((float(x.abs().max()) for key, x in dense.items() if " gradient " in key and x.numel()), default=0.0)
-    for name, theirs in dense.items():
-        if name in ("tokens", "scores"):
-            continue
-        kind = "backward" if " gradient " in name else "forward"
-        x = mine.get(name)
-        if x is None or x.shape != theirs.shape:
-            return row | {"verdict": "wrong", "worst": f"{name}: {None if x is None else tuple(x.shape)}"}
-        truth = exact[name] if name in exact and exact[name].shape == theirs.shape else theirs
-        differs = ~((x == theirs) | (x.isnan() & theirs.isnan()))
-        overflows = truth.isfinite() | (x.abs() > torch.finfo(torch.float32).max / 1e3)
-        differs &= ~(x.isfinite() & overflows & ~theirs.isfinite())  # where the dense sum alone overflows
-        if not differs.any():
-            continue
-        scale = float(theirs[theirs.isfinite()].abs().max()) if theirs.isfinite().any() else 0.0
-        scale = max(scale, largest * 1e-2 if kind == "backward" else 0.0, 1e-30)
-        off = float((x.double() - theirs.double()).abs()[differs].max()) / scale
-        error, allowed = (float((y.double() - truth.double()).abs()[differs].max()) for y in (x, theirs))
-        off = off if off == off else float("inf")
-        if off > row[kind]:
-            row[kind] = off
-        if off <= CLOSE:
-            continue
-        is_drift = error <= DRIFT * allowed
-        if not is_drift or row["verdict"] == "equal":
-            row |= {"verdict": "drift" if is_drift else "wrong", "worst": f"{name}: {off:.2g}"}
-        if not is_drift:
-            break
+    numbers = [{k: x for k, x in each.items() if k not in ("tokens", "scores")} for each in (mine, dense)]
+    verdict, worst, off = compared(*numbers, also)
+    row: dict[str, Any] = {"verdict": verdict, **off, "tokens": None, "worst": worst}
     if "tokens" in dense:
         row["tokens"] = bool(torch.equal(mine["tokens"], dense["tokens"]))
         if not row["tokens"] and not _is_a_tie(mine, dense):
-            row |= {"verdict": "wrong", "worst": row["worst"] or "other tokens"}
+            row |= {"verdict": "wrong", "worst": worst if verdict == "wrong" else "other tokens"}
     return row
 
 
@@ -202,16 +186,16 @@ def put(path: str, model: Any, case: Any, **rest: Any) -> None:
         torch.save({"where": where, "weights": model.state_dict(), **rest}, path)
 
 
-def on_grid(path: str, axes: dict[str, int], scheme: str) -> dict:
+def on_grid(path: str, axes: dict[str, int], scheme: str, dtype: torch.dtype = torch.float32) -> dict:
     """One class on every rank: what `compare` says, and what the report does."""
     given = torch.load(path, weights_only=False)
     model = given["model"] if "model" in given else anew(*given["where"], given["weights"])
     as_constructed(model)
     row: dict[str, Any] = {"split": 0.0}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), computing_in(dtype):
         warnings.simplefilter("ignore")
         try:
-            ndtp.parallelize(model, mesh_of(ndtp.Grid(axes)), scheme=scheme)
+            ndtp.parallelize(model.to(dtype), mesh_of(ndtp.Grid(axes)), scheme=scheme)
         except (ValueError, NotImplementedError) as error:
             if not type(error).__module__.startswith("ndtp"):
                 raise
@@ -220,7 +204,7 @@ def on_grid(path: str, axes: dict[str, int], scheme: str) -> dict:
         mine = results(model, given["cases"], given["prompt"], given["dense"])
         total, split, _ = report.parameters  # of a model that waits for its first call: since then
         row |= {"split": round(split / max(total, 1), 3), "kept": dict(report.kept)}
-        return row | compare(mine, given["dense"], given["exact"]) | {"gathered": dict(report.gathered)}
+        return row | compare(mine, given["dense"], given["also"]) | {"gathered": dict(report.gathered)}
 
 
 def merged(rows: list[dict]) -> dict:
@@ -258,31 +242,33 @@ def one_class(case: Any, kind: type, axes: dict[str, int], scheme: str, timeout:
             except TimeoutError:
                 raise
             except Exception:  # what the testers give does not do for all of it
-                go_on = None
-                dense = results(copy.deepcopy(model), {"own": cases["own"]}, None)
-                cases = {"own": cases["own"]}
-            rest = {"cases": cases, "prompt": go_on, "dense": dense}
-            put(path, model, case, exact={}, **rest)
+                go_on, cases = None, {"own": cases["own"]}
+                dense = results(copy.deepcopy(model), cases, None)
     except Exception as error:
         return {"verdict": "no dense", "error": f"{type(error).__name__}: {error}"[:300]}
     timeout = round(timeout * max((time.monotonic() - began) / (time.process_time() - used + 0.1), 1.0))
-    row = on_ranks(axes, scheme, timeout, path)
-    if row["verdict"] != "wrong":
-        return row
-    with warnings.catch_warnings(), Alarm(timeout):  # is dense code in fp32 as far from fp64 as that?
-        warnings.simplefilter("ignore")
-        put(path, model, case, exact=in_double(model, cases), **rest)
-    return on_ranks(axes, scheme, timeout, path)
+
+    def asked(dtype: torch.dtype, moved: bool) -> dict:
+        given, prompt = in_dtype(cases, dtype), in_dtype(go_on, dtype)
+        try:
+            with warnings.catch_warnings(), Alarm(4 * timeout), computing_in(dtype):
+                warnings.simplefilter("ignore")
+                bare = copy.deepcopy(model).to(dtype)
+                theirs = dense if dtype is torch.float32 else results(copy.deepcopy(bare), given, prompt)
+                also = nearby(bare, given) if moved else []
+        except Exception as error:
+            return {"verdict": "no dense", "error": f"{type(error).__name__}: {error}"[:300]}
+        put(path, model, case, cases=given, prompt=prompt, dense=theirs, also=also)
+        return merged(ndtp.testing.run(on_grid, _ranks(axes), args=(path, axes, scheme, dtype), timeout=float(timeout)))
+
+    return decided(asked)
 
 
-def on_ranks(axes: dict[str, int], scheme: str, timeout: int, path: str) -> dict:
+def _ranks(axes: dict[str, int]) -> int:
     ranks = 1
     for size in axes.values():
         ranks *= size
-    try:
-        return merged(ndtp.testing.run(on_grid, ranks, args=(path, axes, scheme), timeout=float(timeout)))
-    except (ndtp.testing.RankError, ndtp.testing.RankTimeout) as error:
-        return {"verdict": "broken", "error": said_by(error), "trace": str(error)}
+    return ranks
 
 
 def described(name: str, row: dict) -> str:
@@ -304,63 +290,23 @@ def found(arguments: argparse.Namespace) -> Iterator[tuple[str, Any, type]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "2d", 120)
     parser.add_argument("--tests", type=Path, required=True, help="the folder `tests` of a checkout of transformers")
-    parser.add_argument("--grid", default="x=2,y=2", help="axes and their sizes")
-    parser.add_argument("--scheme", default="2d")
     parser.add_argument("--classes", nargs="*", default=["*"], help='patterns of FOLDER.Class, "bert.*ForMaskedLM"')
     parser.add_argument("--part", default="1/1", help="which part of all classes, 2/3, where several runs share them")
-    parser.add_argument("--timeout", type=int, default=120, help="seconds for a class")
-    parser.add_argument("--json", type=Path, help="the record, which is gone on with")
-    parser.add_argument("--again", nargs="*", help="compare what the record has, too: all, or of these verdicts")
-    parser.add_argument("--trace", action="store_true", help="print what a broken class raised")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    axes = {name: int(size) for name, size in (each.split("=") for each in arguments.grid.split(","))}
     arguments.tests = tiny_models.tests_at(arguments.tests)
-    on = f"{arguments.grid} {arguments.scheme}"
-    rows: dict[str, dict] = {}
-    if arguments.json is not None and arguments.json.exists():
-        rows = {row["class"] + " on " + row["on"]: row for row in json.loads(arguments.json.read_text())["rows"]}
     part, parts = map(int, arguments.part.split("/"))
-    commit = commit_of(Path(ndtp.__file__).parent)
     path = os.path.join(tempfile.mkdtemp(prefix="ndtp-class-"), "given")
-    verdicts: Counter[str] = Counter()
-    for i, (name, case, kind) in enumerate(found(arguments)):
-        known = rows.get(f"{name} on {on}")
-        is_wanted = known is None or arguments.again == [] or known["verdict"] in (arguments.again or ())
-        if i % parts != part - 1 or not is_wanted:
-            continue
-        start = time.monotonic()
-        try:
-            row = one_class(case, kind, axes, arguments.scheme, arguments.timeout, path)
-        except Exception:
-            row = {"verdict": "broken", "error": traceback.format_exc().splitlines()[-1]}
-        trace = row.pop("trace", "")
-        row = {"class": name, "on": on, "commit": commit, **row, "seconds": round(time.monotonic() - start, 1)}
-        rows[f"{name} on {on}"] = row
-        verdicts[row["verdict"]] += 1
-        print(described(name, row), flush=True)
-        if trace and arguments.trace:
-            print(trace, file=sys.stderr, flush=True)
-        if arguments.json is not None:
-            write(arguments.json, rows)
-    print(", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())))
-    sys.exit(1 if verdicts["wrong"] or verdicts["broken"] else 0)
+    rest = (axes_of(arguments.grid), arguments.scheme, arguments.timeout, path)
 
+    def named() -> Iterator[tuple[str, Callable[[], dict]]]:
+        for i, (name, case, kind) in enumerate(found(arguments)):
+            if i % parts == part - 1:
+                yield name, partial(one_class, case, kind, *rest)
 
-def write(path: Path, rows: dict[str, dict]) -> None:
-    """All rows, one a line, and how many of each grid have which verdict."""
-    versions = {module.__name__: module.__version__ for module in (torch, transformers, ndtp)}
-    counts: dict[str, dict[str, int]] = {}
-    for row in rows.values():
-        each = counts.setdefault(row["on"], {})
-        each[row["verdict"]] = each.get(row["verdict"], 0) + 1
-        if row["verdict"] in GOOD and row["split"] >= 0.95:
-            each["split to 95 %"] = each.get("split to 95 %", 0) + 1
-    about = {"date": str(date.today()), "versions": versions, "counts": counts}
-    text = ",\n  ".join(json.dumps(rows[key]) for key in sorted(rows))
-    path.write_text(json.dumps(about, indent=1)[:-2] + f',\n "rows": [\n  {text}\n ]\n}}\n')
+    sys.exit(campaign(arguments, "class", named(), described, 0.95, (torch, transformers, ndtp)))
 
 
 if __name__ == "__main__":
