@@ -278,11 +278,20 @@ REAL = object()  # in the place of a device: with numbers
 
 
 def _observed(model: nn.Module, args: Any, kwargs: Any, device: Any) -> Observation:
-    """Run a copy of a model, and watch.
+    """Run a copy of a model, and watch; with gradients only where its code asks for some of its own.
 
     Args:
         device: of tensors without memory; None: the one that each has.  `REAL`: with the numbers that there are.
     """
+    try:
+        return _watched(model, args, kwargs, device, torch.no_grad())
+    except RuntimeError as error:
+        if "grad" not in str(error):
+            raise
+        return _watched(model, args, kwargs, device, torch.enable_grad())
+
+
+def _watched(model: nn.Module, args: Any, kwargs: Any, device: Any, gradients: Any) -> Observation:
     mode: Any = nullcontext() if device is REAL else FakeTensorMode(allow_non_fake_inputs=True)
     devices = {p.device for p in model.parameters() if p.is_cuda} if device is REAL else set()
     with torch.random.fork_rng(devices=devices):
@@ -302,14 +311,8 @@ def _observed(model: nn.Module, args: Any, kwargs: Any, device: Any) -> Observat
         hooks = list(_hooked(shadow, watch, found))
         watch.names = {id(p): name for name, p in shadow.named_parameters(remove_duplicate=False)}
         try:
-            with mode, watch, _silent():
-                try:
-                    with torch.no_grad():
-                        out = shadow(*args, **kwargs)
-                except RuntimeError:  # code that asks for gradients of its own, perhaps
-                    watch.inside = 0
-                    with torch.enable_grad():
-                        out = shadow(*args, **kwargs)
+            with mode, watch, _silent(), gradients:
+                out = shadow(*args, **kwargs)
                 watch.chains.end(out, shadow)
         finally:
             forget_fake_results(model)

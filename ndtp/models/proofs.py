@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from ndtp.models.part_settings import PartSettings
 from ndtp.models.proof import why_not
-from ndtp.models.rehearsal import Rehearsal, forms, rehearse, seeded, settings, skeleton
+from ndtp.models.rehearsal import Rehearsal, forms, rehearse, seeded, skeleton
 from ndtp.models.roles import AttentionRole
 from ndtp.models.thresholds import tokens_beyond
 
@@ -24,6 +25,7 @@ class Proofs:
 
     def __init__(self, model: Any, roles: Sequence[AttentionRole], hidden: int, splits: int) -> None:
         self.model, self.roles, self.hidden, self.splits = model, roles, hidden, splits
+        self._settings = PartSettings()
         self._seen: Rehearsal | None = None
         self._model: tuple[Any, ...]
         try:
@@ -37,7 +39,7 @@ class Proofs:
         module = self.model.get_submodule(role.name)
         kinds = tuple((type(each), type(each).forward) for each in module.modules())
         # Of all parts: layers of one class may hold parts of one class which are set to do other things.
-        own = tuple((name, *settings(part, role.name).items()) for name, part in module.named_modules())
+        own = tuple((name, *self._settings.of(part, role.name).items()) for name, part in module.named_modules())
         key = (self._model, repr(role), kinds, own)
         if any("forward" in vars(each) for each in module.modules()):
             return self._found(role, module)

@@ -13,7 +13,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -23,13 +22,11 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ndtp.models.between import FACTS, SIZES
+from ndtp.models.part_settings import PartSettings
 from ndtp.models.roles import features, is_linear, vocabulary_of
-from ndtp.models.same_weights import fingerprint
 
 BATCH, LENGTH = (2, 3, 5), (5, 6, 7, 11)  # the first that is no number of heads or the like
 FEW = 512  # numbers of a parameter that is copied as it is in size; of larger ones only the shape is
-PLACES = ("layer", "idx", "index", "block")  # in the name of an attribute that tells which layer a module is
-SETTINGS = (int, float, bool, str, torch.dtype, FunctionType, BuiltinFunctionType)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -100,6 +97,7 @@ class HeadsWatch:
     def __init__(self, seen: Rehearsal) -> None:
         self.seen, self.running = seen, [""]
         self.copied: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.settings = PartSettings()
         self.known: dict[Any, SeenCall] = {}  # calls that are alike, whichever module of a kind was called so
 
     def read(self, owner: str) -> None:
@@ -159,19 +157,6 @@ def _changed(x: Any, change: Callable[[Any], Any], depth: int) -> Any:
         return type(x)(_changed(each, change, depth) for each in x)
     is_object = hasattr(x, "__dict__") and not isinstance(x, (type, nn.Module)) and not callable(x)
     return with_tensors(copy.copy(x), change, depth + 1) if is_object and depth < 3 else x
-
-
-def settings(module: nn.Module, name: str) -> dict[str, Any]:
-    """Return the settings of a module, except the number of its layer: plain values, functions, small buffers."""
-    numbers = {int(part) for part in name.split(".") if part.isdigit()}
-    place = {k for k, x in vars(module).items() if type(x) is int and x in numbers and any(w in k for w in PLACES)}
-    own = {k: x for k, x in vars(module).items() if type(x) in SETTINGS and k not in place}
-    lists = {k: repr(x) for k, x in vars(module).items() if type(x) in (tuple, list) and not k.startswith("_")}
-    buffers = {
-        k: (tuple(x.shape), fingerprint(x) if type(x) is Tensor and not x.is_meta and x.numel() <= 1 << 16 else 0)
-        for k, x in module._buffers.items() if x is not None
-    }  # fmt: skip
-    return own | lists | buffers | {"training": None}
 
 
 def forms(given: Any) -> str:
@@ -300,7 +285,7 @@ def _without_numbers(size: int) -> Callable[[Tensor], Tensor]:
 
 
 def _watch(modules: Mapping[str, Any], name: str, projections: Sequence[str], watch: HeadsWatch, batch: int) -> None:
-    kind = (type(modules[name]), str(settings(modules[name], name)))
+    kind = (type(modules[name]), str(watch.settings.of(modules[name], name)))
 
     def enters(_: Any, args: Any, kwargs: Any) -> None:
         watch.running.append(name)

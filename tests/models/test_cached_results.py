@@ -8,6 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ndtp.models.cached_results import forget_fake_results
+from ndtp.models.observation import observe
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly
 
 
@@ -68,3 +69,21 @@ def test_compiled_parts_run_as_they_are_in_copies_too():
     for each in (model, copy.deepcopy(model)):
         each(torch.ones(1, 2))
     assert not compiled
+
+
+class Turning(nn.Module):
+    """Takes a gradient of its own, of another layer each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.turns = nn.Linear(4, 4), nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        layer = (self.first, self.second)[self.turns]
+        self.turns += 1
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(layer(x).square().sum(), x)[0]
+
+
+def test_a_run_that_failed_for_want_of_gradients_is_made_anew():
+    assert observe(Turning(), torch.ones(2, 4)).order == ["first"]

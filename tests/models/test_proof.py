@@ -1,5 +1,6 @@
 """Attention whose code is no function of single heads and sequences is found by a trial, and left whole by name."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -152,15 +153,16 @@ def test_the_program_draws_on_as_if_nothing_had_drawn():
 
 
 class Set(nn.Module):
-    """What is done to heads, by what it is set to: as a word, a function or a table."""
+    """What is done to heads, by what it is set to: as a word, a function, an object or a table."""
 
-    def __init__(self, word="", function=None, table=()):
+    def __init__(self, word="", function=None, table=(), options=None):
         super().__init__()
-        self.word, self.function = word, function
+        self.word, self.function, self.options = word, function, options
         self.register_buffer("table", torch.tensor(table, dtype=torch.long))
 
     def forward(self, x):
         x = x.flip(2) if self.word == "flip" else x
+        x = x.flip(2) if "flip" in (getattr(self.options, "words", None) or self.options or ()) else x
         x = x if self.function is None else self.function(x)
         return x[:, :, self.table[: x.shape[2]]] if len(self.table) else x
 
@@ -178,9 +180,12 @@ def same(x):
     [
         ({}, {"word": "flip"}),
         ({"function": same}, {"function": rolled}),
+        ({"function": partial(torch.roll, shifts=0, dims=2)}, {"function": partial(torch.roll, shifts=1, dims=2)}),
+        ({}, {"options": {"flip": True}}),
+        ({"options": SimpleNamespace(words=["same"])}, {"options": SimpleNamespace(words=["flip"])}),
         ({"table": (0, 1, 2, 3)}, {"table": (0, 2, 1, 3)}),
     ],
-    ids=["word", "function", "table"],
+    ids=["word", "function", "partial", "dict", "object", "table"],
 )
 def test_layers_whose_parts_are_set_otherwise_are_tried_each(settings):
     """Of one class of attention, with parts of one class."""
