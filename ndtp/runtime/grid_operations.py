@@ -177,6 +177,8 @@ def _by_whole(
 
 def _wrote(kind: Any, written: Any) -> None:
     """Padding stays zero; and what a view was written to, what it is a view of has, too."""
+    if isinstance(written, (list, tuple)):  # whose changes torch counts for tensors of its own alone
+        torch.autograd.graph.increment_version([x for x in written if type(x) is kind and not x.is_inference()])
     for x in written if isinstance(written, (list, tuple)) else [written]:
         if type(x) is not kind:
             continue
