@@ -19,7 +19,7 @@ from ndtp.cli.common import is_first_rank, num_ranks, print_table, write_json
 from ndtp.cli.progress import Runner
 
 if TYPE_CHECKING:
-    from ndtp.cli.disagreements import Disagreement
+    from ndtp.cli.odd_rank import Disagreement
 
 TIMEOUT_S = 30.0  # of ranks that wait for each other where nothing is named
 SHOWN = 46  # characters of what is said of a kind

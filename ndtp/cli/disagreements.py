@@ -8,199 +8,22 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ndtp
+from ndtp.cli.odd_rank import LENGTH, VOCABULARY, Batch, Change, Decoder, Disagreement, TrainingLoop, unchanged
 from ndtp.errors import CheckpointError, MismatchError
 from ndtp.runtime.process_grid import ProcessGrid
 
-VOCABULARY, WIDTH, HEADS, LENGTH, STEPS = 32, 16, 4, 8, 3
 NOTHING = "nothing was raised"
-
-Change = Callable[[Any], Any]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The inputs of a step; `asks` is a flag of the model, and `sampled` tokens are the model's own."""
-
-    ids: Tensor
-    labels: Tensor
-    mask: Tensor | None
-    positions: Tensor
-    asks: bool = False
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """One thing that a rank does otherwise.
-
-    Attributes:
-        says: what the error says of it, a regular expression; "" for what is no disagreement.
-        changes: by the point of the loop at which something else comes of what is there; see `TrainingLoop`.
-        dropout: of the model.
-        program: what all ranks run.
-        at: the step in which it is done.
-        along_dp: the grid has an axis `dp` alone, along which ranks have sequences of their own.
-    """
-
-    name: str
-    says: str
-    changes: Mapping[str, Change] = field(default_factory=dict)
-    dropout: float = 0.0
-    program: Callable[[TrainingLoop], None] | None = None
-    at: int = 1
-    along_dp: bool = False
-
-
-class SmallAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
-        seen = None if mask is None else mask[:, None, None, :]
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        return self.out(y.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
-
-
-class SmallLayer(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(WIDTH), SmallAttention()
-        self.up, self.act, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.attention(self.norm(x), mask)
-        return x + self.drop(self.down(self.act(self.up(x))))  # type: ignore[no-any-return]
-
-
-class Decoder(nn.Module):
-    """A small language model of torch's own layers."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(2 * LENGTH, WIDTH)
-        self.layers = nn.ModuleList(SmallLayer(dropout) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(
-        self,
-        ids: Tensor,
-        labels: Tensor | None = None,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        asks: bool = False,
-    ) -> Tensor:
-        h = self.tokens(ids) + (0 if positions is None else self.places(positions))
-        for layer in self.layers:
-            h = layer(h, mask)
-        logits = self.head(h)
-        return logits if labels is None else F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-
-
-def _call(model: nn.Module, batch: Batch) -> Tensor:
-    return model(batch.ids, batch.labels, batch.mask, batch.positions, asks=batch.asks)  # type: ignore[no-any-return]
-
-
-@dataclass
-class TrainingLoop:
-    """A training loop with a kind of disagreement on one rank.
-
-    Points at the start: "seed", "scheme", "split" (the model on the grid), "optimizer" (its class and settings),
-    "parameters" of the optimizer.  Points of the step `kind.at`: "skips", "batch", "train", "around" (of the grid, a
-    context of the call), "again" (whether the model is called once more), "loss", "backward", "gradients" (of the
-    parameters), "steps" (how often the optimizer steps), "zero" ("none", "zeros", "keep"), "end" (the model).
-
-    Attributes:
-        is_odd: whether this is the rank that does otherwise.
-        rows: the axis along which ranks have sequences of their own, if any has.
-    """
-
-    kind: Disagreement
-    mesh: ProcessGrid
-    scheme: str
-    is_odd: bool
-    check: bool | None
-    rows: str = ""
-
-    def changed(self, point: str, value: Any) -> Any:
-        change = self.kind.changes.get(point) if self.is_odd else None
-        return value if change is None else change(value)
-
-    def model(self) -> nn.Module:
-        torch.manual_seed(self.changed("seed", 0))
-        dense = Decoder(self.kind.dropout)
-        split = ndtp.parallelize(dense, self.mesh, scheme=self.changed("scheme", self.scheme), check=self.check)
-        torch.manual_seed(0)
-        self.changed("split", split)
-        return split
-
-    def batch(self, step: int) -> Batch:
-        own = self.mesh.grid.coordinate(self.mesh.rank)[self.rows] if self.rows else 0
-        draw = torch.Generator().manual_seed(step + 100 * own)
-        ids = torch.randint(VOCABULARY, (max(4, self.mesh.grid.num_ranks), LENGTH), generator=draw)
-        mask = torch.zeros(ids.shape)
-        mask[0, -1] = -10.0
-        return Batch(ids, ids.roll(-1, 1), mask, torch.arange(LENGTH).expand_as(ids))
-
-    def train(self) -> None:
-        model = self.model()
-        parameters = self.changed("parameters", list(model.parameters()))
-        kind, options = self.changed("optimizer", (torch.optim.SGD, {"lr": 0.1}))
-        optimizer = kind(parameters, **options)
-        for step in range(STEPS):
-            changed = self.changed if step == self.kind.at else _unchanged
-            if not changed("skips", False):
-                self.step(model, optimizer, parameters, self.batch(step), changed)
-
-    def step(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        parameters: list[nn.Parameter],
-        batch: Batch,
-        changed: Callable[[str, Any], Any],
-        call: Callable[[nn.Module, Batch], Tensor] = _call,
-    ) -> None:
-        """One step of training.
-
-        Args:
-            changed: gives what comes of what is there at a point.
-            call: of a model with a batch.
-        """
-        batch = changed("batch", batch)
-        model.train(changed("train", True))
-        changed("call", model)
-        around = changed("around", self.mesh)
-        with nullcontext() if around is self.mesh else around:
-            loss = call(model, batch)
-        if changed("again", False):
-            call(model, batch)
-        if changed("backward", True):
-            changed("loss", loss).backward()
-            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], changed("gradients", 0.5))
-        for _ in range(changed("steps", 1)):
-            optimizer.step()
-        zero = changed("zero", "none")
-        if zero != "keep":
-            optimizer.zero_grad(set_to_none=zero == "none")
-        with torch.no_grad():
-            changed("end", model)
-
-
-def _unchanged(_: str, value: Any) -> Any:
-    return value
 
 
 def run_kind(
@@ -250,12 +73,40 @@ def _load(loop: TrainingLoop) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         for step in range(2):
-            loop.step(model, optimizer, list(model.parameters()), loop.batch(step), _unchanged)
+            loop.step(model, optimizer, list(model.parameters()), loop.batch(step), unchanged)
             ndtp.checkpoint.save(model, optimizer, f"{mine[0]}/{step}")
         ndtp.checkpoint.load(model, optimizer, f"{mine[0]}/{loop.changed('folder', 0)}")
     finally:
         dist.barrier()
         shutil.rmtree(folders[0])
+
+
+def _load_state(loop: TrainingLoop) -> None:
+    """A file of dense weights that each rank loads by itself."""
+    model, draw = loop.model(), torch.Generator().manual_seed(loop.changed("file", 0))
+    dense = Decoder(0.0).state_dict()
+    model.load_state_dict({name: torch.randn(x.shape, generator=draw) for name, x in dense.items()})
+    loop.step(model, torch.optim.SGD(model.parameters(), lr=0.1), list(model.parameters()), loop.batch(0), unchanged)
+
+
+def _outside(loop: TrainingLoop) -> None:
+    """A loss that code outside of the model makes of its logits."""
+    model, batch = loop.model(), loop.batch(0)
+    labels, weight = loop.changed("labels", batch.labels), loop.changed("weight", torch.ones(VOCABULARY))
+    logits = model(batch.ids).flatten(0, 1)
+    smoothing = loop.changed("smoothing", 0.0)
+    F.cross_entropy(logits, labels.flatten(), weight=weight, label_smoothing=smoothing).backward()
+
+
+def _average(loop: TrainingLoop) -> None:
+    """An average of weights, which is evaluated after a step."""
+    model, batch = loop.model(), loop.batch(0)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    loop.step(model, torch.optim.SGD(model.parameters(), lr=0.1), list(model.parameters()), batch, unchanged)
+    for _ in range(loop.changed("updates", 1)):
+        average.update_parameters(model)
+    with torch.no_grad():
+        average(batch.ids, batch.labels)
 
 
 def _in_threads(loop: TrainingLoop) -> None:
@@ -320,6 +171,17 @@ def _scaled(name: str, raw: bool) -> Change:
     return change
 
 
+def _without_one(parameters: list[nn.Parameter]) -> None:
+    parameters[0].grad = None
+
+
+def _to_probability(p: float) -> Change:
+    def change(model: Any) -> None:
+        model.layers[0].drop.p = p
+
+    return change
+
+
 def _hook(model: nn.Module) -> None:
     model.get_submodule("layers.0.act").register_forward_hook(lambda *_: None)
 
@@ -361,10 +223,22 @@ KINDS = [
     Disagreement("a weight written to", "weight 'layers.0.up.weight'", {"end": _scaled("layers.0.up.weight", False)}),
     Disagreement("dropout's seed", "random numbers of torch", {"call": lambda _: torch.manual_seed(1)}, 0.5),
     Disagreement("numbers drawn", "random numbers of torch", {"call": lambda _: torch.rand(1)}, 0.5),
+    Disagreement("dropout's probability", "number p of 'layers.0.drop'", {"call": _to_probability(0.1)}, 0.5),
+    Disagreement("noise in an input", "input mask: .* norm", _of_batch("mask", lambda x: x * 1.004)),
+    Disagreement("a gradient removed", "changed gradient of 'tokens.weight'.* none", {"clip": _without_one}),
+    Disagreement("clip by value", "changed gradient of", {"clip": lambda all_: nn.utils.clip_grad_value_(all_, 1e-4)}),
     Disagreement("initial seed", "of 'tokens.weight'", {"seed": _to(1)}),
     Disagreement("scheme", "scheme|split|layout", {"scheme": lambda scheme: "1d" if scheme != "1d" else "1d-sp"}),
     Disagreement("sampling", "input ids: values", {"sampling": _to(1)}, program=_sample),
     Disagreement("a folder that is loaded", "ranks find different checkpoints", {"folder": _to(1)}, program=_load),
+    Disagreement("a file that is loaded", "weight '.*' as it was loaded", {"file": _to(1)}, program=_load_state),
+    Disagreement("labels outside", "input of the loss outside.*: values", {"labels": lambda x: x + 1 & 31},
+                 program=_outside),
+    Disagreement("class weights outside", "input of the loss outside.* norm", {"weight": lambda x: x * 2},
+                 program=_outside),
+    Disagreement("label smoothing outside", "input of the loss outside.*0.1", {"smoothing": _to(0.1)},
+                 program=_outside),
+    Disagreement("an average of weights", "weight '.*' since .*written to", {"updates": _to(2)}, program=_average),
     Disagreement("two threads", "two threads .* call 1 of Decoder", program=_in_threads),
 ]  # fmt: skip
 # What is no disagreement: ranks of another `dp` have sequences of their own; numbers that no dropout uses are free.

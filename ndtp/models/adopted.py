@@ -32,7 +32,7 @@ from ndtp.ops.few_rows import is_inference
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
 from ndtp.ops.norms import NormPlan, bound_norm, norm
-from ndtp.runtime.arrival import stored_shape
+from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.versions import refuse_changed, version_of
 
@@ -311,6 +311,8 @@ class Replicated(nn.Module):
         for name, own in self._parameters.items():
             value = state_dict.get(prefix + name)
             if own is not None and isinstance(value, Tensor):
+                if is_plain(value):
+                    mesh.step.note_loaded(prefix + name, value)
                 layout: Any = own.ndtp_layout  # type: ignore[attr-defined]
                 state_dict = {
                     **state_dict,

@@ -82,7 +82,7 @@ def cross_entropy(
         rows, own, bias, _all_targets(logits, target, ignore_index), plan, frame.mesh, reduction,
         weights=weight, between=lambda part: logits.formula({(0, None): part}), dtype=logits.dtype,
     )  # fmt: skip
-    return frame.mesh.step.made_whole(found)
+    return frame.mesh.step.made_whole(found, (target, weight, ignore_index, label_smoothing, reduction))
 
 
 def _all_targets(logits: Pending, target: Tensor, ignore_index: int) -> Tensor:

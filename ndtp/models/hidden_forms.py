@@ -130,7 +130,7 @@ def _cross_entropy(
         reduction=reduction, name=passage.came_from or "loss",
     )  # fmt: skip
     if reduction != "none":
-        return frame.mesh.step.made_whole(loss)
+        return frame.mesh.step.made_whole(loss, (target, weight, ignore_index, label_smoothing, reduction))
     rows = Layout(frame.mesh.grid, passage.layout.dims[0], None)
     return passage.in_order(relayout(loss[:, None], rows, frame.outside, frame.mesh, "losses"))[:, 0]
 

@@ -140,7 +140,7 @@ def cross_entropy(
             weights=weight, between=lambda part: logits.formula({(0, None): part}), dtype=form.dtype,
         )  # fmt: skip
     call.feeds_loss = True
-    return head.mesh.step.made_whole(found)
+    return head.mesh.step.made_whole(found, (target, weight, ignore_index, label_smoothing, reduction))
 
 
 def _all_targets(logits: Noted, target: Tensor, ignore_index: int) -> Tensor:

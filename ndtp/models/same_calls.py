@@ -26,6 +26,8 @@ from ndtp.models.same_inputs import facts_of, inputs_of, settings_in
 from ndtp.models.same_optimizers import settings_by_name, watch_steps
 from ndtp.models.same_steps import Steps
 from ndtp.runtime.facts import (
+    COARSE,
+    FINE,
     Fact,
     Fingerprint,
     digest,
@@ -81,6 +83,8 @@ class SameCalls:
         self.late_numbers: dict[str, Tensor] = {}
         self.of_last: list[Fact] = []  # what is known of the last call since it began
         self.steps = Steps(self)
+        self.tolerance = FINE  # of real numbers
+        self._operands: list[tuple[str, Any]] = []  # of losses that code outside of the model has made since its call
         self.draws = False  # whether the last call drew random numbers
         self._task, self.number = -1, next(_NUMBERS)
 
@@ -106,7 +110,7 @@ class SameCalls:
         memo[id(self)] = made
         made.mesh = copy.deepcopy(self.mesh, memo)
         made._model = ref(copy.deepcopy(self.model, memo))
-        made.late, made.late_numbers, made.of_last, made.steps = [], {}, [], Steps(made)
+        made.late, made.late_numbers, made.of_last, made._operands, made.steps = [], {}, [], [], Steps(made)
         made.number = next(_NUMBERS)
         for name in ("depth", "drawn", "at_work"):
             vars(made).pop(name, None)
@@ -123,6 +127,7 @@ class SameCalls:
             module.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         watch_steps(self)
         if self.is_on and self.mesh.groups.kind.has_peers:
+            self.mesh.step.loaded = []
             self.steps.note_weights()
         return self
 
@@ -172,8 +177,9 @@ class SameCalls:
         for name, value in inputs:
             self._look_at(name, value, of_rows, numbers)
         accumulates, backwards, taken = self.mesh.step.partial_sums.depth, self.backwards, steps.taken
-        alike: list[Any] = [found, accumulates, backwards, taken, optimizers]
-        is_seen, config = torch.is_grad_enabled() or (number - 1) % SELDOM == 0, {}
+        (factor, changed), loaded, self._operands = steps.between.taken(), self._loaded(), []
+        alike: list[Any] = [found, accumulates, backwards, taken, optimizers, changed, loaded]
+        is_seen, config = torch.is_grad_enabled() or (number - 1) % SELDOM == 0 or steps.is_new, {}
         if is_seen:
             config = self._settings(number)
             parts = steps.state_of(model, self.thorough or (number - 1) % SELDOM == 0)
@@ -184,17 +190,28 @@ class SameCalls:
             made.append(Fact("accumulating gradients", accumulates > 0))
             made += [Fact("backward passes so far", backwards), Fact("optimizer steps so far", taken)]
             made += [fact for each in optimizers for fact in settings_by_name(*each)]
+            made += steps.changed_gradients(dict(changed))
+            made += [Fact(f"weight '{name}' as it was loaded", f"hash {seen:016x}") for name, seen in loaded]
             if is_seen:
                 made.append(Fact("how it was split", self.made_by))
                 made += [Fact(f"setting {key}", value) for key, value in config.items()]
                 made += steps.details()
             return made
 
-        compare(self.mesh, conversation, Point(what, alike, of_rows, numbers, steps.taken_factor(), facts), self.rows)
+        point = Point(what, alike, of_rows, numbers, factor, facts, self.tolerance)
+        compare(self.mesh, conversation, point, self.rows)
         if is_seen and steps.due:
             steps.compare_weights(what)
         looks = self.thorough or self.draws or (number - 1) % SELDOM < 2
         own["drawn"] = random_state(device_type) if model.training and looks else b""
+
+    def _loaded(self) -> list[tuple[str, int]]:
+        """Return what was loaded since ranks last compared it, by names and hashes."""
+        step = self.mesh.step
+        if not step.loaded:
+            return []
+        found, step.loaded = step.loaded, []
+        return [(name, int(seen) & (1 << 63) - 1) for name, seen in found]
 
     def _settings(self, number: int) -> dict[str, Any]:
         """Return the settings of a model of transformers: its attention kernel, and its config, which is compared
@@ -222,6 +239,8 @@ class SameCalls:
         if dtype.is_floating_point or dtype.is_complex:
             if value.is_meta:
                 return
+            if dtype.itemsize < 4:
+                self.tolerance = COARSE
             found = projection_of(value, len(numbers))
             if isinstance(found, Fingerprint):
                 numbers[f"input {name}"] = found
@@ -261,10 +280,13 @@ class SameCalls:
             is_first = index == 0 and (len(found) == 1 or not x.dim())
             self._hook(x, self.calls, is_first and type(x) is Tensor and self.whole_inputs)
 
-    def _expect_outside(self, made: Tensor) -> None:
-        """A whole tensor that code outside of the model has made of what the model gave."""
+    def _expect_outside(self, made: Tensor, operands: Any) -> None:
+        """A whole tensor that code outside of the model has made of what the model gave, and of what else."""
         if not of_turn(self).get("depth", 0) and not torch.compiler.is_compiling():
             self._hook(made, self.calls, self.whole_inputs)
+            if operands and self.whole_inputs:
+                named = leaves_of(operands, "of the loss outside of the model")
+                self._operands += [(name, x) for name, x in named if not isinstance(x, Tensor) or type(x) is Tensor]
 
     def _hook(self, x: Tensor, number: int, is_looked_at: bool) -> None:
         begun = partial(self._compare_backward, number, is_looked_at)
@@ -291,6 +313,9 @@ class SameCalls:
         last, numbers = self._of_last() if self.of_last or self.late or self.late_numbers else ([], {})
         accumulates, creates = self.mesh.step.partial_sums.depth, torch.is_grad_enabled()
         of_rows: list[Any] = [fact[:2] for fact in last] if last else []
+        operands, self._operands = self._operands, []
+        for name, value in operands:
+            self._look_at(name, value, of_rows, numbers)
         form = None
         if is_looked_at and not grad.is_meta:
             form = grad.shape, grad.dtype, grad.device.type
@@ -303,12 +328,13 @@ class SameCalls:
 
         def facts() -> list[Fact]:
             made = [*last, Fact("accumulating gradients", accumulates > 0), Fact("create_graph", creates)]
+            made += facts_of(operands, self._rows)
             return made if form is None else [*made, Fact("input gradient", form_of(grad), self._rows)]
 
         at_work = Speaking(conversation, what)
         at_work.begin()
         try:
-            point = Point(what, (accumulates, creates), of_rows, numbers, facts=facts)
+            point = Point(what, (accumulates, creates), of_rows, numbers, facts=facts, tolerance=self.tolerance)
             compare(self.mesh, conversation, point, self.rows)
         except BaseException:
             at_work.end()
@@ -319,7 +345,7 @@ class SameCalls:
 
     def _ended(self, at_work: Speaking) -> None:
         at_work.end()
-        self.steps.note_gradient()
+        self.steps.note_gradients()
 
     def compare_late(self) -> None:
         """Compare what an accelerator has computed since the last point, before an optimizer uses it."""

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from ctypes import string_at
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter, is_
-from struct import calcsize, unpack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ndtp.models.same_gradients import GradientChanges, told
 from ndtp.models.same_optimizers import OptimizerGroups, Settings
 from ndtp.nn.hooks import OF_A_MODULE
 from ndtp.nn.sharded import Sharded
 from ndtp.runtime.arrival import local_of
-from ndtp.runtime.facts import Fact, content_of, digest
+from ndtp.runtime.facts import Fact, digest, hash_of_content
 from ndtp.runtime.points import compare_facts
 from ndtp.runtime.versions import Versions
 
 _trains, _wants, _grad = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")
 _is_none = partial(is_, None)
-_LOOKED_AT = 16  # numbers of a gradient
-_CODES = {torch.float32: "f", torch.float64: "d"}  # of `struct`
-Numbers = list[float] | Tensor | tuple[bytes, str]
 _ASKED = 2  # parameters whose gradient is asked for whether it was there before: `zero_grad` is called for all of them
-_BLOCK = 1 << 20  # words of a weight that are hashed at once
 
 
 @dataclass
@@ -40,29 +34,43 @@ class Parts:
         hooked: for each of them, whether it has hooks.
         names: of modules on the grid, and the seeds of those that were drawn.
         named: a digest of `names`.
+        made_with: where the numbers are that modules were made with, such as the probability of a dropout.
+        numbers, numbered: these numbers, and a digest of them.
         parameters: those that there are.
         counts: of the changes of each parameter.
         trains: for each module, whether it is in training.
         wants, lacks: for each parameter, whether it wants a gradient, and whether it has none.
-        stale, written: the numbers of parameters whose gradient was there before the last step, or which others than
-            optimizers have written to since.
+        stale: the numbers of parameters whose gradient was there before the last step.
+        written: how often others than optimizers have written to a parameter since, by its number.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
     hooked: bytearray = field(default_factory=bytearray)
     names: list[Any] = field(default_factory=list)
     named: int = 0
+    made_with: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    numbers: list[Any] = field(default_factory=list)
+    numbered: int = 0
     parameters: list[nn.Parameter] = field(default_factory=list)
     counts: Versions = field(default_factory=lambda: Versions(()))
     trains: bytes = b""
     wants: bytes = b""
     lacks: bytes = b""
     stale: tuple[int, ...] = ()
-    written: tuple[int, ...] = ()
+    written: dict[int, int] = field(default_factory=dict)
 
     def told(self) -> tuple[object, ...]:
         """Return what all ranks have alike of it."""
-        return self.named, self.trains, bytes(self.hooked), self.wants, self.lacks, self.stale, self.written
+        return (
+            self.named,
+            self.numbered,
+            self.trains,
+            bytes(self.hooked),
+            self.wants,
+            self.lacks,
+            self.stale,
+            self.written,
+        )
 
 
 class Steps:
@@ -85,8 +93,7 @@ class Steps:
         self._parts = Parts()
         self._contents: list[int] | None = None  # hashes of the weights after the last step that was looked at
         self.due, self._writes = True, 0
-        self._probe: tuple[nn.Parameter, Numbers] | None = None
-        self._factor: float | Tensor = math.nan
+        self.between = GradientChanges()
 
     # ------------------------------------------------------------------------------------------------------ the state
 
@@ -104,12 +111,17 @@ class Steps:
             parts.counts = Versions(parts.parameters, self._calls.thorough)
         parameters, now = parts.parameters, parts.counts.now()
         seen = self._seen
-        if seen is None or len(seen) != len(now):
+        if seen is None:  # a copy that is called first: torch counts the writes to one from zero
+            seen = parts.counts.of_new(now)
+        elif len(seen) != len(now):
             seen = now
         # By functions in C alone: it is done at every call, when nothing of it is in a cache of the processor.
         parts.trains, parts.wants = bytes(map(_trains, parts.modules)), bytes(map(_wants, parameters))
         parts.lacks = bytes(map(_is_none, map(_grad, parameters)))
-        parts.stale, parts.written = (), ()
+        numbers = [own.get(name) for own, name in parts.made_with]
+        if numbers != parts.numbers:
+            parts.numbers, parts.numbered = numbers, digest(numbers)
+        parts.stale, parts.written = (), {}
         if self._gradients:
             # What has gone does not come back: a later gradient may lie where it lay, on one rank and not on another.
             grads = {i: parameters[i].grad for i in self._gradients if i < len(parameters)}
@@ -123,6 +135,11 @@ class Steps:
         self._parts, self._seen = parts, now
         return parts
 
+    @property
+    def is_new(self) -> bool:
+        """Whether nobody has looked at the model yet: it is a copy that was not called before."""
+        return self._seen is None
+
     def details(self) -> list[Fact]:
         """The state by names."""
         parts, model = self._parts, self._calls.model
@@ -134,12 +151,22 @@ class Steps:
             facts += [Fact(f"training{where}", bool(trains)), Fact(f"hooks{where}", "some" if hooked else "none")]
             if isinstance(module, Sharded):
                 facts.append(Fact(f"module{where}", f"'{module.name}', seed {module.seed}"))
+            facts += [Fact(f"number {key}{where}", value) for key, value in numbers_of(module).items()]
         for i, (name, _) in enumerate(_in_order(model)):
             facts.append(Fact(f"requires_grad of '{name}'", bool(parts.wants[i])))
             kind = "one that was there before the last step" if i in parts.stale else "one"
             facts.append(Fact(f"gradient of '{name}' when it was called", "none" if parts.lacks[i] else kind))
-            written = "written to" if i in parts.written else "as it was"
+            count = parts.written.get(i)
+            written = "as it was" if count is None else f"written to {count or 'an unknown number of'} times"
             facts.append(Fact(f"weight '{name}' since the last step", written))
+        return facts
+
+    def changed_gradients(self, changed: Mapping[int, int]) -> list[Fact]:
+        """Return, by names, how gradients were changed between backward and the last step."""
+        facts = []
+        for i, (name, _) in enumerate(_in_order(self._calls.model)):
+            what = told(changed[i]) if i in changed else "as backward left it"
+            facts.append(Fact(f"changed gradient of '{name}' between backward and the optimizer", what))
         return facts
 
     def taken_settings(self) -> list[Settings]:
@@ -152,12 +179,7 @@ class Steps:
     def before_step(self) -> None:
         if self._calls.mesh.device_type != "cpu":
             self._calls.compare_late()
-        if self._probe is not None:
-            parameter, before = self._probe
-            grad = parameter.grad
-            if grad is not None and grad.layout is torch.strided:
-                self._factor = _factor(before, _numbers(grad))
-        self._probe = None
+        self.between.before_step(self._parts.parameters)
 
     def after_step(self, settings: tuple[str, OptimizerGroups, float | None]) -> None:
         self.taken += 1
@@ -172,28 +194,16 @@ class Steps:
         if self.taken == 1 or self.taken % self._calls.every == 0:
             self.note_weights()
 
-    def note_gradient(self) -> None:
-        """Note some numbers of a gradient at the end of backward, to see what becomes of them until the step."""
-        for parameter in reversed(self._parts.parameters):
-            grad: Any = parameter.grad
-            if grad is None or grad.layout is not torch.strided or grad.is_complex():
-                continue
-            if getattr(grad, "_local_tensor", grad).numel():
-                self._probe = (parameter, _numbers(grad))
-                return
-
-    def taken_factor(self) -> float:
-        """Return the number by which gradients were multiplied between backward and the last step; NaN if not one
-        number.
-        """
-        factor, self._factor = float(self._factor), math.nan
-        return factor
+    def note_gradients(self) -> None:
+        """Note gradients at the end of backward, to see what becomes of them until the step."""
+        self.between.after_backward(self._parts.parameters)
 
     # --------------------------------------------------------------------------------------------------------- weights
 
     def note_weights(self) -> None:
         """Remember what weights hold, to see whether they hold it when the model is called next."""
         if not self._parts.parameters:
+            self._seen = []
             self.state_of(self._calls.model)
         self._contents = _contents(self._parts.parameters)
         self.due = True
@@ -241,10 +251,32 @@ def _walk(module: nn.Module, parts: Parts, is_root: bool = False) -> None:
     parts.hooked.append(not is_root and any(own[kind] for kind in OF_A_MODULE))
     if isinstance(module, Sharded):
         parts.names.append((own.get("name"), own.get("seed")))
+    parts.made_with += [(own, name) for name in numbers_of(module)]
     parts.parameters += [p for p in own["_parameters"].values() if p is not None]
     for child in own["_modules"].values():
         if child is not None:
             _walk(child, parts)
+
+
+def numbers_of(module: nn.Module) -> dict[str, float]:
+    """Return the real numbers that a module keeps under the names of its constructor's arguments: the probability of a
+    dropout, the epsilon of a norm.
+    """
+    kind: Any = type(module)
+    own = vars(module)
+    return {name: own[name] for name in _arguments_of(kind) if isinstance(own.get(name), float)}
+
+
+@cache
+def _arguments_of(kind: Any) -> tuple[str, ...]:
+    """Names of the arguments of the constructors of a class and of its bases."""
+    codes = (vars(each)["__init__"].__code__ for each in kind.__mro__ if _is_made_by_code(each))
+    names = (name for code in codes for name in code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
+    return tuple(dict.fromkeys(names))
+
+
+def _is_made_by_code(kind: type) -> bool:
+    return issubclass(kind, nn.Module) and hasattr(vars(kind).get("__init__"), "__code__")
 
 
 def _in_order(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -261,44 +293,6 @@ def _state_of(grad: Any) -> tuple[int, int, int]:
     return id(grad), grad._version + local._version, local.data_ptr()
 
 
-def _numbers(grad: Any) -> Numbers:
-    """The first numbers of a gradient on this rank: their bytes, which takes no operation of torch, where that can be;
-    of an accelerator's without waiting for it.
-    """
-    local: Any = getattr(grad, "_local_tensor", grad)
-    if type(local) is Tensor and local.dtype in _CODES and local.device.type == "cpu" and local.is_contiguous():
-        return string_at(local.data_ptr(), min(local.numel(), _LOOKED_AT) * local.itemsize), _CODES[local.dtype]
-    with torch.no_grad():
-        first = local.reshape(-1)[:_LOOKED_AT]
-        return first.tolist() if first.device.type == "cpu" else first.double()
-
-
-def _factor(before: Numbers, now: Numbers) -> float | Tensor:
-    """Return the number by which all of some numbers were multiplied; NaN if there is none, or if all are zero."""
-    if isinstance(before, Tensor) or isinstance(now, Tensor):
-        first, then = torch.as_tensor(_listed(before)), torch.as_tensor(_listed(now))
-        if first.device != then.device or first.shape != then.shape:
-            return math.nan
-        ratios = (then / first)[first.abs() * 8 >= first.abs().max()]
-        return torch.where(ratios.max() - ratios.min() <= 1e-2 * ratios.abs().max(), ratios.mean(), math.nan)
-    first, then = _listed(before), _listed(now)
-    if before == now:
-        return 1.0 if any(0.0 < abs(x) < math.inf for x in first) else math.nan
-    least = max(map(abs, first)) / 8
-    found = [y / x for x, y in zip(first, then, strict=False) if abs(x) >= least > 0]
-    if not found or not max(found) - min(found) <= 1e-2 * max(map(abs, found)):
-        return math.nan
-    return found[0]
-
-
-def _listed(numbers: Numbers) -> Any:
-    """Numbers of which the bytes were taken as numbers; others as they are."""
-    if not isinstance(numbers, tuple):
-        return numbers
-    told, code = numbers
-    return unpack(f"{len(told) // calcsize(code)}{code}", told)
-
-
 def _split_over(parameter: Tensor, every: Sequence[str]) -> tuple[str, ...]:
     """The axes over which a parameter is split: ranks that differ on these alone hold other parts of it."""
     placements = getattr(parameter, "placements", None)
@@ -311,16 +305,7 @@ def _split_over(parameter: Tensor, every: Sequence[str]) -> tuple[str, ...]:
 @torch.no_grad()
 def _contents(parameters: Sequence[nn.Parameter]) -> list[int]:
     """A hash of what each parameter holds on this rank; one transfer from an accelerator."""
-    found = []
-    for parameter in parameters:
-        x = local_of(parameter).detach().reshape(-1)
-        if x.is_meta or not x.numel() or x.is_quantized:
-            found.append(torch.zeros((), dtype=torch.int64, device="cpu"))
-            continue
-        data = x.contiguous().view(torch.uint8)
-        data = torch.nn.functional.pad(data, (0, -data.numel() % 8)) if data.numel() % 8 else data
-        words = (data if data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)
-        found.append(torch.stack([content_of(block) for block in words.split(_BLOCK)]).sum())
+    found = [hash_of_content(local_of(parameter)) for parameter in parameters]
     if not found:
         return []
     device = found[-1].device

@@ -16,7 +16,7 @@ from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, full, put_in_place, taken
 from ndtp.ops.memory import Memory, measured
-from ndtp.runtime.arrival import local_of
+from ndtp.runtime.arrival import is_plain, local_of
 from ndtp.runtime.dry_grid import DryGrid, dry_backend
 from ndtp.runtime.given_mesh import GivenWire, given_mesh
 from ndtp.runtime.process_grid import ProcessGrid
@@ -115,6 +115,8 @@ class Sharded(nn.Module):
             own, value = self._parameters.get(name), state_dict.get(prefix + name)
             if own is None or not isinstance(value, Tensor):
                 continue
+            if is_plain(value):
+                self.mesh.step.note_loaded(f"{prefix}{name}", value)
             try:
                 mine = taken(value, own, lies.layout, self.mesh, lies.real)
             except LayoutError as error:

@@ -14,6 +14,8 @@ from torch import Tensor
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _LEAVES = (Tensor, *PLAIN)
 _SAMPLE = 4096  # numbers of a tensor of real ones that are looked at
+_BLOCK = 1 << 20  # words of a tensor that are hashed at once
+FINE, COARSE = 1e-3, 1e-2  # how near real numbers of ranks are that differ by rounding; of 16 bits, or of more
 # Of a multiplicative hash modulo 2^64, see Knuth, "The Art of Computer Programming", 6.4.
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
 
@@ -47,7 +49,7 @@ class Fingerprint(NamedTuple):
     def __add__(self, other: tuple[Any, ...]) -> Fingerprint:
         return Fingerprint(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def is_near(self, other: Fingerprint, tolerance: float = 1e-2) -> bool:
+    def is_near(self, other: Fingerprint, tolerance: float = COARSE) -> bool:
         """Return whether both projections can be of one tensor; a number that is not finite is near to any."""
         scale = math.sqrt(max(self.square, other.square, 0.0)) * tolerance
         near = abs(self.first - other.first) <= scale and abs(self.second - other.second) <= scale
@@ -71,6 +73,18 @@ def hash_of(x: Tensor) -> Tensor | int:
     words = x.contiguous().flatten()
     words = words.view(torch.uint8) if words.dtype == torch.bool else words
     return content_of(words.to(torch.int64))
+
+
+@torch.no_grad()
+def hash_of_content(x: Tensor) -> Tensor:
+    """A hash of all bytes of a tensor of any dtype, computed where it lies; zero of one without numbers."""
+    x = x.detach().reshape(-1)
+    if x.is_meta or not x.numel() or x.is_quantized:
+        return torch.zeros((), dtype=torch.int64, device="cpu")
+    data = x.contiguous().view(torch.uint8)
+    data = torch.nn.functional.pad(data, (0, -data.numel() % 8)) if data.numel() % 8 else data
+    words = (data if data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)
+    return torch.stack([content_of(block) for block in words.split(_BLOCK)]).sum()
 
 
 def content_of(words: Tensor) -> Tensor:

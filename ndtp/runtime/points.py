@@ -26,7 +26,7 @@ from ndtp.collectives.labels import Label
 from ndtp.collectives.turns import TURN
 from ndtp.collectives.watch import failure
 from ndtp.errors import MismatchError
-from ndtp.runtime.facts import Fact, Fingerprint
+from ndtp.runtime.facts import COARSE, Fact, Fingerprint
 
 _CELL, _HASH = struct.Struct(f"<16s16s4d{ROW - 64}x"), 16  # two hashes, the sums of `numbers`, the factor
 SHOWN = 6  # kinds of topics of an error
@@ -41,6 +41,8 @@ FIXES = (  # by the beginning of a topic
     ("requires_grad", "freeze the same parameters on every rank"),
     ("weight", "change weights on every rank alike, and load the same checkpoint everywhere"),
     ("factor", "scale and clip gradients alike on every rank"),
+    ("changed gradient", "scale, clip and remove gradients alike on every rank"),
+    ("number", "the same probabilities, epsilons and flags of modules on every rank"),
     ("setting", "the same config of the model on every rank"),
     ("how it was split", "parallelize with the same arguments on every rank"),
     ("backward", "the same calls in the same order on every rank"),
@@ -81,6 +83,7 @@ class Point:
         numbers: values that are compared up to rounding, by topic, among ranks that have the same rows.
         factor: the number by which all ranks scale their gradients; NaN where a rank cannot tell.
         facts: all of it in words; made where a rank has something else.
+        tolerance: how near `numbers` are that differ by rounding, as a share of their norm.
     """
 
     what: str
@@ -89,6 +92,7 @@ class Point:
     numbers: dict[str, Fingerprint] = field(default_factory=dict)
     factor: float = math.nan
     facts: Callable[[], list[Fact]] = list
+    tolerance: float = COARSE
 
     def row(self) -> Row:
         """Return the row that the point shows to other ranks: hashes, and numbers."""
@@ -108,6 +112,7 @@ class Point:
                 "facts": [(fact.topic, _text(fact.value), fact.may_differ) for fact in self.facts()],
                 "numbers": self.numbers,
                 "factor": self.factor,
+                "tolerance": self.tolerance,
             }
         )
 
@@ -131,7 +136,7 @@ def compare(mesh: Compared, conversation: Conversation, point: Point, rows_diffe
         rows = conversation.exchange(own)
     except RuntimeError as error:
         raise _failed(mesh, conversation, error, point.what) from error
-    if rows.count(own) == len(rows) or _is_alike(rows, _places(mesh, conversation, rows_differ)):
+    if rows.count(own) == len(rows) or _is_alike(rows, _places(mesh, conversation, rows_differ), point.tolerance):
         return
     told = [json.loads(text) for text in _heard(mesh, conversation, point)]
     raise MismatchError(message(told, mesh.grid, _ranks(mesh, conversation), tuple(rows_differ)))
@@ -234,13 +239,13 @@ def _places(mesh: Compared, conversation: Conversation, axes: Sequence[str]) -> 
     return [tuple(coordinate[axis] for axis in axes) for coordinate in coordinates]
 
 
-def _is_alike(rows: Sequence[Row], places: Sequence[tuple[int, ...]]) -> bool:
+def _is_alike(rows: Sequence[Row], places: Sequence[tuple[int, ...]], tolerance: float) -> bool:
     first: dict[tuple[int, ...], tuple[bytes, Fingerprint]] = {}
     factors, known = [], rows[0][:_HASH]
     for row, place in zip(rows, places, strict=True):
         alike, seen, *numbers, factor = _CELL.unpack(row)
         of_rows, near = first.setdefault(place, (seen, Fingerprint(*numbers)))
-        if alike != known or seen != of_rows or not near.is_near(Fingerprint(*numbers)):
+        if alike != known or seen != of_rows or not near.is_near(Fingerprint(*numbers), tolerance):
             return False
         factors.append(factor)
     return not _are_far(factors)
@@ -271,7 +276,7 @@ def differences(
         found += _among(grid, ranks, axes, topic, values)
     for topic in dict.fromkeys(topic for each in told for topic in each["numbers"]):
         points = [Fingerprint(*each["numbers"].get(topic, (math.inf,) * 3)) for each in told]
-        values = [_nearest(i, points) for i in range(len(points))]
+        values = [_nearest(i, points, told[0]["tolerance"]) for i in range(len(points))]
         found += _among(grid, ranks, tuple(rows_differ), topic, values)
     factors = [each["factor"] for each in told]
     if _are_far(factors):
@@ -280,9 +285,9 @@ def differences(
     return found
 
 
-def _nearest(i: int, points: Sequence[Fingerprint]) -> str:
+def _nearest(i: int, points: Sequence[Fingerprint], tolerance: float) -> str:
     """Return the numbers that ranks with nearly the same numbers all print."""
-    first = next(point for point in points if point.is_near(points[i]))
+    first = next(point for point in points if point.is_near(points[i], tolerance))
     return f"norm {math.sqrt(max(first.square, 0.0)):.6g} ({first.first:.4g}, {first.second:.4g})"
 
 

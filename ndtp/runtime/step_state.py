@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ndtp.collectives.recorder import Recording
 from ndtp.runtime.chunk_choices import ChunkChoices
+from ndtp.runtime.facts import hash_of_content
 from ndtp.runtime.late_gradients import LateGradients
 from ndtp.runtime.partial_sums import PartialSums
 from ndtp.runtime.residuals import Residuals
@@ -33,7 +35,10 @@ class StepState:
         recording: who looks on, if anybody does.
         recheck: has some products computed again by another rank; None: none.
         residuals: what the wire's rounding has kept back of gradients.
-        expect_backward: is told of whole tensors, such as losses, that code has made of split activations.
+        expect_backward: is told of whole tensors, such as losses, that code has made of split activations, and of what
+            else they were made of.
+        loaded: what was put in the place of parameters as every rank has it whole, by names and hashes, until ranks
+            compare it; None: nobody does.
     """
 
     def __init__(self, late: LateGradients) -> None:
@@ -44,13 +49,23 @@ class StepState:
         self.recording = Recording()
         self.recheck: Recheck | None = None
         self.residuals = Residuals()
-        self.expect_backward: Callable[[Tensor], None] | None = None
+        self.expect_backward: Callable[[Tensor, Any], None] | None = None
+        self.loaded: list[tuple[str, Any]] | None = None
 
-    def made_whole(self, result: Any) -> Any:
-        """The result, of which `expect_backward` is told: what every rank has whole, made of a split activation."""
+    def made_whole(self, result: Any, operands: Any = ()) -> Any:
+        """The result, of which `expect_backward` is told: what every rank has whole, made of a split activation.
+
+        Args:
+            operands: what a function made a loss of beside it.
+        """
         if self.expect_backward is not None and type(result) is Tensor and result.requires_grad:
-            self.expect_backward(result)
+            self.expect_backward(result, operands)
         return result
+
+    def note_loaded(self, name: str, dense: Tensor) -> None:
+        """Note what is put in the place of a parameter, which every rank has whole."""
+        if self.loaded is not None and dense.layout is torch.strided:
+            self.loaded.append((name, hash_of_content(dense)))
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -41,10 +41,24 @@ class Versions:
                 pass
         return [version_of(x) for x in self._tensors]
 
-    def changed(self, before: Sequence[Any], now: Sequence[Any]) -> tuple[int, ...]:
-        """Return which of the tensors have other numbers, by their places."""
+    def of_new(self, now: Sequence[Any]) -> list[Any]:
+        """Return what `now` would be if nobody had written to the tensors since they were made."""
         each = max(len(now) // max(len(self._tensors), 1), 1)
-        return tuple(sorted({i // each for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b}))
+        if each == 1:
+            return [(0, *x[1:]) if len(x) > 1 else x for x in now]
+        return [0 if i % each == 0 else x for i, x in enumerate(now)]
+
+    def changed(self, before: Sequence[Any], now: Sequence[Any]) -> dict[int, int]:
+        """Return which of the tensors have other numbers, by their places, and how often they were written to; 0 where
+        that is not known.
+        """
+        each = max(len(now) // max(len(self._tensors), 1), 1)
+        found: dict[int, int] = {}
+        for i, (a, b) in enumerate(zip(before, now, strict=True)):
+            if a != b:
+                is_counted = each > 1 and i % each == 0
+                found[i // each] = found.get(i // each, 0) + (b - a if is_counted else 0)
+        return found
 
 
 def refuse_changed(x: Tensor, seen: tuple[int, ...], what: str) -> None:

@@ -87,7 +87,9 @@ class SplitTensor(Tensor):
             result = answer(found, (func, *args), kwargs)
             if result is not NotImplemented:
                 is_scalar = type(result) is Tensor and not result.dim() and result.requires_grad
-                return split_in([*args, *kwargs.values()])[0].spec.mesh.step.made_whole(result) if is_scalar else result
+                if not is_scalar:
+                    return result
+                return split_in([*args, *kwargs.values()])[0].spec.mesh.step.made_whole(result, (args, kwargs))
         return TABLE[NO_RULE](func, args, kwargs)
 
     def gathered(self) -> Tensor:

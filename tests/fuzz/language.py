@@ -34,7 +34,7 @@ FREE = {"batch", "train", "around", "again", "loss", "backward", "gradients", "s
 ODD = tuple(
     kind.name for kind in KINDS
     if kind.changes and set(kind.changes) <= FREE and not kind.program and kind.name not in
-    ("attention mask", "position ids", "dtype of an input", "no attention mask", "a flag")
+    ("attention mask", "position ids", "dtype of an input", "no attention mask", "a flag", "noise in an input")
 )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from language_models import call, language_model
 from torch import Tensor, nn
 
 import ndtp
-from ndtp.cli.disagreements import KINDS, Batch, TrainingLoop
+from ndtp.cli.disagreements import KINDS
+from ndtp.cli.odd_rank import Batch, TrainingLoop
 
 RATE = 0.05
 

@@ -14,7 +14,8 @@ from language_deeds import DEEDS, Side, Split, Wrong
 from torch import Tensor
 
 import ndtp
-from ndtp.cli.disagreements import KINDS, LENGTH, TrainingLoop
+from ndtp.cli.disagreements import KINDS
+from ndtp.cli.odd_rank import LENGTH, TrainingLoop
 from ndtp.errors import MismatchError
 
 TOLERANCE = {"own": 1e-8, "llama": 2e-5}  # of the largest magnitude: norms of transformers compute in fp32

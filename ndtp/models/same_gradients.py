@@ -1,0 +1,128 @@
+"""`GradientChanges`: gradients between backward and the optimizer's step, and the changes of them that ranks compare.
+
+Code that clips, scales or removes gradients does so on every rank alike.  Two things tell: the number by which some
+entries were multiplied, and how often each gradient was written to, or that it is another one or none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from ctypes import string_at
+from operator import attrgetter, is_not
+from struct import calcsize, unpack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_grad = attrgetter("grad")
+_LOOKED_AT = 16  # numbers of a gradient
+_CODES = {torch.float32: "f", torch.float64: "d"}  # of `struct`
+Numbers = list[float] | Tensor | tuple[bytes, str]
+NONE, OTHER = -1, -2  # in the place of how often a gradient was written to
+
+
+class GradientChanges:
+    """The gradients of one model between backward and the optimizer's step.
+
+    Attributes:
+        changed: by the number of the parameter, how often its gradient was written to, or `NONE` or `OTHER`; only
+            where something was done to it.
+    """
+
+    def __init__(self) -> None:
+        self._probe: tuple[nn.Parameter, Numbers] | None = None
+        self._factor: float | Tensor = math.nan
+        self._grads: list[Any] = []
+        self._versions: list[int] = []
+        self.changed: tuple[tuple[int, int], ...] = ()
+
+    def after_backward(self, parameters: Sequence[nn.Parameter]) -> None:
+        grads = self._grads = [*map(_grad, parameters)]
+        self._versions = _versions(grads)
+        for parameter, grad in zip(reversed(parameters), reversed(grads), strict=True):
+            if grad is None or grad.layout is not torch.strided or grad.is_complex():
+                continue
+            if getattr(grad, "_local_tensor", grad).numel():
+                self._probe = (parameter, _numbers(grad))
+                return
+
+    def before_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        before, self._grads = self._grads, []
+        if len(before) == len(parameters):
+            now = [*map(_grad, parameters)]
+            versions = _versions(now)
+            if versions != self._versions or any(map(is_not, now, before)):
+                self.changed = tuple(_changes(before, now, self._versions, versions))
+        if self._probe is not None:
+            parameter, first = self._probe
+            grad = parameter.grad
+            if grad is not None and grad.layout is torch.strided:
+                self._factor = _factor(first, _numbers(grad))
+        self._probe = None
+
+    def taken(self) -> tuple[float, tuple[tuple[int, int], ...]]:
+        """Return the number by which gradients were multiplied before the last step, NaN if not one number, and what
+        was done to which.  Those that nobody else has any more are let go.
+        """
+        found = float(self._factor), self.changed
+        self._factor, self.changed, self._grads = math.nan, (), []
+        return found
+
+
+def told(change: int) -> str:
+    return {NONE: "none", OTHER: "another one"}.get(change, f"written to {change} times")
+
+
+def _versions(grads: Sequence[Any]) -> list[int]:
+    try:
+        return [0 if grad is None else grad._version for grad in grads]
+    except RuntimeError:  # gradients of inference, of which torch counts no changes
+        return [0] * len(grads)
+
+
+def _changes(before: Sequence[Any], now: Sequence[Any], first: Sequence[int], then: Sequence[int]) -> Any:
+    for i, (a, b) in enumerate(zip(before, now, strict=True)):
+        if a is not b:
+            yield i, NONE if b is None else OTHER
+        elif first[i] != then[i]:
+            yield i, then[i] - first[i]
+
+
+def _numbers(grad: Any) -> Numbers:
+    """The first numbers of a gradient on this rank: their bytes, which takes no operation of torch, where that can be;
+    of an accelerator's without waiting for it.
+    """
+    local: Any = getattr(grad, "_local_tensor", grad)
+    if type(local) is Tensor and local.dtype in _CODES and local.device.type == "cpu" and local.is_contiguous():
+        return string_at(local.data_ptr(), min(local.numel(), _LOOKED_AT) * local.itemsize), _CODES[local.dtype]
+    with torch.no_grad():
+        first = local.reshape(-1)[:_LOOKED_AT]
+        return first.tolist() if first.device.type == "cpu" else first.double()
+
+
+def _factor(before: Numbers, now: Numbers) -> float | Tensor:
+    """Return the number by which all of some numbers were multiplied; NaN if there is none, or if all are zero."""
+    if isinstance(before, Tensor) or isinstance(now, Tensor):
+        first, then = torch.as_tensor(_listed(before)), torch.as_tensor(_listed(now))
+        if first.device != then.device or first.shape != then.shape:
+            return math.nan
+        ratios = (then / first)[first.abs() * 8 >= first.abs().max()]
+        return torch.where(ratios.max() - ratios.min() <= 1e-2 * ratios.abs().max(), ratios.mean(), math.nan)
+    first, then = _listed(before), _listed(now)
+    if before == now:
+        return 1.0 if any(0.0 < abs(x) < math.inf for x in first) else math.nan
+    least = max(map(abs, first)) / 8
+    found = [y / x for x, y in zip(first, then, strict=False) if abs(x) >= least > 0]
+    if not found or not max(found) - min(found) <= 1e-2 * max(map(abs, found)):
+        return math.nan
+    return found[0]
+
+
+def _listed(numbers: Numbers) -> Any:
+    """Numbers of which the bytes were taken as numbers; others as they are."""
+    if not isinstance(numbers, tuple):
+        return numbers
+    told, code = numbers
+    return unpack(f"{len(told) // calcsize(code)}{code}", told)
