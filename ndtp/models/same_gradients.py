@@ -110,9 +110,10 @@ def _factor(before: Numbers, now: Numbers) -> float | Tensor:
             return math.nan
         ratios = (then / first)[first.abs() * 8 >= first.abs().max()]
         return torch.where(ratios.max() - ratios.min() <= 1e-2 * ratios.abs().max(), ratios.mean(), math.nan)
-    first, then = _listed(before), _listed(now)
     if before == now:
-        return 1.0 if any(0.0 < abs(x) < math.inf for x in first) else math.nan
+        told = before[0] if isinstance(before, tuple) else before
+        return 1.0 if any(told) else math.nan
+    first, then = _listed(before), _listed(now)
     least = max(map(abs, first)) / 8
     found = [y / x for x, y in zip(first, then, strict=False) if abs(x) >= least > 0]
     if not found or not max(found) - min(found) <= 1e-2 * max(map(abs, found)):

@@ -34,7 +34,7 @@ class Parts:
         hooked: for each of them, whether it has hooks.
         names: of modules on the grid, and the seeds of those that were drawn.
         named: a digest of `names`.
-        made_with: where the numbers are that modules were made with, such as the probability of a dropout.
+        keepers, keys: of the numbers that modules were made with, such as the probability of a dropout.
         numbers, numbered: these numbers, and a digest of them.
         parameters: those that there are.
         counts: of the changes of each parameter.
@@ -48,7 +48,8 @@ class Parts:
     hooked: bytearray = field(default_factory=bytearray)
     names: list[Any] = field(default_factory=list)
     named: int = 0
-    made_with: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    keepers: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
     numbers: list[Any] = field(default_factory=list)
     numbered: int = 0
     parameters: list[nn.Parameter] = field(default_factory=list)
@@ -118,7 +119,7 @@ class Steps:
         # By functions in C alone: it is done at every call, when nothing of it is in a cache of the processor.
         parts.trains, parts.wants = bytes(map(_trains, parts.modules)), bytes(map(_wants, parameters))
         parts.lacks = bytes(map(_is_none, map(_grad, parameters)))
-        numbers = [own.get(name) for own, name in parts.made_with]
+        numbers = [*map(dict.get, parts.keepers, parts.keys)]
         if numbers != parts.numbers:
             parts.numbers, parts.numbered = numbers, digest(numbers)
         parts.stale, parts.written = (), {}
@@ -251,7 +252,9 @@ def _walk(module: nn.Module, parts: Parts, is_root: bool = False) -> None:
     parts.hooked.append(not is_root and any(own[kind] for kind in OF_A_MODULE))
     if isinstance(module, Sharded):
         parts.names.append((own.get("name"), own.get("seed")))
-    parts.made_with += [(own, name) for name in numbers_of(module)]
+    for name in numbers_of(module):
+        parts.keepers.append(own)
+        parts.keys.append(name)
     parts.parameters += [p for p in own["_parameters"].values() if p is not None]
     for child in own["_modules"].values():
         if child is not None:
