@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -259,28 +260,32 @@ def load(
             wanted += [(keys[i][entry.keys], Part(entry, piece.mesh)) for entry in piece.entries()]
         if optimizer is not None:
             wanted += every[i].parts.items()
-
-    def read() -> None:
-        with torch.no_grad():
-            for key, part in wanted:
-                content.tensors[key].fill(key, part)
-
-    crew.agree(_failure(read), frame)
+    crew.agree(_failure(partial(_fill, wanted, content)), frame)
     with torch.no_grad():
         for piece in whole.pieces:
             for x in tensors_of(piece.module):
                 x.copy_(fresh[id(x)])
     if optimizer is not None:
         optimizer.state.clear()
-        for kept in every:
-            optimizer.state.update(kept.states)
+        optimizer.state.update({key: state for kept in every for key, state in kept.states.items()})
         restore_groups(optimizer, names_in(every), content.run["groups"])
+    _restore_chunks(whole, content)
+    return content.run["extra"]
+
+
+def _fill(wanted: Sequence[tuple[str, Part]], content: Content) -> None:
+    with torch.no_grad():
+        for key, part in wanted:
+            content.tensors[key].fill(key, part)
+
+
+def _restore_chunks(whole: Whole, content: Content) -> None:
+    """Give grids that are those of the checkpoint the numbers of chunks that were kept."""
     choices = folders.choices_in(content.run)
     for piece in whole.pieces:
         kept_ones = choices[piece.index] if len(choices) == whole.count else None
         if piece.mesh is not None and kept_ones and kept_ones.get("grid") == str(piece.mesh.grid):
             piece.mesh.step.chunks.restore(kept_ones)
-    return content.run["extra"]
 
 
 def _keys(piece: Piece, whole: Whole, content: Content, folder: Path) -> dict[tuple[str, ...], str]:

@@ -35,6 +35,9 @@ PHASE = "transfer"
 AT_ONCE = 2**28  # bytes that a rank has under way
 
 
+DIFFERENT = "transfer: ranks have different models; nothing was changed\n  fix: the same pair of models on every rank"
+
+
 def transfer(
     model: nn.Module,
     optimizer: Optimizer | None,
@@ -71,17 +74,7 @@ def transfer(
             raise CheckpointError("one model has an optimizer, the other none\n  fix: give both, or neither")
         ways.extend(route.ways(model, to))
         if optimizer is not None and to_optimizer is not None:
-            if any(parameter.is_meta for group in to_optimizer.param_groups for parameter in group["params"]):
-                raise CheckpointError(
-                    "the optimizer that takes has parameters on the meta device, which others take the place of\n"
-                    "  fix: ndtp.checkpoint.initialize(to) before the optimizer is made"
-                )
-            (kept,) = kept_by(optimizer, whole_of(model).pieces)
-            whole = whole_of(to)
-            whole.meet("transfer")
-            run = {"groups": kept.groups, "values": kept.values}
-            described = {key: Laid(part.dtype, part.shape) for key, part in kept.parts.items()}
-            (fresh,) = fresh_state(to_optimizer, whole, described, run, Path("transfer"))
+            kept, fresh = _states(model, optimizer, to, to_optimizer)
 
     route.crew.agree(_failure(look), "transfer: {}; nothing was changed")
     if materialise(to, device):
@@ -90,14 +83,14 @@ def transfer(
             if entry.stored != entry.real:
                 entry.local.zero_()
     for key, mine in fresh.parts.items():
+        theirs = kept.parts[key].entry
         if mine.entry.keys:
-            ways.append(route.way(key, kept.parts[key].entry, mine.entry))
+            ways.append(route.way(key, theirs, mine.entry))
         else:
-            mine.entry.local.copy_(kept.parts[key].entry.local)
+            mine.entry.local.copy_(theirs.local)
     said = "\n".join(f"{way.name} {way.plan} {way.plan.shape} {way.dtype}" for way in ways)
-    different = "transfer: ranks have different models; nothing was changed" if route.crew.differing(said) else ""
-    if different:
-        raise CheckpointError(f"{different}\n  fix: the same pair of models on every rank")
+    if route.crew.differing(said):
+        raise CheckpointError(DIFFERENT)
     with torch.no_grad():
         _run(ways, route)
     if to_optimizer is not None:
@@ -105,6 +98,22 @@ def transfer(
         to_optimizer.state.update(fresh.states)
         restore_groups(to_optimizer, fresh.names, kept.groups or [])
     return Volume.of(way.volume(route.me) for way in ways)
+
+
+def _states(model: nn.Module, optimizer: Optimizer, to: nn.Module, to_optimizer: Optimizer) -> tuple[Kept, Kept]:
+    """Return what an optimizer keeps, and room for it on the grid of another one."""
+    if any(parameter.is_meta for group in to_optimizer.param_groups for parameter in group["params"]):
+        raise CheckpointError(
+            "the optimizer that takes has parameters on the meta device, which others take the place of\n"
+            "  fix: ndtp.checkpoint.initialize(to) before the optimizer is made"
+        )
+    (kept,) = kept_by(optimizer, whole_of(model).pieces)
+    whole = whole_of(to)
+    whole.meet("transfer")
+    run = {"groups": kept.groups, "values": kept.values}
+    described = {key: Laid(part.dtype, part.shape) for key, part in kept.parts.items()}
+    (fresh,) = fresh_state(to_optimizer, whole, described, run, Path("transfer"))
+    return kept, fresh
 
 
 def transfer_volume(model: nn.Module, optimizer: Optimizer | None, to: nn.Module) -> Volume:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
+from ndtp.cli.bench_step import LocalRanksOption
 from ndtp.cli.common import (
     COUNT,
     JsonOption,
@@ -29,6 +31,12 @@ from ndtp.cli.progress import waiting
 from ndtp.errors import GridError
 from ndtp.planner.fields import Number
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ndtp.measure.calibrate import Fit
+    from ndtp.planner.hardware import Hardware
+
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -36,9 +44,7 @@ def calibrate(
     output: Annotated[
         Path, typer.Option(metavar="FILE.toml", help="Where the profile goes.", callback=writable(".toml"))
     ] = Path("hardware.toml"),
-    ranks: Annotated[
-        int | None, typer.Option(callback=COUNT, help="Local ranks; under torchrun all of its ranks.")
-    ] = None,
+    ranks: LocalRanksOption = None,
     ranks_per_node: Annotated[
         int | None, typer.Option(callback=COUNT, help="Default: the launcher's LOCAL_WORLD_SIZE, else all ranks.")
     ] = None,
@@ -62,10 +68,7 @@ def calibrate(
 
     world = world_size()
     count = num_ranks(ranks, 4, least=2)
-    per_node = ranks_per_node or environment_number("LOCAL_WORLD_SIZE") or count
-    if per_node > count:
-        near = [size for size in range(1, count + 1) if count % size == 0]
-        raise GridError(f"bench calibrate: --ranks-per-node {per_node} of {count} ranks; take one of {near}")
+    per_node = _ranks_per_node(ranks_per_node, count)
     if world is None:
         # Of each rank, all at once: the whole operand of a reduce-scatter, what is made of it, and what is sent.
         check_room("bench calibrate", 3 * largest * 2**20 * count**2, "a smaller --largest")
@@ -86,19 +89,8 @@ def calibrate(
     hardware, fits = fit(samples, job, output.stem.encode(errors="replace").decode())
     with writing(output):
         output.write_text(to_toml(hardware, fits, samples), encoding="utf-8")
-    table = Table(title=f"fit of {output.stem}: {count} ranks, {per_node} a node, {dtype}", title_justify="left")
-    table.add_column("model of")
-    for heading in ("samples", "median error", "worst error"):
-        table.add_column(heading, justify="right")
-    for each in fits:
-        table.add_row(each.what, str(each.samples), f"{each.median_error:.0%}", f"{each.worst_error:.0%}")
-    print_table(out, table)
-    for name in ("intra", "inter"):
-        link = getattr(hardware, name)
-        out.print(
-            f"{name}: {link.bandwidth_gbs:.4g} GB/s, {link.latency_us:.4g} us a call, {link.hop_us:.4g} us a hop",
-            highlight=False,
-        )
+    print_table(out, _table(f"fit of {output.stem}: {count} ranks, {per_node} a node, {dtype}", fits))
+    _print_links(out, hardware)
     rates = ", ".join(f"{name} {rate:.3g}" for name, rate in rates_by_class(samples).items())
     out.print(f"TFLOP/s: {rates}; large products {hardware.tflops[DTYPES[dtype]]:.3g}", highlight=False)
     out.print(f"wrote {output}")
@@ -107,3 +99,30 @@ def calibrate(
         "fits": [asdict(each) for each in fits], "tflops_by_class": rates_by_class(samples),
         "links": [asdict(sample) for sample in samples.links], "gemms": [asdict(sample) for sample in samples.gemms],
     })  # fmt: skip
+
+
+def _print_links(out: Console, hardware: Hardware) -> None:
+    for name in ("intra", "inter"):
+        link = getattr(hardware, name)
+        out.print(
+            f"{name}: {link.bandwidth_gbs:.4g} GB/s, {link.latency_us:.4g} us a call, {link.hop_us:.4g} us a hop",
+            highlight=False,
+        )
+
+
+def _ranks_per_node(given: int | None, count: int) -> int:
+    per_node = given or environment_number("LOCAL_WORLD_SIZE") or count
+    if per_node > count:
+        near = [size for size in range(1, count + 1) if count % size == 0]
+        raise GridError(f"bench calibrate: --ranks-per-node {per_node} of {count} ranks; take one of {near}")
+    return per_node
+
+
+def _table(title: str, fits: Sequence[Fit]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("model of")
+    for heading in ("samples", "median error", "worst error"):
+        table.add_column(heading, justify="right")
+    for each in fits:
+        table.add_row(each.what, str(each.samples), f"{each.median_error:.0%}", f"{each.worst_error:.0%}")
+    return table

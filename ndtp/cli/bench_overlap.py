@@ -34,8 +34,21 @@ from ndtp.planner.fields import integer
 MAX_CHUNKS = 1024
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ndtp.measure.overlap_trace import RankTrace, TraceJob
     from ndtp.measure.volume import BlockShape, VolumeCase
+
+
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.json", help="Chrome trace, for ui.perfetto.dev or chrome://tracing.", callback=writable()
+    ),
+]
+PlotOption = Annotated[
+    Path | None, typer.Option(metavar="FILE.png", help="Timeline of all ranks.", callback=writable(*PICTURES))
+]
 
 
 def overlap(
@@ -68,15 +81,8 @@ def overlap(
     hardware: Annotated[
         str, typer.Option(help="With --paced: the device whose ratio of arithmetic to memory counts.")
     ] = "h200-ib",
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json", help="Chrome trace, for ui.perfetto.dev or chrome://tracing.", callback=writable()
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Timeline of all ranks.", callback=writable(*PICTURES))
-    ] = None,
+    trace: TraceOption = None,
+    plot: PlotOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Measure what hides behind what in forward and backward of a block, checked against dense first.
@@ -84,17 +90,15 @@ def overlap(
     Example: ndtp bench overlap --grid 'z=2 y=4' --chunks 4 --trace trace.json --plot timeline.png
     """
     from ndtp.measure import check_room
-    from ndtp.measure.overlap_trace import TraceJob, num_chunks
+    from ndtp.measure.overlap_trace import TraceJob
     from ndtp.measure.volume import BlockShape, bytes_needed
 
     world = world_size()
     shape = BlockShape(tokens, hidden, ffn)
-    case = choose(grid, scheme, ranks, shape)
-    device = _device(world)
+    case, device = choose(grid, scheme, ranks, shape), _device(world)
     if world is None:
         check_room("bench overlap", bytes_needed([case], shape, DTYPES[dtype]), "fewer --tokens, or smaller sizes")
     out = console(json_file)
-    count = case.grid.num_ranks
     if paced:
         from ndtp.cli.paced import run_paced
         from ndtp.measure.paced import PacedJob
@@ -103,8 +107,19 @@ def overlap(
             case, shape, DTYPES[dtype], chunks_of(chunks), rounds, warmup, blocks, checked_balance(balance), hardware
         )
         return run_paced(timed, dtype, out, trace, plot, json_file)
-    job = TraceJob(case, shape, DTYPES[dtype], chunks_of(chunks), rounds, warmup, device)
-    with waiting(out, f"measuring {count} ranks"):
+    _measure(
+        TraceJob(case, shape, DTYPES[dtype], chunks_of(chunks), rounds, warmup, device), dtype, chunks, out, trace,
+        plot, json_file,
+    )  # fmt: skip
+
+
+def _measure(
+    job: TraceJob, dtype: str, chunks: str, out: Console, trace: Path | None, plot: Path | None, json_file: str | None
+) -> None:
+    from ndtp.measure.overlap_trace import num_chunks
+
+    case, shape = job.case, job.shape
+    with waiting(out, f"measuring {case.grid.num_ranks} ranks"):
         traces = _run(job)
     if not is_first_rank():
         return
@@ -119,9 +134,9 @@ def overlap(
         print_table(out, _table(rows, title))
         write_pictures(out, traces, title, trace, plot)
     write_json(json_file, {
-        "grid": {axis: case.grid[axis] for axis in case.grid}, "scheme": case.scheme, "ranks": count,
-        "tokens": tokens, "hidden": hidden, "ffn": ffn, "dtype": dtype, "chunks_asked": chunks, "chunks": real,
-        "rounds": rounds, "device": device, "wrong": wrong, "rows": [] if wrong else rows,
+        "grid": {axis: case.grid[axis] for axis in case.grid}, "scheme": case.scheme, "ranks": case.grid.num_ranks,
+        "tokens": shape.tokens, "hidden": shape.hidden, "ffn": shape.ffn, "dtype": dtype, "chunks_asked": chunks,
+        "chunks": real, "rounds": job.rounds, "device": job.device, "wrong": wrong, "rows": [] if wrong else rows,
     })  # fmt: skip
     raise typer.Exit(1 if wrong else 0)
 

@@ -29,16 +29,26 @@ from ndtp.cli.progress import Bar
 from ndtp.errors import GridError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ndtp.measure.step import StepJob
     from ndtp.measure.volume import BlockShape, VolumeCase
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 COMPARISONS = {"torch": ("torch Colwise/Rowwise", "torch sequence parallel"), "megatron": ("Megatron-style 1D",)}
 
 
+LocalRanksOption = Annotated[
+    int | None, typer.Option(callback=COUNT, help="Local ranks; under torchrun all of its ranks.")
+]
+CompareOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Rivals in the same run: torch, megatron.", callback=one_of(*COMPARISONS)),
+]
+
+
 def step(
-    ranks: Annotated[
-        int | None, typer.Option(callback=COUNT, help="Local ranks; under torchrun all of its ranks.")
-    ] = None,
+    ranks: LocalRanksOption = None,
     tokens: Annotated[int, typer.Option(callback=SIZE, help="Rows of the block.")] = 1024,
     hidden: Annotated[int, typer.Option(callback=SIZE, help="Features outside of the block.")] = 256,
     ffn: Annotated[int, typer.Option(callback=SIZE, help="Features inside of the block.")] = 1024,
@@ -55,10 +65,7 @@ def step(
     hardware: Annotated[
         str, typer.Option(metavar="NAME|FILE.toml", help="Predict for this; `ndtp bench calibrate` measures it.")
     ] = "cpu",
-    compare: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Rivals in the same run: torch, megatron.", callback=one_of(*COMPARISONS)),
-    ] = None,
+    compare: CompareOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Time a training step of a block across grids on real ranks, checked against dense first.
@@ -68,7 +75,7 @@ def step(
     Example: ndtp bench step --ranks 8 --tokens 4096 --hidden 512 --ffn 2048 --compare torch
     """
     from ndtp.measure import check_room
-    from ndtp.measure.step import StepJob, num_rounds, read_log
+    from ndtp.measure.step import StepJob, read_log
     from ndtp.measure.volume import BlockShape, bytes_needed
     from ndtp.planner.hardware import Hardware
 
@@ -81,18 +88,12 @@ def step(
     if world is None:
         needed = bytes_needed(chosen, shape, DTYPES[dtype], bool(rivals))
         check_room("bench step", needed, "fewer --tokens, smaller sizes, or a smaller --top")
-    out = console(json_file)
-    interrupted = False
+    out, device = console(json_file), _device(world)
+    together = together or (20 if device == "cuda" else 1)
     with tempfile.TemporaryDirectory() as folder:
         log = str(Path(folder) / "rounds.jsonl")
-        device = _device(world)
-        together = together or (20 if device == "cuda" else 1)
         job = StepJob(tuple(chosen), shape, DTYPES[dtype], rounds, warmup, rivals, log, device, together=together)
-        try:
-            with Bar(out, "rounds", rounds + warmup) as bar, bar.following(lambda: num_rounds(log)):
-                _run(job, count)
-        except KeyboardInterrupt:
-            interrupted = True
+        interrupted = _is_interrupted(out, job, count)
         if not is_first_rank():
             return
         results = read_log(log)
@@ -105,8 +106,19 @@ def step(
         "ranks": count, "tokens": tokens, "hidden": hidden, "ffn": ffn, "dtype": dtype, "hardware": profile.name,
         "rounds": rounds, "together": together, "interrupted": interrupted, "rows": rows,
     })  # fmt: skip
-    wrong = any(row["wrong"] for row in rows)
-    raise typer.Exit(1 if wrong else 130 if interrupted else 0)
+    raise typer.Exit(1 if any(row["wrong"] for row in rows) else 130 if interrupted else 0)
+
+
+def _is_interrupted(out: Console, job: StepJob, count: int) -> bool:
+    """Run a job, and return whether Ctrl-C ended it."""
+    from ndtp.measure.step import num_rounds
+
+    try:
+        with Bar(out, "rounds", job.rounds + job.warmup) as bar, bar.following(lambda: num_rounds(job.log)):
+            _run(job, count)
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def choose(texts: list[str], ranks: int, shape: BlockShape, top: int) -> list[VolumeCase]:

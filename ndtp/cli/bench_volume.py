@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -29,51 +30,63 @@ from ndtp.cli.common import (
 from ndtp.cli.volume_files import Line, draw, write_csv
 from ndtp.planner.fields import Number
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ndtp.algebra.volume import Volume
+    from ndtp.measure.volume import Analysis, BlockShape, VolumeCase
+
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MAX_RANKS = 2**16  # on a fake group
 REAL_LIMIT = 8  # ranks that are started as processes unless asked otherwise
 
 
+NumRanksOption = Annotated[
+    int,
+    typer.Option(callback=must_be(Number(1, MAX_RANKS, integer=True)), help="Number of ranks; thousands take seconds."),
+]
+TokensOption = Annotated[
+    int | None,
+    typer.Option(callback=SIZE, help="Rows of the block: 8192; of a model, over all ranks: a sequence for each."),
+]
+ModelOption = Annotated[
+    str | None, typer.Option(metavar="PATH", help="A transformers config.json: the whole model, instead of a block.")
+]
+FixOption = Annotated[
+    list[str] | None, typer.Option(metavar="AXIS=SIZE", help="Of a model: an axis that is given: dp=4.")
+]
+RealOption = Annotated[
+    bool | None, typer.Option("--real/--no-real", help="Meter real local ranks too; default: up to 8.")
+]
+CompareOption = Annotated[
+    bool, typer.Option("--compare", help="Meter torch's Colwise/Rowwise plan and a Megatron-style layer too.")
+]
+CsvOption = Annotated[
+    Path | None,
+    typer.Option("--csv", metavar="FILE.csv", help="Bytes of each grid, by axes.", callback=writable(".csv")),
+]
+PlotOption = Annotated[
+    Path | None, typer.Option(metavar="FILE.png", help="A bar for each grid, by axes.", callback=writable(*PICTURES))
+]
+
+
 def volume(
-    ranks: Annotated[
-        int,
-        typer.Option(
-            callback=must_be(Number(1, MAX_RANKS, integer=True)), help="Number of ranks; thousands take seconds."
-        ),
-    ] = 64,
-    tokens: Annotated[
-        int | None,
-        typer.Option(callback=SIZE, help="Rows of the block: 8192; of a model, over all ranks: a sequence for each."),
-    ] = None,
+    ranks: NumRanksOption = 64,
+    tokens: TokensOption = None,
     hidden: Annotated[int | None, typer.Option(callback=SIZE, help="Features outside of the block: 4096.")] = None,
     ffn: Annotated[int | None, typer.Option(callback=SIZE, help="Features inside of the block: 16384.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="A transformers config.json: the whole model, instead of a block."),
-    ] = None,
+    model: ModelOption = None,
     sequence: Annotated[int, typer.Option(callback=SIZE, help="Length of a model's sequences.")] = 2048,
     target: Annotated[int | None, typer.Option(callback=SIZE, help="Length of its decoder's, if other.")] = None,
-    fix: Annotated[
-        list[str] | None, typer.Option(metavar="AXIS=SIZE", help="Of a model: an axis that is given: dp=4.")
-    ] = None,
+    fix: FixOption = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.", callback=one_of(*DTYPES))] = "bf16",
     wire: WireOption = None,
     top: Annotated[int, typer.Option(callback=COUNT, help="Grids to show, beside the best of each scheme.")] = 8,
-    real: Annotated[
-        bool | None, typer.Option("--real/--no-real", help="Meter real local ranks too; default: up to 8.")
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Meter torch's Colwise/Rowwise plan and a Megatron-style layer too.")
-    ] = False,
+    real: RealOption = None,
+    compare: CompareOption = False,
     json_file: JsonOption = None,
-    csv_file: Annotated[
-        Path | None,
-        typer.Option("--csv", metavar="FILE.csv", help="Bytes of each grid, by axes.", callback=writable(".csv")),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.png", help="A bar for each grid, by axes.", callback=writable(*PICTURES)),
-    ] = None,
+    csv_file: CsvOption = None,
+    plot: PlotOption = None,
 ) -> None:
     """Communication volume of a block across grids: predicted == metered, or exit status 1.
 
@@ -90,71 +103,46 @@ def volume(
             message = "it gives the sizes; leave out --hidden, --ffn, --real and --compare"
             raise typer.BadParameter(message, param_hint="--model")
         axes = axis_sizes(" ".join(fix or []), "--fix", EXPERT_AXES)
-        of_model(
-            model,
-            ranks,
-            tokens or ranks * sequence,
-            sequence,
-            target,
-            DTYPES[dtype],
-            Wire.of(wire),
-            top,
-            axes,
-            json_file,
-            csv_file,
-            plot,
-        )
-        return
+        return of_model(
+            model, ranks, tokens or ranks * sequence, sequence, target, DTYPES[dtype], Wire.of(wire), top, axes,
+            json_file, csv_file, plot,
+        )  # fmt: skip
     if fix or target is not None:
         raise typer.BadParameter("--fix and --target are for --model", param_hint="--fix")
-    tokens, hidden, ffn = tokens or 8192, hidden or 4096, ffn or 16384
+    sizes = (tokens or 8192, hidden or 4096, ffn or 16384)
+    _of_block(sizes, ranks, dtype, wire, top, real, compare, console(json_file), json_file, csv_file, plot)
+
+
+def _of_block(
+    sizes: tuple[int, int, int],
+    ranks: int,
+    dtype: str,
+    wire: str | None,
+    top: int,
+    real: bool | None,
+    compare: bool,
+    out: Console,
+    json_file: str | None,
+    csv_file: Path | None,
+    plot: Path | None,
+) -> None:
+    """Meter a block on each grid, print what was found, and end the program."""
     import torch
 
     from ndtp.measure import check_room
-    from ndtp.measure.volume import (
-        BlockShape,
-        analysis,
-        bytes_needed,
-        cases,
-        fake_group,
-        meter,
-        meter_real,
-        scaled_down,
-    )
-    from ndtp.testing import run
+    from ndtp.measure.volume import BlockShape, analysis, bytes_needed, cases, scaled_down
 
-    shape, torch_dtype = BlockShape(tokens, hidden, ffn), getattr(torch, DTYPES[dtype])
-    sent = Wire.of(wire)
+    shape, torch_dtype, sent = BlockShape(*sizes), getattr(torch, DTYPES[dtype]), Wire.of(wire)
     chosen = cases(ranks, shape, top)
-    small = scaled_down(shape, ranks)
     use_real = (ranks <= REAL_LIMIT if real is None else real) and ranks > 1
-    if use_real and num_ranks(ranks) and world_size() is None:
+    small = scaled_down(shape, ranks) if use_real else None
+    if small is not None and num_ranks(ranks) and world_size() is None:
         needed = bytes_needed(chosen[:1], small, DTYPES[dtype])
         check_room("bench volume", needed, "--no-real, or sizes that halve more often")
-    out = console(json_file)
-    with fake_group(ranks):
-        metered = [meter(case, shape, torch_dtype, wire=sent) for case in chosen]
     predicted = [case.predicted(shape, torch_dtype, sent) for case in chosen]
-    rows: list[dict[str, Any]] = [
-        {
-            "grid": {axis: case.grid[axis] for axis in case.grid}, "scheme": case.scheme,
-            "predicted_forward_bytes": want.forward, "predicted_backward_bytes": want.backward,
-            "metered_bytes": got.total, "equal": want == got,
-            "entries": {f"{entry}": entry.num_bytes for entry in want},
-        }
-        for case, want, got in zip(chosen, predicted, metered, strict=True)
-    ]  # fmt: skip
-    if use_real:
-        by_rank = meter_real(chosen, small, DTYPES[dtype], run, sent)
-        for i, (case, row) in enumerate(zip(chosen, rows, strict=True)):
-            want = case.predicted(small, torch_dtype, sent)
-            row["real_bytes"] = max(ofrank[i].total for ofrank in by_rank)
-            row["real_predicted_bytes"] = want.total
-            row["equal"] = row["equal"] and all(ofrank[i] == want for ofrank in by_rank)
+    rows = _rows(chosen, predicted, shape, small, dtype, sent)
     rivals = _rivals(ranks, shape, torch_dtype) if compare else []
-    print_table(
-        out, _volumes(rows, rivals, ranks, shape, dtype + (f" as {sent}" if sent else ""), small if use_real else None)
-    )
+    print_table(out, _volumes(rows, rivals, ranks, shape, dtype + (f" as {sent}" if sent else ""), small))
     analysed = [analysis(case, shape) for case in _one_per_scheme(chosen)]
     print_table(out, _analysis(analysed))
     lines = [Line(str(case), case.scheme, want) for case, want in zip(chosen, predicted, strict=True)]
@@ -168,19 +156,55 @@ def volume(
         + ("" if published else "; a published formula differs")
     )
     write_json(json_file, {
-        "ranks": ranks, "tokens": tokens, "hidden": hidden, "ffn": ffn, "dtype": dtype, "wire": wire, "rows": rows,
-        "real_shape": [small.tokens, small.hidden, small.ffn] if use_real else None, "rivals": rivals,
-        "analysis": [
-            {
-                "scheme": a.case.scheme, "grid": str(a.case), "computation": a.computation,
-                "parameters": a.parameters, "activations": a.activations, "published_elements": a.published,
-                "forward_elements": a.forward, "backward_elements": a.backward,
-            }
-            for a in analysed
-        ],
-        "ok": not wrong and published,
+        "ranks": ranks, "tokens": shape.tokens, "hidden": shape.hidden, "ffn": shape.ffn, "dtype": dtype, "wire": wire,
+        "rows": rows, "real_shape": [small.tokens, small.hidden, small.ffn] if small else None, "rivals": rivals,
+        "analysis": [_analysed(a) for a in analysed], "ok": not wrong and published,
     })  # fmt: skip
     raise typer.Exit(0 if not wrong and published else 1)
+
+
+def _rows(
+    chosen: Sequence[VolumeCase],
+    predicted: Sequence[Volume],
+    shape: BlockShape,
+    small: BlockShape | None,
+    dtype: str,
+    sent: Wire | None,
+) -> list[dict[str, Any]]:
+    """Return the bytes of each grid, predicted and metered; of a smaller block on real ranks, too, if it is given."""
+    import torch
+
+    from ndtp.measure.volume import fake_group, meter, meter_real
+    from ndtp.testing import run
+
+    torch_dtype = getattr(torch, DTYPES[dtype])
+    with fake_group(chosen[0].grid.num_ranks):
+        metered = [meter(case, shape, torch_dtype, wire=sent) for case in chosen]
+    rows: list[dict[str, Any]] = [
+        {
+            "grid": {axis: case.grid[axis] for axis in case.grid}, "scheme": case.scheme,
+            "predicted_forward_bytes": want.forward, "predicted_backward_bytes": want.backward,
+            "metered_bytes": got.total, "equal": want == got,
+            "entries": {f"{entry}": entry.num_bytes for entry in want},
+        }
+        for case, want, got in zip(chosen, predicted, metered, strict=True)
+    ]  # fmt: skip
+    if small is not None:
+        by_rank = meter_real(chosen, small, DTYPES[dtype], run, sent)
+        for i, (case, row) in enumerate(zip(chosen, rows, strict=True)):
+            want = case.predicted(small, torch_dtype, sent)
+            row["real_bytes"] = max(ofrank[i].total for ofrank in by_rank)
+            row["real_predicted_bytes"] = want.total
+            row["equal"] = row["equal"] and all(ofrank[i] == want for ofrank in by_rank)
+    return rows
+
+
+def _analysed(a: Analysis) -> dict[str, Any]:
+    return {
+        "scheme": a.case.scheme, "grid": str(a.case), "computation": a.computation, "parameters": a.parameters,
+        "activations": a.activations, "published_elements": a.published, "forward_elements": a.forward,
+        "backward_elements": a.backward,
+    }  # fmt: skip
 
 
 def _rivals(ranks: int, shape: Any, dtype: Any) -> list[dict[str, Any]]:

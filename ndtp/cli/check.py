@@ -132,12 +132,23 @@ def check(
         return chaos(
             console(json_file), ranks, scheme or ["3d"], kind or [], False if is_unchecked else None, json_file
         )
+    schemes, dtypes = (tuple(dict.fromkeys(words)) for words in (scheme or SCHEMES, dtype or ["float32"]))
+    compare(console(json_file), num_ranks(ranks), schemes, dtypes, quick, broken, json_file)
+
+
+def compare(
+    out: Console,
+    ranks: int,
+    schemes: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    quick: bool,
+    broken: str | None,
+    json_file: str | None,
+) -> None:
+    """Run all cases, print what came of them, and end the program with status 1 if one fails."""
     from ndtp.cli.cases import cases, check_grid, exact_up_to
     from ndtp.testing import RankError
 
-    schemes, dtypes = (tuple(dict.fromkeys(words)) for words in (scheme or SCHEMES, dtype or ["float32"]))
-    out = console(json_file)
-    ranks = num_ranks(ranks)
     for name in dtypes:
         if ranks > exact_up_to(name):
             raise typer.BadParameter(

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -82,16 +82,22 @@ def demo(
         raise typer.Exit(1) from None
     failed = [run for run in runs if run.failure]
     result = {
-        "ok": not failed,
-        "ranks": ranks,
-        "steps": steps,
-        "tokens_per_step": task.tokens,
-        "tolerance": LOSS_TOLERANCE,
+        "ok": not failed, "ranks": ranks, "steps": steps, "tokens_per_step": task.tokens, "tolerance": LOSS_TOLERANCE,
         "seconds": round(time.monotonic() - start, 3),
-        "dense": {"step_ms": dense.median_ms, "losses": dense.losses},
-        "runs": [run.as_json() for run in runs],
-    }
+        "dense": {"step_ms": dense.median_ms, "losses": dense.losses}, "runs": [run.as_json() for run in runs],
+    }  # fmt: skip
     _print_table(out, dense, runs)
+    _write(out, output, result, dense, runs)
+    write_json(json_file, result)
+    if failed:
+        for run in failed if is_first_rank() else ():
+            print(f"demo: {run.name}: {run.failure}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _write(out: Console, output: Path, result: dict[str, Any], dense: DemoRun, runs: Sequence[GridRun]) -> None:
+    from ndtp.cli.demo_training import LOSS_TOLERANCE
+
     if is_first_rank():
         from ndtp.cli.demo_picture import draw
 
@@ -99,11 +105,6 @@ def demo(
             draw(output / "demo.png", dense, runs, LOSS_TOLERANCE)
         write_json(str(output / "report.json"), result)
         out.print(f"{output / 'demo.png'} and {output / 'report.json'} written, {result['seconds']:.0f} s in all")
-    write_json(json_file, result)
-    if failed:
-        for run in failed if is_first_rank() else ():
-            print(f"demo: {run.name}: {run.failure}", file=sys.stderr)
-        raise typer.Exit(1)
 
 
 def grids_for(ranks: int) -> list[tuple[str, Grid]]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from ndtp.algebra.volume import Volume
 from ndtp.algebra.wire import Wire
 from ndtp.cli.common import console, print_table, write_json
 from ndtp.cli.progress import Bar
 from ndtp.cli.volume_files import Line, draw, write_csv
 from ndtp.errors import GridError, LayoutError
+
+if TYPE_CHECKING:
+    from ndtp.measure.model_volume import GridCandidate
 
 
 def of_model(
@@ -36,7 +40,7 @@ def of_model(
     """
     import torch
 
-    from ndtp.measure.model_volume import ModelVolume, candidates, family_of
+    from ndtp.measure.model_volume import ModelVolume, candidates
     from ndtp.measure.volume import fake_group
     from ndtp.models.counted import count_config, is_installed
     from ndtp.planner.hardware import Hardware
@@ -45,36 +49,23 @@ def of_model(
 
     if not is_installed():
         raise GridError("bench volume: --model runs the model's own code\n  fix: pip install transformers")
-    if tokens % sequence:
-        raise GridError(
-            f"bench volume: {tokens} rows are no number of sequences of {sequence}\n"
-            f"  fix: --tokens {max(1, tokens // sequence) * sequence}, or another --sequence"
-        )
-    sequences = tokens // sequence
+    sequences = _sequences(tokens, sequence)
     config, what = read_file(path)
-    counted = count_config(config, what)
-    request = Request(
-        counted.blocks(tokens), ranks, Hardware.load("h100-ib"), dtype=dtype, fixed=dict(fixed), wire=wire
-    )
+    counted, hardware = count_config(config, what), Hardware.load("h100-ib")
+    request = Request(counted.blocks(tokens), ranks, hardware, dtype=dtype, fixed=dict(fixed), wire=wire)
     chosen = candidates(request, top)
     out, rows, lines = console(json_file), list[dict[str, Any]](), list[Line]()
     with fake_group(ranks), Bar(out, "grids", total=len(chosen)) as bar:
         volume_of = ModelVolume(config, what, getattr(torch, dtype), sequence, target, wire)
         for i, candidate in enumerate(chosen):
-            row = {
-                "grid": {axis: candidate.grid[axis] for axis in candidate.grid}, "scheme": candidate.scheme,
-                "kind": candidate.plan.kind, "family": family_of(candidate.plan),
-            }  # fmt: skip
+            row = _described(candidate)
             try:
                 volume = volume_of.on(candidate, sequences)
             except LayoutError as error:
                 rows.append(row | {"refused": str(error)})
             else:
                 lines.append(Line(str(candidate), candidate.scheme, volume))
-                rows.append(row | {
-                    "forward_bytes": volume.forward, "backward_bytes": volume.backward, "bytes": volume.total,
-                    "by_axes": volume.by("axes"), "entries": {f"{entry}": entry.num_bytes for entry in volume},
-                })  # fmt: skip
+                rows.append(row | _in_bytes(volume))
             bar.update(i + 1)
     sent = f" as {wire}" if wire else ""
     title = f"{counted.kind}, {sequences} sequences of {sequence}, {dtype}{sent}, {ranks} ranks"
@@ -82,9 +73,8 @@ def of_model(
     write_csv(csv_file, lines)
     if plot is not None:
         draw(plot, title, lines)
-    for file in (csv_file, plot):
-        if file is not None:
-            out.print(f"wrote {file}")
+    for file in filter(None, (csv_file, plot)):
+        out.print(f"wrote {file}")
     write_json(json_file, {
         "model": counted.kind, "ranks": ranks, "tokens": tokens, "sequence": sequence, "target": target,
         "dtype": dtype, "wire": wire and str(wire), "rows": rows, "ok": bool(lines),
@@ -109,3 +99,28 @@ def _table(title: str, chosen: list[Any], rows: list[dict[str, Any]]) -> Table:
         table.add_row(str(candidate), candidate.scheme, *cells, f"{row['bytes'] / max(1, least):.2f}", most)
     table.caption = "As model.ndtp_report.volume says on these grids: loss, norms and embedding included."
     return table
+
+
+def _sequences(tokens: int, length: int) -> int:
+    if tokens % length:
+        raise GridError(
+            f"bench volume: {tokens} rows are no number of sequences of {length}\n"
+            f"  fix: --tokens {max(1, tokens // length) * length}, or another --sequence"
+        )
+    return tokens // length
+
+
+def _described(candidate: GridCandidate) -> dict[str, Any]:
+    from ndtp.measure.model_volume import family_of
+
+    return {
+        "grid": {axis: candidate.grid[axis] for axis in candidate.grid}, "scheme": candidate.scheme,
+        "kind": candidate.plan.kind, "family": family_of(candidate.plan),
+    }  # fmt: skip
+
+
+def _in_bytes(volume: Volume) -> dict[str, Any]:
+    return {
+        "forward_bytes": volume.forward, "backward_bytes": volume.backward, "bytes": volume.total,
+        "by_axes": volume.by("axes"), "entries": {f"{entry}": entry.num_bytes for entry in volume},
+    }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -26,6 +26,9 @@ from ndtp.cli.drawing import FORMATS, as_text, save
 from ndtp.cli.panels import PHASES, Panel, plan_panels
 from ndtp.dtypes import SHORT
 from ndtp.errors import GridError
+
+if TYPE_CHECKING:
+    from ndtp.schedule.clocks import LaneSpan
 
 MAX_RANKS = 4096
 GAP = 4  # between pictures side by side
@@ -145,9 +148,8 @@ def show_schedule(
     end = max(span.end for span in spans)
     busy = {lane: sum(s.end - s.begin for s in spans if s.lane == lane) / end for lane in lanes_of(spans)}
     title = [f"{product} of {tokens} x {hidden} x {ffn}", f"on grid {ranks}, chunks={chunks}, {hardware}:"]
-    title += [f"{end * 1e3:.4g} ms"]
-    out = console(json_file)
-    print_title(out, *title[:-1], f"{title[-1]}, predicted")
+    took, out = f"{end * 1e3:.4g} ms", console(json_file)
+    print_title(out, *title, f"{took}, predicted")
     for text in as_text(spans, out.width):
         out.print(text, highlight=False, no_wrap=True, overflow="ignore", crop=False)
     numbers = "0 up, 1 down" if product == "block" else f"0 {product}"
@@ -160,26 +162,24 @@ def show_schedule(
     )
     if tasks:
         for span in sorted(spans, key=lambda span: span.begin):
-            out.print(
-                f"{span.begin * 1e3:10.4f} {span.end * 1e3:10.4f} ms  {span.lane:8} {span}",
-                highlight=False,
-                markup=False,
-            )
+            line = f"{span.begin * 1e3:10.4f} {span.end * 1e3:10.4f} ms  {span.lane:8} {span}"
+            out.print(line, highlight=False, markup=False)
     if output is not None:
         with writing(output):
-            save_timeline(output, spans, " ".join(title))
+            save_timeline(output, spans, " ".join([*title, took]))
         out.print(f"{output} written", highlight=False)
     write_json(json_file, {
         "grid": _json(ranks), "tokens": tokens, "hidden": hidden, "ffn": ffn, "product": product, "chunks": chunks,
         "dtype": SHORT.get(dtype, dtype), "hardware": hardware, "step_ms": end * 1e3, "busy": busy,
-        "tasks": [
-            {
-                "lane": s.lane, "begin_ms": s.begin * 1e3, "end_ms": s.end * 1e3, "phase": s.phase,
-                "product": s.product, "tensor": s.tensor, "chunk": s.chunk, "what": s.what,
-            }
-            for s in spans
-        ],
+        "tasks": [_task(span) for span in spans],
     })  # fmt: skip
+
+
+def _task(span: LaneSpan) -> dict[str, Any]:
+    return {
+        "lane": span.lane, "begin_ms": span.begin * 1e3, "end_ms": span.end * 1e3, "phase": span.phase,
+        "product": span.product, "tensor": span.tensor, "chunk": span.chunk, "what": span.what,
+    }  # fmt: skip
 
 
 def _show(

@@ -257,10 +257,7 @@ def place_projection(
         b, stored = used_and_stored(a, b, frame.mesh.mesh_axes)
     if is_conv:
         b, stored = Layout(b.grid, *reversed(b.dims)), Layout(b.grid, *reversed(stored.dims))
-    try:
-        plan = _known_plan(a, b, out, not is_conv, regather, chunks).named(name)
-    except LayoutError:
-        plan = MatMulPlan(a, b, out, transpose_b=not is_conv, regather=regather, chunks=chunks, name=name)
+    plan = _plan(a, b, out, not is_conv, regather, chunks, name)
     shape = (inner, width) if leads_in != is_conv else (width, inner)
     layer: Projection = adopt(module, kind or Projection, frame, name)
     layer.plan, layer.stored, layer.leads_in, layer.is_conv = plan, stored, leads_in, is_conv
@@ -307,3 +304,13 @@ def in_group(members: Sequence[Projection]) -> None:
     group = Group(list(members))
     for member in members:
         member.group = group
+
+
+def _plan(
+    a: Layout, b: Layout, out: Layout, transpose_b: bool, regather: tuple[str, ...], chunks: int | str, name: str
+) -> MatMulPlan:
+    """Return the plan of a product, whose errors name the layer."""
+    try:
+        return _known_plan(a, b, out, transpose_b, regather, chunks).named(name)
+    except LayoutError:
+        return MatMulPlan(a, b, out, transpose_b=transpose_b, regather=regather, chunks=chunks, name=name)

@@ -128,16 +128,9 @@ class Attention(BlockModule):
             "device": device, "dtype": dtype, "mesh": mesh, "regather": regather, "chunks": chunks,
             "seed": given_or_drawn(seed),
         }  # fmt: skip
-        up: dict[str, Any] = {
-            "in_layout": layouts.input,
-            "weight_layout": layouts.up_weight,
-            "out_layout": layouts.hidden,
-        }
-        down: dict[str, Any] = {
-            "in_layout": layouts.hidden,
-            "weight_layout": layouts.down_weight,
-            "out_layout": layouts.output,
-        }
+        ends = ("in_layout", "weight_layout", "out_layout")
+        up: dict[str, Any] = dict(zip(ends, (layouts.input, layouts.up_weight, layouts.hidden), strict=True))
+        down: dict[str, Any] = dict(zip(ends, (layouts.hidden, layouts.down_weight, layouts.output), strict=True))
         wide, narrow = heads * self.head_dim, self.kv_heads * self.head_dim
         for projection, features in zip(PROJECTIONS, (wide, narrow, narrow), strict=False):
             self.add_module(projection, Linear(hidden, features, bias, name=f"{name}.{projection}", **up, **shared))

@@ -101,13 +101,10 @@ class MoE(BlockModule):
     ) -> None:
         super().__init__()
         mesh = given_mesh(mesh, name, wire=wire)
-        if expert_axis is None:
-            expert_axis = ("e",) if "e" in mesh.grid else ()
-        split_by = (expert_axis,) if isinstance(expert_axis, str) else tuple(expert_axis)
         if isinstance(router, str) and router not in ROUTERS:
             raise ValueError(f"MoE '{name}': router {router!r} is not one of {', '.join(ROUTERS)}")
         self.layouts = layouts or block_layouts(mesh.grid, scheme, axes)
-        self.plan: ExpertPlan = expert_plan(self.layouts, split_by, name)
+        self.plan: ExpertPlan = expert_plan(self.layouts, _axes_of_experts(expert_axis, mesh), name)
         self.mesh, self.name, self.hidden, self.inner, self.num_experts = mesh, name, hidden, inner, experts
         is_meta = device is not None and torch.device(device).type == "meta"
         seed = draw_seed() if seed is None and not is_meta else seed
@@ -128,20 +125,15 @@ class MoE(BlockModule):
         if shared:
             kind = GatedMLP if gated else MLP
             self.shared = kind(
-                hidden, shared, activation, False, layouts=self.layouts, name=f"{name}.shared",
-                **shared_arguments,
-            )  # fmt: skip
+                hidden, shared, activation, False, layouts=self.layouts, name=f"{name}.shared", **shared_arguments
+            )
         if shared and shared_gate:
             self.shared_gate = Router(
                 hidden, 1, 1, tokens=self.in_layout, name=f"{name}.shared_gate", **shared_arguments
             )
         self._ways = [
-            _way(source, target, f"{name}.{end}")
-            for end, source, target in (
-                ("in", self.in_layout, self.plan.tokens),
-                ("out", self.plan.tokens, self.out_layout),
-            )
-        ]
+            _way(self.in_layout, self.plan.tokens, f"{name}.in"), _way(self.plan.tokens, self.out_layout, f"{name}.out")
+        ]  # fmt: skip
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all parameters anew; the same values on every grid."""
@@ -363,3 +355,10 @@ def _spread(choices: int, experts: range, count: int) -> list[int]:
     for i, expert in enumerate(experts):
         row[expert] = choices * (i + 1) // len(experts) - choices * i // len(experts)
     return row
+
+
+def _axes_of_experts(given: str | Sequence[str] | None, mesh: ProcessGrid) -> tuple[str, ...]:
+    """Return the axes that split experts: the given ones, or `e` of a grid that has it."""
+    if given is None:
+        return ("e",) if "e" in mesh.grid else ()
+    return (given,) if isinstance(given, str) else tuple(given)

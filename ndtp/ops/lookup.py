@@ -158,10 +158,13 @@ def look_up(
             )
     table = (compiled_layers.taken if is_compiling else taken)(table, plan.parameter, mesh)
     start = mesh.grid.index(mesh.rank, plan.table.dims[0]) * table.shape[0]
-    rows = reduce(rows_of(table, ids, start, padding_idx), plan.rows, mesh)
+    return _in_order(reduce(rows_of(table, ids, start, padding_idx), plan.rows, mesh), plan, mesh)
+
+
+def _in_order(rows: Tensor, plan: LookupPlan, mesh: ProcessGrid) -> Tensor:
+    """Put columns, which came in the order of the ranks that sent them, in the order of the features."""
     if not plan.exchange or plan.exchange[0] == plan.exchange[1]:
         return rows
-    # Columns came in the order of the ranks that sent them.
     stored, sent = plan.exchange
     blocks = rows.unflatten(1, (*(mesh.grid[axis] for axis in sent), -1))
     order = [1 + sent.index(axis) for axis in stored]

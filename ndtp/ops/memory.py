@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -166,18 +167,15 @@ def memory(
         ValueError: an unknown activation or backend.
     """
     plans = (plans,) if isinstance(plans, MatMulPlan) else tuple(plans)
-    if backend not in MOVING:
-        raise ValueError(f"memory: backend {backend!r} is not one of {', '.join(MOVING)}")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"memory: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    for what, value, known in (("backend", backend, MOVING), ("activation", activation, ACTIVATIONS)):
+        if value not in known:
+            raise ValueError(f"memory: {what} {value!r} is not one of {', '.join(known)}")
     cut = len(shape) - len(plans) - 1
     lead, features = shape[:cut], shape[cut:]
     if len(plans) > 1 and len(lead) != 1:
         raise LayoutError(f"memory: a block of {len(plans)} products takes {len(plans) + 2} sizes, not {tuple(shape)}")
 
-    def made(shape: Sequence[int], needs_grad: bool) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs_grad)
-
+    made = partial(_without_memory, dtype)
     widths = (*(ACTIVATIONS[activation].width for _ in plans[1:]), 1)
     sizes = [plan.sizes((*lead, k, w * n)) for plan, w, (k, n) in zip(plans, widths, pairwise(features), strict=True)]
     plans = _decided(plans, sizes, mesh, dtype)
@@ -196,3 +194,7 @@ def memory(
 
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, *weights, *biases))
     return measured(forward, made(plans[-1].shard_shape("C", sizes[-1]), False) if wanted else None)
+
+
+def _without_memory(dtype: torch.dtype, shape: Sequence[int], needs_grad: bool) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs_grad)

@@ -68,9 +68,8 @@ def pipeline_stages(
     schemes = [scheme] * len(grids) if isinstance(scheme, str) else list(scheme)
     blocks = [block_layouts(grid, each) for grid, each in zip(grids, schemes, strict=True)]
     cuts, shapes = _shapes(blocks, hidden_size(model), batch, length)
-    pipeline = Pipeline(
-        grids, shapes, layouts=[(block.input, block.output) for block in blocks], ranks=ranks, groups=groups
-    )
+    layouts = [(block.input, block.output) for block in blocks]
+    pipeline = Pipeline(grids, shapes, layouts=layouts, ranks=ranks, groups=groups)
     also = [] if anatomy.balance is None else [(_passed_whole(pipeline, anatomy.balance.shape), torch.float32)]
     stages = []
     for i in pipeline.stages_of(dist.get_rank()):
@@ -88,8 +87,7 @@ def pipeline_stages(
         stages.append(ModelStage(module, pipeline, i, dtype=dtype, wire=wire, also=also))
     tied = tie(stages, pipeline, anatomy.shared) if anatomy.shared and len(grids) > 1 else []
     for stage in stages:
-        stage.tied = tied
-        stage.settling += [weight.copy for weight in tied]
+        stage.tied, stage.settling = tied, [*stage.settling, *(weight.copy for weight in tied)]
     return stages
 
 

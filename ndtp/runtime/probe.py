@@ -20,7 +20,7 @@ from ndtp.collectives.codecs import CODECS
 from ndtp.collectives.labels import Label
 from ndtp.collectives.symmetric.windows import machine
 from ndtp.collectives.watch import Watch
-from ndtp.compute.devices import kind_of
+from ndtp.compute.devices import DeviceKind, kind_of
 from ndtp.schedule.chunk_choice import LinkSpeed, Speeds
 from ndtp.schedule.host import EAGER, HostLane
 
@@ -248,11 +248,22 @@ def measure(
     across = probe.across() if by_streams else frozenset[str]()
     if known is not None or not axes:
         return Speeds(links, per_flop, launch, 0.0 if known is None else known.contention, coding, across, host)
-    elements = probe.share(figures.probe_bytes, axes[-1])
+    contention = _contention(probe, figures, multiply, per_flop * 2.0 * side**3)
+    return Speeds(links, per_flop, launch, contention, coding, across, host)
+
+
+def _contention(probe: Probe, figures: DeviceKind, multiply: Callable[[], torch.Tensor], product_s: float) -> float:
+    """Return the share of a gather's time that products beside it do not hide, from 0 to 1.
+
+    Args:
+        product_s: the seconds that `multiply` takes alone.
+    """
+    axis = probe.axes[-1]
+    elements = probe.share(figures.probe_bytes, axis)
 
     def together(num_gathers: int, num_products: int) -> float:
         def run() -> None:
-            handles = [probe.start("all_gather", axes[-1], elements) for _ in range(num_gathers)]
+            handles = [probe.start("all_gather", axis, elements) for _ in range(num_gathers)]
             for _ in range(num_products):
                 multiply()
             for handle in handles:
@@ -263,7 +274,7 @@ def measure(
     # Long enough for what schedules processes to be fair: ranks may share processors.
     num_gathers = max(1, min(figures.probe_gathers, round(0.1 / together(1, 0))))
     gathers = together(num_gathers, 0)
-    num_products = max(1, round(gathers / (per_flop * 2.0 * side**3)))
+    num_products = max(1, round(gathers / product_s))
     products, both = together(0, num_products), together(num_gathers, num_products)
     hidden = (gathers + products - both) / min(gathers, products)
-    return Speeds(links, per_flop, launch, min(1.0, max(0.0, 1 - hidden)), coding, across, host)
+    return min(1.0, max(0.0, 1 - hidden))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,12 +37,7 @@ def attention(
     """Batch dims and heads may be split, and the places of queries, each of which looks at all keys and values."""
     if query.dim() < 3 or not (query.dim() == key.dim() == value.dim()):
         return NotImplemented
-    device = query.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and query.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = (x if x.dtype == dtype else x.to(dtype) for x in (query, key, value))
-        if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
-            attn_mask = attn_mask.to(dtype)
+    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     alike = 3 if enable_gqa else 2  # from the end: dims that are not broadcast
     lead = torch.broadcast_shapes(*(x.shape[:-alike] for x in (query, key, value)))
     query, key, value = (
@@ -50,17 +46,7 @@ def attention(
     if dropout_p > 0.0:
         return _composed(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     count = query.dim()
-    (few, times), (few_values, times_of_values) = once(key, -3), once(value, -3)
-    if times == times_of_values > 1 and not enable_gqa:
-        key, value, enable_gqa = few, few_values, True
-    if enable_gqa and query.shape[-3] != key.shape[-3]:
-        made = _grouped(query, key, value)
-        if made is None:
-            times = query.shape[-3] // key.shape[-3]
-            key, value = (x.repeat_interleave(times, -3) for x in (key, value))
-            enable_gqa = False
-        else:
-            query, key, value = made
+    query, key, value, enable_gqa = _heads_alike(query, key, value, enable_gqa)
     along = query.spec.dims[-2] if isinstance(query, SplitTensor) else ()
     query, key, value = (without(x, [count - 1]) if isinstance(x, SplitTensor) else x for x in (query, key, value))
     if along:
@@ -84,32 +70,13 @@ def attention(
             for d, (axes, size) in enumerate(zip(spec.dims[:-2], spec.sizes[:-2], strict=True))]  # fmt: skip
     lead = [() if set(axes) & set(along) else axes for axes in lead]
     used = (*(axis for axes in lead for axis in axes), *along)
-
-    def wide(sizes: Sequence[int]) -> list[int]:
-        """Leading sizes with padding; of a tensor with fewer heads its own."""
-        count = [spec.mesh.grid.size(axes) for axes in lead]
-        return [
-            size if not axes else spec.padded[d] if size == spec.sizes[d] else -(-size // n) * n
-            for d, (size, axes, n) in enumerate(zip(sizes, lead, count, strict=False))
-        ]
+    wide = partial(_with_padding, spec, lead)
 
     def bring(x: Tensor) -> Tensor:
         sizes = [*wide(x.shape[:-2]), *x.shape[-2:]]
         return brought(x, spec.context, [*lead, (), ()], sizes, used, kind=KIND)
 
-    mask = attn_mask
-    if isinstance(mask, Tensor):
-        offset = count - mask.dim()
-        dims = [
-            lead[offset + d] if d < mask.dim() - 2 and mask.shape[d] == spec.sizes[offset + d] else ()
-            for d in range(mask.dim())
-        ]
-        wide_mask = [spec.padded[offset + d] if axes else mask.shape[d] for d, axes in enumerate(dims)]
-        if along and mask.dim() > 1 and mask.shape[-2] == query.shape[-2]:
-            dims[-2], wide_mask[-2] = along, query.spec.padded[-2]
-        whole_mask = tuple(mask.shape)
-        mask = brought(mask, spec.context, dims, wide_mask, used)
-        mask = _open(mask, Spec(spec.context, whole_mask, layout_of(spec.mesh, dims), tuple(wide_mask)))
+    mask = _brought_mask(attn_mask, query, spec, lead, along, used) if isinstance(attn_mask, Tensor) else attn_mask
     last = query.spec.padded[-2] if along else query.shape[-2]
     q = brought(query, spec.context, [*lead, along, ()], [*wide(query.shape[:-2]), last, query.shape[-1]], used)
     if starts:
@@ -117,13 +84,63 @@ def attention(
         result = causal_attention(q, bring(key), bring(value), begin, scale)
     else:
         result = func(q, bring(key), bring(value), mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-    batch = (*torch.broadcast_shapes(*[x.shape[:-3] for x in (query, key, value)]), query.shape[-3])
-    if not enable_gqa:
-        batch = torch.broadcast_shapes(*[x.shape[:-2] for x in (query, key, value)])
+    few = 3 if enable_gqa else 2  # the heads are those of queries
+    batch = (*torch.broadcast_shapes(*(x.shape[:-few] for x in (query, key, value))), *query.shape[-few:-2])
     sizes = (*batch, query.shape[-2], value.shape[-1])
     padded = [*wide(batch), last, sizes[-1]]
     made = Spec(spec.context, tuple(sizes), layout_of(spec.mesh, [*lead, along, ()]), tuple(padded), (), spec.origin)
     return enter(result, made)
+
+
+def _autocast(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
+    """Return the operands in the dtype of autocast, where it is on."""
+    device = query.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (x if x.dtype == dtype else x.to(dtype) for x in (query, key, value))
+        if isinstance(mask, Tensor) and mask.is_floating_point():
+            mask = mask.to(dtype)
+    return query, key, value, mask
+
+
+def _heads_alike(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Any, Any, Any, bool]:
+    """Return operands whose heads lie alike, and whether keys and values have fewer heads than queries."""
+    (few, times), (few_values, times_of_values) = once(key, -3), once(value, -3)
+    if times == times_of_values > 1 and not enable_gqa:
+        key, value, enable_gqa = few, few_values, True
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        made = _grouped(query, key, value)
+        if made is None:
+            times = query.shape[-3] // key.shape[-3]
+            key, value = (x.repeat_interleave(times, -3) for x in (key, value))
+            enable_gqa = False
+        else:
+            query, key, value = made
+    return query, key, value, enable_gqa
+
+
+def _with_padding(spec: Spec, lead: Sequence[Axes], sizes: Sequence[int]) -> list[int]:
+    """Leading sizes with padding; of a tensor with fewer heads its own."""
+    count = [spec.mesh.grid.size(axes) for axes in lead]
+    return [
+        size if not axes else spec.padded[d] if size == spec.sizes[d] else -(-size // n) * n
+        for d, (size, axes, n) in enumerate(zip(sizes, lead, count, strict=False))
+    ]
+
+
+def _brought_mask(mask: Tensor, query: Any, spec: Spec, lead: Sequence[Axes], along: Axes, used: Axes) -> Tensor:
+    """Return a mask split as the batch dims, the heads and the queries are that it has."""
+    offset = len(spec.sizes) - mask.dim()
+    dims: list[Axes] = [
+        lead[offset + d] if d < mask.dim() - 2 and mask.shape[d] == spec.sizes[offset + d] else ()
+        for d in range(mask.dim())
+    ]
+    wide_mask = [spec.padded[offset + d] if axes else mask.shape[d] for d, axes in enumerate(dims)]
+    if along and mask.dim() > 1 and mask.shape[-2] == query.shape[-2]:
+        dims[-2], wide_mask[-2] = along, query.spec.padded[-2]
+    whole_mask = tuple(mask.shape)
+    mask = brought(mask, spec.context, dims, wide_mask, used)
+    return _open(mask, Spec(spec.context, whole_mask, layout_of(spec.mesh, dims), tuple(wide_mask)))
 
 
 def _below(query: Any, key: Any) -> Tensor:

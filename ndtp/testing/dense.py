@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -118,15 +118,26 @@ def assert_matches_dense(
         value = theirs[name][1].detach()
         comparison.add(f"value of {name}", *_local(parameter, mesh), DenseResult(value, value.double(), exact=True))
     comparison.results_follow()
+    _compare_runs(comparison, parallel, dense, inputs, theirs, (exact, factor, floor_eps), seed)
+    comparison.conclude()
+    return comparison.largest
 
-    def weights(output: Tensor) -> Tensor:
-        drawn = small_integers(output.shape, seed)
-        return (drawn if exact else drawn + 0.25 * torch.sin(drawn.cumsum(-1))).to(output)
 
-    expected = _run(dense, inputs, weights)
+def _compare_runs(
+    comparison: _Comparison,
+    parallel: nn.Module,
+    dense: nn.Module,
+    inputs: Sequence[Tensor],
+    theirs: Mapping[str, tuple[str, Tensor]],
+    tolerance: tuple[bool, float, float],
+    seed: int,
+) -> None:
+    """Run both modules forward and backward, and compare outputs and gradients."""
+    mesh, (exact, factor, floor_eps) = comparison.mesh, tolerance
+    expected = _run(dense, inputs, partial(_weights, exact=exact, seed=seed))
     whole = expected["output"]
     assert whole is not None
-    upstream = weights(whole)
+    upstream = _weights(whole, exact, seed)
     fp64_inputs = [x.double() if x.is_floating_point() else x for x in inputs]
     expected_fp64 = _run(copy.deepcopy(dense).double(), fp64_inputs, lambda _: upstream.double())
     ends = _Ends(parallel, mesh)
@@ -145,8 +156,12 @@ def assert_matches_dense(
             (dense_result, fp64_result) if layout is None else (_fit(dense_result, layout), _fit(fp64_result, layout))
         )
         comparison.add(what, shard, layout, DenseResult(*pair, exact, factor, floor_eps))
-    comparison.conclude()
-    return comparison.largest
+
+
+def _weights(output: Tensor, exact: bool, seed: int) -> Tensor:
+    """Draw the gradient of an output; integers where every bit must agree."""
+    drawn = small_integers(output.shape, seed)
+    return (drawn if exact else drawn + 0.25 * torch.sin(drawn.cumsum(-1))).to(output)
 
 
 class _Comparison:
