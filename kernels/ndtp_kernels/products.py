@@ -5,7 +5,7 @@ Every function returns what it computed; what is kept between calls is in `prepa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from ndtp_kernels import launch, prepared, torch_path, tracing
 from ndtp_kernels.call import GemmCall
 from ndtp_kernels.checks import check_like, check_vector
+from ndtp_kernels.choice.chips import Chip
 from ndtp_kernels.choice.problem import Config
 from ndtp_kernels.choice.selection import Options, configuration
 from ndtp_kernels.errors import KernelError, warn_once
@@ -23,6 +24,7 @@ from ndtp_kernels.reductions import key_of
 
 NO_OPTIONS = Options()
 Tensors = Callable[[Tensor, "Tensor | None"], "list[Tensor | None]"]
+Traced = tuple[int, int, int, tuple[int, ...]]  # M, N, K and the batch
 
 
 def gemm(
@@ -66,14 +68,8 @@ def gemm(
         a=a, b=b, form=form, out_dtype=out.dtype if out is not None else out_dtype or a.dtype, activation=activation,
         bias=vector, keep_pre=keep_pre, out=out, accumulate=accumulate,
     )  # fmt: skip
-    chip = triton_chip(op, a, options.backend) if all(shape) else None  # nothing to launch for an empty C
     traced = (va.rows, vb.cols, va.cols, batch)
-    if chip is None or known is not None:
-        with tracing.record("gemm", *traced, a, request.out_dtype):
-            return torch_path.gemm(request)
-    c = torch.empty(shape, dtype=request.out_dtype, device=a.device) if out is None else out
-    pre = torch.empty_like(c) if keep_pre else None
-    return _launched(op, request, c, pre, None, tensors, batch, options, asked, traced) or torch_path.gemm(request)
+    return _multiplied(op, request, torch_path.gemm, shape, tensors, options, asked, traced, known is not None)
 
 
 def backward_gemm(
@@ -106,14 +102,8 @@ def backward_gemm(
     va, vb, batch, shape = read(op, a, b, form, activation)
     check_like(op, "pre", pre, shape)
     request = ProductRequest(a=a, b=b, form=form, out_dtype=out_dtype or a.dtype, activation=activation, pre=pre)
-    chip = triton_chip(op, a, options.backend) if all(shape) else None
     traced = (va.rows, vb.cols, va.cols, batch)
-    if chip is None or known is not None:
-        with tracing.record("gemm", *traced, a, request.out_dtype):
-            return torch_path.backward_gemm(request)
-    c = torch.empty(shape, dtype=request.out_dtype, device=a.device)
-    done = _launched(op, request, c, None, pre.contiguous(), tensors, batch, options, asked, traced)
-    return done or torch_path.backward_gemm(request)
+    return _multiplied(op, request, torch_path.backward_gemm, shape, tensors, options, asked, traced, known is not None)
 
 
 def _again(known: prepared.Known, a: Tensor, out: Tensor | None, keep_pre: bool, tensors: Tensors) -> Product:
@@ -126,27 +116,46 @@ def _again(known: prepared.Known, a: Tensor, out: Tensor | None, keep_pre: bool,
     return Product(c, pre)
 
 
+def _multiplied(
+    op: str,
+    request: ProductRequest,
+    in_torch: Callable[[ProductRequest], Product],
+    shape: Sequence[int],
+    tensors: Tensors,
+    options: Options,
+    asked: object,
+    traced: Traced,
+    is_known: bool,
+) -> Product:
+    """The product by a kernel, or in torch where torch is chosen, nothing is to be launched, or Triton refuses.
+
+    Args:
+        shape: the shape of the result.
+        is_known: whether an earlier call has found that torch does it.
+    """
+    chip = triton_chip(op, request.a, options.backend) if all(shape) else None  # nothing to launch for an empty C
+    if chip is None or is_known:
+        with tracing.record("gemm", *traced, request.a, request.out_dtype):
+            return in_torch(request)
+    c = torch.empty(shape, dtype=request.out_dtype, device=request.a.device) if request.out is None else request.out
+    pre = torch.empty_like(c) if request.keep_pre else None
+    return _launched(op, request, chip, c, pre, tensors, options, asked, traced) or in_torch(request)
+
+
 def _launched(
     op: str,
     request: ProductRequest,
+    chip: Chip,
     c: Tensor,
     pre: Tensor | None,
-    aux: Tensor | None,
     tensors: Tensors,
-    batch: tuple[int, ...],
     options: Options,
     asked: object,
-    traced: tuple[int, int, int, tuple[int, ...]],
+    traced: Traced,
 ) -> Product | None:
-    """The product by a kernel, into `c` and `pre`; None where torch is chosen, or Triton refuses.
-
-    Args:
-        aux: backward: the pre-activation that forward kept.
-    """
-    form = request.form
-    chip = triton_chip(op, request.a, options.backend)
-    assert chip is not None
-    a, b = _within_two_batch_dims(op, request, batch)
+    """The product by a kernel, into `c` and `pre`; None where torch is chosen, or Triton refuses."""
+    form, aux = request.form, None if request.pre is None else request.pre.contiguous()
+    a, b = _within_two_batch_dims(op, request, traced[3])
     view = matrix(c, "mn", False, form.c_blocks, op=op, name="c")
     call = GemmCall(
         a=a, b=b, c=c, view_a=matrix(a, "mk", form.transpose_a, form.a_blocks, op=op, name="a"),
