@@ -4,7 +4,9 @@ import json
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import ndtp
@@ -86,6 +88,35 @@ def test_closed_form_equals_the_algebra(ranks, regather):
         found = {(m.phase, m.tensor, m.collective, m.axis): int(m.elements[i]) for m in closed if m.elements[i]}
         assert found == exact, grid
         assert sum(exact.values()) == total, grid
+
+
+def moved_on(g, name, plan, shape):
+    """As `moved`, on an array of grids: the steps of the plan of a grid with all axes, on the sizes of all of them."""
+    grids = SimpleNamespace(size=lambda axes: math.prod(getattr(g, axis) for axis in axes))
+    sizes, found = plan.sizes(shape), {}
+    for move in plan.moves():
+        journey = plan.journeys[move.tensor]
+        start = [sizes[letter] // grids.size(axes) for letter, axes in zip(journey.letters, journey.begin, strict=True)]
+        for step, _, elements in apply(grids, move.steps, start):
+            found[(move.phase, f"{name} {move.tensor}", step.kind, *step.axes)] = elements
+    return found
+
+
+@pytest.mark.parametrize("regather", [(), ("a",), ("a", "b")], ids=str)
+def test_closed_form_equals_the_plan_on_all_grids_of_4096_ranks(regather):
+    ranks = 4096
+    tokens, hidden, ffn = ranks, 2 * ranks, 8 * ranks
+    block, g = Block.mlp(tokens, hidden, ffn), Grids.all(ranks)
+    assert divides(block, g, pad=False).all() and len(g.dp) == 455
+    up, down = block_layouts(Grid(dp=2, z=2, x=2, y=2), "3d").plans(regather=regather)
+    exact = moved_on(g, "up", up, (tokens, hidden, ffn)) | moved_on(g, "down", down, (tokens, ffn, hidden))
+    again = int("a" in regather), int("b" in regather)
+    closed = {(m.phase, m.tensor, m.collective, m.axis): m.elements for m in messages(block, g, *again)}
+    closed = {key: elements for key, elements in closed.items() if np.any(elements)}
+    assert closed.keys() == exact.keys()
+    for key, elements in exact.items():
+        assert np.array_equal(closed[key], elements), key
+    assert np.array_equal(sum(exact.values()), volume(block, g, *again))
 
 
 @pytest.mark.parametrize("scheme", ["1d", "1d-sp", "2d", "2d-features"])
