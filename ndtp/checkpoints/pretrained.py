@@ -27,6 +27,7 @@ from ndtp.models.placing import stock_model
 from ndtp.models.saving import blocks
 from ndtp.models.state_entries import Entry
 from ndtp.runtime.crew import Crew
+from ndtp.runtime.process_grid import ProcessGrid
 
 LAYER = re.compile(r"(.*?\.\d+)\.")  # the part of a key that names a layer
 SAMPLE = "The quick brown fox, 123 times.\n"  # by which two tokenizers are told apart
@@ -193,7 +194,7 @@ def _groups(named: Mapping[str, Entry], convert: Callable[[State], State], crew:
 
 
 @torch.no_grad()
-def _gathered(entry: Entry, mesh: Any, keeps: bool) -> Tensor | None:
+def _gathered(entry: Entry, mesh: ProcessGrid | None, keeps: bool) -> Tensor | None:
     """Gather a tensor in the host's memory, on the rank that keeps it; a collective."""
     whole = torch.empty(entry.real, dtype=entry.local.dtype) if keeps else None
     for row, values in blocks(entry, mesh, BLOCK_BYTES):

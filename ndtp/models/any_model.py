@@ -30,6 +30,7 @@ from ndtp.models.saving import saved_whole
 from ndtp.models.split_layers import AsStored, ObservedEmbedding, ObservedLinear, SharedInput
 from ndtp.nn.padding import row_multiple
 from ndtp.ops.lookup import LookupPlan
+from ndtp.runtime.process_grid import ProcessGrid
 from ndtp.split import Context, guard_functions
 
 TWICE = "the model's code takes gradients of its gradients (create_graph=True), which products on a grid do not have"
@@ -41,7 +42,7 @@ class AnyModel(Placing):
     def __init__(
         self,
         model: nn.Module,
-        mesh: Any,
+        mesh: ProcessGrid,
         layouts: Any,
         keep: Collection[str] = (),
         *,

@@ -20,6 +20,7 @@ from ndtp.models.frame import Frame
 from ndtp.models.made_classes import made_class
 from ndtp.models.noted import Noted, settle
 from ndtp.runtime.default_group import OwnRows
+from ndtp.runtime.grid_like import GridLike
 from ndtp.runtime.versions import refuse_changed
 
 
@@ -71,7 +72,7 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool)
     return run
 
 
-def cast_for(mesh: Any) -> AbstractContextManager[Any]:
+def cast_for(mesh: GridLike) -> AbstractContextManager[Any]:
     """Return in what a model's code runs: autocast, where its products multiply in bf16 (`ndtp.Wire.products`)."""
     if mesh.wire is None or mesh.wire.products != "bf16":
         return nullcontext()

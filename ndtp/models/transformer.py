@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
 from ndtp.models.adapters import place_adapters, reason_against, wrappers_in
@@ -315,5 +316,5 @@ def _projects(role: AttentionRole) -> Callable[[str], bool]:
     return lambda name: name in projections or name.startswith(around)
 
 
-def _sizes(grid: Any, axes: Any) -> str:
+def _sizes(grid: Grid, axes: Any) -> str:
     return " ".join(f"{axis}={grid[axis]}" for axis in axes) or "no axes"

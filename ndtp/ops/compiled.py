@@ -27,8 +27,9 @@ from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.collectives.meter import IMPLEMENTATIONS
 from ndtp.runtime.chain import Forms, compare_chain, program_of
 from ndtp.runtime.dry_grid import DryGrid
+from ndtp.runtime.grid_like import GridLike
 from ndtp.runtime.moves import Move
-from ndtp.runtime.process_grid import ProcessGrid, grid_named
+from ndtp.runtime.process_grid import grid_named
 from ndtp.runtime.program import Program
 from ndtp.runtime.slots import Key
 
@@ -39,7 +40,7 @@ def chain(
     shards: Sequence[Tensor | None],
     plans: Sequence[MatMulPlan],
     activations: Sequence[str | None],
-    mesh: ProcessGrid,
+    mesh: GridLike,
 ) -> Tensor:
     """The chain of products of plain shards: A, the weights, and the biases or None; see `ndtp.ops.products.mlp`."""
     tensors = [x for x in shards if x is not None]
@@ -52,7 +53,7 @@ def chain_text(
     biases: Sequence[Tensor | None],
     plans: Sequence[MatMulPlan],
     activations: Sequence[str | None],
-    mesh: ProcessGrid,
+    mesh: GridLike,
 ) -> str:
     """A line with the name of the grid, and one a product; what `ChainSpec.parse` reads."""
     lines = [mesh.name]
@@ -82,7 +83,7 @@ def layout_text(layout: Layout) -> str:
 class ChainSpec(NamedTuple):
     """A chain, read back from the text that a compiled op takes."""
 
-    mesh: ProcessGrid
+    mesh: GridLike
     plans: tuple[MatMulPlan, ...]
     activations: tuple[str | None, ...]
     has_bias: tuple[bool, ...]
@@ -165,7 +166,7 @@ def _outline(
     grid: Grid, rank: int, products: tuple[Any, ...], forms: Forms, needs: tuple[bool, ...], chunks: int
 ) -> _Outline:
     """Run the program on tensors without memory, to learn which tensors are kept and from which operands they come."""
-    mesh: Any = DryGrid(grid, rank)
+    mesh = DryGrid(grid, rank)
     spec = ChainSpec(mesh, *products)
     tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype, _ in filter(None, forms)]
     program = program_of(

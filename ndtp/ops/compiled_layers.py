@@ -19,10 +19,10 @@ from ndtp.ops.reductions import reduce
 from ndtp.runtime.arrival import local_shard
 
 if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.grid_like import GridLike
 
 
-def taken(parameter: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
+def taken(parameter: Tensor, plan: RelayoutPlan, mesh: GridLike) -> Tensor:
     """See `ndtp.ops.moving.taken`; its gradient is reduced where it arises."""
     return local_shard(parameter) if plan.is_identity else reduce(local_shard(parameter), plan, mesh)
 
@@ -31,7 +31,7 @@ def norm(
     x: Tensor,
     gain: Tensor | None,
     bias: Tensor | None,
-    mesh: ProcessGrid,
+    mesh: GridLike,
     *,
     layout: Layout,
     features: int,
@@ -59,7 +59,7 @@ def norm(
     return without(y).to(x.dtype)
 
 
-def _over_features(x: Tensor, layout: Layout, mesh: ProcessGrid, name: str) -> Tensor:
+def _over_features(x: Tensor, layout: Layout, mesh: GridLike, name: str) -> Tensor:
     """Sum each row over all ranks that hold a part of it; each rank uses the sum for its own part."""
     axes = layout.grid.nontrivial(layout.dims[-1])
     rows = Layout(layout.grid, layout.dims[0])
@@ -79,7 +79,7 @@ def row_losses(
     logits: Tensor,
     targets: Tensor,
     weights: Tensor | None,
-    mesh: ProcessGrid,
+    mesh: GridLike,
     *,
     layout: Layout,
     form: one_rank.LossForm,
@@ -117,7 +117,7 @@ def row_losses(
     return torch.where(counts, one_rank.losses(off, top + exponentials.log(), form, labels), 0)
 
 
-def _summed(one: Tensor, other: Tensor, layout: Layout, name: str, mesh: ProcessGrid) -> tuple[Tensor, Tensor]:
+def _summed(one: Tensor, other: Tensor, layout: Layout, name: str, mesh: GridLike) -> tuple[Tensor, Tensor]:
     """Sum over the ranks that hold a part of the classes; all of them continue with the same sums."""
     axes = layout.grid.nontrivial(layout.dims[1])
     if not axes:

@@ -13,10 +13,11 @@ from ndtp.algebra.wire import BACK
 from ndtp.collectives.meter import IMPLEMENTATIONS
 from ndtp.ops.compiled import layout_text
 from ndtp.ops.moving import enter, moved
+from ndtp.runtime.grid_like import GridLike
 from ndtp.runtime.process_grid import ProcessGrid, grid_named
 
 
-def compiled_reduce(x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
+def compiled_reduce(x: Tensor, plan: RelayoutPlan, mesh: GridLike) -> Tensor:
     """See `ndtp.ops.reductions.reduce`."""
     if plan.source == plan.target and not (plan.partial or plan.grad_partial):
         return x

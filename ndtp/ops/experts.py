@@ -21,7 +21,7 @@ from ndtp.ops.moving import moved, refuse_second, taken
 from ndtp.runtime.recheck import LookedAt
 
 if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.grid_like import GridLike
 
 
 _KINDS = {"forward": "activations", "dgrad": "activation_gradients"}  # of rows, by phase
@@ -31,7 +31,7 @@ def experts(
     rows: Sequence[Tensor],
     weights: Sequence[Tensor],
     flows: Sequence[RowFlow],
-    mesh: ProcessGrid,
+    mesh: GridLike,
     activation: str,
     gated: bool,
     name: str = "moe",
@@ -80,7 +80,7 @@ def experts(
     return [_finish(trip) for trip in back]
 
 
-def _multiplier(mesh: ProcessGrid, name: str) -> Any:
+def _multiplier(mesh: GridLike, name: str) -> Any:
     """Return the multiplier of one product of experts, which the probe may look at."""
     return mesh.gemm if mesh.step.recheck is None else LookedAt(mesh.gemm, mesh.step.recheck, name)
 
@@ -108,14 +108,14 @@ def _part(i: int, flows: Sequence[RowFlow]) -> str:
     return f"{i + 1}/{len(flows)}" if len(flows) > 1 else ""
 
 
-def known_counts(counts: Tensor, axes: Sequence[str], mesh: ProcessGrid, name: str) -> Tensor:
+def known_counts(counts: Tensor, axes: Sequence[str], mesh: GridLike, name: str) -> Tensor:
     """Gather the counts [n] of every rank along `axes` to [ranks, n], in the order of the grid's index on them."""
     grid = mesh.grid
     if grid.size(axes) == 1:
         return counts[None]
     together = moved(counts[None], (Step("all_gather", tuple(axes), 0),), mesh, name, "counts")
     members = grid.group(mesh.rank, axes)
-    ranks = getattr(mesh, "global_ranks", None) or range(grid.num_ranks)
+    ranks = mesh.global_ranks or range(grid.num_ranks)
     arrived = sorted(members, key=lambda rank: ranks[rank])  # torch orders the members of a group
     if tuple(arrived) == tuple(members):
         return together
@@ -180,7 +180,7 @@ class _Placed(torch.autograd.Function):
 class _Trip:
     """A move between where it starts and where it is waited for, and that of its gradient."""
 
-    def __init__(self, move: RowMove, mesh: ProcessGrid, name: str, part: str) -> None:
+    def __init__(self, move: RowMove, mesh: GridLike, name: str, part: str) -> None:
         self.move, self.mesh, self.name, self.part = move, mesh, name, part
         self.under_way: Any = None
         self.placeholder: Tensor | None = None
@@ -198,7 +198,7 @@ class _Trip:
         return x.view_as(x) if handle is None else handle.wait()
 
 
-def _start(x: Tensor, move: RowMove, mesh: ProcessGrid, name: str, part: str) -> _Trip:
+def _start(x: Tensor, move: RowMove, mesh: GridLike, name: str, part: str) -> _Trip:
     trip = _Trip(move, mesh, name, part)
     trip.placeholder = _Start.apply(x, trip)  # type: ignore[no-untyped-call]
     return trip
@@ -241,7 +241,7 @@ class _Finish(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------------------- one by another
 
 
-def _along(x: Tensor, way: RowWay, mesh: ProcessGrid, name: str) -> Tensor:
+def _along(x: Tensor, way: RowWay, mesh: GridLike, name: str) -> Tensor:
     """`x` by the steps of a way; its gradient by those back."""
     if not way.there and not way.back:
         return x
@@ -251,7 +251,7 @@ def _along(x: Tensor, way: RowWay, mesh: ProcessGrid, name: str) -> Tensor:
 
 class _Along(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: RowWay, mesh: ProcessGrid, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, way: RowWay, mesh: GridLike, name: str) -> Tensor:
         ctx.way, ctx.mesh, ctx.name = way, mesh, name
         result = _by_moves(x, way.there, mesh, name, "forward")
         return result.view_as(result) if result is x else result
@@ -263,7 +263,7 @@ class _Along(torch.autograd.Function):
         return _by_moves(grad, ctx.way.back, ctx.mesh, ctx.name, "dgrad"), None, None, None
 
 
-def _by_moves(x: Tensor, moves: Moves, mesh: ProcessGrid, name: str, phase: str) -> Tensor:
+def _by_moves(x: Tensor, moves: Moves, mesh: GridLike, name: str, phase: str) -> Tensor:
     for move in moves:
         if isinstance(move, RowMove):
             x = start_rows(x, move, mesh.collectives, name, phase, kind=_KINDS[phase]).wait()

@@ -19,13 +19,13 @@ from ndtp.ops.moving import way_of
 
 if TYPE_CHECKING:
     from ndtp.algebra.matmul_plan import MatMulPlan
+    from ndtp.runtime.grid_like import GridLike
     from ndtp.runtime.moves import Way
-    from ndtp.runtime.process_grid import ProcessGrid
 
 MOST_ROWS = 256  # of a rank; more are worth programs whose chunks overlap
 
 
-def is_inference(x: Tensor, mesh: ProcessGrid) -> bool:
+def is_inference(x: Tensor, mesh: GridLike) -> bool:
     """Return whether a call with this tensor keeps nothing and is not looked at: no gradients, no cast, no check."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or mesh.check or mesh.collectives.wire is not None:
         return False
@@ -34,7 +34,7 @@ def is_inference(x: Tensor, mesh: ProcessGrid) -> bool:
     return not x.is_meta
 
 
-def takes_few_rows(rows: Tensor, plans: Sequence[MatMulPlan], mesh: ProcessGrid) -> bool:
+def takes_few_rows(rows: Tensor, plans: Sequence[MatMulPlan], mesh: GridLike) -> bool:
     """Return whether products of these rows are computed here: no gradients, few rows, weights that stay.
 
     It is decided by what is the same on all ranks.
@@ -55,7 +55,7 @@ class FewRows:
         parts: into so many the result is split where a weight is one: each part of the result has some of all layers.
     """
 
-    def __init__(self, plan: MatMulPlan, mesh: ProcessGrid, parts: int = 1) -> None:
+    def __init__(self, plan: MatMulPlan, mesh: GridLike, parts: int = 1) -> None:
         self._plan, self._mesh, self._parts = plan, mesh, parts
         self._multiply = mesh.gemm.bound_product(False, plan.transpose_b, 2)
         self._ways: dict[str, Way] = {}

@@ -21,7 +21,7 @@ from ndtp.ops.moving import enter, refuse_second, taken
 from ndtp.ops.products import matmul
 
 if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.grid_like import GridLike
 
 
 LogitsMap = Callable[[Tensor], Tensor]
@@ -86,7 +86,7 @@ def linear_cross_entropy(
     bias: Tensor | None,
     targets: Tensor,
     plan: LinearLossPlan,
-    mesh: ProcessGrid,
+    mesh: GridLike,
     reduction: str,
     *,
     weights: Tensor | None = None,
@@ -130,7 +130,7 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: LinearLossPlan, mesh: Any,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: LinearLossPlan, mesh: GridLike,
         class_weights: Tensor | None, between: LogitsMap | None,
     ) -> Tensor:  # fmt: skip
         needs = ctx.needs_input_grad[:3]

@@ -20,7 +20,7 @@ from ndtp.ops.moving import enter, moved, taken
 from ndtp.ops.reductions import reduce, sum_over
 
 if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.grid_like import GridLike
 
 ID_BYTES = 8
 
@@ -107,7 +107,7 @@ def look_up(
     ids: Tensor,
     table: Tensor,
     plan: LookupPlan,
-    mesh: ProcessGrid,
+    mesh: GridLike,
     size: int,
     padding_idx: int | None = None,
     checks: bool = True,
@@ -161,7 +161,7 @@ def look_up(
     return _in_order(reduce(rows_of(table, ids, start, padding_idx), plan.rows, mesh), plan, mesh)
 
 
-def _in_order(rows: Tensor, plan: LookupPlan, mesh: ProcessGrid) -> Tensor:
+def _in_order(rows: Tensor, plan: LookupPlan, mesh: GridLike) -> Tensor:
     """Put columns, which came in the order of the ranks that sent them, in the order of the features."""
     if not plan.exchange or plan.exchange[0] == plan.exchange[1]:
         return rows

@@ -19,11 +19,11 @@ from ndtp.ops.products import matmul
 from ndtp.ops.reductions import merged, reduce
 
 if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.grid_like import GridLike
 
 
 def contracted(
-    plan: EinsumPlan, shards: Sequence[Tensor], mesh: ProcessGrid, product: ProductForm | None = None
+    plan: EinsumPlan, shards: Sequence[Tensor], mesh: GridLike, product: ProductForm | None = None
 ) -> Tensor:
     """This rank's shard of C, from its shards of the operands.
 
@@ -47,7 +47,7 @@ def contracted(
     return reduce(_local(plan, held), plan.ways["C"], mesh, phases["C"])
 
 
-def applied(plan: EinsumPlan, function: Callable[..., Tensor], shards: Sequence[Tensor], mesh: ProcessGrid) -> Tensor:
+def applied(plan: EinsumPlan, function: Callable[..., Tensor], shards: Sequence[Tensor], mesh: GridLike) -> Tensor:
     """This rank's shard of a function of elements that share their letters; C has every letter.
 
     Raises:
@@ -73,7 +73,7 @@ def applied(plan: EinsumPlan, function: Callable[..., Tensor], shards: Sequence[
     return result
 
 
-def extreme(x: Tensor, plan: ExtremePlan, mesh: ProcessGrid, largest: bool) -> Tensor:
+def extreme(x: Tensor, plan: ExtremePlan, mesh: GridLike, largest: bool) -> Tensor:
     """The largest or smallest elements, the same on every rank along the axes of what is reduced.
 
     Elements that share an extreme share its gradient, as of `torch.amax`.
@@ -83,14 +83,14 @@ def extreme(x: Tensor, plan: ExtremePlan, mesh: ProcessGrid, largest: bool) -> T
     return result
 
 
-def _held(plan: EinsumPlan, shards: Sequence[Tensor], mesh: ProcessGrid) -> tuple[list[Tensor], dict[str, str]]:
+def _held(plan: EinsumPlan, shards: Sequence[Tensor], mesh: GridLike) -> tuple[list[Tensor], dict[str, str]]:
     """The operands where they are multiplied, and the phases of their gradients."""
     phases = plan.phases([torch.is_grad_enabled() and shard.requires_grad for shard in shards])
     named = zip(plan.operand_names, shards, strict=True)
     return [reduce(shard, plan.ways[name], mesh, phases[name]) for name, shard in named], phases
 
 
-def _multiplied(plan: EinsumPlan, form: ProductForm, shards: Sequence[Tensor], mesh: ProcessGrid) -> Tensor:
+def _multiplied(plan: EinsumPlan, form: ProductForm, shards: Sequence[Tensor], mesh: GridLike) -> Tensor:
     """Compute a loop nest as a product of matrices: dims are permuted and merged before it, and C's are split after
     it.
     """
@@ -119,7 +119,7 @@ def _local(plan: EinsumPlan, held: Sequence[Tensor]) -> Tensor:
 
 class _Extreme(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: ExtremePlan, mesh: ProcessGrid, largest: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, plan: ExtremePlan, mesh: GridLike, largest: bool) -> Tensor:
         of = torch.amax if largest else torch.amin
         own = of(x, plan.dims, keepdim=True)
         found = merged(own.reshape(1, -1), plan.merge, lambda each: of(each, 0), mesh, plan.plan.name).view_as(own)

@@ -22,7 +22,7 @@ from ndtp.ops.moving import enter, moved, refuse_second
 from ndtp.ops.reductions import merged, reduce
 
 if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.grid_like import GridLike
 
 TOTAL_BYTES = 8  # of a number of the totals
 
@@ -75,7 +75,7 @@ def checked_targets(targets: Tensor, rows: int, splits: int, name: str) -> tuple
 
 
 def row_losses(
-    logits: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid, weights: Tensor | None = None
+    logits: Tensor, targets: Tensor, plan: LossPlan, mesh: GridLike, weights: Tensor | None = None
 ) -> Tensor:
     """The loss of each of this rank's rows, on every rank that has a part of its classes; zero where it is ignored.
 
@@ -99,7 +99,9 @@ def row_losses(
 
 class _RowLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, plan: LossPlan, mesh: Any, weights: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, plan: LossPlan, mesh: GridLike, weights: Tensor | None
+    ) -> Tensor:
         form, width = plan.form, logits.shape[1]
         start = mesh.grid.index(mesh.rank, plan.layout.dims[1]) * width
         real = min(max(form.classes - start, 0), width)
@@ -126,7 +128,7 @@ class _RowLosses(torch.autograd.Function):
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid, reduction: str, weights: Tensor | None = None
+    logits: Tensor, targets: Tensor, plan: LossPlan, mesh: GridLike, reduction: str, weights: Tensor | None = None
 ) -> Tensor:
     """The cross entropy of logits that are split over rows and classes; see `ndtp.nn.cross_entropy`."""
     if logits.dim() != 2:
@@ -153,7 +155,7 @@ def check_weights(weights: Tensor | None, plan: LossPlan) -> None:
         )
 
 
-def totals(loss: Tensor, targets: Tensor, plan: LossPlan, mesh: ProcessGrid, weights: Tensor | None = None) -> Tensor:
+def totals(loss: Tensor, targets: Tensor, plan: LossPlan, mesh: GridLike, weights: Tensor | None = None) -> Tensor:
     """Return [3]: sums over all rows of the losses, of the weights of rows that count, of targets that are no class.
 
     Raises:
@@ -183,7 +185,7 @@ def reduced(total: Tensor, reduction: str, dtype: torch.dtype) -> Tensor:
     return torch.where(total[2].detach() > 0, torch.nan, loss).to(dtype)
 
 
-def whole_targets(targets: Tensor, layout: Layout, rows: int, mesh: ProcessGrid, name: str) -> Tensor:
+def whole_targets(targets: Tensor, layout: Layout, rows: int, mesh: GridLike, name: str) -> Tensor:
     """All targets, on every rank, from all or from this rank's rows of them; those are gathered."""
     targets, are_all = checked_targets(targets, rows, layout.num_splits(0), name)
     if torch.compiler.is_compiling():

@@ -185,7 +185,7 @@ def memory(
     for plan, size, wants, has_bias, bias_wants in zip(plans, sizes, *per_product, strict=True):
         weights.append(made(plan.shard_shape("B", size), wants))
         biases.append(made(plan.bias.shard_shape((size["n"],)), bias_wants) if has_bias else None)
-    grid: Any = DryGrid(plans[0].grid, backend=backend, wire=None if mesh is None else mesh.wire)
+    grid = DryGrid(plans[0].grid, backend=backend, wire=None if mesh is None else mesh.wire)
 
     def forward() -> Tensor:
         if len(plans) == 1:

@@ -15,10 +15,10 @@ from ndtp.runtime.chain import signature_of
 from ndtp.runtime.moves import Move, Way
 
 if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.grid_like import GridLike
 
 
-def moved(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str, kind: str = "") -> Tensor:
+def moved(x: Tensor, steps: Sequence[Step], mesh: GridLike, name: str, phase: str, kind: str = "") -> Tensor:
     """The tensor at the end of its steps.
 
     Args:
@@ -30,20 +30,20 @@ def moved(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase:
 
 
 def sent(
-    x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str, kind: str = ""
+    x: Tensor, steps: Sequence[Step], mesh: GridLike, name: str, phase: str, kind: str = ""
 ) -> Callable[[], Tensor]:
     """Send a tensor off; what is returned waits for the end of its steps."""
     return way_of(x, steps, mesh, name, phase, kind).start(x).wait
 
 
-def way_of(x: Tensor, steps: Sequence[Step], mesh: ProcessGrid, name: str, phase: str, kind: str = "") -> Way:
+def way_of(x: Tensor, steps: Sequence[Step], mesh: GridLike, name: str, phase: str, kind: str = "") -> Way:
     """Return the way of tensors such as this one through their steps, bound where one is met first."""
     shape = tuple(x.shape)
     key = (mesh.collectives, tuple(steps), name, phase, shape, x.dtype, kind)
     return mesh.programs.way(key, lambda: Way(mesh.collectives, steps, (name,), phase, shape, x.dtype, kind=kind))
 
 
-def enter(mesh: ProcessGrid, op: object, x: Tensor) -> None:
+def enter(mesh: GridLike, op: object, x: Tensor) -> None:
     """Begin an operation: end what a broken backward has left, and compare ranks if the mesh checks.
 
     A graph has operations that do so.
@@ -57,7 +57,7 @@ def enter(mesh: ProcessGrid, op: object, x: Tensor) -> None:
         cross_check(mesh.groups, f"{op}; {signature_of(x)}")
 
 
-def taken(parameter: Tensor, plan: RelayoutPlan, mesh: ProcessGrid) -> Tensor:
+def taken(parameter: Tensor, plan: RelayoutPlan, mesh: GridLike) -> Tensor:
     """This rank's shard of a parameter on its way to where it is used, with a gradient that is reduced late.
 
     As that of a product's weight: its first collective starts where backward comes by, the next ones behind the
@@ -91,7 +91,7 @@ class _Used(torch.autograd.Function):
     """The autograd function from a parameter's shard to the part that an operation uses."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid, deferred: Deferred | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, plan: RelayoutPlan, mesh: GridLike, deferred: Deferred | None) -> Tensor:
         ctx.plan, ctx.mesh, ctx.deferred, ctx.shape = plan, mesh, deferred, x.shape
         result = moved(x, plan.steps, mesh, plan.name, "forward", plan.kind)
         return result.view_as(result) if result is x else result

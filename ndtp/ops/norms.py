@@ -23,7 +23,7 @@ from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.versions import refuse_changed, version_of
 
 if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.grid_like import GridLike
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def norm(
     gain: Tensor | None,
     bias: Tensor | None,
     plan: NormPlan,
-    mesh: ProcessGrid,
+    mesh: GridLike,
     offset: float = 0.0,
 ) -> Tensor:
     """Normalize each row over all of its features.
@@ -128,7 +128,7 @@ def norm(
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gain: Tensor | None, bias: Tensor | None, plan: NormPlan, mesh: Any, watched: Any
+        ctx: Any, x: Tensor, gain: Tensor | None, bias: Tensor | None, plan: NormPlan, mesh: GridLike, watched: Any
     ) -> Tensor:
         summed = partial(moved, steps=plan.reduction, mesh=mesh, name=plan.name, phase="forward")
         y, mean, scale = _normalised(x, gain, bias, plan, mesh, plan.real(mesh.rank), summed)
@@ -164,7 +164,7 @@ class _Norm(torch.autograd.Function):
         return dx, dgain, dbias, None, None, None
 
 
-def bound_norm(x: Tensor, plan: NormPlan, mesh: ProcessGrid, offset: float = 0.0) -> Callable[..., Tensor]:
+def bound_norm(x: Tensor, plan: NormPlan, mesh: GridLike, offset: float = 0.0) -> Callable[..., Tensor]:
     """Return a norm of rows of one shape, without gradients: takes the rows, and the shards of gain and bias."""
     real = plan.real(mesh.rank)
     way = way_of(one_rank.sum_of_squares(x), plan.reduction, mesh, plan.name, "forward")
@@ -181,7 +181,7 @@ def _normalised(
     gain: Tensor | None,
     bias: Tensor | None,
     plan: NormPlan,
-    mesh: ProcessGrid,
+    mesh: GridLike,
     real: int,
     summed: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -197,7 +197,7 @@ def _normalised(
 
 
 def _statistics(
-    x: Tensor, plan: NormPlan, mesh: ProcessGrid, summed: Callable[[Tensor], Tensor]
+    x: Tensor, plan: NormPlan, mesh: GridLike, summed: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor | None, Tensor]:
     """The mean of each row, and by what its distances from it are multiplied."""
     if plan.centred:

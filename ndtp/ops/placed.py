@@ -19,7 +19,7 @@ from ndtp.ops.resharding import resharded, seats_of
 from ndtp.runtime.arrival import local_shard
 
 if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.grid_like import GridLike
 
 NamedSplit = Mapping[str, DimSpec]  # name -> the axes that split it, major to minor; what is not named is whole
 Self = TypeVar("Self", bound="Placed")
@@ -30,9 +30,7 @@ class Placed:
 
     __slots__ = ("layout", "local", "mesh", "names")
 
-    def __init__(
-        self, local: Tensor, names: str | Sequence[str], split: Layout | NamedSplit, mesh: ProcessGrid
-    ) -> None:
+    def __init__(self, local: Tensor, names: str | Sequence[str], split: Layout | NamedSplit, mesh: GridLike) -> None:
         self.local, self.mesh = local, mesh
         self.names: Names = names_of(names if isinstance(names, str) else " ".join(names))
         self.layout = split if isinstance(split, Layout) else layout_of(self.names, split, mesh)
@@ -50,7 +48,7 @@ class Placed:
     # ------------------------------------------------------------------------------------- to and from other tensors
 
     @classmethod
-    def shard(cls: type[Self], dense: Tensor, names: str | Sequence[str], split: NamedSplit, mesh: ProcessGrid) -> Self:
+    def shard(cls: type[Self], dense: Tensor, names: str | Sequence[str], split: NamedSplit, mesh: GridLike) -> Self:
         """Return this rank's shard of a tensor that every rank has whole.
 
         Differentiable: the gradient of the whole is gathered from all ranks.  Of a tensor that needs none it is a copy.
@@ -70,7 +68,7 @@ class Placed:
         return self.relayout({}).local
 
     @classmethod
-    def from_dtensor(cls: type[Self], x: Tensor, names: str | Sequence[str], mesh: ProcessGrid) -> Self:
+    def from_dtensor(cls: type[Self], x: Tensor, names: str | Sequence[str], mesh: GridLike) -> Self:
         """A DTensor on the mesh of `mesh` (`mesh.device_mesh`), parameters too: its shard, not a copy.
 
         Raises:
@@ -195,7 +193,7 @@ class Placed:
             local = resharded(self.local, plan, self.mesh, self.mesh)
         return type(self)(local, self.names, plan.target, self.mesh)
 
-    def to(self: Self, mesh: ProcessGrid, split: NamedSplit) -> Self:
+    def to(self: Self, mesh: GridLike, split: NamedSplit) -> Self:
         """Return the tensor on another grid of the same ranks; see `ndtp.reshard`."""
         target = layout_of(self.names, split, mesh)
         target.shard_shape(self.shape)
@@ -246,7 +244,7 @@ class Placed:
                 raise LayoutError(f"{what} of {self!r}: no dim is called {name!r}; dims: {', '.join(self.names)}")
 
 
-def layout_of(names: Sequence[str], split: NamedSplit, mesh: ProcessGrid) -> Layout:
+def layout_of(names: Sequence[str], split: NamedSplit, mesh: GridLike) -> Layout:
     """A layout of dims by their names.
 
     Raises:

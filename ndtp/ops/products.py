@@ -23,10 +23,10 @@ from ndtp.runtime.arrival import is_plain, local_shard
 from ndtp.runtime.chain import compare_chain, program_of
 
 if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.grid_like import GridLike
 
 
-def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid, bias: Tensor | None = None) -> Tensor:
+def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: GridLike, bias: Tensor | None = None) -> Tensor:
     """Multiply two sharded matrices over a process grid.
 
         a        [M / (z y), K / x]      this rank's shard of A[M_zy, K_x]
@@ -59,7 +59,7 @@ def mlp(
     x: Tensor,
     weights: Sequence[Tensor],
     plans: Sequence[MatMulPlan],
-    mesh: ProcessGrid,
+    mesh: GridLike,
     activation: str = "gelu",
     biases: Sequence[Tensor | None] | None = None,
     layers: Sequence[nn.Module] = (),
@@ -106,7 +106,7 @@ def chain(
     biases: Sequence[Tensor | None],
     plans: tuple[MatMulPlan, ...],
     activations: tuple[str | None, ...],
-    mesh: ProcessGrid,
+    mesh: GridLike,
     layers: Sequence[nn.Module] = (),
 ) -> Tensor:
     """Products one after the other, each but the last with an activation behind it.
@@ -144,7 +144,7 @@ def chain(
     return run_chain(program, mesh.step, given, tensors, shards, layers)
 
 
-def batch_matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: ProcessGrid) -> Tensor:
+def batch_matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: GridLike) -> Tensor:
     """`matmul` for operands that both have batch dims: `C[.., M, N] = A[.., M, K] . B[.., K, N]`.
 
     Batch dims may be split by axes of their own, and are broadcast as `torch.matmul` would.
@@ -164,7 +164,7 @@ def relayout(
     x: Tensor,
     source: Layout,
     target: Layout,
-    mesh: ProcessGrid,
+    mesh: GridLike,
     name: str = "relayout",
     partial: Sequence[str] = (),
     grad_partial: Sequence[str] = (),
@@ -188,7 +188,7 @@ def relayout(
     return reduce(x, relayout_plan(source, target, tuple(partial), tuple(grad_partial), name, kind), mesh)
 
 
-def _check_placements(x: Any, i: int, plans: Sequence[MatMulPlan], mesh: ProcessGrid) -> None:
+def _check_placements(x: Any, i: int, plans: Sequence[MatMulPlan], mesh: GridLike) -> None:
     """The i-th operand of a chain must lie as its plan says: one that lies otherwise may have shards of its shape."""
     if mesh.device_mesh is None:
         return

@@ -16,10 +16,10 @@ from ndtp.errors import LayoutError
 from ndtp.ops.moving import as_own, enter, moved
 
 if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.grid_like import GridLike
 
 
-def reduce(x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid, backward: str = "dgrad") -> Tensor:
+def reduce(x: Tensor, plan: RelayoutPlan, mesh: GridLike, backward: str = "dgrad") -> Tensor:
     """`x` along a relayout, sums over axes included; see `ndtp.relayout`, which makes the plan.
 
         x        a shard of X as `plan.source`, and a part of a sum over the axes `plan.partial`
@@ -54,7 +54,7 @@ def reduce(x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid, backward: str = "dg
     return result
 
 
-def sum_over(x: Tensor, layout: Layout, axes: Sequence[str], mesh: ProcessGrid, name: str = "sum") -> Tensor:
+def sum_over(x: Tensor, layout: Layout, axes: Sequence[str], mesh: GridLike, name: str = "sum") -> Tensor:
     """The sum of `x` over the ranks along `axes`, on each of them; `layout` is that of x and of the sum.
 
     Raises:
@@ -63,7 +63,7 @@ def sum_over(x: Tensor, layout: Layout, axes: Sequence[str], mesh: ProcessGrid, 
     return reduce(x, relayout_plan(layout, layout, tuple(axes), (), name), mesh)
 
 
-def used_over(x: Tensor, layout: Layout, axes: Sequence[str], mesh: ProcessGrid, name: str = "used") -> Tensor:
+def used_over(x: Tensor, layout: Layout, axes: Sequence[str], mesh: GridLike, name: str = "used") -> Tensor:
     """`x` as it is, to be used by the ranks along `axes` each for something of its own: its gradient is summed.
 
     Raises:
@@ -90,7 +90,7 @@ def relayout_plan(
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: RelayoutPlan, mesh: ProcessGrid, phase: str, backward: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, plan: RelayoutPlan, mesh: GridLike, phase: str, backward: str) -> Tensor:
         ctx.plan, ctx.mesh, ctx.backward = plan, mesh, backward
         result = moved(x, plan.steps, mesh, plan.name, phase, plan.kind)
         return result.view_as(result) if result is x else as_own(result, x)
@@ -104,7 +104,7 @@ class _Reduce(torch.autograd.Function):
 
 
 def merged(
-    x: Tensor, plan: MergePlan, merge: Callable[[Tensor], Tensor], mesh: ProcessGrid, name: str, phase: str = "forward"
+    x: Tensor, plan: MergePlan, merge: Callable[[Tensor], Tensor], mesh: GridLike, name: str, phase: str = "forward"
 ) -> Tensor:
     """Merge each row's statistics of all ranks along `plan.axes`; the result is not differentiable.
 

@@ -16,15 +16,15 @@ from ndtp.collectives.uneven_exchange import cut, start_reshard
 from ndtp.errors import GridError, LayoutError
 
 if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.grid_like import GridLike
 
 
 def reshard(
     x: Tensor,
     source: Layout,
     target: Layout,
-    mesh: ProcessGrid,
-    to: ProcessGrid | None = None,
+    mesh: GridLike,
+    to: GridLike | None = None,
     *,
     shape: Sequence[int] | None = None,
     name: str = "reshard",
@@ -62,7 +62,7 @@ def reshard(
     return resharded(x, ReshardPlan(source, target, tuple(shape), target_ranks=seats_of(mesh, to), name=name), mesh, to)
 
 
-def resharded(x: Tensor, plan: ReshardPlan, mesh: ProcessGrid, to: ProcessGrid) -> Tensor:
+def resharded(x: Tensor, plan: ReshardPlan, mesh: GridLike, to: GridLike) -> Tensor:
     """`x` by a plan between two process grids; see `reshard`, which makes the plan.
 
     Raises:
@@ -80,7 +80,7 @@ def resharded(x: Tensor, plan: ReshardPlan, mesh: ProcessGrid, to: ProcessGrid) 
     return _Reshard.apply(x, plan, mesh, to, "forward")  # type: ignore[no-untyped-call, no-any-return]
 
 
-def seats_of(mesh: ProcessGrid, to: ProcessGrid) -> tuple[int, ...] | None:
+def seats_of(mesh: GridLike, to: GridLike) -> tuple[int, ...] | None:
     """The rank on the first grid of every rank of the other; None if they are the same.
 
     Raises:
@@ -107,7 +107,7 @@ def known(plan: ReshardPlan) -> ReshardPlan:
 
 class _Reshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: ReshardPlan, mesh: ProcessGrid, to: ProcessGrid, phase: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, plan: ReshardPlan, mesh: GridLike, to: GridLike, phase: str) -> Tensor:
         ctx.arguments = plan, mesh, to
         mesh.step.late.enter()
         if mesh.check:  # shapes of shards may differ

@@ -23,14 +23,14 @@ from ndtp.compute.partial_attention import Gradients, Merged
 from ndtp.ops.moving import enter, sent
 
 if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.grid_like import GridLike
 
 NAME = "ring attention"
 MOST_GROUPS = 2  # of heads, each with messages of its own
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, mesh: ProcessGrid, scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, mesh: GridLike, scale: float | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend to all keys, of which each rank has a part; see this module.
@@ -55,7 +55,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float |
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: RingPlan, mesh: ProcessGrid, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: RingPlan, mesh: GridLike, scale: float
     ) -> Tensor:
         index = mesh.grid.index(mesh.rank, plan.axes)
         groups, masks = _groups(q, k, v), _masks(mask, q, k)
@@ -159,15 +159,13 @@ def _pieces_from(start: int, q: Tensor, k: Tensor) -> Any:
     return pieces([range(start, start + q.shape[-2])], [range(keys)], keys, True)
 
 
-def _passed(x: Tensor, plan: RingPlan, mesh: ProcessGrid, phase: str) -> Any:
+def _passed(x: Tensor, plan: RingPlan, mesh: GridLike, phase: str) -> Any:
     if plan.ranks == 1:
         return lambda: x
     return sent(x, (plan.pass_on,), mesh, NAME, phase)
 
 
-def _swapping(
-    tensors: Sequence[Tensor], plan: RingPlan, mesh: ProcessGrid, phase: str
-) -> Callable[[], Sequence[Tensor]]:
+def _swapping(tensors: Sequence[Tensor], plan: RingPlan, mesh: GridLike, phase: str) -> Callable[[], Sequence[Tensor]]:
     """Begin to swap the second halves of parts of the sequence, by one message; the same on the way back."""
     if not plan.is_zigzag:
         return lambda: tensors

@@ -22,7 +22,7 @@ from ndtp.schedule.tasks import RowChunks, Wanted
 
 if TYPE_CHECKING:
     from ndtp.collectives.handles import Shape
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.grid_like import GridLike
 
 TensorForm = tuple["Shape", torch.dtype, torch.device]
 Forms = tuple["TensorForm | None", ...]
@@ -32,7 +32,7 @@ def program_of(
     forms: Forms,
     plans: tuple[MatMulPlan, ...],
     activations: tuple[str | None, ...],
-    mesh: ProcessGrid,
+    mesh: GridLike,
     needs: tuple[bool, ...],
     chunks: int | None = None,
     may_measure: bool = True,
@@ -65,7 +65,7 @@ def _bind(
     forms: Forms,
     plans: Sequence[MatMulPlan],
     activations: Sequence[str | None],
-    mesh: ProcessGrid,
+    mesh: GridLike,
     needs: Sequence[bool],
     chunks: int | None,
     may_measure: bool,
@@ -103,7 +103,7 @@ def asked_of(plans: Sequence[MatMulPlan]) -> int | None:
 
 
 def _stages(
-    forms: Forms, plans: Sequence[MatMulPlan], activations: Sequence[str | None], mesh: ProcessGrid
+    forms: Forms, plans: Sequence[MatMulPlan], activations: Sequence[str | None], mesh: GridLike
 ) -> list[Stage]:
     """The products of a chain, bound to the shapes of the shards.
 
@@ -130,7 +130,7 @@ def _stages(
 
 
 def compare_chain(
-    mesh: ProcessGrid,
+    mesh: GridLike,
     tensors: Sequence[Any],
     plans: Sequence[MatMulPlan],
     activations: Sequence[str | None],
@@ -163,7 +163,7 @@ def _description(a: Tensor, plan: MatMulPlan, b: Tensor, bias: Tensor | None, ac
     )
 
 
-def _state(mesh: ProcessGrid, plans: Sequence[MatMulPlan], needs: Sequence[bool] | None) -> str:
+def _state(mesh: GridLike, plans: Sequence[MatMulPlan], needs: Sequence[bool] | None) -> str:
     """Return the state of a grid that decides collectives or bits, besides the arguments."""
     rests_on = f"; chunks by {mesh.step.chunks.standing}" if asked_of(plans) is None else ""
     return (

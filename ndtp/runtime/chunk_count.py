@@ -22,7 +22,7 @@ from ndtp.runtime.region import is_in_graph
 from ndtp.schedule.chunk_choice import SETTLED, SMALL, Speeds, choose, is_small, settled
 
 if TYPE_CHECKING:
-    from ndtp.runtime.process_grid import ProcessGrid
+    from ndtp.runtime.grid_like import GridLike
 
 ROWS = 2**10  # of a rank, for which a weight is worth a measurement, where ranks may have other numbers of rows
 logger = logging.getLogger("ndtp")
@@ -31,7 +31,7 @@ logger = logging.getLogger("ndtp")
 def resolve(
     plans: Sequence[MatMulPlan],
     sizes: Sequence[Mapping[str, int]],
-    mesh: ProcessGrid,
+    mesh: GridLike,
     dtype: torch.dtype,
     device: torch.device,
     trains: bool = True,
@@ -64,7 +64,7 @@ def resolve(
 def _measured_alike(
     plans: Sequence[MatMulPlan],
     sizes: Sequence[Mapping[str, int]],
-    mesh: ProcessGrid,
+    mesh: GridLike,
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
@@ -81,9 +81,7 @@ def _measured_alike(
     return False
 
 
-def key_of(
-    plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], mesh: ProcessGrid, dtype: torch.dtype
-) -> str:
+def key_of(plans: Sequence[MatMulPlan], sizes: Sequence[Mapping[str, int]], mesh: GridLike, dtype: torch.dtype) -> str:
     """All that a choice depends on, but for speeds: layers alike share one."""
     products = [
         f"{plan.equation} {sorted(plan.roles.items())} again {sorted(plan.regather)} of {sorted(size.items())}"
@@ -94,7 +92,7 @@ def key_of(
     )
 
 
-def issued_as_now(speeds: Speeds, mesh: ProcessGrid) -> Speeds:
+def issued_as_now(speeds: Speeds, mesh: GridLike) -> Speeds:
     """Return the speeds without the host where a graph issues the tasks."""
     return replace(speeds, host=None) if speeds.host is not None and is_in_graph(mesh.collectives) else speeds
 
@@ -102,7 +100,7 @@ def issued_as_now(speeds: Speeds, mesh: ProcessGrid) -> Speeds:
 def ahead(
     plans: Sequence[MatMulPlan],
     sizes: Sequence[Mapping[str, int]],
-    mesh: ProcessGrid,
+    mesh: GridLike,
     dtype: torch.dtype,
     device_type: str,
 ) -> ChunkChoice | None:
@@ -133,7 +131,7 @@ def ahead(
 def _measured(
     plans: Sequence[MatMulPlan],
     sizes: Sequence[Mapping[str, int]],
-    mesh: ProcessGrid,
+    mesh: GridLike,
     dtype: torch.dtype,
     device: torch.device,
 ) -> ChunkChoice:
@@ -154,7 +152,7 @@ def _measured(
 
 
 @contextmanager
-def _unseen(mesh: ProcessGrid) -> Iterator[None]:
+def _unseen(mesh: GridLike) -> Iterator[None]:
     """A context whose traffic meters do not count and recorders do not see.
 
     And gloo hands a compiler's Python dispatcher on to its threads, which would wait for the interpreter's lock while
@@ -173,7 +171,7 @@ def _crowded(processors: int) -> str:
     return f"the ranks share {processors} processors: overlap takes from products what it hides"
 
 
-def _name(dtype: torch.dtype, mesh: ProcessGrid | None = None) -> str:
+def _name(dtype: torch.dtype, mesh: GridLike | None = None) -> str:
     """Return the name of a dtype, and of the wire of a grid, whose codecs take their time."""
     wire = None if mesh is None else mesh.wire
     return str(dtype).removeprefix("torch.") + (f" as {wire}" if wire else "")

@@ -48,8 +48,7 @@ class OwnRows:
 
     def begin(self, *_: Any) -> None:
         """Say that the code of the model runs in this thread from now on, until `end`."""
-        groups = getattr(self.mesh, "groups", None)  # a dry run's grid has none
-        if groups is not None and groups.global_ranks is not None and not torch.compiler.is_compiling():
+        if self.mesh.global_ranks is not None and not torch.compiler.is_compiling():  # of a dry run there are none
             _at_work.models.append(self)
 
     def end(self, *_: Any) -> None:

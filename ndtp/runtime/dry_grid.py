@@ -105,12 +105,14 @@ class DryGrid:
         beside: DryGrid | None = None,
     ) -> None:
         self.grid, self.rank, self.gemm = grid, rank, gemm_of(wire, TorchGemm())
-        self.check, self.device_mesh = False, None
+        self.name, self.device_type = f"a dry run of {grid}", "meta"
+        self.check, self.device_mesh, self.global_ranks = False, None, None
+        self.groups = _DryGroups(grid, rank, backend)
         self.mesh_axes = grid.nontrivial(default_mesh_axes(grid))
         self.step: StepState = StepState(LateGradients()) if beside is None else beside.step
         self.programs = Programs()
         self.backend = backend
-        silent: Any = _silent(backend)(_DryGroups(grid, rank, backend), BufferRing(0), self.step.recording)
+        silent: Any = _silent(backend)(self.groups, BufferRing(0), self.step.recording)
         if beside is not None:
             silent.moved = beside.collectives.moved  # type: ignore[attr-defined]
         self.collectives: Collectives = silent

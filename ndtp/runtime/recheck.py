@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ndtp.algebra.grid import Grid
 from ndtp.collectives.cross_check import gather_texts
 from ndtp.collectives.labels import ASIDE, LABEL, Label
 from ndtp.collectives.watch import Watch
@@ -280,7 +281,7 @@ def differing(sample: Sample) -> tuple[tuple[bool, bool], str] | None:
     return (bool(theirs.any()), bool(mine.any())), where
 
 
-def _error(found: Sequence[Any], grid: Any, global_ranks: Sequence[int]) -> CorruptionError:
+def _error(found: Sequence[Any], grid: Grid, global_ranks: Sequence[int]) -> CorruptionError:
     lines, wrong = [], dict.fromkeys(rank for ranks, *_ in found for rank in ranks)
 
     def named(rank: int) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ndtp.algebra.grid import Grid
 from ndtp.ops.reductions import sum_over
 from ndtp.runtime.recheck import looking_at
 from ndtp.split.along import without_padding
@@ -86,7 +87,7 @@ def summed(shard: Tensor, spec: Spec, axes: Axes) -> Tensor:
 
 
 def _sums_pay(
-    letter: str, axes: Axes, sizes: dict[str, int], letters: tuple[str, str, str], lies: Any, i: int, grid: Any,
+    letter: str, axes: Axes, sizes: dict[str, int], letters: tuple[str, str, str], lies: Any, i: int, grid: Grid,
     chosen: dict[str, Any],
 ) -> bool:  # fmt: skip
     """Return whether summing parts of the result moves less than gathering the operand; operands split alike are

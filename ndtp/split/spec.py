@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -129,7 +130,7 @@ class Spec:
 
 
 @lru_cache(maxsize=4096)
-def _layout(grid: Any, dims: tuple[Axes, ...]) -> Layout:
+def _layout(grid: Grid, dims: tuple[Axes, ...]) -> Layout:
     return Layout(grid, *dims)
 
 
