@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from ndtp.collectives.recorder import Recording
 
 
-_OWN: dict[str, type[Collectives]] = {GLOO.name: GlooCollectives}  # torch's are not used as they are
+# Of backends whose collectives are not used as torch has them.
+CLASSES: dict[str, type[Collectives]] = {GLOO.name: GlooCollectives}
 
 
 def collectives_for(backend: Backend) -> type[Collectives]:
     """The class that moves tensors over a backend."""
-    return _OWN.get(backend.name, Collectives)
+    return CLASSES.get(backend.name, Collectives)
 
 
 def collectives_of(groups: AxisGroups, ring: BufferRing, recording: Recording, wire: Wire | None) -> Collectives:
