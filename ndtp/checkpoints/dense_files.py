@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.types import Device
 
 from ndtp.checkpoints.folder import locked, sync
 from ndtp.checkpoints.from_meta import materialise
@@ -35,7 +36,7 @@ def load_safetensors(
     path: str | os.PathLike[str],
     *,
     strict: bool = True,
-    device: Any = None,
+    device: Device = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> None:
     """Fill a model, dense or on a grid, from the safetensors files of its dense twin.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndtp.algebra.layout import Layout
@@ -19,7 +20,7 @@ from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.process_grid import ProcessGrid
 
 
-def materialise(model: nn.Module, device: Any = None) -> bool:
+def materialise(model: nn.Module, device: Device = None) -> bool:
     """Memory for this rank's part of what is on the meta device; what is tied stays tied.
 
     Buffers that no checkpoint has (rotary frequencies, position ids) are computed as the model's own code does.
@@ -78,7 +79,7 @@ def _compute(root: Any, buffers: list[tuple[nn.Module, str, str]]) -> None:
             )
 
 
-def initialize(model: nn.Module | Staged | Sequence[Staged], seed: int | None = None, device: Any = None) -> None:
+def initialize(model: nn.Module | Staged | Sequence[Staged], seed: int | None = None, device: Device = None) -> None:
     """First values for a model on a grid, each rank for what it has: for one that was made on the meta device.
 
     The model's own code draws (`initialize_weights` of transformers, else `reset_parameters` of the modules); what it
@@ -98,7 +99,7 @@ def initialize(model: nn.Module | Staged | Sequence[Staged], seed: int | None = 
         settle()
 
 
-def _initialize(model: nn.Module, seed: int, device: Any) -> None:
+def _initialize(model: nn.Module, seed: int, device: Device) -> None:
     materialise(model, device)
     mesh = mesh_of_model(model)
     entries = entries_of(model, mesh)

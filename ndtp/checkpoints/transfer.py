@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.types import Device
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.resharding import ReshardPlan
@@ -44,7 +45,7 @@ def transfer(
     to: nn.Module,
     to_optimizer: Optimizer | None = None,
     *,
-    device: Any = None,
+    device: Device = None,
 ) -> Volume:
     """Give a model on another grid the weights of this one, and its optimizer what this one's keeps.
 

@@ -46,7 +46,7 @@ TraceOption = Annotated[
         metavar="FILE.json", help="Chrome trace, for ui.perfetto.dev or chrome://tracing.", callback=writable()
     ),
 ]
-PlotOption = Annotated[
+TimelineOption = Annotated[
     Path | None, typer.Option(metavar="FILE.png", help="Timeline of all ranks.", callback=writable(*PICTURES))
 ]
 
@@ -82,7 +82,7 @@ def overlap(
         str, typer.Option(help="With --paced: the device whose ratio of arithmetic to memory counts.")
     ] = "h200-ib",
     trace: TraceOption = None,
-    plot: PlotOption = None,
+    plot: TimelineOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Measure what hides behind what in forward and backward of a block, checked against dense first.

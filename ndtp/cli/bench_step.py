@@ -41,7 +41,7 @@ COMPARISONS = {"torch": ("torch Colwise/Rowwise", "torch sequence parallel"), "m
 LocalRanksOption = Annotated[
     int | None, typer.Option(callback=COUNT, help="Local ranks; under torchrun all of its ranks.")
 ]
-CompareOption = Annotated[
+RivalsOption = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Rivals in the same run: torch, megatron.", callback=one_of(*COMPARISONS)),
 ]
@@ -65,7 +65,7 @@ def step(
     hardware: Annotated[
         str, typer.Option(metavar="NAME|FILE.toml", help="Predict for this; `ndtp bench calibrate` measures it.")
     ] = "cpu",
-    compare: CompareOption = None,
+    compare: RivalsOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Time a training step of a block across grids on real ranks, checked against dense first.

@@ -31,6 +31,7 @@ from ndtp.cli.volume_files import Line, draw, write_csv
 from ndtp.planner.fields import Number
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
     from ndtp.algebra.volume import Volume
@@ -207,7 +208,7 @@ def _analysed(a: Analysis) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rivals(ranks: int, shape: Any, dtype: Any) -> list[dict[str, Any]]:
+def _rivals(ranks: int, shape: BlockShape, dtype: torch.dtype) -> list[dict[str, Any]]:
     import torch
 
     from ndtp.measure.rivals import RIVALS, DenseBlock
@@ -233,7 +234,14 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:,.4g}" if count < 2**30 * 9 else f"{count / 2**20:,.0f}"
 
 
-def _volumes(rows: Any, rivals: Any, ranks: int, shape: Any, dtype: str, small: Any) -> Table:
+def _volumes(
+    rows: Sequence[dict[str, Any]],
+    rivals: Sequence[dict[str, Any]],
+    ranks: int,
+    shape: BlockShape,
+    dtype: str,
+    small: BlockShape | None,
+) -> Table:
     table = Table(title=f"MiB received per rank, {shape} (tokens x hidden x ffn), {dtype}, {ranks} ranks")
     table.title_justify = "left"
     for heading in ("grid", "scheme"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+
+import torch.distributed as dist
 
 from ndtp.collectives.liveness import Identity
 from ndtp.collectives.verdict import Event, Facts, Waiting
@@ -24,7 +25,7 @@ class Notices:
         num_came: of the ranks that were here so far.
     """
 
-    def __init__(self, store: Any, serial: int, me: Identity, size: int) -> None:
+    def __init__(self, store: dist.Store, serial: int, me: Identity, size: int) -> None:
         self._store, self._prefix, self._me, self.size = store, f"ndtp/presence/{serial}", me, size
         self.num_came = self._num_met = self._num_here = self._num_read = 0
         self._told_waiting = ""

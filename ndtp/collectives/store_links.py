@@ -6,10 +6,11 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterable
-from typing import Any
+
+import torch.distributed as dist
 
 
-def links_to(store: Any) -> list[int]:
+def links_to(store: dist.Store) -> list[int]:
     """Descriptors of the connections to the server of a `TCPStore`; none of other stores."""
     port = _port(store)
     if not port or not os.path.isdir("/proc/self/fd"):
@@ -39,12 +40,12 @@ def shut(descriptors: Iterable[int]) -> None:
             link.shutdown(socket.SHUT_RDWR)
 
 
-def is_with_first_rank(store: Any) -> bool:
+def is_with_first_rank(store: dist.Store) -> bool:
     """Return whether rank 0 has the server of a `TCPStore`, as it does unless torchrun's agent has it."""
     return bool(_port(store)) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def _port(store: Any) -> int | None:
+def _port(store: dist.Store) -> int | None:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "port", None)

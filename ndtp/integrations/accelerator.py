@@ -16,7 +16,7 @@ from accelerate.state import PartialState
 from torch import Tensor, nn
 
 from ndtp.checkpoints.training_state import load, save
-from ndtp.integrations.one_program import GridLike, become_one_program, mesh_of, on_grid, rows_here
+from ndtp.integrations.one_program import GivenGrid, become_one_program, mesh_of, on_grid, rows_here
 from ndtp.models.saving import gathered_state
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -53,7 +53,7 @@ class Accelerator(accelerate.Accelerator):
     def __init__(
         self,
         *,
-        ndtp_grid: GridLike,
+        ndtp_grid: GivenGrid,
         ndtp_scheme: str | None = None,
         ndtp_options: Mapping[str, Any] | None = None,
         **kwargs: Any,

@@ -22,7 +22,7 @@ from ndtp.errors import GridError
 from ndtp.models.parallelize import parallelize
 from ndtp.runtime.process_grid import ProcessGrid
 
-GridLike = str | Mapping[str, int] | Grid | ProcessGrid
+GivenGrid = str | Mapping[str, int] | Grid | ProcessGrid
 
 
 def become_one_program() -> None:
@@ -40,7 +40,7 @@ def become_one_program() -> None:
         AcceleratorState._shared_state.update(one)
 
 
-def mesh_of(grid: GridLike) -> ProcessGrid:
+def mesh_of(grid: GivenGrid) -> ProcessGrid:
     """Of "z=2,x=2,y=2", axis sizes, a Grid, or a ProcessGrid itself.
 
     Raises:

@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 
 from ndtp.checkpoints.training_state import load, save
-from ndtp.integrations.one_program import GridLike, become_one_program, mesh_of, on_grid, rows_here, whole
+from ndtp.integrations.one_program import GivenGrid, become_one_program, mesh_of, on_grid, rows_here, whole
 from ndtp.models.state_entries import mesh_of_model
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -44,7 +44,7 @@ class GridTrainerMixin:
         model: Any = None,
         args: Any = None,
         *rest: Any,
-        ndtp_grid: GridLike | None = None,
+        ndtp_grid: GivenGrid | None = None,
         ndtp_scheme: str | None = None,
         ndtp_options: Mapping[str, Any] | None = None,
         **kwargs: Any,

@@ -43,7 +43,7 @@ class AnyModel(Placing):
         self,
         model: nn.Module,
         mesh: ProcessGrid,
-        layouts: Any,
+        layouts: BlockLayouts,
         keep: Collection[str] = (),
         *,
         by_name: Mapping[str, BlockLayouts] | None = None,

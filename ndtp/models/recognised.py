@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ndtp.algebra.schemes import BlockLayouts
 from ndtp.errors import LayoutError
 from ndtp.models.named_plan import BY_PLAN
 from ndtp.models.placing import stock_model
@@ -23,7 +24,7 @@ from ndtp.runtime.process_grid import ProcessGrid
 LEFT = 0.05  # of the parameters
 
 
-def is_recognised(model: nn.Module, mesh: ProcessGrid, layouts: Any, *arguments: Any, **options: Any) -> bool:
+def is_recognised(model: nn.Module, mesh: ProcessGrid, layouts: BlockLayouts, *arguments: Any, **options: Any) -> bool:
     """Return whether nearly all parameters of a stock model belong to known layers, or to layers with adapters."""
     axes = mesh.grid.nontrivial((*layouts.up_weight.axes, *layouts.down_weight.axes))
     if (

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ndtp.algebra.layout import Layout
 from ndtp.models.adopted import Replicated
@@ -128,7 +129,7 @@ def meta_tensors(model: nn.Module) -> tuple[dict[int, nn.Parameter], list[tuple[
 
 
 @torch.no_grad()
-def take_memory(parameter: Any, device: Any) -> None:
+def take_memory(parameter: Any, device: Device) -> None:
     """Let a parameter on the meta device have memory, on a grid for this rank's shard; it is the same object."""
     from ndtp.runtime.grid_tensor import become, exchange
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ndtp.algebra.attention_plan import AttentionPlan
 from ndtp.algebra.layout import Layout
@@ -89,7 +90,7 @@ class Attention(BlockModule):
         head_dim: int | None = None,
         bias: bool = False,
         out_bias: bool | None = None,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         mesh: ProcessGrid,
@@ -141,7 +142,13 @@ class Attention(BlockModule):
         self.head_mesh = mesh.refine(**dict(self.plan.head_cut.refinement))
 
     def _add_norms(
-        self, norm: tuple[type[nn.Module], bool] | None, wide: int, narrow: int, eps: float, device: Any, dtype: Any
+        self,
+        norm: tuple[type[nn.Module], bool] | None,
+        wide: int,
+        narrow: int,
+        eps: float,
+        device: Device,
+        dtype: torch.dtype | None,
     ) -> None:
         if norm is None:
             return

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ndtp.compute.attention import Drop, Sees, attend
 from ndtp.errors import LayoutError
@@ -79,7 +80,7 @@ class DenseAttention(nn.Module):
         head_dim: int | None = None,
         bias: bool = False,
         out_bias: bool | None = None,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         positions: Positions | None = None,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ndtp.algebra.layout import Layout, default_mesh_axes
 from ndtp.algebra.schemes import block_layouts
@@ -63,7 +64,7 @@ class Embedding(Sharded):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         mesh: ProcessGrid,

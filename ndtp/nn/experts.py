@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ndtp.algebra.expert_plan import ExpertPlan
 from ndtp.algebra.layout import Layout
@@ -58,7 +59,7 @@ class Experts(Sharded):
         plan: ExpertPlan,
         mesh: ProcessGrid,
         chunks: int = 1,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         seed: int | None = None,
         name: str = "moe",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.compute.epilogues import ACTIVATIONS, GATES
@@ -50,7 +51,7 @@ class GatedMLP(MLP):
         activation: str = "silu",
         bias: bool = False,
         dropout: float = 0.0,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         mesh: ProcessGrid,

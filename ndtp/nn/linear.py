@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
@@ -63,7 +64,7 @@ class Linear(Sharded):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         mesh: ProcessGrid,

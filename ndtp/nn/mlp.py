@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ndtp.algebra.schemes import BlockLayouts, block_layouts
 from ndtp.algebra.volume import Volume
@@ -74,7 +75,7 @@ class MLP(BlockModule):
         activation: str | ActivationFunction = "gelu",
         bias: bool = True,
         dropout: float = 0.0,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         mesh: ProcessGrid,
@@ -242,5 +243,5 @@ class _Elementwise(nn.Module):
         return self.function(x)
 
 
-def _is_meta(device: Any) -> bool:
+def _is_meta(device: Device) -> bool:
     return device is not None and torch.device(device).type == "meta"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ndtp.algebra.expert_plan import ExpertPlan, expert_plan
 from ndtp.algebra.layout import Layout
@@ -85,7 +86,7 @@ class MoE(BlockModule):
         gated: bool = True,
         shared: int = 0,
         shared_gate: bool = False,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         mesh: ProcessGrid,

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import block_layouts
@@ -31,7 +32,7 @@ class _Norm(Sharded):
         eps: float | None,
         affine: bool,
         bias: bool,
-        device: Any,
+        device: Device,
         dtype: torch.dtype | None,
         *,
         mesh: ProcessGrid,
@@ -152,7 +153,7 @@ class LayerNorm(_Norm):
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         bias: bool = True,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         mesh: ProcessGrid,
@@ -203,7 +204,7 @@ class RMSNorm(_Norm):
         features: int,
         eps: float | None = None,
         elementwise_affine: bool = True,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         mesh: ProcessGrid,

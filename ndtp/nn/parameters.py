@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ndtp.algebra.layout import Layout
 from ndtp.errors import LayoutError
@@ -44,7 +45,7 @@ def expressible(axes: Sequence[str], mesh: ProcessGrid) -> tuple[str, ...]:
 
 
 def empty_parameter(
-    shape: Sequence[int], layout: Layout, mesh: ProcessGrid, device: Any = None, dtype: torch.dtype | None = None
+    shape: Sequence[int], layout: Layout, mesh: ProcessGrid, device: Device = None, dtype: torch.dtype | None = None
 ) -> nn.Parameter:
     """An uninitialised parameter of the global `shape`, laid out as `layout`.
 

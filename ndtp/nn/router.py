@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.volume import Volume
@@ -83,7 +84,7 @@ class Router(Linear):
         scale: float = 1.0,
         balance: float = 0.0,
         z_loss: float = 0.0,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         seed: int | None = None,
         name: str = "router",

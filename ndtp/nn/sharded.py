@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
@@ -58,8 +59,8 @@ class Sharded(nn.Module):
         name: str,
         real: Sequence[int],
         layout: Layout,
-        device: Any,
-        dtype: Any,
+        device: Device,
+        dtype: torch.dtype | None,
         shape: Sequence[int] | None = None,
     ) -> None:
         """A parameter of the global shape `real`, stored as `shape` where that is padded."""

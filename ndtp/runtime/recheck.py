@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndtp.algebra.grid import Grid
@@ -218,7 +219,7 @@ class Looking(TorchDispatchMode):
 
 
 def _passed_on(
-    group: Any, sent: Sequence[Sample], theirs: Sequence[Any], before: int, after: int, device_type: str
+    group: ProcessGroup, sent: Sequence[Sample], theirs: Sequence[Any], before: int, after: int, device_type: str
 ) -> list[Sample]:
     """Send this rank's sample to the next one, and receive that of the one before, whose header is known."""
     operations: list[Any] = []
