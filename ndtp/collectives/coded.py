@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ndtp.collectives.axis_groups import AxisGroups
     from ndtp.collectives.buffer_ring import BufferRing
     from ndtp.collectives.codecs import Codec
-    from ndtp.collectives.handles import Begin, Channel, Route, Shape, Started
+    from ndtp.collectives.handles import Begin, Channel, Route, Shape, Started, Underway
 
 
 class Sender(Protocol):
@@ -27,9 +27,9 @@ class Sender(Protocol):
 
     def make_room(self, route: Route, num_bytes: int) -> None: ...
 
-    def _gather(self, landing: Tensor, x: Tensor, to: Channel) -> Any: ...
+    def _gather(self, landing: Tensor, x: Tensor, to: Channel) -> Underway | None: ...
 
-    def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel) -> Any: ...
+    def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel) -> Underway | None: ...
 
 
 def coded_routes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ndtp.algebra.wire import KINDS, part_of
 from ndtp.collectives.codecs import CODECS, Codec
 from ndtp.collectives.coded import coded_routes
 from ndtp.collectives.direct_exchange import Past
-from ndtp.collectives.handles import Begin, Channel, Handle, Relay, Route, Shape, Started
+from ndtp.collectives.handles import Begin, Channel, Handle, Relay, Route, Shape, Started, Underway
 from ndtp.collectives.in_line import check_out, copied_from, landing_of, real, with_size
 from ndtp.collectives.labels import Label
 from ndtp.collectives.own_presence import flight_of_world
@@ -315,22 +315,22 @@ class Collectives:
 
     # ------------------------------------------------------------------- handing over to torch; a dry run sends nothing
 
-    def _gather(self, landing: Tensor, x: Tensor, to: Channel) -> Any:
+    def _gather(self, landing: Tensor, x: Tensor, to: Channel) -> Underway | None:
         """Start to bring the `x` of all ranks together in `landing`, behind one another."""
         return to.group._allgather_base(real(landing), real(x), _GATHER)
 
-    def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel) -> Any:
+    def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel) -> Underway | None:
         """Start to send block j of dim 0 to rank j, and to receive its block for this rank as block j of `landing`."""
         return to.group.alltoall_base(real(landing), real(blocks), [], [], _EXCHANGE)
 
-    def exchange_parts(self, landings: Sequence[Tensor], parts: Sequence[Tensor], to: Channel) -> Any:
+    def exchange_parts(self, landings: Sequence[Tensor], parts: Sequence[Tensor], to: Channel) -> Underway | None:
         """Start to send `parts[j]` to rank j, and to receive `landings[j]` from it: of any sizes, contiguous."""
         return to.group.alltoall(list(map(real, landings)), list(map(real, parts)))
 
-    def _scatter(self, summed: Tensor, sent: Tensor, to: Channel) -> Any:
+    def _scatter(self, summed: Tensor, sent: Tensor, to: Channel) -> Underway | None:
         """Start to add up block j of all ranks' dim 0 in the `summed` of rank j."""
         return to.group._reduce_scatter_base(real(summed), real(sent), _SCATTER)
 
-    def _sum_everywhere(self, x: Tensor, to: Channel) -> Any:
+    def _sum_everywhere(self, x: Tensor, to: Channel) -> Underway | None:
         """Start to add up the `x` of all ranks in place."""
         return to.group.allreduce([real(x)], _REDUCE)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ndtp.collectives.direct_exchange import Exchange, Past, announce, exchange, past_of, purpose_of
-from ndtp.collectives.handles import Begin, Channel, Shape, Started
+from ndtp.collectives.handles import Begin, Channel, Shape, Started, Underway
 from ndtp.collectives.summing import SummingCollectives
 from ndtp.collectives.sums import summed_up
 
@@ -63,24 +63,24 @@ class GlooCollectives(SummingCollectives):
 
         return begin
 
-    def _gather(self, landing: Tensor, x: Tensor, to: Channel, own: bool = True) -> Any:
+    def _gather(self, landing: Tensor, x: Tensor, to: Channel, own: bool = True) -> Underway | None:
         ranks = to.group.size()
         landings = landing.detach().view(ranks, *x.shape).unbind()
         return exchange(to.group, [x.detach()] * ranks, landings, to.purpose, own=own)
 
-    def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel, own: bool = True) -> Any:
+    def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel, own: bool = True) -> Underway | None:
         """`own`: whether this rank's block must be in `landing`, too."""
         ranks = to.group.size()
         sent, received = (x.detach().view(ranks, x.numel() // ranks).unbind() for x in (blocks, landing))
         return exchange(to.group, sent, received, to.purpose, own=own)
 
-    def exchange_parts(self, landings: Sequence[Tensor], parts: Sequence[Tensor], to: Channel) -> Any:
+    def exchange_parts(self, landings: Sequence[Tensor], parts: Sequence[Tensor], to: Channel) -> Underway | None:
         return exchange(to.group, parts, landings, to.purpose, empties=False)
 
-    def _sum_everywhere(self, x: Tensor, to: Channel) -> Any:
+    def _sum_everywhere(self, x: Tensor, to: Channel) -> Underway | None:
         return Exchange([*announce(to.group, x, to.purpose), super()._sum_everywhere(x, to)])
 
-    def _swap_blocks(self, landing: Tensor, blocks: Tensor, to: Channel) -> Any:
+    def _swap_blocks(self, landing: Tensor, blocks: Tensor, to: Channel) -> Underway | None:
         """Start to send the other of two ranks its block, and to receive this rank's block in `landing`."""
         me, nothing = to.group.rank(), blocks.new_empty(0)
         landings = [nothing, landing.detach()] if me == 0 else [landing.detach(), nothing]

@@ -26,9 +26,18 @@ if TYPE_CHECKING:
     from ndtp.collectives.codecs import Codec
     from ndtp.collectives.direct_exchange import Past
 
+
+class Underway(Protocol):
+    """A collective that torch, or a mover of ndtp's own, has started."""
+
+    def wait(self) -> object:
+        """Return when the result is there, or have the current stream wait for it."""
+        ...
+
+
 Shape = tuple[int, ...]
 # What to wait for, how to finish it, what to hold until then, and which buffers of the ring go back after it.
-Started = tuple[Any, Callable[[], Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]
+Started = tuple[Underway | None, Callable[[], Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]
 Begin = Callable[[Tensor, Tensor | None], Started]
 
 

@@ -15,7 +15,7 @@ from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.cross_check import cross_check
 from ndtp.collectives.direct_exchange import Past, purpose_of
 from ndtp.collectives.gloo import GlooCollectives
-from ndtp.collectives.handles import Channel
+from ndtp.collectives.handles import Channel, Underway
 from ndtp.collectives.meter import received_directly
 from ndtp.collectives.streams import has_streams
 from ndtp.collectives.symmetric.host import PROCESS, HostEngine
@@ -91,11 +91,11 @@ class SymmetricCollectives(GlooCollectives):
 
     # ---------------------------------------------------------------------------------------------------- handing over
 
-    def _gather(self, landing: Tensor, x: Tensor, to: Channel, own: bool = True) -> Any:
+    def _gather(self, landing: Tensor, x: Tensor, to: Channel, own: bool = True) -> Underway | None:
         ranks, flat = to.group.size(), _bytes(x)
         return self._pull([flat] * ranks, _bytes(landing).view(ranks, flat.numel()), False, to)
 
-    def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel, own: bool = True) -> Any:
+    def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel, own: bool = True) -> Underway | None:
         ranks = to.group.size()
         sent, received = (_bytes(x).view(ranks, x.nbytes // ranks) for x in (blocks, landing))
         return self._pull(sent.unbind(), received, True, to)
@@ -103,12 +103,12 @@ class SymmetricCollectives(GlooCollectives):
     def _reduce_pair(self, to: Channel, shape: Shape) -> Begin:
         return self._reduce_all(to, 2, shape)  # every landing takes this rank's part, too
 
-    def exchange_parts(self, landings: Sequence[Tensor], parts: Sequence[Tensor], to: Channel) -> Any:
+    def exchange_parts(self, landings: Sequence[Tensor], parts: Sequence[Tensor], to: Channel) -> Underway | None:
         """Exchange parts of any sizes by messages, since windows have one size."""
         kind = Collectives if self.orders_by_stream else GlooCollectives
         return kind.exchange_parts(self, landings, parts, to)
 
-    def _pull(self, sent: Any, landing: Tensor, parted: bool, to: Channel) -> Any:
+    def _pull(self, sent: Any, landing: Tensor, parted: bool, to: Channel) -> Underway | None:
         ranks, length = landing.shape
         received_directly((ranks - 1) * length)
         return self._engines[to.group].exchange(sent, landing.unbind(), parted, to.purpose + length)
