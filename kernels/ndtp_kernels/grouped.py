@@ -21,7 +21,7 @@ from ndtp_kernels.checks import check_gradients
 from ndtp_kernels.choice.chips import Chip
 from ndtp_kernels.choice.problem import Config, Problem
 from ndtp_kernels.choice.selection import Options, configuration
-from ndtp_kernels.errors import KernelError, warn_once
+from ndtp_kernels.errors import KernelError
 from ndtp_kernels.launch import Launch, triton_chip
 from ndtp_kernels.operands import Matrix, matrix
 
@@ -256,13 +256,4 @@ class GroupedCall:
 def _ran(op: str, call: GroupedCall, chip: Chip) -> bool:
     """Launch; False where torch is chosen, or where Triton refuses the configuration, which is warned of."""
     config = configuration(op, call.problem(), chip, call.options)
-    if config.kernel == "torch":
-        return False
-    try:
-        launch.run([call.launch(config, chip)], call.a.device, config.kernel == "tma")
-    except Exception as error:
-        if not launch.refused(error):
-            raise
-        warn_once(f"{op}: {config} does not run here, torch does instead: {str(error).splitlines()[0]}")
-        return False
-    return True
+    return config.kernel != "torch" and launch.ran(op, [call.launch(config, chip)], call.a.device, config)

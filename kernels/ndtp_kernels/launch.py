@@ -258,6 +258,18 @@ def refused(error: Exception) -> bool:
     return isinstance(error, (OutOfResources, PTXASError, CompilationError)) or "PassManager::run" in str(error)
 
 
+def ran(op: str, launches: Sequence[Launch], device: torch.device, config: Config) -> bool:
+    """Launch; False, and a warning, if Triton refuses the configuration on this device."""
+    try:
+        run(launches, device, config.kernel in ("tma", "gluon"))
+    except Exception as error:
+        if not refused(error):
+            raise
+        warn_once(f"{op}: {config} does not run here, torch does instead: {str(error).splitlines()[0]}")
+        return False
+    return True
+
+
 def run(launches: Sequence[Launch], device: torch.device, needs_descriptors: bool) -> None:
     """Launch on the device's current stream."""
     if needs_descriptors and device.type == "cuda":

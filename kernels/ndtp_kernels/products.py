@@ -14,9 +14,8 @@ from ndtp_kernels import launch, prepared, torch_path, tracing
 from ndtp_kernels.call import GemmCall
 from ndtp_kernels.checks import check_like, check_vector
 from ndtp_kernels.choice.chips import Chip
-from ndtp_kernels.choice.problem import Config
 from ndtp_kernels.choice.selection import Options, configuration
-from ndtp_kernels.errors import KernelError, warn_once
+from ndtp_kernels.errors import KernelError
 from ndtp_kernels.form import Form, Product, ProductRequest, read
 from ndtp_kernels.launch import triton_chip
 from ndtp_kernels.operands import matrix, merge_batch
@@ -166,7 +165,7 @@ def _launched(
     config = configuration(op, call.problem(), chip, options)
     with tracing.record("gemm", *traced, request.a, request.out_dtype):
         launches = launch.gemm_launches(call, config, chip) if config.kernel != "torch" else []
-        if not launches or not _ran(op, launches, a.device, config):
+        if not launches or not launch.ran(op, launches, a.device, config):
             prepared.keep(asked, prepared.Known())
             return None
     known = prepared.prepared(
@@ -175,18 +174,6 @@ def _launched(
     )  # fmt: skip
     prepared.keep(asked, known)
     return Product(c, pre)
-
-
-def _ran(op: str, launches: list[launch.Launch], device: torch.device, config: Config) -> bool:
-    """Launch; False, and a warning, if Triton refuses the configuration on this device."""
-    try:
-        launch.run(launches, device, config.kernel in ("tma", "gluon"))
-    except Exception as error:
-        if not launch.refused(error):
-            raise
-        warn_once(f"{op}: {config} does not run here, torch does instead: {str(error).splitlines()[0]}")
-        return False
-    return True
 
 
 def _within_two_batch_dims(op: str, request: ProductRequest, batch: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ndtp.split.moving import section_order
+
 QUARTERS = 4
 
 
@@ -74,12 +76,4 @@ def in_order(kind: str, parts: tuple[Tensor, Tensor, Tensor], head_dim: int) -> 
 
 def order_of(sections: Sequence[int], splits: int) -> Tensor | None:
     """Rows of a weight of several sections, so that each rank along the axes that split them has its part of each."""
-    if not sections:
-        return None
-    order: list[int] = []
-    for part in range(splits):
-        start = 0
-        for size in sections:
-            order += range(start + part * size // splits, start + (part + 1) * size // splits)
-            start += size
-    return torch.tensor(order, device="cpu")
+    return section_order(tuple(sections), splits).clone() if sections else None
