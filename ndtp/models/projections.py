@@ -30,7 +30,8 @@ from ndtp.runtime.of_turn import OfTurn
 
 def mode_of(x: Tensor) -> tuple[bool, bool]:
     """Return what decides, beside the numbers, what a product gives: whether it has a gradient, and its dtype."""
-    return torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
+    device = x.device.type
+    return torch.is_grad_enabled(), device != "meta" and torch.is_autocast_enabled(device)  # a dry run has no autocast
 
 
 @dataclass(eq=False)
