@@ -1,5 +1,6 @@
 """The collectives themselves: exact on every dim, low precision summed in fp32, gloo's volume halved, no leaks."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ from products import mesh_of
 from ndtp import CommMeter, CommunicationError, Grid, ProcessGrid
 from ndtp.algebra.steps import Step
 from ndtp.collectives import gloo
+from ndtp.collectives.backends import backend_named
 from ndtp.collectives.collectives import Collectives
 from ndtp.collectives.gloo import GlooCollectives
 from ndtp.collectives.movers import collectives_of
@@ -114,7 +116,7 @@ def low_precision_sums(mover):
     """256 + 1 + 1 + 1 is 259 in fp32, rounds to 260 in bf16; hop by hop in bf16 every 1 is lost."""
     mesh = ProcessGrid(GRID, collectives="symmetric" if mover == "symmetric" else "torch")
     if mover == "of NCCL":  # what a grid of NCCL takes, over the groups at hand
-        mesh.groups.sums, mesh.groups.backend = "fp32", "another"
+        mesh.groups.options, mesh.groups.kind = replace(mesh.groups.options, sums="fp32"), backend_named("another")
         mesh.collectives = collectives_of(mesh.groups, mesh.ring, mesh.step.recording, None)
         assert type(mesh.collectives) is SummingCollectives
     value = torch.full((8,), 256.0 if mesh.rank == 0 else 1.0, dtype=torch.bfloat16)
