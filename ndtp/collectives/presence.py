@@ -69,7 +69,7 @@ class Presence:
         flight: the last collectives of this process.
     """
 
-    def __init__(self, rank: int, size: int, store: dist.Store, serial: int) -> None:
+    def __init__(self, rank: int, size: int, store: Any, serial: int) -> None:
         self.rank, self.size, self.flight = rank, size, Flight(rank, size)
         self.flight.try_folder()
         self._notices: Notices | None = None
