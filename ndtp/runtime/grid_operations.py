@@ -34,7 +34,7 @@ DRAWS = (
     "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_",
 )  # fmt: skip
 LISTS = ("_foreach_", "_fused_", "_amp_")
-LACKS = ("sharding strategy", "placement", "sharding prop", "stack expects each tensor")
+LACKS = ("sharding strategy", "placement", "sharding prop", "stack expects each tensor", "not supported with dtensor")
 
 
 def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -52,7 +52,13 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
         LISTS
     ):  # one that every rank has, as code that takes all for dense brings it, has no padding
         stored = [x._dtensor.shape for x in mine]
-        flat = [full_of(x) if _is_dense(kind, x, stored) and x is not written else x for x in flat]
+        is_each = torch.Tag.pointwise in func.tags or name == "copy_"
+        flat = [
+            full_of(x)
+            if x is not written and (_is_dense(kind, x, stored) or (is_each and _lacks_padding(kind, x, mine)))
+            else x
+            for x in flat
+        ]
     if name == "new_empty" and tuple(args[1]) == tuple(mine[0].shape):  # for a draw, such as `orthogonal_`'s
         return func(mine[0]._local_tensor, *args[1:], **kwargs)
     if torch.Tag.inplace_view in func.tags and name not in ("detach_", "requires_grad_"):
@@ -90,14 +96,23 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if name == "_foreach_norm":  # the norms of many are summed at once
         return made
     is_view = any(each.alias_info is not None for each in func._schema.returns)
-    source = (of, (func, flat, tree)) if is_view and name not in ("detach", "alias") else None
-    return tree_map(lambda x: _taken(kind, x, of, name, source) if isinstance(x, DTensor) else x, made)
+    is_source = is_view and name not in ("detach", "alias")
+    leaves, form = tree_flatten(made)
+    for i, x in enumerate(leaves):
+        if isinstance(x, DTensor):
+            leaves[i] = _taken(kind, x, of, name, (of, (func, flat, tree, i)) if is_source else None)
+    return tree_unflatten(leaves, form)
 
 
 def _is_dense(kind: Any, x: Any, stored: Sequence[Any]) -> bool:
     """A DTensor that is no parameter's, and which every rank has whole, or whose sizes are those without padding."""
     is_other = isinstance(x, DTensor) and type(x) is not kind and x.dim() > 0
     return is_other and (x.shape not in stored or all(placement.is_replicate() for placement in x.placements))
+
+
+def _lacks_padding(kind: Any, x: Any, mine: Sequence[Any]) -> bool:
+    """Whether a tensor that was computed of parameters has no padding beside one that has some."""
+    return type(x) is kind and not x.is_padded and any(not _fits(x, y._dtensor.shape) for y in mine if y.is_padded)
 
 
 def is_whole_tensor(x: Any) -> bool:
@@ -159,20 +174,21 @@ def _by_whole(
     of = next(x for x in flat if type(x) is kind)
     is_view = any(each.alias_info is not None for each in func._schema.returns)
 
-    def back(x: Any) -> Any:
+    def back(x: Any, index: int) -> Any:
         if not isinstance(x, Tensor):
             return x
         if is_view:
             result = kind(_on_every_rank(x, of))
             result.ndtp_name, result.ndtp_is_read = of.ndtp_name, True
-            result.ndtp_view = (of, (func, list(flat), tree))
+            result.ndtp_view = (of, (func, list(flat), tree, index))
             return result
         if is_drawn and x.shape == of.shape:
             local = part_of(x, of._dtensor)
             return kind(_lying_as(local, of._dtensor), False, of.ndtp_real)
         return x
 
-    return tree_map(back, made)
+    leaves, form = tree_flatten(made)
+    return tree_unflatten([back(x, i) for i, x in enumerate(leaves)], form)
 
 
 def _wrote(kind: Any, written: Any) -> None:
@@ -188,14 +204,11 @@ def _wrote(kind: Any, written: Any) -> None:
         if source is None:
             continue
         if way is not None:
-            func, flat, tree = way
+            func, flat, tree, index = way
             whole = full_of(source).clone()
             args, kwargs = tree_unflatten([whole if each is source else each for each in flat], tree)
             made = func(*args, **kwargs)
-            here = full_of(x)
-            for each in made if isinstance(made, (list, tuple)) else [made]:
-                if each.shape == here.shape:
-                    each.copy_(here)
+            tree_flatten(made)[0][index].copy_(full_of(x))
             source._local_tensor.copy_(part_of(whole, source._dtensor))
         _wrote(kind, source)
 

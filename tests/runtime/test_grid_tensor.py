@@ -98,6 +98,15 @@ def check_identity():
         torch.testing.assert_close(mine, old.detach().lerp(new.detach(), 0.5))
 
 
+WRITES = {
+    "a chunk": lambda x: x.chunk(2, 1)[1].mul_(3.0),
+    "one of several parts": lambda x: x.split(3)[1].zero_(),
+    "a row of all rows": lambda x: x.unbind(0)[2].fill_(5.0),
+    "the diagonal": lambda x: x.fill_diagonal_(2.0),
+    "what was made of it, without padding": lambda x: x.copy_(torch.cat((x[1:], x[:1]))),
+}
+
+
 def check_operations():
     mesh = mesh_of(Grid(x=2))
     model = made(mesh)
@@ -120,6 +129,11 @@ def check_operations():
         m(IDS).square().sum().backward()
         torch.optim.SGD(m.parameters(), lr=0.1, foreach=True).step()
     same(model, dense, "trained after to")
+    for name, write in WRITES.items():
+        for m in (model, dense):
+            for p in (m.fc1.weight, m.fc2.weight):
+                write(p.data)
+        same(model, dense, f"a write to {name}")
     with pytest.raises(LayoutError, match=r"check_operations reads 'fc1.weight' .*\n  at .*\n  fix: call the layer"):
         torch.ones(3, 8, dtype=torch.float64) @ model.fc1.weight
 
