@@ -27,7 +27,8 @@ class Use:
     def __init__(self, module: Any, name: str, parameter: Tensor | None) -> None:
         self.module, self.name, self.parameter = module, name, parameter
         self.local = None if parameter is None else local_of(parameter)
-        self.dtype, self.shape = (None, None) if self.local is None else (self.local.dtype, self.local.shape)
+        self.dtype = None if self.local is None else self.local.dtype
+        self.shape = None if self.local is None else self.local.shape
 
     def stands(self) -> bool:
         """Return whether the layer would find this parameter again, and nothing of it but its numbers has changed."""
