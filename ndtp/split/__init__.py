@@ -3,6 +3,7 @@
 from ndtp.split import (  # noqa: F401  (their rules enter the table)
     along,
     attention,
+    complex_parts,
     contractions,
     elementwise,
     indexing,

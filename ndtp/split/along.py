@@ -133,7 +133,7 @@ def _variance(name: str, x: SplitTensor, dims: list[int], args: Sequence[Any], k
     correction = kwargs.get("correction", 1 if unbiased else 0)
     count = math.prod(x.spec.sizes[d] for d in dims)
     rest = x - total(x, dims, True) / count
-    variance = total(rest * rest, dims, keepdim) / max(count - (1 if correction is None else correction), 0)
+    variance = total(_square(rest), dims, keepdim) / max(count - (1 if correction is None else correction), 0)
     return _root(variance) if name == "std" else variance
 
 
@@ -215,7 +215,8 @@ def norms(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     count = len(x.spec.sizes)
     dims = list(range(count)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     dims = [d % max(count, 1) for d in dims]
-    if p not in (1, 2, 1.0, 2.0) or not any(x.spec.dims[d] for d in dims):
+    is_of_matrices = func is torch.linalg.norm and len(dims) == 2 and given.get("ord") not in (None, "fro")
+    if p not in (1, 2, 1.0, 2.0) or is_of_matrices or not any(x.spec.dims[d] for d in dims):
         x = without(x, dims)
         bare = func(leave(x), *args, **kwargs)
         return _entered(bare, x.spec, dims)
@@ -223,7 +224,13 @@ def norms(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         x = x.to(dtype)
     if p in (1, 1.0):
         return total(x.abs(), dims, keepdim)
-    return _root(total(x * x, dims, keepdim))
+    return _root(total(_square(x), dims, keepdim))
+
+
+def _square(x: Any) -> Any:
+    """Square the magnitudes of numbers, which may be complex."""
+    size = x.abs() if x.is_complex() else x
+    return size * size
 
 
 def _root(squares: Tensor) -> Tensor:

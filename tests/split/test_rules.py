@@ -54,6 +54,10 @@ def written(x: Tensor, *writes: Callable[[Tensor], object]) -> Tensor:
     return torch.cat([x.flatten(), rows.flatten() * 2, parts.flatten() * 3])
 
 
+def sized(z: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(z, dim=-1) + z.std(-1)
+
+
 def rotary(q: Tensor) -> Tensor:
     angle = torch.arange(12.0).view(6, 2)
     return q * torch.cos(angle) + torch.cat([-q[..., 1:], q[..., :1]], -1) * torch.sin(angle)
@@ -160,9 +164,16 @@ CASES = {
     "all of a dim by its size": lambda x: x.narrow(0, 0, 4).narrow(-1, 0, 8),
     "divergence": lambda x: F.kl_div(x.log_softmax(-1), torch.full((4, 6, 8), 0.125), reduction="batchmean"),
     "axes as NumPy names them": lambda x: torch.linalg.vector_norm(x, axis=-1) + x.sum(axis=-1, keepdims=True)[..., 0],
+    "pairs that are turned": lambda x: torch.view_as_real(
+        torch.view_as_complex(x.unflatten(-1, (-1, 2))) * TURN
+    ).flatten(2),
+    "parts of complex numbers": lambda x: written(torch.complex(x, x * 2), lambda y: y.imag.mul_(3)).imag,
+    "sizes of complex numbers": lambda x: sized(torch.complex(x, x * 2)),
+    "norms of matrices": lambda x: torch.linalg.norm(x, 1, dim=(1, 2)),
     "std of nothing": lambda x: (x - x).std(-1),
     "in place behind": lambda x: F.relu(F.linear(x, torch.arange(24.0).view(3, 8) / 8), inplace=True),
 }
+TURN = torch.polar(torch.ones(6, 4), torch.arange(24.0).view(6, 4))
 LAYOUTS = {
     "samples and features": (("y",), (), ("x",)),
     "samples": (("y", "x"), (), ()),
