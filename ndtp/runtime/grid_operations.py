@@ -48,17 +48,8 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
                 _hand_out(x)
     written = _written(func, name, args, kwargs)
     is_padded = any(x.is_padded for x in mine)
-    if is_padded and not name.startswith(
-        LISTS
-    ):  # one that every rank has, as code that takes all for dense brings it, has no padding
-        stored = [x._dtensor.shape for x in mine]
-        is_each = torch.Tag.pointwise in func.tags or name == "copy_"
-        flat = [
-            full_of(x)
-            if x is not written and (_is_dense(kind, x, stored) or (is_each and _lacks_padding(kind, x, mine)))
-            else x
-            for x in flat
-        ]
+    if is_padded and not name.startswith(LISTS):
+        flat = _without_theirs(kind, func, name, flat, mine, written)
     if name == "new_empty" and tuple(args[1]) == tuple(mine[0].shape):  # for a draw, such as `orthogonal_`'s
         return func(mine[0]._local_tensor, *args[1:], **kwargs)
     if torch.Tag.inplace_view in func.tags and name not in ("detach_", "requires_grad_"):
@@ -102,6 +93,14 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(x, DTensor):
             leaves[i] = _taken(kind, x, of, name, (of, (func, flat, tree, i)) if is_source else None)
     return tree_unflatten(leaves, form)
+
+
+def _without_theirs(kind: Any, func: Any, name: str, flat: list[Any], mine: Sequence[Any], written: Any) -> list[Any]:
+    """Return operands in which one that every rank has, as code that takes all for dense brings it, has no padding."""
+    stored = [x._dtensor.shape for x in mine]
+    is_each = torch.Tag.pointwise in func.tags or name == "copy_"
+    is_full = lambda x: _is_dense(kind, x, stored) or (is_each and _lacks_padding(kind, x, mine))  # noqa: E731
+    return [full_of(x) if x is not written and is_full(x) else x for x in flat]
 
 
 def _is_dense(kind: Any, x: Any, stored: Sequence[Any]) -> bool:
