@@ -77,7 +77,9 @@ def inject(place: str, kind: str, seed: int, slow: float = 1.0) -> dict[str, Any
         where = traces(hung) if hung else {}
         for each in hung:
             each.signal(signal.SIGKILL)
-        pool._ranks[plan.victim].signal(signal.SIGKILL)  # unless it has ended: its number may be another process's
+        for each in list(pool._ranks):  # none where all have ended: others may have their numbers by now
+            if each.index == plan.victim:
+                each.signal(signal.SIGKILL)
         waiting.join()
         paths = {rank: Path(folder) / f"{rank}.json" for rank in others}
         said = {rank: json.loads(path.read_text()) if path.exists() else None for rank, path in paths.items()}
