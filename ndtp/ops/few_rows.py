@@ -29,9 +29,9 @@ def is_inference(x: Tensor, mesh: GridLike) -> bool:
     """Return whether a call with this tensor keeps nothing and is not looked at: no gradients, no cast, no check."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or mesh.check or mesh.collectives.wire is not None:
         return False
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
+    if x.is_meta:  # a device without autocast, which is refused where it is asked for
         return False
-    return not x.is_meta
+    return not (torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type))
 
 
 def takes_few_rows(rows: Tensor, plans: Sequence[MatMulPlan], mesh: GridLike) -> bool:
