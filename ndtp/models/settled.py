@@ -111,8 +111,9 @@ def _settle(members: Sequence[Any], rows: Tensor, key: Hashable) -> Settled | No
     layers = [member.weight_and_bias() for member in members]
     weights, biases = [local_of(weight) for weight, _ in layers], [b if b is None else local_of(b) for _, b in layers]
     found = [uses_of(member, ("weight", "bias"), pair) for member, pair in zip(members, layers, strict=True)]
-    product = FewRows(first.plan, first.mesh, first.parts)
-    widths = [weight.shape[first.features_dim] // first.parts for weight in weights]
+    parts = first.parts if len(members) > 1 else 1  # the result of one may be split less than its weight
+    product = FewRows(first.plan, first.mesh, parts)
+    widths = [weight.shape[first.features_dim] // parts for weight in weights]
 
     def run(rows: Tensor, shards: Sequence[Tensor | None]) -> list[Tensor]:
         y = product(rows, shards[::2], shards[1::2])  # type: ignore[arg-type]

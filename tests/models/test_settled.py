@@ -53,3 +53,16 @@ def test_a_decode_step_repeats_itself():
     for key in range(MOST_SETTLED + 8):
         kept.add(key, next(iter(kept.values())))
     assert 0 < len(kept) <= MOST_SETTLED and not copy.deepcopy(kept)
+
+
+@torch.no_grad()
+def check_a_layer_whose_result_is_whole():
+    dense, model = build("BertForSequenceClassification"), build("BertForSequenceClassification")
+    ndtp.parallelize(model, mesh_of(Grid(x=2)), scheme="1d-sp")
+    ids = torch.arange(8).view(2, 4)
+    torch.testing.assert_close(model.eval()(input_ids=ids).logits * 1.0, dense.eval()(input_ids=ids).logits)
+
+
+def test_a_layer_whose_result_is_split_less_than_its_weight(ranks):
+    """The pooler of Bert, whose few rows every rank has whole."""
+    ranks(2).run(check_a_layer_whose_result_is_whole)
