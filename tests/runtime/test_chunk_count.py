@@ -18,6 +18,7 @@ from products import mesh_of
 import ndtp
 from ndtp import CommMeter, Grid, Layout, LayoutError, MatMulPlan
 from ndtp.algebra.schemes import block_layouts
+from ndtp.collectives.backends import FAKE
 from ndtp.collectives.processors import shared_processors
 from ndtp.collectives.recorder import Recorder
 from ndtp.compute.devices import KINDS, kind_of
@@ -132,7 +133,7 @@ def chosen_on_ranks(folder):
     assert "in one chunk" in str(third.up), "small, but nothing need be measured"
 
     with measuring_everything() as measured:
-        with mock.patch.object(small, "backend", "fake"):
+        with mock.patch.object(small.collectives.groups, "kind", FAKE):
             block_on(small)(x)
         assert not measured.called
     shared = shared_processors(mesh.groups)
@@ -149,13 +150,13 @@ def test_every_rank_chooses_alike_from_what_all_measured(ranks, tmp_path):
 def test_what_is_not_worth_a_measurement():
     """Told from plans and sizes alone, before any collective."""
     plans, sizes = plans_in("auto"), [{"m": 4096, "k": 512, "n": 2048}, {"m": 4096, "k": 2048, "n": 512}]
-    mesh = Mock(step=StepState(LateGradients()), grid=CUBE, backend="gloo", rank=0, wire=None)
+    mesh = Mock(step=StepState(LateGradients()), grid=CUBE, rank=0, wire=None)
 
     def told():
         return chunk_count.ahead(plans, sizes, mesh, torch.float32, "cpu")
 
     assert told() is None
-    with mock.patch.object(mesh, "backend", "fake"):
+    with mock.patch.object(mesh.collectives.groups, "kind", FAKE):
         assert told() == (1, "a fake process group sends nothing")
     torch.use_deterministic_algorithms(True)
     try:
