@@ -96,11 +96,11 @@ def standing_for(x: SplitTensor, gathered: Tensor) -> Any:
     if gathered is x:
         return x
     base = enter(leave(x), x.spec)  # which stays as it is where x is transposed in place
-    base.link = x.link
+    base.link, base.strides = x.link, x.strides
     made = Copy(base, gathered, version_of(x))
     if isinstance(gathered, SplitTensor):
-        gathered = enter(leave(gathered), gathered.spec)
-        gathered.link = made
+        strides, gathered = gathered.strides, enter(leave(gathered), gathered.spec)
+        gathered.link, gathered.strides = made, strides
         return gathered
     return made
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ndtp.split.copies import as_view, share_memory, version_of, written
 from ndtp.split.moving import brought, moved, section_order
 from ndtp.split.spec import Axes, Context, Spec, layout_of
-from ndtp.split.tensor import SplitTensor, enter, leave, rule, split_in, writes
+from ndtp.split.tensor import SplitTensor, enter, leave, like, rule, split_in, strides_of, writes
 
 # By name: as functions of torch and of torch.nn.functional, as methods, in place (`relu_`) and as operators.
 NAMES = (
@@ -178,17 +178,6 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-def strides_of(x: SplitTensor) -> tuple[int, ...] | None:
-    """The strides of a new tensor that is computed of x element by element: dims in the order of those of x."""
-    if x.strides is None:
-        return None
-    order = sorted(range(len(x.strides)), key=lambda d: (-x.strides[d], d))  # type: ignore[index]
-    made, width = [0] * len(order), 1
-    for d in reversed(order):
-        made[d], width = width, width * max(x.spec.sizes[d], 1)
-    return None if order == sorted(order) else tuple(made)
-
-
 def _of_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Apply a function of one tensor and numbers."""
     x = next(x for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor))
@@ -222,13 +211,15 @@ def _result(func: Any, args: Sequence[Any], kwargs: dict[str, Any], spec: Spec, 
     return enter(result, spec)
 
 
-@rule(torch.rand_like, torch.randn_like)
-def _random(func: Any, x: SplitTensor, **kwargs: Any) -> Any:
-    """The numbers that the dense model would draw, whole on every rank: ranks have one seed."""
-    made = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}[func]
-    kwargs = {"dtype": x.dtype, "device": x.device, **kwargs}
-    kwargs.pop("memory_format", None)
-    return made(x.spec.sizes, **kwargs)
+@rule(torch.rand_like, torch.randn_like, torch.randint_like)
+def _random(func: Any, x: SplitTensor, *args: Any, **kwargs: Any) -> Any:
+    """The numbers that the dense model would draw, whole on every rank: ranks have one seed.
+
+    They are drawn in the order of memory, so the tensor that they are drawn for has the strides of the dense one.
+    """
+    if not isinstance(x, SplitTensor):
+        return NotImplemented
+    return func(torch.empty_strided(x.spec.sizes, like(x).stride(), dtype=x.dtype, device=x.device), *args, **kwargs)
 
 
 @rule(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor)

@@ -28,7 +28,7 @@ def moved(
         used: axes along which each rank uses the result for something of its own, so that its gradient is summed.
         kind: of the tensor, as `ndtp.Wire` has them; "": it travels as it is computed.
     """
-    dims = tuple(dims)
+    dims, strides = tuple(dims), x.strides  # those of the dense tensor stay
     if x.spec.sections and dims[-1] != x.spec.dims[-1]:
         x = in_dense_order(x)
     spec = x.spec
@@ -45,7 +45,9 @@ def moved(
     if through != spec.dims:
         between = spec.lying(through)
         shard, spec = _relaid(shard, spec, between, (), kind), between
-    return enter(_relaid(_grown(shard, spec, target), spec, target, used, kind), target)
+    made = enter(_relaid(_grown(shard, spec, target), spec, target, used, kind), target)
+    made.strides = strides
+    return made
 
 
 def _target(spec: Spec, dims: Sequence[Axes], padded: Sequence[int] | None) -> Spec:

@@ -137,6 +137,14 @@ def like(x: SplitTensor) -> Tensor:
         return torch.empty(x.spec.sizes, dtype=x.dtype, device="meta")
 
 
+def strides_of(x: SplitTensor) -> tuple[int, ...] | None:
+    """The strides of a new tensor that is computed of x element by element: dims in the order of those of x."""
+    if x.strides is None:
+        return None
+    made = torch.empty_like(like(x))
+    return None if made.is_contiguous() else made.stride()
+
+
 def enter(shard: Tensor, spec: Spec) -> SplitTensor:
     """`shard`, which nobody else has, as a tensor of the whole's sizes."""
     if type(shard) is not SplitTensor:

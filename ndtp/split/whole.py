@@ -23,6 +23,7 @@ from ndtp.split.tensor import (
     name_of,
     rule,
     split_in,
+    strides_of,
     writes,
 )
 
@@ -33,7 +34,8 @@ def whole(x: Any) -> Any:
     if not isinstance(x, SplitTensor):
         return x
     made = leave(moved(x, [()] * len(x.spec.sizes)))
-    made = made.contiguous() if x.strides is None else made  # as the dense one is: code may ask for a view
+    # As the dense one is: code may ask for a view, or draw random numbers, which fill a tensor in the order of memory.
+    made = made.contiguous() if x.strides is None else _in_memory_order(made, x)
     return x.spec.mesh.step.made_whole(made)
 
 
@@ -56,8 +58,6 @@ def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             x.spec.context.note(name, x.spec)
     into = args[0] if args and isinstance(args[0], SplitTensor) and writes(func) else None
     given = mapped(list(args), whole)
-    if into is not None and into.strides is not None:
-        given[0] = _in_memory_order(given[0], into.strides)  # in which random numbers are drawn
     result = func(*given, **mapped(dict(kwargs), whole))
     if into is None:
         if not args or not isinstance(args[0], SplitTensor):
@@ -83,16 +83,22 @@ def _marked(result: Any, given: Sequence[Any], x: SplitTensor) -> Any:
         return result
     bare = Spec(x.spec.context, tuple(result.shape), layout_of(x.spec.mesh, [()] * result.dim()), tuple(result.shape))
     made = enter(result.view_as(result), bare)
+    made.strides = None if result.is_contiguous() else result.stride()
     if share_memory(first, x):
         return as_view(made, x)
     made.link = standing_for(x, first)
     return made
 
 
-def _in_memory_order(x: Tensor, strides: Sequence[int]) -> Tensor:
-    """A tensor whose dims lie in memory in the order of these strides."""
-    order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
-    return x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
+def _in_memory_order(x: Tensor, of: SplitTensor) -> Tensor:
+    """A tensor whose dims lie in memory in the order of those of the dense tensor that `of` is split from."""
+    strides = strides_of(of) or torch.empty(of.spec.sizes, device="meta").stride()
+    order = sorted(range(x.dim()), key=lambda d: -strides[d])
+    ordered = x.permute(order)
+    steps = [step for step, size in zip(ordered.stride(), ordered.shape, strict=True) if size > 1]
+    if steps == sorted(steps, reverse=True) and 0 not in steps:
+        return x
+    return ordered.contiguous().permute([order.index(d) for d in range(x.dim())])
 
 
 @rule(torch.as_strided, Tensor.as_strided)
@@ -106,13 +112,12 @@ def _strided(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     x.spec.context.note("as_strided", x.spec)
     made = whole(x)
-    if x.strides is not None:
-        made = _in_memory_order(made, x.strides)
-        if any(a != b for a, b, n in zip(made.stride(), x.strides, made.shape, strict=True) if n > 1):
-            raise LayoutError(
-                f"parallelize: as_strided of {x.spec}, which is a part of the memory of a larger tensor\n"
-                "  fix: x.contiguous() before it, or x.unfold"
-            )
+    steps = zip(made.stride(), x.strides or made.stride(), made.shape, strict=True)
+    if any(a != b for a, b, size in steps if size > 1):
+        raise LayoutError(
+            f"parallelize: as_strided of {x.spec}, which is a part of the memory of a larger tensor\n"
+            "  fix: x.contiguous() before it, or x.unfold"
+        )
     return func(made, *args, **kwargs)
 
 

@@ -260,10 +260,12 @@ def check_strangers():
     parts = dataclasses.replace(spec_of(context, (4, 6), [(), ("x",)]), sections=(2, 4))
     apart, together = (enter(cut(numbers, s), s) for s in (parts, dataclasses.replace(parts, sections=())))
     assert torch.equal(whole(apart + together), numbers * 2) and torch.equal(whole(together - apart), numbers * 0)
-    torch.manual_seed(5)
-    drawn = torch.zeros_like(numbers.t() * 1).uniform_()  # in the order of memory
-    torch.manual_seed(5)
-    assert torch.equal(whole(torch.zeros_like(x.t() * 1).uniform_()), drawn)
+    for view in (Tensor.t, lambda y: y.t() * 1, lambda y: y.t()[:, 1:3], lambda y: y.t()[:, None].expand(6, 3, 4)):
+        for draw in (torch.randn_like, lambda y: torch.zeros_like(y).uniform_(), lambda y: F.alpha_dropout(y, 0.5)):
+            torch.manual_seed(5)
+            drawn = draw(view(numbers))  # in the order of memory
+            torch.manual_seed(5)
+            assert torch.equal(whole(draw(view(x))), drawn)
     grads = []
     y = x * 3
     y.register_hook(grads.append)
