@@ -1,6 +1,6 @@
 """What programs do with a model that is split already: what they do with the dense one, or an error that names the fix.
 
-The table in docs/train.md is compared with this one; each cell runs here, its rows by turns.
+The table in docs/train.md is compared with this one; each cell runs here.
 """
 
 import copy
@@ -16,7 +16,6 @@ from small_models import IDS, build, called, layers
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
-from turns import by_turns
 
 import ndtp
 from ndtp import Grid, LayoutError
@@ -309,7 +308,7 @@ def check_cells():
     mesh, wrong, said = mesh_of(Grid(x=2)), [], []
     for column, kind in ((1, "llama"), (2, "nano")):
         dense, model = build(kind), ndtp.parallelize(build(kind), mesh, scheme="1d")
-        for name, row in by_turns(OPERATIONS.items(), 2):
+        for name, row in OPERATIONS.items():
             if row[column] == NONE:
                 continue
             found = result(row[0], kind, copy.deepcopy(model))

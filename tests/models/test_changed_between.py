@@ -12,7 +12,6 @@ import transformers.modeling_layers
 import transformers.modeling_utils  # noqa: F401  # so that ranks are forked with it
 from architectures import build, inputs
 from test_transformers_whole import check_gradients
-from turns import by_turns
 
 # By model: layers whose weights backward needs.
 NEEDED = {"LlamaForCausalLM": {"down_proj", "norm"}, "GPT2LMHeadModel": {"ln_f"}, "BertForMaskedLM": {"dense"}}
@@ -20,7 +19,7 @@ NEEDED = {"LlamaForCausalLM": {"down_proj", "norm"}, "GPT2LMHeadModel": {"ln_f"}
 
 def check_changes(trains):
     mesh = mesh_of(Grid(x=2))
-    for name in by_turns(NEEDED, 3):
+    for name in NEEDED:
         refused, changes = set(), {"num_hidden_layers": 1} | ({"n_layer": 1} if name.startswith("GPT2") else {})
         dense, given = build(name, **changes), inputs(name)
         model = ndtp.parallelize(build(name, **changes), mesh, scheme="1d-sp")

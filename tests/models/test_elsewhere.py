@@ -5,7 +5,6 @@ from __future__ import annotations
 import elsewhere
 import pytest
 import torch
-from turns import by_turns
 
 # What becomes of them, by the start of their name; of one that is refused, a part of the reason.
 ONCE = {
@@ -24,7 +23,7 @@ ONCE = {
 }
 
 
-@pytest.mark.parametrize("start", by_turns(ONCE, 3))
+@pytest.mark.parametrize("start", ONCE)
 def test_models_that_were_wrong_are_equal_or_refused_by_name(ranks, tmp_path, start):
     name, path = next(name for name in elsewhere.ALL if name.startswith(start)), str(tmp_path / "dense")
     elsewhere.dense_of(elsewhere.ALL[name], torch.float32, path)
