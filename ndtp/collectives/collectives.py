@@ -201,7 +201,7 @@ class Collectives:
         elif step.kind == "all_reduce":
             route.begin = self._all_reduce(route.channel)
         elif step.kind in POINT_TO_POINT:
-            route.begin = self._point_to_point(route.channel, step.kind, ranks)
+            route.begin = self._point_to_point(route.channel, step)
         else:
             route.begin = self._all_to_all(route.channel, ranks, shape, dim, step.source or 0)
         return route
@@ -297,11 +297,17 @@ class Collectives:
 
         return begin
 
-    def _point_to_point(self, to: Channel, kind: str, ranks: int) -> Begin:
-        """Send a shard to one rank, and receive that of another."""
-        me = to.group.rank()
-        target = target_of(kind, me, ranks)
-        source = next(rank for rank in range(ranks) if target_of(kind, rank, ranks) == me)
+    def _point_to_point(self, to: Channel, step: Step) -> Begin:
+        """Send a shard to one rank, and receive that of another.
+
+        A step counts ranks along its axes, in their order; a process group has them in the order of the world.
+        """
+        groups, ranks = self.groups, self.groups.grid.size(step.axes)
+        along, world = groups.grid.group(groups.rank, step.axes), groups.global_ranks
+        places = sorted(along, key=None if world is None else world.__getitem__)
+        me = along.index(groups.rank)
+        source = next(rank for rank in range(ranks) if target_of(step.kind, rank, ranks) == me)
+        target, source = (places.index(along[rank]) for rank in (target_of(step.kind, me, ranks), source))
 
         def begin(x: Tensor, out: Tensor | None) -> Started:
             x, copied = (x, ()) if x.is_contiguous() else copied_from(self.ring, x)

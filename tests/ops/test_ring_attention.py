@@ -8,12 +8,9 @@ from ndtp import CommMeter, Grid
 from ndtp.algebra.ring_plan import RingPlan
 from ndtp.ops.ring_attention import ring_attention
 
-AXES = ("z", "x")
 
-
-def check(sizes, length, dtype, form):
+def check(sizes, axes, length, dtype, form):
     mesh = mesh_of(Grid(sizes))
-    axes = tuple(axis for axis in AXES if axis in mesh.grid)
     ranks = mesh.grid.size(axes)
     part = -(-length // ranks)
     generator = torch.Generator().manual_seed(1)
@@ -43,6 +40,7 @@ def check(sizes, length, dtype, form):
 
 
 def test_equals_attention_at_once(ranks):
-    for form, length in (("causal", 13), ("mask", 12)):
-        ranks(4).run(check, {"z": 2, "x": 2}, length, torch.float64, form)
-    ranks(2).run(check, {"x": 2}, 8, torch.bfloat16, "causal")
+    """Parts of the sequence follow the axes that split it, in whichever order; process groups follow the grid."""
+    for axes, form, length in ((("z", "x"), "causal", 13), (("x", "z"), "mask", 12)):
+        ranks(4).run(check, {"z": 2, "x": 2}, axes, length, torch.float64, form)
+    ranks(2).run(check, {"x": 2}, ("x",), 8, torch.bfloat16, "causal")
