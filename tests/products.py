@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from ndtp import CommMeter, Grid, GridError, Layout, MatMulPlan, ProcessGrid, matmul, nn
 from ndtp.algebra.binding import bind
@@ -28,6 +29,15 @@ BOUNDS = {"low": -1, "high": 1}
 def mesh_of(grid: Grid) -> ProcessGrid:
     """One per grid and process: process groups are finite."""
     return ProcessGrid(grid)
+
+
+@functools.cache
+def turned_mesh(grid: Grid) -> ProcessGrid:
+    """A grid whose first axis is the fastest in the order of the world, in which process groups have their members."""
+    names = grid.names
+    return ProcessGrid.from_mesh(
+        init_device_mesh("cpu", grid.shape[::-1], mesh_dim_names=names[::-1]), dict(zip(names, names, strict=True))
+    )
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,21 @@ class AxisGroups:
         ranks = self.global_ranks or [0]
         return tuple(sorted(ranks[rank] for rank in self.grid.group(self.rank, tuple(axes))))
 
+    def seats(self, axes: Sequence[str]) -> tuple[int, ...] | None:
+        """Return the rank in the process group of each rank along `axes`, in the order of the grid's index on them.
+
+        torch orders the members of a group by their ranks of the world, steps count ranks along their axes: these
+        differ where axes come in another order than the grid's, or the grid's ranks are permuted.
+
+        Returns:
+            None where they do not differ.
+        """
+        along, world = self.grid.group(self.rank, tuple(axes)), self.global_ranks
+        if world is not None:
+            along = tuple(world[rank] for rank in along)
+        in_group = sorted(along)
+        return None if list(along) == in_group else tuple(in_group.index(rank) for rank in along)
+
     def describe(self, axes: Sequence[str] = ()) -> str:
         """This rank and its coordinate, and the peers along `axes`: for errors."""
         where = ", ".join(f"{axis}={position}" for axis, position in self.coordinate.items())

@@ -201,7 +201,7 @@ class Collectives:
         elif step.kind == "all_reduce":
             route.begin = self._all_reduce(route.channel)
         elif step.kind in POINT_TO_POINT:
-            route.begin = self._point_to_point(route.channel, step)
+            route.begin = self._point_to_point(route.channel, step.kind, ranks)
         else:
             route.begin = self._all_to_all(route.channel, ranks, shape, dim, step.source or 0)
         return route
@@ -229,7 +229,7 @@ class Collectives:
 
     def channel(self, group: ProcessGroup, label: Label, dtype: torch.dtype) -> Channel:
         """Whom what a label names reaches."""
-        return Channel(group)
+        return Channel(group, self.groups.seats(label.axes))
 
     def _all_gather(self, to: Channel, ranks: int, shape: Shape, dim: int, blocks: bool) -> Begin:
         """Gather [.., s, ..] to [.., ranks * s, ..] at `dim`, or to [ranks, .., s, ..] with `blocks`."""
@@ -297,17 +297,10 @@ class Collectives:
 
         return begin
 
-    def _point_to_point(self, to: Channel, step: Step) -> Begin:
-        """Send a shard to one rank, and receive that of another.
-
-        A step counts ranks along its axes, in their order; a process group has them in the order of the world.
-        """
-        groups, ranks = self.groups, self.groups.grid.size(step.axes)
-        along, world = groups.grid.group(groups.rank, step.axes), groups.global_ranks
-        places = sorted(along, key=None if world is None else world.__getitem__)
-        me = along.index(groups.rank)
-        source = next(rank for rank in range(ranks) if target_of(step.kind, rank, ranks) == me)
-        target, source = (places.index(along[rank]) for rank in (target_of(step.kind, me, ranks), source))
+    def _point_to_point(self, to: Channel, kind: str, ranks: int) -> Begin:
+        """Send a shard to one rank, and receive that of another."""
+        target = target_of(kind, to.me, ranks)
+        source = next(rank for rank in range(ranks) if target_of(kind, rank, ranks) == to.me)
 
         def begin(x: Tensor, out: Tensor | None) -> Started:
             x, copied = (x, ()) if x.is_contiguous() else copied_from(self.ring, x)
@@ -320,21 +313,31 @@ class Collectives:
         return begin
 
     # ------------------------------------------------------------------- handing over to torch; a dry run sends nothing
+    # Ranks are counted along the axes of the step here; where the process group has them in another order, torch is
+    # given a list of parts in that order instead of one tensor of all parts.
 
     def _gather(self, landing: Tensor, x: Tensor, to: Channel) -> Underway | None:
         """Start to bring the `x` of all ranks together in `landing`, behind one another."""
+        if to.seats is not None:
+            landings = [real(part) for part in to.seated(landing.chunk(len(to.seats)))]
+            return to.group.allgather([landings], [real(x)], _GATHER)
         return to.group._allgather_base(real(landing), real(x), _GATHER)
 
     def _exchange(self, landing: Tensor, blocks: Tensor, to: Channel) -> Underway | None:
         """Start to send block j of dim 0 to rank j, and to receive its block for this rank as block j of `landing`."""
+        if to.seats is not None:
+            return self.exchange_parts(landing.chunk(len(to.seats)), blocks.chunk(len(to.seats)), to)
         return to.group.alltoall_base(real(landing), real(blocks), [], [], _EXCHANGE)
 
     def exchange_parts(self, landings: Sequence[Tensor], parts: Sequence[Tensor], to: Channel) -> Underway | None:
         """Start to send `parts[j]` to rank j, and to receive `landings[j]` from it: of any sizes, contiguous."""
-        return to.group.alltoall(list(map(real, landings)), list(map(real, parts)))
+        return to.group.alltoall([real(x) for x in to.seated(landings)], [real(x) for x in to.seated(parts)])
 
     def _scatter(self, summed: Tensor, sent: Tensor, to: Channel) -> Underway | None:
         """Start to add up block j of all ranks' dim 0 in the `summed` of rank j."""
+        if to.seats is not None:
+            blocks = [real(part) for part in to.seated(sent.chunk(len(to.seats)))]
+            return to.group.reduce_scatter([real(summed)], [blocks], _SCATTER)
         return to.group._reduce_scatter_base(real(summed), real(sent), _SCATTER)
 
     def _sum_everywhere(self, x: Tensor, to: Channel) -> Underway | None:

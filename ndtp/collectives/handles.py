@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,14 +39,38 @@ Shape = tuple[int, ...]
 # What to wait for, how to finish it, what to hold until then, and which buffers of the ring go back after it.
 Started = tuple[Underway | None, Callable[[], Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]
 Begin = Callable[[Tensor, Tensor | None], Started]
+T = TypeVar("T")
 
 
 class Channel(NamedTuple):
-    """Whom a collective reaches.  On gloo, what the group has seen, and what messages say that they are for."""
+    """Whom a collective reaches.
+
+    Attributes:
+        group: the process group, whose members are in the order of the world.
+        seats: the rank in the group of each rank along the axes of the step, see `AxisGroups.seats`; None: the same.
+        past: what the group has seen, on gloo.
+        purpose: what messages say that they are for, on gloo.
+    """
 
     group: ProcessGroup
+    seats: tuple[int, ...] | None = None
     past: Past | None = None
     purpose: int = 0
+
+    @property
+    def me(self) -> int:
+        """Return the position of this rank along the axes."""
+        return self.along(self.group.rank())
+
+    def along(self, member: int) -> int:
+        """Return the position along the axes of a rank of the group."""
+        return member if self.seats is None else self.seats.index(member)
+
+    def seated(self, parts: Sequence[T]) -> Sequence[T]:
+        """Put what belongs to each rank along the axes, in their order, into the order of the group."""
+        if self.seats is None:
+            return parts
+        return [parts[self.along(member)] for member in range(len(parts))]
 
 
 class Route:
@@ -194,7 +218,7 @@ class Handle:
                 work.wait()
             result = self._finish()
             rows = result.shape[0] // ranks
-            for part in range(ranks) if each is None else each():
+            for part in range(ranks) if each is None else map(self._route.channel.along, each()):
                 yield part, result[part * rows : (part + 1) * rows]
         except RuntimeError as error:
             raise failure(self._route.label(), self._owner.describe, error, self._route.ranks) from error

@@ -42,24 +42,17 @@ def start_rows(
     route.received = move.received * width
     if codec is not None:
         route.codec, route.coded_bytes = codec, move.received * codec.num_bytes((1, width))
-    members = groups.grid.group(groups.rank, move.axes)
-    ranks = groups.global_ranks
-    order = members if ranks is None else [ranks[member] for member in members]
-    place = {rank: at for at, rank in enumerate(sorted(order))}  # torch orders the members of a group
-    seats = [place[rank] for rank in order]
+    ranks = groups.grid.size(move.axes)
 
     def begin(x: Tensor, out: Tensor | None) -> Started:
         assert out is None
         sent = x.detach().contiguous() if codec is None else codec.encode_rows(x.detach().reshape(rows, width))
         landing = sent.new_empty((sum(move.receives), *sent.shape[1:]))
-        given = [sent] * len(members) if move.kind == "all_gather" else sent.split(move.sends)
+        given = [sent] * ranks if move.kind == "all_gather" else sent.split(move.sends)
         taken = list(landing.split(move.receives))
         taken[move.me].copy_(given[move.me])
         nothing = sent.new_empty(0)
-        parts, landings = [nothing] * len(members), [nothing] * len(members)
-        for i, seat in enumerate(seats):
-            if i != move.me:
-                parts[seat], landings[seat] = given[i], taken[i]
+        parts, landings = ([nothing if i == move.me else x[i] for i in range(ranks)] for x in (given, taken))
         work = collectives.exchange_parts(landings, parts, channel)
 
         def finish() -> Tensor:
@@ -69,7 +62,7 @@ def start_rows(
                 arrived = codec.decode_rows(landing, width, wide if is_sum else x.dtype).view(-1, *others)
             if not is_sum:
                 return arrived
-            blocks = arrived.view(len(members), move.after, *others)
+            blocks = arrived.view(ranks, move.after, *others)
             return blocks.sum(0, dtype=wide).to(x.dtype)
 
         return work, finish, (sent, landing), ()

@@ -38,10 +38,7 @@ def start_reshard(x: Tensor, plan: ReshardPlan, collectives: Collectives, phase:
     sends, receives = plan.sends(me), plan.receives(me)
     route.shape = tuple(stop - start for start, stop in wanted)
     route.received = plan.received(me)
-    ranks = groups.global_ranks or [0]
-    order = sorted(ranks)  # torch orders the members of a group
-    places = {name: order.index(rank) for name, rank in zip(plan.ids, ranks, strict=True)}
-
+    places = {name: rank for rank, name in enumerate(plan.ids)}
     arriving = route.received + (0 if kept is None else volume_of(kept))
     made = torch.empty if arriving == volume_of(wanted) else torch.zeros
 
@@ -49,7 +46,7 @@ def start_reshard(x: Tensor, plan: ReshardPlan, collectives: Collectives, phase:
         assert out is None
         result = made(route.shape, dtype=x.dtype, device=x.device)
         empty = x.new_empty(0)
-        parts, landings = [empty] * len(ranks), [empty] * len(ranks)
+        parts, landings = [empty] * len(places), [empty] * len(places)
         for message in sends:
             parts[places[message.receiver]] = part_of(x.detach(), message.box, mine)
         late = []

@@ -110,16 +110,9 @@ def _part(i: int, flows: Sequence[RowFlow]) -> str:
 
 def known_counts(counts: Tensor, axes: Sequence[str], mesh: GridLike, name: str) -> Tensor:
     """Gather the counts [n] of every rank along `axes` to [ranks, n], in the order of the grid's index on them."""
-    grid = mesh.grid
-    if grid.size(axes) == 1:
+    if mesh.grid.size(axes) == 1:
         return counts[None]
-    together = moved(counts[None], (Step("all_gather", tuple(axes), 0),), mesh, name, "counts")
-    members = grid.group(mesh.rank, axes)
-    ranks = mesh.global_ranks or range(grid.num_ranks)
-    arrived = sorted(members, key=lambda rank: ranks[rank])  # torch orders the members of a group
-    if tuple(arrived) == tuple(members):
-        return together
-    return together[[arrived.index(rank) for rank in members]]
+    return moved(counts[None], (Step("all_gather", tuple(axes), 0),), mesh, name, "counts")
 
 
 def dispatched(x: Tensor, order: Tensor, top_k: int) -> Tensor:

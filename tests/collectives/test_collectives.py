@@ -6,10 +6,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from products import mesh_of
+from products import mesh_of, turned_mesh
 
-from ndtp import CommMeter, CommunicationError, Grid, ProcessGrid
-from ndtp.algebra.steps import Step
+from ndtp import CommMeter, CommunicationError, Grid, ProcessGrid, Wire
+from ndtp.algebra.steps import POINT_TO_POINT, Step, target_of
 from ndtp.collectives import gloo
 from ndtp.collectives.backends import backend_named
 from ndtp.collectives.collectives import Collectives
@@ -22,24 +22,31 @@ from ndtp.testing import assert_equal, small_integers
 GRID = Grid(x=4)
 
 
-def every_kind(kind):
-    """`Collectives` are torch's own, as NCCL would run them."""
-    mesh = mesh_of(GRID)
+def every_kind(kind, turned):
+    """`Collectives` are torch's own, as NCCL would run them; `turned`: over axes that groups have in another order."""
+    mesh, axes = (turned_mesh(Grid(x=2, y=2)), ("x", "y")) if turned else (mesh_of(GRID), ("x",))
+    assert (mesh.groups.seats(axes) == (0, 2, 1, 3)) is turned
     collectives = kind(mesh.groups, mesh.ring, mesh.step.recording)
-    rank, axes = mesh.rank, ("x",)
+    rank, op = mesh.rank, ("test", "A")
+    cases = [(dtype, None) for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)]
 
     def run(step, tensor):
-        handle = collectives.start(step, tensor, ("test",), "forward")
+        handle = collectives.start(step, tensor, op, "forward")
         assert collectives.in_flight == 1, "held until it is waited for"
         result = handle.wait()
         assert not collectives.in_flight, "let go of"
         out = torch.full_like(result, 99, memory_format=torch.contiguous_format)
-        assert collectives.start(step, tensor, ("test",), "forward", out=out).wait() is out
+        assert collectives.start(step, tensor, op, "forward", out=out).wait().data_ptr() == out.data_ptr()
         assert_equal(out, result, f"{step} into `out`")
         return result
 
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+    for dtype, wire in [*cases[::2], (torch.float32, "bf16")] if turned else cases:
+        collectives.wire = Wire.of(wire)
         whole = small_integers((4, 8, 4, 12), 0, dtype, low=-1, high=1)  # [rank, ...]
+        # torch's own exchange over gloo takes parts of one size alone.
+        for move in POINT_TO_POINT if issubclass(kind, GlooCollectives) and wire is None else ():
+            source = next(i for i in range(4) if target_of(move, i, 4) == rank)
+            assert_equal(run(Step(move, axes), whole[rank]), whole[source], move)
         for dim in range(3):
             expected = torch.cat(tuple(whole), dim)
             assert_equal(run(Step("all_gather", axes, dim), whole[rank]), expected, f"all_gather, dim {dim}")
@@ -57,13 +64,15 @@ def every_kind(kind):
         assert_equal(run(Step("all_reduce", axes), strided), whole.sum(0).movedim(0, 2), "all_reduce, strided")
         odd = small_integers((4, 3, 5), 1, dtype)
         assert_equal(run(Step("all_reduce", axes), odd[rank]), odd.sum(0), "all_reduce of 15 elements over 4 ranks")
-        empty = run(Step("all_gather", axes, 0), whole[rank, :0])
-        assert empty.shape == (0, 4, 12), "nothing to gather"
+        if wire is None:
+            empty = run(Step("all_gather", axes, 0), whole[rank, :0])
+            assert empty.shape == (0, 4, 12), "nothing to gather"
 
 
 @pytest.mark.parametrize("kind", [GlooCollectives, Collectives, SummingCollectives, SymmetricCollectives])
-def test_every_kind_on_every_dim(ranks, kind):
-    ranks(4).run(every_kind, kind)
+@pytest.mark.parametrize("turned", [False, True])
+def test_every_kind_on_every_dim(ranks, kind, turned):
+    ranks(4).run(every_kind, kind, turned)
 
 
 def sums_of_two():

@@ -2,7 +2,7 @@
 
 import torch
 from module_case import EIGHT, FOUR, TWO, check_gradients, close, randn, shard
-from products import mesh_of
+from products import mesh_of, turned_mesh
 from test_linear import message_of
 
 import ndtp
@@ -65,7 +65,7 @@ def test_equals_dense_on_grids(ranks):
     ranks(8).run(check_cases, EIGHT)
 
 
-def check_split_ids_and_one_exchange():
+def check_split_ids_and_one_exchange(mesh_of=mesh_of):
     mesh = mesh_of(Grid(z=2, y=2))
     dense = dense_embedding()
     rows = ("z", "y")
@@ -102,6 +102,7 @@ def initial(sizes, scheme, tied):
 
 def test_split_ids_tied_heads_and_values(ranks):
     ranks(4).run(check_split_ids_and_one_exchange)
+    ranks(4).run(check_split_ids_and_one_exchange, turned_mesh)
     ranks(4).run(check_tied_head)
     expected = initial({"x": 1}, "1d", False)
     assert not expected[1].any(), "the row of padding"

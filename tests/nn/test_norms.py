@@ -3,7 +3,7 @@
 import pytest
 import torch
 from module_case import EIGHT, FOUR, TWO, check_rows, close, randn, shard
-from products import mesh_of
+from products import mesh_of, turned_mesh
 from test_linear import message_of
 
 import ndtp
@@ -47,10 +47,9 @@ def test_equal_dense_on_grids(ranks, kind):
     ranks(8).run(check_cases, EIGHT, kind, 56)  # 7 rows a rank: the merge pads them
 
 
-def check_hard():
+def check_hard(mesh, axes):
     """A mean far from zero, where the mean of squares less the square of the mean is noise; and padding."""
-    mesh = mesh_of(Grid(x=4))
-    layout = Layout(mesh.grid, None, "x")
+    layout = Layout(mesh.grid, None, axes)
     for kind in ("LayerNorm", "RMSNorm"):
         for features, pad in ((16, False), (13, True), (3, 8)):
             x = 1e4 + randn(6, features)
@@ -64,6 +63,12 @@ def check_hard():
             if real:
                 assert_close_to_dense(y[:, :real], same(x.float())[part], exact(x.float().double())[part], factor=8)
             assert not y[:, real:].any()
+
+
+def check_hard_in_any_order():
+    """Features are split over axes in the order of the grid, whichever order process groups have."""
+    check_hard(mesh_of(Grid(x=4)), "x")
+    check_hard(turned_mesh(Grid(x=2, y=2)), ("x", "y"))
 
 
 def check_padding_gradients():
@@ -100,7 +105,7 @@ def check_low_precision():
 
 
 def test_hard_numbers(ranks):
-    ranks(4).run(check_hard)
+    ranks(4).run(check_hard_in_any_order)
     ranks(4).run(check_padding_gradients)
     ranks(4).run(check_low_precision)
 

@@ -59,7 +59,7 @@ class SymmetricCollectives(GlooCollectives):
 
     def channel(self, group: ProcessGroup, label: Label, dtype: torch.dtype) -> Channel:
         """See `Collectives.channel`."""
-        return Channel(group, Past(), purpose_of(label, dtype))
+        return Channel(group, self.groups.seats(label.axes), Past(), purpose_of(label, dtype))
 
     def _route(
         self, step: Step, op: tuple[str, ...], phase: str, shape: Shape, dtype: torch.dtype, part: str, blocks: bool
@@ -111,7 +111,9 @@ class SymmetricCollectives(GlooCollectives):
     def _pull(self, sent: Any, landing: Tensor, parted: bool, to: Channel) -> Underway | None:
         ranks, length = landing.shape
         received_directly((ranks - 1) * length)
-        return self._engines[to.group].exchange(sent, landing.unbind(), parted, to.purpose + length)
+        return self._engines[to.group].exchange(
+            to.seated(sent), to.seated(landing.unbind()), parted, to.purpose + length
+        )
 
 
 def _bytes(x: Tensor) -> Tensor:
