@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 import re
-import secrets
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +14,16 @@ import torch
 from torch import nn
 from torch.types import Device
 
-from ndtp.checkpoints.folder import locked, sync
+from ndtp.checkpoints.export_folder import ExportFolder
+from ndtp.checkpoints.folder import Written
 from ndtp.checkpoints.from_meta import materialise
-from ndtp.checkpoints.guarded import parsed, read_all
 from ndtp.checkpoints.pieces import Piece, Staged, Whole, whole_of
-from ndtp.checkpoints.safetensors_file import BLOCK_BYTES, INDEX, NAMES, StoredBox, Writer, tensors_in
+from ndtp.checkpoints.safetensors_file import BLOCK_BYTES, NAMES, StoredBox, Writer, tensors_in
 from ndtp.checkpoints.same_files import contents_of
-from ndtp.errors import CheckpointError, CommunicationError
+from ndtp.errors import CheckpointError
 from ndtp.models.saving import blocks
 from ndtp.models.state_entries import Entry
-from ndtp.runtime.crew import Crew
+from ndtp.runtime.crew import Crew, failure_of
 
 FILE_BYTES = 5 * 10**9
 
@@ -63,33 +60,30 @@ def load_safetensors(
     whole.meet(f"load_safetensors: {path}")
     stored: dict[str, StoredBox] = {}
     chosen: list[list[StoredBox | None]] = []
-    failure = ""
     contents: dict[str, str] = {}
-    try:
-        stored = tensors_in(path)
-        contents = contents_of({each.path for each in stored.values()})
-    except (CheckpointError, OSError) as error:
-        failure = str(error)
-    # Names and sizes, not paths: nodes may have the files in different places.
-    _agree(crew, failure or "\n".join(f"{key} {each}" for key, each in sorted((stored | contents).items())))
-    try:
-        if not failure:
-            chosen = [_chosen(piece, whole.keys, stored, strict, path) for piece in whole.pieces]
-            for entry, source, piece in _sources(whole, chosen):
-                if source.sums:
-                    source._replace(shape=entry.real).read(entry.part(piece.rank), None)
-    except (CheckpointError, OSError) as error:
-        failure = str(error)
-    crew.agree(failure)
-    try:
+
+    def look() -> None:
+        stored.update(tensors_in(path))
+        contents.update(contents_of({each.path for each in stored.values()}))
+
+    def check() -> None:
+        chosen.extend(_chosen(piece, whole.keys, stored, strict, path) for piece in whole.pieces)
+        for entry, source, piece in _sources(whole, chosen):
+            if source.sums:
+                source._replace(shape=entry.real).read(entry.part(piece.rank), None)
+
+    def fill() -> None:
         for piece in whole.pieces:
             materialise(piece.module, device)
         with torch.no_grad():
             for entry, source, piece in _sources(whole, chosen):
                 _fill(entry, source, piece, block_bytes)
-    except (CheckpointError, OSError) as error:
-        failure = str(error)
-    crew.raise_everywhere(failure, f"load_safetensors: {path}: the model is half filled")
+
+    failure = failure_of(look)
+    # Names and sizes, not paths: nodes may have the files in different places.
+    _agree(crew, failure or "\n".join(f"{key} {each}" for key, each in sorted((stored | contents).items())))
+    crew.agree(failure or failure_of(check))
+    crew.raise_everywhere(failure_of(fill), f"load_safetensors: {path}: the model is half filled")
 
 
 def _sources(whole: Whole, chosen: Sequence[Sequence[StoredBox | None]]) -> Iterator[tuple[Entry, StoredBox, Piece]]:
@@ -191,73 +185,62 @@ def export_safetensors(
         CommunicationError: a rank could not write; on every rank.
     """
     whole, folder = whole_of(model), Path(folder)
-    crew = whole.crew
+    crew, first = whole.crew, whole.pieces[0].module
     whole.meet(f"export_safetensors: {folder}")
-    crew.agree("; ".join(filter(None, (*map(unwritable, whole.pieces), crew.only_writer(folder)))), EXPORT)
-    with ExitStack() as held:
-        failure, token = "", ""
-        if crew.is_first:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                held.enter_context(locked(folder))
-                # Files that an index names stay as they are until another index is in its place.
-                token = f"-{secrets.token_hex(4)}" * (folder / f"model{INDEX}").exists()
-            except OSError as error:
-                failure = str(error)
-        (failure, token), *_ = (said for _, said in sorted(crew.gather([failure, token]).items()))
-        if failure:
-            raise CommunicationError(f"export_safetensors: {folder} stays as it was: {failure}")
+    crew.agree(failure_of(lambda: check_writable(whole, folder)), "export_safetensors: {}")
+    before = f"export_safetensors: {folder} stays as it was"
+    with closing(ExportFolder(folder)) as target:
+        crew.alone(lambda: target.open(first, getattr(first, "dtype", None)), before)
         parts = {piece.index: _files(piece, file_bytes) for piece in whole.pieces}
         said = whole.per_piece(lambda piece: [({key: _bytes(e) for key, e in part}) for part in parts[piece.index]])
-        table = [(index, sizes) for index in sorted(said) for sizes in said[index]]
-        names = [f"model{token}-{i + 1:05}-of-{len(table):05}.safetensors" for i in range(len(table))]
-        names = names if len(names) > 1 else ["model.safetensors"]
+        failure, written = "", list[Written]()
         for piece in whole.pieces:
-            own = [name for name, (index, _) in zip(names, table, strict=True) if index == piece.index]
-            for name, members in zip(own, parts[piece.index], strict=True):
-                failure = _write(folder / name, members, piece, block_bytes) or failure
-        crew.raise_everywhere(failure, f"export_safetensors: {folder} is not complete")
-        if crew.is_first:
-            try:
-                first: Any = whole.pieces[0].module
-                files = dict(zip(names, (sizes for _, sizes in table), strict=True))
-                finish_folder(first, folder, files, getattr(first, "dtype", None))
-            except OSError as error:
-                failure = str(error)
-        crew.raise_everywhere(failure, f"export_safetensors: {folder} is not complete")
+            number = sum(len(said[index]) for index in said if index < piece.index)
+            for i, members in enumerate(parts[piece.index], number + 1):
+                failure = _write(target.partial / f"{i:05}.safetensors", members, piece, block_bytes, written, failure)
+        files = sorted(Written(*each) for files in crew.gather_done(failure, written, before) for each in files)
+        sizes = [each for index in sorted(said) for each in said[index]]
+        crew.alone(lambda: target.finish(list(zip(files, sizes, strict=True))), UNFINISHED.format(before))
 
 
-EXPORT = "export_safetensors: {}"
+UNFINISHED = "{}, at least its weights"  # a config may be the new one
 
 
-def unwritable(piece: Piece) -> str:
-    for entry in piece.entries():
+def check_writable(whole: Whole, folder: Path) -> None:
+    """Check that files can hold what a model has, and, on the first rank, that no others write to the folder.
+
+    Raises:
+        CheckpointError: they cannot, or others do.
+    """
+    for entry in (entry for piece in whole.pieces for entry in piece.entries()):
         if entry.local.is_meta or entry.local.dtype not in NAMES:
             what = "on the meta device" if entry.local.is_meta else f"of {entry.local.dtype}"
-            return f"'{entry.keys[0]}' is {what}, which no file can hold"
-    return ""
+            raise CheckpointError(f"'{entry.keys[0]}' is {what}, which no file can hold")
+    if failure := whole.crew.only_writer(folder):
+        raise CheckpointError(failure)
 
 
-def _write(path: Path, members: Sequence[tuple[str, Entry]], piece: Piece, block_bytes: int) -> str:
-    """One file, on the first rank of its piece; what went wrong."""
-    writer, failure = None, ""
-    if piece.rank == 0:
-        try:
-            writer = Writer(path, {key: (e.local.dtype, e.dense) for key, e in members})
-        except OSError as error:
-            failure = str(error)
+def _write(
+    path: Path,
+    members: Sequence[tuple[str, Entry]],
+    piece: Piece,
+    block_bytes: int,
+    written: list[Written],
+    failure: str,
+) -> str:
+    """Write a file on the first rank of its piece, unless it has failed before.  Returns its failure."""
+    writers: list[Writer] = []
+    if piece.rank == 0 and not failure:
+        forms = {key: (entry.local.dtype, entry.dense) for key, entry in members}
+        failure = failure_of(lambda: writers.append(Writer(path, forms)))
     for key, entry in members:
         for row, values in blocks(entry, piece.mesh, block_bytes):
-            if writer is not None and not failure:
-                try:
-                    writer.write(key, row, values)
-                except OSError as error:
-                    failure = str(error)
-    if writer is not None:
-        try:
-            writer.close(complete=not failure)
-        except OSError as error:
-            failure = str(error)
+            if writers and not failure:
+                failure = failure_of(partial(writers[0].write, key, row, values))
+    if writers:
+        complete = not failure
+        at_end = failure_of(lambda: written.append(Written(path.name, *writers[0].close(complete))))
+        failure = failure or at_end
     return failure
 
 
@@ -280,52 +263,3 @@ def _files(piece: Piece, file_bytes: int) -> list[list[tuple[str, Entry]]]:
 
 def _bytes(entry: Entry) -> int:
     return entry.local.element_size() * int(torch.Size(entry.real).numel())
-
-
-def finish_folder(model: Any, folder: Path, files: dict[str, dict[str, int]], dtype: torch.dtype | None) -> None:
-    """Write the index, and the configs that say which model it is; files of an earlier export go.
-
-    Args:
-        files: what each file has, key -> bytes.
-        dtype: of the weights, which the config names.
-    """
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".config.") as made:
-        for name in ("config", "generation_config"):
-            config: Any = getattr(model, name, None)
-            if hasattr(config, "save_pretrained"):
-                config = copy.copy(config)
-                if name == "config":
-                    config.architectures = getattr(config, "architectures", None) or [type(model).__name__]
-                    config.dtype = dtype if dtype is not None else getattr(config, "dtype", None)
-                config.save_pretrained(made)
-        index = folder / f"model{INDEX}"
-        sizes = sum(sum(part.values()) for part in files.values())
-        places = {key: name for name, part in files.items() for key in part}
-        if len(files) > 1:
-            (Path(made) / index.name).write_text(
-                json.dumps({"metadata": {"total_size": sizes}, "weight_map": places}, indent=2)
-            )
-        before = _files_of(index)
-        for path in sorted(Path(made).iterdir(), key=lambda path: path.name == index.name):  # the index last
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(path, folder / path.name)
-    if len(files) == 1:
-        index.unlink(missing_ok=True)
-    else:
-        before.add("model.safetensors")
-    for name in before - set(files):
-        (folder / name).unlink(missing_ok=True)
-    sync(folder)
-
-
-def _files_of(index: Path) -> set[str]:
-    """The files that an index names, if there is one, in its own folder."""
-    try:
-        places = parsed(read_all(index), index).get("weight_map")
-    except CheckpointError:
-        return set()
-    names = places.values() if isinstance(places, dict) else ()
-    return {
-        name for name in names if isinstance(name, str) and name == Path(name).name and name.endswith(".safetensors")
-    }

@@ -34,7 +34,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # a file system that has
 
 
 class Written(NamedTuple):
-    """A file of tensors, as the manifest has it."""
+    """A file of tensors, as the rank that has written it tells of it, and as the manifest has it."""
 
     name: str
     size: int
@@ -158,13 +158,8 @@ class FolderSwap:
             shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
 
     def finish(self, text: bytes, files: Sequence[Written] = ()) -> None:
-        """Write the manifest, and put the folder in its place.
-
-        Who clears a file system up may have taken a file since its rank wrote it: the checkpoint before stays then.
-        """
-        for name, size, _ in files:
-            if (there := (self.partial / name).stat().st_size) != size:
-                raise OSError(f"{self.partial / name} has {there} bytes of {size}")
+        """Write the manifest, and put the folder in its place; where a file is missing, the checkpoint before stays."""
+        check_written(self.partial, files)
         with (self.partial / MANIFEST).open("xb") as file:
             file.write(text)
             file.flush()
@@ -188,6 +183,17 @@ class FolderSwap:
     def close(self) -> None:
         """Let go of it; what is there still was not finished."""
         self._held.close()
+
+
+def check_written(folder: Path, files: Sequence[Written]) -> None:
+    """Check that files are there before they replace others: since a rank wrote its own, somebody may have taken it.
+
+    Raises:
+        OSError: a file is gone, or has another size.
+    """
+    for name, size, _ in files:
+        if (there := (folder / name).stat().st_size) != size:
+            raise OSError(f"{folder / name} has {there} bytes of {size}")
 
 
 @contextmanager

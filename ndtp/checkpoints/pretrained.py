@@ -9,29 +9,29 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ndtp.checkpoints.dense_files import FILE_BYTES, export_safetensors, finish_folder, unwritable
-from ndtp.checkpoints.folder import locked
+from ndtp.checkpoints.dense_files import FILE_BYTES, UNFINISHED, check_writable, export_safetensors
+from ndtp.checkpoints.export_folder import ExportFolder
+from ndtp.checkpoints.folder import Written
 from ndtp.checkpoints.pieces import Staged, Whole, whole_of
-from ndtp.checkpoints.safetensors_file import BLOCK_BYTES, INDEX, Writer
+from ndtp.checkpoints.safetensors_file import BLOCK_BYTES, Writer
 from ndtp.models.placing import stock_model
 from ndtp.models.saving import blocks
 from ndtp.models.state_entries import Entry
-from ndtp.runtime.crew import Crew
+from ndtp.runtime.crew import Crew, failure_of
 from ndtp.runtime.process_grid import ProcessGrid
 
 LAYER = re.compile(r"(.*?\.\d+)\.")  # the part of a key that names a layer
 SAMPLE = "The quick brown fox, 123 times.\n"  # by which two tokenizers are told apart
-TOPIC = "save_pretrained: {}"
 State = dict[str, Tensor]
 
 
@@ -72,58 +72,42 @@ def save_pretrained(
         whole = whole_of(model)
         crew = whole.crew
         _save_layers(whole, folder, dtype, file_bytes)
-    failure = ""
-    if crew.is_first and tokenizer is not None:
-        try:
-            _save_tokenizer(tokenizer, folder)
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-    crew.raise_everywhere(failure, f"save_pretrained: the tokenizer is not in {folder}")
+    advice = crew.alone(
+        lambda: "" if tokenizer is None else _save_tokenizer(tokenizer, folder),
+        f"save_pretrained: the tokenizer is not in {folder}",
+    )
+    if advice:
+        warnings.warn(advice, stacklevel=2)
 
 
 def _save_layers(whole: Whole, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     (piece,), crew = whole.pieces, whole.crew
     model: Any = piece.module
-    whole.meet(TOPIC.format(folder))
-    crew.agree("; ".join(filter(None, (unwritable(piece), crew.only_writer(folder)))), TOPIC)
-    convert = _published(model)
-    named = _named(model, piece.entries())
-    groups = _groups(named, convert, crew)
-    failure, files = "", None
-    with ExitStack() as held:
-        if crew.is_first:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                held.enter_context(locked(folder))
-                files = _Files(folder, file_bytes)
-            except OSError as error:
-                failure = str(error)
-        for group in groups:
-            state = {key: _gathered(entry, piece.mesh, keeps=files is not None) for key, entry in group.items()}
-            if files is not None and not failure:
-                try:
-                    files.add(convert({key: _as(x, dtype) for key, x in state.items() if x is not None}))
-                except (OSError, RuntimeError, ValueError) as error:
-                    failure = f"{type(error).__name__}: {error}"
-        if files is not None and not failure:
-            try:
-                finish_folder(model, folder, files.finish(), dtype or getattr(model, "dtype", None))
-            except OSError as error:
-                failure = str(error)
-        if files is not None:
-            files.discard()
-        crew.raise_everywhere(failure, f"save_pretrained: {folder} is not complete")
+    whole.meet(f"save_pretrained: {folder}")
+    crew.agree(failure_of(lambda: check_writable(whole, folder)), "save_pretrained: {}")
+    before = f"save_pretrained: {folder} stays as it was"
+    with closing(ExportFolder(folder)) as target:
+        crew.alone(lambda: target.open(model, dtype or getattr(model, "dtype", None)), before)
+        convert = _published(model)
+        failure, files = "", _Files(target.partial, file_bytes)
+        for group in _groups(_named(model, piece.entries()), convert, crew):
+            state: State | None = {} if crew.is_first else None
+            for key, entry in group.items():
+                failure = _gather(key, entry, piece.mesh, state, failure)
+            if state is not None and not failure:
+                failure = failure_of(partial(_add, files, convert, state, dtype))
+        crew.raise_everywhere(failure, before)
+        written = crew.alone(files.finish, before)
+        crew.alone(lambda: target.finish(written or []), UNFINISHED.format(before))
 
 
 class _Files:
-    """Safetensors files that fill up one by one; they get their names when there are no more to come."""
+    """Safetensors files that fill up one by one."""
 
     def __init__(self, folder: Path, file_bytes: int) -> None:
         self.folder, self.file_bytes = folder, file_bytes
-        # Files that an index names stay as they are until another index is in its place.
-        self.token = f"-{secrets.token_hex(4)}" * (folder / f"model{INDEX}").exists()
         self.waiting: State = {}
-        self.written: list[tuple[Path, dict[str, int]]] = []
+        self.written: list[tuple[Written, dict[str, int]]] = []
 
     def add(self, state: Mapping[str, Tensor]) -> None:
         if self.waiting and sum(map(_size, (*self.waiting.values(), *state.values()))) > self.file_bytes:
@@ -131,30 +115,25 @@ class _Files:
         self.waiting |= state
 
     def _write(self) -> None:
-        path = self.folder / f"model-{len(self.written) + 1:05}.safetensors.waiting"
+        path = self.folder / f"{len(self.written) + 1:05}.safetensors"
         writer, complete = Writer(path, {key: (x.dtype, x.shape) for key, x in self.waiting.items()}), False
         try:
             for key, x in self.waiting.items():
                 writer.write(key, 0, x)
             complete = True
         finally:
-            writer.close(complete)
-        self.written.append((path, {key: _size(x) for key, x in self.waiting.items()}))
+            facts = writer.close(complete)
+        self.written.append((Written(path.name, *facts), {key: _size(x) for key, x in self.waiting.items()}))
         self.waiting = {}
 
-    def finish(self) -> dict[str, dict[str, int]]:
-        """Return what each file has, by its final name."""
+    def finish(self) -> list[tuple[Written, dict[str, int]]]:
+        """Return what each file has."""
         self._write()
-        count, found = len(self.written), {}
-        for number, (path, sizes) in enumerate(self.written, 1):
-            name = "model.safetensors" if count == 1 else f"model{self.token}-{number:05}-of-{count:05}.safetensors"
-            os.replace(path, self.folder / name)
-            found[name] = sizes
-        return found
+        return self.written
 
-    def discard(self) -> None:
-        for path, _ in self.written:
-            path.unlink(missing_ok=True)
+
+def _add(files: _Files, convert: Callable[[State], State], state: State, dtype: torch.dtype | None) -> None:
+    files.add(convert({key: _as(x, dtype) for key, x in state.items()}))
 
 
 def _named(model: Any, entries: Sequence[Entry]) -> dict[str, Entry]:
@@ -187,20 +166,33 @@ def _groups(named: Mapping[str, Entry], convert: Callable[[State], State], crew:
             at_once = {key: x.shape for key, x in convert(forms).items()}
             parts = [convert({key: forms[key] for key in layer}) for layer in layers.values()]
             one_by_one = {key: x.shape for part in parts for key, x in part.items()} == at_once
-        except (RuntimeError, ValueError, NotImplementedError, KeyError):
-            pass  # of what meta tensors do not do
+        except Exception:
+            pass  # of what meta tensors do not do, or of what fails again where the values are there
     said = crew.gather(one_by_one)
     return list(layers.values()) if said[min(said)] else [dict(named)]
 
 
 @torch.no_grad()
-def _gathered(entry: Entry, mesh: ProcessGrid | None, keeps: bool) -> Tensor | None:
-    """Gather a tensor in the host's memory, on the rank that keeps it; a collective."""
-    whole = torch.empty(entry.real, dtype=entry.local.dtype) if keeps else None
+def _gather(key: str, entry: Entry, mesh: ProcessGrid | None, state: State | None, failure: str) -> str:
+    """Gather a tensor in the host's memory, on the rank that has a state, unless it has failed; a collective.
+
+    Returns its failure.
+    """
+
+    def make() -> None:
+        if state is not None:
+            state[key] = torch.empty(entry.real, dtype=entry.local.dtype)
+
+    def put(whole: Tensor, row: int, values: Tensor) -> None:
+        (whole[row : row + values.shape[0]] if whole.dim() else whole).copy_(values)
+
+    failure = failure or failure_of(make)
     for row, values in blocks(entry, mesh, BLOCK_BYTES):
-        if whole is not None:
-            (whole[row : row + values.shape[0]] if whole.dim() else whole).copy_(values)
-    return None if whole is None else whole.view(entry.dense)
+        if state is not None and not failure:
+            failure = failure_of(partial(put, state[key], row, values))
+    if state is not None and not failure:
+        state[key] = state[key].view(entry.dense)
+    return failure
 
 
 def _as(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -211,20 +203,20 @@ def _size(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer's files, and warn where transformers will read them as those of another class."""
+def _save_tokenizer(tokenizer: Any, folder: Path) -> str:
+    """Write a tokenizer's files.  Returns a warning where transformers will read them as those of another class."""
     from transformers import AutoTokenizer
 
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     tokenizer.save_pretrained(folder)
     if not hasattr(tokenizer, "tokenize"):
-        return  # a processor
+        return ""  # a processor
     found = AutoTokenizer.from_pretrained(folder)
-    if found.tokenize(SAMPLE) != tokenizer.tokenize(SAMPLE):
-        warnings.warn(
-            f"save_pretrained: AutoTokenizer takes a {type(found).__name__} for models of this type, which splits text "
-            f"otherwise than the {type(tokenizer).__name__} given\n  fix: load the tokenizer of {folder} as "
-            f"transformers.{type(tokenizer).__name__}, or use a tokenizer of the model's own class",
-            stacklevel=3,
-        )
+    if found.tokenize(SAMPLE) == tokenizer.tokenize(SAMPLE):
+        return ""
+    return (
+        f"save_pretrained: AutoTokenizer takes a {type(found).__name__} for models of this type, which splits text "
+        f"otherwise than the {type(tokenizer).__name__} given\n  fix: load the tokenizer of {folder} as "
+        f"transformers.{type(tokenizer).__name__}, or use a tokenizer of the model's own class"
+    )

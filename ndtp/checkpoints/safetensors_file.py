@@ -194,6 +194,15 @@ def header_of(path: Path, known: tuple[int, int] | None = None) -> tuple[dict[st
     return found, size, checksum
 
 
+def is_of_writer(path: Path) -> bool:
+    """Return whether a file begins as those of `Writer` do."""
+    try:
+        with opened(path) as file:
+            return file.read(8 + len(START))[8:] == START
+    except (CheckpointError, OSError):
+        return False
+
+
 def _blank(header: bytes) -> bytes:
     return header[: len(START)] + UNKNOWN.encode() + header[len(START) + len(UNKNOWN) :]
 

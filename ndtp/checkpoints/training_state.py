@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -27,6 +27,7 @@ from ndtp.checkpoints.pieces import Piece, Staged, Whole, whole_of
 from ndtp.checkpoints.safetensors_file import NAMES, Writer
 from ndtp.errors import CheckpointError
 from ndtp.models.state_entries import replaced, tensors_of
+from ndtp.runtime.crew import failure_of
 
 _UNFINISHED = "has not finished to write"
 
@@ -126,11 +127,10 @@ class Saving:
             if failure := self.crew.only_writer(self.folder):
                 raise CheckpointError(f"save: {failure}")
 
-        self.crew.agree(_failure(describe))
+        self.crew.agree(failure_of(describe))
         self._run = _run(whole, every, chunks, dict(extra or {}))
         self._exchange = FolderSwap(self.folder)
-        failure = _failure(self._exchange.open) if self.crew.is_first else ""
-        self.crew.raise_everywhere(failure, f"save: {self.folder} stays as it was")
+        self.crew.alone(self._exchange.open, f"save: {self.folder} stays as it was")
 
     def start(self) -> None:
         self._boxes = [(key, start, box.to("cpu", copy=True)) for key, start, box in self._boxes]
@@ -144,7 +144,7 @@ class Saving:
 
     def write(self) -> None:
         """Write this rank's part, in files of its own; the collectives of others go on meanwhile."""
-        self._failure = _failure(self._write)
+        self._failure = failure_of(self._write)
         self._boxes = []
 
     def _write(self) -> None:
@@ -179,18 +179,10 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
         what = f"save: {self.folder} stays as it was"
-        said: dict[int, Any] = {}
-
-        def finish() -> None:
-            files = [Written(*each) for _, (_, written) in sorted(said.items()) for each in written]
-            self._exchange.finish(folders.manifest(self._run, files), files)
-
         try:
-            said = self.crew.gather([self._failure, self._written])
-            for rank, (failure, _) in sorted(said.items()):
-                if failure:
-                    raise self.crew.failed(rank, f"{what}; rank {rank}: {failure}")
-            self.crew.raise_everywhere(_failure(finish) if self.crew.is_first else "", what)
+            said = self.crew.gather_done(self._failure, self._written, what)
+            files = [Written(*each) for written in said for each in written]
+            self.crew.alone(lambda: self._exchange.finish(folders.manifest(self._run, files), files), what)
         finally:
             self._exchange.close()
 
@@ -250,7 +242,7 @@ def load(
             every.extend(fresh_state(optimizer, whole, content.tensors, content.run, folder))
 
     frame = "load: {}; nothing was changed"
-    crew.agree(_failure(look), frame)
+    crew.agree(failure_of(look), frame)
     if crew.differing(content.signature) is not None:
         raise CheckpointError(f"load: {folder}: ranks find different checkpoints there; nothing was changed")
     fresh = {id(x): torch.zeros_like(x) for piece in whole.pieces for x in tensors_of(piece.module)}
@@ -260,7 +252,7 @@ def load(
             wanted += [(keys[i][entry.keys], Part(entry, piece.mesh)) for entry in piece.entries()]
         if optimizer is not None:
             wanted += every[i].parts.items()
-    crew.agree(_failure(partial(_fill, wanted, content)), frame)
+    crew.agree(failure_of(partial(_fill, wanted, content)), frame)
     with torch.no_grad():
         for piece in whole.pieces:
             for x in tensors_of(piece.module):
@@ -308,14 +300,3 @@ def _keys(piece: Piece, whole: Whole, content: Content, folder: Path) -> dict[tu
         more = f", nor are {len(foreign) - 1} more" if len(foreign) > 1 else ""
         raise CheckpointError(f"{folder}: '{foreign[0]}' is no key of the model{more}")
     return keys
-
-
-def _failure(step: Callable[[], None]) -> str:
-    """Return a step's failure in one line, or "" if it did not fail."""
-    try:
-        step()
-    except CheckpointError as error:
-        return str(error)
-    except (OSError, RuntimeError, ValueError, MemoryError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

@@ -7,7 +7,6 @@ element once, and no padding.  What an optimizer keeps for a parameter goes the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from ndtp.collectives.uneven_exchange import cut, start_reshard
 from ndtp.errors import CheckpointError
 from ndtp.models.state_entries import Entry, entries_of, mesh_of_model, tensors_of
 from ndtp.ops.resharding import known, seats_of
-from ndtp.runtime.crew import Crew, crew_of
+from ndtp.runtime.crew import Crew, crew_of, failure_of
 from ndtp.runtime.process_grid import ProcessGrid
 
 PHASE = "transfer"
@@ -77,7 +76,7 @@ def transfer(
         if optimizer is not None and to_optimizer is not None:
             kept, fresh = _states(model, optimizer, to, to_optimizer)
 
-    route.crew.agree(_failure(look), "transfer: {}; nothing was changed")
+    route.crew.agree(failure_of(look), "transfer: {}; nothing was changed")
     if materialise(to, device):
         ways = route.ways(model, to)
         for entry in entries_of(to, route.mesh_of_target):
@@ -266,14 +265,6 @@ def _landed(way: _Way, handle: Handle) -> int:
 def _bytes(way: _Way) -> int:
     """The most that it may take on any rank: the same everywhere, for all ranks to wait for the same."""
     return math.prod(way.plan.target.shard_shape(way.plan.end_shape)) * way.dtype.itemsize
-
-
-def _failure(step: Callable[[], None]) -> str:
-    try:
-        step()
-    except CheckpointError as error:
-        return str(error)
-    return ""
 
 
 def _store(x: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,14 +36,8 @@ class SavedWhole:
         state = kwargs.pop("state_dict", None)
         if state is None:
             state = gathered_state(self, mesh, writes, _adapters if hasattr(self, "peft_config") else None)
-        failure, result = "", None
-        if writes:
-            try:
-                result = super().save_pretrained(save_directory, *args, state_dict=state, **kwargs)  # type: ignore[misc]
-            except Exception as error:
-                failure = f"{type(error).__name__}: {error}"
-        crew.raise_everywhere(failure, f"save_pretrained: {save_directory} is not complete")
-        return result
+        save = partial(super().save_pretrained, save_directory, *args, state_dict=state, **kwargs)  # type: ignore[misc]
+        return crew.alone(save, f"save_pretrained: {save_directory} is not complete")
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Give the table of tokens as it is; its size is settled where a model is split.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -17,6 +17,22 @@ from ndtp.runtime.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+def failure_of(step: Callable[[], object]) -> str:
+    """Run a step, and return its error as a text, or "" if there is none.
+
+    Errors of every class count.  The other ranks wait in the collective that follows, in which they hear of this one.
+    """
+    try:
+        step()
+    except CheckpointError as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 class Crew:
@@ -88,6 +104,31 @@ class Crew:
         for rank, text in (self.differing(failure) or {0: failure}).items():
             if text:
                 raise self.failed(rank, f"{what}; rank {rank}: {text}")
+
+    def alone(self, step: Callable[[], T], what: str) -> T | None:
+        """Run a step on the first rank, and raise its error, of whatever class, on all ranks; a collective.
+
+        Returns:
+            what the step returns, on the first rank.
+
+        Raises:
+            CommunicationError: names the first rank and what it said.
+        """
+        found: list[T] = []
+        self.raise_everywhere(failure_of(lambda: found.append(step())) if self.is_first else "", what)
+        return found[0] if found else None
+
+    def gather_done(self, failure: str, done: Any, what: str) -> list[Any]:
+        """Gather what each rank has done, a JSON value, in the order of ranks; a collective.
+
+        Raises:
+            CommunicationError: a rank has failed; names it and what it said.
+        """
+        said = sorted(self.gather([failure, done]).items())
+        for rank, (text, _) in said:
+            if text:
+                raise self.failed(rank, f"{what}; rank {rank}: {text}")
+        return [each for _, (_, each) in said]
 
     def failed(self, rank: int, text: str) -> CommunicationError:
         """The error of what a rank of these has said that it could not do."""

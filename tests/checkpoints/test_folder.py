@@ -1,8 +1,10 @@
 """The folder of a checkpoint, whoever dies while it is written, and whoever else writes there."""
 
+import errno
 import os
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 
 import ndtp
 from ndtp import Grid
-from ndtp.checkpoints import training_state
+from ndtp.checkpoints import export_folder, training_state
 from ndtp.checkpoints.folder import FolderSwap, locked
 from ndtp.checkpoints.parts import Laid
 from ndtp.checkpoints.safetensors_file import Writer
@@ -30,8 +32,8 @@ def run_of(step):
     return model
 
 
-def die_at(operation, step, folder):
-    """A save whose process is killed in one of its calls of the system; a write has done half of its bytes."""
+def die_at(operation, write):
+    """A process that is killed in one of its calls of the system; a write has done half of its bytes."""
     left = operation
 
     def dying(name):
@@ -50,33 +52,89 @@ def die_at(operation, step, folder):
 
     for name in OPERATIONS:
         setattr(os, name, dying(name))
+    write()
+
+
+def saved(step, folder):
     save(run_of(step), None, folder, extra={"step": step})
 
 
-def test_killed_in_any_call_of_the_system(tmp_path):
-    """One of the two checkpoints is there, and whole; the next save clears up."""
-    save(run_of(1), None, tmp_path / "run", extra={"step": 1})
+def exported(step, folder):
+    """Two files and an index."""
+    ndtp.checkpoint.export_safetensors(run_of(step), folder, file_bytes=40)
+
+
+@pytest.mark.parametrize(("write", "read"), [(saved, load), (exported, ndtp.checkpoint.load_safetensors)])
+def test_killed_in_any_call_of_the_system(write, read, tmp_path):
+    """What was there or what is new is there, and whole; the next one clears up."""
+    folder = tmp_path / "run"
+    write(1, folder)
+    count = len(list(folder.iterdir()))
     seen, operation = [], 0
     while True:
         operation += 1
         child = os.fork()
         if child == 0:
             try:
-                die_at(operation, 2, tmp_path / "run")
+                die_at(operation, lambda: write(2, folder))
                 os._exit(0)
             except BaseException:
                 os._exit(1)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
         found = run_of(0)
-        step = load(found, None, tmp_path / "run")["step"]
-        assert all((p == step).all() for p in found.parameters()), (operation, step)
+        read(found, None, folder) if read is load else read(found, folder)
+        (step,) = {x for p in found.parameters() for x in p.flatten().tolist()}
         seen.append(step)
-        save(run_of(1), None, tmp_path / "run", extra={"step": 1})
+        write(1, folder)
         assert [each.name for each in tmp_path.iterdir()] == ["run"], operation
+        assert len(list(folder.iterdir())) == count, (operation, sorted(folder.iterdir()))
         if not os.WIFSIGNALED(status):
             break
     assert seen == sorted(seen) and {1, 2} == set(seen) and len(seen) > 12, seen
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_an_export_that_fails_changes_nothing(tmp_path, monkeypatch):
+    """Whatever fails: a full disk, memory, a config that cannot be saved, the last rename; or a file is cut short."""
+    folder = tmp_path / "run"
+    exported(1, folder)
+    ours = sorted(folder.glob("*.safetensors"))
+    (folder / "model-00001-of-00007.safetensors").write_bytes(b"of somebody else")
+    (folder / "model-abcdef01-00001-of-00002.safetensors").write_bytes(ours[0].read_bytes())  # of one that was killed
+    exported(1, folder)
+    before = contents(folder)
+    assert len(before) == 4 and "model-00001-of-00007.safetensors" in before, sorted(before)
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fail(error):
+        def call(*_, **__):
+            raise error
+
+        return call
+
+    write, replace, config = Writer.write, os.replace, SimpleNamespace(save_pretrained=fail(ValueError("refused")))
+    late = lambda self, key, *rest: full() if key.startswith("1") else write(self, key, *rest)  # noqa: E731
+    last = lambda source, to: full() if str(to).endswith(".json") else replace(source, to)  # noqa: E731
+    kept = export_folder.check_written
+    gone = lambda at, files: [os.truncate(at / files[1].name, 99), kept(at, files)]  # noqa: E731
+    for place, name, call, words in (
+        (Writer, "write", late, "No space left"),
+        (Writer, "write", fail(MemoryError("too large")), "MemoryError: too large"),
+        (nn.Sequential, "config", config, "ValueError: refused"),
+        (os, "replace", last, "No space left"),
+        (export_folder, "check_written", gone, "has 99 bytes of"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, call, raising=name != "config")
+            with pytest.raises(CommunicationError, match=f"{folder} stays as it was.*{words}"):
+                exported(2, folder)
+        assert contents(folder) == before, words
 
 
 def test_two_writers(tmp_path):

@@ -8,8 +8,9 @@ from products import mesh_of
 
 import ndtp
 from ndtp import Grid
+from ndtp.checkpoints import pretrained
 from ndtp.checkpoints.pretrained import _groups
-from ndtp.errors import CheckpointError
+from ndtp.errors import CheckpointError, CommunicationError
 
 pytest.importorskip("transformers")
 from architectures import build
@@ -38,10 +39,28 @@ def check_saved(folder):
         model = ndtp.parallelize(build(name), mesh, scheme="1d-sp")
         ndtp.save_pretrained(model, folder / name, tokenizer_of(folder) if mesh.rank == 0 else 1, file_bytes=FILE_BYTES)
     ndtp.save_pretrained(model, folder / NAMES[-1], dtype=torch.bfloat16)  # in one file, over those of before
+    check_failures(model, folder / NAMES[-1], mesh.rank)
     with torch.device("meta"):
         model = ndtp.parallelize(build(name), mesh, scheme="1d-sp")
     with pytest.raises(CheckpointError, match="on the meta device"):
         ndtp.save_pretrained(model, folder / "meta")
+
+
+def check_failures(model, folder, rank):
+    """Errors of rank 0 alone, of any class: both ranks get one, and at once."""
+
+    def refuse(*_):
+        raise TypeError("what is this?")
+
+    for name in ("convert", "configs"):
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(CommunicationError) as caught:
+            if name == "configs":
+                patched.setattr(model.generation_config, "temperature", 0.6)  # which transformers refuses to save
+            elif rank == 0:
+                patched.setattr(pretrained, "_published", lambda _: refuse)
+            ndtp.save_pretrained(model, folder)
+        assert f"{folder} stays as it was; rank 0: " in str(caught.value)
+        assert ("TypeError: what is this?" if name == "convert" else "temperature") in str(caught.value)
 
 
 def test_other_programs_load_what_a_grid_has(ranks, tmp_path):
