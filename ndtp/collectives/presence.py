@@ -39,6 +39,7 @@ from ndtp.collectives.verdict import (
     RAISED,
     RECOVERED,
     SILENT,
+    TOLD,
     UNKNOWN,
     Event,
     Facts,
@@ -81,7 +82,7 @@ class Presence:
         self._find_links = lambda: set(links_to(store)) - self._own_links
         self._host_is_first = is_with_first_rank(store)
         self._events: list[Event] = []
-        self._said, self._lost_at = "", 0.0  # the last of LOST, CUT, RAISED or ENDED
+        self._said, self._lost_at = "", 0.0  # the last of LOST, CUT, TOLD, RAISED or ENDED
         self._guards: list[float] = []
         places = Places()
         self.link_watch = LinkWatch(rank, size, places)
@@ -98,7 +99,7 @@ class Presence:
                 self._poll.register(readable, select.POLLIN)
         self._thread = threading.Thread(target=self._watch, name="ndtp presence", daemon=True)
         self._was_told = threading.Event()
-        self._heeds = heed(self._wake_write, lambda: bool(self._said), self._was_told)
+        self._heeds = heed(self._wake_write, lambda: self._said not in ("", TOLD), self._was_told)
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------- asked by other threads
@@ -109,7 +110,8 @@ class Presence:
         Args:
             cut: since a connection broke, not since time was up.
 
-        It takes a second at most where all ranks are on this machine, and some heartbeats elsewhere.
+        It takes a second at most where all ranks are on this machine and say what they wait in, and some heartbeats
+        elsewhere.
         """
         found: list[Verdict] = []
         answered = threading.Event()
@@ -269,12 +271,13 @@ class Presence:
         else:
             found: list[Verdict] = []
             entry = self.flight.waiting()
-            self._consult(range(self.size) if entry is None else entry[NOTE].ranks, found)
+            ranks = [] if entry is None else entry[NOTE].ranks
             what = "its own work" if entry is None else entry[NOTE].text
+            self._say(TOLD, what, ranks)  # whose answers count, and who ends now is not to blame
+            self._consult(ranks or range(self.size), found)
             if found[-1].how != UNKNOWN:
                 text = f"rank {self.rank}{self.place(self.rank)} was ended by its launcher in {what}"
                 words = f"{text}\n  {found[-1].sentence(self.place)}"
-                self._say(LOST, what)
                 self.flight.write(text)
                 os.write(2, f"ndtp.errors.CommunicationError: {words}\n".encode())
         self._was_told.set()
@@ -347,7 +350,7 @@ class Presence:
 
     def _answer(self, events: Sequence[Event]) -> None:
         """Tell those that have lost a peer what this rank waits in: here directly, elsewhere through the store."""
-        for rank in {event.rank for event in events if event.kind in (LOST, CUT)}:
+        for rank in {event.rank for event in events if event.kind in (LOST, CUT, TOLD)}:
             if rank in self._peers.known:
                 self._local_words.tell(self._answers.own(), [self._peers.known[rank]])
             elif self._said not in (LOST, CUT) and (store := self._store) is not None:

@@ -10,6 +10,7 @@ from ndtp.collectives.liveness import GONE, STOPPED
 
 # What a rank tells the others of itself, or one of another.
 RAISED, ENDED, LOST, RECOVERED, DEPARTED = "raised", "ended", "lost", "recovered", "departed"
+TOLD = "told"  # to end, by who launched it
 CUT = "cut"  # lost a peer, since a connection broke and not since time was up
 ANSWER = "answer"  # to one that has lost a peer: what this rank waits in, if anything
 START_UP = "(start-up)"  # of the text of a wait for the making of a process group
@@ -114,9 +115,10 @@ _WORDS = {
 def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
     """The first that left without having lost another one before; else who does not answer; else who is behind.
 
-    A rank that left after it had lost another is a consequence.  Among ranks that are all there, those are behind that
-    others wait for, directly or through others, and that wait for nobody.  Where a connection broke and all are alive,
-    it is the link that failed: those that have not noticed yet are not behind.
+    A rank that left after it had lost another is a consequence, and so is one that was told to end as this one is.
+    Among ranks that are all there, those are behind that others wait for, directly or through others, and that wait
+    for nobody.  Where a connection broke and all are alive, it is the link that failed: those that have not noticed yet
+    are not behind.
     """
     # What a rank said itself stands, whatever others say of its end.
     own_words = sorted((event for event in facts.events if event.kind != DEPARTED), key=lambda event: event.when)
@@ -133,10 +135,14 @@ def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
     gone |= {rank: gone.get(rank, float("inf")) for rank, state in facts.states.items() if state == GONE}
     said = {rank for rank, event in last.items() if event.kind in (RAISED, ENDED)}
     lost = {event.rank: event.when for event in last.values() if event.kind in (LOST, CUT)}
+    told = {event.rank for event in own_words if event.kind == TOLD}
     for rank, when in gone.items():
-        if rank not in said and rank not in lost and rank != me:
+        if rank not in said | told and rank not in lost and rank != me:
             left.append((when, rank, Verdict(GONE, (rank,), "its process ended without a word")))
     left = [entry for entry in left if entry[1] != me]
+    if not left and me not in told:
+        ends = ((when, rank) for rank, when in gone.items() if rank in told)
+        left = [(when, rank, Verdict(ENDED, (rank,), "which was told to end (SIGTERM)")) for when, rank in ends]
     if left:
         return min(left, key=lambda entry: entry[:2])[2]
     for how, ranks, text in (

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from ndtp.collectives.liveness import own_identity
 from ndtp.collectives.local_words import LocalWords
 from ndtp.collectives.notices import Notices
 from ndtp.collectives.presence import Presence
-from ndtp.collectives.verdict import ANSWER, LOST, RAISED, Event
+from ndtp.collectives.verdict import ANSWER, LOST, RAISED, TOLD, Event
 from ndtp.collectives.watch import failure
 from ndtp.measure.flight_report import read_flights, report
 from ndtp.testing import RankError, RankPool
@@ -157,8 +158,13 @@ def test_clocks_of_other_machines_say_nothing(wrong_s, monkeypatch):
         here.close()
 
 
-def test_who_hears_of_a_loss_says_what_it_waits_in(monkeypatch):
-    """At once, and not after a heartbeat: a rank that has said nothing could be taken for one that is behind."""
+def test_who_hears_of_a_loss_says_what_it_waits_in(monkeypatch, capfd):
+    """At once, and not after a heartbeat: a rank that has said nothing could be taken for one that is behind.
+
+    A rank whose launcher ends it asks so too, and does not blame one that ends by the same signal.
+    """
+    ended = threading.Event()
+    monkeypatch.setattr("ndtp.collectives.presence.end_at_once", ended.set)
     monkeypatch.setattr("ndtp.collectives.presence.TICK_S", 60.0)
     monkeypatch.setenv("NDTP_FLIGHT", "/proc/none")
     store, me = dist.HashStore(), own_identity(0)
@@ -181,6 +187,14 @@ def test_who_hears_of_a_loss_says_what_it_waits_in(monkeypatch):
             while not (facts := here._local_facts()).free and time.monotonic() < until:
                 time.sleep(0.01)
             assert facts.free == {1}
+            os.write(here._wake_write, bytes([signal.SIGTERM]))
+            while not (heard := words.heard()) and time.monotonic() < until:
+                time.sleep(0.01)
+            assert [(each.kind, tuple(each.ranks)) for each in heard] == [(TOLD, (1,))]
+            words.tell(Event(1, TOLD, "", time.monotonic()), [me])
+            words.tell(Event(1, ANSWER, "", time.monotonic()), [me])
+            process.kill()
+            assert ended.wait(20) and "behind: rank 1, alive" in capfd.readouterr().err
         finally:
             words.close()
             process.kill()

@@ -16,6 +16,7 @@ from ndtp.collectives.verdict import (
     RAISED,
     RECOVERED,
     SILENT,
+    TOLD,
     UNKNOWN,
     Event,
     Facts,
@@ -66,6 +67,14 @@ CASES = {
     "a connection was closed by one whose time was up, a little before it said so": (
         Facts([Event(0, CUT, "", 2.1), Event(1, LOST, "", 2.2, [2])]), BEHIND, (2,),
     ),
+    "one that was told to end, as this one is": (
+        Facts([Event(0, TOLD, "", 1.0), Event(1, TOLD, "", 1.0)], departed={1: 2.0}, waiting={1: waits(2)}),
+        BEHIND, (2,),
+    ),
+    "one that was told to end, since another died": (
+        Facts([Event(0, TOLD, "", 1.0), Event(1, TOLD, "", 1.0)], departed={1: 1.1, 2: 2.0}), GONE, (2,),
+    ),
+    "one that alone was told to end": (Facts([Event(1, TOLD, "", 1.0)], departed={1: 2.0}), ENDED, (1,)),
     "all wait for each other": (Facts(waiting={1: waits(0, 2), 2: waits(0, 1)}), UNKNOWN, ()),
 }  # fmt: skip
 
