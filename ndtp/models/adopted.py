@@ -149,12 +149,8 @@ class SplitNorm(Adopted):
         x = lying_as(x, self.frame, plan.layout, plan.width, self.name)
         passage = x.passage
         rows = leave(x)
-        key = (
-            rows.shape,
-            rows.dtype,
-            id(plan),
-            self.mesh.collectives,
-        )  # which has the plan, so that its id stays its own
+        # A settled operation holds its plan, whose id is therefore nobody else's while the key is there.
+        key = (rows.shape, rows.dtype, id(plan), self.mesh.collectives)
         settled = self.settled.found(key) if is_inference(rows, self.mesh) else None
         y = self._normed(rows, key) if settled is None else settled(rows)
         return enter(y.view_as(y), led_to(self, passage, self._led_to))

@@ -28,10 +28,14 @@ from ndtp.runtime.arrival import local_shard
 from ndtp.runtime.of_turn import OfTurn
 
 
-def mode_of(x: Tensor) -> tuple[bool, bool]:
-    """Return what decides, beside the numbers, what a product gives: whether it has a gradient, and its dtype."""
+def mode_of(x: Tensor) -> tuple[bool, bool, torch.dtype | None]:
+    """Return what decides, beside the numbers, what a product gives: whether it has a gradient, whether autograd may
+    ever see it, and its dtype.
+    """
     device = x.device.type
-    return torch.is_grad_enabled(), device != "meta" and torch.is_autocast_enabled(device)  # a dry run has no autocast
+    is_cast = device != "meta" and torch.is_autocast_enabled(device)  # a dry run has no autocast
+    dtype = torch.get_autocast_dtype(device) if is_cast else None
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype
 
 
 @dataclass(eq=False)

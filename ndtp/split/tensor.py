@@ -56,6 +56,15 @@ SIZES = {
 }  # fmt: skip
 
 
+def _part(name: str) -> property:
+    """`z.real` and `z.imag`, which torch sets without asking `__torch_function__`: a write to the view."""
+
+    def put(z: Tensor, value: Any) -> None:
+        getattr(z, name).copy_(value)
+
+    return property(getattr(Tensor, name).__get__, put)
+
+
 class SplitTensor(Tensor):
     """A shard; its sizes are those of the whole, `spec.sizes`.
 
@@ -69,6 +78,7 @@ class SplitTensor(Tensor):
     strides: tuple[int, ...] | None = None
     repeats: Any = None
     link: Any = None  # a `ndtp.split.copies.Copy`
+    real, imag = _part("real"), _part("imag")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

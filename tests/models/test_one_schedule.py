@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -279,3 +280,31 @@ def test_layers_of_one_input_of_which_one_has_no_gradient():
         assert layer.weight.grad is None
     ours, theirs = (model.model.layers[0].self_attn.k_proj.weight.grad for model in (mine, dense))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+MODES = {
+    "dtypes of autocast": (
+        partial(torch.autocast, "cpu", torch.bfloat16),
+        partial(torch.autocast, "cpu", torch.float16),
+    ),
+    "inference": (torch.no_grad, torch.inference_mode),
+}
+
+
+@pytest.mark.parametrize("modes", MODES.values(), ids=MODES)
+def test_layers_of_one_input_in_two_modes(modes):
+    given, seen = {"input_ids": inputs("LlamaForCausalLM")["input_ids"]}, []
+
+    def inside(forward, mode, x):
+        with mode():
+            y = forward(x)
+        seen.append((y.dtype, y.is_inference(), y.requires_grad))
+        return y.float().clone()
+
+    dense = build("LlamaForCausalLM").float()
+    for model in (ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=1)), scheme="1d"), dense):
+        attention = model.model.layers[0].self_attn
+        for layer, mode in zip((attention.q_proj, attention.k_proj), modes, strict=True):
+            layer.forward = partial(inside, layer.forward, mode)
+        model(**given)
+    assert seen[:2] == seen[2:]

@@ -168,6 +168,13 @@ CASES = {
         torch.view_as_complex(x.unflatten(-1, (-1, 2))) * TURN
     ).flatten(2),
     "parts of complex numbers": lambda x: written(torch.complex(x, x * 2), lambda y: y.imag.mul_(3)).imag,
+    "parts of complex numbers that are set": lambda x: (
+        written(
+            torch.complex(x, x * 2),
+            lambda y: setattr(y, "real", torch.arange(8.0).expand(4, 6, 8)),
+            lambda y: setattr(y, "imag", y.imag + y.real),
+        ).imag
+    ),
     "sizes of complex numbers": lambda x: sized(torch.complex(x, x * 2)),
     "norms of matrices": lambda x: torch.linalg.norm(x, 1, dim=(1, 2)),
     "std of nothing": lambda x: (x - x).std(-1),
