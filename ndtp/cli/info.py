@@ -17,6 +17,8 @@ import ndtp
 from ndtp.cli.bench_gemm import DTYPES, choice_table, sizes_of
 from ndtp.cli.common import JsonOption, console, one_of, print_table, write_json
 
+MOST_NAMED = 64  # ranks that left no record
+
 
 def info(
     gemm: Annotated[
@@ -60,9 +62,8 @@ def info(
 
 
 def _show_flight(folder: Path, torch_folder: Path | None, json_file: str | None) -> None:
-    from dataclasses import asdict
-
-    from ndtp.measure.flight_report import FlightError, read_flights, report, what
+    from ndtp.measure.flight_records import FlightError, read_flights
+    from ndtp.measure.flight_report import report
     from ndtp.measure.torch_flights import write_for_torch
 
     try:
@@ -73,11 +74,13 @@ def _show_flight(folder: Path, torch_folder: Path | None, json_file: str | None)
     say = partial(out.print, highlight=False, soft_wrap=True)
     say(f"records of {found.world_size - len(found.missing)} of {found.world_size} ranks", style="bold")
     if found.missing:
-        say(f"no record of rank {', '.join(map(str, found.missing))}: a rank that is killed leaves none")
+        more = f" and {len(found.missing) - MOST_NAMED} more" if len(found.missing) > MOST_NAMED else ""
+        names = ", ".join(map(str, found.missing[:MOST_NAMED]))
+        say(f"no record of rank {names}{more}: a rank that is killed leaves none")
     for rank, entries in sorted(found.unfinished.items()):
         for entry in entries:
-            state = "waited in" if entry["waited"] else "had started"
-            say(f"rank {rank} {state} {what(entry)}, of ranks {entry['ranks']}")
+            state = "waited in" if entry.waited else "had started"
+            say(f"rank {rank} {state} {entry.text}, of ranks {list(entry.ranks)}")
     for each in found.behind:
         say(f"behind: rank {each['rank']} had not started {each['lacks']}, of ranks {each['ranks']}, by {each['by']}")
     for each in found.differing:
@@ -93,7 +96,7 @@ def _show_flight(folder: Path, torch_folder: Path | None, json_file: str | None)
         say(
             f"{len(paths)} records written: python -m torch.distributed.flight_recorder.fr_trace {torch_folder}{partly}"
         )
-    write_json(json_file, asdict(found))
+    write_json(json_file, found.as_json())
 
 
 def environment() -> dict[str, dict[str, Any]]:

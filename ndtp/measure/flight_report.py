@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-MOST_SHOWN = 500  # characters of a path in an error
-MOST_BYTES = 2**26  # of a file: a record of 512 collectives has some hundred kilobytes
+from ndtp.measure.flight_records import MESSAGES, FlightLine, FlightRecord
+
 GroupKey = tuple[tuple[int, ...], tuple[str, ...]]  # of a group: its ranks and axes
-
-
-class FlightError(ValueError):
-    """A folder without records, or a file that is none."""
 
 
 @dataclass
@@ -32,59 +27,27 @@ class FlightReport:
 
     world_size: int
     missing: list[int]
-    unfinished: dict[int, list[dict[str, Any]]]
+    unfinished: dict[int, list[FlightLine]]
     behind: list[dict[str, Any]] = field(default_factory=list)
     differing: list[dict[str, Any]] = field(default_factory=list)
     reasons: dict[int, str] = field(default_factory=dict)
 
-
-def read_flights(folder: Path) -> dict[int, dict[str, Any]]:
-    """The records in a folder, by rank.
-
-    Raises:
-        FlightError: there is none, or one that cannot be read.
-    """
-    found = {}
-    try:
-        paths = sorted(folder.glob("flight_*.json"))
-    except OSError as error:
-        raise FlightError(f"{error.strerror}: {str(folder)[:MOST_SHOWN]}") from None
-    for path in paths:
-        try:
-            if path.stat().st_size > MOST_BYTES:
-                raise ValueError(f"it has more than {MOST_BYTES} bytes")
-            record = json.loads(path.read_text(encoding="utf-8"))
-            for entry in record["collectives"]:
-                _ = what(entry), [int(rank) for rank in entry["ranks"]], entry["done"], int(entry["of its group"])
-            found[int(record["rank"])] = record
-            _ = int(record["world_size"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise FlightError(f"{path} is no record of collectives: {error}") from None
-    if not found:
-        raise FlightError(f"{folder} has no flight_RANK.json\n  fix: NDTP_FLIGHT={folder} in the environment of a run")
-    return found
+    def as_json(self) -> dict[str, Any]:
+        entries = {rank: [each.as_json() for each in found] for rank, found in self.unfinished.items()}
+        return asdict(self) | {"unfinished": entries}
 
 
-def what(entry: dict[str, Any]) -> str:
-    """Return an entry's name in errors, and its bytes."""
-    name = " ".join(filter(None, (entry["kind"], entry["part"])))
-    return f"{name} of {entry['op']} ({entry['phase']}) over axis {' '.join(entry['axes'])}, {entry['bytes']} bytes"
-
-
-def report(flights: dict[int, dict[str, Any]]) -> FlightReport:
+def report(flights: Mapping[int, FlightRecord]) -> FlightReport:
     """Compare the records of ranks: the n-th collective of a group on one rank is the n-th on another."""
-    size = max(int(record["world_size"]) for record in flights.values())
-    unfinished = {
-        rank: [entry for entry in record["collectives"] if not entry["done"]] for rank, record in flights.items()
-    }
+    size = max(record.world_size for record in flights.values())
+    unfinished = {rank: [entry for entry in record.collectives if not entry.done] for rank, record in flights.items()}
     found = FlightReport(size, sorted(set(range(size)) - set(flights)), unfinished)
-    found.reasons = {rank: str(record.get("reason", "")) for rank, record in sorted(flights.items())}
+    found.reasons = {rank: record.reason for rank, record in sorted(flights.items())}
     groups: dict[GroupKey, dict[int, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
     for rank, record in sorted(flights.items()):
-        for entry in record["collectives"]:
-            if entry["kind"] not in ("send", "receive"):  # these have an order of their own on each of two ranks
-                key = tuple(entry["ranks"]), tuple(entry["axes"])
-                groups[key][rank][entry["of its group"]] = what(entry)
+        for entry in record.collectives:
+            if entry.kind not in MESSAGES:
+                groups[entry.ranks, entry.axes][rank][entry.nth] = entry.text
     for key, by_rank in sorted(groups.items()):
         _compare(found, key, by_rank, [rank for rank in key[0] if rank in flights])
     return found

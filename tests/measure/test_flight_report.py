@@ -1,8 +1,11 @@
 """Records of ranks, compared: who was behind, who was elsewhere, who left none."""
 
+import errno
 import gc
 import json
+import os
 import resource
+from pathlib import Path
 
 import pytest
 from torch.distributed.flight_recorder import fr_trace
@@ -10,7 +13,8 @@ from typer.testing import CliRunner
 
 from ndtp.cli.app import app
 from ndtp.collectives.flight import DONE, LENGTH, WAITED, Flight, Note
-from ndtp.measure.flight_report import FlightError, read_flights, report
+from ndtp.measure.flight_records import FlightError, read_flights
+from ndtp.measure.flight_report import report
 
 RANKS = (0, 1, 2)
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "pass_on", "making")
@@ -44,7 +48,7 @@ def test_what_cannot_be_written_hides_no_failure(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["flight_0.json"]
-    assert read_flights(tmp_path / "full")[0]["reason"] == "before"
+    assert read_flights(tmp_path / "full")[0].reason == "before"
 
 
 def test_who_is_behind(tmp_path):
@@ -84,11 +88,30 @@ def for_torch(folder, steps):
         assert flight.write("test", str(folder))
 
 
+def failing_at(nth, real):
+    """A call whose n-th time finds a full disk."""
+    count = 0
+
+    def call(*args):
+        nonlocal count
+        count += 1
+        if count == nth:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    return call
+
+
 @pytest.mark.parametrize("steps", [2, LENGTH + 5], ids=["whole", "overflowed"])
-def test_torch_reads_them(steps, tmp_path, caplog):
+def test_torch_reads_them(steps, tmp_path, caplog, monkeypatch):
     """Its analyser finds the rank that is behind, also where rings have overflowed by different amounts."""
     for_torch(tmp_path, steps)
     asked = ["info", "--flight", str(tmp_path), "--torch", str(tmp_path / "out")]
+    for place, name in ((Path, "write_bytes"), (os, "replace")):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, failing_at(2, getattr(place, name)))
+            assert "cannot be written: No space left" in CliRunner().invoke(app, asked).stderr.replace("\n", " ")
+        assert not list((tmp_path / "out").iterdir()), "half a set, which refuses the next try"
     assert "3 records written" in CliRunner().invoke(app, asked).stdout
     try:
         fr_trace.main([str(tmp_path / "out")])
@@ -107,6 +130,37 @@ def test_what_is_no_record_is_refused(tmp_path):
         read_flights(tmp_path)
     with pytest.raises(FlightError, match="File name too long"):
         read_flights(tmp_path / ("n" * 5000))
-    for text in ("{", "[]", json.dumps({"rank": 0, "world_size": 1, "collectives": [{"kind": 1}]})):
-        (tmp_path / "flight_0.json").write_text(text)
-        assert CliRunner().invoke(app, ["info", "--flight", str(tmp_path)]).exit_code == 2
+    path, entry = tmp_path / "flight_0.json", {
+        "number": 0, "of its group": 1, "op": "up", "phase": "forward", "kind": "all_gather", "axes": ["x"], "part": "",
+        "ranks": [0, 1], "bytes": 64, "started": 1.0, "waited": 2.0, "done": None,
+    }  # fmt: skip
+    record = {"rank": 0, "world_size": 2, "reason": "", "collectives": [entry]}
+    path.write_text(json.dumps(record))
+    assert read_flights(tmp_path)[0].collectives[0].as_json() == entry
+    assert json.loads(CliRunner().invoke(app, ["info", "--flight", str(tmp_path), "--json", "-"]).stdout)[
+        "unfinished"
+    ] == {"0": [entry]}
+    wrong = [
+        {"ranks": [1, 2]}, {"ranks": ["0", "1"]}, {"ranks": []}, {"ranks": [0, 0]}, {"ranks": [0, True]},
+        {"ranks": [0], "kind": "send"}, {"ranks": [0, 2]}, {"of its group": "1"}, {"of its group": 0}, {"bytes": 1.5},
+        {"bytes": 10**400}, {"axes": "x"}, {"axes": [1]}, {"op": None}, {"op": "\ud800"}, {"op": "\x1b[2J"},
+        {"waited": "1"}, {"done": float("nan")}, {"started": 1e300},
+    ]  # fmt: skip
+    records = [record | {"collectives": [entry | each]} for each in wrong]
+    records += [record | {"collectives": [{k: v for k, v in entry.items() if k != name}]} for name in entry]
+    records += [record | each for each in ({"rank": float("inf")}, {"rank": 2}, {"world_size": 2**40})]
+    records += [record | each for each in ({"collectives": {}}, {"collectives": [7]}, {"rank": None})]
+    texts = [json.dumps(each) for each in (*records, [], None, 7)]
+    for text in (*texts, "{", "[" * 200_000):
+        path.write_text(text)
+        with pytest.raises(FlightError, match=r"flight_0\.json is no record of collectives"):
+            read_flights(tmp_path)
+    assert CliRunner().invoke(app, ["info", "--flight", str(tmp_path)]).exit_code == 2
+    path.write_text(json.dumps(record))
+    (tmp_path / "flight_1.json").write_text(json.dumps(record))
+    with pytest.raises(FlightError, match="another file has rank 0"):
+        read_flights(tmp_path)
+    path.unlink()
+    os.mkfifo(path)  # which is not waited for
+    with pytest.raises(FlightError, match="no regular file"):
+        read_flights(tmp_path)
