@@ -28,6 +28,8 @@ from ndtp.nn.padding import RowBlocks
 from ndtp.ops.products import relayout
 from ndtp.ops.reductions import used_over
 from ndtp.runtime.arrival import is_plain, plain_of
+from ndtp.split.copies import share_memory
+from ndtp.split.gathered_operands import GatheredOperands
 from ndtp.split.spec import ShardForm
 from ndtp.split.tensor import SplitTensor, answer, in_torchs_words
 
@@ -49,6 +51,7 @@ class Hidden(Tensor):
     """A shard of an activation; its sizes are those of the whole."""
 
     passage: Passage
+    link: Any = None
 
     def now(self) -> Hidden:
         """Itself; of one that is still to be computed, what it is."""
@@ -70,14 +73,16 @@ class Hidden(Tensor):
         if func in OWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in SIZES:
+        if func in SIZES and args:
             shape = torch.Size(args[0].passage.shape)
             return shape if func is SHAPE else func(torch.empty(shape, device="meta"), *args[1:], **kwargs)
+        if kwargs and kwargs.get("out") is not None:  # what acts on shards gives new tensors
+            return _on_whole(func, args, kwargs)
         if func in FORMS:
             result = answer(FORMS[func], args, kwargs)
             if result is not NotImplemented:
                 return result
-        if func in DROPOUTS and isinstance(args[0], Hidden):
+        if func in DROPOUTS and args and isinstance(args[0], Hidden):
             return _dropout(func, *args, **kwargs)
         if func in KNOWN:
             result = _elementwise(func, args, kwargs)
@@ -146,7 +151,7 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     passage = None if func in CHANGING else _lying_alike(args)
     if passage is not None and all(isinstance(x, PLAIN) for x in kwargs.values()):  # by far the most frequent
         return _on_shards(func, args, kwargs, passage)
-    if writes(func) and not isinstance(args[0], Hidden):
+    if writes(func) and not (args and isinstance(args[0], Hidden)):
         return NotImplemented
     mine = [x for x in operands if isinstance(x, Hidden)]
     if is_in_backward() and len(mine) < sum(isinstance(x, Tensor) for x in operands):
@@ -278,14 +283,13 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     name = str(getattr(func, "__name__", func)).strip("_")
     for x in hidden_in((*args, *kwargs.values())):
         x.passage.frame.note(name, x.passage)
-    into = args[0] if args and isinstance(args[0], Hidden) and writes(func) else None
-    given = _mapped(args)
-    result = func(*given, **_mapped(kwargs))
-    if into is None:
-        return result
-    with torch._C.DisableTorchFunctionSubclass():
-        into.copy_(_cut(given[0], into.passage))
-    return into if result is given[0] else result
+    return GatheredOperands(Hidden, whole, _bring_back, lambda result, *_: result).run(func, args, kwargs)
+
+
+def _bring_back(x: Hidden, made: Tensor) -> None:
+    if not share_memory(made, x):
+        with torch._C.DisableTorchFunctionSubclass():
+            x.copy_(_cut(made, x.passage))
 
 
 def hidden_in(x: Any) -> list[Hidden]:
@@ -300,13 +304,3 @@ def hidden_in(x: Any) -> list[Hidden]:
         elif not isinstance(each, (Tensor, *PLAIN)) and isinstance(each, Mapping):
             waiting[:0] = each.values()
     return found
-
-
-def _mapped(x: Any) -> Any:
-    if isinstance(x, Hidden):
-        return whole(x)
-    if isinstance(x, dict):
-        return {name: _mapped(value) for name, value in x.items()}
-    if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
-        return type(x)(_mapped(value) for value in x)
-    return x

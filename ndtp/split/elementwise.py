@@ -129,11 +129,9 @@ def _whole_last(x: SplitTensor) -> SplitTensor:
 def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Each rank computes its part of the result, which lies as the largest operand does."""
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    if kwargs.get("out") is not None or len(split_in([*args, *kwargs.values()])) != sum(
-        isinstance(x, SplitTensor) for x in operands
-    ):
+    if len(split_in([*args, *kwargs.values()])) != sum(isinstance(x, SplitTensor) for x in operands):
         return NotImplemented
-    into = args[0] if args and writes(func) else None
+    into = (args[0] if args else kwargs.get("input")) if writes(func) else None
     if into is not None and not isinstance(into, SplitTensor):
         return NotImplemented
     if func in (Tensor.to, Tensor.type_as) and len(operands) == 2:
@@ -181,7 +179,7 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _of_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Apply a function of one tensor and numbers."""
     x = next(x for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor))
-    into = x if (writes(func) or kwargs.get("inplace")) and args and args[0] is x else None
+    into = x if writes(func) or kwargs.get("inplace") or any(y is True for y in args[1:]) else None
     bare = leave(x)
     if func in _SINGULAR and x.spec.is_padded and into is None:
         bare = with_ones(bare, x.spec, x.spec.sizes)

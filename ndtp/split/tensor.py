@@ -88,12 +88,12 @@ class SplitTensor(Tensor):
         if func in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in SIZES:
+        if func in SIZES and args:
             return func(like(args[0]), *args[1:], **kwargs)
         if len(types) > 1 and any(kind is not cls and hasattr(kind, "gathered") for kind in types):
             args, kwargs = mapped(args, _gathered, Tensor), mapped(kwargs, _gathered, Tensor)
         found = TABLE.get(func)
-        if found is not None:
+        if found is not None and (not kwargs or kwargs.get("out") is None):  # rules give new tensors
             result = answer(found, (func, *args), kwargs)
             if result is not NotImplemented:
                 is_scalar = type(result) is Tensor and not result.dim() and result.requires_grad

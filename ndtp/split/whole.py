@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ndtp.errors import LayoutError
 from ndtp.split.copies import as_view, share_memory, standing_for, written
+from ndtp.split.gathered_operands import GatheredOperands
 from ndtp.split.moving import cut, moved
 from ndtp.split.spec import Spec, layout_of
 from ndtp.split.tensor import (
@@ -19,12 +20,10 @@ from ndtp.split.tensor import (
     enter,
     getters,
     leave,
-    mapped,
     name_of,
     rule,
     split_in,
     strides_of,
-    writes,
 )
 
 
@@ -56,31 +55,19 @@ def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for x in found:
         if x.spec.axes:
             x.spec.context.note(name, x.spec)
-    into = args[0] if args and isinstance(args[0], SplitTensor) and writes(func) else None
-    given = mapped(list(args), whole)
-    result = func(*given, **mapped(dict(kwargs), whole))
-    if into is None:
-        if not args or not isinstance(args[0], SplitTensor):
-            return result
-        return args[0] if result is given[0] else _marked(result, given, args[0])
-    if tuple(given[0].shape) != into.spec.sizes:
-        raise LayoutError(
-            f"parallelize: {name} gives {into.spec} other sizes, {tuple(given[0].shape)}, in place\n"
-            f"  fix: the function that returns a new tensor"
-        )
-    with torch._C.DisableTorchFunctionSubclass():
-        into.copy_(cut(given[0], into.spec))
-    written(into)
-    return into if result is given[0] else result
+    return GatheredOperands(SplitTensor, whole, _bring_back, _view).run(func, args, kwargs)
 
 
-def _marked(result: Any, given: Sequence[Any], x: SplitTensor) -> Any:
+def _bring_back(x: SplitTensor, made: Tensor) -> None:
+    if not share_memory(made, x):
+        shard = cut(made, x.spec)
+        with torch._C.DisableTorchFunctionSubclass():
+            leave(x).copy_(shard)
+    written(x)
+
+
+def _view(result: Tensor, first: Tensor, x: SplitTensor) -> SplitTensor:
     """A view of a gathered tensor as one of the tensor itself."""
-    first = given[0] if given else None
-    if not isinstance(result, Tensor) or not isinstance(first, Tensor):
-        return result
-    if result.device.type == "meta" or not share_memory(result, first):
-        return result
     bare = Spec(x.spec.context, tuple(result.shape), layout_of(x.spec.mesh, [()] * result.dim()), tuple(result.shape))
     made = enter(result.view_as(result), bare)
     made.strides = None if result.is_contiguous() else result.stride()

@@ -9,6 +9,17 @@ from ndtp.models.frame import Frame, Passage
 from ndtp.models.hidden import enter, whole
 
 
+def written(y):
+    """Written in place, wherever a function's signature has the tensor that it writes to."""
+    torch.mul(y, y, out=y)
+    torch.cumsum(y * 1, -1, out=y)
+    torch.sort(-y, -1, out=(y, torch.empty(y.shape, dtype=torch.long)))
+    torch._foreach_add_([y], 1)
+    torch.relu_(input=y)
+    z = torch.nn.init.constant_(y * 1, 3.0)
+    return y, z, torch.where(y > 2, z, y, out=z * 0)
+
+
 def check_sections(grid, sections):
     """As gate and up in one weight give them: each rank has its features of every part, rows are split, too."""
     mesh, each = mesh_of(grid), 4
@@ -30,6 +41,7 @@ def check_sections(grid, sections):
         assert torch.equal(whole(mine), theirs)
     assert torch.equal(whole(torch.cat(tensors=[x, x], dim=0)), torch.cat([dense, dense], axis=0))
     assert torch.equal(x.transpose(0, 1), dense.transpose(0, 1))  # gathered
+    assert [whole(y).tolist() for y in written(x.detach().clone())] == [y.tolist() for y in written(dense.clone())]
     given = torch.randn(dense.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     leaf = dense.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(((x * leaf).clone() * given).sum(), leaf)

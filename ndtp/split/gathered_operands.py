@@ -1,0 +1,95 @@
+"""Functions that run on gathered operands: what they write to one comes back into the shards that it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndtp.errors import LayoutError
+from ndtp.split.copies import share_memory
+from ndtp.split.tensor import mapped, name_of
+
+NOT_COUNTED = -1
+
+
+class GatheredOperands:
+    """The whole tensors that a function takes in the place of split ones.
+
+    A write is told by the count of changes that torch keeps of each tensor, so it does not matter which operand a
+    function changes, how that is named, or in which list it stands.
+
+    Args:
+        kind: the class of the split tensors.
+        whole: gathers one.
+        bring_back: brings a changed whole tensor into the memory of the split one.
+        view: makes of a view of a whole tensor, given with both tensors, what stands for a view of the split one.
+    """
+
+    def __init__(
+        self,
+        kind: Any,
+        whole: Callable[[Any], Tensor],
+        bring_back: Callable[[Any, Tensor], None],
+        view: Callable[[Tensor, Tensor, Any], Any],
+    ) -> None:
+        self._kind, self._whole, self._bring_back, self._view = kind, whole, bring_back, view
+        self._made: dict[int, tuple[Any, Tensor, Any, int]] = {}
+
+    def of(self, x: Any) -> Tensor:
+        """Return the whole of a split tensor, gathered once however often it is an operand; a collective."""
+        if id(x) not in self._made:
+            made = self._whole(x)
+            is_same = share_memory(made, x)
+            if is_same and self._made and x.link is not None:  # another operand may be a view of the same tensor
+                made, is_same = made.clone(), False
+            if made.is_inference() and not is_same:
+                made = counted(made)
+            # Of what is not counted, in inference mode, each function may be one that writes.
+            self._made[id(x)] = x, made, made.grad_fn, NOT_COUNTED if made.is_inference() else made._version
+        return self._made[id(x)][1]
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the function's result, in which a split operand stands for its whole tensor.
+
+        Raises:
+            LayoutError: the function gives an operand other sizes.
+        """
+        given, named = mapped(list(args), self.of, self._kind), mapped(dict(kwargs), self.of, self._kind)
+        result = func(*given, **named)
+        sets = name_of(func) == ".data" and result is None  # torch does not count this change
+        for x, made, node, version in self._made.values():
+            if version != NOT_COUNTED and made._version == version and not (sets and x is args[0]):
+                continue
+            if made.shape != x.shape:
+                raise LayoutError(
+                    f"parallelize: {name_of(func)} gives a split tensor {tuple(x.shape)} other sizes, "
+                    f"{tuple(made.shape)}, in place\n  fix: the function that returns a new tensor"
+                )
+            # Autograd sees the way back of a write that it saw; any other write changes numbers alone.
+            with torch.set_grad_enabled(made.grad_fn is not node):
+                self._bring_back(x, made)
+        return self._with_operands(result)
+
+    def _with_operands(self, result: Any) -> Any:
+        """Put split operands in the place of their whole tensors, and of views of these what stands for views."""
+        if isinstance(result, (list, tuple)) and any(isinstance(x, (Tensor, list, tuple)) for x in result):
+            made = [self._with_operands(x) for x in result]
+            return type(result)(*made) if hasattr(result, "_fields") else type(result)(made)
+        if type(result) is not Tensor or result.is_meta or result.layout is not torch.strided:
+            return result
+        memory = result.untyped_storage()._cdata
+        for x, whole, _, _ in self._made.values():
+            if result is whole:
+                return x
+            if whole.untyped_storage()._cdata == memory:
+                return self._view(result, whole, x)
+        return result
+
+
+def counted(x: Tensor) -> Tensor:
+    """A copy of a tensor of inference mode, of which torch counts the changes."""
+    with torch.inference_mode(False), torch.no_grad():
+        return x.clone()
