@@ -84,9 +84,8 @@ def _place(
     placed.order, placed.gives = order, plan.out
     plan.check_divides({"m": 0, "k": placed.width, "n": placed.out_width})
     placed.placed("weight", stored, shape)
-    if placed._parameters.get("bias") is not None:
-        bias = plan.bias if stored == plan.b else Layout(plan.grid, None)
-        placed.placed("bias", bias, shape[:1])
+    bias = plan.bias if stored == plan.b else Layout(plan.grid, None)
+    placed.placed("bias", bias, shape[:1], (placed.real_out,))
     return placed
 
 

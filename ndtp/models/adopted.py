@@ -71,14 +71,19 @@ class Adopted(Sharded):
         name: str,
         layout: Layout,
         shape: Sequence[int] | None = None,
+        real: Sequence[int] = (),
     ) -> None:
         """Put the parameter `name` on the grid, as `shape` where that is padded; once, wherever it is shared.
+
+        Args:
+            real: the shape without padding of one that the layer may lack, and which is to lie so if it comes later.
 
         Raises:
             LayoutError: it is shared with a module that wants it to lie otherwise.
         """
         own: Any = self._parameters[name]
         if own is None:
+            self.lies[name] = Lies.of(layout, shape or real, real)
             return
         if not is_placed(own):
             put_on_grid(own, layout, self.mesh, f"{self.name}.{name}", shape)
@@ -92,7 +97,9 @@ class Adopted(Sharded):
     def own(self, name: str, x: Tensor) -> Tensor | None:
         """Return the parameter of the layer, or the tensor that hooks or a parametrization have put in its place."""
         value = self.held(name)
-        if value is not None and value is not self._parameters.get(name):
+        if value is None:
+            return None
+        if value is not self._parameters.get(name):
             lies = self.lies[name]
             check_own(value, lies.shape, lies.shard, x, f"{type(self).__name__} '{self.name}': {name}")
             return value
@@ -100,9 +107,11 @@ class Adopted(Sharded):
 
     def held(self, name: str) -> Tensor | None:
         """A parameter, or what was computed in its place, to lie as that."""
-        found: Any = self._parameters.get(name)
-        if name not in self.lies or (found is not None and (is_placed(found) or not _is_computed(found))):
-            return found
+        own: Any = self._parameters
+        if name not in self.lies:
+            return None
+        if name in own and ((found := own[name]) is None or is_placed(found) or not _is_computed(found)):
+            return found  # type: ignore[no-any-return]
         value = getattr(self, name, None)
         return value if value is None else lying(_gathered(value), self.lies[name], self.mesh, f"{self.name}.{name}")
 
@@ -161,7 +170,7 @@ class SplitNorm(Adopted):
     def _normed(self, rows: Tensor, key: Hashable) -> Tensor:
         """Return the rows normalised; what was found on the way is settled where they are rows of a decode step."""
         plan, mesh = self.norm_plan, self.mesh
-        gain, bias = (self.own(p, rows) if p in self._parameters else None for p in ("weight", "bias"))
+        gain, bias = self.own("weight", rows), self.own("bias", rows)
         y = norm(rows, gain, bias, plan, mesh, self.offset)
         if plan.parameter.steps or not is_inference(rows, mesh):
             return y
@@ -195,7 +204,7 @@ class SplitEmbedding(Adopted, nn.Embedding):
         passage = Passage(
             frame, plan.out, lead, rows, self.embedding_dim, self.padded_dim, across=across, came_from=self.name
         )
-        flat, weight = passage.laid(ids.flatten()), self.own("weight", self.weight)
+        flat, weight = passage.laid(ids.flatten()), self.needed("weight", self.weight)
         y = look_up(flat, weight, plan, self.mesh, self.num_embeddings, self.padding_idx)  # type: ignore[arg-type]
         last: Any = vars(self).get("ndtp_last")
         if last is None or last != passage:
@@ -297,9 +306,11 @@ class Replicated(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """A dense one is put on the grid, and stays the same object."""
         own: Any = self._parameters.get(name)
+        mesh, full_name = self.ndtp_frame.mesh, f"{self.ndtp_name}.{name}"
         if own is not None and param is not None and is_placed(own):
-            lies = Lies.of(own.ndtp_layout, stored_shape(own), own.ndtp_real)
-            take_place(param, lies, self.ndtp_frame.mesh, f"{self.ndtp_name}.{name}")
+            take_place(param, Lies.of(own.ndtp_layout, stored_shape(own), own.ndtp_real), mesh, full_name)
+        elif own is None and param is not None and is_plain(param) and not is_placed(param):
+            put_on_grid(param, Layout(mesh.grid, *[None] * param.dim()), mesh, full_name)
         super().register_parameter(name, param)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:

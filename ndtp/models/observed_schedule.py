@@ -77,20 +77,20 @@ class ObservedMLP:
         if x.key not in frame.activations:
             frame.activations[x.key] = activation_of(x)
         found = frame.activations[x.key]
-        if found is None or len({each.weight.dtype for each in (*ups, down)}) > 1:
+        if found is None:
             return None
+        with down.at_work():
+            if len({each.needed("weight", call.source).dtype for each in (*ups, down)}) > 1:
+                return None
         name, leaves = found
         if any(each.out_width * down.real_in != down.width * each.real_out for each in ups):
             return None  # its products do not meet in as many features: one of them has padding
         if down.width != down.real_in and ACTIVATIONS[name].forward(torch.zeros(2)).any():
             return None  # whose padding would not stay zero
         with down.at_work():
-            rows = call.source
-            for each in (*ups, down):
-                each.own("weight", rows)
             (up_weight, up_bias), (weight, bias) = as_one(ups, leaves), down.weight_and_bias()
             plans = ups[0].plan, down.plan
-            y = mlp(rows, (up_weight, weight), plans, down.mesh, name, (up_bias, bias), (ups[0], down))
+            y = mlp(call.source, (up_weight, weight), plans, down.mesh, name, (up_bias, bias), (ups[0], down))
         return down.given(y, call.rows)
 
 

@@ -165,7 +165,7 @@ class HeadNorm(SplitNorm):
             return super().forward(x)
         spec = x.spec if isinstance(x, SplitTensor) else None
         x = leave(x) if isinstance(x, SplitTensor) else x
-        gain, bias = (self.own(p, x) if p in self._parameters else None for p in ("weight", "bias"))
+        gain, bias = self.own("weight", x), self.own("bias", x)
         y = norm(x.reshape(-1, local), gain, bias, plan, self.mesh, self.offset)
         y = self.core.shared_heads(y) if self.gathers else y
         y = y.unflatten(0, x.shape[:-1])
@@ -181,7 +181,7 @@ class HeadNorm(SplitNorm):
         if plan is None:
             raise LayoutError(f"parallelize: '{self.name}' is a norm of other features than {tuple(x.shape)} has")
         rows = shard_of(self.core, x, plan.layout)
-        gain, bias = (self.own(p, rows) if p in self._parameters else None for p in ("weight", "bias"))
+        gain, bias = self.own("weight", rows), self.own("bias", rows)
         y = norm(rows, gain, bias, plan, self.mesh, self.offset)
         return of_shard(self.core, y, plan.layout, tuple(x.shape), self.name)
 
@@ -234,6 +234,6 @@ def _place_norm(
     assert plan is not None
     layer.norm_plan, layer.offset = plan, found.norm.offset
     for key in ("weight", "bias"):
-        if layer._parameters.get(key) is not None:
-            layer.placed(key, plan.parameter.source, (size,))
+        if key in layer._parameters:
+            layer.placed(key, plan.parameter.source, (size,), (size,))
     return layer

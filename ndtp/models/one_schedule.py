@@ -64,15 +64,13 @@ class MLPSchedule:
         if x.key not in frame.activations:
             frame.activations[x.key] = activation_of(x)
         found = frame.activations[x.key]
-        if found is None or len({each.weight.dtype for each in (*ups, down)}) > 1:
+        rows = leave(x.call.source)
+        if found is None or len({each.needed("weight", rows).dtype for each in (*ups, down)}) > 1:
             return None
         name, leaves = found
         is_padded = x.passage.width != x.passage.features
         if is_padded and ACTIVATIONS[name].forward(torch.zeros(2)).any():
             return None  # whose padding would not stay zero
-        rows = leave(x.call.source)
-        for each in (*ups, down):
-            each.own("weight", rows)
         plans = ups[0].plan, down.plan
         (up_weight, up_bias), (weight, bias) = as_one(ups, leaves), down.weight_and_bias()
         y = mlp(rows, (up_weight, weight), plans, frame.mesh, name, (up_bias, bias), (ups[0], down))

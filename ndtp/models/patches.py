@@ -107,9 +107,9 @@ class SplitPatches(Adopted):
         x = used_over(x, Layout(mesh.grid, *[None] * x.dim()), (*inner, *layout.dims[1]), mesh, self.name)
         here = Passage(frame, layout, (batch,), count, 1, 1).rows_here
         x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, count - batch))[here.start : here.stop]
-        parts = [taken(own, self._plan(own, key), mesh) if (own := self.own(key, x)) is not None else None
-                 for key in NAMES]  # fmt: skip
-        y = conv._conv_forward(x, *parts)
+        bias = self.own("bias", x)
+        weight = taken(self.needed("weight", x), self._plan("weight"), mesh)
+        y = conv._conv_forward(x, weight, None if bias is None else taken(bias, self._plan("bias"), mesh))
         rows = y.flatten(2).transpose(1, 2).flatten(0, 1).contiguous()
         lead = (batch, *y.shape[2:])
         passage = Passage(
@@ -117,7 +117,7 @@ class SplitPatches(Adopted):
         )
         return patches(enter(rows.view_as(rows), passage))
 
-    def _plan(self, own: Tensor, key: str) -> RelayoutPlan:
+    def _plan(self, key: str) -> RelayoutPlan:
         stored = self.lies[key].layout
         return way_of_features(stored, 0, self.layout, f"{self.name}.{key}")
 
@@ -193,5 +193,5 @@ def place_patches(split: Placing, modules: Mapping[str, Any]) -> None:
         weight: Any = layer._parameters["weight"]
         shape = (split.width, *weight.shape[1:])
         layer.placed("weight", Layout(split.mesh.grid, axes, *[None] * (len(shape) - 1)), shape)
-        layer.placed("bias", Layout(split.mesh.grid, axes), shape[:1])
+        layer.placed("bias", Layout(split.mesh.grid, axes), shape[:1], (split.hidden,))
         split.replaced[name] = f"patches [K_{''.join(axes)}, {' x '.join(map(str, shape[1:]))}]"

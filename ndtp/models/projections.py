@@ -148,7 +148,8 @@ class Projection(Adopted):
         otherwise.
         """
         weight, bias = self.held("weight"), self.held("bias")
-        assert weight is not None
+        if weight is None:
+            raise self.lacks("weight")
         if self.stored == self.plan.b and self.order is None:
             return weight, bias
         mesh, dim = self.mesh, 1 if self.is_conv else 0
@@ -272,9 +273,8 @@ def place_projection(
     layer.adapts, layer.gives_features, layer.schedule = None, False, None
     plan.check_divides({"m": 0, "k": layer.width, "n": layer.out_width})
     layer.placed("weight", stored, shape)
-    if layer._parameters.get("bias") is not None:
-        bias = plan.bias if order is None else Layout(b.grid, None)
-        layer.placed("bias", bias, (layer.out_width,))
+    bias = plan.bias if order is None else Layout(b.grid, None)
+    layer.placed("bias", bias, (layer.out_width,), (layer.real_out,))
     return layer
 
 

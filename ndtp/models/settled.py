@@ -17,15 +17,17 @@ from ndtp.ops.few_rows import FewRows, takes_few_rows
 from ndtp.runtime.arrival import local_of
 
 MOST_SETTLED = 64  # of a layer
+UNREGISTERED = object()
 
 
 class Use:
     """A parameter that a layer computes with, or None where it has none: found once, and looked at in each call."""
 
-    __slots__ = ("dtype", "local", "module", "name", "parameter", "shape")
+    __slots__ = ("dtype", "local", "module", "name", "parameter", "registered", "shape")
 
     def __init__(self, module: Any, name: str, parameter: Tensor | None) -> None:
         self.module, self.name, self.parameter = module, name, parameter
+        self.registered = module._parameters.get(name, UNREGISTERED)
         self.local = None if parameter is None else local_of(parameter)
         self.dtype = None if self.local is None else self.local.dtype
         self.shape = None if self.local is None else self.local.shape
@@ -33,7 +35,8 @@ class Use:
     def stands(self) -> bool:
         """Return whether the layer would find this parameter again, and nothing of it but its numbers has changed."""
         parameter, local = self.parameter, self.local
-        if self.module._parameters.get(self.name) is not parameter:
+        # Without its name the layer may have a plain tensor as attribute.
+        if self.module._parameters.get(self.name, UNREGISTERED) is not self.registered:
             return False
         if parameter is None or local is None:
             return True

@@ -98,8 +98,7 @@ class SplitMultihead(Adopted, nn.MultiheadAttention):
 
     def _brought(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         mesh, splits = self.mesh, self.plan.out.num_splits(1)
-        weight, bias = self.own("in_proj_weight", rows), self.own("in_proj_bias", rows)
-        assert weight is not None
+        weight, bias = self.needed("in_proj_weight", rows), self.own("in_proj_bias", rows)
         order: Any = order_of((self.embed_dim,) * 3, splits)
         order = order.to(weight.device)
         shard = local_shard(weight)[order]
@@ -195,7 +194,7 @@ def place_multihead(
         name=f"{name}.in_proj",
     )  # fmt: skip
     layer.placed("in_proj_weight", stored, (3 * module.embed_dim, width))
-    layer.placed("in_proj_bias", Layout(up.grid, None))
+    layer.placed("in_proj_bias", Layout(up.grid, None), real=(3 * module.embed_dim,))
     return place_projection(
         module.out_proj, f"{name}.out_proj", frame, layouts, leads_in=False, width=width, regather=regather,
         chunks=chunks,

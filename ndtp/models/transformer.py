@@ -241,8 +241,8 @@ class Split(Placing):
         layer: SplitNorm = adopt(module, SplitNorm, self.frame, name)
         layer.norm_plan, layer.offset = plan, role.offset
         for key in ("weight", "bias"):
-            if layer._parameters.get(key) is not None:
-                layer.placed(key, plan.parameter.source, (plan.width,))
+            if key in layer._parameters:
+                layer.placed(key, plan.parameter.source, (plan.width,), (size,))
         self.replaced[name] = f"[{plan.layout.label('MK')}]"
 
     def _vocabulary(self, modules: dict[str, nn.Module]) -> None:

@@ -137,8 +137,7 @@ class Embedding(Sharded):
         Args:
             ids: this rank's shard, of any shape: leading dims are rows, in their order.
         """
-        weight = self.own("weight", self.weight if ids.is_meta else ids)
-        assert weight is not None
+        weight = self.needed("weight", self.weight if ids.is_meta else ids)
         return look_up(ids.flatten(), weight, self.plan, self.mesh, self.num_embeddings, self.padding_idx, self.checks)
 
     def volume(self, tokens: int) -> Volume:

@@ -109,7 +109,7 @@ class Experts(Sharded):
         """
         if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        weights = [self.own(name, x) for name in (self.up_name, "down_proj")]
+        weights = [self.needed(name, x) for name in (self.up_name, "down_proj")]
         top_k = choice.shape[1]
         wanted = choice.flatten() if kept is None else torch.where(kept, choice, self.count).flatten()
         counts = tally(wanted, self.count + 1)[: self.count]
@@ -124,7 +124,7 @@ class Experts(Sharded):
         sent = dispatched(x, order, top_k).split([flow.dispatch.before for flow in flows])
         parts = experts(
             sent,
-            [weight if weight.dtype == x.dtype else weight.to(x.dtype) for weight in weights if weight is not None],
+            [weight if weight.dtype == x.dtype else weight.to(x.dtype) for weight in weights],
             flows,
             self.mesh,
             self.activation,

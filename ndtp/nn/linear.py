@@ -148,9 +148,7 @@ class Linear(Sharded):
             LayoutError: a parameter that was put in the place of what this layer made and is no shard of it, or that
                 is still on the meta device.
         """
-        weight, bias = self.own("weight", x), self.own("bias", x)
-        assert weight is not None
-        return weight, bias
+        return self.needed("weight", x), self.own("bias", x)
 
     def without_padding(self, y: Tensor) -> Tensor:
         """This rank's shard of y [.., out] with the columns that lie beyond `out_features` set to zero."""

@@ -127,8 +127,7 @@ class Router(Linear):
 
     def wide_product(self, rows: Tensor, name: str) -> Tensor:
         """Multiply [rows, hidden] by a weight [experts, hidden] of this module, in fp32 or wider."""
-        weight = self.own(name, rows)
-        assert weight is not None
+        weight = self.needed(name, rows)
         wide = torch.promote_types(torch.promote_types(rows.dtype, weight.dtype), torch.float32)
         weight = weight if weight.dtype == wide else local_shard(weight).to(wide)
         return chain(rows.to(wide), (weight,), (None,), (self.plan,), (None,), self.mesh, (self,))

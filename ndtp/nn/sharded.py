@@ -80,6 +80,11 @@ class Sharded(nn.Module):
         """
         parameter: Tensor | None = getattr(self, name, None)
         if parameter is not None:
+            if name not in self.lies:
+                raise LayoutError(
+                    f"{type(self).__name__} '{self.name}' was made without a {name}, and has been given one\n"
+                    f"  fix: make the layer with a {name}"
+                )
             lies = self.lies[name]
             if type(parameter) is Tensor and self.mesh.device_mesh is not None and parameter.shape == lies.real:
                 # Whole, and no parameter: computed, and put in its place by `torch.func.functional_call`.
@@ -89,6 +94,20 @@ class Sharded(nn.Module):
                 )
             check_own(parameter, lies.shape, lies.shard, x, f"{type(self).__name__} '{self.name}': {name}")
         return parameter
+
+    def needed(self, name: str, x: Tensor) -> Tensor:
+        """Return a parameter that is to be used with `x`, and which the layer cannot do without; see `own`."""
+        parameter = self.own(name, x)
+        if parameter is None:
+            raise self.lacks(name)
+        return parameter
+
+    def lacks(self, name: str) -> LayoutError:
+        """The error of a layer whose parameter was taken away, and which cannot do without."""
+        return LayoutError(
+            f"{type(self).__name__} '{self.name}' has no {name}, which was set to None or deleted\n"
+            f"  fix: give it back a {name}, {self.lies[name].real}"
+        )
 
     def take_over(self, name: str, dense: Tensor) -> None:
         """Copy this rank's shard out of the dense parameter, and whether it trains.

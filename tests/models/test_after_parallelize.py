@@ -128,6 +128,34 @@ def given_parameter(kind, model):
     return trained(model)
 
 
+def given_bias(kind, model):
+    """Of these the dense model's head has none, and a Llama's Linears."""
+    layer, _, head = layers(kind, model)
+    for each in (layer, head):
+        each.bias = nn.Parameter(torch.arange(float(each.out_features)) / each.out_features)
+    return torch.cat([trained(model), *(whole(each.bias.grad) for each in (layer, head))])
+
+
+def without_weight(kind, model):
+    for layer in layers(kind, model):
+        weight, layer.weight = layer.weight, None
+        with pytest.raises(LayoutError, match="has no weight") as error:
+            called(model)
+        layer.weight = weight
+    raise error.value
+
+
+def gain_twice(kind, model):
+    norm = model.get_submodule({"nano": "ln", "llama": "model.norm"}[kind])
+    nn.utils.parametrize.register_parametrization(norm, "weight", Twice())
+    return trained(model)
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
 def loaded(kind, model):
     state = {key: value * 1.1 for key, value in build(kind).state_dict().items()}
     model.load_state_dict(state)
@@ -272,6 +300,9 @@ OPERATIONS = {
     "`p.data = dense`": (given_data, WORKS, WORKS),
     "`p.copy_(dense)`, `p[3] = 0`": (written, WORKS, WORKS),
     "`layer.weight = nn.Parameter(dense)`": (given_parameter, WORKS, WORKS),
+    "`layer.bias = nn.Parameter(dense)`, where there was none": (given_bias, WORKS, WORKS),
+    "`layer.weight = None`": (without_weight, REFUSED, REFUSED),
+    "`register_parametrization` of a norm's weight": (gain_twice, WORKS, WORKS),
     "`load_state_dict` of a dense one, `assign=True`": (loaded, WORKS, WORKS),
     "tying two layers": (tied, REFUSED, REFUSED),
     "`pickle` of the model": (pickled, REFUSED, REFUSED),

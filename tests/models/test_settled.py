@@ -49,6 +49,11 @@ def test_a_decode_step_repeats_itself():
         torch.nn.utils.parametrizations.weight_norm(each.model.layers[1].mlp.down_proj)
         each.model.layers[1].mlp.down_proj.parametrizations.weight.original0.mul_(3)
     torch.testing.assert_close(model(input_ids=ids).logits, dense(input_ids=ids).logits)
+    for each in (dense, model):
+        layer = each.model.layers[0].mlp.gate_proj
+        del layer._parameters["bias"]
+        layer.bias = torch.linspace(0, 1, 48).double()
+    torch.testing.assert_close(model(input_ids=ids).logits, dense(input_ids=ids).logits)
     kept = model.model.norm.settled
     for key in range(MOST_SETTLED + 8):
         kept.add(key, next(iter(kept.values())))
