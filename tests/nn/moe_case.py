@@ -152,7 +152,9 @@ def whole(x):
     return x.detach().clone()
 
 
-def check(grid, router="mixtral", options=None, tokens=TOKENS, scheme="3d", gated=True, skew=0.0, **arguments):
+def check(
+    grid, router="mixtral", options=None, tokens=TOKENS, scheme="3d", gated=True, skew=0.0, mesh_of=mesh_of, **arguments
+):
     """Output, losses, every gradient and every byte of a layer on a grid, against the loops; what was found."""
     mesh, options = mesh_of(grid), options or {}
     where = f"{grid}, {scheme}, {router} {options}, {arguments}"

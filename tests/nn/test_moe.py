@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from moe_case import EXPERTS, HIDDEN, INNER, assert_close, check, check_all, whole
-from products import mesh_of
+from products import mesh_of, turned_mesh
 
 import ndtp
 from ndtp import Grid
@@ -33,6 +33,7 @@ def test_experts_beside_and_inside(ranks):
         (Grid(e=2, z=2), {"router": "gshard", "options": {**LOSSES, "groups": 2}, "gated": False}),
         (Grid(x=2, y=2), {"router": "deepseek", "expert_axis": ("x", "y"),
                             "options": {**LOSSES, "expert_groups": 4, "top_groups": 2}}),
+        (Grid(x=2, y=2), {"expert_axis": ("x", "y"), "mesh_of": turned_mesh}),
         (Grid(dp=2, e=2), {"router": "gshard", "options": {"groups": 4}, "chunks": 3}),
         (Grid(e=2, x=2), {"router": "switch", "options": {"capacity": 0.5}, "skew": 2.0}),
         (Grid(e=2, x=2), {"router": "qwen", "scheme": "1d", "skew": 1.0, "options": LOSSES}),

@@ -1,8 +1,10 @@
 """`reshard` on real ranks: values, gradients and bytes; sequences of grids that the planner chose, run as it says."""
 
+from itertools import product
+
 import pytest
 import torch
-from products import mesh_of
+from products import mesh_of, turned_mesh
 
 import ndtp
 from ndtp import CommMeter, Grid, GridError, Layout, LayoutError
@@ -47,12 +49,12 @@ def check_cases(dtypes=(torch.float64, torch.bfloat16)):
 
 
 def check_dtypes():
-    mesh, to = mesh_of(SQUARE), mesh_of(LINE)
+    meshes, to = (turned_mesh(SQUARE), mesh_of(SQUARE)), mesh_of(LINE)
     source, target = Layout.parse(SQUARE, "z x"), Layout.parse(LINE, "None y")
-    for dtype in (torch.bool, torch.int64, torch.complex64, torch.uint8):
+    for mesh, dtype in product(meshes, (torch.bool, torch.int64, torch.complex64, torch.uint8)):
         dense = small_integers((8, 8), 3, torch.int64).to(dtype)
         found = ndtp.reshard(source.shard(dense, mesh.rank), source, target, mesh, to)
-        assert found.dtype == dtype and bool((found == target.shard(dense, mesh.rank)).all())
+        assert found.dtype == dtype and bool((found == target.shard(dense, to.rank)).all())
 
 
 def check_twice_differentiable():
