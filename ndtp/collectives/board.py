@@ -44,7 +44,7 @@ class Board:
 
     def __init__(self, memory: mmap.mmap, rank: int, processes: Sequence[int], timeout: float) -> None:
         self.memory, self.rank, self.processes, self.timeout = memory, rank, processes, timeout
-        self.count = 0
+        self.count = self._late = 0  # rows, and the rank that was waited for last
         self._sleep = None if _FUTEX is None else Futex(memory, _FUTEX)
 
     @staticmethod
@@ -61,55 +61,72 @@ class Board:
             Missing: names the ranks that have ended, or have shown nothing until the timeout.
         """
         self.count = count = self.count + 1
-        memory, size = self.memory, _CELL.size
-        start = count % 2 * len(self.processes) * size
+        memory, size, ranks = self.memory, _CELL.size, len(self.processes)
+        start = count % 2 * ranks * size
         own, cell = start + self.rank * size, _CELL.pack(count, row, crc32(row, count & _LOW))
         memory[own : own + size] = cell
+        shown = memory[start : start + ranks * size]
+        # What is like this rank's own row to the last byte is complete.
+        if shown == cell * ranks:
+            self._wake(own)
+            return [row] * ranks
         rows: list[Any] = []
         is_awaited = False
-        for at in range(start, start + len(self.processes) * size, size):
-            shown = memory[at : at + size]
-            # What is like this rank's own row to the last byte is complete.
-            rows.append(row if shown == cell else None)
-            is_awaited |= at != own and shown[:8] == cell[:8]
-        if is_awaited and self._sleep is not None:
+        for rank in range(ranks):
+            seen = shown[rank * size : (rank + 1) * size]
+            rows.append(row if seen == cell else None)
+            is_awaited |= rank != self.rank and seen[:8] == cell[:8]
+        if is_awaited:
             # Only who has shown its row can wait for this one's; who shows it later looks for this one's first.
-            self._sleep.wake(own)
-        if None in rows:
-            for rank, known in enumerate(rows):
-                if known is None:
-                    rows[rank] = self._awaited(rank, start + rank * size, count, cell, look)
+            self._wake(own)
+        self._await(rows, start, count, cell, look)
         return rows
 
-    def _awaited(self, rank: int, at: int, count: int, cell: bytes, look: Callable[[Sequence[int]], None]) -> Row:
-        """Wait for the row of a rank, whose cell begins at a byte."""
+    def _wake(self, own: int) -> None:
+        if self._sleep is not None:
+            self._sleep.wake(own)
+
+    def _await(
+        self, rows: list[Any], start: int, count: int, cell: bytes, look: Callable[[Sequence[int]], None]
+    ) -> None:
+        """Wait for the rows that are None, whose cells begin at a byte: first for that of the rank that came last."""
         begin = looked = time.monotonic()
-        nap = _SHORTEST_NAP_S
+        size, nap, late = _CELL.size, _SHORTEST_NAP_S, self._late
         while True:
-            seen = self.memory[at : at + _CELL.size]
-            if seen == cell:
-                return cell[8 : 8 + ROW]
-            shown, row, total = _CELL.unpack(seen)
-            if shown == count and total == crc32(row, count & _LOW):
-                return row  # type: ignore[no-any-return]
+            missing, low = [], -1
+            for rank, known in enumerate(rows):
+                if known is not None:
+                    continue
+                at = start + rank * size
+                seen = self.memory[at : at + size]
+                if seen == cell:
+                    rows[rank] = cell[8 : 8 + ROW]
+                    continue
+                shown, row, total = _CELL.unpack(seen)
+                if shown == count and total == crc32(row, count & _LOW):
+                    rows[rank] = row
+                    continue
+                missing.append(rank)
+                if low < 0 or rank == late:
+                    self._late, low = rank, shown & _LOW
+            if not missing:
+                return
             now = time.monotonic()
             if now - looked > _LOOKS_S:
                 looked = now
-                missing = [
-                    each for each in range(rank, len(self.processes)) if not self._has_come(each, at, rank, count)
-                ]
+                missing = [rank for rank in missing if not self._has_come(rank, start, count)]
                 self._complain(missing, now - begin)
                 if missing and now - begin > _STUCK_S:
                     look(missing)
-            if self._sleep is not None and shown & _LOW != count & _LOW:
-                self._sleep.wait(at, shown & _LOW, _LOOKS_S)
+            if self._sleep is not None and low != count & _LOW:
+                self._sleep.wait(start + self._late * size, low, _LOOKS_S)
             else:  # half of a row is there
                 time.sleep(nap)
                 nap = min(max(_SHORTEST_NAP_S, (now - begin) / 8), _LONGEST_NAP_S)
 
-    def _has_come(self, rank: int, at: int, first: int, count: int) -> bool:
-        """Return whether a rank has shown its row, where that of another one begins at a byte."""
-        return _CELL.unpack_from(self.memory, at + (rank - first) * _CELL.size)[0] == count  # type: ignore[no-any-return]
+    def _has_come(self, rank: int, start: int, count: int) -> bool:
+        """Return whether a rank has shown its row, where that of the first one begins at a byte."""
+        return _CELL.unpack_from(self.memory, start + rank * _CELL.size)[0] == count  # type: ignore[no-any-return]
 
     def _complain(self, missing: Sequence[int], waited: float) -> None:
         gone = [rank for rank in missing if not is_alive(self.processes[rank])]

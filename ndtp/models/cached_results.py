@@ -6,6 +6,7 @@ import functools
 import gc
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,18 +15,30 @@ from torch._subclasses.fake_tensor import FakeTensor
 LINK = "_lru_list_elem"  # an entry of a bounded cache
 
 
-def forget_fake_results(model: nn.Module) -> None:
-    """Empty each cache beside a model's code that holds such a tensor, rotary tables by length: a real run gets it.
+@contextmanager
+def forgotten_fake_results(model: nn.Module) -> Iterator[None]:
+    """Empty each cache beside a model's code that a run on such tensors inside has filled, rotary tables by length: a
+    real run gets it.
 
-    A dict loses the entries that hold one, and no others.
+    A dict loses the entries that hold one and that held none before the run: others are the program's own.
     """
-    for cache in _caches_beside(model):
-        if type(cache) is not dict:
-            if _holds_fake(cache):
-                cache.cache_clear()
-            continue
-        for key in [key for key, value in cache.items() if _is_fake(value) or _holds_fake(value, 2)]:
-            del cache[key]
+    before = {id(cache): (cache, _fake_entries(cache)) for cache in _caches_beside(model) if type(cache) is dict}
+    try:
+        yield
+    finally:
+        for cache in _caches_beside(model):
+            if type(cache) is not dict:
+                if _holds_fake(cache):
+                    cache.cache_clear()
+                continue
+            _, own = before.get(id(cache), (cache, set()))
+            for key in _fake_entries(cache) - own:
+                del cache[key]
+
+
+def _fake_entries(cache: dict[Any, Any]) -> set[Any]:
+    """The keys of a dict whose values are such tensors, or hold one."""
+    return {key for key, value in cache.items() if _is_fake(value) or _holds_fake(value, 2)}
 
 
 def _caches_beside(model: nn.Module) -> Iterator[Any]:
@@ -37,7 +50,8 @@ def _caches_beside(model: nn.Module) -> Iterator[Any]:
     for name in {kind.__module__ for part in model.modules() for kind in type(part).__mro__}:
         if name.partition(".")[0] in ("torch", "builtins", "ndtp"):
             continue
-        for value in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
+        found = vars(sys.modules[name]) if name in sys.modules else {}
+        for value in [value for key, value in found.items() if key != "__builtins__"]:
             for each in (value, *(vars(value).values() if isinstance(value, type) else ())):
                 if type(each) is dict:
                     yield each
@@ -62,13 +76,14 @@ def _caches_in(function: Any, seen: set[int], depth: int = 3) -> Iterator[Any]:
 
 
 def _is_fake(x: Any) -> bool:
-    return isinstance(x, FakeTensor) or (isinstance(x, Tensor) and x.is_meta)
+    kind = type(x)  # not `isinstance`, which runs code of objects that pass for others
+    return issubclass(kind, FakeTensor) or (issubclass(kind, Tensor) and x.is_meta)
 
 
 def _holds_fake(cache: Any, depth: int = 4) -> bool:
     waiting: list[Any] = [cache]
     for _ in range(depth):  # the cache, its entries, a result, and a tuple of several
-        waiting = [x for each in waiting if not isinstance(each, Tensor) for x in gc.get_referents(each)]
+        waiting = [x for each in waiting if not issubclass(type(each), Tensor) for x in gc.get_referents(each)]
         if any(map(_is_fake, waiting)):
             return True
         waiting = [x for x in waiting if type(x) in (dict, tuple, list) or type(x).__name__ == LINK]

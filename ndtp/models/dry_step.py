@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
-from ndtp.models.cached_results import forget_fake_results
+from ndtp.models.cached_results import forgotten_fake_results
 from ndtp.models.hidden import Hidden, leave
 from ndtp.nn.sharded import shadow_of
 from ndtp.runtime.process_grid import ProcessGrid
@@ -56,7 +56,7 @@ def step_volume(model: nn.Module, mesh: ProcessGrid, given: Mapping[str, Any]) -
     shadow, dry = shadow_of(model, mesh, leave=vars(model).get("ndtp_report"))
     bare = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in given.items()}
     with ExitStack() as ending:
-        ending.callback(forget_fake_results, model)
+        ending.enter_context(forgotten_fake_results(model))
         for each in (
             torch.random.fork_rng(devices=()),
             torch.enable_grad(),

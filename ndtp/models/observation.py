@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ndtp.models.cached_results import forget_fake_results
+from ndtp.models.cached_results import forgotten_fake_results
 from ndtp.models.kinds import Kinds
 from ndtp.models.made_up_inputs import guesses
 from ndtp.models.observed_chains import Chains
@@ -310,12 +310,9 @@ def _watched(model: nn.Module, args: Any, kwargs: Any, device: Any, gradients: A
         found, watch = Observation(), _Watch()
         hooks = list(_hooked(shadow, watch, found))
         watch.names = {id(p): name for name, p in shadow.named_parameters(remove_duplicate=False)}
-        try:
-            with mode, watch, _silent(), gradients:
-                out = shadow(*args, **kwargs)
-                watch.chains.end(out, shadow)
-        finally:
-            forget_fake_results(model)
+        with forgotten_fake_results(model), mode, watch, _silent(), gradients:
+            out = shadow(*args, **kwargs)
+            watch.chains.end(out, shadow)
         for hook in hooks:
             hook.remove()
     found.chains, found.heads, found.twice = watch.chains.chains, watch.chains.heads, watch.twice

@@ -182,8 +182,8 @@ class SameCalls:
         is_seen, config = torch.is_grad_enabled() or (number - 1) % SELDOM == 0 or steps.is_new, {}
         if is_seen:
             config = self._settings(number)
-            parts = steps.state_of(model, self.thorough or (number - 1) % SELDOM == 0)
-            alike += (self.made_by, parts.told(), config)
+            steps.state_of(model, self.thorough or (number - 1) % SELDOM == 0)
+            alike += (self.made_by, steps.told(), config)
 
         def facts() -> list[Fact]:
             made = [*thread_facts(found, device_type), *facts_of(inputs, self._rows), *last]

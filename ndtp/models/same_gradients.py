@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from ctypes import string_at
+from itertools import islice
 from operator import attrgetter, is_not
 from struct import calcsize, unpack
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 _grad = attrgetter("grad")
 _LOOKED_AT = 16  # numbers of a gradient
+_TURNS = 2  # backwards in which each gradient is looked at once
 _CODES = {torch.float32: "f", torch.float64: "d"}  # of `struct`
 Numbers = list[float] | Tensor | tuple[bytes, str]
 NONE, OTHER = -1, -2  # in the place of how often a gradient was written to
@@ -26,41 +28,41 @@ NONE, OTHER = -1, -2  # in the place of how often a gradient was written to
 class GradientChanges:
     """The gradients of one model between backward and the optimizer's step.
 
+    Each backward has its turn of the gradients, so that looking takes little of a step; what is done in every step is
+    seen within two.
+
     Attributes:
         changed: by the number of the parameter, how often its gradient was written to, or `NONE` or `OTHER`; only
             where something was done to it.
     """
 
     def __init__(self) -> None:
-        self._probe: tuple[nn.Parameter, Numbers] | None = None
+        self._probes: list[tuple[nn.Parameter, Numbers]] = []
         self._factor: float | Tensor = math.nan
+        self._turn = 0
         self._grads: list[Any] = []
         self._versions: list[int] = []
         self.changed: tuple[tuple[int, int], ...] = ()
 
     def after_backward(self, parameters: Sequence[nn.Parameter]) -> None:
-        grads = self._grads = [*map(_grad, parameters)]
+        self._turn = (self._turn + 1) % _TURNS
+        grads = self._grads = [*map(_grad, parameters[self._turn :: _TURNS])]
         self._versions = _versions(grads)
-        for parameter, grad in zip(reversed(parameters), reversed(grads), strict=True):
-            if grad is None or grad.layout is not torch.strided or grad.is_complex():
-                continue
-            if getattr(grad, "_local_tensor", grad).numel():
-                self._probe = (parameter, _numbers(grad))
-                return
+        told = ((p, p.grad) for p in reversed(parameters))
+        self._probes = [(p, _numbers(grad)) for p, grad in islice((each for each in told if _can_tell(each[1])), 2)]
 
     def before_step(self, parameters: Sequence[nn.Parameter]) -> None:
         before, self._grads = self._grads, []
-        if len(before) == len(parameters):
-            now = [*map(_grad, parameters)]
+        now = [*map(_grad, parameters[self._turn :: _TURNS])]
+        if len(before) == len(now):
             versions = _versions(now)
             if versions != self._versions or any(map(is_not, now, before)):
-                self.changed = tuple(_changes(before, now, self._versions, versions))
-        if self._probe is not None:
-            parameter, first = self._probe
-            grad = parameter.grad
-            if grad is not None and grad.layout is torch.strided:
-                self._factor = _factor(first, _numbers(grad))
-        self._probe = None
+                changes = _changes(before, now, self._versions, versions)
+                self.changed = tuple((self._turn + i * _TURNS, change) for i, change in changes)
+        factors = [_factor(first, _numbers(p.grad)) for p, first in self._probes if _can_tell(p.grad)]
+        if factors:
+            self._factor = _common(factors)
+        self._probes = []
 
     def taken(self) -> tuple[float, tuple[tuple[int, int], ...]]:
         """Return the number by which gradients were multiplied before the last step, NaN if not one number, and what
@@ -90,6 +92,13 @@ def _changes(before: Sequence[Any], now: Sequence[Any], first: Sequence[int], th
             yield i, then[i] - first[i]
 
 
+def _can_tell(grad: Any) -> bool:
+    """Return whether this rank has some numbers of a gradient."""
+    if grad is None or grad.layout is not torch.strided or grad.is_complex():
+        return False
+    return getattr(grad, "_local_tensor", grad).numel() > 1  # type: ignore[no-any-return]
+
+
 def _numbers(grad: Any) -> Numbers:
     """The first numbers of a gradient on this rank: their bytes, which takes no operation of torch, where that can be;
     of an accelerator's without waiting for it.
@@ -103,22 +112,38 @@ def _numbers(grad: Any) -> Numbers:
 
 
 def _factor(before: Numbers, now: Numbers) -> float | Tensor:
-    """Return the number by which all of some numbers were multiplied; NaN if there is none, or if all are zero."""
+    """Return the number by which all of some numbers were multiplied; NaN if there is none, or if all are zero.
+
+    Two of them at least: a gradient that was clipped by value, or row by row, has one outlier that looks like it.
+    """
     if isinstance(before, Tensor) or isinstance(now, Tensor):
         first, then = torch.as_tensor(_listed(before)), torch.as_tensor(_listed(now))
         if first.device != then.device or first.shape != then.shape:
             return math.nan
-        ratios = (then / first)[first.abs() * 8 >= first.abs().max()]
-        return torch.where(ratios.max() - ratios.min() <= 1e-2 * ratios.abs().max(), ratios.mean(), math.nan)
+        large = first.abs() * 8 >= first.abs().max()
+        ratios = (then / first)[large]
+        is_one = (ratios.max() - ratios.min() <= 1e-2 * ratios.abs().max()) & (large.sum() > 1)
+        return torch.where(is_one, ratios.mean(), math.nan)
     if before == now:
         told = before[0] if isinstance(before, tuple) else before
         return 1.0 if any(told) else math.nan
     first, then = _listed(before), _listed(now)
     least = max(map(abs, first)) / 8
     found = [y / x for x, y in zip(first, then, strict=False) if abs(x) >= least > 0]
-    if not found or not max(found) - min(found) <= 1e-2 * max(map(abs, found)):
+    if len(found) < 2 or not max(found) - min(found) <= 1e-2 * max(map(abs, found)):
         return math.nan
     return found[0]
+
+
+def _common(factors: Sequence[float | Tensor]) -> float | Tensor:
+    """Return the number by which several gradients were multiplied; NaN where each has its own, or where it is not
+    known of one.
+    """
+    first, last = factors[0], factors[-1]
+    if isinstance(first, Tensor) or isinstance(last, Tensor):
+        first, last = torch.as_tensor(first), torch.as_tensor(last)
+        return torch.where((first - last).abs() <= 1e-2 * first.abs(), first, math.nan)
+    return first if abs(first - last) <= 1e-2 * abs(first) else math.nan
 
 
 def _listed(numbers: Numbers) -> Any:

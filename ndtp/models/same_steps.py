@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from operator import attrgetter, is_
+from itertools import count as count_up
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ _trains, _wants, _grad = attrgetter("training"), attrgetter("requires_grad"), at
 _is_none = partial(is_, None)
 _ASKED = 2  # parameters whose gradient is asked for whether it was there before: `zero_grad` is called for all of them
 
+# Who keeps numbers, under which names, and the numbers.
+Numbered = tuple[list[dict[str, Any]], list[str], list[Any]]
+
 
 @dataclass
 class Parts:
@@ -35,7 +39,9 @@ class Parts:
         names: of modules on the grid, and the seeds of those that were drawn.
         named: a digest of `names`.
         keepers, keys: of the numbers that modules were made with, such as the probability of a dropout.
-        numbers, numbered: these numbers, and a digest of them.
+        numbers: these numbers.
+        changed: which of them have changed since ranks were compared last: a module may keep an average of what its own
+            rank sees.  None: ranks are compared for the first time, and the numbers are.
         parameters: those that there are.
         counts: of the changes of each parameter.
         trains: for each module, whether it is in training.
@@ -51,7 +57,7 @@ class Parts:
     keepers: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     numbers: list[Any] = field(default_factory=list)
-    numbered: int = 0
+    changed: tuple[int, ...] | None = None
     parameters: list[nn.Parameter] = field(default_factory=list)
     counts: Versions = field(default_factory=lambda: Versions(()))
     trains: bytes = b""
@@ -60,11 +66,19 @@ class Parts:
     stale: tuple[int, ...] = ()
     written: dict[int, int] = field(default_factory=dict)
 
-    def told(self) -> tuple[object, ...]:
-        """Return what all ranks have alike of it."""
+    def told(self, before: Numbered | None) -> tuple[object, ...]:
+        """Return what all ranks have alike of it.
+
+        Args:
+            before: the numbers that they had when they were compared last.
+        """
+        keepers, keys, then = before or (None, None, [])
+        self.changed = None
+        if keys == self.keys and not any(map(is_not, self.keepers, keepers or ())):
+            self.changed = _changed(then, self.numbers)
         return (
             self.named,
-            self.numbered,
+            digest(self.numbers) if self.changed is None else self.changed,
             self.trains,
             bytes(self.hooked),
             self.wants,
@@ -92,6 +106,7 @@ class Steps:
         self._seen: list[Any] | None = None  # versions of the weights after their last known change
         self._gradients: dict[int, Any] = {}  # and of gradients after the last step, by the number of the parameter
         self._parts = Parts()
+        self._numbers: Numbered | None = None  # those that ranks had when they were compared last
         self._contents: list[int] | None = None  # hashes of the weights after the last step that was looked at
         self.due, self._writes = True, 0
         self.between = GradientChanges()
@@ -119,9 +134,7 @@ class Steps:
         # By functions in C alone: it is done at every call, when nothing of it is in a cache of the processor.
         parts.trains, parts.wants = bytes(map(_trains, parts.modules)), bytes(map(_wants, parameters))
         parts.lacks = bytes(map(_is_none, map(_grad, parameters)))
-        numbers = [*map(dict.get, parts.keepers, parts.keys)]
-        if numbers != parts.numbers:
-            parts.numbers, parts.numbered = numbers, digest(numbers)
+        parts.numbers = [*map(dict.get, parts.keepers, parts.keys)]
         parts.stale, parts.written = (), {}
         if self._gradients:
             # What has gone does not come back: a later gradient may lie where it lay, on one rank and not on another.
@@ -136,6 +149,12 @@ class Steps:
         self._parts, self._seen = parts, now
         return parts
 
+    def told(self) -> tuple[object, ...]:
+        """Return what all ranks have alike of the state that was looked at last."""
+        parts, before = self._parts, self._numbers
+        self._numbers = parts.keepers, parts.keys, parts.numbers
+        return parts.told(before)
+
     @property
     def is_new(self) -> bool:
         """Whether nobody has looked at the model yet: it is a copy that was not called before."""
@@ -145,6 +164,7 @@ class Steps:
         """The state by names."""
         parts, model = self._parts, self._calls.model
         facts: list[Fact] = []
+        places = count_up()
         for (name, module), trains, hooked in zip(
             model.named_modules(remove_duplicate=False), parts.trains, parts.hooked, strict=True
         ):
@@ -152,7 +172,9 @@ class Steps:
             facts += [Fact(f"training{where}", bool(trains)), Fact(f"hooks{where}", "some" if hooked else "none")]
             if isinstance(module, Sharded):
                 facts.append(Fact(f"module{where}", f"'{module.name}', seed {module.seed}"))
-            facts += [Fact(f"number {key}{where}", value) for key, value in numbers_of(module).items()]
+            for (key, value), place in zip(numbers_of(module).items(), places, strict=False):
+                since = None if parts.changed is None else "changed" if place in parts.changed else "as it was"
+                facts.append(Fact(f"number {key}{where}" + " since the last call" * bool(since), since or value))
         for i, (name, _) in enumerate(_in_order(model)):
             facts.append(Fact(f"requires_grad of '{name}'", bool(parts.wants[i])))
             kind = "one that was there before the last step" if i in parts.stale else "one"
@@ -244,6 +266,13 @@ class Steps:
             return found
 
         compare_facts(mesh, f"weights before {what}", facts, details)
+
+
+def _changed(before: Sequence[Any], now: Sequence[Any]) -> tuple[int, ...]:
+    """Return the places of the numbers that have changed."""
+    if now == before:
+        return ()
+    return tuple(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a is not b and a != b)
 
 
 def _walk(module: nn.Module, parts: Parts, is_root: bool = False) -> None:

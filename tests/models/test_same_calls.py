@@ -1,21 +1,25 @@
 """One rank does something else: every rank names it, with both sides, before a number is wrong or anybody waits."""
 
+import math
 import re
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import ndtp
 from ndtp import Grid, MismatchError, ProcessGrid
+from ndtp.models.same_gradients import GradientChanges
 from ndtp.models.same_optimizers import OptimizerGroups
 from ndtp.models.same_steps import Steps
 
 
 class Tiny(nn.Module):
-    def __init__(self):
+    def __init__(self, average=0.0):
         super().__init__()
+        self.average = average
         self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
         self.up, self.act, self.down = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)
 
@@ -87,7 +91,9 @@ def trains_in_silence():
             mine = mesh.rank if "dp" in axes else 0
             ids = torch.randint(16, (2, 8), generator=torch.Generator().manual_seed(step + 10 * mine))
             torch.rand(mesh.rank)  # there is no dropout
-            model(ids, ids).backward()
+            loss = model(ids, ids)
+            loss.backward()
+            model.average += float(loss.detach())  # of this rank's rows
             optimizer.step()
             optimizer.zero_grad()
     mesh = ProcessGrid(Grid(x=2), timeout=60)
@@ -179,3 +185,26 @@ def test_a_gradient_that_has_gone_is_not_taken_for_one_that_stayed():
     for p, grad in zip(model.parameters(), kept, strict=True):
         p.grad = grad
     assert steps.state_of(model).stale == ()
+
+
+CHANGES = {  # of gradients that have an outlier among equal numbers, and the number by which all of them are multiplied
+    "nothing": (2.0, lambda grad: grad, 1.0),
+    "scaled": (2.0, lambda grad: grad.mul_(0.5), 0.5),
+    "clipped by value": (0.1, lambda grad: grad.clamp_(max=4.5), math.nan),
+    "each row by its own norm": (2.0, lambda grad: grad.div_(grad.norm(dim=-1, keepdim=True)), math.nan),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_factor_of_gradients_is_that_of_all(change):
+    """What clips by value, or row by row, does other things to the parts of a gradient that ranks have."""
+    changes, (usual, do, factor) = GradientChanges(), CHANGES[change]
+    weights = [nn.Parameter(torch.zeros(1, 8)) for _ in range(3)]
+    for i, weight in enumerate(weights):
+        weight.grad = torch.full((1, 8), usual + i / 8)
+        weight.grad[0, 3] = 9.0
+    changes.after_backward(weights)
+    for weight in weights:
+        do(weight.grad)
+    changes.before_step(weights)
+    assert changes.taken()[0] == pytest.approx(factor, nan_ok=True)
