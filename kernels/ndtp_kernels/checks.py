@@ -17,7 +17,9 @@ def check_vector(op: str, name: str, vector: Tensor | None, size: int) -> Tensor
 
 
 def check_like(op: str, name: str, tensor: Tensor | None, shape: list[int]) -> None:
-    if tensor is not None and list(tensor.shape) != shape:
+    if tensor is None:
+        raise KernelError(op, f"{name} is None, C has {tuple(shape)}", f"{name} of C's shape")
+    if list(tensor.shape) != shape:
         raise KernelError(op, f"{name} has shape {tuple(tensor.shape)}, C has {tuple(shape)}", f"{name} of C's shape")
 
 

@@ -155,7 +155,8 @@ def _again(
 
 def _dtype_of(op: str, out: Tensor | None, shape: list[int], otherwise: torch.dtype) -> torch.dtype:
     """Return the result's dtype; raise KernelError for an `out` that does not fit."""
-    check_like(op, "out", out, shape)
+    if out is not None:
+        check_like(op, "out", out, shape)
     if out is not None and not out.is_contiguous():
         raise KernelError(op, f"out has strides {out.stride()}", "a contiguous out")
     return otherwise if out is None else out.dtype

@@ -18,7 +18,7 @@ from ndtp.checkpoints.export_folder import ExportFolder
 from ndtp.checkpoints.folder import Written
 from ndtp.checkpoints.from_meta import materialise
 from ndtp.checkpoints.pieces import Piece, Staged, Whole, whole_of
-from ndtp.checkpoints.safetensors_file import BLOCK_BYTES, NAMES, StoredBox, Writer, tensors_in
+from ndtp.checkpoints.safetensors_file import BLOCK_BYTES, METADATA, NAMES, StoredBox, Writer, tensors_in
 from ndtp.checkpoints.same_files import contents_of
 from ndtp.errors import CheckpointError
 from ndtp.models.saving import blocks
@@ -216,6 +216,10 @@ def check_writable(whole: Whole, folder: Path) -> None:
         if entry.local.is_meta or entry.local.dtype not in NAMES:
             what = "on the meta device" if entry.local.is_meta else f"of {entry.local.dtype}"
             raise CheckpointError(f"'{entry.keys[0]}' is {what}, which no file can hold")
+        if METADATA in entry.keys:
+            raise CheckpointError(
+                f"'{METADATA}' is no name of a tensor in a safetensors file\n  fix: another name of the parameter"
+            )
     if failure := whole.crew.only_writer(folder):
         raise CheckpointError(failure)
 

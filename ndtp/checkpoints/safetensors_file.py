@@ -39,6 +39,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BLOCK_BYTES = 1 << 22
 INDEX = ".safetensors.index.json"
 OURS, SHARDING, OFFSETS = "ndtp", "DCP_SHARDING_INFO", "saved_offsets"
+METADATA = "__metadata__"
 START = b'{"__metadata__": {"ndtp": "'  # what follows is the checksum of the header
 UNKNOWN = "0" * 8
 
@@ -176,7 +177,7 @@ def header_of(path: Path, known: tuple[int, int] | None = None) -> tuple[dict[st
     if known is not None and checksum != known[1]:
         raise CheckpointError(f"{path}: its header is not the one that was written")
     entries = parsed(text, path)
-    extra = entries.pop("__metadata__", None)
+    extra = entries.pop(METADATA, None)
     checks: dict[str, Any] = {}
     offsets: dict[str, Any] = {}
     if isinstance(extra, dict) and isinstance(extra.get(OURS), str):
@@ -272,7 +273,7 @@ class Writer:
         if self._offsets is not None:
             every = {key: {OFFSETS: list(offset)} for key, offset in self._offsets.items()}
             extra[SHARDING] = json.dumps(every)
-        text = json.dumps({"__metadata__": extra, **self._entries}).encode()
+        text = json.dumps({METADATA: extra, **self._entries}).encode()
         text += b" " * (-len(text) % 8)
         assert text.startswith(START + UNKNOWN.encode())
         text = START + b"%08x" % crc32(text) + text[len(START) + len(UNKNOWN) :]

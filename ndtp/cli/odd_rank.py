@@ -21,7 +21,7 @@ Change = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """The inputs of a step; `asks` is a flag of the model, and `sampled` tokens are the model's own."""
+    """The inputs of a step; `asks` is a flag of the model."""
 
     ids: Tensor
     labels: Tensor
@@ -109,10 +109,10 @@ class TrainingLoop:
     """A training loop with a kind of disagreement on one rank.
 
     Points at the start: "seed", "scheme", "split" (the model on the grid), "optimizer" (its class and settings),
-    "parameters" of the optimizer.  Points of the step `kind.at`: "skips", "batch", "train", "around" (of the grid, a
-    context of the call), "again" (whether the model is called once more), "loss", "backward", "gradients" (by what they
-    are multiplied), "clip" (the parameters, whose gradients are there), "steps" (how often the optimizer steps),
-    "zero" ("none", "zeros", "keep"), "end" (the model).
+    "parameters" of the optimizer.  Points of the step `kind.at`: "skips", "batch", "train", "call" (the model, before
+    its call), "around" (of the grid, a context of the call), "again" (whether the model is called once more), "loss",
+    "backward", "gradients" (by what they are multiplied), "clip" (the parameters, whose gradients are there), "steps"
+    (how often the optimizer steps), "zero" ("none", "zeros", "keep"), "end" (the model).
 
     Attributes:
         is_odd: whether this is the rank that does otherwise.

@@ -13,7 +13,10 @@ from ndtp.collectives.verdict import ANSWER, Event, Waiting
 
 
 class Answers:
-    """The answers of this rank, and those that it was given; for one thread.
+    """The answers of this rank, and those that it was given.
+
+    One thread, the one of `Presence`, calls `heard`.  Any thread may call the others, the main one while an error is
+    made, and sees what was heard until then.
 
     Args:
         flight: the last collectives of this rank.
@@ -52,10 +55,10 @@ class Answers:
         """Return what others have answered since then, of those who wait."""
         return {
             rank: Waiting(event.text, tuple(event.ranks))
-            for rank, event in self._heard.items()
+            for rank, event in list(self._heard.items())
             if event.when >= since and event.ranks
         }
 
     def free(self, since: float) -> set[int]:
         """Return who has answered since then that it waits in nothing."""
-        return {rank for rank, event in self._heard.items() if event.when >= since and not event.ranks}
+        return {rank for rank, event in list(self._heard.items()) if event.when >= since and not event.ranks}

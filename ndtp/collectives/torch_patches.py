@@ -1,12 +1,15 @@
 """The changes that ndtp makes in torch itself, for the whole process, with the reason and the end of each.
 
-The list is complete.  The code of a patch stays with its topic and gets in here by `replaced` or `in_place`, which take
-what is listed alone.  Classes of a user's model that get a class of ndtp's are no patches of torch, and are not listed.
+The list has what ndtp replaces in torch, what it adds to torch's own settings and registers, and the loggers of torch
+that it filters.  The code of a patch stays with its topic and gets in here by `replaced` or `in_place`, which take what
+is listed alone.  Classes of a user's model that get a class of ndtp's are no patches of torch, and are not listed; nor
+is what torch sets for a thread or a block of code, such as the mode of gradients.
 """
 
 from __future__ import annotations
 
 import pkgutil
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +65,14 @@ PATCHES: dict[str, Patch] = {
         "a function of a user's own would get a split tensor in a form that it does not know",
         "torch asks __torch_function__ for the arguments of an autograd.Function",
     ),
+    "torch._dynamo.config.nontraceable_tensor_subclasses": Patch(
+        "a compiler would take the sizes of a split activation, those of the whole, for those of its memory",
+        "a class of tensors can say of itself that no graph takes it",
+    ),
+    "torch.serialization.add_safe_globals": Patch(
+        "a file of torch.save with parameters of a grid would be refused by torch.load(weights_only=True)",
+        "torch asks a class of tensors which functions make it again",
+    ),
     "torch.utils.swap_tensors": Patch(
         "model.to swaps the memory of a parameter, and hooks stay with the memory that has gone",
         "torch moves the hooks of swapped tensors",
@@ -80,6 +91,7 @@ PATCHES: dict[str, Patch] = {
     ),
 }
 _REPLACED: set[str] = set()
+_LOCK = threading.RLock()
 
 
 def in_place(target: str) -> Any:
@@ -94,14 +106,15 @@ def in_place(target: str) -> Any:
 
 
 def replaced(target: str, make: Callable[[Any], Any]) -> None:
-    """Put another function in the place of one of torch's, once a process.
+    """Put another function in the place of one of torch's, once a process, whichever thread comes first.
 
     Args:
         target: the path, as listed.
         make: takes torch's function, and returns what is to be called in its place.
     """
-    if target not in _REPLACED:
-        given = in_place(target)
-        owner, _, name = target.rpartition(".")
-        setattr(pkgutil.resolve_name(owner), name, make(given))
-        _REPLACED.add(target)
+    with _LOCK:
+        if target not in _REPLACED:
+            given = in_place(target)
+            owner, _, name = target.rpartition(".")
+            setattr(pkgutil.resolve_name(owner), name, make(given))
+            _REPLACED.add(target)

@@ -6,7 +6,9 @@ runs eagerly: the compiler would take its sizes, those of the whole, for those o
 
 import torch._dynamo.config
 
+from ndtp.collectives.torch_patches import in_place
+
 
 @torch._dynamo.assume_constant_result  # runs while the compiler traces, and leaves nothing in the graph
 def make_known(kind: type) -> None:
-    torch._dynamo.config.nontraceable_tensor_subclasses.add(kind)
+    in_place("torch._dynamo.config.nontraceable_tensor_subclasses").add(kind)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ndtp.collectives.torch_patches import in_place
 from ndtp.models.adopted import Adopted
 from ndtp.models.hidden import Hidden
 from ndtp.models.made_classes import made_class
@@ -31,7 +32,8 @@ def run_eagerly(model: nn.Module) -> None:
     With `fullgraph=True` their error says why.
     """
     backwards_as_they_are()
-    torch._dynamo.config.nontraceable_tensor_subclasses |= {Hidden, Pending}  # where one is an argument
+    known = in_place("torch._dynamo.config.nontraceable_tensor_subclasses")
+    known.update((Hidden, Pending))  # where one is an argument
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     layers = [layer for stack in stacks for layer in stack if any(isinstance(m, Adopted) for m in layer.modules())]
     for module in {id(each): each for each in (model, *layers)}.values():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ndtp.collectives.torch_patches import replaced
+from ndtp.collectives.torch_patches import in_place, replaced
 from ndtp.errors import LayoutError
 from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.grid_operations import box_of, full_of, operate, part_of
@@ -285,7 +285,7 @@ def _rebuilt(dtensor: Any, requires_grad: bool, real: Any, name: str, own: Any) 
     return made
 
 
-torch.serialization.add_safe_globals([_rebuilt])
+in_place("torch.serialization.add_safe_globals")([_rebuilt])
 
 
 def parameter_of(dtensor: Any) -> Any:

@@ -18,7 +18,7 @@ from ndtp.checkpoints import export_folder, training_state
 from ndtp.checkpoints.folder import FolderSwap, locked
 from ndtp.checkpoints.parts import Laid
 from ndtp.checkpoints.safetensors_file import Writer
-from ndtp.errors import CommunicationError
+from ndtp.errors import CheckpointError, CommunicationError
 from ndtp.testing import RankError
 
 OPERATIONS = ("pwrite", "fsync", "replace", "rename", "unlink", "mkdir", "rmdir", "truncate")
@@ -135,6 +135,10 @@ def test_an_export_that_fails_changes_nothing(tmp_path, monkeypatch):
             with pytest.raises(CommunicationError, match=f"{folder} stays as it was.*{words}"):
                 exported(2, folder)
         assert contents(folder) == before, words
+    odd = run_of(1)
+    odd.register_parameter("__metadata__", nn.Parameter(torch.ones(2)))
+    with pytest.raises(CheckpointError, match="'__metadata__' is no name of a tensor"):
+        ndtp.checkpoint.export_safetensors(odd, folder)
 
 
 def test_two_writers(tmp_path):

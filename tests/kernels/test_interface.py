@@ -64,6 +64,12 @@ ERRORS = {
     "pre has shape (3, 4), C has (3, 8)": lambda: ndtp_kernels.reduce_blocks_backward(
         torch.ones(1, 3, 4), torch.ones(3, 4), activation="silu", pairs=True
     ),
+    "backward_gemm: pre is None, C has (2, 4)": lambda: ndtp_kernels.backward_gemm(
+        torch.ones(2, 5), torch.ones(5, 4), None, activation="relu"
+    ),
+    "reduce_blocks_backward: pre is None, C has (3, 4)": lambda: ndtp_kernels.reduce_blocks_backward(
+        torch.ones(1, 3, 4), None, activation="relu"
+    ),
     "gemm: an operand requires a gradient": lambda: ndtp_kernels.gemm(LEAF, torch.ones(5, 4)),
     "backward_gemm: an operand requires": lambda: ndtp_kernels.backward_gemm(
         LEAF, torch.ones(5, 4), torch.ones(2, 4), activation="relu"
