@@ -31,7 +31,7 @@ from ndtp.nn.sharded import Lies, Sharded
 from ndtp.ops.few_rows import is_inference
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
-from ndtp.ops.norms import NormPlan, bound_norm, norm
+from ndtp.ops.norms import NormPlan, bound_norm, norm, with_eps
 from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.versions import refuse_changed, version_of
@@ -149,9 +149,12 @@ class SplitNorm(Adopted):
 
     norm_plan: NormPlan
     offset: float
+    eps_name: str = ""  # of the attribute where the model's code finds its epsilon, in each call
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.norm_plan
+        if vars(self).get(self.eps_name, plan.eps) != plan.eps:
+            plan = self.plan_now(plan, x.dtype)
         given = (x.passage.features,) if isinstance(x, Hidden) else x.shape[-1:]
         if given != (plan.features,) and not any(p is not None for p in self._parameters.values()):
             return super().forward(whole(x))  # type: ignore[misc, no-any-return]  # of whatever it is given
@@ -161,15 +164,20 @@ class SplitNorm(Adopted):
         # A settled operation holds its plan, whose id is therefore nobody else's while the key is there.
         key = (rows.shape, rows.dtype, id(plan), self.mesh.collectives)
         settled = self.settled.found(key) if is_inference(rows, self.mesh) else None
-        y = self._normed(rows, key) if settled is None else settled(rows)
+        y = self._normed(rows, plan, key) if settled is None else settled(rows)
         return enter(y.view_as(y), led_to(self, passage, self._led_to))
 
     def _led_to(self, given: Passage) -> Passage:
         return replace(given, came_from=self.name)
 
-    def _normed(self, rows: Tensor, key: Hashable) -> Tensor:
+    def plan_now(self, plan: NormPlan, dtype: torch.dtype) -> NormPlan:
+        """Return a plan of this norm with the epsilon that the module has now."""
+        eps = vars(self).get(self.eps_name, plan.eps)
+        return plan if eps == plan.eps else with_eps(plan, eps, dtype)
+
+    def _normed(self, rows: Tensor, plan: NormPlan, key: Hashable) -> Tensor:
         """Return the rows normalised; what was found on the way is settled where they are rows of a decode step."""
-        plan, mesh = self.norm_plan, self.mesh
+        mesh = self.mesh
         gain, bias = self.own("weight", rows), self.own("bias", rows)
         y = norm(rows, gain, bias, plan, mesh, self.offset)
         if plan.parameter.steps or not is_inference(rows, mesh):

@@ -165,6 +165,7 @@ class HeadNorm(SplitNorm):
             return super().forward(x)
         spec = x.spec if isinstance(x, SplitTensor) else None
         x = leave(x) if isinstance(x, SplitTensor) else x
+        plan = self.plan_now(plan, x.dtype)
         gain, bias = self.own("weight", x), self.own("bias", x)
         y = norm(x.reshape(-1, local), gain, bias, plan, self.mesh, self.offset)
         y = self.core.shared_heads(y) if self.gathers else y
@@ -180,6 +181,7 @@ class HeadNorm(SplitNorm):
         plan = next((p for p in (self.of_heads, self.of_hidden) if p is not None and p.features == x.shape[-1]), None)
         if plan is None:
             raise LayoutError(f"parallelize: '{self.name}' is a norm of other features than {tuple(x.shape)} has")
+        plan = self.plan_now(plan, x.dtype)
         rows = shard_of(self.core, x, plan.layout)
         gain, bias = self.own("weight", rows), self.own("bias", rows)
         y = norm(rows, gain, bias, plan, self.mesh, self.offset)
@@ -232,7 +234,7 @@ def _place_norm(
     first = layer.of_heads if OF_QUERIES.search(own) or OF_KEYS.search(own) else layer.of_hidden
     plan = first or layer.of_heads or layer.of_hidden
     assert plan is not None
-    layer.norm_plan, layer.offset = plan, found.norm.offset
+    layer.norm_plan, layer.offset, layer.eps_name = plan, found.norm.offset, found.norm.eps_name
     for key in ("weight", "bias"):
         if key in layer._parameters:
             layer.placed(key, plan.parameter.source, (size,), (size,))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from types import NoneType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 from ndtp.errors import LayoutError
 from ndtp.models.fused_order import heads_in_order
+from ndtp.ops.norms import default_eps
 
 # Names of projections by their role in an attention module.
 Q = ("q_proj", "query", "q", "q_lin", "to_q", "wq", "query_proj", "q_attn")
@@ -269,14 +271,23 @@ def _mlp(modules: dict[str, nn.Module], name: str, hidden: int, taken: set[str])
     return None
 
 
+EPS = ("eps", "variance_epsilon")
 OTHER_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # in code that does not tell
 
 
 @dataclass(frozen=True)
 class NormRole:
+    """The formula of a norm over hidden states.
+
+    Attributes:
+        eps: what it adds to the variance, and `eps_name` the attribute where its code finds that; "" where none has it.
+        offset: of its gain.
+    """
+
     centred: bool
     eps: float
     offset: float
+    eps_name: str = ""
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -305,7 +316,9 @@ def norm_role(module: nn.Module, hidden: int) -> NormRole | str | None:
 
 
 def _tried_norm(module: nn.Module, hidden: int) -> NormRole | str:
-    eps = next((v for n in ("eps", "variance_epsilon") if isinstance(v := getattr(module, n, None), float)), 1e-6)
+    told = {name: vars(module)[name] for name in EPS if isinstance(vars(module).get(name, ""), (float, NoneType))}
+    eps_name, eps = next(iter(told.items()), ("", 1e-6))
+    eps = default_eps(torch.float64) if eps is None else eps
     with torch.no_grad():
         trial = copy.deepcopy(module).to_empty(device="cpu").double()
         generator = torch.Generator().manual_seed(0)
@@ -325,5 +338,5 @@ def _tried_norm(module: nn.Module, hidden: int) -> NormRole | str:
                 expected = F.rms_norm(x, (hidden,), gain, role.eps)
                 expected = expected if b is None else expected + b
             if y.shape == expected.shape and torch.allclose(y.double(), expected, rtol=1e-4, atol=1e-5):
-                return role
+                return replace(role, eps_name=eps_name if role.eps == eps else "")
     return "it is neither a layer norm nor an RMS norm of its features"

@@ -239,7 +239,7 @@ class Split(Placing):
             return
         plan = NormPlan(self.layouts.input, size, self.widths[size], role.centred, role.eps, name)
         layer: SplitNorm = adopt(module, SplitNorm, self.frame, name)
-        layer.norm_plan, layer.offset = plan, role.offset
+        layer.norm_plan, layer.offset, layer.eps_name = plan, role.offset, role.eps_name
         for key in ("weight", "bias"):
             if key in layer._parameters:
                 layer.placed(key, plan.parameter.source, (plan.width,), (size,))

@@ -17,7 +17,7 @@ from ndtp.nn.padding import padded_to
 from ndtp.nn.parameters import expressible, fill_from_dense
 from ndtp.nn.sharded import Sharded, memory_of, volume_of
 from ndtp.ops.memory import Memory
-from ndtp.ops.norms import NormPlan, norm
+from ndtp.ops.norms import NormPlan, default_eps, norm, with_eps
 from ndtp.runtime.process_grid import ProcessGrid
 
 Self = TypeVar("Self", bound="_Norm")
@@ -54,7 +54,7 @@ class _Norm(Sharded):
                 f"them\n  fix: pad=True, or a multiple of {splits}"
             )
         dtype = dtype or torch.get_default_dtype()
-        eps = torch.finfo(dtype).eps if eps is None else eps
+        eps = default_eps(dtype) if eps is None else eps
         self.features, self.eps, self.offset = features, eps, offset
         stored = expressible(layout.dims[-1], mesh)
         self.plan = NormPlan(layout, features, width, self.centred, eps, name, stored)
@@ -82,8 +82,9 @@ class _Norm(Sharded):
                 fill_from_dense(own, self.lies[name].layout, self.mesh, torch.full((self.features,), value))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        y = norm(rows, self.own("weight", x), self.own("bias", x), self.plan, self.mesh, self.offset)
+        rows, plan = x.flatten(0, -2), self.plan
+        plan = plan if self.eps == plan.eps else with_eps(plan, self.eps, x.dtype)  # which somebody has set since
+        y = norm(rows, self.own("weight", x), self.own("bias", x), plan, self.mesh, self.offset)
         return y.view(x.shape)
 
     def volume(self, tokens: int, dgrad: bool = True, dtype: torch.dtype | None = None) -> Volume:
@@ -193,7 +194,7 @@ class RMSNorm(_Norm):
     Arguments are those of `ndtp.nn.LayerNorm`, and
 
     Args:
-        eps: as for `nn.RMSNorm`: None is that of the dtype.
+        eps: as for `nn.RMSNorm`: None is that of the dtype, or of fp32 where that is wider.
         offset: is added to the weight before it multiplies: 1 in models whose weights are stored around zero.
     """
 

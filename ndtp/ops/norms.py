@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +75,17 @@ class NormPlan:
     def counts(self, rank: int) -> list[int]:
         """Return the numbers of features on the ranks along the axes that split them, in the order of `merge`."""
         return [self.real(peer) for peer in self.layout.grid.group(rank, self.merge.axes)]
+
+
+@lru_cache(maxsize=256)
+def with_eps(plan: NormPlan, eps: float | None, dtype: torch.dtype) -> NormPlan:
+    """Return the plan of a norm that adds another epsilon; None is that of `nn.RMSNorm` for rows of a dtype."""
+    return replace(plan, eps=default_eps(dtype) if eps is None else eps)
+
+
+def default_eps(dtype: torch.dtype) -> float:
+    """Return what `nn.RMSNorm` adds where it is given no epsilon: it computes in fp32 at least."""
+    return float(torch.finfo(torch.promote_types(dtype, torch.float32)).eps)
 
 
 def norm(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ndtp.nn.dropout import drop
 from ndtp.nn.losses import cross_entropy
 from ndtp.nn.padding import RowBlocks
-from ndtp.ops.norms import NormPlan, norm
+from ndtp.ops.norms import NormPlan, default_eps, norm
 from ndtp.split.copies import written
 from ndtp.split.elementwise import elementwise
 from ndtp.split.moving import brought
@@ -61,7 +61,7 @@ def layer_norm(
 @rule(F.rms_norm, torch.rms_norm)
 def rms_norm(func: Any, x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
     if isinstance(x, SplitTensor):
-        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        eps = default_eps(x.dtype) if eps is None else eps
     return _normed(x, normalized_shape, weight, None, eps or 0.0, False)
 
 

@@ -151,6 +151,14 @@ def gain_twice(kind, model):
     return trained(model)
 
 
+def other_epsilon(kind, model):
+    losses = trained(model)
+    for module in model.modules():
+        for name in {"eps", "variance_epsilon"} & vars(module).keys():
+            setattr(module, name, 0.5)
+    return torch.cat([losses, trained(model)])
+
+
 class Twice(nn.Module):
     def forward(self, weight):
         return weight * 2
@@ -303,6 +311,7 @@ OPERATIONS = {
     "`layer.bias = nn.Parameter(dense)`, where there was none": (given_bias, WORKS, WORKS),
     "`layer.weight = None`": (without_weight, REFUSED, REFUSED),
     "`register_parametrization` of a norm's weight": (gain_twice, WORKS, WORKS),
+    "`norm.eps = 0.5`": (other_epsilon, WORKS, WORKS),
     "`load_state_dict` of a dense one, `assign=True`": (loaded, WORKS, WORKS),
     "tying two layers": (tied, REFUSED, REFUSED),
     "`pickle` of the model": (pickled, REFUSED, REFUSED),

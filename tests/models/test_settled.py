@@ -54,10 +54,23 @@ def test_a_decode_step_repeats_itself():
         del layer._parameters["bias"]
         layer.bias = torch.linspace(0, 1, 48).double()
     torch.testing.assert_close(model(input_ids=ids).logits, dense(input_ids=ids).logits)
+    for each in (dense, model):
+        each.model.norm.variance_epsilon = 0.5
+    torch.testing.assert_close(model(input_ids=ids).logits, dense(input_ids=ids).logits)
     kept = model.model.norm.settled
     for key in range(MOST_SETTLED + 8):
         kept.add(key, next(iter(kept.values())))
     assert 0 < len(kept) <= MOST_SETTLED and not copy.deepcopy(kept)
+
+
+@torch.no_grad()
+def test_a_norm_of_all_heads_has_the_epsilon_that_its_module_has():
+    dense, model = build("Olmo2ForCausalLM", num_hidden_layers=1), build("Olmo2ForCausalLM", num_hidden_layers=1)
+    ndtp.parallelize(model, mesh_of(Grid(x=1)), scheme="1d")
+    ids = torch.arange(8).view(2, 4)
+    for each in (dense, model):
+        each.model.layers[0].self_attn.k_norm.variance_epsilon = 0.5
+    torch.testing.assert_close(model(input_ids=ids).logits, dense(input_ids=ids).logits)
 
 
 @torch.no_grad()

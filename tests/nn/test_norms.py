@@ -1,5 +1,7 @@
 """LayerNorm and RMSNorm on split features against torch's own: values, gradients, bytes, and hard numbers."""
 
+import copy
+
 import pytest
 import torch
 from module_case import EIGHT, FOUR, TWO, check_rows, close, randn, shard
@@ -102,6 +104,13 @@ def check_low_precision():
         parts = [shard(t, module.out_layout, mesh) for t in (expected, exact)]
         assert_close_to_dense(y, *parts)
         assert meter.volume == module.volume(TOKENS), meter.volume
+        for eps in (0.5, None) if kind == "RMSNorm" else (0.5,):  # as code may set it of either
+            dense.eps = module.eps = eps
+            given = x * 1e-2
+            exact = copy.deepcopy(dense).double()
+            exact.eps = eps or torch.finfo(torch.float32).eps  # in which torch computes
+            parts = [shard(t, module.out_layout, mesh) for t in (dense(given), exact(given.double()))]
+            assert_close_to_dense(module(shard(given, module.in_layout, mesh)), *parts)
 
 
 def test_hard_numbers(ranks):
