@@ -11,7 +11,7 @@ from typing import Any
 from ndtp.errors import LayoutError
 from ndtp.nn.parameters import put_in_place, put_on_grid
 from ndtp.nn.sharded import Lies
-from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.arrival import is_plain, stored_shape
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -28,13 +28,22 @@ def take_place(param: Any, lies: Lies, mesh: ProcessGrid, name: str) -> None:
             f"ndtp: '{name}' is {lies.real}, split over ranks, and got a parameter {tuple(param.shape)}\n"
             "  fix: a dense parameter of its shape; or change the model before parallelize"
         )
-    elif not is_plain(param) and param.placements != tuple(lies.layout.placements_on(mesh.mesh_axes)):
+    elif not is_plain(param) and (how := _how(param)) != (own := (*_placed(lies, mesh), lies.shape)):
         theirs = f"'{param.ndtp_name}'" if getattr(param, "ndtp_name", "") else "the other"
         raise LayoutError(
-            f"ndtp: '{name}' got a parameter that lies as {param.placements}, and its own lies as "
-            f"{tuple(lies.layout.placements_on(mesh.mesh_axes))}: the two layers use {theirs} otherwise\n"
+            f"ndtp: '{name}' got a parameter that lies as {how[:-1]} of {how[-1]} with padding, and its own lies as "
+            f"{own[:-1]} of {own[-1]}: the two layers use {theirs} otherwise\n"
             "  fix: tie the weights before parallelize, which then lets both layers have one"
         )
+
+
+def _placed(lies: Lies, mesh: ProcessGrid) -> tuple[Any, ...]:
+    return tuple(lies.layout.placements_on(mesh.mesh_axes))
+
+
+def _how(param: Any) -> tuple[Any, ...]:
+    """The placements of a parameter on the grid, and its shape with padding."""
+    return (*param.placements, tuple(stored_shape(param)))
 
 
 def lying(value: Any, lies: Lies, mesh: ProcessGrid, name: str) -> Any:
@@ -45,5 +54,5 @@ def lying(value: Any, lies: Lies, mesh: ProcessGrid, name: str) -> Any:
         if tuple(value.shape) != lies.real:
             raise LayoutError(f"ndtp: in the place of '{name}' {lies.real} is a tensor {tuple(value.shape)}")
         return put_in_place(value, lies.layout.placements_on(mesh.mesh_axes), mesh.device_mesh, lies.shape, name)
-    wanted = tuple(lies.layout.placements_on(mesh.mesh_axes))
+    wanted = _placed(lies, mesh)
     return value if value.placements == wanted else value.redistribute(placements=wanted)

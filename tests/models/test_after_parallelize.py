@@ -19,6 +19,7 @@ from torch.nn.utils import parametrizations, prune
 
 import ndtp
 from ndtp import Grid, LayoutError
+from ndtp.models.standing_in import take_place
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -360,6 +361,10 @@ def check_cells():
             if isinstance(found, str) or not torch.allclose(found.float(), expected.float(), rtol=1e-4, atol=1e-5):
                 wrong.append(f"{kind}, {name}: {found} instead of {expected}")
     assert not wrong, "\n".join(wrong)
+    head = layers("llama", ndtp.parallelize(build("llama"), mesh, scheme="1d"))[-1]
+    lies = head.lies["weight"]
+    with pytest.raises(LayoutError, match=r"with padding, .*\n  fix: tie the weights before parallelize"):
+        take_place(head.weight, lies._replace(shape=(lies.shape[0] + 1, lies.shape[1])), mesh, "head.weight")
     return said
 
 
