@@ -55,9 +55,9 @@ class Format:
         """Return whether a tensor of a shape travels in fewer bytes so than as it is, with `itemsize` bytes a number.
 
         Where there are scales, a vector (a bias, a gain, or the gradient of one) travels as it is: it has next to no
-        bytes, and what makes a good scale for a row makes none for it.
+        bytes, and what makes a good scale for a row makes none for it.  A tensor without elements has none.
         """
-        if self.is_scaled and len(shape) < 2:
+        if not prod(shape) or (self.is_scaled and len(shape) < 2):
             return False
         row = shape[-1:]
         return self.num_bytes(row) < itemsize * prod(row)

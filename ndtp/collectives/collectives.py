@@ -162,7 +162,7 @@ class Collectives:
             return self._route(step, op, phase, shape, dtype, part, blocks)
 
         codec = None
-        if self.wire is not None:
+        if self.wire is not None and step.kind not in POINT_TO_POINT:
             whole = (shape[1], shape[0] * shape[2]) if blocks and step.kind == "reduce_scatter" else shape
             kind = kind or (KINDS.get(op[1], "") if len(op) > 1 else "")
             codec = self.codec(part_of(self.groups.grid, step, whole)[0], dtype, kind)

@@ -83,6 +83,7 @@ def blocks(sizes, scheme, movers, wires):
                     (y * torch.linspace(1, 2, y.shape[-1])).sum().backward()
                     grads = [p.grad.to_local().clone() for p in block.parameters()]
                 assert meter.volume == block.volume(32), f"{wire}: the bytes that were told"
+                assert block(mine.detach()[:0]).shape == (0, y.shape[-1]), f"{wire}: a batch without rows"
                 results[chunks, mover] = ([y.detach(), mine.grad, *grads], meter.volume.total)
         assert len({moved for _, moved in results.values()}) == 1, f"{wire}: as many bytes in any chunks"
         (first, moved), *of_others = (results[1, mover] for mover in movers)
