@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.errors import LayoutError
 from ndtp.runtime.versions import version_of as version_of_plain
 from ndtp.split.moving import cut, moved, section_order
 from ndtp.split.spec import Spec
@@ -58,9 +59,32 @@ class Copy:
                 now = enter(leave(now).index_select(-1, order), now.spec)
             shard = leave(moved(now, spec.dims, spec.padded))
         with torch._C.DisableTorchFunctionSubclass():
-            base.copy_(shard)
+            is_repeated = _copied_into(base, shard, spec)
         written(base)
-        self.version = version_of(base)
+        if not is_repeated:  # else the views are brought up to date when they are read: other places changed, too
+            self.version = version_of(base)
+
+
+def _copied_into(base: Tensor, shard: Tensor, spec: Spec) -> bool:
+    """Copy a shard into a tensor.  Returns whether that has one place of memory for several entries, as `expand` makes
+    it: such a place gets the entry that has changed.
+
+    Raises:
+        LayoutError: other ranks have some of these entries.
+    """
+    places = enumerate(zip(base.shape, base.stride(), strict=True))
+    repeated = [d for d, (size, step) in places if size > 1 and not step]
+    if any(spec.dims[d] for d in repeated):
+        raise LayoutError(
+            f"parallelize: a write to a view of {spec}, which `expand` made and whose repeated entries ranks share\n"
+            "  fix: clone() before the write"
+        )
+    into = base
+    for dim in repeated:
+        differs = (shard != into) & ~(shard.isnan() & into.isnan())
+        shard, into = shard.gather(dim, differs.to(torch.uint8).argmax(dim, keepdim=True)), into.narrow(dim, 0, 1)
+    into.copy_(shard)
+    return bool(repeated)
 
 
 def version_of(x: SplitTensor) -> tuple[int, int]:

@@ -170,6 +170,11 @@ CASES = {
         lambda y: torch.neg_(input=y[..., :3]),
         lambda y: F.elu(y[0], 1.0, True),
     ),
+    "writes to what is expanded": lambda x: written(
+        x,
+        lambda y: y[:1].expand(4, 6, 8).diagonal(0, 0, 1).fill_(0.5),
+        lambda y: y[1:2].expand(4, 6, 8)[2, 1:3].mul_(3),
+    ),
     "all of a dim by its size": lambda x: x.narrow(0, 0, 4).narrow(-1, 0, 8),
     "divergence": lambda x: F.kl_div(x.log_softmax(-1), torch.full((4, 6, 8), 0.125), reduction="batchmean"),
     "axes as NumPy names them": lambda x: torch.linalg.vector_norm(x, axis=-1) + x.sum(axis=-1, keepdims=True)[..., 0],
