@@ -24,6 +24,7 @@ from ndtp.models.hidden import Hidden, enter, leave, split, whole
 from ndtp.models.made_classes import made_class
 from ndtp.models.settled import Settled, Settlements, uses_of
 from ndtp.models.standing_in import lying, take_place
+from ndtp.models.table_settings import refused_setting
 from ndtp.nn.padding import zero_padding
 from ndtp.nn.parameters import check_own, put_on_grid
 from ndtp.nn.parameters import taken as taken_from
@@ -203,6 +204,8 @@ class SplitEmbedding(Adopted, nn.Embedding):
     padded_dim: int
 
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        if self.max_norm or self.scale_grad_by_freq or self.sparse:
+            raise refused_setting(self)
         frame = self.frame
         lead, plan = tuple(ids.shape), self.lookup
         rows, across = frame.rows_of(lead)

@@ -28,6 +28,7 @@ from ndtp.models.roles import features, is_linear
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly
 from ndtp.models.saving import saved_whole
 from ndtp.models.split_layers import AsStored, ObservedEmbedding, ObservedLinear, SharedInput
+from ndtp.models.table_settings import setting_against
 from ndtp.nn.padding import row_multiple
 from ndtp.ops.lookup import LookupPlan
 from ndtp.runtime.process_grid import ProcessGrid
@@ -168,9 +169,11 @@ class AnyModel(Placing):
 
     def _table(self, name: str, module: nn.Embedding, tied: dict[int, str]) -> None:
         is_tied = id(module.weight) in tied and is_placed(module.weight)
-        is_odd = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-        if self.is_kept(name) or is_odd or (module.embedding_dim == 1 and not is_tied):
-            self.kept[name] = BY_PLAN if self.is_kept(name) else "it renormalises, or has one feature"
+        reason = BY_PLAN if self.is_kept(name) else setting_against(name, module, id(module.weight) in tied)
+        if reason is None and module.embedding_dim == 1 and not is_tied:
+            reason = "it has one feature"
+        if reason is not None:
+            self.kept[name] = reason
             return
         if type(module) is not nn.Embedding and reads(module, "weight"):
             return  # a class of its own looks rows up in another way

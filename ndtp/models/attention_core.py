@@ -6,7 +6,6 @@ caches and attention kernels are the model's own, and know of no grid.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from ndtp.models.cut_sequences import as_rows, context_of, in_sequences, of_toke
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.fused_order import in_order
 from ndtp.models.hidden import Hidden, enter, hidden_in, split
+from ndtp.models.local_heads import ConfigOfRank, take_heads
 from ndtp.models.looked_at import is_looked_at, made_alike, shard_of, standing_for, with_whole_sizes
 from ndtp.models.placeholder import Placeholder, placeholder
 from ndtp.models.projections import Group, Projection, products
@@ -40,10 +40,6 @@ from ndtp.split.tensor import leave as bare
 HIDDEN = ("hidden_states", "key_value_states", "encoder_hidden_states")
 PASSED = ("residual",)  # what is added to the result, which are hidden states again
 BIASES = ("alibi", "position_bias")  # of scores: [batch heads or heads, .., ..]
-# Numbers of an attention module that become those of one rank.
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-FEATURES = ("all_head_size", "embed_dim", "hidden_size", "inner_dim", "split_size")
 
 
 @dataclass(eq=False)
@@ -61,6 +57,7 @@ class Core:
         dense: what of the module's attributes became numbers of one rank, as it was.
         is_whole: whether its code runs on tensors with the sizes of the whole, see `ndtp.models.looked_at`.
         layer: the number of the module's layer in caches.
+        config: that of the module, if it has one.
     """
 
     frame: Frame
@@ -77,6 +74,7 @@ class Core:
     dense: Mapping[str, Any] = field(default_factory=dict)
     is_whole = OfTurn(bool)
     layer: int | None = None
+    config: ConfigOfRank | None = None
     given = OfTurn()
     groups = OfTurn(dict)
 
@@ -106,6 +104,8 @@ class Core:
             forward: takes the module, or one that stands for it.
             names: of the other arguments.
         """
+        if self.config is not None and self.config.now != self.config.seen:
+            self.config.follow()
         before, self.is_whole = self.is_whole, is_looked_at(module)
         try:
             if not self.is_whole:
@@ -365,31 +365,8 @@ def place_core(module: nn.Module, core: Core) -> None:
     for member in (*core.inputs.values(), *([core.output] if core.output is not None else [])):
         member.core = core
     before = dict(vars(module))
-    take_heads(module, core, core.local_heads, len(core.kv_per_rank))
+    core.config = take_heads(module, core, core.local_heads, len(core.kv_per_rank))
     core.dense = {name: value for name, value in before.items() if vars(module).get(name) is not value}
-
-
-def take_heads(module: nn.Module, whole: Any, heads: int, kv_heads: int) -> None:
-    """Let a module's code count so many heads.
-
-    Args:
-        whole: has the numbers of all `heads` and `kv_heads`, and `head_dim`.
-    """
-    features = whole.heads * whole.head_dim
-    config = getattr(module, "config", None)
-    if config is not None:
-        # Its own: some compute sizes of heads from it.
-        config = module.config = copy.copy(config)  # type: ignore[assignment]
-    for owner in (module, config):
-        for names, before, now in ((HEADS, whole.heads, heads), (KV_HEADS, whole.kv_heads, kv_heads)):
-            for name in names:
-                if owner is not None and getattr(owner, name, None) == before:
-                    setattr(owner, name, now)
-    for name in FEATURES:
-        if getattr(module, name, None) == features:
-            setattr(module, name, heads * whole.head_dim)
-    if hasattr(module, "num_key_value_groups"):
-        module.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]
 
 
 def _as(kind: type, parts: tuple[Any, ...]) -> Any:

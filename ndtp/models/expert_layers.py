@@ -90,14 +90,19 @@ class SplitExperts(Adopted, Experts):
         layouts: of the hidden states, in and out.
         width: their features with padding.
         last: leading dims of the last forward's tokens.
+        named: the function of which `activation` is the name, in a tuple, where it is no part of the module.
     """
 
     layouts: BlockLayouts
     width: int
     last: tuple[int, ...]
+    named: tuple[Any]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
-        if parts_have_hooks(self):  # which this forward does not call
+        function = self._modules.get("act_fn", vars(self).get("act_fn"))
+        if function is not self.named[0]:
+            self.named, self.activation = (function,), named_activation(function) or ""
+        if not self.activation or parts_have_hooks(self):  # hooks, which this forward does not call
             return self._as_dense(hidden_states, top_k_index, top_k_weights)
         lies, tokens, mesh, frame = self.layouts.input, self.plan.tokens, self.mesh, self.frame
         x = hidden_states
@@ -164,6 +169,7 @@ def place_experts(
     layer.layouts, layer.plan, layer.width, layer.chunks = layouts, plan, width, 1
     layer.hidden, layer.inner, layer.count = width, inner, role.count
     layer.activation, layer.is_gated, layer.up_name = role.activation, True, UP
+    layer.named = (getattr(module, "act_fn", None),)
     layer.expected, layer.last_counts, layer.last = ((), 0), [], ()
     _in_two(layer._parameters[UP], role.inner)
     stored = Layout(plan.grid, plan.up.b.dims[0], None, *plan.up.b.dims[1:])

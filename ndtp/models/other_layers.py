@@ -19,6 +19,7 @@ from ndtp.models.adopted import Adopted
 from ndtp.models.named_plan import BY_PLAN
 from ndtp.models.projections import place_projection
 from ndtp.models.roles import features, is_linear, is_wrapper
+from ndtp.models.table_settings import setting_against
 from ndtp.ops.lookup import LookupPlan
 
 if TYPE_CHECKING:
@@ -67,8 +68,9 @@ def _linear(split: Placing, name: str, module: nn.Module, parent: nn.Module) -> 
 
 
 def _table(split: Placing, name: str, module: nn.Embedding, parent: Any) -> None:
-    if split.is_kept(name):
-        split.kept[name] = BY_PLAN
+    reason = BY_PLAN if split.is_kept(name) else setting_against(name, module, False)
+    if reason is not None:
+        split.kept[name] = reason
         return
     for reader in (module, parent):
         if type(reader) is not nn.Embedding and reads(reader, "weight"):

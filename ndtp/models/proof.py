@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
-from ndtp.models.attention_core import BIASES, HIDDEN, PASSED, is_batched, kv_heads_of, take_heads
+from ndtp.models.attention_core import BIASES, HIDDEN, PASSED, is_batched, kv_heads_of
 from ndtp.models.between import DROPOUTS, FACTS, SIZES
 from ndtp.models.fused_order import heads_in_order
+from ndtp.models.local_heads import take_heads
 from ndtp.models.of_heads import Beside, beside
 from ndtp.models.placeholder import Placeholder
 from ndtp.models.rehearsal import SeenCall, bare, seeded, with_tensors

@@ -15,6 +15,7 @@ from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted
 from ndtp.models.projections import Projection, mode_of, products
+from ndtp.models.table_settings import refused_setting
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
 from ndtp.runtime.of_turn import OfTurn
@@ -260,6 +261,8 @@ class ObservedEmbedding(ReadAsSplit, nn.Embedding):
     width: int
 
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        if self.max_norm or self.scale_grad_by_freq or self.sparse:
+            raise refused_setting(self)
         with self.at_work():
             return self.found(ids.gathered() if isinstance(ids, SplitTensor) else ids)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ndtp.models.attention_core import FEATURES, HEADS, KV_HEADS
+from ndtp.models.local_heads import FEATURES, HEADS, KV_HEADS
 
 SIZES = {*HEADS, *KV_HEADS, *FEATURES, "head_dim", "attention_head_size", "num_key_value_groups", "layer_idx"}
 SCORES, DRAWN = 2**23, 2**29  # numbers that the scores of a trial, and the results of all products, may have

@@ -44,6 +44,7 @@ from ndtp.models.roles import (
 from ndtp.models.router_loss import whole_router_loss
 from ndtp.models.run_eagerly import run_eagerly
 from ndtp.models.saving import saved_whole
+from ndtp.models.table_settings import setting_against
 from ndtp.ops.lookup import LookupPlan
 from ndtp.ops.norms import NormPlan
 from ndtp.runtime.process_grid import ProcessGrid
@@ -256,9 +257,12 @@ class Split(Placing):
         if not is_linear(head) or features(head)[0] not in self.widths:
             head = None
         by_plan = [names[id(m)] for m in (head, *shared) if m is not None and self.is_kept(names[id(m)])]
-        if by_plan:  # a table and a head that share a weight stay whole together
-            self.kept |= dict.fromkeys(by_plan, BY_PLAN)
-            kept = {id(modules[name].weight) for name in by_plan}
+        of_head = None if head is None else head.weight
+        odd = {names[id(m)]: setting_against(names[id(m)], m, m.weight is of_head) for m in shared}
+        alone = {name: reason for name, reason in odd.items() if reason} | dict.fromkeys(by_plan, BY_PLAN)
+        if alone:  # a table and a head that share a weight stay whole together
+            self.kept |= alone
+            kept = {id(modules[name].weight) for name in alone}
             head = None if head is not None and id(head.weight) in kept else head
             shared = [m for m in shared if id(m.weight) not in kept]
         is_tied = head is not None and any(table.weight is head.weight for table in shared)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from products import mesh_of
 from small_models import IDS, build, called, layers
 from torch import nn
@@ -24,8 +25,9 @@ from ndtp.models.standing_in import take_place
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 import peft
+import transformers
 import transformers.modeling_layers
-import transformers.modeling_utils  # noqa: F401  # so that ranks are forked with it
+import transformers.modeling_utils  # so that ranks are forked with it
 
 WIDE = {"nano": "down", "llama": "model.layers.0.mlp.down_proj"}
 WORKS, REFUSED, NONE = "works", "refused", "has none"
@@ -146,9 +148,9 @@ def without_weight(kind, model):
     raise error.value
 
 
-def gain_twice(kind, model):
+def bounded_gain(kind, model):
     norm = model.get_submodule({"nano": "ln", "llama": "model.norm"}[kind])
-    nn.utils.parametrize.register_parametrization(norm, "weight", Twice())
+    nn.utils.parametrize.register_parametrization(norm, "weight", nn.Softsign())
     return trained(model)
 
 
@@ -160,9 +162,22 @@ def other_epsilon(kind, model):
     return torch.cat([losses, trained(model)])
 
 
-class Twice(nn.Module):
-    def forward(self, weight):
-        return weight * 2
+def renormalised(kind, model):
+    layers(kind, model)[1].max_norm = 1.0
+    return trained(model)
+
+
+def attended_otherwise(kind, model):
+    """By a function of one's own, which the model's config names."""
+
+    def attend(module, query, key, value, mask, **options):
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        return F.scaled_dot_product_attention(query, key, value, scale=3.0, is_causal=True).transpose(1, 2), None
+
+    transformers.AttentionInterface.register("of_this_test", attend)
+    losses = trained(model)
+    model.set_attn_implementation("of_this_test")
+    return torch.cat([losses, trained(model)])
 
 
 def loaded(kind, model):
@@ -311,8 +326,10 @@ OPERATIONS = {
     "`layer.weight = nn.Parameter(dense)`": (given_parameter, WORKS, WORKS),
     "`layer.bias = nn.Parameter(dense)`, where there was none": (given_bias, WORKS, WORKS),
     "`layer.weight = None`": (without_weight, REFUSED, REFUSED),
-    "`register_parametrization` of a norm's weight": (gain_twice, WORKS, WORKS),
+    "`register_parametrization` of a norm's weight": (bounded_gain, WORKS, WORKS),
     "`norm.eps = 0.5`": (other_epsilon, WORKS, WORKS),
+    "`embedding.max_norm = 1.0`": (renormalised, REFUSED, REFUSED),
+    "`model.set_attn_implementation`": (attended_otherwise, WORKS, NONE),
     "`load_state_dict` of a dense one, `assign=True`": (loaded, WORKS, WORKS),
     "tying two layers": (tied, REFUSED, REFUSED),
     "`pickle` of the model": (pickled, REFUSED, REFUSED),

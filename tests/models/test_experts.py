@@ -184,6 +184,11 @@ def check_files(folder):
     ndtp.checkpoint.load(model, None, f"{folder}/run")
     moved = gathered_state(model, mesh_of(Grid(e=2)), True)
     assert all(torch.equal(moved[name], value) for name, value in state.items())
+    ids = torch.arange(12).view(2, 6)
+    for function in (torch.nn.GELU(), torch.nn.Softsign()):  # one that a program knows, and one that none knows
+        for each in (dense, model):
+            each.model.layers[0].mlp.experts.act_fn = function
+        torch.testing.assert_close(model(ids).logits * 1.0, dense(ids).logits)
     clipped = build("Mixtral")
     clipped.model.layers[0].mlp.experts.has_post_expert_norm = True
     kept = ndtp.parallelize(clipped, mesh_of(Grid(e=2))).ndtp_report.kept

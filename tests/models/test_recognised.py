@@ -25,3 +25,17 @@ def test_nearly_all_is_split_in_either_way(name, sizes, is_observed):
     total, split, _ = model.ndtp_report.parameters
     assert split / total > 0.95, str(model.ndtp_report)
     assert isinstance(model.ndtp_report.split, AnyModel) == is_observed
+
+
+def test_settings_of_a_table_that_a_split_one_does_not_have():
+    """It stays whole, and is refused where each look-up would change the weight of the head."""
+    config = transformers.LlamaConfig(**TINY, **HEADS)
+    with fake_group(2):
+        mesh = ndtp.ProcessGrid(Grid(x=2), device_type="cpu")
+        model, tied = (transformers.LlamaForCausalLM(config) for _ in range(2))
+        model.model.embed_tokens.scale_grad_by_freq, tied.model.embed_tokens.max_norm = True, 1.0
+        tied.lm_head.weight = tied.model.embed_tokens.weight
+        kept = ndtp.parallelize(model, mesh, scheme="1d").ndtp_report.kept
+        with pytest.raises(ndtp.LayoutError, match="a weight that it shares with another layer"):
+            ndtp.parallelize(tied, mesh, scheme="1d")
+    assert kept["model.embed_tokens"] == "it has scale_grad_by_freq=True"

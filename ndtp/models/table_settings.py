@@ -1,0 +1,31 @@
+"""Settings of an `nn.Embedding` that a table split over ranks does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ndtp.errors import LayoutError
+
+
+def setting_against(name: str, table: Any, is_shared: bool) -> str | None:
+    """Return the reason why an embedding stays whole, if one of its settings is one.
+
+    Raises:
+        LayoutError: each look-up changes rows of a table whose weight another layer has as well.
+    """
+    if table.max_norm and is_shared:
+        raise LayoutError(
+            f"parallelize: '{name}' has max_norm={table.max_norm}, by which each look-up changes rows of a weight that "
+            "it shares with another layer\n  fix: max_norm=None, or a weight of its own"
+        )
+    odd = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(table, key)]
+    return f"it has {odd[0]}={getattr(table, odd[0])}" if odd else None
+
+
+def refused_setting(table: Any) -> LayoutError:
+    """The error of a table on the grid that was given such a setting since."""
+    reason = setting_against(table.name, table, False)
+    return LayoutError(
+        f"Embedding '{table.name}': {reason}, which a table that is split over ranks does not have\n"
+        "  fix: set it before parallelize, which leaves the table whole then"
+    )
