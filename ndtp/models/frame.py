@@ -48,6 +48,7 @@ class Frame:
         attention: as of `ndtp.split.spec.Context`.
         summed: the axes over which the code that runs has its gradients summed already: that of split tensors.
         trials: dtypes of what functions give of activations that are still to be computed, by their formulas.
+        writes: as of `ndtp.split.spec.Context`.
         ranges: the rows of a rank, by a layout's identity (the layout stands beside them) and the number of rows.
     """
 
@@ -64,6 +65,7 @@ class Frame:
     activations: dict[Any, Any] = field(default_factory=dict)
     losses: dict[Any, Any] = field(default_factory=dict)
     trials: dict[Any, Any] = field(default_factory=dict)
+    writes: dict[int, int] = field(default_factory=dict)
     ranges: dict[tuple[int, int], tuple[Layout, range]] = field(default_factory=dict)
     running = OfTurn(list)
     has_labels = OfTurn(bool)

@@ -28,10 +28,11 @@ from ndtp.nn.padding import RowBlocks
 from ndtp.ops.products import relayout
 from ndtp.ops.reductions import used_over
 from ndtp.runtime.arrival import is_plain, plain_of
-from ndtp.split.copies import share_memory
+from ndtp.split.copies import Tie, share_memory, version_of, written
 from ndtp.split.gathered_operands import GatheredOperands
 from ndtp.split.spec import ShardForm
-from ndtp.split.tensor import SplitTensor, answer, in_torchs_words
+from ndtp.split.tensor import Linked, SplitTensor, answer, in_torchs_words
+from ndtp.split.whole_views import WholeView, entered
 
 OWN = FACTS | {
     Tensor.is_contiguous,
@@ -47,11 +48,19 @@ CHANGING = {func for func in KNOWN if writes(func)}
 PARTS = {Tensor.chunk, torch.chunk, Tensor.split, torch.split}
 
 
-class Hidden(Tensor):
-    """A shard of an activation; its sizes are those of the whole."""
+class Hidden(Linked):
+    """A shard of an activation; its sizes are those of the whole.
+
+    Attributes:
+        strides: those of the dense activation, which tell which reshapes are views of it; None where it is contiguous.
+    """
 
     passage: Passage
-    link: Any = None
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def writes(self) -> dict[int, int]:
+        return self.passage.frame.writes
 
     def now(self) -> Hidden:
         """Itself; of one that is still to be computed, what it is."""
@@ -68,6 +77,8 @@ class Hidden(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = in_torchs_words(func, kwargs)
+        if WholeView in types:
+            return NotImplemented  # it calls the function again with a plain tensor
         if func in GRADIENTS:
             return GRADIENTS[func](func, *args, **kwargs)
         if func in OWN:
@@ -76,7 +87,7 @@ class Hidden(Tensor):
         if func in SIZES and args:
             shape = torch.Size(args[0].passage.shape)
             return shape if func is SHAPE else func(torch.empty(shape, device="meta"), *args[1:], **kwargs)
-        if kwargs and kwargs.get("out") is not None:  # what acts on shards gives new tensors
+        if "out" in kwargs and kwargs["out"] is not None:  # what acts on shards gives new tensors
             return _on_whole(func, args, kwargs)
         if func in FORMS:
             result = answer(FORMS[func], args, kwargs)
@@ -99,9 +110,28 @@ def enter(shard: Tensor, passage: Passage) -> Hidden:
     return shard  # type: ignore[return-value]
 
 
+def alias(shard: Tensor, passage: Passage, of: Hidden, strides: tuple[int, ...] | None = None) -> Hidden:
+    """A view of the memory of an activation; what that stands for, it stands for."""
+    made = enter(shard, passage)
+    if of.link is not None:
+        made.link = of.link
+    if strides is not None:
+        made.strides = strides
+    return made
+
+
+def like(x: Hidden) -> Tensor:
+    """A tensor without memory that has the sizes and strides of the dense activation."""
+    if x.strides is None:
+        return torch.empty(x.passage.shape, device="meta")
+    return torch.empty_strided(x.passage.shape, x.strides, device="meta")
+
+
 def leave(x: Tensor) -> Tensor:
     """The shard, as a plain tensor."""
     x = x.now() if type(x) is not Hidden and isinstance(x, Hidden) else x
+    if type(x) is Hidden and x.link is not None:
+        x.link.fresh()
     with torch._C.DisableTorchFunctionSubclass():
         return x.view_as(x)
 
@@ -156,7 +186,9 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     mine = [x for x in operands if isinstance(x, Hidden)]
     if is_in_backward() and len(mine) < sum(isinstance(x, Tensor) for x in operands):
         return _beside_gradients(func, args, kwargs, mine)
-    target = max(mine, key=lambda x: (math.prod(x.passage.lead), x.passage.layout.num_splits(0))).passage
+    into = args[0] if writes(func) else None
+    order = lambda x: (math.prod(x.passage.lead), x.passage.layout.num_splits(0))  # noqa: E731
+    target = (max(mine, key=order) if into is None else into).passage
     if any(not broadcasts(x.shape, target.shape) for x in operands if isinstance(x, Tensor)):
         return NotImplemented
     if any(x.passage != target and not is_brought(x.passage, target) for x in mine):
@@ -170,11 +202,20 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         for shard, operand in zip(shards, args, strict=True):
             if result is shard:  # in place, or nothing to do
                 if isinstance(operand, Hidden):
-                    return operand
+                    if into is not None or is_in_place(args, kwargs):
+                        written(operand)
+                    is_copy = func is Tensor.contiguous and operand.strides is not None
+                    return enter(shard.clone(), target) if is_copy else operand
                 return NotImplemented
     if not isinstance(result, Tensor) or result.shape != leave(mine[0]).shape:
         return NotImplemented
-    return enter(result, target)
+    is_view = mine[0].link is not None and share_memory(result, mine[0])
+    return alias(result, target, mine[0], mine[0].strides) if is_view else enter(result, target)
+
+
+def is_in_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call is one of `F.relu(x, inplace=True)` or `F.relu(x, True)`."""
+    return kwargs.get("inplace") is True or args[-1] is True
 
 
 def _lying_alike(operands: Sequence[Any]) -> Passage | None:
@@ -182,6 +223,8 @@ def _lying_alike(operands: Sequence[Any]) -> Passage | None:
     passage = None
     for x in operands:
         if type(x) is Hidden:
+            if x.link is not None:
+                return None
             if passage is None:
                 passage = x.passage
             elif not passage.is_like(x.passage):
@@ -201,6 +244,8 @@ def _on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], passag
         like = None
         for shard, operand in zip(shards, args, strict=True):
             if result is shard:  # in place, or nothing to do
+                if is_in_place(args, kwargs):
+                    written(operand)
                 return operand
             like = shard if like is None and isinstance(shard, Tensor) else like
         if like is None or not isinstance(result, Tensor) or result.shape != like.shape:
@@ -274,6 +319,7 @@ def _dropout(func: Any, x: Hidden, p: float = 0.5, *args: Any, **kwargs: Any) ->
     if inplace or func is torch.dropout_:
         with torch._C.DisableTorchFunctionSubclass():
             x.copy_(dropped)
+        written(x)
         return x
     return enter(dropped, passage)
 
@@ -283,13 +329,43 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     name = str(getattr(func, "__name__", func)).strip("_")
     for x in hidden_in((*args, *kwargs.values())):
         x.passage.frame.note(name, x.passage)
-    return GatheredOperands(Hidden, whole, _bring_back, lambda result, *_: result).run(func, args, kwargs)
+    return GatheredOperands(Hidden, _as_dense, _bring_back, _view).run(func, args, kwargs)
+
+
+def _as_dense(x: Hidden) -> Tensor:
+    """The whole of an activation, which lies in memory as the dense one does."""
+    made = whole(x)
+    if x.strides is None:
+        return made
+    return torch.empty_strided(made.shape, x.strides, dtype=made.dtype, device=made.device).copy_(made)
 
 
 def _bring_back(x: Hidden, made: Tensor) -> None:
     if not share_memory(made, x):
+        shard = _cut(made, x.passage)
         with torch._C.DisableTorchFunctionSubclass():
-            x.copy_(_cut(made, x.passage))
+            leave(x).copy_(shard)
+    written(x)
+
+
+def _view(result: Tensor, made: Tensor, x: Hidden) -> Tensor:
+    """A view of a gathered activation as one of the activation itself."""
+    if share_memory(made, x):
+        return result if x.link is None else entered(result, x.link)
+    return entered(result, _Gathered(x, made, version_of(x)))
+
+
+class _Gathered(Tie):
+    """The link of a whole activation."""
+
+    def again(self) -> Tensor:
+        return whole(self.base)
+
+    def bring_back(self) -> bool:
+        shard = _cut(self.gathered, self.base.passage)
+        with torch._C.DisableTorchFunctionSubclass():
+            leave(self.base).copy_(shard)
+        return False
 
 
 def hidden_in(x: Any) -> list[Hidden]:

@@ -12,22 +12,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.algebra.layout import Layout
-from ndtp.models.hidden import FORMS, PARTS, RESHAPES, Hidden, brought, enter, leave
-from ndtp.models.rows import are_all, picked_rows
+from ndtp.models.frame import Passage
+from ndtp.models.hidden import FORMS, PARTS, RESHAPES, Hidden, alias, brought, enter, leave, like
+from ndtp.models.hidden_views import Expanded, Feature, PartOfFeatures, PickedRows, rows_picked, standing_for
+from ndtp.models.rows import are_all, is_view, picked_rows
 from ndtp.models.scores import scores
 from ndtp.models.sequences import expanded, joined
 from ndtp.nn.losses import cross_entropy
 from ndtp.ops.products import relayout
+from ndtp.split.copies import share_memory, version_of
+from ndtp.split.gathered_operands import counted
+from ndtp.split.whole_views import entered
 
 
 def _reshape(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Reshape leading dims, where rows stay on their ranks."""
     if not isinstance(x, Hidden):
         return NotImplemented
-    shape = tuple(func(torch.empty(x.passage.shape, device="meta"), *args, **kwargs).shape)
+    dense = like(x)
+    made = func(dense, *args, **kwargs)
+    shape = tuple(made.shape)
     if not shape or shape[-1] != x.passage.features or len(shape) < 2:
         return NotImplemented
-    return enter(leave(x), replace(x.passage, lead=shape[:-1]))
+    passage = replace(x.passage, lead=shape[:-1])
+    if x.strides is None:
+        return alias(leave(x), passage, x)
+    if not share_memory(made, dense):
+        return enter(leave(x).clone(), passage)
+    return alias(leave(x), passage, x, made.stride())
 
 
 def _parts(func: Any, x: Tensor, size: Any, dim: int = 0) -> Any:
@@ -40,7 +52,14 @@ def _parts(func: Any, x: Tensor, size: Any, dim: int = 0) -> Any:
     if [tuple(part.shape) for part in whole] != [(*passage.lead, each)] * count:
         return NotImplemented
     part = replace(passage, features=each, width=passage.width // count, sections=1)
-    return tuple(enter(shard.contiguous(), part) for shard in leave(x).chunk(count, dim=1))
+    strides = whole[0].stride()
+    return tuple(_part(x, shard, part, strides, i) for i, shard in enumerate(leave(x).chunk(count, dim=1)))
+
+
+def _part(x: Hidden, shard: Tensor, part: Passage, strides: tuple[int, ...], place: int) -> Hidden:
+    if shard.is_contiguous():
+        return alias(shard, part, x, strides)
+    return standing_for(PartOfFeatures(x, shard.contiguous(), version_of(x), place), part, strides)
 
 
 def _picked(x: Tensor, key: Any) -> Any:
@@ -52,27 +71,34 @@ def _picked(x: Tensor, key: Any) -> Any:
     if ids is None:
         return _feature(x, key)
     if are_all(ids, passage):
-        return enter(leave(x), passage)
+        return alias(leave(x), passage, x, x.strides)
     lead = tuple(ids.shape)
     rows, across = frame.rows_of(lead)
     target = replace(passage, lead=lead, rows=rows, across=across)
-    here = passage.rows_here
-    local = target.laid(passage.row_of(ids.flatten()), value=-1).to(leave(x).device) - here.start
-    mine = (local >= 0) & (local < len(here))
-    if len(here):
-        found = leave(x)[local.clamp(0, len(here) - 1)]
-    else:
-        found = leave(x).new_zeros(rows, leave(x).shape[1])
-    found = torch.where(mine[:, None], found, 0)
-    held = Layout(frame.mesh.grid, frame.outside.dims[0], passage.layout.dims[1])
-    inner = passage.layout.dims[0][len(frame.outside.dims[0]) :]
-    shard = relayout(found, held, passage.layout, frame.mesh, f"{passage.came_from} rows", partial=inner)
-    return enter(shard.view_as(shard), target)
+    shard = rows_picked(leave(x), ids, passage, target)
+    if not is_view(key):
+        return enter(shard.view_as(shard), target)
+    strides = None if ids.is_contiguous() and x.strides is None else like(x)[key].stride()
+    return standing_for(PickedRows(x, shard, version_of(x), ids, target), target, strides)
+
+
+def _set_item(x: Tensor, key: Any, value: Any) -> Any:
+    """`x[:, 0] += 1`: what is written to the rows that were picked has come to x, and is not to be put there again."""
+    link = value.link if isinstance(value, Hidden) else None
+    if not isinstance(x, Hidden) or not isinstance(link, PickedRows) or link.base is not x:
+        return NotImplemented
+    ids = picked_rows(x.passage, key)
+    is_same = ids is not None and ids.shape == link.ids.shape and torch.equal(ids, link.ids)
+    return None if is_same else NotImplemented
 
 
 def _expanded(x: Tensor, *sizes: Any) -> Any:
-    found = expanded(leave(x), x.passage, *sizes) if isinstance(x, Hidden) else None
-    return NotImplemented if found is None else enter(*found)
+    if not isinstance(x, Hidden) or (found := expanded(leave(x), x.passage, *sizes)) is None:
+        return NotImplemented
+    shard, passage = found
+    if passage == x.passage:
+        return alias(leave(x), passage, x, x.strides)
+    return standing_for(Expanded(x, shard, version_of(x), sizes), passage)  # type: ignore[arg-type]
 
 
 def _joined(parts: Sequence[Tensor], dim: int = 0) -> Any:
@@ -93,7 +119,9 @@ def _feature(x: Hidden, key: Any) -> Any:
     mine = leave(x)[:, at : at + 1] if 0 <= at < count else leave(x)[:, :1] * 0
     held = Layout(mesh.grid, passage.layout.dims[0], None)
     column = relayout(mine, held, outside, mesh, f"{passage.came_from} feature", partial=mesh.grid.nontrivial(axes))
-    return passage.in_order(column)[:, 0].reshape(passage.lead)
+    made = passage.in_order(column)[:, 0].reshape(passage.lead)
+    made = counted(torch.stack([made, made], -1))[..., 0]  # not contiguous, as the dense one
+    return entered(made.view_as(made), Feature(x, made, version_of(x), key))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -149,6 +177,7 @@ OWN: dict[Any, Any] = {
     **{func: lambda *a, _f=func, **k: _reshape(_f, *a, **k) for func in RESHAPES},
     **{func: partial(_parts, func) for func in PARTS},
     Tensor.__getitem__: _picked,
+    Tensor.__setitem__: _set_item,
     Tensor.expand: _expanded,
     torch.cat: _joined,
     F.cross_entropy: _cross_entropy,

@@ -25,6 +25,7 @@ from ndtp.models.kept_logits import KeptWeights
 from ndtp.models.rows import picked_rows
 from ndtp.runtime.versions import version_of
 from ndtp.split.tensor import in_torchs_words
+from ndtp.split.whole_views import WholeView
 
 if TYPE_CHECKING:
     from ndtp.models.frame import Passage
@@ -146,6 +147,8 @@ class Pending(Hidden):
         kwargs = in_torchs_words(func, kwargs)
         if func in STATIC:
             return super().__torch_function__(func, types, args, kwargs)
+        if WholeView in types:
+            return NotImplemented  # it calls the function again with a plain tensor
         result = _noted(func, args, kwargs)
         return func(*_now(args), **_now(kwargs)) if result is NotImplemented else result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -45,6 +46,16 @@ def are_all(ids: Tensor, passage: Passage) -> bool:
     """Return whether rows that are picked are all rows, in order: the host's own arithmetic, which no device sees."""
     with _disable_current_modes():
         return ids.shape == passage.lead and torch.equal(ids.flatten(), torch.arange(ids.numel()))
+
+
+def is_view(key: Any) -> bool:
+    """Return whether torch's `x[key]` is a view: a key of numbers and slices alone."""
+    keys = key if isinstance(key, tuple) else (key,)
+    return all(
+        k is None or k is Ellipsis or isinstance(k, slice) or (isinstance(k, Integral) and not isinstance(k, bool))
+        or (isinstance(k, Tensor) and not k.dim() and k.dtype != torch.bool)
+        for k in keys
+    )  # fmt: skip
 
 
 def picked_rows(passage: Passage, key: Any) -> Tensor | None:

@@ -18,6 +18,7 @@ from ndtp.models.hidden import Hidden
 from ndtp.models.made_classes import made_class
 from ndtp.models.pending import Pending
 from ndtp.runtime.eagerly import backwards_as_they_are
+from ndtp.split.whole_views import WholeView
 
 WHY = (
     "ndtp: a model that was parallelized as a whole runs eagerly: its hidden states have the sizes of the whole and "
@@ -33,7 +34,7 @@ def run_eagerly(model: nn.Module) -> None:
     """
     backwards_as_they_are()
     known = in_place("torch._dynamo.config.nontraceable_tensor_subclasses")
-    known.update((Hidden, Pending))  # where one is an argument
+    known.update((Hidden, Pending, WholeView))  # where one is an argument
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     layers = [layer for stack in stacks for layer in stack if any(isinstance(m, Adopted) for m in layer.modules())]
     for module in {id(each): each for each in (model, *layers)}.values():

@@ -15,18 +15,20 @@ from ndtp.errors import LayoutError
 from ndtp.runtime.versions import version_of as version_of_plain
 from ndtp.split.moving import cut, moved, section_order
 from ndtp.split.spec import Spec
-from ndtp.split.tensor import GATHERED, TABLE, SplitTensor, enter, leave, split_in
+from ndtp.split.tensor import GATHERED, TABLE, Linked, SplitTensor, enter, leave, split_in
 
 
 @dataclass(eq=False)
-class Copy:
-    """A tensor with dims gathered, of which views were handed out in the place of views of `base`.
+class Tie:
+    """The tie between a tensor and what was gathered of it, of which views were handed out in the place of its own.
+
+    A write to either is brought to the other.
 
     Attributes:
         version: that of `base` which `gathered` shows.
     """
 
-    base: SplitTensor
+    base: Any
     gathered: Tensor
     version: tuple[int, int]
 
@@ -37,19 +39,37 @@ class Copy:
         now = version_of(self.base)
         if now == self.version:
             return
-        again: Tensor = self._of_base()
+        again = self.again()
         with torch._C.DisableTorchFunctionSubclass():
             self.gathered.copy_(again)
         self.version = now
 
-    def _of_base(self) -> Tensor:
+    def write(self) -> None:
+        """Bring what was written to a view into `base`."""
+        changes_others = self.bring_back()
+        written(self.base)
+        if not changes_others:  # else the views are brought up to date when they are read
+            self.version = version_of(self.base)
+
+    def again(self) -> Tensor:
+        """Return what `gathered` is to show of `base` now."""
+        raise NotImplementedError
+
+    def bring_back(self) -> bool:
+        """Write what `gathered` shows into the memory of `base`.  Returns whether more of it has changed thereby."""
+        raise NotImplementedError
+
+
+class Copy(Tie):
+    """The link of a split tensor with dims gathered."""
+
+    def again(self) -> Tensor:
         if isinstance(self.gathered, SplitTensor):
             return leave(moved(self.base, self.gathered.spec.dims, self.gathered.spec.padded))
         result: Tensor = TABLE[GATHERED](self.base)
         return result
 
-    def write(self) -> None:
-        """Bring what was written to a view into `base`."""
+    def bring_back(self) -> bool:
         base, spec, now = self.base, self.base.spec, self.gathered
         if not isinstance(now, SplitTensor):
             shard = cut(now, spec)
@@ -59,10 +79,7 @@ class Copy:
                 now = enter(leave(now).index_select(-1, order), now.spec)
             shard = leave(moved(now, spec.dims, spec.padded))
         with torch._C.DisableTorchFunctionSubclass():
-            is_repeated = _copied_into(base, shard, spec)
-        written(base)
-        if not is_repeated:  # else the views are brought up to date when they are read: other places changed, too
-            self.version = version_of(base)
+            return _copied_into(base, shard, spec)
 
 
 def _copied_into(base: Tensor, shard: Tensor, spec: Spec) -> bool:
@@ -87,11 +104,11 @@ def _copied_into(base: Tensor, shard: Tensor, spec: Spec) -> bool:
     return bool(repeated)
 
 
-def version_of(x: SplitTensor) -> tuple[int, int]:
+def version_of(x: Linked) -> tuple[int, int]:
     """Return how often a tensor was changed in place: as torch counts it, and what it does not count."""
     with torch._C.DisableTorchFunctionSubclass():
         counted = 0 if x.is_inference() else x._version
-        return counted, x.spec.context.writes.get(x.untyped_storage()._cdata, 0)
+        return counted, x.writes.get(x.untyped_storage()._cdata, 0)
 
 
 def state_of(x: Tensor) -> Any:
@@ -105,11 +122,11 @@ def state_of(x: Tensor) -> Any:
 
 def written(x: Any) -> None:
     """Tell those that a tensor which was changed in place is a view of."""
-    if not isinstance(x, SplitTensor):
+    if not isinstance(x, Linked):
         return
     with torch._C.DisableTorchFunctionSubclass():
         if not x.requires_grad:  # inference mode, or the `.data` of another
-            writes, memory = x.spec.context.writes, x.untyped_storage()._cdata
+            writes, memory = x.writes, x.untyped_storage()._cdata
             writes[memory] = writes.get(memory, 0) + 1
     if x.link is not None:
         x.link.write()

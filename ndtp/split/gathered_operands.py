@@ -12,8 +12,6 @@ from ndtp.errors import LayoutError
 from ndtp.split.copies import share_memory
 from ndtp.split.tensor import mapped, name_of
 
-NOT_COUNTED = -1
-
 
 class GatheredOperands:
     """The whole tensors that a function takes in the place of split ones.
@@ -41,14 +39,10 @@ class GatheredOperands:
     def of(self, x: Any) -> Tensor:
         """Return the whole of a split tensor, gathered once however often it is an operand; a collective."""
         if id(x) not in self._made:
-            made = self._whole(x)
-            is_same = share_memory(made, x)
-            if is_same and self._made and x.link is not None:  # another operand may be a view of the same tensor
-                made, is_same = made.clone(), False
-            if made.is_inference() and not is_same:
-                made = counted(made)
-            # Of what is not counted, in inference mode, each function may be one that writes.
-            self._made[id(x)] = x, made, made.grad_fn, NOT_COUNTED if made.is_inference() else made._version
+            made = counted(self._whole(x))
+            if self._made and x.link is not None and share_memory(made, x):  # another may be a view of the same tensor
+                made = made.clone()
+            self._made[id(x)] = x, made, made.grad_fn, made._version
         return self._made[id(x)][1]
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -61,7 +55,7 @@ class GatheredOperands:
         result = func(*given, **named)
         sets = name_of(func) == ".data" and result is None  # torch does not count this change
         for x, made, node, version in self._made.values():
-            if version != NOT_COUNTED and made._version == version and not (sets and x is args[0]):
+            if made._version == version and not (sets and x is args[0]):
                 continue
             if made.shape != x.shape:
                 raise LayoutError(
@@ -90,6 +84,8 @@ class GatheredOperands:
 
 
 def counted(x: Tensor) -> Tensor:
-    """A copy of a tensor of inference mode, of which torch counts the changes."""
+    """A tensor of which torch counts the changes: the tensor itself, or in inference mode a copy."""
+    if not x.is_inference():
+        return x
     with torch.inference_mode(False), torch.no_grad():
-        return x.clone()
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)

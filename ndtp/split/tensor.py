@@ -65,19 +65,37 @@ def _part(name: str) -> property:
     return property(getattr(Tensor, name).__get__, put)
 
 
-class SplitTensor(Tensor):
+class Linked(Tensor):
+    """A shard whose sizes are those of the whole.
+
+    Attributes:
+        link: of a view for which dims were gathered, what ties it to the tensor of which the dense one is a view.
+    """
+
+    link: Any = None  # a `ndtp.split.copies.Tie`
+
+    @property
+    def writes(self) -> dict[int, int]:
+        """Return how often memory was changed by writes that torch may not count, as those of inference mode."""
+        raise NotImplementedError
+
+
+class SplitTensor(Linked):
     """A shard; its sizes are those of the whole, `spec.sizes`.
 
     Attributes:
         strides: those of the dense tensor; None where it is contiguous.  They tell which reshapes are views of it.
         repeats: of a copy that has each entry of a dim several times, what it repeats; see `ndtp.split.repeated`.
-        link: of a view for which dims were gathered, what ties it to the tensor of which the dense one is a view.
     """
 
     spec: Spec
     strides: tuple[int, ...] | None = None
     repeats: Any = None
-    link: Any = None  # a `ndtp.split.copies.Copy`
+
+    @property
+    def writes(self) -> dict[int, int]:
+        return self.spec.context.writes
+
     real, imag = _part("real"), _part("imag")
 
     @classmethod
@@ -93,7 +111,7 @@ class SplitTensor(Tensor):
         if len(types) > 1 and any(kind is not cls and hasattr(kind, "gathered") for kind in types):
             args, kwargs = mapped(args, _gathered, Tensor), mapped(kwargs, _gathered, Tensor)
         found = TABLE.get(func)
-        if found is not None and (not kwargs or kwargs.get("out") is None):  # rules give new tensors
+        if found is not None and ("out" not in kwargs or kwargs["out"] is None):  # rules give new tensors
             result = answer(found, (func, *args), kwargs)
             if result is not NotImplemented:
                 is_scalar = type(result) is Tensor and not result.dim() and result.requires_grad

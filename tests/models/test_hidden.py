@@ -1,12 +1,15 @@
-"""What is done with an activation whose features are several parts in one, each of which is split by itself."""
+"""Activations whose features are several parts in one, each split by itself; views of activations, written to."""
+
+import warnings
 
 import pytest
 import torch
 from products import mesh_of
 
 from ndtp import Grid, Layout
+from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame, Passage
-from ndtp.models.hidden import enter, whole
+from ndtp.models.hidden import enter, split, whole
 
 
 def written(y):
@@ -37,6 +40,13 @@ def check_sections(grid, sections):
         assert torch.equal(whole(other * x), dense * other), tuple(other.shape)
     for mine, theirs in zip((x + dense).chunk(sections, -1), (2 * dense).chunk(sections, -1), strict=True):
         assert torch.equal(whole(mine), theirs)
+    y, z = x * 1, dense * 1
+    for each in (y, z):
+        part = each.chunk(sections, -1)[1]
+        part.mul_(2)
+        each.add_(1)
+        part.sub_(0.5)
+    assert torch.equal(whole(y), z)
     for mine, theirs in zip(x.chunk(chunks=sections, axis=-1), dense.chunk(sections, -1), strict=True):
         assert torch.equal(whole(mine), theirs)
     assert torch.equal(whole(torch.cat(tensors=[x, x], dim=0)), torch.cat([dense, dense], axis=0))
@@ -46,6 +56,67 @@ def check_sections(grid, sections):
     leaf = dense.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(((x * leaf).clone() * given).sum(), leaf)
     torch.testing.assert_close(gradient, given * dense)
+
+
+def last_then_all(x):
+    last = x[:, -1]
+    x.mul_(3)  # which the view shows
+    last.add_(x[:, 0])
+    x.transpose(0, 1)[1].sub_(last)
+
+
+# Writes to views, and to what these are views of: in some layouts the two share no memory.
+VIEWS = [
+    lambda x: x[:, -1].add_(0.5),
+    lambda x: x[:, 1:][:, 0].add_(x[:, 1:].reshape(-1, 8).mul_(2)[:4]),  # what is multiplied is a copy
+    lambda x: x[1:].view(-1, 8)[2:9].mul_(2),
+    lambda x: x[:, 1:].contiguous().add_(1),
+    lambda x: x[..., 0].contiguous().add_(1),
+    lambda x: x[0].sub_(x[1]),
+    lambda x: x[..., :3].add_(1),
+    lambda x: x[..., -1].sub_(x[..., 0]),
+    lambda x: x.narrow(1, 0, 1).unsqueeze(0).mul_(3),
+    lambda x: x.permute(2, 0, 1)[1:3].fill_(0.25),
+    lambda x: x.data.transpose(0, 1)[0].mul_(2),
+    lambda x: x.detach()[:, -1].copy_(torch.arange(8.0)),
+    lambda x: x[:, :1].masked_fill_(x[:, :1] > 0, 0.25),
+    lambda x: x.expand(-1, -1, 8)[:, 1].add_(1),
+    lambda x: x[:, [0, 1]].add_(1),  # a copy
+    last_then_all,
+]
+
+
+def check_views(dims):
+    """Values and gradients, and in inference mode, where torch counts no changes."""
+    grid = Grid(x=2)
+    mesh, layout = mesh_of(grid), Layout(grid, *dims)
+    frame = Frame(mesh, Layout(grid, None, None), 2)
+    numbers = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    warnings.simplefilter("ignore")  # of what is gathered
+    for i, write in enumerate(VIEWS):
+        found = []
+        for make, finish in (
+            (lambda x: x, lambda x: x),
+            (lambda x: split(x, frame, layout, 8) * 1, whole),
+        ):
+            leaf = numbers.clone().requires_grad_()
+            x = make(leaf * 1)
+            write(x)
+            y = finish(x)
+            (y * torch.arange(8.0)).sum().backward()
+            with torch.inference_mode():
+                x = make(numbers.clone())
+                write(x)
+                found.append((y.detach(), leaf.grad, finish(x).clone()))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, msg=lambda text, i=i: f"{i}: {text}")
+    with pytest.raises(LayoutError, match=r"expand(.|\n)* clone\(\)"):
+        split(numbers[:1], frame, Layout(grid, None, None), 8).expand(4, -1, -1).add_(1)
+
+
+@pytest.mark.parametrize("dims", [("x", None), (None, "x"), (None, None)], ids=["rows", "features", "whole"])
+def test_what_is_written_to_a_view_comes_back(ranks, dims):
+    ranks(2).run(check_views, dims)
 
 
 @pytest.mark.parametrize("sections", [2, 3])

@@ -135,6 +135,12 @@ def test_hooks_get_and_give_what_the_dense_models_do(kind: str, ranks) -> None:
     ranks(2).run(check_layers, kind, "1d-sp" if "in" in kind else "1d")
 
 
+def steer(module: nn.Module, given: object, y: Tensor) -> None:
+    """What is written to a view of hidden states is theirs."""
+    y[:, -1].add_(0.5)
+    y.transpose(0, 1)[0].mul_(2)
+
+
 def check_from_before() -> None:
     """A hook of before `parallelize`, in generation; a cache of when there was a hook; hooks of all modules."""
     model, shapes, prompt = stock("LlamaForCausalLM", num_key_value_heads=2), [], IDS[:, :3]
@@ -152,6 +158,10 @@ def check_from_before() -> None:
         with pytest.raises(LayoutError, match=r"register_backward_hook .*\n  fix: register_full_backward_hook"):
             model(IDS)
         old.remove()
+    dense = stock("LlamaForCausalLM", num_key_value_heads=2)
+    steered = [each.model.layers[0].register_forward_hook(steer) for each in (dense, model)]
+    torch.testing.assert_close(whole(model(IDS).logits), dense(IDS).logits.detach())
+    steered[1].remove()
     for_all = register_module_forward_hook(
         lambda part, _, y: shapes.append((part, y.shape)) if isinstance(y, Tensor) else None
     )

@@ -156,7 +156,8 @@ WRITES = {
 {x}.add_({y}, alpha=0.5) | {x}.detach().mul_(1) | F.silu({x}, True) | {x}.data.mul_(1)
 {x}.addcmul_({x}, {y}, value=0.1) | {x}.squeeze_() | {x}.unsqueeze_(0) | {x}.transpose_({a}, {b})
 {x} = {x}.transpose({a}, {b}) | {x} = {x}[:, :1] | {x}.exp_().log_() | torch.add({x}, {y}, out={x})
-F.dropout({x}, 0.0, inplace=True)
+F.dropout({x}, 0.0, inplace=True) | torch.relu_(input={x}) | nn.init.constant_({x}, 0.3) | F.elu({x}, 1.0, True)
+torch.cumsum({x}.detach(), {dim}, out={x}.detach()) | torch._foreach_mul_([{x}], 0.5)
 """,
     "places": """
 {x}[{key}] = 0.25 | {x}[{key}] = {x}[{key}] * 2 | {x}[{key}] *= 0.5 | {x}[{key}] += 1 | {x}[{x} > 0.4] = 0.2
