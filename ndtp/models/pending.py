@@ -24,7 +24,8 @@ from ndtp.models.hidden import PARTS, RESHAPES, Hidden, for_every_row, leave
 from ndtp.models.kept_logits import KeptWeights
 from ndtp.models.rows import picked_rows
 from ndtp.runtime.versions import version_of
-from ndtp.split.tensor import in_torchs_words
+from ndtp.split.copies import version_of as version_of_split
+from ndtp.split.tensor import in_torchs_words, mapped
 from ndtp.split.whole_views import WholeView
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Call:
         loss: (of a head) the cross entropy of what it gives, or `NotImplemented`.
         kept: (of a head) its weights, where they are about to change.
         asked: those that were called so far.
+        is_noted: whether anything was noted of what they give; then a write to that is not to reach the notes.
     """
 
     members: tuple[Projection, ...]
@@ -61,6 +63,7 @@ class Call:
     given: Any = None
     loss: Callable[..., Any] | None = None
     kept: KeptWeights | None = None
+    is_noted: bool = False
 
     def __post_init__(self) -> None:
         self.device = "cpu" if self.source.is_meta else self.source.device.type
@@ -102,20 +105,32 @@ class Call:
             LayoutError: its weights have changed since it was called.
         """
         if self.values is None:
-            changed = [(x, version) for x, version in self.watched if version_of(x) != version]
-            for x, version in changed:
-                if self.kept is None or not self.kept.has(x, version):
-                    raise LayoutError(
-                        f"'{member.name}': what it gave is asked for after its input or weights, {tuple(x.shape)}, "
-                        "were changed by other than an optimizer; it was not computed before\n"
-                        "  fix: ask for it first, or parallelize(..., fuse=False)"
-                    )
-            with self.kept.as_then() if changed and self.kept is not None else nullcontext():
-                made = self.compute(self.members, self.source)
-                self.values = [self.given_by(m, y) for m, y in zip(self.members, made, strict=True)]
+            self.values = self._computed(member)
             if self.kept is not None:
                 self.kept.done()
+            self.versions = [version_of_split(x) for x in self.values] if self.is_noted else []
         return self.values[self.members.index(member)]
+
+    def _computed(self, member: Projection) -> list[Hidden]:
+        changed = [(x, version) for x, version in self.watched if version_of(x) != version]
+        for x, version in changed:
+            if self.kept is None or not self.kept.has(x, version):
+                raise LayoutError(
+                    f"'{member.name}': what it gave is asked for after its input or weights, {tuple(x.shape)}, were "
+                    "changed by other than an optimizer; it was not computed before\n"
+                    "  fix: ask for it first, or parallelize(..., fuse=False)"
+                )
+        with self.kept.as_then() if changed and self.kept is not None else nullcontext():
+            made = self.compute(self.members, self.source)
+            return [self.given_by(m, y) for m, y in zip(self.members, made, strict=True)]
+
+    def is_unwritten(self, index: int) -> bool:
+        """Return whether a projection's result is what it gave: not computed yet, or not written to since."""
+        return self.values is None or version_of_split(self.values[index]) == self.versions[index]
+
+    def as_given(self, index: int) -> Hidden:
+        """Return a projection's result as it gave it, computed anew."""
+        return self._computed(self.members[index])[index]
 
 
 def _state(device: str) -> tuple[bool, bool, torch.dtype]:
@@ -130,6 +145,7 @@ class Pending(Hidden):
         func, args, kwargs: (of anything else) how it is made of others.
         rows: the rows of the call's input that it has, if not all of them.
         key: what tells two formulas apart; None where it is not known.
+        version: of the result, when it was computed.
     """
 
     call: Call
@@ -141,6 +157,7 @@ class Pending(Hidden):
     rows: Tensor | None
     key: Any
     result: Hidden | None
+    version: tuple[int, int]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,13 +173,32 @@ class Pending(Hidden):
         if self.result is None:
             with self.call.as_then():
                 if self.leaf is None:
-                    self.result = self.func(*_now(self.args), **_now(self.kwargs))
+                    is_view = self.func not in KNOWN
+                    given = _now if is_view else _as_noted
+                    self.result = self.func(*given(self.args), **given(self.kwargs))
+                    self.version = version_of_split(self.result)
                 else:
                     index, part = self.leaf
-                    whole = self.call.value(self.call.members[index])
-                    parts: Any = (whole,) if part is None else whole.chunk(whole.passage.sections, dim=-1)
-                    self.result = parts[part or 0]
+                    self.result = _part(self.call.value(self.call.members[index]), part)
         return self.result
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Return whether its numbers are those that it had when other formulas were noted of it."""
+        if self.leaf is not None:
+            return self.call.is_unwritten(self.leaf[0])
+        if self.result is not None and version_of_split(self.result) != self.version:
+            return False
+        return self.func in KNOWN or all(x.is_unwritten for x in self.args if isinstance(x, Pending))
+
+    def as_noted(self) -> Any:
+        """Return what it was when other formulas were noted of it, whatever was written to it since."""
+        if self.is_unwritten:
+            return self.now()
+        with self.call.as_then():
+            if self.leaf is not None:
+                return _part(self.call.as_given(self.leaf[0]), self.leaf[1])
+            return self.func(*_as_noted(self.args), **_as_noted(self.kwargs))
 
     def formula(self, leaves: Mapping[Any, Tensor], seen: dict[int, Tensor] | None = None) -> Tensor:
         """Return the formula's value on the given projections, or on some of their rows."""
@@ -222,14 +258,16 @@ class NotComputed(torch.autograd.Function):
         )
 
 
+def _part(x: Hidden, part: int | None) -> Hidden:
+    return x if part is None else x.chunk(x.passage.sections, dim=-1)[part]  # type: ignore[return-value]
+
+
 def _now(x: Any) -> Any:
-    if isinstance(x, Pending):
-        return x.now()
-    if isinstance(x, dict):
-        return {name: _now(value) for name, value in x.items()}
-    if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
-        return type(x)(*map(_now, x)) if hasattr(x, "_fields") else type(x)(map(_now, x))
-    return x
+    return mapped(x, Pending.now, Pending)
+
+
+def _as_noted(x: Any) -> Any:
+    return mapped(x, Pending.as_noted, Pending)
 
 
 # ------------------------------------------------------------------------------------------------------------- noting
@@ -287,6 +325,7 @@ def _elementwise(func: Any, mine: Sequence[Pending], args: Any, kwargs: Any) -> 
         trials[known] = dtype
     if dtype is None:
         return NotImplemented
+    first.call.is_noted = True
     return _made(
         first.call, passage, dtype, func=func, args=args, kwargs=kwargs, operands=tuple(operands), rows=first.rows,
         key=key,

@@ -115,6 +115,13 @@ def test_backward_of_activations(name):
 FORMS = {"LlamaForCausalLM": "2d-features", "Phi3ForCausalLM": "2d-features", "T5ForConditionalGeneration": "2d"}
 
 
+def written_to(mlp, x):
+    up = mlp.up_proj(x)
+    twice, rows = up * 2, up.view(-1, up.shape[-1])[:, None] + 1  # noted, of what they are now
+    up[:, 0].mul_(3)
+    return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * up + twice + rows.view(up.shape))
+
+
 def check_forms():
     """Without a gate, gated, in one projection; hooks, and another formula."""
     mesh = mesh_of(Grid(x=2, y=2))
@@ -140,6 +147,9 @@ def check_forms():
     for mlp in mlps:
         mlp.forward = lambda x, self=mlp: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 2)
     check_runs(model, dense, given, (1, 1), "another formula")
+    for mlp in mlps:
+        mlp.forward = lambda x, self=mlp: written_to(self, x)
+    check_runs(model, dense, given, (1, 1), "a formula of what is written to later")
     gathered = model.ndtp_report.gathered
     assert not gathered, gathered
 
