@@ -54,8 +54,9 @@ class GatheredOperands:
         given, named = mapped(list(args), self.of, self._kind), mapped(dict(kwargs), self.of, self._kind)
         result = func(*given, **named)
         sets = name_of(func) == ".data" and result is None  # torch does not count this change
+        is_received = receives(func, result)
         for x, made, node, version in self._made.values():
-            if made._version == version and not (sets and x is args[0]):
+            if made._version == version and not is_received and not (sets and x is args[0]):
                 continue
             if made.shape != x.shape:
                 raise LayoutError(
@@ -81,6 +82,15 @@ class GatheredOperands:
             if whole.untyped_storage()._cdata == memory:
                 return self._view(result, whole, x)
         return result
+
+
+def receives(func: Any, result: Any) -> bool:
+    """Return whether a function is a collective of torch, whose writes torch does not count; then it has ended."""
+    if getattr(func, "__module__", "") != "torch.distributed.distributed_c10d":
+        return False
+    if hasattr(result, "wait"):
+        result.wait()
+    return True
 
 
 def counted(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ndtp.errors import LayoutError
 from ndtp.split.copies import Tie, share_memory
+from ndtp.split.gathered_operands import receives
 from ndtp.split.tensor import FACTS, SHAPE, SIZES, getters, mapped, name_of
 
 # What concerns the very tensor, and no other one of the same memory.
@@ -46,8 +47,9 @@ class WholeView(Tensor):
 
         result = func(*mapped(args, bare, cls), **mapped(kwargs, bare, cls))
         links: list[Tie] = []
+        is_received = receives(func, result)
         for x, plain, version in found.values():
-            if plain._version != version and x.link not in links:
+            if (is_received or plain._version != version) and x.link not in links:
                 links.append(x.link)
         for i, link in enumerate(links):
             if any(share_memory(link.base, other.base) for other in links[:i]):

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from products import mesh_of
 
 from ndtp import Grid, Layout
@@ -82,6 +83,8 @@ VIEWS = [
     lambda x: x[:, :1].masked_fill_(x[:, :1] > 0, 0.25),
     lambda x: x.expand(-1, -1, 8)[:, 1].add_(1),
     lambda x: x[:, [0, 1]].add_(1),  # a copy
+    lambda x: dist.all_reduce(x[1:].detach()),
+    lambda x: dist.all_reduce(x.detach().flatten()[3:9], async_op=True).wait(),
     last_then_all,
 ]
 
