@@ -336,7 +336,7 @@ def _as_dense(x: Hidden) -> Tensor:
     """The whole of an activation, which lies in memory as the dense one does."""
     made = whole(x)
     if x.strides is None:
-        return made
+        return made.contiguous()
     return torch.empty_strided(made.shape, x.strides, dtype=made.dtype, device=made.device).copy_(made)
 
 

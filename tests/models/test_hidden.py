@@ -69,8 +69,8 @@ def last_then_all(x):
 # Writes to views, and to what these are views of: in some layouts the two share no memory.
 VIEWS = [
     lambda x: x[:, -1].add_(0.5),
-    lambda x: x[:, 1:][:, 0].add_(x[:, 1:].reshape(-1, 8).mul_(2)[:4]),  # what is multiplied is a copy
-    lambda x: x[1:].view(-1, 8)[2:9].mul_(2),
+    lambda x: x[:, 1:][:, 0].add_(x[:, 1:].reshape(-1, 7).mul_(2)[:4]),  # what is multiplied is a copy
+    lambda x: x[1:].view(-1, 7)[2:9].mul_(2),
     lambda x: x[:, 1:].contiguous().add_(1),
     lambda x: x[..., 0].contiguous().add_(1),
     lambda x: x[0].sub_(x[1]),
@@ -79,9 +79,9 @@ VIEWS = [
     lambda x: x.narrow(1, 0, 1).unsqueeze(0).mul_(3),
     lambda x: x.permute(2, 0, 1)[1:3].fill_(0.25),
     lambda x: x.data.transpose(0, 1)[0].mul_(2),
-    lambda x: x.detach()[:, -1].copy_(torch.arange(8.0)),
+    lambda x: x.detach()[:, -1].copy_(torch.arange(7.0)),
     lambda x: x[:, :1].masked_fill_(x[:, :1] > 0, 0.25),
-    lambda x: x.expand(-1, -1, 8)[:, 1].add_(1),
+    lambda x: x.expand(-1, -1, 7)[:, 1].add_(1),
     lambda x: x[:, [0, 1]].add_(1),  # a copy
     lambda x: dist.all_reduce(x[1:].detach()),
     lambda x: dist.all_reduce(x.detach().flatten()[3:9], async_op=True).wait(),
@@ -90,11 +90,11 @@ VIEWS = [
 
 
 def check_views(dims):
-    """Values and gradients, and in inference mode, where torch counts no changes."""
+    """Values and gradients, with features that are padded, and in inference mode, where torch counts no changes."""
     grid = Grid(x=2)
     mesh, layout = mesh_of(grid), Layout(grid, *dims)
     frame = Frame(mesh, Layout(grid, None, None), 2)
-    numbers = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    numbers = torch.randn(4, 3, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     warnings.simplefilter("ignore")  # of what is gathered
     for i, write in enumerate(VIEWS):
         found = []
@@ -106,7 +106,7 @@ def check_views(dims):
             x = make(leaf * 1)
             write(x)
             y = finish(x)
-            (y * torch.arange(8.0)).sum().backward()
+            (y * torch.arange(7.0)).sum().backward()
             with torch.inference_mode():
                 x = make(numbers.clone())
                 write(x)
