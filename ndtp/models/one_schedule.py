@@ -115,13 +115,17 @@ def activation_of(x: Pending | Noted) -> tuple[str, list[tuple[int, int | None]]
         None for one that `ndtp.compute.epilogues` does not know.
     """
     leaves = _leaves(x)
-    given = {leaf: at.clone().requires_grad_() for leaf, at in zip(leaves, (_AT, _GATES_AT), strict=False)}
-    if len(given) != len(leaves):
-        return None
     # A checkpoint, which compares what forward and the forward again save, must not count what is tried once.
     unseen = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False), unseen:
-        y = x.formula(given)
+    # A first call in inference mode has no gradients, and what is found in it holds for later calls.
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), unseen:
+        given = {leaf: at.clone().requires_grad_() for leaf, at in zip(leaves, (_AT, _GATES_AT), strict=False)}
+        if len(given) != len(leaves):
+            return None
+        try:
+            y = x.formula(given)
+        except RuntimeError:  # an operand that belongs to inference mode
+            return None
         if y.dtype != torch.float64 or not y.requires_grad:
             return None
         slopes = torch.autograd.grad(y.sum(), list(given.values()), allow_unused=True)

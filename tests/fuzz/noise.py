@@ -40,7 +40,9 @@ class Noise:
         elif kind == "touch":
             for _ in range(self.rng.randint(1, 4)):
                 # Whether an operand wants a gradient is part of a call, and the same on every rank.
-                x = x + 0 * self._aux(x) if x.requires_grad and self.rng.random() < 0.5 else x.clone()
+                # The gradient of a number that is added to a split tensor is a sum over ranks: all of them add one.
+                adds = x.requires_grad and _own(x) is x and self.rng.random() < 0.5
+                x = x + 0 * self._aux(x) if adds else x.clone()
         elif kind == "collect":
             gc.collect()
         elif kind == "cycle":
