@@ -342,7 +342,7 @@ def _keeping_hooks_of_moved(swap: Callable[[Any, Any], None]) -> Callable[[Any, 
             for key in [key for key in hooks or () if key not in own]:
                 del hooks[key]  # ndtp's, which came since torch computes with the parameter to swap it
             x._backward_hooks = hooks or None
-            if x._post_accumulate_grad_hooks:
+            if x._post_accumulate_grad_hooks is not None:  # an empty one takes those that come later
                 x._post_accumulate_grad_hooks = x._post_accumulate_grad_hooks
 
     return swapped

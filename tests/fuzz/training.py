@@ -21,8 +21,10 @@ def train(side: Dense, step: Step, label: str) -> None:
         model.zero_grad(set_to_none="to zero" not in how)
     micros = step.micros if "accumulate" in how else 1
     reduce = "reduce" in how or bool(how & {"grad", "grad of input", "inputs"})
-    # A checkpoint of the whole model would find other nodes when it computes again.
-    with side.quiet("checkpoint" in how), _parameter_hooks(side, model, how, label, micros):
+    # A checkpoint of the whole model would find other nodes when it computes again.  Gradients of whole parameters that
+    # hooks see are summed as they come: in autograd's order, which side graphs of one rank change.
+    is_in_order = side.program.family == "model" and bool(how & {"hooks", "post hooks"})
+    with side.quiet("checkpoint" in how or is_in_order), _parameter_hooks(side, model, how, label, micros):
         for micro in range(micros):
             last = micro == micros - 1
             held = micros > 1 and (not last or "reduce" in how)

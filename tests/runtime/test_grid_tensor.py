@@ -171,6 +171,10 @@ def check_moved():
     seen.clear()
     model(IDS).square().mean().backward()
     assert not seen
+    for w in weights:
+        w.register_post_accumulate_grad_hook(lambda w: seen.append("again"))
+    model(IDS).square().mean().backward()
+    assert seen == ["again"] * 3
 
 
 def test_hooks_of_moved_parameters(ranks):
