@@ -27,7 +27,8 @@ from ndtp.collectives.notices import Notices
 from ndtp.collectives.presence import Presence
 from ndtp.collectives.verdict import ANSWER, LOST, RAISED, TOLD, Event
 from ndtp.collectives.watch import failure
-from ndtp.measure.flight_report import read_flights, report
+from ndtp.measure.flight_records import read_flights
+from ndtp.measure.flight_report import report
 from ndtp.testing import RankError, RankPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
