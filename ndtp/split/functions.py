@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
@@ -55,6 +56,9 @@ def _ruled(cls: Any, args: Any, kwargs: Any) -> Any:
     return on_whole(_Named(cls), args, kwargs)
 
 
+_backward_of_torch = CheckpointFunction.backward
+
+
 class _Checkpoint(CheckpointFunction):
     """A checkpoint of code that calls split layers: what they only noted so far is computed before it leaves.
 
@@ -67,6 +71,13 @@ class _Checkpoint(CheckpointFunction):
         result = CheckpointFunction.forward(ctx, *args)
         # Of a tensor that comes back autograd makes a view, which has no form.
         return mapped(result, lambda x: x.view_as(x) if any(x is y for y in given) else _computed(x), Tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradients that its inputs have kept, which autograd wants as shards without a form."""
+        kept = _backward_of_torch(ctx, *grads)
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple(x.view_as(x) if isinstance(x, Tensor) else x for x in kept)
 
 
 def _computed(x: Any) -> Any:
