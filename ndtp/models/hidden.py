@@ -329,7 +329,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     name = str(getattr(func, "__name__", func)).strip("_")
     for x in hidden_in((*args, *kwargs.values())):
         x.passage.frame.note(name, x.passage)
-    return GatheredOperands(Hidden, _as_dense, _bring_back, _view).run(func, args, kwargs)
+    return GatheredOperands(Hidden, _as_dense, _cut_like, leave, _view).run(func, args, kwargs)
 
 
 def _as_dense(x: Hidden) -> Tensor:
@@ -340,12 +340,8 @@ def _as_dense(x: Hidden) -> Tensor:
     return torch.empty_strided(made.shape, x.strides, dtype=made.dtype, device=made.device).copy_(made)
 
 
-def _bring_back(x: Hidden, made: Tensor) -> None:
-    if not share_memory(made, x):
-        shard = _cut(made, x.passage)
-        with torch._C.DisableTorchFunctionSubclass():
-            leave(x).copy_(shard)
-    written(x)
+def _cut_like(x: Hidden, made: Tensor) -> Tensor:
+    return _cut(made, x.passage)
 
 
 def _view(result: Tensor, made: Tensor, x: Hidden) -> Tensor:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ndtp.errors import LayoutError
-from ndtp.split.copies import share_memory
+from ndtp.split.copies import share_memory, written
 from ndtp.split.tensor import mapped, name_of
+
+
+@dataclass(slots=True)
+class _Operand:
+    """A split tensor, its whole, and how that was before the function ran.
+
+    Attributes:
+        numbers: those of the whole, where another operand is of the same tensor; else None.
+    """
+
+    x: Any
+    whole: Tensor
+    node: Any
+    version: int
+    numbers: Tensor | None
 
 
 class GatheredOperands:
@@ -22,7 +39,8 @@ class GatheredOperands:
     Args:
         kind: the class of the split tensors.
         whole: gathers one.
-        bring_back: brings a changed whole tensor into the memory of the split one.
+        cut: the shard of a whole tensor, given the split one.
+        leave: the shard of a split one, which shares its memory.
         view: makes of a view of a whole tensor, given with both tensors, what stands for a view of the split one.
     """
 
@@ -30,43 +48,67 @@ class GatheredOperands:
         self,
         kind: Any,
         whole: Callable[[Any], Tensor],
-        bring_back: Callable[[Any, Tensor], None],
+        cut: Callable[[Any, Tensor], Tensor],
+        leave: Callable[[Any], Tensor],
         view: Callable[[Tensor, Tensor, Any], Any],
     ) -> None:
-        self._kind, self._whole, self._bring_back, self._view = kind, whole, bring_back, view
-        self._made: dict[int, tuple[Any, Tensor, Any, int]] = {}
+        self._kind, self._whole, self._cut, self._leave, self._view = kind, whole, cut, leave, view
+        self._made: dict[int, _Operand] = {}
+        self._roots: Counter[int] = Counter()
 
     def of(self, x: Any) -> Tensor:
         """Return the whole of a split tensor, gathered once however often it is an operand; a collective."""
         if id(x) not in self._made:
-            made = counted(self._whole(x))
-            if self._made and x.link is not None and share_memory(made, x):  # another may be a view of the same tensor
-                made = made.clone()
-            self._made[id(x)] = x, made, made.grad_fn, made._version
-        return self._made[id(x)][1]
+            made, numbers = counted(self._whole(x)), None
+            if self._roots[root_of(x)] > 1:
+                made = made.clone() if x.link is not None and share_memory(made, x) else made
+                numbers = made.detach().clone()
+            self._made[id(x)] = _Operand(x, made, made.grad_fn, made._version, numbers)
+        return self._made[id(x)].whole
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the function's result, in which a split operand stands for its whole tensor.
 
         Raises:
-            LayoutError: the function gives an operand other sizes.
+            LayoutError: the function gives an operand other sizes, or writes to parts of one tensor that overlap.
         """
+        operands: dict[int, Tensor] = {}
+        mapped([args, kwargs], lambda x: operands.setdefault(id(x), x), Tensor)
+        self._roots.update(map(root_of, operands.values()) if len(operands) > 1 else ())
         given, named = mapped(list(args), self.of, self._kind), mapped(dict(kwargs), self.of, self._kind)
         result = func(*given, **named)
         sets = name_of(func) == ".data" and result is None  # torch does not count this change
         is_received = receives(func, result)
-        for x, made, node, version in self._made.values():
-            if made._version == version and not is_received and not (sets and x is args[0]):
+        for each in self._made.values():
+            x, made = each.x, each.whole
+            if made._version == each.version and not is_received and not (sets and x is args[0]):
                 continue
             if made.shape != x.shape:
                 raise LayoutError(
                     f"parallelize: {name_of(func)} gives a split tensor {tuple(x.shape)} other sizes, "
                     f"{tuple(made.shape)}, in place\n  fix: the function that returns a new tensor"
                 )
+            if each.numbers is not None and not share_memory(made, x) and self._has_changed(x, each.numbers):
+                raise LayoutError(
+                    f"parallelize: {name_of(func)} writes to parts of one split tensor that overlap, one of them "
+                    f"{tuple(x.shape)}, and each was gathered for it\n  fix: write to one after the other"
+                )
             # Autograd sees the way back of a write that it saw; any other write changes numbers alone.
-            with torch.set_grad_enabled(made.grad_fn is not node):
+            with torch.set_grad_enabled(made.grad_fn is not each.node):
                 self._bring_back(x, made)
         return self._with_operands(result)
+
+    def _has_changed(self, x: Any, before: Tensor) -> bool:
+        """Return whether what was written to another operand has changed the numbers of this one; a collective."""
+        now = self._whole(x).detach()
+        return bool(((now != before) & ~((now != now) & (before != before))).any())
+
+    def _bring_back(self, x: Any, made: Tensor) -> None:
+        if not share_memory(made, x):
+            shard = self._cut(x, made)
+            with torch._C.DisableTorchFunctionSubclass():
+                self._leave(x).copy_(shard)
+        written(x)
 
     def _with_operands(self, result: Any) -> Any:
         """Put split operands in the place of their whole tensors, and of views of these what stands for views."""
@@ -76,12 +118,23 @@ class GatheredOperands:
         if type(result) is not Tensor or result.is_meta or result.layout is not torch.strided:
             return result
         memory = result.untyped_storage()._cdata
-        for x, whole, _, _ in self._made.values():
-            if result is whole:
-                return x
-            if whole.untyped_storage()._cdata == memory:
-                return self._view(result, whole, x)
+        for each in self._made.values():
+            if result is each.whole:
+                return each.x
+            if each.whole.untyped_storage()._cdata == memory:
+                return self._view(result, each.whole, each.x)
         return result
+
+
+def root_of(x: Any) -> int:
+    """Return what tells the memory of the tensor that this one is a view of, directly or by links."""
+    while getattr(x, "link", None) is not None:
+        x = x.link.base
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return x.untyped_storage()._cdata  # type: ignore[no-any-return]
+    except (RuntimeError, NotImplementedError):  # sparse ones have no such memory, nor those of torch.func
+        return id(x)
 
 
 def receives(func: Any, result: Any) -> bool:

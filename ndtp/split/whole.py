@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ndtp.errors import LayoutError
-from ndtp.split.copies import as_view, share_memory, standing_for, written
+from ndtp.split.copies import as_view, share_memory, standing_for
 from ndtp.split.gathered_operands import GatheredOperands
 from ndtp.split.moving import cut, moved
 from ndtp.split.spec import Spec, layout_of
@@ -55,15 +55,11 @@ def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for x in found:
         if x.spec.axes:
             x.spec.context.note(name, x.spec)
-    return GatheredOperands(SplitTensor, whole, _bring_back, _view).run(func, args, kwargs)
+    return GatheredOperands(SplitTensor, whole, _cut_like, leave, _view).run(func, args, kwargs)
 
 
-def _bring_back(x: SplitTensor, made: Tensor) -> None:
-    if not share_memory(made, x):
-        shard = cut(made, x.spec)
-        with torch._C.DisableTorchFunctionSubclass():
-            leave(x).copy_(shard)
-    written(x)
+def _cut_like(x: SplitTensor, made: Tensor) -> Tensor:
+    return cut(made, x.spec)
 
 
 def _view(result: Tensor, first: Tensor, x: SplitTensor) -> SplitTensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ndtp.errors import LayoutError
-from ndtp.split.copies import Tie, share_memory
+from ndtp.split.copies import Tie, share_memory, version_of
 from ndtp.split.gathered_operands import receives
 from ndtp.split.tensor import FACTS, SHAPE, SIZES, getters, mapped, name_of
 
@@ -51,12 +51,12 @@ class WholeView(Tensor):
         for x, plain, version in found.values():
             if (is_received or plain._version != version) and x.link not in links:
                 links.append(x.link)
-        for i, link in enumerate(links):
-            if any(share_memory(link.base, other.base) for other in links[:i]):
+        for link in links:
+            if version_of(link.base) != link.version:  # another one of these was written to
                 sizes = [tuple(x.shape) for x, _, _ in found.values()]
                 raise LayoutError(
-                    f"parallelize: {name_of(func)} writes to several views, {sizes}, of one tensor, which was gathered "
-                    "for each\n  fix: write to one after the other"
+                    f"parallelize: {name_of(func)} writes to several views of one tensor, {sizes} among them, which "
+                    "was gathered for each\n  fix: write to one after the other"
                 )
             link.write()
         return _entered(result, [(x, plain) for x, plain, _ in found.values()])

@@ -88,6 +88,15 @@ VIEWS = [
     last_then_all,
 ]
 
+# Parts of one tensor, to which one call writes: some of them are copies in some layouts.
+OVERLAPPING = [
+    lambda x: [x[:, 0], x[..., 1]],
+    lambda x: [x, x[:, 0]],
+    lambda x: [x[:, 0], x],
+    lambda x: [x.view(-1)[:5], x[:, 0]],
+    lambda x: [x[..., :3], x[1]],
+]
+
 
 def check_views(dims):
     """Values and gradients, with features that are padded, and in inference mode, where torch counts no changes."""
@@ -113,6 +122,15 @@ def check_views(dims):
                 found.append((y.detach(), leaf.grad, finish(x).clone()))
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, msg=lambda text, i=i: f"{i}: {text}")
+    for i, parts in enumerate(OVERLAPPING):
+        x, y = numbers.clone(), split(numbers.clone(), frame, layout, 8)
+        torch._foreach_mul_(parts(x), 2.0)
+        try:
+            torch._foreach_mul_(parts(y), 2.0)
+        except LayoutError as error:
+            assert "write to one after the other" in str(error)
+        else:
+            assert torch.equal(whole(y), x), i
     with pytest.raises(LayoutError, match=r"expand(.|\n)* clone\(\)"):
         split(numbers[:1], frame, Layout(grid, None, None), 8).expand(4, -1, -1).add_(1)
 

@@ -274,6 +274,11 @@ def check_strangers():
     y = x * 1
     y.select(0, 0).zero_()  # samples are split: what the view shows was gathered
     assert not whole(y)[0].any() and torch.equal(whole(y)[1:], numbers[1:])
+    torch._foreach_mul_([y[2], y[3, 5:]], 2.0)  # each was gathered for itself
+    assert torch.equal(whole(y)[2], numbers[2] * 2) and whole(y)[3, 5] == numbers[3, 5] * 2
+    for overlapping in ([y[2], y[:, 5]], [y, y[1]], [y[:, 1], y], [y, y.view(-1)]):
+        with pytest.raises(LayoutError, match="overlap"):
+            torch._foreach_mul_(overlapping, 2.0)
     three = x[:, None]
     named = torch.zeros(4, 1, 1).baddbmm(batch1=three, batch2=three.mT, alpha=2)
     assert torch.equal(whole(named), 2 * (numbers[:, None] @ numbers[:, None].mT))
