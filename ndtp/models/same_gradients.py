@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 _grad = attrgetter("grad")
 _LOOKED_AT = 16  # numbers of a gradient
-_TURNS = 2  # backwards in which each gradient is looked at once
 _CODES = {torch.float32: "f", torch.float64: "d"}  # of `struct`
 Numbers = list[float] | Tensor | tuple[bytes, str]
 NONE, OTHER = -1, -2  # in the place of how often a gradient was written to
@@ -27,9 +26,6 @@ NONE, OTHER = -1, -2  # in the place of how often a gradient was written to
 
 class GradientChanges:
     """The gradients of one model between backward and the optimizer's step.
-
-    Each backward has its turn of the gradients, so that looking takes little of a step; what is done in every step is
-    seen within two.
 
     Attributes:
         changed: by the number of the parameter, how often its gradient was written to, or `NONE` or `OTHER`; only
@@ -39,26 +35,23 @@ class GradientChanges:
     def __init__(self) -> None:
         self._probes: list[tuple[nn.Parameter, Numbers]] = []
         self._factor: float | Tensor = math.nan
-        self._turn = 0
         self._grads: list[Any] = []
         self._versions: list[int] = []
         self.changed: tuple[tuple[int, int], ...] = ()
 
     def after_backward(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._turn = (self._turn + 1) % _TURNS
-        grads = self._grads = [*map(_grad, parameters[self._turn :: _TURNS])]
+        grads = self._grads = [*map(_grad, parameters)]
         self._versions = _versions(grads)
-        told = ((p, p.grad) for p in reversed(parameters))
-        self._probes = [(p, _numbers(grad)) for p, grad in islice((each for each in told if _can_tell(each[1])), 2)]
+        pairs = zip(reversed(parameters), reversed(grads), strict=True)
+        self._probes = [(p, _numbers(grad)) for p, grad in islice((pair for pair in pairs if _can_tell(pair[1])), 2)]
 
     def before_step(self, parameters: Sequence[nn.Parameter]) -> None:
         before, self._grads = self._grads, []
-        now = [*map(_grad, parameters[self._turn :: _TURNS])]
-        if len(before) == len(now):
+        if len(before) == len(parameters):
+            now = [*map(_grad, parameters)]
             versions = _versions(now)
             if versions != self._versions or any(map(is_not, now, before)):
-                changes = _changes(before, now, self._versions, versions)
-                self.changed = tuple((self._turn + i * _TURNS, change) for i, change in changes)
+                self.changed = tuple(_changes(before, now, self._versions, versions))
         factors = [_factor(first, _numbers(p.grad)) for p, first in self._probes if _can_tell(p.grad)]
         if factors:
             self._factor = _common(factors)
