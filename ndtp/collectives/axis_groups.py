@@ -106,6 +106,11 @@ class AxisGroups:
             self._conversation = conversation_of(group, self.seconds)
         return self._conversation
 
+    @property
+    def current_conversation(self) -> Conversation | None:
+        """The conversation, where ranks have had one already."""
+        return self._conversation
+
     def _make(self, axes: tuple[str, ...], direction: str, is_own: bool, other: Backend | None = None) -> ProcessGroup:
         kind = other or self.kind
         if self.global_ranks is None:

@@ -22,6 +22,7 @@ from ndtp.nn.losses import cross_entropy
 from ndtp.ops.products import relayout
 from ndtp.split.copies import share_memory, version_of
 from ndtp.split.gathered_operands import counted
+from ndtp.split.hooked_gradients import edge_of
 from ndtp.split.whole_views import entered
 
 
@@ -170,7 +171,7 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any)
     with torch._C.DisableTorchFunctionSubclass():
         if len(grads) != len(given) or any(g is None or g.shape != x.shape for x, g in zip(given, grads, strict=True)):
             return NotImplemented
-        return torch.autograd.backward(given, grads, *args, **kwargs)
+    return torch.autograd.backward([*map(edge_of, given)], grads, *args, **kwargs)
 
 
 OWN: dict[Any, Any] = {

@@ -21,6 +21,7 @@ from ndtp.models.between import DROPOUTS, KNOWN
 from ndtp.models.hidden import PARTS, is_dropout_off
 from ndtp.models.observed_chains import TURNS
 from ndtp.models.pending import STATIC, Call, NotComputed
+from ndtp.models.same_hooks import compare_hooks
 from ndtp.models.split_layers import ObservedLinear, Rows
 from ndtp.split.tensor import SHAPE, SIZES, SplitTensor, enter, in_torchs_words, writes
 
@@ -89,6 +90,7 @@ class Noted(SplitTensor):
         if result is not NotImplemented:
             return result
         for x in _noted_in((args, kwargs)):
+            compare_hooks(func, x.call.members[0])
             x.now()
         return func(*args, **kwargs)
 

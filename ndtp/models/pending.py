@@ -23,6 +23,7 @@ from ndtp.models.between import DROPOUTS, KNOWN, SIZES, getters, is_dropout_off,
 from ndtp.models.hidden import PARTS, RESHAPES, Hidden, for_every_row, leave
 from ndtp.models.kept_logits import KeptWeights
 from ndtp.models.rows import picked_rows
+from ndtp.models.same_hooks import compare_hooks
 from ndtp.runtime.versions import version_of
 from ndtp.split.copies import version_of as version_of_split
 from ndtp.split.tensor import in_torchs_words, mapped
@@ -167,7 +168,10 @@ class Pending(Hidden):
         if WholeView in types:
             return NotImplemented  # it calls the function again with a plain tensor
         result = _noted(func, args, kwargs)
-        return func(*_now(args), **_now(kwargs)) if result is NotImplemented else result
+        if result is NotImplemented:
+            compare_hooks(func, args[0].call.members[0])
+            result = func(*_now(args), **_now(kwargs))
+        return result
 
     def now(self) -> Any:
         if self.result is None:

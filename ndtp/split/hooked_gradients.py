@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
 
 from ndtp.collectives.torch_patches import replaced
@@ -79,17 +80,59 @@ def gradient(func: Any, x: Tensor) -> Tensor | None:
     return entered(grad, form_of(x))
 
 
+def edge_of(x: Any) -> Any:
+    """The place in the graph where the gradient of a split tensor enters; anything else as it is.
+
+    A backward that is given places instead of split tensors has no rule of these to go by, and runs with torch's
+    functions as they are outside: hooks, and checkpoints that compute again, meet split tensors in it.
+    """
+    if form_of(x) is None:
+        return x
+    bare = leave(x) if isinstance(x, SplitTensor) else x
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(x) if x.requires_grad else bare.as_subclass(Tensor)
+
+
 @rule(torch.autograd.grad)
-def gradients(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+def gradients(
+    func: Any,
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    *args: Any,
+    materialize_grads: bool = False,
+    **kwargs: Any,
+) -> Any:
     """`torch.autograd.grad`: gradients by tensors that are split lie as these do."""
     asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     given = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     if grad_outputs is not None:
         grad_outputs = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
         grad_outputs = [taken_back(grad, form_of(x)) for grad, x in zip(grad_outputs, given, strict=True)]
-    with torch._C.DisableTorchFunctionSubclass():
-        found = func(given, asked, grad_outputs, *args, **kwargs)
+    found = func([*map(edge_of, given)], [*map(edge_of, asked)], grad_outputs, *args, **kwargs)
+    if materialize_grads:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(asked, found, strict=True)]
     return tuple(entered(grad, form_of(x)) for x, grad in zip(asked, found, strict=True))
+
+
+@rule(torch.autograd.backward, Tensor.backward)
+def _backward(func: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Run backward with gradients that lie as the tensors do, as autograd hands them to a checkpoint, or are whole."""
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    grads: list[Any] = [grad_tensors]
+    if isinstance(grad_tensors, (list, tuple)):
+        grads = list(grad_tensors)
+    with torch._C.DisableTorchFunctionSubclass():
+        if len(grads) != len(given) or any(g is None for g in grads):
+            return NotImplemented
+        for i, (x, g) in enumerate(zip(given, grads, strict=True)):
+            if type(g) is Tensor and isinstance(x, SplitTensor) and g.shape != x.shape and g.shape == x.spec.sizes:
+                grads[i] = cut(g, x.spec)
+        if any(g.shape != x.shape for x, g in zip(given, grads, strict=True)):
+            return NotImplemented
+        bare = [leave(g) if isinstance(g, SplitTensor) else g for g in grads]
+    return torch.autograd.backward([*map(edge_of, given)], bare, *args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------ hooks of modules

@@ -125,22 +125,3 @@ def _numbers(func: Any, x: SplitTensor) -> Any:
         made = enter(leave(x).data, x.spec)
     made.strides = x.strides
     return as_view(made, x)
-
-
-@rule(torch.autograd.backward, Tensor.backward)
-def _backward(func: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Run backward with gradients that lie as the tensors do, as autograd hands them to a checkpoint, or are whole."""
-    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    grads: list[Any] = [grad_tensors]
-    if isinstance(grad_tensors, (list, tuple)):
-        grads = list(grad_tensors)
-    with torch._C.DisableTorchFunctionSubclass():
-        if len(grads) != len(given) or any(g is None for g in grads):
-            return NotImplemented
-        for i, (x, g) in enumerate(zip(given, grads, strict=True)):
-            if type(g) is Tensor and isinstance(x, SplitTensor) and g.shape != x.shape and g.shape == x.spec.sizes:
-                grads[i] = cut(g, x.spec)
-        if any(g.shape != x.shape for x, g in zip(given, grads, strict=True)):
-            return NotImplemented
-        bare = [leave(g) if isinstance(g, SplitTensor) else g for g in grads]
-        return torch.autograd.backward(given, bare, *args, **kwargs)

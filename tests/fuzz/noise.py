@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+HOOKING = ("tensor hook", "nested backward", "retain grad")
+
 
 class Noise:
     """One rank's own doings between units, drawn from a generator of its own.
@@ -35,6 +37,8 @@ class Noise:
         return x
 
     def _do(self, kind: str, x: Tensor) -> Tensor:
+        if kind in HOOKING and hasattr(type(x), "now"):
+            return x  # who asks for a gradient inside of a program takes it apart, on every rank or on none
         if kind == "aux":
             self.side.append(self._aux(x))
         elif kind == "touch":

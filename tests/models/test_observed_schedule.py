@@ -174,6 +174,32 @@ def check_checkpoints():
     for (name, ours), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
         if theirs.grad is not None:
             close(ours.grad.full_tensor(), theirs.grad, name)
+    check_hooks_inside(model, dense, x)
+
+
+def check_hooks_inside(model, dense, x):
+    """Hooks see the whole's gradients in a backward inside of a backward, and in one that begins at split tensors."""
+    seen = [], []
+    for each, norms in zip((model, dense), seen, strict=True):
+        norms += _norms_inside(each, x)
+    for ours, theirs in zip(*seen, strict=True):
+        close(ours, theirs, "norm of a gradient")
+    for (name, ours), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+        if theirs.grad is not None:
+            close(ours.grad.full_tensor(), theirs.grad, name)
+
+
+def _norms_inside(model, x):
+    norms, kept = [], []
+    model.c[1].register_full_backward_hook(lambda _, into, out: norms.extend((into[0].norm(), out[0].norm())))
+    model.k.register_full_backward_pre_hook(lambda _, out: (out[0] * 0.5,))
+    model.k.register_forward_hook(lambda _, args, out: kept.append(out))
+    model(x).square().sum().backward()
+    y = kept[1].clone() * 2  # of the second call, whose graph is still there
+    y.register_hook(lambda grad: norms.append(grad[:, 1:].norm()))
+    others = kept[1].detach().requires_grad_()
+    found = torch.autograd.grad(y.square().sum(), [kept[1], others], allow_unused=True, materialize_grads=True)
+    return [norm.detach() for norm in (*norms, *(grad.norm() for grad in found))]
 
 
 def test_checkpoints_that_run_backward_themselves_keep_the_graph_of_what_a_layer_gives(ranks):

@@ -46,6 +46,37 @@ def hooked_later(check):
     return None
 
 
+class Asked(nn.Module):
+    """Code asks for the gradient of what a layer of an MLP gives, on all ranks or on some of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.asks = nn.Linear(8, 32), nn.Linear(32, 8), True
+
+    def forward(self, x):
+        up = self.up(x)
+        if self.asks:
+            up.register_hook(lambda grad: grad * 2)
+        return self.down(F.gelu(up))
+
+
+def asked_inside():
+    mesh = ProcessGrid(Grid(dp=2), timeout=60)
+    torch.manual_seed(0)
+    model = ndtp.parallelize(Asked(), mesh, scheme="1d")
+    for asks in (True, mesh.rank == 1):
+        model.asks = asks
+        try:
+            model(torch.ones(2, 8)).sum().backward()
+        except MismatchError as error:
+            return "rank 1 is at the register_hook on what 'up' gives" in str(error)
+    return None
+
+
+def test_a_hook_inside_of_what_other_ranks_run_as_one_program_is_named(ranks):
+    assert ranks(2).run(asked_inside) == [True, True]
+
+
 def test_hooks_are_looked_at_in_every_call_if_asked_for(ranks):
     """What else one rank does otherwise, and is named, is in `ndtp.cli.disagreements`: see tests/cli/test_chaos.py."""
     assert ranks(2).run(hooked_later, True) == [2, 2]
