@@ -36,6 +36,9 @@ class Board:
     """A board of one row for each rank, in two turns: no rank shows a row before all have read the one before the
     last.
 
+    Behind the rows is the number of the exchange to which all have come.  The last one to come writes it, and wakes
+    those that sleep for it.
+
     Args:
         memory: of `num_bytes` bytes, shared by all.
         processes: of the ranks, by their ids.
@@ -44,12 +47,14 @@ class Board:
 
     def __init__(self, memory: mmap.mmap, rank: int, processes: Sequence[int], timeout: float) -> None:
         self.memory, self.rank, self.processes, self.timeout = memory, rank, processes, timeout
-        self.count = self._late = 0  # rows, and the rank that was waited for last
+        self.count = 0  # rows
+        self._words = memoryview(memory).cast("q")
+        self._all_came = 2 * len(processes) * _CELL.size // 8
         self._sleep = None if _FUTEX is None else Futex(memory, _FUTEX)
 
     @staticmethod
     def num_bytes(ranks: int) -> int:
-        return 2 * ranks * _CELL.size
+        return 2 * ranks * _CELL.size + 8
 
     def exchange(self, row: Row, look: Callable[[Sequence[int]], None] = lambda missing: None) -> list[Row]:
         """The rows that all ranks show with this one, in their order.
@@ -65,64 +70,44 @@ class Board:
         start = count % 2 * ranks * size
         own, cell = start + self.rank * size, _CELL.pack(count, row, crc32(row, count & _LOW))
         memory[own : own + size] = cell
-        shown = memory[start : start + ranks * size]
-        # What is like this rank's own row to the last byte is complete.
-        if shown == cell * ranks:
-            self._wake(own)
-            return [row] * ranks
-        rows: list[Any] = []
-        is_awaited = False
-        for rank in range(ranks):
-            seen = shown[rank * size : (rank + 1) * size]
-            rows.append(row if seen == cell else None)
-            is_awaited |= rank != self.rank and seen[:8] == cell[:8]
-        if is_awaited:
-            # Only who has shown its row can wait for this one's; who shows it later looks for this one's first.
-            self._wake(own)
-        self._await(rows, start, count, cell, look)
-        return rows
-
-    def _wake(self, own: int) -> None:
-        if self._sleep is not None:
-            self._sleep.wake(own)
-
-    def _await(
-        self, rows: list[Any], start: int, count: int, cell: bytes, look: Callable[[Sequence[int]], None]
-    ) -> None:
-        """Wait for the rows that are None, whose cells begin at a byte: first for that of the rank that came last."""
-        begin = looked = time.monotonic()
-        size, nap, late = _CELL.size, _SHORTEST_NAP_S, self._late
+        begin = looked = nap = 0.0
         while True:
-            missing, low = [], -1
-            for rank, known in enumerate(rows):
-                if known is not None:
-                    continue
-                at = start + rank * size
-                seen = self.memory[at : at + size]
-                if seen == cell:
-                    rows[rank] = cell[8 : 8 + ROW]
-                    continue
-                shown, row, total = _CELL.unpack(seen)
-                if shown == count and total == crc32(row, count & _LOW):
-                    rows[rank] = row
-                    continue
-                missing.append(rank)
-                if low < 0 or rank == late:
-                    self._late, low = rank, shown & _LOW
-            if not missing:
-                return
+            came = self._words[self._all_came]
+            shown = memory[start : start + ranks * size]
+            # What is like this rank's own row to the last byte is complete.
+            rows = [row] * ranks if shown == cell * ranks else self._rows(shown, count)
+            if rows is not None:
+                if came != count:
+                    self._words[self._all_came] = count
+                    if self._sleep is not None:
+                        self._sleep.wake(self._all_came * 8)
+                return rows
             now = time.monotonic()
+            if not begin:  # a second look: two ranks that come at the same time may not have seen each other's row
+                begin = looked = now
+                continue
             if now - looked > _LOOKS_S:
                 looked = now
-                missing = [rank for rank in missing if not self._has_come(rank, start, count)]
+                missing = [rank for rank in range(ranks) if not self._has_come(rank, start, count)]
                 self._complain(missing, now - begin)
                 if missing and now - begin > _STUCK_S:
                     look(missing)
-            if self._sleep is not None and low != count & _LOW:
-                self._sleep.wait(start + self._late * size, low, _LOOKS_S)
+            if self._sleep is not None and came != count:
+                self._sleep.wait(self._all_came * 8, came & _LOW, _LOOKS_S)
             else:  # half of a row is there
                 time.sleep(nap)
                 nap = min(max(_SHORTEST_NAP_S, (now - begin) / 8), _LONGEST_NAP_S)
+
+    def _rows(self, shown: bytes, count: int) -> list[Row] | None:
+        """The rows of an exchange, from what is on the board; None where one of them is still to come, in part or
+        whole.
+        """
+        rows = []
+        for number, row, total in _CELL.iter_unpack(shown):
+            if number != count or total != crc32(row, count & _LOW):
+                return None
+            rows.append(row)
+        return rows
 
     def _has_come(self, rank: int, start: int, count: int) -> bool:
         """Return whether a rank has shown its row, where that of the first one begins at a byte."""

@@ -19,6 +19,7 @@ from ndtp.cli.odd_rank import LENGTH, TrainingLoop
 from ndtp.errors import MismatchError
 
 TOLERANCE = {"own": 1e-8, "llama": 2e-5}  # of the largest magnitude: norms of transformers compute in fp32
+DIVERGED = 1e4  # weights begin below one: rounding of a model that has grown so is not told from an error
 AFTER = 3  # steps from that of the odd rank on, in which it must be named
 KIND_OF = {kind.name: kind for kind in KINDS}
 
@@ -77,6 +78,8 @@ def _do(name: str, label: str, dense: Side, ours: Split) -> int:
         pairs = [(f"{label} {key}", mine[key], theirs[key]) for key in theirs]
     pairs += [(f"{label} {key}", values[key], expected[key]) for key in expected]
     pairs += [(f"{label} seen by a hook", x, y) for x, y in zip(ours.seen, dense.seen, strict=True)]
+    if not all(bool((x.abs() <= DIVERGED).all()) for x in expected.values()):
+        return 0
     wrong = [text for text in (_difference(*pair, TOLERANCE[dense.program.family]) for pair in pairs) if text]
     if wrong:
         raise Wrong("; ".join(wrong[:4]))
