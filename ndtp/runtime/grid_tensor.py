@@ -17,7 +17,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ndtp.collectives.torch_patches import in_place, replaced
@@ -214,8 +214,8 @@ class GridTensor(torch.Tensor):
         for name, value in vars(self).items():
             if name not in KEPT:
                 setattr(made, name, copy.deepcopy(value, memo))
-        if self.grad is not None:
-            made.grad = copy.deepcopy(self.grad, memo)
+        if self.grad is not None and not isinstance(self, nn.Parameter):  # torch copies no parameter's gradient
+            made.grad = self.grad.clone()
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:

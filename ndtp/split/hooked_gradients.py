@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.overrides import has_torch_function_unary
 
 from ndtp.collectives.torch_patches import replaced
 from ndtp.errors import LayoutError
@@ -81,16 +82,17 @@ def gradient(func: Any, x: Tensor) -> Tensor | None:
 
 
 def edge_of(x: Any) -> Any:
-    """The place in the graph where the gradient of a split tensor enters; anything else as it is.
+    """The place in the graph where the gradient of a tensor with rules of its own enters; anything else as it is.
 
-    A backward that is given places instead of split tensors has no rule of these to go by, and runs with torch's
-    functions as they are outside: hooks, and checkpoints that compute again, meet split tensors in it.
+    A backward that is given places instead of such tensors has no rule to go by, and runs with torch's functions as
+    they are outside: hooks, and checkpoints that compute again, meet split tensors in it.
     """
-    if form_of(x) is None:
+    if not isinstance(x, Tensor) or not has_torch_function_unary(x):
         return x
-    bare = leave(x) if isinstance(x, SplitTensor) else x
+    if (link := getattr(x, "link", None)) is not None:
+        link.fresh()
     with torch._C.DisableTorchFunctionSubclass():
-        return get_gradient_edge(x) if x.requires_grad else bare.as_subclass(Tensor)
+        return get_gradient_edge(x) if x.requires_grad else x.as_subclass(Tensor)
 
 
 @rule(torch.autograd.grad)

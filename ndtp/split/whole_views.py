@@ -10,12 +10,13 @@ from torch import Tensor
 from ndtp.errors import LayoutError
 from ndtp.split.copies import Tie, share_memory, version_of
 from ndtp.split.gathered_operands import receives
+from ndtp.split.hooked_gradients import gradients
 from ndtp.split.tensor import FACTS, SHAPE, SIZES, getters, mapped, name_of
 
 # What concerns the very tensor, and no other one of the same memory.
 OWN = {
     *FACTS, *SHAPE, *SIZES, *getters("grad", "_grad"), Tensor.register_hook, Tensor.register_post_accumulate_grad_hook,
-    *[getattr(Tensor, name).__set__ for name in ("grad", "_grad")], torch.autograd.grad,
+    *[getattr(Tensor, name).__set__ for name in ("grad", "_grad")],
 }  # fmt: skip
 
 
@@ -36,6 +37,8 @@ class WholeView(Tensor):
         if func in OWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return gradients(func, *args, **kwargs)
         found: dict[int, tuple[WholeView, Tensor, int]] = {}
 
         def bare(x: WholeView) -> Tensor:

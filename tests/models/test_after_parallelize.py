@@ -299,8 +299,10 @@ def shared(kind, model):
 
 
 def copied(kind, model):
-    losses = trained(copy.deepcopy(model))
-    return torch.cat([losses, trained(model)])
+    losses, made = trained(copy.deepcopy(model)), copy.deepcopy(model)
+    trained(model)
+    without = sum(p.grad is None for p in (*made.parameters(), *copy.deepcopy(model).parameters()))
+    return torch.cat([losses, trained(model), torch.tensor([float(without)])])
 
 
 # name in the table: (what a program does, what becomes of it for layers that are recognised, and in any other model)

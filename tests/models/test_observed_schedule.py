@@ -197,8 +197,9 @@ def _norms_inside(model, x):
     model(x).square().sum().backward()
     y = kept[1].clone() * 2  # of the second call, whose graph is still there
     y.register_hook(lambda grad: norms.append(grad[:, 1:].norm()))
-    others = kept[1].detach().requires_grad_()
-    found = torch.autograd.grad(y.square().sum(), [kept[1], others], allow_unused=True, materialize_grads=True)
+    part, others = y.diagonal(dim1=0, dim2=1), kept[1].detach().requires_grad_()
+    loss = y.square().sum() + part.sum()
+    found = torch.autograd.grad(loss, [kept[1], part, others], allow_unused=True, materialize_grads=True)
     return [norm.detach() for norm in (*norms, *(grad.norm() for grad in found))]
 
 
