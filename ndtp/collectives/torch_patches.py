@@ -65,6 +65,10 @@ PATCHES: dict[str, Patch] = {
         "a function of a user's own would get a split tensor in a form that it does not know",
         "torch asks __torch_function__ for the arguments of an autograd.Function",
     ),
+    "torch.utils.checkpoint._CheckpointFrame.save_inputs": Patch(
+        "a checkpoint saves the memory of a tensor that is still to be computed, which will be that of another object",
+        "torch asks __torch_function__ for the tensors that a checkpoint saves",
+    ),
     "torch._dynamo.config.nontraceable_tensor_subclasses": Patch(
         "a compiler would take the sizes of a split activation, those of the whole, for those of its memory",
         "a class of tensors can say of itself that no graph takes it",

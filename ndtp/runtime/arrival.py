@@ -55,15 +55,8 @@ def stored_shape(x: Any) -> torch.Size:
 
 
 def real_of(x: Any) -> Any:
-    """The global shape of a parameter on a grid, where its gradient is to have that; None where it is a bare DTensor.
-
-    One without padding whose gradient comes from layers alone may be such.
-    """
-    own = vars(x)
-    real = own.get("ndtp_real")
-    if real is None or (real == x._spec.shape and x.is_leaf and not own.get("ndtp_is_handed")):
-        return None
-    return real
+    """The global shape, without padding, of a parameter on a grid; None where it is a bare DTensor."""
+    return vars(x).get("ndtp_real")
 
 
 def wrapped(local: Tensor | None, spec: Any, real: Any = None) -> Any:

@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ndtp.errors import LayoutError
+from ndtp.runtime.list_operations import by_groups, groups_of
 
 LIKE = ("zeros_like", "ones_like", "full_like")
 NEW = ("new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided")
@@ -33,6 +34,7 @@ SUMS = ("sum", "linalg_vector_norm", "norm", "_foreach_norm", "count_nonzero")  
 DRAWS = (
     "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_",
 )  # fmt: skip
+INDEXED = ("index", "index_put", "index_put_")  # which DTensor takes for indices of one dim each, masks of several too
 LISTS = ("_foreach_", "_fused_", "_amp_")
 LACKS = ("sharding strategy", "placement", "sharding prop", "stack expects each tensor", "not supported with dtensor")
 
@@ -40,6 +42,8 @@ LACKS = ("sharding strategy", "placement", "sharding prop", "stack expects each 
 def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """An operation of which some operands are of `kind`."""
     name = func.overloadpacket.__name__
+    if name.startswith(LISTS) and len(groups := groups_of(args)) > 1:
+        return by_groups(func, args, kwargs, groups)
     flat, tree = tree_flatten((args, kwargs))
     mine = [x for x in flat if type(x) is kind]
     if torch.is_grad_enabled():
@@ -63,12 +67,13 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
         return _beside_plain(kind, func, name, flat, tree, written)
     is_drawn = torch.Tag.nondeterministic_seeded in func.tags
     is_refilled = "out" in kwargs  # which would take the size of what is written
-    if is_drawn or is_refilled or (is_padded and not _keeps_padding(func, name, args)):
+    is_masked = name in INDEXED and any(x is not None and x.dtype is torch.bool for x in args[1])
+    if is_drawn or is_refilled or is_masked or (is_padded and not _keeps_padding(func, name, args)):
         return _by_whole(kind, func, name, flat, tree, written, is_drawn)
     if is_padded:
         if name in SUMS:
             for x in mine:
-                if not x.is_leaf:
+                if not isinstance(x, nn.Parameter):  # what was computed, as `p == 0`
                     _clear(x)
         if name in NEW and tuple(args[1]) == tuple(mine[0].shape):
             args = (args[0], mine[0]._dtensor.shape, *args[2:])

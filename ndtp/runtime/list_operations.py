@@ -1,4 +1,5 @@
-"""Operations on lists of DTensors (`torch._foreach_*_`, fused optimizers) count as changes of each.
+"""Operations on lists of DTensors (`torch._foreach_*_`, fused optimizers): they count as changes of each, and lists may
+have plain tensors as well.
 
 torch counts a DTensor's changes in `_version`, as any tensor's, but for these: nobody would see that an optimizer's
 foreach form, or an EMA by `torch._foreach_lerp_`, has changed a weight.
@@ -53,3 +54,31 @@ def count_list_operations() -> None:
             packet = getattr(torch.ops.aten, name)
             for overload in packet.overloads():
                 handlers.setdefault(getattr(packet, overload), counted)
+
+
+def groups_of(args: Sequence[Any]) -> list[list[int]]:
+    """The places in the lists of an operation on many, in groups in which the same operands are on a grid; none where
+    all lists are of one kind.
+    """
+    from torch.distributed.tensor import DTensor
+
+    groups: dict[Any, list[int]] = {}
+    lists = [x for x in args if isinstance(x, (list, tuple)) and len(x) == len(args[0])]
+    if any(len({*map(type, x)}) > 1 for x in lists):
+        for i, operands in enumerate(zip(*lists, strict=True)):
+            groups.setdefault(tuple(isinstance(x, DTensor) for x in operands), []).append(i)
+    return [*groups.values()]
+
+
+def by_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any], groups: Sequence[Sequence[int]]) -> Any:
+    """Run an operation on many once for each group of places, with the entries of the lists at these."""
+    count = len(args[0])
+    made: dict[int, Any] = {}
+    for places in groups:
+
+        def of_group(x: Any, places: Sequence[int] = places) -> Any:
+            return [x[i] for i in places] if isinstance(x, (list, tuple)) and len(x) == count else x
+
+        result = func(*map(of_group, args), **{key: of_group(x) for key, x in kwargs.items()})
+        made.update(zip(places, result or (), strict=False))
+    return [made[i] for i in range(count)] if made else None

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
 from ndtp.collectives.torch_patches import replaced
 from ndtp.runtime.default_group import OwnRows, at_work, uses
 from ndtp.split.own_collectives import guard_collectives
-from ndtp.split.tensor import TABLE, mapped, split_in
+from ndtp.split.tensor import TABLE, SplitTensor, mapped, split_in
 from ndtp.split.whole import on_whole, whole
 
 _given = Function.apply
@@ -105,7 +105,18 @@ class _Named:
         return _given.__func__(_giving_wholes(self.kind), *args, **kwargs)  # type: ignore[attr-defined]
 
 
+def _of_computed(save_inputs: Any) -> Any:
+    """Let a checkpoint save split tensors that are computed: one that is not becomes another in memory."""
+
+    def save(frame: Any, *args: Any) -> None:
+        save_inputs(frame, *[_computed(x) if isinstance(x, SplitTensor) else x for x in args])
+
+    return save
+
+
 def guard_functions() -> None:
     """Let every `autograd.Function` that has no rule take split tensors whole."""
     replaced("torch.autograd.Function.apply", lambda given: classmethod(_apply))
+    if hasattr(_CheckpointFrame, "save_inputs"):
+        replaced("torch.utils.checkpoint._CheckpointFrame.save_inputs", _of_computed)
     guard_collectives()

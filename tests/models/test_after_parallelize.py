@@ -17,6 +17,7 @@ from small_models import IDS, build, called, layers
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
+from training_after import averaged, averaged_by_torch, by_rows_and_signs, trained
 
 import ndtp
 from ndtp import Grid, LayoutError
@@ -31,14 +32,6 @@ import transformers.modeling_utils  # so that ranks are forked with it
 
 WIDE = {"nano": "down", "llama": "model.layers.0.mlp.down_proj"}
 WORKS, REFUSED, NONE = "works", "refused", "has none"
-
-
-def trained(model):
-    """The loss, and what a step makes of it."""
-    loss = called(model)[0]
-    loss.backward()
-    torch.optim.SGD(model.parameters(), lr=0.5).step()
-    return torch.stack([loss.detach(), called(model)[0].detach()])
 
 
 def like(parameter, scale=0.1):
@@ -254,6 +247,15 @@ def counted(kind, model):
     return torch.stack(found)
 
 
+def counted_gradients(kind, model):
+    called(model)[0].backward()
+    found = []
+    for layer in layers(kind, model):
+        g = layer.weight.grad
+        found += [g.norm(), g.mean(), g.std(), g.min(), g.abs().max(), (g == 0).sum(), g.flatten()[3:].square().sum()]
+    return torch.stack([torch.as_tensor(float(x)) for x in found])
+
+
 def in_the_loss(kind, model):
     loss = called(model)[0] + sum(p.pow(2).sum() + p.abs().mean() + p.mean() for p in model.parameters())
     assert type(loss) is torch.Tensor
@@ -274,19 +276,6 @@ def as_a_vector(kind, model):
     vector = nn.utils.parameters_to_vector(model.parameters())
     nn.utils.vector_to_parameters(whole(vector.detach()) * 1.1, model.parameters())
     return trained(model)
-
-
-def averaged(kind, model):
-    average = copy.deepcopy(model)
-    kept = {name: p.detach().clone() for name, p in model.state_dict().items()}
-    trained(model)
-    with torch.no_grad():
-        for name, mine, theirs in zip(kept, average.parameters(), model.parameters(), strict=True):
-            mine.lerp_(theirs, 0.5)
-            kept[name].mul_(0.5).add_(theirs, alpha=0.5)
-    losses = called(average)[0].detach()
-    model.load_state_dict(kept)
-    return torch.stack([losses, called(model)[0].detach()])
 
 
 def as_numbers(kind, model):
@@ -343,10 +332,13 @@ OPERATIONS = {
     "`requires_grad_`": (frozen, WORKS, WORKS),
     "`model.half()`, `model.to(dtype)`": (cast, WORKS, WORKS),
     "`p.sum()`, `p.mean()`, `p.std()`, `p.numel()`": (counted, WORKS, WORKS),
+    "`p.grad.norm()`, `p.grad.mean()`, `(p.grad == 0).sum()`": (counted_gradients, WORKS, WORKS),
     "a term of all parameters in the loss": (in_the_loss, WORKS, WORKS),
     "`p.register_hook`": (hooked, WORKS, WORKS),
     "`parameters_to_vector`, `vector_to_parameters`": (as_a_vector, WORKS, WORKS),
     "an average of weights, by `lerp_`": (averaged, WORKS, WORKS),
+    "`AveragedModel` with `multi_avg_fn` and buffers": (averaged_by_torch, WORKS, WORKS),
+    "`torch.optim.Adafactor`, `Rprop`": (by_rows_and_signs, WORKS, WORKS),
     "`p.numpy()`, `p.tolist()`": (as_numbers, WORKS, WORKS),
     "`model.share_memory()`": (shared, REFUSED, REFUSED),
 }

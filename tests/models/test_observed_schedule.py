@@ -148,12 +148,14 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
         self.a, self.b, self.c = (nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 8)]) for _ in range(3))
-        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.q, self.k, self.d = (nn.Linear(8, 8) for _ in range(3))
+        self.e = nn.ModuleList([nn.Linear(8, 4), nn.Linear(4, 8), nn.Linear(8, 8)])
 
     def forward(self, x):
         h = self.first(x)
         h = torch.tanh(checkpoint(lambda t: self.a[1](F.gelu(self.a[0](t))), h, use_reentrant=True))
         h = h + checkpoint(lambda t: self.b[1](F.gelu(self.b[0](t))), h, use_reentrant=True)
+        h = h + checkpoint(lambda t: self.e[1](self.e[0](t)) * self.e[2](t), self.d(h), use_reentrant=False)
         h = h + torch.tanh(Undone.apply(lambda t: self.c[1](F.gelu(self.c[0](t))), h))
         h = checkpoint(self.k, x + h, use_reentrant=True)
         with torch.no_grad():
