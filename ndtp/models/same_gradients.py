@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_grad = attrgetter("grad")
+_grad: Any = attrgetter("grad")
+_held: Any = vars(torch._C.TensorBase)["grad"].__get__  # as it is, a bare DTensor too
 _LOOKED_AT = 16  # numbers of a gradient
 _CODES = {torch.float32: "f", torch.float64: "d"}  # of `struct`
 Numbers = list[float] | Tensor | tuple[bytes, str]
@@ -48,7 +49,7 @@ class GradientChanges:
     def before_step(self, parameters: Sequence[nn.Parameter]) -> None:
         before, self._grads = self._grads, []
         if len(before) == len(parameters):
-            now = [*map(_grad, parameters)]
+            now = [*map(_held, parameters)]
             versions = _versions(now)
             if versions != self._versions or any(map(is_not, now, before)):
                 self.changed = tuple(_changes(before, now, self._versions, versions))

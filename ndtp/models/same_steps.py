@@ -21,7 +21,8 @@ from ndtp.runtime.facts import Fact, digest, hash_of_content
 from ndtp.runtime.points import compare_facts
 from ndtp.runtime.versions import Versions
 
-_trains, _wants, _grad = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")
+_trains, _wants = attrgetter("training"), attrgetter("requires_grad")
+_grad: Any = vars(torch._C.TensorBase)["grad"].__get__
 _is_none = partial(is_, None)
 _ASKED = 2  # parameters whose gradient is asked for whether it was there before: `zero_grad` is called for all of them
 

@@ -26,6 +26,7 @@ from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.grid_operations import box_of, full_of, operate, part_of
 
 CLASS: Any = vars(object)["__class__"]
+GRAD: Any = vars(torch._C.TensorBase)["grad"]
 KEPT = ("_dtensor", "ndtp_summed_over", "ndtp_is_handed")  # hooks, and what stands for one, are not copied
 
 
@@ -82,6 +83,19 @@ class GridTensor(torch.Tensor):
     @property
     def is_padded(self) -> bool:
         return self.ndtp_real != self._dtensor.shape  # type: ignore[no-any-return]
+
+    @property
+    def grad(self) -> Any:  # type: ignore[override]
+        """A gradient is one of the grid, too: torch's compiler gives a DTensor, whose sums are those of a rank."""
+        grad = GRAD.__get__(self)
+        if type(grad) is DTensor and not grad.requires_grad:
+            grad = GridTensor(grad, False, self.ndtp_real)
+            GRAD.__set__(self, grad)
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        GRAD.__set__(self, value)
 
     @property
     def data(self) -> Any:  # type: ignore[override]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ndtp.collectives.turns import staying
+from ndtp.runtime.arrival import real_of, wrapped
 from ndtp.runtime.versions import version_of
 from ndtp.schedule.tasks import LOOKAHEAD
 
@@ -110,13 +111,7 @@ class PartialSums:
 def _accumulate(leaf: Any, total: Tensor) -> None:
     """Add a finished gradient to a parameter as the end of a backward does."""
     if hasattr(leaf, "_local_tensor"):
-        from torch.distributed.tensor import DTensor
-
-        total = DTensor.from_local(
-            total, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf._spec.shape, stride=leaf._spec.stride
-        )
-        if total.shape != leaf.shape:  # padding is none of the parameter's
-            total = type(leaf)(total, False, leaf.shape)
+        total = wrapped(total, leaf._spec, real_of(leaf))
     if leaf.requires_grad:
         torch.autograd.backward([leaf], [total])
     else:  # frozen since

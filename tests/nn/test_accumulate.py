@@ -34,6 +34,8 @@ def three_parts(grid, scheme):
             assert all(parameter.grad is None for parameter in case.block.parameters()), "an unfinished gradient"
         inside = reduced_over_dp(once)
         case.run(case.parts[-1])
+    for parameter in case.block.parameters():
+        torch.testing.assert_close(parameter.grad.norm(), parameter.grad.full_tensor().norm())
     case.check(case.parts, "reduced once")
     assert inside == 0 < reduced_over_dp(once)
     assert PARTS * reduced_over_dp(once) == reduced_over_dp(every)

@@ -70,6 +70,9 @@ def check_training(sizes):
             optimizer.step()
             optimizer.zero_grad()
     same(model, dense, f"{sizes}")
+    p = model.table.weight
+    p.to_local().square().sum().backward()  # whose gradient torch makes, a DTensor
+    torch.testing.assert_close(p.grad.norm(), p.grad.full_tensor().norm())
 
 
 def check_identity():
