@@ -74,8 +74,7 @@ class AnyModel(Placing):
         if seen is None:
             self.leads_in, self.turns = guessed_sides(modules), set[str]()
         else:
-            sizes = {name: features(modules[name]) for name in seen.edges}
-            self.leads_in, self.turns, self.feeds = sides(seen, sizes)
+            self.leads_in, self.turns, self.feeds = sides(seen)
         self.sections = {} if seen is None else seen.sections
         self.twice = set() if seen is None else seen.twice
         layers = {name: m for name, m in modules.items() if is_linear(m) and not isinstance(m, Adopted)}
@@ -293,18 +292,14 @@ class AnyModel(Placing):
         return Layout(self.mesh.grid, *[axes if d == dim else None for d in range(p.dim())])
 
 
-def sides(seen: Observation, sizes: Mapping[str, tuple[int, int]]) -> tuple[dict[str, bool], set[str], dict[str, bool]]:
+def sides(seen: Observation) -> tuple[dict[str, bool], set[str], dict[str, bool]]:
     """The sides on which layers and parameters stand: that of hidden states, or what is inside of a block.
 
     Returns:
         For each layer whether it leads from hidden states inwards; the layers that lead to the side from which they
         come; and for each other parameter whether it goes with what is inside.
 
-    Activations that must lie alike are on one side; a layer leads from one side to the other where it can.  Hidden
-    states are what is gathered and reduced, so they are the side of fewer features.
-
-    Args:
-        sizes: how many features each layer takes and gives.
+    Activations that must lie alike are on one side; a layer leads from one side to the other where it can.
     """
     counts = Counter(kind for edge in seen.edges.values() for kind in edge)
     neighbours: dict[int, list[int]] = {}
@@ -315,16 +310,13 @@ def sides(seen: Observation, sizes: Mapping[str, tuple[int, int]]) -> tuple[dict
     for root, _ in counts.most_common():
         if root in side:
             continue
-        found, waiting = {root: False}, [root]
+        side[root], waiting = False, [root]
         while waiting:
             kind = waiting.pop(0)
             for other in neighbours[kind]:
-                if other not in found:
-                    found[other] = not found[kind]
+                if other not in side:
+                    side[other] = not side[kind]
                     waiting.append(other)
-        ends = [end for name, edge in seen.edges.items() for end in zip(edge, sizes[name], strict=True)]
-        here, inside = (sum(width for kind, width in ends if found.get(kind) is is_in) for is_in in (False, True))
-        side |= {kind: is_in is (here <= inside) for kind, is_in in found.items()}
     leads_in = {name: not side[a] for name, (a, _) in seen.edges.items()}
     turns = {name for name, (a, b) in seen.edges.items() if side[a] == side[b]}
     return leads_in, turns, {name: side.get(kind, False) for name, kind in seen.feeds.items()}

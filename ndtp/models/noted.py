@@ -89,8 +89,8 @@ class Noted(SplitTensor):
         result = _noted(func, args, kwargs)
         if result is not NotImplemented:
             return result
+        compare_hooks(func, args)
         for x in _noted_in((args, kwargs)):
-            compare_hooks(func, x.call.members[0])
             x.now()
         return func(*args, **kwargs)
 

@@ -169,7 +169,7 @@ class Pending(Hidden):
             return NotImplemented  # it calls the function again with a plain tensor
         result = _noted(func, args, kwargs)
         if result is NotImplemented:
-            compare_hooks(func, args[0].call.members[0])
+            compare_hooks(func, args)
             result = func(*_now(args), **_now(kwargs))
         return result
 

@@ -15,7 +15,7 @@ from ndtp.runtime.points import Point, compare
 HOOKING = {Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook}
 
 
-def compare_hooks(func: Any, layer: Any) -> None:
+def compare_hooks(func: Any, args: Any) -> None:
     """Compare, inside of a call that ranks compare, that all of them ask for the gradient of what a layer gives.
 
     Raises:
@@ -23,6 +23,7 @@ def compare_hooks(func: Any, layer: Any) -> None:
     """
     if func not in HOOKING:
         return
+    layer = args[0].call.members[0]
     mesh = layer.mesh
     conversation = mesh.groups.current_conversation
     if conversation is not None and conversation.speaker is not None:

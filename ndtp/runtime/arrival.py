@@ -55,8 +55,13 @@ def stored_shape(x: Any) -> torch.Size:
 
 
 def real_of(x: Any) -> Any:
-    """The global shape, without padding, of a parameter on a grid; None where it is a bare DTensor."""
-    return vars(x).get("ndtp_real")
+    """The global shape of a parameter on a grid, where its gradient is to have that; None where it is a bare DTensor.
+
+    That of a number is such: several of the grid would add up to a plain one.
+    """
+    own = vars(x)
+    real = own.get("ndtp_real")
+    return real if real or own.get("ndtp_is_handed") else None
 
 
 def wrapped(local: Tensor | None, spec: Any, real: Any = None) -> Any:

@@ -391,7 +391,7 @@ def _hand_out(parameter: Any) -> None:
         kind, dtensor, real = type(parameter), parameter._dtensor, parameter.ndtp_real
 
         def put(grad: Any) -> Any:
-            if isinstance(grad, DTensor) or grad.shape != real:
+            if isinstance(grad, (kind, DTensor)) or grad.shape != real:
                 return None
             return kind(_lying_as(part_of(grad.detach(), dtensor), dtensor), False, real)
 

@@ -88,7 +88,7 @@ class GridTensor(torch.Tensor):
     def grad(self) -> Any:  # type: ignore[override]
         """A gradient is one of the grid, too: torch's compiler gives a DTensor, whose sums are those of a rank."""
         grad = GRAD.__get__(self)
-        if type(grad) is DTensor and not grad.requires_grad:
+        if type(grad) is DTensor and grad.dim() and not grad.requires_grad:
             grad = GridTensor(grad, False, self.ndtp_real)
             GRAD.__set__(self, grad)
         return grad

@@ -15,8 +15,6 @@ from turns import by_turns
 
 import ndtp
 from ndtp import Grid
-from ndtp.models.any_model import sides
-from ndtp.models.observation import Observation
 from ndtp.split import SplitTensor, whole
 
 GRIDS = [
@@ -147,13 +145,6 @@ def check_padded() -> None:
         scalar(each(ids)).backward()
     for ours, theirs in zip(model.parameters(), dense.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
-
-
-@pytest.mark.parametrize("inner, leads_in", [(256, True), (16, False)])
-def test_what_is_gathered_is_the_narrower_side(inner, leads_in):
-    """An MLP that is a whole model has each of its outer activations once, and the inner one twice."""
-    seen = Observation(edges={"up": (1, 0), "down": (0, 2)})
-    assert sides(seen, {"up": (64, inner), "down": (inner, 64)})[0] == {"up": leads_in, "down": not leads_in}
 
 
 def test_padding_gives_no_gradient(ranks):

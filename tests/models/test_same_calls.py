@@ -51,13 +51,13 @@ class Asked(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.down, self.asks = nn.Linear(8, 32), nn.Linear(32, 8), True
+        self.up, self.down, self.head, self.asks = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 8), True
 
     def forward(self, x):
-        up = self.up(x)
+        x = self.down(F.gelu(self.up(x)))
         if self.asks:
-            up.register_hook(lambda grad: grad * 2)
-        return self.down(F.gelu(up))
+            x.register_hook(lambda grad: grad * 2)
+        return self.head(x)
 
 
 def asked_inside():
@@ -69,7 +69,7 @@ def asked_inside():
         try:
             model(torch.ones(2, 8)).sum().backward()
         except MismatchError as error:
-            return "rank 1 is at the register_hook on what 'up' gives" in str(error)
+            return "rank 1 is at the register_hook on what 'down' gives" in str(error)
     return None
 
 
