@@ -95,8 +95,9 @@ class SameCalls:
         return model
 
     @property
-    def is_alive(self) -> bool:
-        return self._model() is not None
+    def held(self) -> nn.Module | None:
+        """The model, which whoever asks holds from then on; None where it has gone."""
+        return self._model()
 
     @property
     def is_on(self) -> bool:

@@ -55,11 +55,12 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     known = _KNOWN.get(optimizer)
     if known is None:
         known = _KNOWN[optimizer] = _Known()
-    watched = [each for one in _WATCHED if (each := one()) is not None and each.is_on and each.is_alive]
-    key = ([each.number for each in watched], [len(group["params"]) for group in optimizer.param_groups])
+    alive = [each for one in _WATCHED if (each := one()) is not None and each.is_on]
+    watched = [(each, model) for each in alive if (model := each.held) is not None]
+    key = ([each.number for each, _ in watched], [len(group["params"]) for group in optimizer.param_groups])
     if known.key != key:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        found = [each for each in watched if any(id(p) in own for p in each.model.parameters())]
+        found = [each for each, model in watched if any(id(p) in own for p in model.parameters())]
         known.key, known.concerned = key, sorted(found, key=lambda each: each.number)
     for calls in known.concerned:
         calls.steps.before_step()

@@ -43,7 +43,7 @@ def plain_of(x: Any) -> Tensor:
         LayoutError: it is split, and what reads it takes it for whole.
     """
     if any(not placement.is_replicate() for placement in x.placements):
-        from ndtp.runtime.grid_operations import refused
+        from ndtp.runtime.refused_reads import refused
 
         raise refused("an operation", x, ())
     return local_shard(x)

@@ -25,7 +25,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ndtp.errors import LayoutError
 from ndtp.runtime.list_operations import by_groups, groups_of
+from ndtp.runtime.refused_reads import is_whole_tensor, refused
 
+DETACH = torch.ops.aten.detach.default
 LIKE = ("zeros_like", "ones_like", "full_like")
 NEW = ("new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided")
 SAME = ("detach", "clone", "_to_copy", "alias", "empty_like")
@@ -41,10 +43,15 @@ LACKS = ("sharding strategy", "placement", "sharding prop", "stack expects each 
 
 def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """An operation of which some operands are of `kind`."""
+    if func is DETACH and not args[0].requires_grad:  # of each gradient, when autograd takes it
+        return _taken(kind, func(args[0]._dtensor), args[0], "detach")
     name = func.overloadpacket.__name__
     if name.startswith(LISTS) and len(groups := groups_of(args)) > 1:
         return by_groups(func, args, kwargs, groups)
     flat, tree = tree_flatten((args, kwargs))
+    if name != "stack" and any(type(x) is kind and not x.dim() and any(map(_is_odd, x.placements)) for x in flat):
+        args, kwargs = tree_unflatten([_finished(kind, x) for x in flat], tree)
+        return func(*args, **kwargs)
     mine = [x for x in flat if type(x) is kind]
     if torch.is_grad_enabled():
         for x in mine:
@@ -88,16 +95,37 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if written is not None:
         _wrote(kind, written)
         return None if made is None else written
-    of = mine[0]
-    if name == "_foreach_norm":  # the norms of many are summed at once
-        return made
     is_view = any(each.alias_info is not None for each in func._schema.returns)
-    is_source = is_view and name not in ("detach", "alias")
+    return _results(kind, func, name, made, mine[0], (flat, tree) if is_view else None)
+
+
+def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any) -> Any:
+    """Return the result of an operation on DTensors, as it is given out.
+
+    Args:
+        of: the first of its operands.
+        given: all of them, of one that gives views.
+    """
+    if name == "_foreach_norm" or (name == "linalg_vector_norm" and _is_one_of_many()):
+        return tree_map(lambda x: kind(x) if isinstance(x, DTensor) else x, made)  # summed at once, where they meet
+    is_source = given is not None and name not in ("detach", "alias")
     leaves, form = tree_flatten(made)
     for i, x in enumerate(leaves):
         if isinstance(x, DTensor):
-            leaves[i] = _taken(kind, x, of, name, (of, (func, flat, tree, i)) if is_source else None)
+            leaves[i] = _taken(kind, x, of, name, (of, (func, *given, i)) if is_source else None)
     return tree_unflatten(leaves, form)
+
+
+def _is_one_of_many() -> bool:
+    """Return whether torch's `clip_grad_norm_` asks for the norm of one gradient, of which it stacks all."""
+    frame: Any = sys._getframe(4)
+    return "_get_total_norm" in (frame.f_code.co_name, frame.f_back and frame.f_back.f_code.co_name)
+
+
+def _finished(kind: Any, x: Any) -> Any:
+    """A number of which ranks have parts, as a plain number."""
+    is_part = type(x) is kind and not x.dim() and any(map(_is_odd, x.placements))
+    return x._dtensor.full_tensor() if is_part else x
 
 
 def _without_theirs(kind: Any, func: Any, name: str, flat: list[Any], mine: Sequence[Any], written: Any) -> list[Any]:
@@ -117,11 +145,6 @@ def _is_dense(kind: Any, x: Any, stored: Sequence[Any]) -> bool:
 def _lacks_padding(kind: Any, x: Any, mine: Sequence[Any]) -> bool:
     """Whether a tensor that was computed of parameters has no padding beside one that has some."""
     return type(x) is kind and not x.is_padded and any(not _fits(x, y._dtensor.shape) for y in mine if y.is_padded)
-
-
-def is_whole_tensor(x: Any) -> bool:
-    """A plain tensor that is no number."""
-    return isinstance(x, Tensor) and x.dim() > 0 and not isinstance(x, DTensor)
 
 
 def _written(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -350,30 +373,6 @@ def _beside(x: Tensor, split: Any, name: str, flat: Sequence[Any]) -> Any:
             grow += [0, want - real if have == real and want != real else 0]
         x = torch.nn.functional.pad(x, grow) if any(grow) else x
     return _on_every_rank(x, split)
-
-
-def refused(what: str, split: Any, flat: Sequence[Any]) -> LayoutError:
-    """Return the error of an operation on a split parameter and plain tensors."""
-    name, (code, where) = getattr(split, "ndtp_name", ""), _reader()
-    owner, what_it_is = name.rpartition(".")[0], f"'{name}'" if name else "a parameter"
-    shapes = ", ".join(str(tuple(x.shape)) for x in flat if is_whole_tensor(x))
-    others = f"tensors that are not, {shapes}" if shapes else "tensors that are not"
-    keep = f"; or parallelize(..., keep=['{owner}']), which leaves it whole" if name else ""
-    return LayoutError(
-        f"ndtp: {code} reads {what_it_is} {tuple(split.shape)}, which is split over ranks, in {what} beside {others}\n"
-        f"  at {where}\n"
-        f"  fix: call the layer that has it; or take the whole of it, p.full_tensor(), a collective{keep}"
-    )
-
-
-def _reader() -> tuple[str, str]:
-    """Return what reads a parameter, and where: the innermost frame that is neither torch's nor ndtp's."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back and str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "ndtp"):
-        frame = frame.f_back
-    own = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
-    code = f"the code of {type(own).__name__}" if isinstance(own, torch.nn.Module) else frame.f_code.co_name
-    return code, f"{frame.f_code.co_filename}, line {frame.f_lineno}"
 
 
 # -------------------------------------------------------------------------------------------------------- gradients

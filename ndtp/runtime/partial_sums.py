@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ndtp.collectives.turns import staying
-from ndtp.runtime.arrival import real_of, wrapped
 from ndtp.runtime.versions import version_of
 from ndtp.schedule.tasks import LOOKAHEAD
 
@@ -111,7 +110,13 @@ class PartialSums:
 def _accumulate(leaf: Any, total: Tensor) -> None:
     """Add a finished gradient to a parameter as the end of a backward does."""
     if hasattr(leaf, "_local_tensor"):
-        total = wrapped(total, leaf._spec, real_of(leaf))
+        from torch.distributed.tensor import DTensor
+
+        total = DTensor.from_local(
+            total, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf._spec.shape, stride=leaf._spec.stride
+        )
+        if leaf.dim() and hasattr(leaf, "_dtensor"):
+            total = type(leaf)(total, False, leaf.shape)
     if leaf.requires_grad:
         torch.autograd.backward([leaf], [total])
     else:  # frozen since
