@@ -118,8 +118,9 @@ def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any) ->
 
 def _is_one_of_many() -> bool:
     """Return whether torch's `clip_grad_norm_` asks for the norm of one gradient, of which it stacks all."""
-    frame: Any = sys._getframe(4)
-    return "_get_total_norm" in (frame.f_code.co_name, frame.f_back and frame.f_back.f_code.co_name)
+    caller = sys._getframe(3).f_back  # of `__torch_dispatch__`: none in a thread of autograd's own
+    frames = (caller, caller and caller.f_back)  # the second of a list's comprehension, before Python 3.12
+    return any(frame is not None and frame.f_code.co_name == "_get_total_norm" for frame in frames)
 
 
 def _finished(kind: Any, x: Any) -> Any:
