@@ -9,7 +9,7 @@ import torch
 import updates
 from program import Step
 from sides import Dense
-from torch import Tensor
+from torch import Tensor, nn
 from training import backward, forward, is_all_sharded, train
 
 
@@ -31,7 +31,10 @@ def drop(side: Dense, step: Step, label: str) -> None:
 
 
 def between(side: Dense, step: Step, label: str) -> None:
-    """A weight is changed in place between forward and backward: an error where the weight is needed, or exact."""
+    """A weight is changed in place between forward and backward: it raises, or differentiates the forward.
+
+    A layer that saved a copy of the weight, such as a gated pair as one product, has them where torch has an error.
+    """
     model = side.models[step.model]
     model.zero_grad()
     graphs = forward(side, model, set(step.how), step.seed, label)
@@ -47,14 +50,29 @@ def between(side: Dense, step: Step, label: str) -> None:
     try:
         backward(side, model, set(), graphs, label)
         side.record(f"{label} ends in", "gradients")
-        for name, parameter in model.named_parameters():
-            side.record_gradient(f"{label} gradient of {name}", name, parameter.grad)
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        side.record(f"{label} ends in", "an error")
+        side.record(f"{label} ends in", "an error or gradients" if type(side) is Dense else "an error")
+        _differentiate_unchanged(side, model, step, weight)
+    for name, parameter in model.named_parameters():
+        side.record_gradient(f"{label} gradient of {name}", name, parameter.grad)
     side.discard()
     model.zero_grad()
+
+
+def _differentiate_unchanged(side: Dense, model: nn.Module, step: Step, weight: Tensor) -> None:
+    """The gradients of the forward before `between` halved the weight."""
+    side.discard()
+    model.zero_grad()
+    with torch.no_grad():
+        weight.mul_(2.0)
+    recorded = len(side.records)
+    graphs = forward(side, model, set(step.how), step.seed, "")
+    del side.records[recorded:]
+    backward(side, model, set(), graphs, "")
+    with torch.no_grad():
+        weight.mul_(0.5)
 
 
 def create_graph(side: Dense, step: Step, label: str) -> None:
