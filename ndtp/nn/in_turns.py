@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.arrival import is_plain, real_of, wrapped
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _rows(both: Any, first: int, count: int) -> Any:
     """Every `count`-th row, from `first` on: a view of this rank's shard."""
     if is_plain(both):
         return both.detach()[first::count]
-    return _with_rows(both, both._local_tensor.detach()[first::count], both.shape[0] // count)
+    return _with_rows(both, both._local_tensor.detach()[first::count], lambda rows: rows // count)
 
 
 def _in_turns(parts: Sequence[Any]) -> Any:
@@ -82,16 +82,18 @@ def _in_turns(parts: Sequence[Any]) -> Any:
     if is_plain(parts[0]):
         return _interleaved([part.detach() for part in parts])
     local = _interleaved([part._local_tensor.detach() for part in parts])
-    return _with_rows(parts[0], local, parts[0].shape[0] * len(parts))
+    return _with_rows(parts[0], local, lambda rows: rows * len(parts))
 
 
-def _with_rows(like: Any, local: Tensor, rows: int) -> Any:
-    """A DTensor of so many rows, that lies as another one does."""
-    from torch.distributed.tensor import DTensor
+def _with_rows(like: Any, local: Tensor, rows_of: Callable[[int], int]) -> Any:
+    """A tensor that lies as another one does and is of its kind, with other rows, padding included."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    shape = torch.Size((rows, *like.shape[1:]))
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=_contiguous(shape)
+    spec, real = like._spec, real_of(like)
+    shape = torch.Size((rows_of(spec.shape[0]), *spec.shape[1:]))
+    meta = TensorMeta(shape, _contiguous(shape), local.dtype)
+    return wrapped(
+        local, DTensorSpec(spec.mesh, spec.placements, meta), real and torch.Size((rows_of(real[0]), *real[1:]))
     )
 
 

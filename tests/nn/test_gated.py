@@ -191,6 +191,7 @@ def check_state(folder):
         for name, value in state.items():
             real = tuple(slice(0, size) for size in whole[name].shape)
             assert_equal(value.full_tensor()[real], whole[name], f"{grid}: {name}")
+            assert float(value.norm()) == pytest.approx(float(whole[name].norm())), f"{grid}: {name} by all ranks"
         fresh.load_state_dict(state, assign=True)
         assert fresh.up.weight.to_local().data_ptr() == block.up.weight.to_local().data_ptr(), "assign shares memory"
         fresh = ndtp.nn.GatedMLP(HIDDEN, 30, mesh=mesh, scheme=scheme, bias=True, pad=True)
