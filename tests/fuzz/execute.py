@@ -72,7 +72,7 @@ def run_program(program: Program | Language, progress: str = "") -> int:
                 actual = _parallel(program)
         except Exception as error:
             raise Finding(f"{name}: {type(error).__name__}: {error}") from error
-    wrong = mismatches(actual.records, expected.records, exact.records)
+    wrong = mismatches(actual.records, expected.records, exact.records, FLOOR[getattr(torch, program.dtype)])
     wrong += out_of_order(order)
     if wrong:
         raise Finding(f"{name}: " + "\n  ".join(wrong[:6]))
@@ -139,8 +139,14 @@ def _free_calls(grid: ndtp.Grid, _: str) -> Speeds:
     return Speeds({(kind, axis): LinkSpeed(0.0, 1e-9) for kind in KINDS for axis in grid}, 1e-9)
 
 
-def mismatches(actual: Sequence[Record], expected: Sequence[Record], exact: Sequence[Record]) -> list[str]:
-    """What differs, in words."""
+def mismatches(
+    actual: Sequence[Record], expected: Sequence[Record], exact: Sequence[Record], floor: float
+) -> list[str]:
+    """What differs, in words.
+
+    Args:
+        floor: the least tolerance, of the largest magnitude: a model in fp32 may have been trained in bf16.
+    """
     wrong = []
     if [r.label for r in actual] != [r.label for r in expected]:
         odd = [r.label for r in actual if r.label not in {e.label for e in expected}]
@@ -157,13 +163,13 @@ def mismatches(actual: Sequence[Record], expected: Sequence[Record], exact: Sequ
                 wrong.append(f"{ours.label}: {said[0]} instead of {said[1]}")
             continue
         assert isinstance(truth.value, Tensor)
-        difference = _distance(record, ours.value, truth.value)
+        difference = _distance(record, ours.value, truth.value, floor)
         if difference:
             wrong.append(f"{ours.label}: {difference}")
     return wrong
 
 
-def _distance(record: Record, dense: Tensor, exact: Tensor) -> str:
+def _distance(record: Record, dense: Tensor, exact: Tensor, floor: float) -> str:
     """ "" where a result is as near to the fp64 one as it may be; both are whole."""
     actual = record.value
     assert isinstance(actual, Tensor)
@@ -177,7 +183,7 @@ def _distance(record: Record, dense: Tensor, exact: Tensor) -> str:
         return ""
     scale = exact.abs().max().item()
     own = (dense.double() - exact.double()).abs().max().item()
-    tolerance = max(FACTOR * own, FLOOR[dense.dtype] * scale, 1e-14)
+    tolerance = max(FACTOR * own, max(floor, FLOOR[dense.dtype]) * scale, 1e-14)
     error = (actual.double() - theirs.double()).abs()
     if bool((error <= tolerance).all()):
         return ""
