@@ -22,6 +22,7 @@ from ndtp.collectives.own_presence import flight_of_world
 from ndtp.collectives.recorder import Recording, observed
 from ndtp.collectives.streams import has_streams
 from ndtp.collectives.watch import Watch, failure
+from ndtp.compute.traces import refuse_traces
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -119,6 +120,7 @@ class Collectives:
     def _launch_watched(self, route: Route, tensor: Tensor, out: Tensor | None, ahead: bool) -> Handle:
         """`launch` where a meter counts, or a profiler or recorder looks on."""
         label, begin, recorder = route.label(), route.begin, self.recording.recorder
+        refuse_traces(label.title)
         if ahead:
             label.ahead = route.num_bytes(tensor)
         self.recording.inspect(label, tensor)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ndtp.compute.traces import refuse_traces
 from ndtp.models.frame import Frame
 from ndtp.models.made_classes import made_class
 from ndtp.models.noted import Noted, settle
@@ -48,6 +49,7 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool)
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_traces(theirs.__name__, exports=False)
         if compiles and torch.compiler.is_compiling():
             return method(self, *args, **kwargs)
         if name != "forward" and frame.running:  # called by what notes already

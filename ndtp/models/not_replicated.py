@@ -1,7 +1,8 @@
-"""`DistributedDataParallel` around a model whose parameters are split: refused by name."""
+"""A model whose parameters are split refuses by name to be taken for a dense one."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
@@ -9,17 +10,31 @@ from torch import nn
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
 
+_TORCHSCRIPT = (
+    "torch.jit: this model is split over ranks, and TorchScript would hold this rank's part of it\n"
+    "  fix: torch.compile(model); or the dense model, with the weights of save_pretrained() or state_dict()"
+)
+
 
 class NotReplicated:
-    """A model with parameters of its own on every rank, which DDP would take for copies."""
+    """A model with parameters of its own on every rank, which DDP would take for copies, and TorchScript for all."""
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """DDP looks for this first, and nothing else does."""
+        """DDP looks for this first, and TorchScript before it traces; to others it is not there."""
+        asks = sys._getframe(1).f_globals.get("__name__", "")
+        if asks == "torch._jit_internal":
+            raise LayoutError(_TORCHSCRIPT)
+        if asks != "torch.nn.parallel.distributed":
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise LayoutError(
             "DistributedDataParallel: parameters of this model are split over a grid, and it takes them for copies\n"
             "  fix: an axis for data parallelism, Grid(dp=2, ...), whose gradients ndtp sums; no wrapper"
         )
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse torch.jit.script, which asks every module for this first."""
+        raise LayoutError(_TORCHSCRIPT)
 
 
 def not_replicated(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from ndtp.compute.traces import refuse_traces
 from ndtp.models.noted import Noted
 from ndtp.models.pending import Pending
 from ndtp.models.same_inputs import facts_of, inputs_of, settings_in
@@ -133,9 +134,8 @@ class SameCalls:
         return self
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        refuse_traces(self.name, exports=False)
         if torch.compiler.is_compiling() or not self.is_on:
-            return
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # whose tensors have no numbers to compare
             return
         own = of_turn(self)
         own["depth"] = depth = own.get("depth", 0) + 1

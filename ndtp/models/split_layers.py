@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import RelayoutPlan
+from ndtp.compute.traces import refuse_traces
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted
 from ndtp.models.projections import Projection, mode_of, products
@@ -168,6 +169,7 @@ class ObservedLinear(ReadAsSplit, Projection):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() < 1 or x.shape[-1] != self.real_in:
             raise LayoutError(f"'{self.name}' takes {self.real_in} features, its input is of {tuple(x.shape)}")
+        refuse_traces(f"'{self.name}'", exports=False)
         if self.schedule is not None and (made := self.schedule.called(self, x)) is not None:
             return made
         with self.at_work():
@@ -263,6 +265,7 @@ class ObservedEmbedding(ReadAsSplit, nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
         if self.max_norm or self.scale_grad_by_freq or self.sparse:
             raise refused_setting(self)
+        refuse_traces(f"'{self.name}'", exports=False)
         with self.at_work():
             return self.found(ids.gathered() if isinstance(ids, SplitTensor) else ids)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ndtp.algebra.layout import Layout
+from ndtp.compute.traces import refuse_traces
 from ndtp.errors import LayoutError
 from ndtp.nn.random import key_of, uniform
 from ndtp.ops.products import relayout
@@ -67,7 +68,7 @@ def put_in_place(dense: Tensor, placements: Any, device_mesh: Any, shape: Sequen
     Raises:
         LayoutError: the tensor belongs to a transform of torch.func.
     """
-    refuse_transforms(dense, name)
+    refuse_traces(name)
     from ndtp.runtime.grid_tensor import PutInPlace
 
     return PutInPlace.apply(dense, placements, device_mesh, torch.Size(shape))  # type: ignore[no-any-return, no-untyped-call]
@@ -207,19 +208,6 @@ def _lies(x: Any) -> tuple[Any, Any]:
     return ("one rank", "none") if is_plain(x) else (x.device_mesh, x.placements)
 
 
-def refuse_transforms(x: Tensor, name: str) -> None:
-    """Refuse a tensor of a transform of torch.func (grad, vmap, ..) in the place of a parameter.
-
-    Raises:
-        LayoutError: names the parameter.
-    """
-    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(x):
-        raise LayoutError(
-            f"{name}: torch.func transforms look past the shards of a split model\n  fix: loss.backward(), or "
-            "torch.autograd.grad(loss, list(model.parameters())); or the dense model"
-        )
-
-
 def check_own(parameter: Tensor, shape: Sequence[int], shard_shape: Sequence[int], x: Tensor, name: str) -> None:
     """Check that a module's parameter is still as the module made it: on a device like x's, and this rank's shard.
 
@@ -228,7 +216,7 @@ def check_own(parameter: Tensor, shape: Sequence[int], shard_shape: Sequence[int
     Raises:
         LayoutError: names the parameter, and how to bring it in.
     """
-    refuse_transforms(parameter, name)
+    refuse_traces(name)
     if parameter.is_meta and not x.is_meta:
         raise LayoutError(
             f"{name} is on the meta device and has no values yet\n  fix: to_empty(device=...), then reset_parameters() "

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import tracing_after
 from products import mesh_of
 from small_models import IDS, build, called, layers
 from torch import nn
@@ -219,12 +220,6 @@ def called_functionally(kind, model):
     return torch.stack([loss.detach(), *(layer.weight.grad.pow(2).sum() for layer in layers(kind, model))])
 
 
-def differentiated(kind, model):
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    loss = lambda q: functional_call(model, q, (), {"input_ids": IDS, "labels": IDS})[0]  # noqa: E731
-    return torch.stack([g.pow(2).sum() for g in torch.func.grad(loss)(parameters).values()])
-
-
 def frozen(kind, model):
     model.requires_grad_(False)
     layers(kind, model)[0].requires_grad_(True)
@@ -328,7 +323,13 @@ OPERATIONS = {
     "`torch.save(model.state_dict())`": (saved_state, WORKS, WORKS),
     "`copy.deepcopy`": (copied, WORKS, WORKS),
     "`torch.func.functional_call`": (called_functionally, WORKS, WORKS),
-    "`torch.func.grad`": (differentiated, REFUSED, REFUSED),
+    "`torch.func.grad`": (tracing_after.differentiated, REFUSED, REFUSED),
+    "`torch.func.vmap`": (tracing_after.mapped, REFUSED, REFUSED),
+    "`torch.jit.trace`": (tracing_after.traced, REFUSED, REFUSED),
+    "`torch.jit.script`": (tracing_after.scripted, REFUSED, REFUSED),
+    "`torch.export.export`": (tracing_after.exported, REFUSED, REFUSED),
+    "`make_fx`": (tracing_after.recorded, REFUSED, REFUSED),
+    "a forward in `FakeTensorMode`": (tracing_after.without_values, REFUSED, REFUSED),
     "`requires_grad_`": (frozen, WORKS, WORKS),
     "`model.half()`, `model.to(dtype)`": (cast, WORKS, WORKS),
     "`p.sum()`, `p.mean()`, `p.std()`, `p.numel()`": (counted, WORKS, WORKS),

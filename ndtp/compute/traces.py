@@ -1,0 +1,45 @@
+"""Modes of torch in which a tensor holds no numbers that ranks could send or compare, and which are refused by name."""
+
+from __future__ import annotations
+
+import torch
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey  # type: ignore[attr-defined]
+from torch._C._functorch import peek_interpreter_stack
+
+from ndtp.errors import LayoutError
+
+
+def refuse_traces(what: str, exports: bool = True) -> None:
+    """Refuse a transform of torch.func, a trace by make_fx, and tensors without values.
+
+    torch.compile has a way of its own, and a layer of `ndtp.nn` is one operation of what torch.export makes.
+
+    Args:
+        what: the layer, model or collective that is asked for.
+        exports: whether torch.export may take it.
+
+    Raises:
+        LayoutError: names `what` and the mode; the same on every rank, before anything is sent.
+    """
+    if torch.compiler.is_compiling():
+        if not exports and torch.compiler.is_exporting():
+            raise LayoutError(
+                f"{what}: torch.export would write down this rank's part of a split model as if it were the whole\n"
+                "  fix: export the dense model; save_pretrained() and state_dict() give its weights"
+            )
+        return
+    if peek_interpreter_stack() is not None:
+        raise LayoutError(
+            f"{what}: torch.func transforms look past the shards of a split model\n  fix: loss.backward(), or "
+            "torch.autograd.grad(loss, list(model.parameters())); or the dense model"
+        )
+    if _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None:
+        raise LayoutError(
+            f"{what}: make_fx would record this rank's collectives as if they were operations on whole tensors\n"
+            "  fix: torch.compile(model), or trace the dense model"
+        )
+    if _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
+        raise LayoutError(
+            f"{what}: tensors of FakeTensorMode have no values that ranks could send\n"
+            "  fix: the dense model; for the bytes of a split one ndtp.plan, or `ndtp bench volume --model`"
+        )

@@ -1,0 +1,38 @@
+"""What traces and transforms a split model: each is refused by name, as it would take a part for the whole."""
+
+import torch
+from small_models import IDS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+
+
+def differentiated(kind, model):
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    loss = lambda q: functional_call(model, q, (), {"input_ids": IDS, "labels": IDS})[0]  # noqa: E731
+    return torch.func.grad(loss)(parameters)
+
+
+def mapped(kind, model):
+    return torch.func.vmap(lambda ids: model(input_ids=ids[None], labels=ids[None])[0])(IDS)
+
+
+def traced(kind, model):
+    return torch.jit.trace(model, (IDS,), check_trace=False)
+
+
+def scripted(kind, model):
+    return torch.jit.script(torch.nn.Sequential(model))
+
+
+def exported(kind, model):
+    return torch.export.export(model, (IDS,))
+
+
+def recorded(kind, model):
+    return make_fx(lambda ids: model(input_ids=ids, labels=ids)[0])(IDS)
+
+
+def without_values(kind, model):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return model(input_ids=IDS, labels=IDS)
