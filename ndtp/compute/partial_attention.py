@@ -91,7 +91,7 @@ def attend(
     if _has_kernel(q, v):
         bias = None if mask is None else _as_bias(mask, q)
         out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, part.is_causal, attn_mask=bias, scale=scale
+            *map(_in_rows, (q, k, v)), 0.0, part.is_causal, attn_mask=bias, scale=scale
         )
     elif _has_device_kernel(q, v, mask):
         out, lse = _ops._scaled_dot_product_flash_attention(*_alike(q, k, v), 0.0, part.is_causal, scale=scale)[:2]
@@ -114,15 +114,15 @@ def attend_backward(
     if _has_kernel(q, v):
         bias = None if mask is None else _as_bias(mask, q)
         found: Any = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse.to(torch.promote_types(q.dtype, torch.float32)), 0.0, part.is_causal,
-            attn_mask=bias, scale=scale,
+            *map(_in_rows, (grad, q, k, v, out)), lse.to(torch.promote_types(q.dtype, torch.float32)), 0.0,
+            part.is_causal, attn_mask=bias, scale=scale,
         )  # fmt: skip
         return found  # type: ignore[no-any-return]
     if _has_device_kernel(q, v, mask):
         given, none = _alike(q, k, v), torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv = _ops._scaled_dot_product_flash_attention_backward(
-            grad, *given, out, lse.contiguous(), None, None, q.shape[-2], k.shape[-2], 0.0, part.is_causal, none, none,
-            scale=scale,
+            _in_rows(grad), *given, out, lse.contiguous(), None, None, q.shape[-2], k.shape[-2], 0.0, part.is_causal,
+            none, none, scale=scale,
         )  # fmt: skip
         return dq, _summed(dk, k), _summed(dv, v)
     scores = _scores(q, k, scale, part, mask)
@@ -145,7 +145,12 @@ def _has_device_kernel(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 
 def _alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q, _repeated(k, q), _repeated(v, q)
+    return _in_rows(q), _in_rows(_repeated(k, q)), _in_rows(_repeated(v, q))
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Return a tensor whose features follow one another in memory, as torch's kernels take for granted."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:

@@ -13,14 +13,16 @@ QUERIES = [range(0, 3), range(9, 12)]
 BLOCKS = [[range(3, 6), range(6, 9)], [range(0, 3), range(9, 12)]]
 
 
-def at(x, spans):
+def at(x, spans, form):
     padded = F.pad(x, (0, 0, 0, 12 - LENGTH), value=7.0)
-    return torch.cat([padded[..., span.start : span.stop, :] for span in spans], -2)
+    found = torch.cat([padded[..., span.start : span.stop, :] for span in spans], -2)
+    return found.mT.contiguous().mT if form == "columns" else found
 
 
 @pytest.mark.parametrize("features", [8, 6], ids=["kernel", "by hand"])
-@pytest.mark.parametrize("form", ["causal", "all", "mask"])
+@pytest.mark.parametrize("form", ["causal", "all", "mask", "columns"])
 def test_equals_attention_at_once(form, features):
+    """ "columns": features do not follow one another in memory, and torch's kernel takes for granted that they do."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 4, LENGTH, 8, dtype=torch.float64), torch.randn(2, 2, LENGTH, 8, dtype=torch.float64)
     v = torch.randn(2, 2, LENGTH, features, dtype=torch.float64)
@@ -36,7 +38,7 @@ def test_equals_attention_at_once(form, features):
     only[..., here, :] = grad[..., here, :]
     expected.backward(only)
 
-    queries, upstream = at(q.detach(), QUERIES), at(grad, QUERIES)
+    queries, upstream = at(q.detach(), QUERIES, form), at(grad, QUERIES, form)
     merged = Merged(queries, features)
     places = []
     for keys in BLOCKS:
@@ -47,11 +49,11 @@ def test_equals_attention_at_once(form, features):
             seen = wide[..., [i for span in QUERIES for i in span], :][..., columns]
         parts = pieces(QUERIES, keys, LENGTH, form == "causal")
         places.append((keys, parts, seen))
-        merged.see(queries, at(k.detach(), keys), at(v.detach(), keys), parts, 8**-0.5, seen)
+        merged.see(queries, at(k.detach(), keys, form), at(v.detach(), keys, form), parts, 8**-0.5, seen)
     torch.testing.assert_close(merged.out[..., : len(here), :], expected[..., here, :].detach())
     back = Gradients(upstream, queries, merged.out, merged.lse, 8**-0.5)
     for keys, parts, seen in places:
-        dk, dv = back.see(at(k.detach(), keys), at(v.detach(), keys), parts, seen)
+        dk, dv = back.see(at(k.detach(), keys, form), at(v.detach(), keys, form), parts, seen)
         real = [i for span in keys for i in span if i < LENGTH]
         torch.testing.assert_close(dk[..., : len(real), :], k.grad[..., real, :])
         torch.testing.assert_close(dv[..., : len(real), :], v.grad[..., real, :])
