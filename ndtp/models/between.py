@@ -115,7 +115,7 @@ class Between(Tensor):
         """The whole of it, on every rank (of its own dp rows); a collective."""
         passage = self.passage
         y = relayout(leave(self), passage.layout, passage.outside, passage.mesh, f"{passage.came_from} whole")
-        return y[: math.prod(passage.lead), : passage.features].reshape(passage.shape)
+        return y[: math.prod(passage.lead), : passage.features].reshape(passage.shape).contiguous()
 
     def form(self) -> ShardForm:
         """The way in which the activation lies, for a gradient of its own."""

@@ -54,7 +54,7 @@ class BoundaryLinear(Linear):
         if not self.boundary.leaves:
             return enter(zero_padding_rows(y, self.out_layout, self.mesh, passage.rows), passage)
         y = relayout(y, self.out_layout, self.boundary.outside, self.mesh, f"{self.name} output", kind="activations")
-        y = y[: math.prod(passage.lead), : self.out_features]
+        y = y[: math.prod(passage.lead), : self.out_features].contiguous()  # code may ask for a view
         return with_leading_dims(y, passage.lead, f"parallelize: '{self.name}'")
 
     def _enter(self, x: Tensor) -> tuple[Tensor, PairPassage]:

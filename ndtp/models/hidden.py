@@ -144,7 +144,7 @@ def whole(x: Tensor) -> Tensor:
     y = relayout(leave(x), passage.layout, passage.frame.outside, passage.frame.mesh, f"{passage.came_from} whole")
     if (order := passage.order) is not None:
         y = y[:, order.argsort().to(y.device)]
-    y = passage.in_order(y)[:, : passage.features].reshape(passage.shape)
+    y = passage.in_order(y)[:, : passage.features].reshape(passage.shape).contiguous()
     return passage.frame.mesh.step.made_whole(y)  # type: ignore[no-any-return]
 
 

@@ -81,7 +81,7 @@ class _Ring(torch.autograd.Function):
         ctx.save_for_backward(mask, *kept)
         ctx.plan, ctx.mesh, ctx.scale, ctx.index = plan, mesh, scale, index
         found = [result for each in outs for result in each()]
-        return torch.cat(found, -3) if len(found) > 1 else found[0].view_as(found[0])
+        return torch.cat(found, -3) if len(found) > 1 else found[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -79,10 +79,10 @@ class Copy(Tie):
                 now = enter(leave(now).index_select(-1, order), now.spec)
             shard = leave(moved(now, spec.dims, spec.padded))
         with torch._C.DisableTorchFunctionSubclass():
-            return _copied_into(base, shard, spec)
+            return copied_into(base, shard, spec)
 
 
-def _copied_into(base: Tensor, shard: Tensor, spec: Spec) -> bool:
+def copied_into(base: Tensor, shard: Tensor, spec: Spec | None) -> bool:
     """Copy a shard into a tensor.  Returns whether that has one place of memory for several entries, as `expand` makes
     it: such a place gets the entry that has changed.
 
@@ -91,7 +91,7 @@ def _copied_into(base: Tensor, shard: Tensor, spec: Spec) -> bool:
     """
     places = enumerate(zip(base.shape, base.stride(), strict=True))
     repeated = [d for d, (size, step) in places if size > 1 and not step]
-    if any(spec.dims[d] for d in repeated):
+    if spec is not None and any(spec.dims[d] for d in repeated):
         raise LayoutError(
             f"parallelize: a write to a view of {spec}, which `expand` made and whose repeated entries ranks share\n"
             "  fix: clone() before the write"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ndtp.errors import LayoutError
-from ndtp.split.copies import share_memory, written
+from ndtp.split.copies import copied_into, share_memory, written
 from ndtp.split.tensor import mapped, name_of
 
 
@@ -107,7 +107,7 @@ class GatheredOperands:
         if not share_memory(made, x):
             shard = self._cut(x, made)
             with torch._C.DisableTorchFunctionSubclass():
-                self._leave(x).copy_(shard)
+                copied_into(self._leave(x), shard, getattr(x, "spec", None))
         written(x)
 
     def _with_operands(self, result: Any) -> Any:

@@ -30,8 +30,7 @@ def _spelt_out(key: Any, count: int) -> list[Any]:
     """One key a dim of the tensor or of the result; lists are tensors, and an ellipsis is slices."""
     keys = [whole(k) if isinstance(k, Tensor) else torch.as_tensor(k) if isinstance(k, (list, range)) else k
             for k in (key if isinstance(key, tuple) else [key])]  # fmt: skip
-    used = sum(k.dim() if isinstance(k, Tensor) and k.dtype in (torch.bool, torch.uint8) else 1
-               for k in keys if k is not None and k is not Ellipsis)  # fmt: skip
+    used = sum(k.dim() if _is_mask(k) else 1 for k in keys if k is not None and k is not Ellipsis)
     at = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
     keys[at : at + 1] = [slice(None)] * (count - used)
     return keys
@@ -77,7 +76,7 @@ def _lost(x: SplitTensor, keys: Sequence[Any]) -> list[int]:
             if isinstance(k, slice) and k.indices(x.spec.sizes[at]) == (0, x.spec.sizes[at], 1):
                 stay.append(at)
             if k is not None:
-                at += k.dim() if isinstance(k, Tensor) and k.dtype in (torch.bool, torch.uint8) else 1
+                at += k.dim() if _is_mask(k) else 1
         lost = [d for d in x.spec.split_dims if d not in stay]
     else:
         kept = kept_dims(bare, bare[tuple(keys)])
@@ -87,43 +86,44 @@ def _lost(x: SplitTensor, keys: Sequence[Any]) -> list[int]:
 
 
 def _picked(func: Any, x: SplitTensor, keys: Sequence[Any]) -> Any:
-    """Pick by whole tensors of indices; torch puts the result where the first index stands, or in front."""
+    """Pick by whole tensors of indices; torch puts the result where the first of them stands, or in front."""
     if any(isinstance(k, bool) for k in keys):
         return NotImplemented
-    dim, plain, advanced = 0, [], []
+    dim, plain, advanced, others = 0, [], [], []
     for place, k in enumerate(keys):
+        if not _selects(k):
+            (advanced if isinstance(k, Tensor) else others).append(place)
         if k is None:
             continue
-        count = k.dim() if isinstance(k, Tensor) and k.dtype in (torch.bool, torch.uint8) else 1
         if isinstance(k, slice) and k.indices(x.spec.sizes[dim]) == (0, x.spec.sizes[dim], 1):
             plain.append((place, dim))
-        elif isinstance(k, (Tensor, int)):
-            advanced.append(place)
-        dim += count
+        dim += k.dim() if _is_mask(k) else 1
     stay = {d for _, d in plain}
     lost = [d for d in x.spec.split_dims if d not in stay]
     if lost:
         x = without(x, lost)
     shard = leave(x)
     result = func(shard, tuple(keys))
-    # Which dim of the result is each of those that stay: dims of a trial whose sizes tell.
-    together = advanced == list(range(advanced[0], advanced[-1] + 1))
-    tensors = [k for k in keys if isinstance(k, Tensor)]
-    count = max([k.dim() for k in tensors if k.dtype not in (torch.bool, torch.uint8)]
-                + [1 for k in tensors if k.dtype in (torch.bool, torch.uint8)])  # fmt: skip
+    # Which dim of the result is each of those that stay: torch selects by single numbers before it picks by the others.
+    count = max((1 if _is_mask(keys[place]) else keys[place].dim() for place in advanced), default=0)
+    is_between = any(advanced[0] < place < advanced[-1] for place in others) if advanced else False
     where: list[int | None] = [None] * len(x.spec.sizes)
-    out = 0 if together else count
-    for place in range(len(keys)):
-        if together and place == advanced[0]:
+    for out, place in enumerate(others):
+        if is_between or (advanced and place > advanced[0]):
             out += count
-        if place in advanced:
-            continue
-        match = next((d for p, d in plain if p == place), None)
-        if match is not None:
-            where[match] = out
-        out += 1
+        for d in (d for p, d in plain if p == place):
+            where[d] = out
     sizes = list(result.shape)
     for d, o in enumerate(where):
         if o is not None:
             sizes[o] = x.spec.sizes[d]
     return enter(result.view_as(result), with_dims_at(x.spec, sizes, where))
+
+
+def _is_mask(key: Any) -> bool:
+    return isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8)
+
+
+def _selects(key: Any) -> bool:
+    """Return whether a key takes one place of a dim, and the dim with it."""
+    return isinstance(key, int) or (isinstance(key, Tensor) and not key.dim() and not _is_mask(key))

@@ -115,6 +115,7 @@ def check_views(dims):
             x = make(leaf * 1)
             write(x)
             y = finish(x)
+            assert y.is_contiguous(), "code may ask for a view of it"
             (y * torch.arange(7.0)).sum().backward()
             with torch.inference_mode():
                 x = make(numbers.clone())

@@ -15,8 +15,13 @@ from ndtp.models.parallelize import BoundaryLinear
 from ndtp.testing import assert_equal
 
 
+class Numbers(nn.Module):
+    def forward(self, x):
+        return x.view(-1)  # which a dense layer's result always allows
+
+
 def sequential():
-    return nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12), nn.Tanh())
+    return nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 7), Numbers(), nn.Tanh())
 
 
 def attributes():

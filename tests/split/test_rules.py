@@ -284,6 +284,23 @@ def check_strangers():
     assert torch.equal(whole(named), 2 * (numbers[:, None] @ numbers[:, None].mT))
     with pytest.warns(UserWarning, match="matmul has no rule"):  # none that knows these names
         assert torch.equal(torch.matmul(input=x, other=torch.ones(6, 2)), numbers @ torch.ones(6, 2))
+    wide, dense = (each.sum(-1, keepdim=True).expand(4, 6) for each in (x * 1, numbers))
+    assert torch.equal(whole(wide.index_fill_(0, torch.tensor([0]), 7.0)), dense.index_fill_(0, torch.tensor([0]), 7.0))
+    deep, some = torch.arange(48.0).view(2, 4, 6), torch.tensor([2, 0, 1])
+    rows = spec_of(context, (2, 4, 6), ((), ("x",), ()))
+    middle = enter(cut(deep.clone(), rows), rows)
+    for key in (
+        (-1, slice(None), some),
+        (some % 2, slice(None), 3),
+        (torch.tensor(1), slice(None), some),
+        (0, None, some),
+    ):
+        assert torch.equal(whole(middle[key]), deep[key]), "torch selects by numbers before it picks by indices"
+        middle[key], deep[key] = middle[key] * 2, deep[key] * 2
+        assert torch.equal(whole(middle), deep)
+    middle = enter(cut((deep / 48).requires_grad_(), rows), rows)
+    changed = F.scaled_dot_product_attention(middle, middle, middle).mul_(2.0)  # by a ring
+    torch.testing.assert_close(whole(changed).detach(), attention(deep / 48, deep / 48) * 2)
     parts = dataclasses.replace(spec_of(context, (4, 6), [(), ("x",)]), sections=(2, 4))
     apart, together = (enter(cut(numbers, s), s) for s in (parts, dataclasses.replace(parts, sections=())))
     assert torch.equal(whole(apart + together), numbers * 2) and torch.equal(whole(together - apart), numbers * 0)
