@@ -26,8 +26,9 @@ PROJECTIONS = ("apart", "fused", "by head", "products")
 HELD = ("parameters", "optimizer", "optimizer that has stepped", "hook", "later hook", "state", "modules", "buffers")
 # What is done with the split model, between steps of training.
 DEEDS = (
-    "train", "train", "train", "eval", "generate", "clip", "ema", "dense ema", "copy", "fill", "init", "apply", "load",
-    "load what was held", "assign", "tie", "freeze", "deepcopy", "pickle", "penalty", "to dense", "swap", "exchange",
+    "train", "train", "train", "eval", "generate", "clip", "log", "ema", "dense ema", "copy", "fill", "init", "apply",
+    "load", "load what was held", "assign", "tie", "freeze", "deepcopy", "pickle", "penalty", "to dense",
+    "swap", "exchange",
 )  # fmt: skip
 FREE = {"batch", "train", "around", "again", "loss", "backward", "gradients", "steps", "zero", "skips", "optimizer"}
 # Those that need nothing of a model: no layer by its name, no input but ids and labels.

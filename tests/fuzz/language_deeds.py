@@ -160,6 +160,22 @@ def _clip(side: Side) -> Any:
     return {"norm": side.whole(norm), **grads}
 
 
+def _log(side: Side) -> Any:
+    """Numbers of weights, gradients, the state dict and what an optimizer keeps, as a log of training has them."""
+    ids = side.ids()
+    side.model.zero_grad()
+    call(side.model, ids, ids).backward()
+    seen = {name: x for name, x in side.model.state_dict().items() if x.is_floating_point()}
+    for name, p in side.by_name().items():
+        kept = {} if side.optimizer is None else side.optimizer.state.get(p, {})
+        seen |= {f"{name} {key}": x for key, x in kept.items() if isinstance(x, Tensor)}
+        if p.grad is not None:
+            seen[f"{name} gradient"] = p.grad
+    found = {name: torch.tensor([float(x.norm()), float(x.mean()), float(x.abs().max())]) for name, x in seen.items()}
+    side.model.zero_grad()
+    return found
+
+
 @torch.no_grad()
 def _ema(side: Side) -> Any:
     if "ema" not in side.kept:
@@ -316,8 +332,8 @@ def _exchange(side: Side) -> Any:
 
 
 DEEDS: dict[str, Callable[[Side], Any]] = {
-    "train": _train, "eval": _eval, "generate": _generate, "clip": _clip, "ema": _ema, "dense ema": _dense_ema,
-    "copy": _copy, "fill": _fill, "init": _init, "apply": _apply, "load": _load, "load what was held": _load_held,
-    "assign": _assign, "tie": _tie, "freeze": _freeze, "deepcopy": _deepcopy, "pickle": _pickle, "penalty": _penalty,
-    "to dense": _to_dense, "swap": _swap, "exchange": _exchange,
+    "train": _train, "eval": _eval, "generate": _generate, "clip": _clip, "log": _log, "ema": _ema,
+    "dense ema": _dense_ema, "copy": _copy, "fill": _fill, "init": _init, "apply": _apply, "load": _load,
+    "load what was held": _load_held, "assign": _assign, "tie": _tie, "freeze": _freeze, "deepcopy": _deepcopy,
+    "pickle": _pickle, "penalty": _penalty, "to dense": _to_dense, "swap": _swap, "exchange": _exchange,
 }  # fmt: skip
