@@ -89,7 +89,8 @@ def _picked(func: Any, x: SplitTensor, keys: Sequence[Any]) -> Any:
     """Pick by whole tensors of indices; torch puts the result where the first of them stands, or in front."""
     if any(isinstance(k, bool) for k in keys):
         return NotImplemented
-    dim, plain, advanced, others = 0, [], [], []
+    dim = 0
+    plain, advanced, others = list[tuple[int, int]](), list[int](), list[int]()
     for place, k in enumerate(keys):
         if not _selects(k):
             (advanced if isinstance(k, Tensor) else others).append(place)
