@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -27,13 +28,21 @@ def item(func: Any, x: Any, key: Any) -> Any:
 
 
 def _spelt_out(key: Any, count: int) -> list[Any]:
-    """One key a dim of the tensor or of the result; lists are tensors, and an ellipsis is slices."""
-    keys = [whole(k) if isinstance(k, Tensor) else torch.as_tensor(k) if isinstance(k, (list, range)) else k
-            for k in (key if isinstance(key, tuple) else [key])]  # fmt: skip
+    """One key a dim of the tensor or of the result; lists and arrays are tensors, and an ellipsis is slices."""
+    keys = [*map(_as_torch_has_it, key if isinstance(key, tuple) else [key])]
     used = sum(k.dim() if _is_mask(k) else 1 for k in keys if k is not None and k is not Ellipsis)
     at = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
     keys[at : at + 1] = [slice(None)] * (count - used)
     return keys
+
+
+def _as_torch_has_it(key: Any) -> Any:
+    """Return a key as a tensor or a number of Python, where it is one of another library."""
+    if isinstance(key, Tensor):
+        return whole(key)
+    if isinstance(key, (list, range)) or getattr(key, "ndim", False):
+        return torch.as_tensor(key)
+    return int(key) if isinstance(key, Integral) and not isinstance(key, bool) else key
 
 
 @rule(Tensor.__setitem__)

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -293,7 +294,8 @@ def check_strangers():
         (-1, slice(None), some),
         (some % 2, slice(None), 3),
         (torch.tensor(1), slice(None), some),
-        (0, None, some),
+        (np.int64(0), None, some),
+        (slice(None), np.array([3, 0])),
     ):
         assert torch.equal(whole(middle[key]), deep[key]), "torch selects by numbers before it picks by indices"
         middle[key], deep[key] = middle[key] * 2, deep[key] * 2
