@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
-from turns import TURN, part, settle_turn
+from turns import TURN, settle_turn
 
 # What takes longest comes first: at the end a worker would wait for the other one's last file.
 LONGEST = (
@@ -30,10 +30,7 @@ def pytest_report_header() -> str:
     return f"turn of the cases that take turns: {os.environ[TURN]} (NDTP_TURN=all runs all of them)"
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items[:], others = part(items)
-    if others:
-        config.hook.pytest_deselected(items=others)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 

@@ -87,7 +87,6 @@ def folder(tmp_path_factory):
     sys.path.remove(str(path))
 
 
-@pytest.mark.turns(3)
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script.runs], ids=str)
 def test_example(script, folder, monkeypatch):
     """Run as a module, so that all examples share one pool of ranks: the guard holds here and fails in the ranks."""

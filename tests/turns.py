@@ -1,20 +1,14 @@
 """Cases that are alike take turns: a run of the whole suite has a part of them, and a few commits together have all.
 
-A file whose tests are alike says so with `pytestmark = pytest.mark.turns(3)`, a test with many cases with that mark.
-Where cases take turns as well, their number must be another one: 2 beside 3.
-
 The turn is the number of commits, the same wherever a commit is tested.  `NDTP_TURN=all` runs all cases, `NDTP_TURN=7`
 those of the seventh turn; whoever names a file or a folder gets all of its cases.
 """
 
 import os
 import subprocess
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
-
-import pytest
 
 TURN = "NDTP_TURN"
 ALL = "all"
@@ -40,21 +34,6 @@ def num_commits() -> int:
         return int(counted.stdout)
     except (OSError, subprocess.CalledProcessError):
         return 0
-
-
-def part(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return the tests of this turn and those of others; of a file, each `every`-th with the mark `turns(every)`."""
-    ours: list[pytest.Item] = []
-    others: list[pytest.Item] = []
-    turn, seen = os.environ.get(TURN, ALL), Counter[Path]()
-    for item in items:
-        mark = item.get_closest_marker("turns")
-        if mark is None or turn == ALL:
-            ours.append(item)
-            continue
-        (ours if seen[item.path] % mark.args[0] == int(turn) % mark.args[0] else others).append(item)
-        seen[item.path] += 1
-    return ours, others
 
 
 def by_turns(cases: Iterable[Case], every: int) -> list[Case]:

@@ -22,8 +22,6 @@ from ndtp.collectives.recorder import Span
 from ndtp.measure.overlap_trace import RankTrace, lanes, merged, total
 from ndtp.measure.volume import BlockShape
 
-pytestmark = pytest.mark.turns(3)
-
 TINY = ("--tokens", "64", "--hidden", "16", "--ffn", "32", "--rounds", "2", "--warmup", "1")
 BENCH = Path(__file__).parent.parent.parent / "bench"
 

@@ -11,8 +11,6 @@ from ndtp.algebra.grid import Grid
 from ndtp.measure import volume as bench
 from ndtp.measure.volume import BlockShape, VolumeCase, analysis, cases, fake_group, meter, scaled_down
 
-pytestmark = pytest.mark.turns(3)
-
 
 def test_thousands_of_ranks(ndtp):
     sizes = ("--ranks", "4096", "--tokens", "131072", "--hidden", "8192", "--ffn", "32768")

@@ -11,8 +11,6 @@ from ndtp.cli.app import app
 from ndtp.cli.cases import cases, plan_of
 from ndtp.cli.check import DTYPES, one_of_each_kind
 
-pytestmark = pytest.mark.turns(2)
-
 runner = CliRunner()
 
 

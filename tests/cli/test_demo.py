@@ -9,8 +9,6 @@ from ndtp.cli.app import app
 from ndtp.cli.demo import grids_for
 from ndtp.cli.demo_training import DemoRun, GridRun, text
 
-pytestmark = pytest.mark.turns(2)
-
 runner = CliRunner()
 
 

@@ -10,8 +10,6 @@ from typer.testing import CliRunner
 
 from ndtp.cli.app import app
 
-pytestmark = pytest.mark.turns(3)
-
 
 def commands(group=None, words=()):
     group = group or typer.main.get_command(app)

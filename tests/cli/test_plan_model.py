@@ -7,8 +7,6 @@ import pytest
 
 import ndtp.testing
 
-pytestmark = pytest.mark.turns(2)
-
 TINY = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64,

@@ -19,8 +19,6 @@ from ndtp.planner.hardware import Hardware
 from ndtp.planner.request import Request
 from ndtp.planner.search import predict
 
-pytestmark = pytest.mark.turns(2)
-
 runner = CliRunner()
 CUBE = ("--grid", "z=2,x=2,y=2")
 SCHEDULE = ("schedule", *CUBE, "--tokens", 8192, "--hidden", 4096, "--ffn", 16384)

@@ -12,8 +12,6 @@ import ndtp
 from ndtp import CommMeter, Grid, ProcessGrid, Wire
 from ndtp.collectives.codecs import CODECS
 
-pytestmark = pytest.mark.turns(2)
-
 # The largest error of a number, as a part of the largest of its row: half of the last place that a dtype keeps.
 ERRORS = {"bf16": 2**-8, "fp16": 2**-11, "fp8_e4m3": 2**-4, "fp8_e5m2": 2**-3, "int8": 1 / 254}
 RANGE = {"fp16": 6e4}  # where a dtype without scales has less than fp32

@@ -20,8 +20,6 @@ from ndtp_kernels.launch import gemm_launches, share_out
 from ndtp_kernels.operands import matrix
 from ndtp_kernels.triton_code import blackwell, hopper
 
-pytestmark = pytest.mark.turns(2)
-
 BLOCKS = {"BLOCK_M": 4, "BLOCK_N": 4, "BLOCK_K": 2, "GROUP_M": 2, "SUBTILE": 2}
 
 

@@ -12,20 +12,18 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from turns import by_turns
 
 FOLDER = Path(__file__).parent / "interpreted"
 FILES = sorted(path.name for path in FOLDER.glob("case_*.py"))
-OF_TURN = by_turns(FILES, 2)
 LIMIT = 600
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
-    """All files of this turn in one process, since torch and Triton take as long as many cases; by file, from JUnit."""
+    """All files in one process, as importing torch and Triton takes as long as many cases; by file, from JUnit."""
     report = tmp_path_factory.mktemp("interpreted") / "cases.xml"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    files = [str(FOLDER / name) for name in OF_TURN]
+    files = [str(FOLDER / name) for name in FILES]
     options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", f"--junitxml={report}"]
     command = [sys.executable, "-m", "pytest", *options, *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
@@ -37,7 +35,7 @@ def cases(tmp_path_factory):
 
 
 @pytest.mark.timeout(LIMIT)
-@pytest.mark.parametrize("name", OF_TURN)
+@pytest.mark.parametrize("name", FILES)
 def test_in_the_interpreter(cases, name):
     """One file of cases; its failures are shown as this test's."""
     found = cases.get(name, [])

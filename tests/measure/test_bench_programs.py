@@ -22,8 +22,6 @@ from ndtp.planner.hardware import Hardware
 from ndtp.planner.request import Request
 from ndtp.planner.search import search
 
-pytestmark = pytest.mark.turns(3)
-
 BENCH = Path(__file__).parents[2] / "bench"
 
 

@@ -17,8 +17,6 @@ import transformers.modeling_utils  # noqa: F401  # so that ranks are forked wit
 from architectures import build, inputs
 from test_transformers_whole import check_gradients
 
-pytestmark = pytest.mark.turns(2)
-
 ONE_LAYER = {"num_hidden_layers": 1, "n_layer": 1}
 TARGETS = {
     "LlamaForCausalLM": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],

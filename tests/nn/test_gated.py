@@ -62,7 +62,6 @@ def check_blocks(cases):
         check_block(grid, scheme, **arguments)
 
 
-@pytest.mark.turns(2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_equals_dense_on_every_grid(ranks, scheme):
     """Every other one of a scheme, the others in the next; what a block without a gate does on all: test_mlp.py."""

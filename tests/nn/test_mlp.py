@@ -75,7 +75,6 @@ def check_blocks(cases):
         check_block(grid, scheme, arguments.pop("activation", "relu"), **arguments)
 
 
-@pytest.mark.turns(2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_equals_dense_on_every_grid(ranks, scheme):
     """With and without biases and what is gathered again by turns: each on every other grid of a scheme."""

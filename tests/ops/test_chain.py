@@ -18,8 +18,6 @@ from ndtp.compute import gemm
 from ndtp.ops.products import mlp
 from ndtp.testing import assert_equal, small_integers
 
-pytestmark = pytest.mark.turns(2)
-
 ROWS, HIDDEN, INNER = 96, 16, 32
 SIZES = (ROWS, HIDDEN, INNER)
 CASES = [

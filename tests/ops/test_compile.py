@@ -22,8 +22,6 @@ from ndtp.ops.products import mlp
 from ndtp.runtime import chunk_count
 from ndtp.testing import assert_equal, small_integers
 
-pytestmark = pytest.mark.turns(2)
-
 ROWS, HIDDEN, INNER = 32, 8, 16
 
 

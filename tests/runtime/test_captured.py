@@ -13,8 +13,6 @@ import ndtp
 from ndtp import CaptureError, Grid, ProcessGrid
 from ndtp.testing import RecordedCuda
 
-pytestmark = pytest.mark.turns(2)
-
 CALLS = 6
 
 

@@ -20,8 +20,6 @@ from ndtp.testing import RecordedCuda
 from ndtp.testing.cuda.multiprocessors import Operation
 from ndtp.testing.cuda.recorded_clock import RecordedClock
 
-pytestmark = pytest.mark.turns(2)
-
 SMALLER = 16  # every size, so that bytes are 16^2 and products 16^3 times fewer
 COUNTS = (1, 2, 4, 8)
 KINDS = {"_allgather_base": "all_gather", "_reduce_scatter_base": "reduce_scatter"}

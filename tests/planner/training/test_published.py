@@ -8,8 +8,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 import published
 
-pytestmark = pytest.mark.turns(2)
-
 ROWS = published.load()
 JUDGED = [row for row in ROWS if row.half == "judge"]
 
