@@ -120,7 +120,8 @@ class Collectives:
     def _launch_watched(self, route: Route, tensor: Tensor, out: Tensor | None, ahead: bool) -> Handle:
         """`launch` where a meter counts, or a profiler or recorder looks on."""
         label, begin, recorder = route.label(), route.begin, self.recording.recorder
-        refuse_traces(label.title)
+        if _modes_on():
+            refuse_traces(label.title)
         if ahead:
             label.ahead = route.num_bytes(tensor)
         self.recording.inspect(label, tensor)

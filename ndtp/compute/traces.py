@@ -8,6 +8,8 @@ from torch._C._functorch import peek_interpreter_stack
 
 from ndtp.errors import LayoutError
 
+_modes_on = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
+
 
 def refuse_traces(what: str, exports: bool = True) -> None:
     """Refuse a transform of torch.func, a trace by make_fx, and tensors without values.
@@ -33,6 +35,8 @@ def refuse_traces(what: str, exports: bool = True) -> None:
             f"{what}: torch.func transforms look past the shards of a split model\n  fix: loss.backward(), or "
             "torch.autograd.grad(loss, list(model.parameters())); or the dense model"
         )
+    if not _modes_on():
+        return
     if _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None:
         raise LayoutError(
             f"{what}: make_fx would record this rank's collectives as if they were operations on whole tensors\n"

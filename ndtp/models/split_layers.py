@@ -119,8 +119,6 @@ def from_rows(
     made = Spec(
         spec.context, (*lead, size), layout_of(spec.mesh, dims), (*padded, wide), sections if features else (), name
     )
-    if not made.axes:
-        y = y.contiguous()  # as a dense layer's result, of which code takes views
     out: Tensor = enter(y.view_as(y), made)
     return out.squeeze(0) if given.is_vector else out
 

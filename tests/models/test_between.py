@@ -1,5 +1,6 @@
 """What a model does between the layers of a pair: as dense where that is known, and refused by name where it is not."""
 
+import copy
 import math
 
 import pytest
@@ -256,6 +257,12 @@ def check_hooks():
     calls, dense_calls = [], []
     assert_same(hooked(made(way, mesh_of(Grid(x=2))), calls), hooked(made(way), dense_calls), "hooks")
     assert len(calls) == len(dense_calls) > 15
+    torch.manual_seed(0)
+    dense, seen = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 4)), []
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), scheme="1d")
+    model[0].register_forward_hook(lambda m, i, o: seen.append(o.gathered().view(-1)))  # of five features in six
+    model(torch.ones(2, 3, 4))
+    torch.testing.assert_close(seen[0], dense[0](torch.ones(2, 3, 4)).view(-1))
 
 
 def test_hooks_on_the_layers_of_a_pair_run(ranks):

@@ -17,6 +17,8 @@ from products import (
     scheme_product,
     shards_of,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ndtp
 from ndtp import CommMeter, Grid, Layout, LayoutError, MatMulPlan, ProcessGrid
@@ -225,6 +227,11 @@ def test_relayout_between_all_layouts(ranks):
 # ---- autograd ----
 
 
+def without_values(function, *given):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return function(*given)
+
+
 def errors():
     grid = Grid(z=2, x=2, y=2)
     mesh = mesh_of(grid)
@@ -245,6 +252,8 @@ def errors():
         "divide": lambda: ndtp.matmul(torch.ones(3, 2), torch.ones(2, 1), scattered, mesh),
         "no batch": lambda: ndtp.batch_matmul(a, b, plan, mesh),
         "batch": lambda: ndtp.batch_matmul(torch.ones(2, 4, 16), torch.ones(3, 16, 32), batched, mesh),
+        "trace": lambda: make_fx(lambda a: ndtp.matmul(a, b, plan, mesh))(a),
+        "no values": lambda: without_values(ndtp.matmul, a, b, plan, mesh),
         "relayout ndim": lambda: ndtp.relayout(torch.ones(4), x_rows, rows, mesh),
         "relayout divide": lambda: ndtp.relayout(torch.ones(3, 3), rows, x_rows, mesh),
         "relayout grid": lambda: ndtp.relayout(torch.ones(8, 8), Layout(other, "x", None), rows, mesh),
@@ -277,6 +286,8 @@ def test_errors_name_what_is_wrong_on_every_rank_alike(ranks):
         "divide": ["does not divide", "fix"],
         "no batch": ["batch dims", "ndtp.matmul"],
         "batch": ["4 in A", "6 in B"],
+        "trace": ["all_gather", "up", "make_fx", "fix"],
+        "no values": ["all_gather", "up", "FakeTensorMode", "fix"],
         "relayout ndim": ["1 dims"],
         "relayout grid": ["x=8", "z=2 x=2 y=2"],
         "relayout mesh": ["x=8", "z=2 x=2 y=2"],
