@@ -1,11 +1,12 @@
 import gc
 import importlib
+import json
 import os
 import warnings
 from collections.abc import Iterator
 
 import pytest
-from turns import TURN, settle_turn
+from turns import COSTS, TURN, left_out, settle_turn
 
 # What takes longest comes first: at the end a worker would wait for the other one's last file.
 LONGEST = (
@@ -27,10 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    return f"turn of the cases that take turns: {os.environ[TURN]} (NDTP_TURN=all runs all of them)"
+    return f"turn of the tests that take turns: {os.environ[TURN]} (NDTP_TURN=all runs all of them)"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    others = left_out(json.loads(COSTS.read_text()))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
+    items[:] = [item for item in items if item.nodeid not in others]
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 

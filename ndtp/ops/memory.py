@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from ndtp.algebra.matmul_plan import MatMulPlan
@@ -60,7 +61,8 @@ class LiveBytes(TorchDispatchMode):
             loss(model(x)).backward()
         live.now, live.peak
 
-    On every device alike, and to the byte: allocators round up, and keep what was freed.
+    On every device alike, meta included, and to the byte: allocators round up, and keep what was freed.  Tensors of
+    FakeTensorMode have no memory and are not counted: DTensor makes some at the first operation of each kind.
     """
 
     def __init__(self) -> None:
@@ -94,6 +96,8 @@ def _storages(part: Any) -> Iterator[Any]:
 
     torch's pytree takes five times as long.
     """
+    if isinstance(part, FakeTensor):
+        return
     if isinstance(part, Tensor):
         yield part.untyped_storage()
     elif isinstance(part, (tuple, list)):

@@ -13,6 +13,7 @@ import products  # noqa: F401  (so that tiny products go the way of large ones)
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from turns import by_turns
 
 import ndtp
@@ -115,6 +116,13 @@ def test_the_counter_counts_storages_once_and_forgets_them():
         several = torch._foreach_add([given, given], 1)  # in a list
         assert live.now == 800
         del several
+        with FakeTensorMode():
+            without_memory = torch.empty(100)
+        assert live.now == 0
+        del without_memory
+        on_meta = torch.empty(100, device="meta")
+        assert live.now == 400
+        del on_meta
     assert live.now == 0
 
 
