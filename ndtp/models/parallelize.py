@@ -31,7 +31,7 @@ from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.profile import use_measured
 from ndtp.models.rechecked import rechecked
 from ndtp.models.recognised import is_recognised
-from ndtp.models.refused_code import refuse_scripts
+from ndtp.models.refused_code import refuse_layers_of_shards, refuse_scripts
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
 from ndtp.models.same_calls import compare_calls
@@ -135,7 +135,8 @@ def parallelize(
 
     Raises:
         LayoutError: names that match nothing (with the nearest ones) or do not pair up, sizes that do not divide,
-            nothing was replaced, or code that could take a shard for the whole (TorchScript, torch.func).
+            nothing was replaced, layers of `ndtp.nn` in the model, or code that could take a shard for the whole
+            (TorchScript, torch.func).
         MismatchError: ranks have different weights.
     """
     if isinstance(plan, str):
@@ -175,6 +176,7 @@ def parallelize(
 
     def whole_model(mesh: ProcessGrid, layouts: BlockLayouts, **others: Any) -> nn.Module:
         """Split the model from end to end."""
+        refuse_layers_of_shards(model)
         check_same_weights(model, mesh)
         use_measured(mesh, hardware)
         placing = {**options, "fuse": fuse, "attention": attention, **others}

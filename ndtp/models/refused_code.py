@@ -6,6 +6,9 @@ import torch
 from torch import nn
 
 from ndtp.errors import LayoutError
+from ndtp.models.adopted import Adopted
+from ndtp.models.boundary import BoundaryLinear
+from ndtp.nn.sharded import BlockModule, Sharded
 
 
 class TransformedError(LayoutError):
@@ -30,4 +33,20 @@ def refuse_scripts(model: nn.Module) -> None:
             raise LayoutError(
                 f"parallelize: {repr(name) if name else 'the model'} is a script of TorchScript, whose code would see "
                 "shards and take them for the whole\n  fix: the module of which it was made"
+            )
+
+
+def refuse_layers_of_shards(model: nn.Module) -> None:
+    """Refuse layers of `ndtp.nn`: they take this rank's shard, and a model that is split as a whole gives the whole.
+
+    Raises:
+        LayoutError: names the first one.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (Sharded, BlockModule)) and not isinstance(module, (Adopted, BoundaryLinear)):
+            where, kind = repr(name) if name else "the model", type(module).__name__
+            raise LayoutError(
+                f"parallelize: {where} is split already: an ndtp.nn.{kind} takes a shard of its input, and the code of "
+                "a model that parallelize splits has whole tensors\n  fix: the dense layer in its place, which "
+                "parallelize splits (its to_dense() gives one); or no parallelize"
             )

@@ -280,6 +280,14 @@ def test_errors():
             ndtp.parallelize(tied, mesh, plan)
     with pytest.raises(LayoutError, match="from_dense"):
         ndtp.parallelize(nn.Linear(2, 2), mesh, {"": (layout, layout)})
+    mixed = nn.Sequential(nn.Linear(4, 8), ndtp.nn.MLP(8, 16, mesh=mesh), nn.LayerNorm(8))
+    for given in ({}, {"example": torch.ones(2, 4)}):
+        with pytest.raises(LayoutError, match=r"'1' is split already: an ndtp.nn.MLP takes .*\n  fix: .* to_dense\(\)"):
+            ndtp.parallelize(mixed, mesh, **given)
+    assert not any(isinstance(p, ndtp.nn.Linear) for p in mixed[:1]), "nothing was replaced before"
+    mixed[1] = mixed[1].to_dense()
+    ndtp.parallelize(mixed, mesh, example=torch.ones(2, 4))
+    assert list(mixed.ndtp_report.replaced) == ["0", "1.up", "1.down"]
 
 
 def check_no_padding():
