@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ndtp.models.adopted import class_of
+from ndtp.models.computed import is_computed
 from ndtp.models.hidden import Hidden, whole
 from ndtp.models.roles import is_linear
 from ndtp.runtime.arrival import is_plain
@@ -42,6 +43,8 @@ def why_left(module: Any) -> str | None:
         return f"it is a {kind}, whose {key} is of {of}: quantised, or a tensor class that only its own code reads"
     if is_linear(module):
         return None
+    if isinstance(module, nn.Linear) and is_computed(module):
+        return "a parameter of it is computed from others, as weight norms and pruning do, and those are split"
     if isinstance(module, nn.Linear):
         return f"it is a {kind}, a subclass of nn.Linear, whose forward may be another"
     is_matrix = any(x is not None and x.dim() >= 2 for x in (*own.values(), *module._buffers.values()))

@@ -29,6 +29,7 @@ from ndtp.models.observed_chains import Chains
 from ndtp.models.refused_code import TransformedError
 from ndtp.models.roles import features, is_linear
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly
+from ndtp.nn.parameters import computed_in
 from ndtp.split.elementwise import NAMES, named
 from ndtp.split.tensor import getters
 
@@ -302,6 +303,8 @@ def _watched(model: nn.Module, args: Any, kwargs: Any, device: Any, gradients: A
                 for p in model.parameters():
                     bare = torch.empty(p.shape, dtype=p.dtype, device=device or p.device)
                     memo[id(p)] = nn.Parameter(bare, p.requires_grad)
+                for x in computed_in(model):
+                    memo[id(x)] = torch.empty(x.shape, dtype=x.dtype, device=device or x.device)
         args, kwargs = _lent((args, dict(kwargs)), mode)
         for part in model.modules():  # hooks of a user's are called in the call itself, once
             memo |= {id(part._forward_hooks): OrderedDict(), id(part._forward_pre_hooks): OrderedDict()}

@@ -18,6 +18,7 @@ from ndtp.models.any_model import TWICE, AnyModel
 from ndtp.models.auto_whole import plan_whole
 from ndtp.models.boundary import BoundaryLinear
 from ndtp.models.chosen_meshes import best_for_pairs, mesh_of_all_ranks
+from ndtp.models.computed import set_hooked_apart
 from ndtp.models.first_call import FirstCall, can_wait, finish
 from ndtp.models.held import Held
 from ndtp.models.left_alone import why_left
@@ -156,6 +157,7 @@ def parallelize(
     is_mixed = len(schemes) > 1 or LAYOUTS in schemes
     left = [name for name, value in values.items() if value is None]
     refuse_scripts(model)
+    set_hooked_apart(model)
     guard_backward_hooks()
     report, held = Report(plan=names.as_dict()), Held(model)
     count = sum(isinstance(m, (nn.Linear, BoundaryLinear)) or is_linear(m) for m in model.modules())

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from ndtp.models.between import FACTS, SIZES
 from ndtp.models.part_settings import PartSettings
 from ndtp.models.roles import features, is_linear, vocabulary_of
+from ndtp.nn.parameters import computed_in
 
 BATCH, LENGTH = (2, 3, 5), (5, 6, 7, 11)  # the first that is no number of heads or the like
 FEW = 512  # numbers of a parameter that is copied as it is in size; of larger ones only the shape is
@@ -197,6 +198,7 @@ def skeleton(module: nn.Module, unread: Sequence[str] = ()) -> Any:
         is_few = (x.numel() <= FEW or x.dim() < 2) and id(x) not in none
         made = torch.randn(x.shape) if is_few else torch.empty(x.shape, device="meta")
         memo[id(x)] = nn.Parameter(made if x.is_floating_point() else torch.zeros(x.shape, dtype=x.dtype), False)
+    memo |= {id(x): torch.randn(x.shape) for x in computed_in(module)}
     for buffer in module.buffers():
         known = _made_up(buffer) if buffer.is_meta else buffer.detach().cpu()
         memo[id(buffer)] = known.float() if known.is_floating_point() else known

@@ -20,6 +20,7 @@ from ndtp.runtime.arrival import local_of
 from ndtp.runtime.facts import Fact, digest, hash_of_content
 from ndtp.runtime.points import compare_facts
 from ndtp.runtime.versions import Versions
+from ndtp.runtime.writes import writes
 
 _trains, _wants = attrgetter("training"), attrgetter("requires_grad")
 _grad: Any = vars(torch._C.TensorBase)["grad"].__get__
@@ -109,6 +110,8 @@ class Steps:
         self._parts = Parts()
         self._numbers: Numbered | None = None  # those that ranks had when they were compared last
         self._contents: list[int] | None = None  # hashes of the weights after the last step that was looked at
+        self._noted: tuple[nn.Parameter, ...] = ()  # whose weights these are
+        self._watches = False  # what operations write to
         self.due, self._writes = True, 0
         self.between = GradientChanges()
 
@@ -230,7 +233,10 @@ class Steps:
             self._seen = []
             self.state_of(self._calls.model)
         self._contents = _contents(self._parts.parameters)
-        self.due = True
+        self._noted = tuple(self._parts.parameters)
+        if not self._watches:
+            writes.watch()
+        self.due = self._watches = True
 
     def compare_weights(self, what: str) -> None:
         """Compare all weights: those that several ranks hold, and which were changed by nobody known.
@@ -240,13 +246,16 @@ class Steps:
         if not self.due:
             return
         self.due = False
-        parameters, before = self._parts.parameters, self._contents
-        now = _contents(parameters)
-        before = before if before is not None and len(before) == len(now) else None
-        known = before is not None and not self._parts.written
-        self._contents = None
+        writes.watchers -= self._watches
+        parameters, now = self._parts.parameters, _contents(self._parts.parameters)
+        before = {} if self._parts.written else dict(zip(map(id, self._noted), self._contents or (), strict=False))
+        self._contents, self._noted, self._watches = None, (), False
         mesh = self._calls.mesh
-        changed = [known and a != b for a, b in zip(before or now, now, strict=True)]
+        # A shard may stay as it was where an operation has written to others: that it ran is what ranks have in common.
+        changed = [
+            "" if id(p) not in before else "written to" if local_of(p) in writes
+            else "changed" if x != before[id(p)] else "as it was" for p, x in zip(parameters, now, strict=True)
+        ]  # fmt: skip
         every = mesh.mesh_axes
         axes = [_split_over(p, every) for p in parameters]
         topics = sorted(set(axes))
@@ -260,10 +269,10 @@ class Steps:
 
         def details() -> list[Fact]:
             found = []
-            for (name, _), x, own, is_changed in zip(_in_order(self._calls.model), now, axes, changed, strict=True):
+            for (name, _), x, own, how in zip(_in_order(self._calls.model), now, axes, changed, strict=True):
                 if set(own) != set(every):
                     found.append(Fact(f"weight '{name}'", f"hash {x:016x}", own))
-                found.append(Fact(f"weight '{name}' since the last step", "changed" if is_changed else "as it was"))
+                found.append(Fact(f"weight '{name}' since the last step", how or "as it was"))
             return found
 
         compare_facts(mesh, f"weights before {what}", facts, details)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ndtp.errors import LayoutError
+from ndtp.models.computed import is_computed
 
 
 def setting_against(name: str, table: Any, is_shared: bool) -> str | None:
@@ -18,6 +19,8 @@ def setting_against(name: str, table: Any, is_shared: bool) -> str | None:
             f"parallelize: '{name}' has max_norm={table.max_norm}, by which each look-up changes rows of a weight that "
             "it shares with another layer\n  fix: max_norm=None, or a weight of its own"
         )
+    if is_computed(table):
+        return "its weight is computed from other parameters"
     odd = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(table, key)]
     return f"it has {odd[0]}={getattr(table, odd[0])}" if odd else None
 

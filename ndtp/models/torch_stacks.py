@@ -17,6 +17,7 @@ from ndtp.algebra.schemes import BlockLayouts
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
+from ndtp.models.computed import is_computed
 from ndtp.models.frame import Frame
 from ndtp.models.hidden import Hidden, split, whole
 from ndtp.models.named_plan import BY_PLAN
@@ -35,11 +36,11 @@ STATES = ("src", "tgt", "memory", "query", "key", "value")
 
 
 def find_stacks(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost of torch's transformer modules in a model, by name."""
+    """The outermost of torch's transformer modules in a model whose layers have parameters as they are, by name."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{other}.") or not other for other in found)
-        if type(module) in STACKS and not is_inside:
+        if type(module) in STACKS and not is_inside and not any(map(is_computed, module.modules())):
             found[name] = module
     return found
 

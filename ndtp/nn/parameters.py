@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -160,6 +160,15 @@ def fill_normal(
 
 
 @torch.no_grad()
+def computed_in(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that hooks have computed in the place of parameters, as weight norms and pruning do.
+
+    `copy.deepcopy` refuses such a tensor, which is no leaf of autograd's graph.
+    """
+    for part in module.modules():
+        yield from (x for x in vars(part).values() if isinstance(x, Tensor) and x.grad_fn is not None)
+
+
 def fill_from_dense(parameter: Tensor, layout: Layout, mesh: ProcessGrid, dense: Tensor) -> None:
     """Copy this rank's shard out of the dense tensor; what lies beyond it is zero."""
     local = local_shard(parameter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
-from ndtp.nn.parameters import check_own, empty_parameter, fill_from_dense, full, put_in_place, taken
+from ndtp.nn.parameters import check_own, computed_in, empty_parameter, fill_from_dense, full, put_in_place, taken
 from ndtp.ops.memory import Memory, measured
 from ndtp.runtime.arrival import is_plain, local_of
 from ndtp.runtime.dry_grid import DryGrid, dry_backend
@@ -234,7 +235,7 @@ def shadow_of(
         made = nn.Parameter(local, parameter.requires_grad)
         vars(made).update({key: value for key, value in vars(parameter).items() if key != "_dtensor"})
         memo[id(parameter)] = made
-    memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
+    memo |= {id(x): torch.empty_like(x, device="meta") for x in chain(module.buffers(), computed_in(module))}
     if leave is not None:
         memo[id(leave)] = leave
     return copy.deepcopy(module, memo), dry

@@ -24,8 +24,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ndtp.errors import LayoutError
+from ndtp.runtime.dtensor_rules import LACKS, WRITES, box_of, has_wrong_rule, is_odd, is_sound
 from ndtp.runtime.list_operations import by_groups, groups_of
 from ndtp.runtime.refused_reads import is_whole_tensor, refused
+from ndtp.runtime.writes import writes
 
 DETACH = torch.ops.aten.detach.default
 LIKE = ("zeros_like", "ones_like", "full_like")
@@ -36,9 +38,7 @@ SUMS = ("sum", "linalg_vector_norm", "norm", "_foreach_norm", "count_nonzero")  
 DRAWS = (
     "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_",
 )  # fmt: skip
-INDEXED = ("index", "index_put", "index_put_")  # which DTensor takes for indices of one dim each, masks of several too
 LISTS = ("_foreach_", "_fused_", "_amp_")
-LACKS = ("sharding strategy", "placement", "sharding prop", "stack expects each tensor", "not supported with dtensor")
 
 
 def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if name.startswith(LISTS) and len(groups := groups_of(args)) > 1:
         return by_groups(func, args, kwargs, groups)
     flat, tree = tree_flatten((args, kwargs))
-    if name != "stack" and any(type(x) is kind and not x.dim() and any(map(_is_odd, x.placements)) for x in flat):
+    if name != "stack" and any(type(x) is kind and not x.dim() and any(map(is_odd, x.placements)) for x in flat):
         args, kwargs = tree_unflatten([_finished(kind, x) for x in flat], tree)
         return func(*args, **kwargs)
     mine = [x for x in flat if type(x) is kind]
@@ -73,9 +73,10 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if any(is_whole_tensor(x) for x in flat):
         return _beside_plain(kind, func, name, flat, tree, written)
     is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-    is_refilled = "out" in kwargs  # which would take the size of what is written
-    is_masked = name in INDEXED and any(x is not None and x.dtype is torch.bool for x in args[1])
-    if is_drawn or is_refilled or is_masked or (is_padded and not _keeps_padding(func, name, args)):
+    is_each = torch.Tag.pointwise in func.tags or name in WRITES or name.startswith(LISTS)
+    # With `out` it would take the size of what is written.
+    is_wrong = "out" in kwargs or has_wrong_rule(name, args) or (written is not None and not is_each)
+    if is_drawn or is_wrong or (is_padded and not _keeps_padding(func, name, args)):
         return _by_whole(kind, func, name, flat, tree, written, is_drawn)
     if is_padded:
         if name in SUMS:
@@ -95,6 +96,8 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if written is not None:
         _wrote(kind, written)
         return None if made is None else written
+    if not is_each and not all(map(is_sound, tree_flatten(made)[0])):
+        return _by_whole(kind, func, name, flat, tree, written)
     is_view = any(each.alias_info is not None for each in func._schema.returns)
     return _results(kind, func, name, made, mine[0], (flat, tree) if is_view else None)
 
@@ -125,7 +128,7 @@ def _is_one_of_many() -> bool:
 
 def _finished(kind: Any, x: Any) -> Any:
     """A number of which ranks have parts, as a plain number."""
-    is_part = type(x) is kind and not x.dim() and any(map(_is_odd, x.placements))
+    is_part = type(x) is kind and not x.dim() and any(map(is_odd, x.placements))
     return x._dtensor.full_tensor() if is_part else x
 
 
@@ -156,17 +159,12 @@ def _written(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return args[0] if is_in_place and func._schema.is_mutable and args else None
 
 
-def _is_odd(placement: Any) -> bool:
-    """A sum that is not finished, or a shard that is no block."""
-    return placement.is_partial() or type(placement).__name__ == "_StridedShard"
-
-
 def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None) -> Any:
     """Return what an operation gave: a number is finished, and plain."""
     if made.dim() == 0 and (source is None or torch.is_grad_enabled()):
         return made.full_tensor()
-    if any(map(_is_odd, made.placements)):
-        made = made.redistribute(placements=[Replicate() if _is_odd(p) else p for p in made.placements])
+    if any(map(is_odd, made.placements)):
+        made = made.redistribute(placements=[Replicate() if is_odd(p) else p for p in made.placements])
     is_like = made.shape == of._dtensor.shape and source is None
     result = kind(made, False, of.ndtp_real if is_like else None)
     result.ndtp_name = of.ndtp_name
@@ -226,6 +224,7 @@ def _wrote(kind: Any, written: Any) -> None:
     for x in written if isinstance(written, (list, tuple)) else [written]:
         if type(x) is not kind:
             continue
+        writes.note(x)
         if x.is_padded:
             _clear(x)
         source, way = getattr(x, "ndtp_view", (None, None))
@@ -259,14 +258,6 @@ def _clear(x: Any) -> None:
             inside = min(max(real - first, 0), local.shape[dim])
             if inside < local.shape[dim]:
                 local.narrow(dim, inside, local.shape[dim] - inside).zero_()
-
-
-def box_of(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where this rank's shard of a DTensor begins, and its shape."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, start = compute_local_shape_and_global_offset(dtensor.shape, dtensor.device_mesh, dtensor.placements)
-    return tuple(start), tuple(shape)
 
 
 def part_of(dense: Tensor, like: Any) -> Tensor:

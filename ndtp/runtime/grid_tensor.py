@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from ndtp.collectives.torch_patches import in_place, replaced
 from ndtp.errors import LayoutError
+from ndtp.runtime.dtensor_rules import PHYSICAL, box_of
 from ndtp.runtime.gradient_ends import end_of
-from ndtp.runtime.grid_operations import box_of, full_of, operate, part_of
+from ndtp.runtime.grid_operations import full_of, operate, part_of
 
 CLASS: Any = vars(object)["__class__"]
 GRAD: Any = vars(torch._C.TensorBase)["grad"]
@@ -238,7 +239,7 @@ class GridTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return operate(cls, func, args, kwargs or {})
+        return operate(cls, PHYSICAL.get(func, func), args, kwargs or {})
 
 
 # The compiler goes by the class itself, not by what a tensor says of it, which is not asked for the first one.

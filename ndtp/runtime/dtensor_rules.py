@@ -1,0 +1,54 @@
+"""The rules of DTensor that give something else than dense tensors do, by torch's own samples of its operations.
+
+`tests/runtime/every_operation.py` compares the samples on tensors of a grid.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+# What DTensor writes to where it belongs; by another rule it may write to a part that it has moved.
+WRITES = ("copy_", "zero_", "fill_", "detach_", "requires_grad_")
+# There is a rule, and it gives other numbers or an error of shapes.
+WRONG = ("convolution", "convolution_backward", "index_put", "argmax", "argmin")
+# Of a view that only says what its numbers mean, DTensor's operations forget it.
+PHYSICAL = {
+    torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
+# Words of the errors by which DTensor says that it has no rule.
+LACKS = ("sharding strategy", "placement", "sharding prop", "stack expects each tensor", "not supported with dtensor")
+
+
+def has_wrong_rule(name: str, args: Any) -> bool:
+    """Return whether DTensor has a rule for an operation and its operands that gives something else than the whole."""
+    # It takes indices of one dim each, masks of several too.
+    return name in WRONG or (name == "index" and any(x is not None and x.dtype is torch.bool for x in args[1]))
+
+
+def is_odd(placement: Any) -> bool:
+    """Whether a placement is a sum that is not finished, or a shard that is no block."""
+    return placement.is_partial() or type(placement).__name__ == "_StridedShard"
+
+
+def is_sound(x: Any) -> bool:
+    """Return whether a result has the sizes that it says: DTensor keeps the rule of `topk`, also for another k."""
+    if not isinstance(x, DTensor) or any(map(is_odd, x.placements)):
+        return True
+    sizes = list(x.shape)
+    for placement, count in zip(x.placements, x.device_mesh.shape, strict=True):
+        if isinstance(placement, Shard):
+            sizes[placement.dim] = -(-sizes[placement.dim] // count)
+    local = x._local_tensor.shape  # of the last ranks, less where a dim is not divided evenly
+    return len(local) == len(sizes) and all(have <= most for have, most in zip(local, sizes, strict=True))
+
+
+def box_of(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where this rank's shard of a DTensor begins, and its shape."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, start = compute_local_shape_and_global_offset(dtensor.shape, dtensor.device_mesh, dtensor.placements)
+    return tuple(start), tuple(shape)

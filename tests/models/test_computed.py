@@ -1,0 +1,128 @@
+"""Layers that compute a parameter from others, by hooks or a parametrization, train as the dense ones do.
+
+They may do so before `parallelize` or begin to do so after it.
+"""
+
+import pytest
+import torch
+from architectures import build
+from products import mesh_of
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+
+import ndtp
+from ndtp import Grid
+
+KINDS = {
+    "weight_norm": weight_norm,
+    "spectral_norm": spectral_norm,
+    "parametrized weight_norm": parametrizations.weight_norm,
+    "pruned weights": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+    "pruned rows": lambda layer: prune.ln_structured(layer, "weight", 0.25, 2, 0),
+    "pruned bias": lambda layer: prune.l1_unstructured(layer, "bias", 0.5),
+}
+IDS = torch.arange(32).view(4, 8) * 5 % 24
+
+
+class Net(nn.Module):
+    """A table, an MLP, a norm, and a head whose two features are padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(24, 32), nn.LayerNorm(32)
+        self.up, self.down, self.head = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        return self.head(self.norm(x + self.down(torch.relu(self.up(x)))))
+
+
+class Torchs(Net):
+    """The same, with a layer of torch's before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Sequential(
+            nn.Embedding(24, 32), nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        )
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return {"Net": Net, "Torchs": Torchs}.get(name, lambda: build(name))().double()
+
+
+def computed(model: nn.Module, kind: str, of: str) -> nn.Module:
+    torch.manual_seed(1)
+    for layer in list(model.modules()):
+        if type(layer).__name__ == of and (kind != "pruned bias" or layer.bias is not None):
+            KINDS[kind](layer)
+    return model
+
+
+def trained(model: nn.Module) -> list[float]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        given = model(IDS)
+        loss = getattr(given, "logits", given).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def check(name: str, of: str, kinds: list[str]) -> None:
+    mesh, given = mesh_of(Grid(x=2, y=2)), {} if name == "LlamaForCausalLM" else {"example": IDS}
+    for kind in kinds:
+        expected = trained(computed(made(name), kind, of))
+        before = ndtp.parallelize(computed(made(name), kind, of), mesh, **given)
+        whole = [key for key, p in before.named_parameters() if not isinstance(p, DTensor)]
+        assert not whole, (kind, whole)
+        after = computed(ndtp.parallelize(made(name), mesh, **given), kind, of)
+        for when, model in (("before", before), ("after", after)):
+            assert trained(model) == pytest.approx(expected, rel=1e-4 if name == "LlamaForCausalLM" else 1e-9), (
+                name,
+                of,
+                kind,
+                when,
+            )
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "kinds"),
+    [
+        ("Net", "Linear", [*KINDS]),
+        ("Net", "Embedding", ["weight_norm", "pruned weights", "parametrized weight_norm"]),
+        ("Torchs", "Linear", ["pruned weights"]),
+        ("LlamaForCausalLM", "Linear", ["weight_norm", "pruned rows"]),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_trains_as_the_dense_model(ranks, name, of, kinds):
+    ranks(4).run(check, name, of, kinds)
+
+
+def check_report() -> None:
+    model = ndtp.parallelize(
+        computed(made("Net"), "weight_norm", "Linear"), mesh_of(Grid(x=2)), example=IDS, scheme="1d"
+    )
+    assert "computed from others" in model.ndtp_report.kept["up"]
+    assert "up.weight_v" in model.ndtp_report.replaced
+
+
+def test_the_report_says_why_they_are_whole(ranks):
+    ranks(2).run(check_report)
+
+
+def check_data() -> None:
+    """Ranks whose shards an operation did not touch do not take it for a change of others alone."""
+    model = ndtp.parallelize(made("LlamaForCausalLM"), mesh_of(Grid(x=2, y=2)))
+    model.lm_head.weight.data[3:5] = 0
+    model(IDS)
+
+
+def test_rows_may_be_written_by_their_data(ranks):
+    ranks(4).run(check_data)

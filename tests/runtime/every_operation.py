@@ -1,0 +1,130 @@
+"""Torch's own samples of its operations, on tensors of a grid that lie in any way, compared with dense ones.
+
+    pip install expecttest
+    python tests/runtime/every_operation.py --json bench/results/grid_operations.json
+
+An operation gives what it gives of dense tensors, or it is refused by name.  It takes ten minutes; `--seed` draws other
+layouts, `--in-place` takes the forms that write into their first operand.  Tensors whose numbers are not defined
+(`empty`), and sparse ones, are not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+import ndtp
+import ndtp.testing
+from ndtp.runtime.grid_operations import full_of
+from ndtp.runtime.grid_tensor import GridTensor
+
+AT_ONCE, SAMPLES = 6, 6  # operations in one call of the ranks, samples of each
+UNDEFINED = (
+    "empty", "sparse", "normal", "rand", "uniform", "bernoulli", "multinomial", "dropout", "exponential", "geometric",
+    "cauchy",
+)  # fmt: skip
+
+
+def operations() -> list[Any]:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return [op for op in op_db if torch.float32 in op.dtypes and not any(word in op.name for word in UNDEFINED)]
+
+
+def on_grid(x: Any, mesh: Any, draw: random.Random) -> Any:
+    """A tensor of a grid whose dims are split over axes that divide them."""
+    if not isinstance(x, Tensor) or x.dim() == 0 or x.layout is not torch.strided:
+        return x
+    sizes, placements = list(x.shape), []
+    for count in mesh.shape:
+        dim = draw.choice([None, *(d for d, size in enumerate(sizes) if size and size % count == 0)])
+        placements.append(Replicate() if dim is None else Shard(dim))
+        if dim is not None:
+            sizes[dim] //= count
+    return GridTensor(distribute_tensor(x.detach().clone(), mesh, placements))
+
+
+def is_same(ours: Any, theirs: Any) -> bool:
+    ours, theirs = tree_leaves(ours), tree_leaves(theirs)
+    if len(ours) != len(theirs):
+        return False
+    for x, y in zip(ours, theirs, strict=True):
+        x = full_of(x) if isinstance(x, DTensor) else x
+        try:
+            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4, equal_nan=True, check_stride=False)
+        except (AssertionError, TypeError):
+            return False
+    return True
+
+
+def laid_out(given: Any, mesh: Any, draw: random.Random) -> Any:
+    """The operands of a sample, or their first alone, on the grid."""
+    one = given[0] if draw.random() < 0.5 else None
+    return tree_map(lambda x: on_grid(x, mesh, draw) if one is None or x is one else x, given)
+
+
+def compare(first: int, in_place: bool, seed: int) -> tuple[dict[str, int], list[str]]:
+    """Return how many samples of a few operations were equal, refused or else, and which were else."""
+    warnings.simplefilter("ignore")
+    mesh, draw = ndtp.ProcessGrid(ndtp.Grid(x=2, y=2)).device_mesh, random.Random(seed)
+    found, odd = Counter[str](), list[str]()
+    copied = lambda part: tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, part)  # noqa: E731
+    for op in operations()[first : first + AT_ONCE]:
+        run = op.inplace_variant if in_place else op.op
+        if run is None:
+            continue
+        for sample in list(op.sample_inputs("cpu", torch.float32))[:SAMPLES]:
+            given = (sample.input, sample.args, sample.kwargs)
+            with torch.no_grad():
+                try:
+                    x, args, kwargs = copied(given)
+                    expected = run(x, *args, **kwargs)
+                except Exception:
+                    continue
+                own = laid_out(given, mesh, draw)
+                x, args, kwargs = tree_map(lambda x: x.clone() if type(x) is Tensor else x, own)
+                if not any(isinstance(each, GridTensor) for each in tree_leaves(own)):
+                    continue
+                try:
+                    result = "equal" if is_same(run(x, *args, **kwargs), expected) else "wrong"
+                except ndtp.LayoutError:
+                    result = "refused"
+                except Exception as error:
+                    result = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+            found[result if result in ("equal", "wrong", "refused") else "error"] += 1
+            if result not in ("equal", "refused"):
+                lies = [each.placements for each in tree_leaves(own) if isinstance(each, GridTensor)]
+                odd.append(f"{op.name} {op.variant_test_name}: {result}, of {lies}")
+    return dict(found), odd
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--in-place", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    total, odd, count = Counter[str](), list[str](), len(operations())
+    for first in range(0, count, AT_ONCE):
+        found, more = ndtp.testing.run(compare, ranks=4, args=(first, options.in_place, options.seed), timeout=120)[0]
+        total.update(found)
+        odd += more
+        print(*more, sep="\n", end="\n" if more else "", flush=True)
+    print(f"{count} operations: {dict(total)}")
+    if options.json:
+        record = {"torch": torch.__version__, "seed": options.seed, "in_place": options.in_place, "operations": count}
+        options.json.write_text(json.dumps(record | {"samples": dict(total), "odd": odd}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
