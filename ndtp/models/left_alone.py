@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ndtp.models.adopted import class_of
 from ndtp.models.computed import is_computed
 from ndtp.models.hidden import Hidden, whole
-from ndtp.models.roles import is_linear
+from ndtp.models.roles import is_linear, is_of_own_class
 from ndtp.runtime.arrival import is_plain
 
 
@@ -20,7 +20,7 @@ def is_foreign(module: nn.Module) -> bool:
 
 
 def _is_own(p: nn.Parameter) -> bool:
-    return is_plain(p) and (type(p) is not nn.Parameter or not p.is_floating_point())
+    return is_of_own_class(p) or (is_plain(p) and p.is_complex())
 
 
 def _hides_weight(module: Any) -> bool:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ndtp.errors import LayoutError
 from ndtp.models.fused_order import heads_in_order
 from ndtp.ops.norms import default_eps
+from ndtp.runtime.arrival import is_plain
 
 # Names of projections by their role in an attention module.
 Q = ("q_proj", "query", "q", "q_lin", "to_q", "wq", "query_proj", "q_attn")
@@ -83,9 +85,18 @@ class MLPRole:
     sections: tuple[int, ...] = ()
 
 
+def is_of_own_class(p: nn.Parameter) -> bool:
+    """Return whether a parameter is of integers or of a tensor class of somebody else's, as quantised ones are."""
+    is_number = p.is_floating_point() or p.is_complex()
+    return is_plain(p) and (type(p) not in (nn.Parameter, FakeTensor) or not is_number)
+
+
 def is_linear(module: Any) -> bool:
     """An `nn.Linear` as it is, one of `LINEARS`, or transformers' Conv1D, which keeps its weight as [in, out]."""
     if isinstance(module, nn.Linear):
+        weight = module._parameters.get("weight")
+        if weight is not None and is_of_own_class(weight):
+            return False
         kind = type(module)
         return kind is nn.Linear or (nn.Linear in kind.__bases__ and _path(kind) in LINEARS)
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from ndtp.errors import LayoutError
 from ndtp.nn.parameters import put_in_place, put_on_grid
 from ndtp.nn.sharded import Lies
@@ -20,8 +22,14 @@ def take_place(param: Any, lies: Lies, mesh: ProcessGrid, name: str) -> None:
     """A parameter that a user puts in the place of one on the grid.
 
     Raises:
-        LayoutError: another shape, or one that lies otherwise, as that of a layer with which it is to be tied.
+        LayoutError: another shape, one that lies otherwise, as that of a layer with which it is to be tied, or one of a
+            tensor class that only somebody else's code reads.
     """
+    if is_plain(param) and type(param) is not nn.Parameter:
+        raise LayoutError(
+            f"ndtp: '{name}' {lies.real} is split over ranks, and got a parameter of the class {type(param).__name__}, "
+            "which only its own code reads\n  fix: quantise before parallelize, which leaves such layers whole"
+        )
     if is_plain(param) and tuple(param.shape) == lies.real and not param.is_meta and mesh.device_mesh is not None:
         put_on_grid(param, lies.layout, mesh, name, lies.shape)
     elif is_plain(param) and tuple(param.shape) not in (lies.real, lies.shard):

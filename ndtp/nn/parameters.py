@@ -159,7 +159,6 @@ def fill_normal(
     local[tuple(slice(0, part.stop - part.start) for part in parts)] = drawn.to(local.dtype)
 
 
-@torch.no_grad()
 def computed_in(module: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors that hooks have computed in the place of parameters, as weight norms and pruning do.
 
@@ -169,6 +168,7 @@ def computed_in(module: nn.Module) -> Iterator[Tensor]:
         yield from (x for x in vars(part).values() if isinstance(x, Tensor) and x.grad_fn is not None)
 
 
+@torch.no_grad()
 def fill_from_dense(parameter: Tensor, layout: Layout, mesh: ProcessGrid, dense: Tensor) -> None:
     """Copy this rank's shard out of the dense tensor; what lies beyond it is zero."""
     local = local_shard(parameter)

@@ -69,6 +69,22 @@ class Sharded(nn.Module):
         self.lies[name] = Lies.of(layout, shape, real)
         self.register_parameter(name, empty_parameter(shape, layout, self.mesh, device, dtype))
 
+    @property
+    def qconfig(self) -> Any:
+        """None is there: `torch.ao.quantization` sets it on the layers that it is to quantise.
+
+        Raises:
+            LayoutError: it is set.
+        """
+        raise AttributeError("qconfig")
+
+    @qconfig.setter
+    def qconfig(self, _: Any) -> None:
+        raise LayoutError(
+            f"torch.ao.quantization: '{self.name}' is split over ranks, and would stay as it is without a word\n"
+            "  fix: the dense model, with the weights of state_dict(); low precision of ndtp, parallelize(recipe=)"
+        )
+
     def parameter_names(self) -> list[str]:
         """The names of the parameters that the module has; a bias may have been removed."""
         return [name for name in self.lies if getattr(self, name, None) is not None]
@@ -231,7 +247,11 @@ def shadow_of(
     memo: dict[int, Any] = {key: DryGrid(m.grid, rank, backend, m.wire, dry) for key, m in meshes.items()}
     memo[id(mesh)] = dry
     for parameter in module.parameters():
-        local = torch.empty_like(local_of(parameter).detach(), device="meta")  # without a hook on the parameter
+        own = local_of(parameter).detach()  # without a hook on the parameter
+        if type(own) is Tensor:
+            local = torch.empty_like(own, device="meta")
+        else:  # of a class that need not know how to make another one
+            local = torch.empty(own.shape, dtype=own.dtype, device="meta")
         made = nn.Parameter(local, parameter.requires_grad)
         vars(made).update({key: value for key, value in vars(parameter).items() if key != "_dtensor"})
         memo[id(parameter)] = made

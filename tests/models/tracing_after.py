@@ -25,6 +25,10 @@ def scripted(kind, model):
     return torch.jit.script(torch.nn.Sequential(model))
 
 
+def quantised(kind, model):
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+
 def exported(kind, model):
     return torch.export.export(model, (IDS,))
 
