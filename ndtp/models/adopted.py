@@ -299,6 +299,8 @@ class Replicated(nn.Module):
             # One that is shared with a layer on the grid is split, and may be padded.
             real = getattr(value, "ndtp_real", plain.shape)
             return plain if plain.shape == real else plain[tuple(map(slice, real))]
+        if name in self.__dict__["_buffers"] and running and running[-1] is not None and value is not None:
+            return value if is_plain(value) else value.full_tensor()  # made of a parameter, as the mask of a pruning
         return value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ndtp.models.made_classes import made_class
+from ndtp.nn.sharded import Sharded
 
 
 class Hooked:
@@ -23,7 +24,7 @@ def set_hooked_apart(model: nn.Module) -> None:
     for module in model.modules():
         tensors = [key for key, x in vars(module).items() if isinstance(x, Tensor)]
         sources = any(p.startswith(f"{key}_") for p in module._parameters for key in tensors)
-        if sources and module._forward_pre_hooks and not isinstance(module, Hooked):
+        if sources and module._forward_pre_hooks and not isinstance(module, (Hooked, Sharded)):
             theirs: Any = type(module)
             made = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
             module.__class__ = made_class(f"Hooked{theirs.__name__}", (Hooked, theirs), made)

@@ -111,7 +111,6 @@ class Steps:
         self._numbers: Numbered | None = None  # those that ranks had when they were compared last
         self._contents: list[int] | None = None  # hashes of the weights after the last step that was looked at
         self._noted: tuple[nn.Parameter, ...] = ()  # whose weights these are
-        self._watches = False  # what operations write to
         self.due, self._writes = True, 0
         self.between = GradientChanges()
 
@@ -234,9 +233,8 @@ class Steps:
             self.state_of(self._calls.model)
         self._contents = _contents(self._parts.parameters)
         self._noted = tuple(self._parts.parameters)
-        if not self._watches:
-            writes.watch()
-        self.due = self._watches = True
+        writes.watch(self)
+        self.due = True
 
     def compare_weights(self, what: str) -> None:
         """Compare all weights: those that several ranks hold, and which were changed by nobody known.
@@ -246,10 +244,10 @@ class Steps:
         if not self.due:
             return
         self.due = False
-        writes.watchers -= self._watches
         parameters, now = self._parts.parameters, _contents(self._parts.parameters)
-        before = {} if self._parts.written else dict(zip(map(id, self._noted), self._contents or (), strict=False))
-        self._contents, self._noted, self._watches = None, (), False
+        is_known = writes.watched_by(self) and not self._parts.written
+        before = dict(zip(map(id, self._noted), self._contents or (), strict=True)) if is_known else {}
+        self._contents, self._noted = None, ()
         mesh = self._calls.mesh
         # A shard may stay as it was where an operation has written to others: that it ran is what ranks have in common.
         changed = [

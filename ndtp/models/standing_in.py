@@ -11,10 +11,9 @@ from typing import Any
 from torch import nn
 
 from ndtp.errors import LayoutError
-from ndtp.nn.parameters import put_in_place, put_on_grid
+from ndtp.nn.parameters import moved_in_place, put_in_place, put_on_grid
 from ndtp.nn.sharded import Lies
 from ndtp.runtime.arrival import is_plain, stored_shape
-from ndtp.runtime.grid_tensor import GridTensor
 from ndtp.runtime.process_grid import ProcessGrid
 
 
@@ -63,12 +62,4 @@ def lying(value: Any, lies: Lies, mesh: ProcessGrid, name: str) -> Any:
         if tuple(value.shape) != lies.real:
             raise LayoutError(f"ndtp: in the place of '{name}' {lies.real} is a tensor {tuple(value.shape)}")
         return put_in_place(value, lies.layout.placements_on(mesh.mesh_axes), mesh.device_mesh, lies.shape, name)
-    if value.requires_grad:
-        value.register_hook(_of_grid)
-    wanted = _placed(lies, mesh)
-    return value if value.placements == wanted else value.redistribute(placements=wanted)
-
-
-def _of_grid(grad: Any) -> Any:
-    """Make a gradient one of the grid, for what computed the tensor: DTensor alone lacks rules for its backward."""
-    return GridTensor(grad) if type(grad) is not GridTensor and not is_plain(grad) else None
+    return moved_in_place(value, _placed(lies, mesh))

@@ -74,6 +74,20 @@ def put_in_place(dense: Tensor, placements: Any, device_mesh: Any, shape: Sequen
     return PutInPlace.apply(dense, placements, device_mesh, torch.Size(shape))  # type: ignore[no-any-return, no-untyped-call]
 
 
+def moved_in_place(computed: Any, placements: tuple[Any, ...]) -> Any:
+    """A DTensor that was computed in the place of a parameter, to lie as that does; differentiable."""
+    if computed.requires_grad:
+        computed.register_hook(_of_grid)
+    return computed if computed.placements == placements else computed.redistribute(placements=placements)
+
+
+def _of_grid(grad: Any) -> Any:
+    """Make a gradient one of the grid, for what computed the tensor: DTensor alone lacks rules for its backward."""
+    from ndtp.runtime.grid_tensor import GridTensor
+
+    return GridTensor(grad) if type(grad) is not GridTensor and not is_plain(grad) else None
+
+
 def put_on_grid(
     dense: Tensor, layout: Layout, mesh: ProcessGrid, name: str, shape: Sequence[int] | None = None
 ) -> None:

@@ -16,7 +16,16 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.schemes import BlockLayouts
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
-from ndtp.nn.parameters import check_own, computed_in, empty_parameter, fill_from_dense, full, put_in_place, taken
+from ndtp.nn.parameters import (
+    check_own,
+    computed_in,
+    empty_parameter,
+    fill_from_dense,
+    full,
+    moved_in_place,
+    put_in_place,
+    taken,
+)
 from ndtp.ops.memory import Memory, measured
 from ndtp.runtime.arrival import is_plain, local_of
 from ndtp.runtime.dry_grid import DryGrid, dry_backend
@@ -102,13 +111,13 @@ class Sharded(nn.Module):
                     f"{type(self).__name__} '{self.name}' was made without a {name}, and has been given one\n"
                     f"  fix: make the layer with a {name}"
                 )
-            lies = self.lies[name]
-            if type(parameter) is Tensor and self.mesh.device_mesh is not None and parameter.shape == lies.real:
+            lies, device_mesh = self.lies[name], self.mesh.device_mesh
+            if device_mesh is not None and type(parameter) is Tensor and parameter.shape == lies.real:
                 # Whole, and no parameter: computed, and put in its place by `torch.func.functional_call`.
                 placements = lies.layout.placements_on(self.mesh.mesh_axes)
-                parameter = put_in_place(
-                    parameter, placements, self.mesh.device_mesh, lies.shape, f"{self.name}.{name}"
-                )
+                parameter = put_in_place(parameter, placements, device_mesh, lies.shape, f"{self.name}.{name}")
+            elif device_mesh is not None and name not in self._parameters and not is_plain(parameter):  # by hooks
+                parameter = moved_in_place(parameter, tuple(lies.layout.placements_on(self.mesh.mesh_axes)))
             check_own(parameter, lies.shape, lies.shard, x, f"{type(self).__name__} '{self.name}': {name}")
         return parameter
 

@@ -38,12 +38,15 @@ def is_sound(x: Any) -> bool:
     """Return whether a result has the sizes that it says: DTensor keeps the rule of `topk`, also for another k."""
     if not isinstance(x, DTensor) or any(map(is_odd, x.placements)):
         return True
-    sizes = list(x.shape)
+    counts = [1] * x.dim()
     for placement, count in zip(x.placements, x.device_mesh.shape, strict=True):
         if isinstance(placement, Shard):
-            sizes[placement.dim] = -(-sizes[placement.dim] // count)
-    local = x._local_tensor.shape  # of the last ranks, less where a dim is not divided evenly
-    return len(local) == len(sizes) and all(have <= most for have, most in zip(local, sizes, strict=True))
+            counts[placement.dim] *= count
+    local = x._local_tensor.shape
+    # Where a dim is not divided evenly ranks have other sizes, and all of them have to find the same.
+    return len(local) == x.dim() and all(
+        size % count or have * count == size for have, size, count in zip(local, x.shape, counts, strict=True)
+    )
 
 
 def box_of(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

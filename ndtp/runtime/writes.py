@@ -15,17 +15,24 @@ class Writes:
     """
 
     def __init__(self) -> None:
-        self.watchers, self._places = 0, dict[int, weakref.ref[Any]]()
+        self._watchers, self._places = weakref.WeakSet[Any](), dict[int, weakref.ref[Any]]()
 
-    def watch(self) -> None:
-        if not self.watchers:
+    def watch(self, watcher: Any) -> None:
+        if not self._watchers:
             self._places.clear()
-        self.watchers += 1
+        self._watchers.add(watcher)
+
+    def watched_by(self, watcher: Any) -> bool:
+        """Return whether all writes since this watcher's `watch` are noted, and end its watch."""
+        was_there = watcher in self._watchers
+        self._watchers.discard(watcher)
+        return was_there
 
     def note(self, x: Any) -> None:
-        if self.watchers:
+        if self._watchers:
             memory = x._local_tensor.untyped_storage()
-            self._places[id(memory)] = weakref.ref(memory)
+            key, places = id(memory), self._places
+            places[key] = weakref.ref(memory, lambda _: places.pop(key, None))
 
     def __contains__(self, local: Tensor) -> bool:
         memory = local.untyped_storage()

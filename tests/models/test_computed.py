@@ -96,7 +96,8 @@ def check(name: str, of: str, kinds: list[str]) -> None:
     [
         ("Net", "Linear", [*KINDS]),
         ("Net", "Embedding", ["weight_norm", "pruned weights", "parametrized weight_norm"]),
-        ("Torchs", "Linear", ["pruned weights"]),
+        ("Net", "LayerNorm", ["pruned weights"]),
+        ("Torchs", "Linear", ["spectral_norm", "pruned weights"]),
         ("LlamaForCausalLM", "Linear", ["weight_norm", "pruned rows"]),
     ],
     ids=lambda each: each if isinstance(each, str) else "",

@@ -6,6 +6,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from every_operation import is_same
 from products import mesh_of
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -28,6 +29,8 @@ WRITES = {
     "index_copy_": lambda w, rows, given: w.index_copy_(0, rows, given),
     "scatter_": lambda w, rows, given: w.scatter_(0, wide(rows), given),
     "scatter_add_": lambda w, rows, given: w.scatter_add_(0, wide(rows), given),
+    "index_add": lambda w, rows, given: w.copy_(w.index_add(0, rows, given)),
+    "scatter": lambda w, rows, given: w.copy_(w.scatter(0, wide(rows), given)),
     "addmm_": lambda w, rows, given: w.addmm_(given.new_ones(32, len(rows)), given),
 }
 
@@ -47,7 +50,7 @@ def normal(*shape):
 def check_writes():
     mesh, dense = mesh_of(Grid(x=2, y=2)), normal(32, 16)
     for placements in PLACED:
-        for count in (4, 8, 16, 24):
+        for count in (8, 24):
             rows, given = ROWS[:count], normal(count, 16)
             for name, write in WRITES.items():
                 expected, found = dense.clone(), on_grid(dense, mesh, placements)
@@ -61,7 +64,7 @@ def check_results():
     kernel = normal(4, 4, 3, 3)
     for placements in PLACED:
         w, image = on_grid(dense, mesh, placements), on_grid(picture, mesh, placements)
-        for k in (8, 16, 31):  # DTensor keeps the sizes of the first
+        for k in (8, 31, 16):  # DTensor keeps the sizes of the first
             found, expected = torch.topk(w.norm(dim=1), k), torch.topk(dense.norm(dim=1), k)
             assert found.indices.shape == (k,) and torch.equal(whole(found.indices), expected.indices), placements
         weights = on_grid(kernel, mesh, placements)
@@ -79,10 +82,8 @@ def test_operations_give_what_they_give_of_dense_tensors(ranks, check):
     ranks(4).run(check)
 
 
-def test_the_program_finds_what_is_wrong(ranks, monkeypatch):
-    every_operation = pytest.importorskip("every_operation")
-    dense, mesh = normal(4, 4), mesh_of(Grid(x=1))
-    found = GridTensor(distribute_tensor(dense, mesh.device_mesh, [Replicate()])) if mesh.device_mesh else dense
-    assert every_operation.is_same([found, 2], [dense, 2])
-    assert not every_operation.is_same([found + 1e-2, 2], [dense, 2])
-    assert not every_operation.is_same([found], [dense, 2])
+def test_the_program_finds_what_is_wrong():
+    dense = normal(4, 4)
+    assert is_same([dense.clone(), 2], [dense, 2])
+    for other in ([dense + 1e-2, 2], [dense, 3], [dense[:2], 2], [dense.double(), 2], [dense]):
+        assert not is_same(other, [dense, 2])
