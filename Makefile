@@ -42,6 +42,7 @@ first-device: $(READY)  ## every step of the first hour on a GPU, as far as it g
 wheel: $(READY)     ## build the wheel and import it from outside the repository
 	./.ci/check-wheel $(BIN)/python
 
+ci: export NDTP_LONG_TESTS = all
 ci: lint types test kernels docs first-device demo wheel
 
 clean:

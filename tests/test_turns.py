@@ -33,6 +33,7 @@ def test_who_names_tests_gets_all_cases(monkeypatch):
 def test_a_few_turns_together_have_each_long_test_once_and_take_the_same_time(monkeypatch):
     costs = {f"tests/test_a.py::test_{i}": float(1 + i) for i in range(20 * turns.EVERY)}
     names, times = [], set()
+    monkeypatch.delenv(turns.LONG_TESTS, raising=False)
     for turn in range(7, 7 + turns.EVERY):
         monkeypatch.setenv(turns.TURN, str(turn))
         run = costs.keys() - left_out(costs)
@@ -40,11 +41,15 @@ def test_a_few_turns_together_have_each_long_test_once_and_take_the_same_time(mo
         times.add(sum(costs[name] for name in run))
     assert sorted(names) == sorted(costs)
     assert len(times) == 1
+    monkeypatch.setenv(turns.LONG_TESTS, turns.ALL)
+    assert not left_out(costs), "in CI"
+    monkeypatch.delenv(turns.LONG_TESTS)
     monkeypatch.setenv(turns.TURN, turns.ALL)
     assert not left_out(costs)
 
 
 def test_no_case_of_a_long_test_is_left_out_for_ever(monkeypatch):
+    monkeypatch.delenv(turns.LONG_TESTS, raising=False)
     seen = []
     for turn in range(100, 100 + 3 * turns.EVERY):
         monkeypatch.setenv(turns.TURN, str(turn))
@@ -69,3 +74,8 @@ def test_the_table_names_tests_that_there_are():
             nodes = ast.walk(ast.parse((root / file).read_text()))
             functions[file] = {each.name for each in nodes if isinstance(each, ast.FunctionDef)}
         assert test.partition("[")[0] in functions[file], f"{name} is gone: take its line out of {turns.COSTS.name}"
+
+
+def test_ci_has_all_long_tests():
+    makefile = (Path(turns.__file__).parents[1] / "Makefile").read_text()
+    assert f"ci: export {turns.LONG_TESTS} = {turns.ALL}" in makefile

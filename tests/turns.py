@@ -1,4 +1,4 @@
-"""Tests take turns: a run of the whole suite has a third of what takes long, and the runs of three commits have all.
+"""Tests take turns: `make test` has a third of what takes long, and the runs of three commits have all; CI has all.
 
 The turn is the number of commits, the same wherever a commit is tested.  `NDTP_TURN=all` runs all tests, `NDTP_TURN=7`
 those of the seventh turn; whoever names a file or a folder gets all of its tests.  `costs.json` says which tests take
@@ -17,6 +17,7 @@ from typing import TypeVar
 from xml.etree import ElementTree
 
 TURN = "NDTP_TURN"
+LONG_TESTS = "NDTP_LONG_TESTS"  # "all": a test that takes long is in every run, as CI has it; lists of cases take turns
 ALL = "all"
 COSTS = Path(__file__).with_name("costs.json")
 LONG = 0.5  # seconds, from which on a test takes turns: nine tenths of the time go to such tests
@@ -63,7 +64,7 @@ def left_out(costs: Mapping[str, float]) -> set[str]:
         costs: seconds by the name of the test, as pytest has it: `tests/ops/test_chain.py::test_memory[1d]`.
     """
     turn = os.environ.get(TURN, ALL)
-    if turn == ALL:
+    if ALL in (turn, os.environ.get(LONG_TESTS)):
         return set()
     by_cost = sorted(costs, key=lambda name: (-costs[name], name))
     # Forth and back over the turns, from the dearest test on, so that all turns take the same time.
