@@ -120,8 +120,11 @@ def profile(
         if on_device:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
-    spans: list[Span] = sorted((s for recorder in recorders for s in recorder.spans()), key=lambda s: (s.start, s.end))
-    widest = max(meshes, key=lambda each: each.grid.num_ranks)
+    seen = [recorder.spans() for recorder in recorders]
+    spans: list[Span] = sorted((s for each in seen for s in each), key=lambda s: (s.start, s.end))
+    # A program may hold grids of which the step used none: ranks are named by one that worked.
+    at_work = [mesh for mesh, each in zip(meshes, seen, strict=True) if each]
+    widest = max(at_work or meshes, key=lambda each: each.grid.num_ranks)
     mine = RankTrace(dist.get_rank() if in_group else 0, dict(widest.coordinate), 0, seconds, tuple(spans))
     traces = [mine]
     if in_group:

@@ -10,6 +10,7 @@ from ndtp.measure.overlap_trace import phase_of
 
 
 def profiled(folder):
+    idle = ndtp.ProcessGrid(ndtp.Grid(y=2))
     mesh = ndtp.ProcessGrid(ndtp.Grid(x=2))
     block = ndtp.nn.MLP(8, 16, mesh=mesh, scheme="1d-sp", name="mlp")
     shard = torch.randn(block.in_layout.shard_shape((8, 8)), requires_grad=True)
@@ -21,6 +22,7 @@ def profiled(folder):
 
     given = ndtp.profile(step, mesh)
     found = ndtp.profile(step, warmup=0)  # all grids of this process, that one among them
+    assert found.traces[0].coordinate == given.traces[0].coordinate != idle.coordinate, "named by a grid at work"
     assert len(calls) == 3 and {span.name for span in found.traces[0].spans} == {
         span.name for span in given.traces[0].spans
     }
