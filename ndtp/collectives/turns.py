@@ -69,8 +69,8 @@ class Turns:
                 self._pass_to(following)
                 self._wait(number)
             except BaseException as error:  # Ctrl-C, while another one runs: that goes as far as its next wait
+                self._regain(number)  # before the others know: those whose turn comes first run on every rank
                 self.error = self.error or error
-                self._regain(number)
         self._go_on()
 
     def _following(self, number: int) -> int:

@@ -245,13 +245,14 @@ class Steps:
             return
         self.due = False
         parameters, now = self._parts.parameters, _contents(self._parts.parameters)
-        is_known = writes.watched_by(self) and not self._parts.written
+        begin = writes.begin(self)
+        is_known = begin is not None and not self._parts.written
         before = dict(zip(map(id, self._noted), self._contents or (), strict=True)) if is_known else {}
         self._contents, self._noted = None, ()
         mesh = self._calls.mesh
         # A shard may stay as it was where an operation has written to others: that it ran is what ranks have in common.
         changed = [
-            "" if id(p) not in before else "written to" if local_of(p) in writes
+            "" if id(p) not in before else "written to" if writes.since(begin, local_of(p))
             else "changed" if x != before[id(p)] else "as it was" for p, x in zip(parameters, now, strict=True)
         ]  # fmt: skip
         every = mesh.mesh_axes

@@ -15,29 +15,31 @@ class Writes:
     """
 
     def __init__(self) -> None:
-        self._watchers, self._places = weakref.WeakSet[Any](), dict[int, weakref.ref[Any]]()
+        self._count = 0
+        self._begins = weakref.WeakKeyDictionary[Any, int]()  # of watches, by who watches
+        self._places = dict[int, tuple[weakref.ref[Any], int]]()
 
     def watch(self, watcher: Any) -> None:
-        if not self._watchers:
+        if not self._begins:
             self._places.clear()
-        self._watchers.add(watcher)
+        self._begins[watcher] = self._count
 
-    def watched_by(self, watcher: Any) -> bool:
-        """Return whether all writes since this watcher's `watch` are noted, and end its watch."""
-        was_there = watcher in self._watchers
-        self._watchers.discard(watcher)
-        return was_there
+    def begin(self, watcher: Any) -> int | None:
+        """Return when this watcher's watch began, and end it; None where it has none, and writes may not be noted."""
+        return self._begins.pop(watcher, None)
 
     def note(self, x: Any) -> None:
-        if self._watchers:
+        if self._begins:
             memory = x._local_tensor.untyped_storage()
             key, places = id(memory), self._places
-            places[key] = weakref.ref(memory, lambda _: places.pop(key, None))
+            self._count += 1
+            places[key] = weakref.ref(memory, lambda _: places.pop(key, None)), self._count
 
-    def __contains__(self, local: Tensor) -> bool:
+    def since(self, begin: int | None, local: Tensor) -> bool:
+        """Return whether a tensor was written to after a watch began: others may have watched before."""
         memory = local.untyped_storage()
-        found = self._places.get(id(memory))
-        return found is not None and found() is memory
+        found, at = self._places.get(id(memory), (None, 0))
+        return begin is not None and found is not None and found() is memory and at > begin
 
 
 writes = Writes()

@@ -14,6 +14,7 @@ from ndtp import Grid, MismatchError, ProcessGrid
 from ndtp.models.same_gradients import GradientChanges
 from ndtp.models.same_optimizers import OptimizerGroups
 from ndtp.models.same_steps import Steps
+from ndtp.runtime.writes import writes
 
 
 class Tiny(nn.Module):
@@ -133,8 +134,26 @@ def trains_in_silence():
     model(torch.full((2, 8), mesh.rank), torch.full((2, 8), 0)).backward()
 
 
+def trains_beside_another():
+    """On one rank the model of an earlier run is still there, and looks for writes."""
+    mesh = ProcessGrid(Grid(x=2), timeout=60)
+    for rank in (0, 1):
+        torch.manual_seed(0)
+        model = ndtp.parallelize(Tiny(), mesh, scheme="1d")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        watcher = type("Watcher", (), {})()
+        if mesh.rank == rank:
+            writes.watch(watcher)
+        ids = torch.arange(8)[None]
+        for _ in range(3):
+            model(ids, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_what_may_differ_is_no_disagreement(ranks):
     ranks(2).run(trains_in_silence)
+    ranks(2).run(trains_beside_another)
 
 
 def bytes_of_a_step():

@@ -149,8 +149,11 @@ def interrupted(stack):
     """While another part runs, all ranks at the same point."""
 
     def step(part):
-        if part is stack.parts[1]:
-            signal.raise_signal(signal.SIGINT)  # which the main thread gets, when it waits
+        if part is stack.parts[1] and stack.mesh.rank == 0:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # which gets it at once
+            time.sleep(0.1)
+        elif part is stack.parts[1]:
+            signal.raise_signal(signal.SIGINT)  # which the main thread gets when its turn has come
         stack.run(part)
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
