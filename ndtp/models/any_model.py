@@ -16,19 +16,22 @@ from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted, adopt, is_placed
 from ndtp.models.at_work import reads_parameters
 from ndtp.models.data_loss import average_loss
+from ndtp.models.fused_order import order_of
 from ndtp.models.left_alone import is_foreign, why_left
 from ndtp.models.named_plan import BY_PLAN, OfProduct
 from ndtp.models.not_replicated import not_replicated
 from ndtp.models.observation import Observation
 from ndtp.models.observed_schedule import ObservedHead, ObservedMLP
+from ndtp.models.opened_attention import INPUTS, can_open, leave_fast_path, name_of
 from ndtp.models.other_layers import reads
 from ndtp.models.placing import Placing
 from ndtp.models.projections import place_projection, used_and_stored
-from ndtp.models.roles import features, is_linear
-from ndtp.models.run_eagerly import compiled_parts_run_eagerly
+from ndtp.models.roles import features, is_linear, join
+from ndtp.models.run_eagerly import compiled_parts_run_eagerly, run_eagerly
 from ndtp.models.saving import saved_whole
 from ndtp.models.split_layers import AsStored, ObservedEmbedding, ObservedLinear, SharedInput
 from ndtp.models.table_settings import setting_against
+from ndtp.models.torch_attention import ObservedPart, OpenedPart, open_to_split, with_parts
 from ndtp.nn.padding import row_multiple
 from ndtp.ops.lookup import LookupPlan
 from ndtp.runtime.process_grid import ProcessGrid
@@ -77,9 +80,14 @@ class AnyModel(Placing):
             self.leads_in, self.turns, self.feeds = sides(seen)
         self.sections = {} if seen is None else seen.sections
         self.twice = set() if seen is None else seen.twice
+        parts = self._opened(modules, seen)
+        seen = None if seen is None else with_parts(seen, parts)
         layers = {name: m for name, m in modules.items() if is_linear(m) and not isinstance(m, Adopted)}
         self._unite(layers)
         tied = self._tied(modules, layers)
+        for part in parts:
+            self._part(part)
+            modules[part.name] = part.layer
         for name, module in layers.items():
             self._linear(name, module)
         for name, module in modules.items():
@@ -96,6 +104,7 @@ class AnyModel(Placing):
             average_loss(self.model, self.frame)
         saved_whole(self.model)
         not_replicated(self.model)
+        run_eagerly(self.model)
 
     def adapt(self, modules: dict[str, nn.Module]) -> dict[str, str]:
         """Adapt to adapters that were added.
@@ -125,15 +134,47 @@ class AnyModel(Placing):
             self.kept[name] = f"{inside} to {outside} features: one cannot be split"
             return
         leads_in = isinstance(self.layouts_of(name), OfProduct) or self.leads_in.get(name, True)
+        self._product(name, module, leads_in, sections=self._sections(name, outside, leads_in), kind=ObservedLinear)
+        self.linears += 1
+
+    def _product(self, name: str, module: Any, leads_in: bool, **options: Any) -> None:
+        """Put a layer that multiplies on the grid; see `place_projection` for `options`."""
+        inside, outside = features(module)
         side = inside if leads_in else outside
-        sections = self._sections(name, outside, leads_in)
         layer: ObservedLinear = place_projection(
-            module, name, leads_in=leads_in, pad_to=self.count, sections=sections, kind=ObservedLinear,
-            **self.place | {"width": -(-side // self.count) * self.count, "layouts": self.layouts_of(name)},
+            module, name, leads_in=leads_in, pad_to=self.count,
+            **self.place | {"width": -(-side // self.count) * self.count, "layouts": self.layouts_of(name)}, **options,
         )  # type: ignore[assignment]  # fmt: skip
         layer.context, layer.turns = self.context, name in self.turns
         self.others.append(layer)
-        self.report(layer)
+        self.replaced[name] = str(layer.plan)
+
+    def _opened(self, modules: dict[str, nn.Module], seen: Observation | None) -> list[OpenedPart]:
+        """Open torch's attentions, whose projections are layers from here on."""
+        parts: list[OpenedPart] = []
+        for name, module in modules.items():
+            leave_fast_path(module)
+            if not can_open(module):
+                continue
+            attention: Any = module
+            if self.is_kept(name, join(name, "out_proj")):
+                self.kept[name] = BY_PLAN
+            elif not self.twice.isdisjoint(join(name, name_of(each)) for each in INPUTS):
+                self.kept[name] = TWICE
+            elif attention.embed_dim % self.count:
+                self.kept[name] = f"{attention.embed_dim} features, which {self.count} ranks do not divide"
+            else:
+                parts += open_to_split(name, attention, self.frame, seen)
+                attention.context = self.context
+        return parts
+
+    def _part(self, part: OpenedPart) -> None:
+        """Put projections of an attention on the grid, each of which is split by itself."""
+        name, owner, size = part.name, part.name.rpartition(".")[0], part.layer.owner.embed_dim
+        self.by_name.setdefault(name, self.layouts_of(owner))
+        sections = (size,) * len(part.inputs)
+        order = order_of(sections, self.layouts_of(name).hidden.num_splits(1))
+        self._product(name, part.layer, True, sections=sections, order=order, kind=ObservedPart)
 
     def _sections(self, name: str, size: int, leads_in: bool) -> tuple[int, ...]:
         """Return the sections into which the features of a layer are taken apart, if each section can be split by
@@ -201,7 +242,7 @@ class AnyModel(Placing):
         for names in seen.groups:
             alike: dict[Any, list[ObservedLinear]] = {}
             for name in names:
-                layer = modules[name]
+                layer = modules.get(name)  # an attention that stays whole has none
                 if isinstance(layer, ObservedLinear) and layer.group is None:
                     key = (layer.plan.a, layer.plan.b, layer.plan.out, layer.is_conv, layer.weight.dtype)
                     alike.setdefault(key, []).append(layer)
@@ -216,7 +257,7 @@ class AnyModel(Placing):
         if not self.frame.fuse:
             return
         for names, last in seen.chains:
-            layers: list[Any] = [modules[name] for name in (*names, last)]
+            layers: list[Any] = [modules.get(name) for name in (*names, last)]  # none of an attention's projections
             if not all(isinstance(m, ObservedLinear) and m.schedule is None and not m.turns for m in layers[:-1]):
                 continue
             *ups, down = layers
@@ -231,7 +272,7 @@ class AnyModel(Placing):
                     member.schedule = schedule
         is_split = not self.context.data or self.context.losses is not None
         for name in sorted(seen.heads) if is_split else ():
-            head: Any = modules[name]
+            head: Any = modules.get(name)
             is_plain = isinstance(head, ObservedLinear) and head.schedule is None and head.leads_in
             if is_plain and not (head.sections or head.turns or head.plan.regather):
                 head.schedule = ObservedHead()

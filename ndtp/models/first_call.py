@@ -20,8 +20,10 @@ from ndtp.models.made_classes import made_class
 from ndtp.models.observation import observe_call
 from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.report import Report
+from ndtp.models.run_eagerly import WHY
 from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.default_group import OwnRows
+from ndtp.runtime.eagerly import eagerly
 
 WAITS = "the first call decides: no inputs are known with which the model runs; example= decides at once"
 
@@ -51,8 +53,9 @@ class FirstCall:
         model = self.split.model
         theirs: Any = type(model)
 
+        @eagerly(WHY)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or any(type(p) is not nn.Parameter for p in self.parameters()):
+            if any(type(p) is not nn.Parameter for p in self.parameters()):
                 return theirs.forward(self, *args, **kwargs)  # of a tracer, or parameters of somebody's function
             self.ndtp_waiting.settle(args, kwargs)
             return self.forward(*args, **kwargs)

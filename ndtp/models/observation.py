@@ -26,6 +26,7 @@ from ndtp.models.cached_results import forgotten_fake_results
 from ndtp.models.kinds import Kinds
 from ndtp.models.made_up_inputs import guesses
 from ndtp.models.observed_chains import Chains
+from ndtp.models.opened_attention import open_to_see
 from ndtp.models.refused_code import TransformedError
 from ndtp.models.roles import features, is_linear
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly
@@ -310,6 +311,7 @@ def _watched(model: nn.Module, args: Any, kwargs: Any, device: Any, gradients: A
             memo |= {id(part._forward_hooks): OrderedDict(), id(part._forward_pre_hooks): OrderedDict()}
         shadow = copy.deepcopy(model, memo)
         compiled_parts_run_eagerly(shadow)
+        open_to_see(shadow)
         found, watch = Observation(), _Watch()
         hooks = list(_hooked(shadow, watch, found))
         watch.names = {id(p): name for name, p in shadow.named_parameters(remove_duplicate=False)}
@@ -326,7 +328,7 @@ def _watched(model: nn.Module, args: Any, kwargs: Any, device: Any, gradients: A
         if name not in watch.read and len({watch.kinds.find(kind) for kind in kinds}) == 1
     }
     for name, points in watch.cuts.items():
-        width = _width_of(model.get_submodule(name))
+        width = _width_of(shadow.get_submodule(name))
         points |= {0, width}
         at = sorted(points)
         found.sections[name] = tuple(b - a for a, b in pairwise(at))

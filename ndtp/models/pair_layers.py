@@ -13,6 +13,7 @@ from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
 from ndtp.models.boundary import Boundary, BoundaryLinear
 from ndtp.models.linear_pairs import Pair, refuse_unfit
+from ndtp.models.opened_attention import leave_fast_path
 from ndtp.models.report import Report
 from ndtp.nn.padding import pair_multiples, row_multiple
 from ndtp.nn.parameters import stand_in
@@ -25,14 +26,13 @@ def _outside(layouts: Sequence[Layout], axes: Sequence[str]) -> Layout:
     return Layout(layouts[0].grid, rows, None)
 
 
-def axes_of_rows(model: nn.Module, report: Report) -> tuple[str, ...]:
+def axes_of_rows(model: nn.Module) -> tuple[str, ...]:
     """The axes that split rows everywhere outside of what was replaced.
 
     Raises:
         LayoutError: layers between which rows lie now so, now otherwise.
     """
     outsides = {m.name: m.boundary.outside for m in model.modules() if isinstance(m, BoundaryLinear)}
-    outsides |= {stack.name or "the model": stack.frame.outside for stack in report.stacks}
     found: dict[tuple[str, ...], str] = {}
     for name, outside in outsides.items():
         found.setdefault(outside.grid.nontrivial(outside.dims[0]), name)
@@ -114,7 +114,7 @@ def _put(model: nn.Module, name: str, layer: BoundaryLinear, report: Report) -> 
     layer = _in_place_of(model.get_submodule(name), layer)
     parts = name.split(".")
     for depth in range(len(parts)):
-        _leave_fast_paths(model.get_submodule(".".join(parts[:depth])))
+        leave_fast_path(model.get_submodule(".".join(parts[:depth])))
     report.replaced[name] = str(layer.plan)
     report.layers.append(layer)
 
@@ -135,11 +135,3 @@ def _in_place_of(module: nn.Module, layer: BoundaryLinear) -> Any:
     module.__class__ = class_of(type(layer), type(module))  # `isinstance(m, nn.Linear)` holds as before
     vars(module).update(own)
     return module
-
-
-def _leave_fast_paths(module: nn.Module) -> None:
-    """Make torch's encoder call its layers: its fast path for inference reads their weights instead."""
-    if isinstance(module, nn.TransformerEncoderLayer):
-        module.activation_relu_or_gelu = 0  # "an activation that the fast path does not have"
-    elif isinstance(module, nn.TransformerEncoder):
-        module.use_nested_tensor = False

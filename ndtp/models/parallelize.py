@@ -37,7 +37,6 @@ from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
 from ndtp.models.same_calls import compare_calls
 from ndtp.models.same_weights import check_same_weights
-from ndtp.models.torch_stacks import TorchSplit, find_stacks
 from ndtp.models.transformer import Split, is_transformer, split_before
 from ndtp.planner.grid_plan import GridPlan
 from ndtp.planner.hardware import Hardware
@@ -213,36 +212,23 @@ def parallelize(
             layouts = block_layouts(mesh.grid, scheme, axes)  # type: ignore[union-attr]
         assert mesh is not None
         return whole_model(mesh, layouts, expert_axes=split_by)
-    stacks = {} if names.names_pairs else find_stacks(model)
-    if names.names_pairs:
-        pairs = pairs_by_name(model, names.roles)
-    else:
-        found, report.kept = find_pairs(model)
-        in_pairs = sum(len(pair.ups) + 1 for pair in found)
-        if mesh is not None and scheme != "auto" and (is_mixed or (not stacks and (in_pairs < count or not count))):
-            return whole_model(mesh, block_layouts(mesh.grid, scheme, axes))
-        pairs = [pair for pair in found if not any(_is_in(pair.up, name) for name in stacks)]
-        for pair in [pair for pair in pairs if not {*pair.ups, pair.down}.isdisjoint(left)]:
-            report.kept |= dict.fromkeys((*pair.ups, pair.down), BY_PLAN)
-            pairs.remove(pair)
+    pairs, report.kept = (pairs_by_name(model, names.roles), {}) if names.names_pairs else find_pairs(model)
     if scheme == "auto":
         mesh, layouts = best_for_pairs(model, pairs, mesh, tokens, hardware, wire)
     else:
         assert mesh is not None
         layouts = block_layouts(mesh.grid, scheme, axes)
+    if not names.names_pairs and (is_mixed or not count or sum(len(pair.ups) + 1 for pair in pairs) < count):
+        return whole_model(mesh, layouts)
+    for pair in [pair for pair in pairs if not {*pair.ups, pair.down}.isdisjoint(left)]:
+        report.kept |= dict.fromkeys((*pair.ups, pair.down), BY_PLAN)
+        pairs.remove(pair)
     seen = None if names.names_pairs else observe(model, example)
     for pair in [pair for pair in pairs if seen is not None and not seen.twice.isdisjoint((*pair.ups, pair.down))]:
         report.kept |= dict.fromkeys((*pair.ups, pair.down), TWICE)
         pairs.remove(pair)
     check_same_weights(model, mesh)
     use_measured(mesh, hardware)
-    report.kept = {key: why for key, why in report.kept.items() if not any(_is_in(key, name) for name in stacks)}
-    for name, stack in stacks.items():
-        torch_split = TorchSplit(name, stack, mesh, layouts, left, fuse=fuse, **options)
-        torch_split.run()
-        report.replaced |= torch_split.replaced
-        report.kept |= torch_split.kept
-        report.stacks.append(torch_split)
     for pair in pairs:
         replace_pair(model, pair, mesh, report, pad, layouts.plans(pair.up), options)
     if names.names_pairs:
@@ -250,23 +236,16 @@ def parallelize(
             replace_one(model, name, value, mesh, report, pad, options)
     linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
     for name in linears:
-        if not any(_is_in(name, stack) for stack in stacks):
-            report.kept.setdefault(name, "not named in the plan")
+        report.kept.setdefault(name, "not named in the plan")
     for name, module in model.named_modules():
         reason = None if isinstance(module, BoundaryLinear) else why_left(module)
-        if reason and not any(_is_in(name, stack) for stack in stacks):
+        if reason:
             report.kept.setdefault(name, reason)
     report.carried = held.bring(mesh)
-    replaced = len(report.replaced) - sum(len(s.replaced) - s.linears for s in report.stacks)
-    report.of(model, mesh, count, replaced, strict)
+    report.of(model, mesh, count, len(report.replaced), strict)
     not_replicated(model)
-    rows = axes_of_rows(model, report)
+    rows = axes_of_rows(model)
     OwnRows(mesh, rows).watch(model)
     report.plain = sum_plain_gradients_of(model, mesh, rows)
     compare_calls(model, mesh, rows, made_by, check, check_every)
     return rechecked(model, recheck)
-
-
-def _is_in(name: str, stack: str) -> bool:
-    """Return whether a module is a part of another."""
-    return not stack or name == stack or name.startswith(f"{stack}.")

@@ -30,7 +30,6 @@ class Report:
         parameters: the number of elements of all parameters; of those that are split; of what this rank holds.
         split: of a whole model, its modules on the grid.
         carried: what hung on the parameters that there were, and hangs on those in their place now.
-        stacks: of any other model, torch's transformer modules on the grid.
         plain: what sums the gradients of its other parameters, where axes split rows.
         planned: what scheme="auto" chose for it, and for what.
         waits: why nothing is split yet; empty once it is.
@@ -48,15 +47,12 @@ class Report:
     planned: str = ""
     waits: str = ""
     plan: dict[str, Any] = field(default_factory=dict)
-    stacks: list[Any] = field(default_factory=list, repr=False)
     plain: PlainGradients | None = field(default=None, repr=False)
 
     @property
     def gathered(self) -> dict[str, int]:
         """The operations of a whole model that took the whole of a split activation so far, and how often."""
-        if self.split is not None:
-            return self.split.frame.gathered
-        return {key: count for stack in self.stacks for key, count in stack.frame.gathered.items()}
+        return {} if self.split is None else self.split.frame.gathered
 
     def volume(
         self, tokens: int | None = None, sequence: int | None = None, target: int | None = None, **inputs: Any
@@ -65,8 +61,7 @@ class Report:
 
         Of pairs of Linears, over `tokens` rows, boundaries and the sums of other parameters' gradients over `dp`
         included.  Of a whole model, over `tokens` sequences or images (of one dp rank), loss and whatever is `gathered`
-        included: its own code runs, on tensors without memory.  Of torch's transformer layers in a model, over so many
-        sequences; a decoder sees as many tokens of an encoder.
+        included: its own code runs, on tensors without memory.
 
         Args:
             sequence: the length of the sequences.
@@ -83,12 +78,10 @@ class Report:
             return step_volume(self.split.model, self.split.mesh, inputs)
         if inputs or target is not None or tokens is None:
             raise LayoutError("report.volume: this model takes volume(tokens), or volume(batch, sequence)")
-        if self.stacks and sequence is None:
-            raise LayoutError("report.volume: a model with transformer layers takes volume(batch, sequence)")
         total = self.plain.volume() if self.plain else Volume()
         for layer in self.layers:
             total += layer.volume(tokens if sequence is None else tokens * sequence)
-        return sum((stack.volume(tokens, sequence) for stack in self.stacks), total)
+        return total
 
     def of(self, model: nn.Module, mesh: ProcessGrid, linears: int, replaced: int, strict: bool) -> None:
         """Become the report of a model that is split.

@@ -92,13 +92,17 @@ def is_of_own_class(p: nn.Parameter) -> bool:
 
 
 def is_linear(module: Any) -> bool:
-    """An `nn.Linear` as it is, one of `LINEARS`, or transformers' Conv1D, which keeps its weight as [in, out]."""
+    """An `nn.Linear` as it is, one of `LINEARS`, or transformers' Conv1D, which keeps its weight as [in, out].
+
+    So is another subclass whose `is_called` says that code calls it, and does not read its weight past it.
+    """
     if isinstance(module, nn.Linear):
         weight = module._parameters.get("weight")
         if weight is not None and is_of_own_class(weight):
             return False
         kind = type(module)
-        return kind is nn.Linear or (nn.Linear in kind.__bases__ and _path(kind) in LINEARS)
+        is_known = nn.Linear in kind.__bases__ and _path(kind) in LINEARS
+        return kind is nn.Linear or is_known or getattr(module, "is_called", False)
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 

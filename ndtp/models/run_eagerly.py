@@ -18,6 +18,7 @@ from ndtp.models.hidden import Hidden
 from ndtp.models.made_classes import made_class
 from ndtp.models.pending import Pending
 from ndtp.runtime.eagerly import backwards_as_they_are
+from ndtp.split.tensor import SplitTensor
 from ndtp.split.whole_views import WholeView
 
 WHY = (
@@ -34,8 +35,8 @@ def run_eagerly(model: nn.Module) -> None:
     """
     backwards_as_they_are()
     known = in_place("torch._dynamo.config.nontraceable_tensor_subclasses")
-    known.update((Hidden, Pending, WholeView))  # where one is an argument
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    known.update((Hidden, Pending, WholeView, SplitTensor))  # where one is an argument
+    stacks = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     layers = [layer for stack in stacks for layer in stack if any(isinstance(m, Adopted) for m in layer.modules())]
     for module in {id(each): each for each in (model, *layers)}.values():
         theirs: Any = type(module)

@@ -19,6 +19,7 @@ from ndtp.models.projections import Projection, mode_of, products
 from ndtp.models.table_settings import refused_setting
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
+from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.versions import version_of
 from ndtp.split.along import without_padding
@@ -303,6 +304,10 @@ class ObservedEmbedding(ReadAsSplit, nn.Embedding):
     def is_position(self, ids: Tensor) -> bool:
         """Return whether ids of one dim are the places of a sequence, whose rows go with every sample."""
         return ids.dim() == 1
+
+
+for _layer in (ObservedLinear, ObservedEmbedding):
+    as_it_is(_layer.forward)
 
 
 @dataclass(frozen=True)

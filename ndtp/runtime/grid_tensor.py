@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from ndtp.collectives.torch_patches import in_place, replaced
 from ndtp.errors import LayoutError
 from ndtp.runtime.dtensor_rules import PHYSICAL, box_of
+from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.grid_operations import full_of, operate, part_of
 
@@ -244,6 +245,9 @@ class GridTensor(torch.Tensor):
 
 # The compiler goes by the class itself, not by what a tensor says of it, which is not asked for the first one.
 KINDS = (GridTensor, DTensor)
+
+
+as_it_is(GridTensor.__torch_dispatch__.__func__)  # type: ignore[attr-defined]  # a compiled step calls it in backward
 
 
 class _Whole(torch.autograd.Function):

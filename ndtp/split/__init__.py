@@ -8,6 +8,7 @@ from ndtp.split import (  # noqa: F401  (their rules enter the table)
     elementwise,
     indexing,
     layers,
+    multihead,
     views,
 )
 from ndtp.split.functions import guard_functions

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ndtp.nn.dropout import drop
 from ndtp.nn.losses import cross_entropy
-from ndtp.nn.padding import RowBlocks
+from ndtp.nn.random import draw_key, uniform_at
 from ndtp.ops.norms import NormPlan, default_eps, norm
 from ndtp.split.copies import written
 from ndtp.split.elementwise import elementwise
@@ -26,7 +25,7 @@ def dropout(func: Any, x: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> Any
     """This rank's part of one mask for the whole."""
     training, inplace = (*args, *list(kwargs.values())[len(args) :], *(True, False)[len(args) + len(kwargs) :])[:2]
     training, inplace = kwargs.get("training", kwargs.get("train", training)), kwargs.get("inplace", inplace)
-    if not isinstance(x, SplitTensor) or func in (F.alpha_dropout, F.feature_alpha_dropout):
+    if not isinstance(x, SplitTensor) or not x.spec.sizes or func in (F.alpha_dropout, F.feature_alpha_dropout):
         return NotImplemented
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout: p={p} is not in [0, 1]")
@@ -35,14 +34,10 @@ def dropout(func: Any, x: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> Any
     if x.spec.sections:
         x = without(x, [len(x.spec.sizes) - 1])
     spec, shard = x.spec, leave(x)
-    layout = spec.layout
-    if not spec.sizes:
-        return NotImplemented
-    flat = shard.unsqueeze(0) if shard.dim() == 1 else shard
-    if shard.dim() == 1:
-        layout = layout_of(spec.mesh, [(), *spec.dims])
-    blocks = RowBlocks(1, 1) if flat is not shard else RowBlocks(spec.sizes[0] or 1, spec.padded[0] or 1)
-    dropped = drop(flat, p, layout, spec.mesh, spec.sizes[-1], blocks).view_as(shard)
+    # Padding has no part in the mask, so grids that pad otherwise draw the same one.
+    places = [torch.arange(part.start, part.stop, device=shard.device) for part in map(spec.here, range(shard.dim()))]
+    kept = uniform_at(spec.sizes, places, draw_key("dropout", shard.device)) >= p
+    dropped = shard * (kept.to(shard.dtype) / (1.0 - p or 1.0))
     if inplace or func is torch.dropout_:
         with torch._C.DisableTorchFunctionSubclass():
             x.copy_(dropped)

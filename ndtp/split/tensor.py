@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.runtime.eagerly import as_it_is
 from ndtp.split.spec import ShardForm, Spec
 
 Rule = Callable[..., Any]
@@ -73,6 +74,11 @@ class Linked(Tensor):
     """
 
     link: Any = None  # a `ndtp.split.copies.Tie`
+
+    def __init_subclass__(cls) -> None:
+        """Have compilers run what its rules do as it is."""
+        super().__init_subclass__()
+        as_it_is(cls.__torch_function__.__func__)  # type: ignore[attr-defined]
 
     @property
     def writes(self) -> dict[int, int]:
