@@ -32,7 +32,7 @@ def request_for(
 ) -> Request:
     """Return the planner's request for all pairs on one grid, with rows that are not split outside of them."""
     if not pairs:
-        raise LayoutError("parallelize: scheme='auto' found no Linear pair to plan for; name them in plan=")
+        raise LayoutError("parallelize: scheme='auto' found no Linear to plan for; name layers in plan=")
     profile = Hardware.load(hardware)
     if dtype not in SIZES or dtype not in profile.tflops:
         raise LayoutError(f"parallelize: scheme='auto' has no rate of {dtype} products on hardware {profile.name!r}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +15,8 @@ from ndtp.algebra.wire import Wire
 from ndtp.errors import LayoutError
 from ndtp.models.auto import best_grid, best_layouts, request_for
 from ndtp.models.linear_pairs import Pair
+from ndtp.models.opened_attention import INPUTS, can_open, projection
+from ndtp.models.roles import features, is_linear
 from ndtp.planner.hardware import Hardware
 from ndtp.runtime.given_mesh import GivenWire
 from ndtp.runtime.process_grid import ProcessGrid
@@ -30,22 +34,42 @@ def mesh_of_all_ranks(scheme: str, axes: Sequence[str] | None, wire: GivenWire) 
     return ProcessGrid(Grid({axes[0] if axes else "x": ranks}), wire=wire)
 
 
-def best_for_pairs(
+def best_for_products(
     model: nn.Module,
     pairs: Sequence[Pair],
     mesh: ProcessGrid | None,
     tokens: int | None,
     hardware: str | Hardware,
     wire: GivenWire,
+    others: bool,
 ) -> tuple[ProcessGrid, BlockLayouts]:
-    """The mesh and the layouts that the planner would take."""
+    """The mesh and the layouts that the planner would take.
+
+    Args:
+        others: whether to plan for all products of the model, not for those of pairs alone.
+    """
     if tokens is None:
         raise LayoutError("parallelize: scheme='auto' plans for a number of rows; give tokens=, those of a step")
-    ups = [model.get_submodule(pair.up) for pair in pairs]
+    ups: list[Any] = [model.get_submodule(pair.up) for pair in pairs]
     sizes = [(up.in_features, up.out_features, pair.gate is not None) for up, pair in zip(ups, pairs, strict=True)]
-    dtype = str(ups[0].weight.dtype).removeprefix("torch.") if ups else "float32"
+    if others:
+        sizes += _other_blocks(model, {name for pair in pairs for name in (*pair.ups, pair.down)})
+    dtype = str(next((p.dtype for p in model.parameters() if p.dim() > 1), "float32")).removeprefix("torch.")
     ranks = mesh.grid.num_ranks if mesh else dist.get_world_size() if dist.is_initialized() else 1
     used = mesh.wire if mesh else Wire.of(wire)
     request = request_for(sizes, tokens, ranks, hardware, dtype, used)  # type: ignore[arg-type]
     mesh = mesh or ProcessGrid(best_grid(request), wire=used)
     return mesh, best_layouts(request, mesh.grid)
+
+
+def _other_blocks(model: nn.Module, in_pairs: set[str]) -> list[tuple[int, int, bool]]:
+    """Products that are in no pair, as pairs of products of the same two sizes, there and back."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    for name, module in model.named_modules():
+        if can_open(module):
+            attention: Any = module
+            parts = [projection(attention, each) for each in INPUTS]
+            counts.update(tuple(sorted(features(part))) for part in (*parts, attention.out_proj))
+        elif is_linear(module) and name not in in_pairs:
+            counts[tuple(sorted(features(module)))] += 1
+    return [(small, large, False) for (small, large), n in counts.items() if small > 1 for _ in range(-(-n // 2))]

@@ -17,7 +17,7 @@ from ndtp.errors import LayoutError
 from ndtp.models.any_model import TWICE, AnyModel
 from ndtp.models.auto_whole import plan_whole
 from ndtp.models.boundary import BoundaryLinear
-from ndtp.models.chosen_meshes import best_for_pairs, mesh_of_all_ranks
+from ndtp.models.chosen_meshes import best_for_products, mesh_of_all_ranks
 from ndtp.models.computed import set_hooked_apart
 from ndtp.models.first_call import FirstCall, can_wait, finish
 from ndtp.models.held import Held
@@ -213,12 +213,13 @@ def parallelize(
         assert mesh is not None
         return whole_model(mesh, layouts, expert_axes=split_by)
     pairs, report.kept = (pairs_by_name(model, names.roles), {}) if names.names_pairs else find_pairs(model)
+    in_pairs = names.names_pairs or 0 < count == sum(len(pair.ups) + 1 for pair in pairs)
     if scheme == "auto":
-        mesh, layouts = best_for_pairs(model, pairs, mesh, tokens, hardware, wire)
+        mesh, layouts = best_for_products(model, pairs, mesh, tokens, hardware, wire, others=not in_pairs)
     else:
         assert mesh is not None
         layouts = block_layouts(mesh.grid, scheme, axes)
-    if not names.names_pairs and (is_mixed or not count or sum(len(pair.ups) + 1 for pair in pairs) < count):
+    if is_mixed or not in_pairs:
         return whole_model(mesh, layouts)
     for pair in [pair for pair in pairs if not {*pair.ups, pair.down}.isdisjoint(left)]:
         report.kept |= dict.fromkeys((*pair.ups, pair.down), BY_PLAN)

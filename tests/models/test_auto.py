@@ -1,5 +1,7 @@
 """`parallelize(scheme="auto")` and plans that go straight into it."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -57,7 +59,7 @@ def test_layouts_on_a_given_grid(tokens, grid):
 
 
 def test_refusals():
-    with pytest.raises(LayoutError, match="found no Linear pair"):
+    with pytest.raises(LayoutError, match="found no Linear"):
         request_for([], 64, 8, "cpu", "float32")
     with pytest.raises(LayoutError, match="has no rate of float64"):
         request_for([(8, 8, False)], 64, 8, "h100-ib", "float64")
@@ -98,6 +100,21 @@ def same_as_dense(how):
 @pytest.mark.parametrize("how", ["auto", "auto on a mesh", "a plan"])
 def test_equals_dense(ranks, how):
     assert ranks(4).run(same_as_dense, how) == [(True, 4, 2)] * 4
+
+
+def without_pairs():
+    """Attention and layers without a partner are planned as well, and split from end to end."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
+    dense = nn.Sequential(nn.Embedding(32, 16), layer, nn.Linear(16, 32)).double()
+    model = ndtp.parallelize(copy.deepcopy(dense), scheme="auto", tokens=64, hardware="cpu")
+    ids = torch.arange(32).view(4, 8)
+    torch.testing.assert_close(model(ids).gathered(), dense(ids))
+    return model.ndtp_report.linears
+
+
+def test_any_model(ranks):
+    assert ranks(4).run(without_pairs) == [(4, 4)] * 4
 
 
 def block_of_a_plan():
