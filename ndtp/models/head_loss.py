@@ -20,7 +20,7 @@ from ndtp.nn.hooks import has_hooks
 from ndtp.nn.losses import loss_plan
 from ndtp.ops.linear_losses import LinearLossPlan, linear_cross_entropy
 from ndtp.ops.products import chain
-from ndtp.runtime.arrival import local_of
+from ndtp.runtime.arrival import local_shard
 
 
 class HeadSchedule:
@@ -41,7 +41,7 @@ def plain_products(members: Sequence[Projection], x: Hidden) -> list[Tensor]:
     weight, bias = head.weight_and_bias()
     if weight is head.__dict__["_parameters"]["weight"] and isinstance(weight, torch.nn.Parameter):
         return products(members, x)
-    given = (local_of(weight),), (None if bias is None else local_of(bias),)
+    given = (local_shard(weight),), (None if bias is None else local_shard(bias),)
     return [chain(leave(x), *given, (head.plan,), (None,), head.mesh)]
 
 

@@ -7,7 +7,7 @@ ask any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -59,20 +59,31 @@ class KeptWeights:
     @contextmanager
     def as_then(self) -> Iterator[None]:
         """Put the kept weights in their places, without gradients: backward is over where weights have changed."""
-        now = [(member, key, p) for member, key, p in self.parameters() if id(p) in self.copies]
-        try:
-            for member, key, p in now:
-                member._parameters[key] = self.copies[id(p)][1]
-            with torch.no_grad():
-                yield
-        finally:
-            for member, key, p in now:
-                member._parameters[key] = p
+        copies = [(member, key, self.copies[id(p)][1]) for member, key, p in self.parameters() if id(p) in self.copies]
+        with with_weights(copies), torch.no_grad():
+            yield
 
     def done(self) -> None:
         """Forget the copies: the logits are computed."""
         self.copies.clear()
         _OPEN.discard(self)
+
+
+@contextmanager
+def with_weights(weights: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Put weights in the places of a layer's own ones: those of the call, as in `torch.func.functional_call`.
+
+    Args:
+        weights: layers, the names of their parameters, and what is to be there.
+    """
+    own = [(layer._parameters, key, layer._parameters[key]) for layer, key, _ in weights]
+    try:
+        for layer, key, p in weights:
+            layer._parameters[key] = p
+        yield
+    finally:
+        for parameters, key, p in own:
+            parameters[key] = p
 
 
 @cache

@@ -21,7 +21,7 @@ from torch import Tensor
 from ndtp.errors import LayoutError
 from ndtp.models.between import DROPOUTS, KNOWN, SIZES, getters, is_dropout_off, writes
 from ndtp.models.hidden import PARTS, RESHAPES, Hidden, for_every_row, leave
-from ndtp.models.kept_logits import KeptWeights
+from ndtp.models.kept_logits import KeptWeights, with_weights
 from ndtp.models.rows import picked_rows
 from ndtp.models.same_hooks import compare_hooks
 from ndtp.runtime.versions import version_of
@@ -71,11 +71,11 @@ class Call:
         self.state = _state(self.device)
         self.asked: set[int] = set()
         self.values: list[Hidden] | None = None
+        self.seen = [(m, key, p) for m in self.members for key, p in m._parameters.items() if p is not None]
         self.watched = [(x, version_of(x)) for x in (leave(self.source), *self._weights())]
 
     def _weights(self) -> Iterator[Tensor]:
-        for member in self.members:
-            yield from (p for p in member._parameters.values() if p is not None)
+        return (p for _, _, p in self.seen)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,7 +121,8 @@ class Call:
                     "changed by other than an optimizer; it was not computed before\n"
                     "  fix: ask for it first, or parallelize(..., fuse=False)"
                 )
-        with self.kept.as_then() if changed and self.kept is not None else nullcontext():
+        then = [each for each in self.seen if each[0]._parameters.get(each[1], each[2]) is not each[2]]
+        with with_weights(then), self.kept.as_then() if changed and self.kept is not None else nullcontext():
             made = self.compute(self.members, self.source)
             return [self.given_by(m, y) for m, y in zip(self.members, made, strict=True)]
 

@@ -105,9 +105,13 @@ class GridTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """A dense tensor, of which this rank takes its part; or one that lies as this does."""
+        """A dense tensor, of which this rank takes its part; or one of the grid, which moves if it lies otherwise."""
         self._refuse_other(value)
-        local = value._local_tensor if isinstance(value, DTensor) else part_of(value.detach(), self._dtensor)
+        value = value.detach()
+        if isinstance(value, DTensor) and _lies(value) == _lies(self):
+            local = value._local_tensor
+        else:
+            local = part_of(full_of(value) if isinstance(value, DTensor) else value, self._dtensor)
         if (local.dtype, local.device) == (self.dtype, self.device):
             self._dtensor._local_tensor.copy_(local)
         else:
@@ -123,11 +127,6 @@ class GridTensor(torch.Tensor):
                 f"ndtp: .data = of {what} {tuple(self.shape)}, which is split over ranks, got a tensor of the shape "
                 f"{tuple(value.shape)}\n  fix: a dense tensor of its shape, of which each rank takes its part; or make "
                 "the model anew and parallelize that"
-            )
-        if isinstance(value, DTensor) and (value.placements, value.device_mesh) != (self.placements, self.device_mesh):
-            raise LayoutError(
-                f"ndtp: .data = of {what} got a tensor that lies as {value.placements}, and this one lies as "
-                f"{self.placements}\n  fix: p.data = value.full_tensor(), of which each rank takes its part"
             )
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
@@ -245,6 +244,11 @@ class GridTensor(torch.Tensor):
 
 # The compiler goes by the class itself, not by what a tensor says of it, which is not asked for the first one.
 KINDS = (GridTensor, DTensor)
+
+
+def _lies(x: Any) -> tuple[Any, ...]:
+    """Return how a tensor of a grid lies, with its padding."""
+    return x.placements, x.device_mesh, x._local_tensor.shape
 
 
 as_it_is(GridTensor.__torch_dispatch__.__func__)  # type: ignore[attr-defined]  # a compiled step calls it in backward

@@ -120,10 +120,34 @@ def test_the_report_says_why_they_are_whole(ranks):
 
 def check_data() -> None:
     """Ranks whose shards an operation did not touch do not take it for a change of others alone."""
+    dense = made("LlamaForCausalLM")
     model = ndtp.parallelize(made("LlamaForCausalLM"), mesh_of(Grid(x=2, y=2)))
-    model.lm_head.weight.data[3:5] = 0
-    model(IDS)
+    for each in (dense, model):
+        each.lm_head.weight.data[3:5] = 0
+        each(IDS)
+    flat = torch.nn.utils.parameters_to_vector(model.parameters())  # which lies whole on every rank
+    torch.nn.utils.vector_to_parameters(flat * 0.5, model.parameters())
+    for mine, theirs in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs * 0.5)
 
 
 def test_rows_may_be_written_by_their_data(ranks):
     ranks(4).run(check_data)
+
+
+def check_functional() -> None:
+    """Logits that are no part of a loss are computed by the weights of the call, and lead back to them."""
+    for name in ("Net", "LlamaForCausalLM"):
+        given = {"labels": IDS} if name == "LlamaForCausalLM" else {}
+        dense, model = made(name), made(name)
+        ndtp.parallelize(model, mesh_of(Grid(x=2)), scheme="1d", **({} if given else {"example": IDS}))
+        for each in (dense, model):
+            halves = {key: p * 0.5 for key, p in each.named_parameters()}
+            out = torch.func.functional_call(each, halves, (IDS,), given)
+            getattr(out, "logits", out).square().mean().backward()
+        for (key, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-9, msg=f"{name} {key}")
+
+
+def test_logits_of_a_functional_call_have_gradients(ranks):
+    ranks(2).run(check_functional)
