@@ -54,7 +54,8 @@ def best_for_products(
     sizes = [(up.in_features, up.out_features, pair.gate is not None) for up, pair in zip(ups, pairs, strict=True)]
     if others:
         sizes += _other_blocks(model, {name for pair in pairs for name in (*pair.ups, pair.down)})
-    dtype = str(next((p.dtype for p in model.parameters() if p.dim() > 1), "float32")).removeprefix("torch.")
+    weights = [up.weight for up in ups] or [p for p in model.parameters() if p.dim() > 1]
+    dtype = str(weights[0].dtype).removeprefix("torch.") if weights else "float32"
     ranks = mesh.grid.num_ranks if mesh else dist.get_world_size() if dist.is_initialized() else 1
     used = mesh.wire if mesh else Wire.of(wire)
     request = request_for(sizes, tokens, ranks, hardware, dtype, used)  # type: ignore[arg-type]

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ndtp.algebra.layout import Layout
-from ndtp.nn.padding import RowBlocks
 from ndtp.nn.random import draw_key, uniform_at
-from ndtp.runtime.process_grid import ProcessGrid
 
 
 @dataclass(frozen=True)
@@ -48,14 +45,3 @@ class AttentionDropout:
         drawn = uniform_at((whole[0] * whole[1], whole[2] * keys), (row.flatten(), columns), self.key)
         kept = (drawn >= self.p).unflatten(0, row.shape).unflatten(2, (heads, keys)).transpose(1, 2)
         return weights * (kept.to(weights.dtype) / (1.0 - self.p or 1.0))
-
-    def of_shard(self, weights: Tensor, layout: Layout, mesh: ProcessGrid, blocks: RowBlocks) -> Tensor:
-        """Drop weights of whole sequences and heads that lie as `layout` of rows and features; `blocks` says which
-        are padding.
-        """
-        here, heads, length, _ = weights.shape
-        first = mesh.grid.index(mesh.rank, layout.dims[0]) * here
-        mine = torch.arange(first, first + here, device=weights.device)
-        mine = mine // blocks.padded * blocks.real + mine % blocks.padded
-        head = mesh.grid.index(mesh.rank, layout.dims[1]) * heads
-        return self(weights, mine, 0, head, (here * layout.num_splits(0), length, heads * layout.num_splits(1)))

@@ -71,6 +71,12 @@ def test_refusals():
         ndtp.parallelize(model())
 
 
+def test_rates_are_those_of_products():
+    """A table of another dtype, of which the hardware has no rate, is no product."""
+    mixed = nn.Sequential(nn.Embedding(4, 16).double(), *model())
+    ndtp.parallelize(mixed, scheme="auto", tokens=64, hardware="h100-ib", strict=False)
+
+
 def model():
     return nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 16, bias=False))
 
