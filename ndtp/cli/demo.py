@@ -40,7 +40,7 @@ def demo(
     ),
     steps: Annotated[
         int, typer.Option(callback=must_be(Number(2, MAX_COUNT, integer=True)), help="Training steps on each grid.")
-    ] = 100,
+    ] = 40,
     ranks: RanksOption = None,
     json_file: JsonOption = None,
 ) -> None:
