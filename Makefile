@@ -5,9 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DOCS   := $(VENV)/.docs
 
-BESIDE := types kernels docs first-device  # of `ci`, beside the tests
-
-.PHONY: demo test lint types kernels docs first-device wheel ci beside clean
+.PHONY: demo test lint types kernels docs first-device wheel ci clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,15 +42,8 @@ first-device: $(READY)  ## every step of the first hour on a GPU, as far as it g
 wheel: $(READY)     ## build the wheel and import it from outside the repository
 	./.ci/check-wheel $(BIN)/python
 
-# The tests leave a third of two cores idle, where ranks wait for each other: what needs one core at a time takes it.
-ci: export NDTP_LONG_TESTS = all
-ci: lint $(DOCS)
-	$(MAKE) --jobs 2 test beside
-	$(MAKE) demo wheel
-
-beside: $(READY)
-	mkdir -p build
-	nice -n 19 $(MAKE) --jobs 1 $(BESIDE) >build/beside.log 2>&1; status=$$?; cat build/beside.log; exit $$status
+ci: export NDTP_LONG_TESTS = 2
+ci: lint types test kernels docs first-device demo wheel
 
 clean:
 	rm -rf $(VENV) build dist demo_output *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

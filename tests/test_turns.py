@@ -41,11 +41,24 @@ def test_a_few_turns_together_have_each_long_test_once_and_take_the_same_time(mo
         times.add(sum(costs[name] for name in run))
     assert sorted(names) == sorted(costs)
     assert len(times) == 1
-    monkeypatch.setenv(turns.LONG_TESTS, turns.ALL)
-    assert not left_out(costs), "in CI"
-    monkeypatch.delenv(turns.LONG_TESTS)
-    monkeypatch.setenv(turns.TURN, turns.ALL)
-    assert not left_out(costs)
+    for variable in (turns.LONG_TESTS, turns.TURN):
+        with monkeypatch.context() as given:
+            given.setenv(variable, turns.ALL)
+            assert not left_out(costs)
+
+
+def test_ci_of_two_commits_has_each_long_test(monkeypatch):
+    costs = {f"tests/test_a.py::test_{i}": float(1 + i) for i in range(20 * turns.EVERY)}
+    makefile = (Path(turns.__file__).parents[1] / "Makefile").read_text()
+    assert f"ci: export {turns.LONG_TESTS} = 2" in makefile
+    monkeypatch.setenv(turns.LONG_TESTS, "2")
+    for turn in range(7, 7 + turns.EVERY):
+        runs = []
+        for each in (turn, turn + 1):
+            monkeypatch.setenv(turns.TURN, str(each))
+            runs.append(costs.keys() - left_out(costs))
+        assert set.union(*runs) == costs.keys()
+        assert all(3 * len(run) == 2 * len(costs) for run in runs)
 
 
 def test_no_case_of_a_long_test_is_left_out_for_ever(monkeypatch):
@@ -74,8 +87,3 @@ def test_the_table_names_tests_that_there_are():
             nodes = ast.walk(ast.parse((root / file).read_text()))
             functions[file] = {each.name for each in nodes if isinstance(each, ast.FunctionDef)}
         assert test.partition("[")[0] in functions[file], f"{name} is gone: take its line out of {turns.COSTS.name}"
-
-
-def test_ci_has_all_long_tests():
-    makefile = (Path(turns.__file__).parents[1] / "Makefile").read_text()
-    assert f"ci: export {turns.LONG_TESTS} = {turns.ALL}" in makefile

@@ -1,4 +1,5 @@
-"""Tests take turns: `make test` has a third of what takes long, and the runs of three commits have all; CI has all.
+"""Tests take turns: `make test` has a third of what takes long, and the runs of three commits have all.  CI has two
+thirds, and the runs of two commits have all.
 
 The turn is the number of commits, the same wherever a commit is tested.  `NDTP_TURN=all` runs all tests, `NDTP_TURN=7`
 those of the seventh turn; whoever names a file or a folder gets all of its tests.  `costs.json` says which tests take
@@ -17,7 +18,7 @@ from typing import TypeVar
 from xml.etree import ElementTree
 
 TURN = "NDTP_TURN"
-LONG_TESTS = "NDTP_LONG_TESTS"  # "all": a test that takes long is in every run, as CI has it; lists of cases take turns
+LONG_TESTS = "NDTP_LONG_TESTS"  # of how many turns a run has the tests that take long: 1, 2 as CI has them, or "all"
 ALL = "all"
 COSTS = Path(__file__).with_name("costs.json")
 LONG = 0.5  # seconds, from which on a test takes turns: nine tenths of the time go to such tests
@@ -58,18 +59,22 @@ def by_turns(cases: Iterable[Case], every: int) -> list[Case]:
 
 
 def left_out(costs: Mapping[str, float]) -> set[str]:
-    """Return the tests that are left out of this turn: two thirds of those that take long, and of their time.
+    """Return the tests that are left out of a run, of those that take long.
+
+    Each turn has a third of them, which take a third of their time; a run has this turn, and those after it that
+    `NDTP_LONG_TESTS` asks for.
 
     Args:
         costs: seconds by the name of the test, as pytest has it: `tests/ops/test_chain.py::test_memory[1d]`.
     """
-    turn = os.environ.get(TURN, ALL)
-    if ALL in (turn, os.environ.get(LONG_TESTS)):
+    turn, turns = os.environ.get(TURN, ALL), os.environ.get(LONG_TESTS, "1")
+    if ALL in (turn, turns):
         return set()
+    run = {(int(turn) + i) % EVERY for i in range(int(turns))}
     by_cost = sorted(costs, key=lambda name: (-costs[name], name))
     # Forth and back over the turns, from the dearest test on, so that all turns take the same time.
     places = [*range(EVERY), *reversed(range(EVERY))]
-    return {name for i, name in enumerate(by_cost) if places[i % len(places)] != int(turn) % EVERY}
+    return {name for i, name in enumerate(by_cost) if places[i % len(places)] not in run}
 
 
 def costs_of(reports: Iterable[Path]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""`parallelize`: swap the Linear pairs of a user's model for tensor-parallel ones, in place."""
+"""`parallelize`: split a model over a grid, in place, whatever it is made of."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def parallelize(
 ) -> nn.Module:
     """Split a model over a grid, in place, keeping its weights, names and code.
 
-    A model of transformers is split as a whole: see `ndtp.models.transformer`.  Of any other, torch's own transformer
-    layers and attention are split from end to end, and `Linear -> activation -> Linear` pairs are replaced by
-    tensor-parallel ones.  So are gated ones, `down(act(gate(x)) * up(x))`.
-    Pairs are found by tracing the `forward` of the modules that hold them; state-dict keys stay.  The rest of the model
-    keeps working: activations are whole outside of a pair, but for rows that other axes of the grid (`dp`) split.  What
-    was and was not replaced, and why, is in `model.ndtp_report`.
+    A model of transformers whose layers are recognised is split from end to end: see `ndtp.models.transformer`.  Any
+    other model runs once on tensors without memory, which shows what its layers share and what follows what.  Each
+    layer that divides, or can be padded, is split then, and activations stay split between layers: see docs/models.md.
+    In a model whose Linears all stand in pairs, `Linear -> activation -> Linear` or `down(act(gate(x)) * up(x))`, each
+    pair becomes a tensor-parallel one, and activations are whole outside of it.  State-dict keys stay.  What was and
+    was not replaced, and why, is in `model.ndtp_report`.
 
     Args:
         plan: what becomes of layers, by their names or by patterns of these: the name of a scheme; None for one that
