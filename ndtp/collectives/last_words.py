@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from inspect import getclosurevars, isfunction
 from typing import Any
 
 from ndtp.collectives.own_presence import presence
@@ -88,7 +89,7 @@ def tell_of(error: BaseException) -> BaseException:
 def speak_at_the_end() -> None:
     """Have errors that end the program told to the others."""
     before: Callable[..., Any] = sys.excepthook
-    if getattr(before, "is_of_ndtp", False):
+    if _tells(before):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -99,3 +100,10 @@ def speak_at_the_end() -> None:
 
     hook.is_of_ndtp = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def _tells(hook: Any) -> bool:
+    """Return whether a hook is ndtp's, or one of torch's, which every start puts around the hook of before."""
+    while hook is not None and not getattr(hook, "is_of_ndtp", False):
+        hook = getclosurevars(hook).nonlocals.get("old_hook") if isfunction(hook) else None
+    return hook is not None
