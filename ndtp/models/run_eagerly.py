@@ -37,7 +37,8 @@ def run_eagerly(model: nn.Module) -> None:
     known = in_place("torch._dynamo.config.nontraceable_tensor_subclasses")
     known.update((Hidden, Pending, WholeView, SplitTensor))  # where one is an argument
     stacks = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
-    layers = [layer for stack in stacks for layer in stack if any(isinstance(m, Adopted) for m in layer.modules())]
+    listed = [layer for stack in stacks for layer in stack.children()]  # a list may have None in it
+    layers = [layer for layer in listed if any(isinstance(m, Adopted) for m in layer.modules())]
     for module in {id(each): each for each in (model, *layers)}.values():
         theirs: Any = type(module)
         if not isinstance(module, Adopted):
