@@ -105,6 +105,8 @@ class Collectives:
         """
         if out is not None:
             check_out(out, route.shape, tensor)
+        if tensor._is_zerotensor():  # a gradient of nothing but zeros, for which torch takes no memory
+            tensor = tensor.clone()
         looks = self.recording.recorder is not None or self.recording.inspector is not None
         if looks or ahead or _profiler_enabled() or _modes_on():
             return self._launch_watched(route, tensor, out, ahead)

@@ -28,9 +28,9 @@ def functions(*names: str) -> list[Any]:
 ALONG = {
     0: (
         "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "amax", "amin", "argmax", "argmin", "argsort",
-        "logsumexp", "prod", "any", "all", "max", "min", "median", "mode", "sort", "flip", "unique_consecutive",
+        "logsumexp", "prod", "any", "all", "max", "min", "median", "mode", "sort", "flip",
         "aminmax", "nanmean", "nansum", "cummax", "cummin", "std", "var", "std_mean", "var_mean", "softmin",
-        "_softmax", "count_nonzero", "diff", "fliplr", "flipud",
+        "_softmax", "count_nonzero", "fliplr", "flipud",
     ),
     1: ("topk", "kthvalue", "roll", "norm", "quantile", "renorm", "repeat_interleave", "unfold_dim"),
 }  # fmt: skip
@@ -52,7 +52,11 @@ def dims_of(func: Any, count: int, args: Sequence[Any], kwargs: dict[str, Any]) 
     if dim is None or isinstance(dim, bool) or dim == ():
         return list(range(count))
     found = [dim] if isinstance(dim, int) else list(dim)
-    return [d % max(count, 1) for d in found] if all(isinstance(d, int) for d in found) else None
+    if not all(isinstance(d, int) for d in found):
+        return None
+    dims = [d % max(count, 1) for d in found]
+    # Each part of the dim that `renorm` names has its norm over all others.
+    return [d for d in range(count) if d not in dims] if func.__name__ in ("renorm", "renorm_") else dims
 
 
 @rule(*functions(*NAMED))
@@ -62,7 +66,8 @@ def along(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     count = len(x.spec.sizes)
     dims = dims_of(func, count, args, kwargs)
-    if dims is None:
+    fractions = kwargs.get("q", args[0] if args else None) if func.__name__ == "quantile" else None
+    if dims is None or isinstance(fractions, Tensor) and fractions.dim():  # several of them are a dim in front
         return NotImplemented
     if any(x.spec.dims[d] for d in dims):
         made = _over_split(func, x, dims, args, kwargs)
@@ -73,6 +78,13 @@ def along(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         x = without(x, [count - 1])
     result = func(leave(x), *args, **kwargs)
     return _entered(result, x.spec, dims)
+
+
+@rule(torch.diff, Tensor.diff)
+def differences(func: Any, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    """Differences along a dim of what is joined along it."""
+    parts = [part for part in (prepend, x, append) if part is not None]
+    return along(func, torch.cat(parts, dim) if n and len(parts) > 1 else x, n, dim)
 
 
 @rule(*[getattr(place, name) for place in (torch, Tensor) for name in ("max", "min")])
@@ -256,6 +268,8 @@ def glu(func: Any, x: Any, dim: int = -1) -> Any:
 
 @rule(F.cosine_similarity, torch.cosine_similarity)
 def cosine(func: Any, a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    sizes = torch.broadcast_shapes(a.shape, b.shape)  # whose dim it is
+    a, b = (x if x.shape == sizes else x.expand(sizes) for x in (a, b))
     both = [torch.linalg.vector_norm(x, 2, dim, keepdim=True).clamp_min(eps) for x in (a, b)]
     return ((a / both[0]) * (b / both[1])).sum(dim)
 
@@ -328,10 +342,11 @@ def repeat(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return enter(result, with_dims_at(x.spec, sizes, [offset + d for d in range(count)]))
 
 
-@rule(torch.gather, Tensor.gather, torch.index_select, Tensor.index_select, torch.take_along_dim)
+@rule(*[getattr(place, name) for place in (torch, Tensor) for name in ("gather", "index_select", "take_along_dim")])
 def pick(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Pick along a dim that is whole; indices that are whole are cut as the tensor is."""
-    names = ("dim", "index") if func is not torch.take_along_dim else ("indices", "dim")
+    along_dim = func in (torch.take_along_dim, Tensor.take_along_dim)
+    names = ("indices", "dim") if along_dim else ("dim", "index")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     index, dim = given.get("index", given.get("indices")), given.get("dim")
     if not isinstance(x, SplitTensor) or not isinstance(dim, int) or not isinstance(index, Tensor):
@@ -343,10 +358,10 @@ def pick(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         result = leave(x).index_select(dim, whole(index))
         sizes = [result.shape[d] if d == dim else size for d, size in enumerate(x.spec.sizes)]
         return enter(result, with_dims_at(x.spec, sizes, list(range(count))))
-    if index.dim() != count:
+    if index.dim() != count or (along_dim and any(index.shape[d] != x.spec.sizes[d] for d in range(count) if d != dim)):
         return NotImplemented
     x = without(x, [d for d in x.spec.split_dims if index.shape[d] != x.spec.sizes[d]])
     padded = [p if a else index.shape[d] for d, (p, a) in enumerate(zip(x.spec.padded, x.spec.dims, strict=True))]
     mine = brought(index, x.spec.context, x.spec.dims, padded, ())
-    result = torch.gather(leave(x), dim, mine)
+    result = torch.take_along_dim(leave(x), mine, dim) if along_dim else torch.gather(leave(x), dim, mine)
     return enter(result, with_dims_at(x.spec, list(index.shape), list(range(count))))

@@ -48,7 +48,7 @@ def _as_torch_has_it(key: Any) -> Any:
 @rule(Tensor.__setitem__)
 def set_item(func: Any, x: Any, key: Any, value: Any) -> Any:
     """Write into places of dims that are whole; each rank writes into its part of the other dims."""
-    if not isinstance(x, SplitTensor) or (isinstance(value, Tensor) and value.dim() > len(x.spec.sizes)):
+    if not isinstance(x, SplitTensor):
         return NotImplemented
     if isinstance(key, Tensor) and key.dtype == torch.bool and key.shape == x.shape and not isinstance(value, Tensor):
         x.masked_fill_(key, value)
@@ -63,6 +63,10 @@ def set_item(func: Any, x: Any, key: Any, value: Any) -> Any:
     if isinstance(value, Tensor) and (value.dim() or value.requires_grad):
         with torch.no_grad():
             part = item(Tensor.__getitem__, x, tuple(keys))
+        while value.dim() > part.dim() and value.shape[0] == 1:  # torch takes a value with ones in front
+            value = value.squeeze(0)
+        # Torch's own error for another size, which may be that of a shard.
+        torch.empty(value.shape, device="meta").expand(part.shape)
         if isinstance(part, SplitTensor):
             spec = part.spec
             value = aligned(value, spec.context, spec.dims, spec.padded, spec.sizes)

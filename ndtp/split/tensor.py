@@ -106,7 +106,7 @@ class SplitTensor(Linked):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = in_torchs_words(func, kwargs)
+        given, kwargs = kwargs or {}, in_torchs_words(func, kwargs)
         if func in SHAPE:
             return torch.Size(args[0].spec.sizes)
         if func in FACTS:
@@ -115,7 +115,8 @@ class SplitTensor(Linked):
         if func in SIZES and args:
             return func(like(args[0]), *args[1:], **kwargs)
         if len(types) > 1 and any(kind is not cls and hasattr(kind, "gathered") for kind in types):
-            args, kwargs = mapped(args, _gathered, Tensor), mapped(kwargs, _gathered, Tensor)
+            args, given = mapped(args, _gathered, Tensor), mapped(given, _gathered, Tensor)
+            kwargs = in_torchs_words(func, given)
         found = TABLE.get(func)
         if found is not None and ("out" not in kwargs or kwargs["out"] is None):  # rules give new tensors
             result = answer(found, (func, *args), kwargs)
@@ -124,7 +125,7 @@ class SplitTensor(Linked):
                 if not is_scalar:
                     return result
                 return split_in([*args, *kwargs.values()])[0].spec.mesh.step.made_whole(result, (args, kwargs))
-        return TABLE[NO_RULE](func, args, kwargs)
+        return TABLE[NO_RULE](func, args, given)
 
     def gathered(self) -> Tensor:
         """The whole tensor, on every rank (of its data-parallel rank); a collective."""

@@ -4,8 +4,9 @@
     python tests/runtime/every_operation.py --json bench/results/grid_operations.json
 
 An operation gives what it gives of dense tensors, or it is refused by name.  It takes ten minutes; `--seed` draws other
-layouts, `--in-place` takes the forms that write into their first operand.  Tensors whose numbers are not defined
-(`empty`), and sparse ones, are not compared.
+layouts, `--in-place` takes the forms that write into their first operand, `--activations` takes split activations in
+the place of parameters, and compares their gradients, too.  Tensors whose numbers are not defined (`empty`), sparse
+ones, and attention that drops at random are not compared.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ import ndtp
 import ndtp.testing
 from ndtp.runtime.grid_operations import full_of
 from ndtp.runtime.grid_tensor import GridTensor
+from ndtp.split import Context, SplitTensor, cut, enter, spec_of, whole
 
 AT_ONCE, SAMPLES = 6, 6  # operations in one call of the ranks, samples of each
 UNDEFINED = (
     "empty", "sparse", "normal", "rand", "uniform", "bernoulli", "multinomial", "dropout", "exponential", "geometric",
     "cauchy",
 )  # fmt: skip
+
+# Samples of these drop at random, where split activations draw numbers of their own.
+DROPS = ("scaled_dot_product_attention", "multi_head_attention_forward")
 
 
 def operations() -> list[Any]:
@@ -54,12 +59,35 @@ def on_grid(x: Any, mesh: Any, draw: random.Random) -> Any:
     return GridTensor(distribute_tensor(x.detach().clone(), mesh, placements))
 
 
+def in_parts(x: Any, context: Context, draw: random.Random) -> Any:
+    """A split activation, whose gradient is that of the whole tensor."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or all(size < 2 for size in x.shape):
+        return x
+    dims: list[tuple[str, ...]] = [()] * x.dim()
+    for axis in ("x", "y"):
+        dim = draw.choice([None, *(d for d, size in enumerate(x.shape) if size > 1 and not dims[d])])
+        if dim is not None:
+            dims[dim] = (axis,)
+    spec = spec_of(context, tuple(x.shape), tuple(dims))
+    return enter(cut(x, spec), spec)
+
+
+def gradient_of(result: Any, x: Tensor) -> Tensor | None:
+    """The gradient of a fixed combination of all that an operation gives, with respect to one operand."""
+    generator, total = torch.Generator().manual_seed(0), torch.zeros(())
+    for each in tree_leaves(result):
+        if isinstance(each, Tensor) and each.requires_grad and not each.is_complex():
+            each = whole(each) if isinstance(each, SplitTensor) else each
+            total = total + (each * torch.randn(each.shape, generator=generator)).sum()
+    return torch.autograd.grad(total, x, allow_unused=True)[0] if total.requires_grad else None
+
+
 def is_same(ours: Any, theirs: Any) -> bool:
     ours, theirs = tree_leaves(ours), tree_leaves(theirs)
     if len(ours) != len(theirs):
         return False
     for x, y in zip(ours, theirs, strict=True):
-        x = full_of(x) if isinstance(x, DTensor) else x
+        x = full_of(x) if isinstance(x, DTensor) else whole(x) if isinstance(x, SplitTensor) else x
         try:
             torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4, equal_nan=True, check_stride=False)
         except (AssertionError, TypeError):
@@ -108,15 +136,63 @@ def compare(first: int, in_place: bool, seed: int) -> tuple[dict[str, int], list
     return dict(found), odd
 
 
+def differentiable(sample: Any) -> tuple[Any, Any, Any]:
+    """The operands of a sample, of which the first takes a gradient where it can."""
+    given = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (sample.input, sample.args))
+    if isinstance(given[0], Tensor) and given[0].is_floating_point():
+        given[0].requires_grad_()
+    return (*given, sample.kwargs)
+
+
+def compare_activations(first: int, in_place: bool, seed: int) -> tuple[dict[str, int], list[str]]:
+    """The same of split activations, whose gradients are compared as well."""
+    warnings.simplefilter("ignore")
+    mesh, draw = ndtp.ProcessGrid(ndtp.Grid(x=2, y=2)), random.Random(seed)
+    found, odd = Counter[str](), list[str]()
+    for op in operations()[first : first + AT_ONCE]:
+        run = op.inplace_variant if in_place else op.op
+        if run is None or op.name.endswith(DROPS):
+            continue
+        samples = list(op.sample_inputs("cpu", torch.float32))
+        for sample in draw.sample(samples, min(SAMPLES, len(samples))):
+            x, args, kwargs = differentiable(sample)
+            try:
+                expected = run(x * 1 if in_place else x, *args, **kwargs)
+                slope = gradient_of(expected, x) if isinstance(x, Tensor) and x.requires_grad else None
+            except Exception:
+                continue
+            own, args, kwargs = differentiable(sample)
+            context = Context(mesh)
+            split = tree_map(lambda x, c=context: in_parts(x * 1, c, draw) if isinstance(x, Tensor) else x, own)
+            if not any(isinstance(each, SplitTensor) for each in tree_leaves(split)):
+                continue
+            try:
+                given = run(split, *args, **kwargs)
+                is_equal = is_same(given, expected)
+                is_equal &= slope is None or is_same(gradient_of(given, own), slope)
+                result = "equal" if is_equal else "wrong"
+            except ndtp.LayoutError:
+                result = "refused"
+            except Exception as error:
+                result = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+            found[result if result in ("equal", "wrong", "refused") else "error"] += 1
+            if result not in ("equal", "refused"):
+                lies = [each.spec.dims for each in tree_leaves(split) if isinstance(each, SplitTensor)]
+                odd.append(f"{op.name} {op.variant_test_name}: {result}, of {lies}")
+    return dict(found), odd
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--in-place", action="store_true")
+    parser.add_argument("--activations", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     total, odd, count = Counter[str](), list[str](), len(operations())
+    compared = compare_activations if options.activations else compare
     for first in range(0, count, AT_ONCE):
-        found, more = ndtp.testing.run(compare, ranks=4, args=(first, options.in_place, options.seed), timeout=120)[0]
+        found, more = ndtp.testing.run(compared, ranks=4, args=(first, options.in_place, options.seed), timeout=120)[0]
         total.update(found)
         odd += more
         print(*more, sep="\n", end="\n" if more else "", flush=True)

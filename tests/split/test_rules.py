@@ -161,6 +161,12 @@ CASES = {
     "writes to places": lambda x: written(x, lambda y: y[0].mul_(2), lambda y: y[..., 3:].zero_()),
     "writes to parts": lambda x: written(x, lambda y: y.narrow(-1, 4, 4).add_(1), lambda y: y.view(-1)[5:9].fill_(1)),
     "writes by index": lambda x: written(x, lambda y: y.__setitem__([0, 2], 0.5), lambda y: y[:, [1]].tanh_()),
+    "writes of values with ones in front": lambda x: written(
+        x,
+        lambda y: y.__setitem__((1, slice(1, 3)), x[:1, 3:5] * 2),
+        lambda y: y.__setitem__((2, 0), torch.arange(8.0).view(1, 1, 1, 8)),
+        lambda y: y.__setitem__(slice(3, 4), x[None, 0]),
+    ),
     "writes to a copy": lambda x: written(x, lambda y: y.mT.reshape(-1).zero_(), lambda y: y.mT.contiguous().add_(1)),
     "writes to what is not the first operand": lambda x: written(
         x,
@@ -193,6 +199,20 @@ CASES = {
     "sizes of complex numbers": lambda x: sized(torch.complex(x, x * 2)),
     "norms of matrices": lambda x: torch.linalg.norm(x, 1, dim=(1, 2)),
     "std of nothing": lambda x: (x - x).std(-1),
+    "several quantiles": lambda x: x.quantile(torch.tensor([0.25, 0.5]), 1) + x.quantile(0.5, 1),
+    "norms of what a dim has": lambda x: x.renorm(2, 1, 1.5),
+    "runs of what is equal": lambda x: (x > 0).unique_consecutive(dim=1).sum() * x,
+    "places along a dim": lambda x: torch.cat(
+        [
+            x.take_along_dim(x.argsort(1), 1),
+            x.take_along_dim(torch.tensor([[[0], [-1]]]), 1),
+            x[:1, :2].expand(4, 2, 8),
+        ],
+        1,
+    ),
+    "differences of what is joined": lambda x: torch.diff(x, 2, 1, prepend=torch.ones(4, 1, 8), append=x[:, :2]),
+    "likeness of what is broadcast": lambda x: F.cosine_similarity(x[:, None], x[:1], -2),
+    "a gradient without memory": lambda x: x.sgn(),
     "in place behind": lambda x: F.relu(F.linear(x, torch.arange(24.0).view(3, 8) / 8), inplace=True),
 }
 TURN = torch.polar(torch.ones(6, 4), torch.arange(24.0).view(6, 4))
@@ -228,7 +248,10 @@ def check_rules() -> list[str]:
                     wrong.append(f"{name} of {layout}: gradient")
             if result.shape != expected.shape or not torch.allclose(whole(result), expected, rtol=1e-4, atol=1e-4):
                 wrong.append(f"{name} of {layout}: {getattr(result, 'spec', 'whole')}")
-    whole_in = ("setitem", "as_strided", "square", "sort of", "constant", "foreach")
+    whole_in = (
+        *("setitem", "as_strided", "square", "sort of", "constant", "foreach"),
+        *("quantile", "unique_consecutive", "take_along_dim"),
+    )
     return [*wrong, *(key for key in context.gathered if not key.startswith(whole_in))]
 
 
