@@ -67,7 +67,7 @@ def along(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     count = len(x.spec.sizes)
     dims = dims_of(func, count, args, kwargs)
     fractions = kwargs.get("q", args[0] if args else None) if func.__name__ == "quantile" else None
-    if dims is None or isinstance(fractions, Tensor) and fractions.dim():  # several of them are a dim in front
+    if dims is None or (isinstance(fractions, Tensor) and fractions.dim()):  # several of them are a dim in front
         return NotImplemented
     if any(x.spec.dims[d] for d in dims):
         made = _over_split(func, x, dims, args, kwargs)
