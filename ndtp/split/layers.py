@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ndtp.errors import LayoutError
 from ndtp.nn.losses import cross_entropy
 from ndtp.nn.random import draw_key, uniform_at
 from ndtp.ops.norms import NormPlan, default_eps, norm
@@ -215,6 +216,11 @@ def cross_entropy_loss(
         return NotImplemented
     if target.is_floating_point() or isinstance(target, SplitTensor):
         return NotImplemented
+    if logits.dim() > 1 and target.shape != (expected := (logits.shape[0], *logits.shape[2:])):
+        raise LayoutError(
+            f"cross_entropy '{logits.spec.origin}': logits are {tuple(logits.shape)}, so targets are "
+            f"{tuple(expected)}, and they are {tuple(target.shape)}\n  fix: one class for each row of the logits"
+        )
     if logits.dim() > 2:  # [N, C, d1, ..]
         logits = logits.movedim(1, -1)
         lead = logits.shape[:-1]

@@ -345,3 +345,22 @@ def check_strangers():
 
 def test_strangers(ranks):
     assert all(ranks(2).run(check_strangers))
+
+
+def check_other_sizes() -> bool:
+    """What dense refuses for its sizes is refused on every rank, where it has the sizes of a shard as elsewhere."""
+    context = Context(ndtp.ProcessGrid(ndtp.Grid(x=2)))
+    for dims in ([("x",), ()], [(), ("x",)]):
+        spec = spec_of(context, (8, 6), dims)
+        x = enter(cut(torch.randn(8, 6), spec), spec)
+        for rows in (4, 7, 9, 16):
+            with pytest.raises(LayoutError, match=rf"targets are \(8,\), and they are \({rows},\)"):
+                F.cross_entropy(x, torch.zeros(rows, dtype=torch.long))
+        for key, sizes in ((1, (3,)), (slice(0, 8), (4, 6)), (slice(0, 8), (2, 8, 6))):
+            with pytest.raises(RuntimeError, match="expand"):
+                x[key] = torch.ones(sizes)
+    return True
+
+
+def test_other_sizes(ranks):
+    assert all(ranks(2).run(check_other_sizes))
