@@ -152,7 +152,9 @@ class SplitNorm(Adopted):
     offset: float
     eps_name: str = ""  # of the attribute where the model's code finds its epsilon, in each call
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any = None, **named: Any) -> Tensor:
+        if named:
+            (x,) = named.values()  # by the name that its own class has
         plan = self.norm_plan
         if vars(self).get(self.eps_name, plan.eps) != plan.eps:
             plan = self.plan_now(plan, x.dtype)
@@ -203,7 +205,9 @@ class SplitEmbedding(Adopted, nn.Embedding):
     is_for_all = OfTurn(bool)
     padded_dim: int
 
-    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, ids: Any = None, **named: Any) -> Tensor:  # type: ignore[override]
+        if named:
+            (ids,) = named.values()  # by the name that its own class has
         if self.max_norm or self.scale_grad_by_freq or self.sparse:
             raise refused_setting(self)
         frame = self.frame

@@ -45,7 +45,9 @@ class BoundaryLinear(Linear):
         super().__init__(*sizes, **options)
         self.boundary = boundary
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any = None, **named: Any) -> Tensor:
+        if named:
+            (x,) = named.values()  # by the name that its own class has
         if self.boundary.enters:
             x, passage = self._enter(x)
         else:

@@ -148,7 +148,9 @@ class HeadNorm(SplitNorm):
     core: Core
     gathers: bool
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any = None, **named: Any) -> Tensor:
+        if named:
+            (x,) = named.values()  # by the name that its own class has
         is_hidden = isinstance(x, Hidden)
         if self.core.is_whole and not is_hidden:
             return self._of_whole(x)

@@ -98,7 +98,9 @@ class SplitPatches(Adopted):
     layout: Layout
     width: int
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any = None, **named: Any) -> Tensor:
+        if named:
+            (x,) = named.values()  # by the name that its own class has
         conv: Any = self
         x = whole(x)
         frame, layout, mesh = self.frame, self.layout, self.mesh

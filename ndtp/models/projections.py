@@ -108,7 +108,9 @@ class Projection(Adopted):
     adapts: Projection | None
     gives_features: bool
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any = None, **named: Any) -> Tensor:
+        if named:
+            (x,) = named.values()  # by the name that its own class has
         if self.core is not None:
             return self.core.projected(self, x)
         if self.schedule is not None and (made := self.schedule.called(self, x)) is not None:

@@ -167,7 +167,9 @@ class ObservedLinear(ReadAsSplit, Projection):
     turns: bool
     group: Any
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any = None, **named: Any) -> Tensor:
+        if named:
+            (x,) = named.values()  # by the name that its own class has
         if x.dim() < 1 or x.shape[-1] != self.real_in:
             raise LayoutError(f"'{self.name}' takes {self.real_in} features, its input is of {tuple(x.shape)}")
         refuse_traces(f"'{self.name}'", exports=False)
@@ -263,7 +265,9 @@ class ObservedEmbedding(ReadAsSplit, nn.Embedding):
     for_all: LookupPlan
     width: int
 
-    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, ids: Any = None, **named: Any) -> Tensor:  # type: ignore[override]
+        if named:
+            (ids,) = named.values()  # by the name that its own class has
         if self.max_norm or self.scale_grad_by_freq or self.sparse:
             raise refused_setting(self)
         refuse_traces(f"'{self.name}'", exports=False)

@@ -65,7 +65,7 @@ class MinimalGPT(nn.Module):
             self.wte.weight = self.lm_head.weight
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Any:
-        x = self.wte(ids) + self.wpe(torch.arange(ids.size(1), device=ids.device))
+        x = self.wte(input=ids) + self.wpe(torch.arange(ids.size(1), device=ids.device))
         for block in self.h:
             x = block(x)
         logits = self.lm_head(self.ln_f(x))
@@ -137,7 +137,7 @@ class ImageTransformer(nn.Module):
 
 
 class MixerBlock(nn.Module):
-    """An MLP over the tokens and one over the features."""
+    """An MLP over the tokens and one over the features, whose layers are called by keywords."""
 
     def __init__(self, tokens: int = 16) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class MixerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.t2(F.gelu(self.t1(self.n1(x).transpose(1, 2)))).transpose(1, 2)
-        return x + self.c2(F.gelu(self.c1(self.n2(x))))
+        return x + self.c2(input=F.gelu(self.c1(input=self.n2(input=x))))
 
 
 class Mixer(nn.Module):
