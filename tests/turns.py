@@ -1,5 +1,5 @@
 """Tests take turns: `make test` has a third of what takes long, and the runs of three commits have all.  CI has two
-thirds, and the runs of two commits have all.
+thirds, and the runs of two commits in a row have all.
 
 The turn is the number of commits, the same wherever a commit is tested.  `NDTP_TURN=all` runs all tests, `NDTP_TURN=7`
 those of the seventh turn; whoever names a file or a folder gets all of its tests.  `costs.json` says which tests take

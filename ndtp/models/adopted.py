@@ -23,6 +23,7 @@ from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.hidden import Hidden, enter, leave, split, whole
 from ndtp.models.made_classes import made_class
 from ndtp.models.settled import Settled, Settlements, uses_of
+from ndtp.models.signatures import input_by_name
 from ndtp.models.standing_in import lying, take_place
 from ndtp.models.table_settings import refused_setting
 from ndtp.nn.padding import zero_padding
@@ -154,7 +155,7 @@ class SplitNorm(Adopted):
 
     def forward(self, x: Any = None, **named: Any) -> Tensor:
         if named:
-            (x,) = named.values()  # by the name that its own class has
+            x = input_by_name(self, x, named)
         plan = self.norm_plan
         if vars(self).get(self.eps_name, plan.eps) != plan.eps:
             plan = self.plan_now(plan, x.dtype)
@@ -207,7 +208,7 @@ class SplitEmbedding(Adopted, nn.Embedding):
 
     def forward(self, ids: Any = None, **named: Any) -> Tensor:  # type: ignore[override]
         if named:
-            (ids,) = named.values()  # by the name that its own class has
+            ids = input_by_name(self, ids, named)
         if self.max_norm or self.scale_grad_by_freq or self.sparse:
             raise refused_setting(self)
         frame = self.frame

@@ -23,6 +23,7 @@ from ndtp.models.hidden import Hidden
 from ndtp.models.looked_at import of_shard, shard_of
 from ndtp.models.placeholder import Placeholder
 from ndtp.models.roles import AttentionRole, NormRole, norm_role
+from ndtp.models.signatures import input_by_name
 from ndtp.nn.parameters import expressible
 from ndtp.ops.norms import NormPlan, norm
 from ndtp.split.tensor import SplitTensor, enter, leave
@@ -150,7 +151,7 @@ class HeadNorm(SplitNorm):
 
     def forward(self, x: Any = None, **named: Any) -> Tensor:
         if named:
-            (x,) = named.values()  # by the name that its own class has
+            x = input_by_name(self, x, named)
         is_hidden = isinstance(x, Hidden)
         if self.core.is_whole and not is_hidden:
             return self._of_whole(x)

@@ -29,6 +29,7 @@ from ndtp.models.between import DROPOUTS, FACTS, KNOWN, SIZES
 from ndtp.models.frame import Frame, Passage
 from ndtp.models.hidden import Hidden, enter, whole
 from ndtp.models.other_layers import NAMES, reads
+from ndtp.models.signatures import input_by_name
 from ndtp.ops.moving import taken
 from ndtp.ops.reductions import used_over
 
@@ -100,7 +101,7 @@ class SplitPatches(Adopted):
 
     def forward(self, x: Any = None, **named: Any) -> Tensor:
         if named:
-            (x,) = named.values()  # by the name that its own class has
+            x = input_by_name(self, x, named)
         conv: Any = self
         x = whole(x)
         frame, layout, mesh = self.frame, self.layout, self.mesh

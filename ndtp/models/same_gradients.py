@@ -41,12 +41,7 @@ class GradientChanges:
         self.changed: tuple[tuple[int, int], ...] = ()
 
     def after_backward(self, parameters: Sequence[nn.Parameter]) -> None:
-        from torch.distributed.tensor import DTensor  # not by all who import ndtp
-
-        grads = [*map(_held, parameters)]
-        if DTensor in map(type, grads):  # of torch's compiler; whoever reads one gets another, of the grid
-            grads = [*map(_grad, parameters)]
-        self._grads = grads
+        grads = self._grads = [*map(_grad, parameters)]
         self._versions = _versions(grads)
         pairs = zip(reversed(parameters), reversed(grads), strict=True)
         self._probes = [(p, _numbers(grad)) for p, grad in islice((pair for pair in pairs if _can_tell(pair[1])), 2)]

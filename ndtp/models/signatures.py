@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
+
+from torch import nn
+
+from ndtp.nn.sharded import Sharded
 
 
 class NamedArguments:
@@ -89,3 +93,17 @@ def signature_of(method: Any) -> Signature:
 def _without_self(function: Any) -> Signature:
     whole = inspect.signature(function)
     return Signature(whole.replace(parameters=list(whole.parameters.values())[1:]))
+
+
+def input_by_name(layer: nn.Module, given: Any, named: Mapping[str, Any]) -> Any:
+    """Return the one input of a split layer that was called by keyword, by the name that its own class has for it.
+
+    Raises:
+        TypeError: the class has no such name, or there is more than one argument, as of the dense layer.
+    """
+    kinds: Iterator[Any] = (kind for kind in type(layer).__mro__ if not issubclass(kind, Sharded))
+    own = next(kind for kind in kinds if "forward" in vars(kind))  # nn.Module has one that takes nothing by name
+    bound = _without_self(own.forward).bind(() if given is None else (given,), named)
+    if len(bound.arguments) != 1 or named.keys() != bound.arguments.keys():
+        raise TypeError(f"{type(layer).__name__} takes one argument, and was called with {', '.join(named)} beside it")
+    return next(iter(named.values()))

@@ -16,6 +16,7 @@ from ndtp.compute.traces import refuse_traces
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted
 from ndtp.models.projections import Projection, mode_of, products
+from ndtp.models.signatures import input_by_name
 from ndtp.models.table_settings import refused_setting
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
@@ -169,7 +170,7 @@ class ObservedLinear(ReadAsSplit, Projection):
 
     def forward(self, x: Any = None, **named: Any) -> Tensor:
         if named:
-            (x,) = named.values()  # by the name that its own class has
+            x = input_by_name(self, x, named)
         if x.dim() < 1 or x.shape[-1] != self.real_in:
             raise LayoutError(f"'{self.name}' takes {self.real_in} features, its input is of {tuple(x.shape)}")
         refuse_traces(f"'{self.name}'", exports=False)
@@ -267,7 +268,7 @@ class ObservedEmbedding(ReadAsSplit, nn.Embedding):
 
     def forward(self, ids: Any = None, **named: Any) -> Tensor:  # type: ignore[override]
         if named:
-            (ids,) = named.values()  # by the name that its own class has
+            ids = input_by_name(self, ids, named)
         if self.max_norm or self.scale_grad_by_freq or self.sparse:
             raise refused_setting(self)
         refuse_traces(f"'{self.name}'", exports=False)

@@ -56,7 +56,7 @@ def dims_of(func: Any, count: int, args: Sequence[Any], kwargs: dict[str, Any]) 
         return None
     dims = [d % max(count, 1) for d in found]
     # Each part of the dim that `renorm` names has its norm over all others.
-    return [d for d in range(count) if d not in dims] if func.__name__ in ("renorm", "renorm_") else dims
+    return [d for d in range(count) if d not in dims] if func.__name__ == "renorm" else dims
 
 
 @rule(*functions(*NAMED))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,6 +62,17 @@ def rms_norm(func: Any, x: Any, normalized_shape: Any, weight: Any = None, eps: 
     return _normed(x, normalized_shape, weight, None, eps or 0.0, False)
 
 
+def _check_sizes(what: str, sizes: Sequence[int], **given: Tensor | None) -> None:
+    """Refuse operands of sizes that dense refuses, on every rank: those of a shard, or of what would broadcast.
+
+    Raises:
+        LayoutError: the operand, its sizes, and those that it is to have.
+    """
+    for name, x in given.items():
+        if x is not None and tuple(x.shape) != tuple(sizes):
+            raise LayoutError(f"{what}: {name} is {tuple(x.shape)}\n  fix: give one of {tuple(sizes)}")
+
+
 def _normed(x: Any, shape: Any, weight: Any, bias: Any, eps: float, centred: bool) -> Any:
     """Normalise over the last dims: moments of a row are merged over the axes that split them, and nothing else
     moves.
@@ -69,6 +81,7 @@ def _normed(x: Any, shape: Any, weight: Any, bias: Any, eps: float, centred: boo
     if not isinstance(x, SplitTensor):
         x, own, other = whole(x), whole(weight), whole(bias)
         return F.layer_norm(x, shape, own, other, eps) if centred else F.rms_norm(x, shape, own, eps)
+    _check_sizes(f"norm over the last dims of {tuple(x.shape)}", shape, weight=weight, bias=bias)
     count = len(x.spec.sizes)
     if x.spec.sections:
         x = without(x, [count - 1])
@@ -98,6 +111,8 @@ def batch_norm(
     """Normalise by the statistics of each channel, which move where samples or places are split."""
     if not isinstance(x, SplitTensor) or len(x.spec.sizes) < 2:
         return NotImplemented
+    given = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    _check_sizes(f"batch_norm of {tuple(x.shape)}", x.shape[1:2], **given)
     count = len(x.spec.sizes)
     others = [d for d in range(count) if d != 1]
     mean, var = running_mean, running_var
@@ -216,11 +231,9 @@ def cross_entropy_loss(
         return NotImplemented
     if target.is_floating_point() or isinstance(target, SplitTensor):
         return NotImplemented
-    if logits.dim() > 1 and target.shape != (expected := (logits.shape[0], *logits.shape[2:])):
-        raise LayoutError(
-            f"cross_entropy '{logits.spec.origin}': logits are {tuple(logits.shape)}, so targets are "
-            f"{tuple(expected)}, and they are {tuple(target.shape)}\n  fix: one class for each row of the logits"
-        )
+    if logits.dim() > 1:
+        sizes = (logits.shape[0], *logits.shape[2:])
+        _check_sizes(f"cross_entropy '{logits.spec.origin}' of {tuple(logits.shape)}", sizes, target=target)
     if logits.dim() > 2:  # [N, C, d1, ..]
         logits = logits.movedim(1, -1)
         lead = logits.shape[:-1]

@@ -150,3 +150,25 @@ def check_padded() -> None:
 def test_padding_gives_no_gradient(ranks):
     """Three rows on four ranks."""
     ranks(4).run(check_padded)
+
+
+def check_names() -> bool:
+    """A layer takes its input by the name that its own class has for it, and by no other."""
+    mesh = mesh_of(Grid(x=2))
+    for layer, name in ((torch.nn.RMSNorm(8), "x"), (torch.nn.Linear(8, 8), "input")):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), layer, torch.nn.Linear(8, 8))
+        x = torch.randn(4, 8)
+        expected = copy.deepcopy(model)(x)
+        ndtp.parallelize(model, mesh, scheme="1d-sp", example=x)
+        hidden = model[0](input=x)
+        torch.testing.assert_close(whole(model[2](model[1](**{name: hidden}))), expected)
+        for named in ({"inptu": hidden}, {name: hidden, "scale": hidden}):
+            with pytest.raises(TypeError):
+                model[1](**named)
+        with pytest.raises(TypeError):
+            model[1](hidden, scale=hidden)
+    return True
+
+
+def test_layers_are_called_by_their_own_names(ranks):
+    assert all(ranks(2).run(check_names))

@@ -16,6 +16,7 @@ import json
 import random
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,19 @@ def is_same(ours: Any, theirs: Any) -> bool:
     return True
 
 
+def count(op: Any, lies: Any, found: Counter[str], odd: list[str], is_equal: Callable[[], bool]) -> None:
+    """Count a sample as equal, wrong, refused or an error, and note what is odd of tensors that lie so."""
+    try:
+        result = "equal" if is_equal() else "wrong"
+    except ndtp.LayoutError:
+        result = "refused"
+    except Exception as error:
+        result = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+    found[result if result in ("equal", "wrong", "refused") else "error"] += 1
+    if result not in ("equal", "refused"):
+        odd.append(f"{op.name} {op.variant_test_name}: {result}, of {lies}")
+
+
 def laid_out(given: Any, mesh: Any, draw: random.Random) -> Any:
     """The operands of a sample, or their first alone, on the grid."""
     one = given[0] if draw.random() < 0.5 else None
@@ -123,16 +137,8 @@ def compare(first: int, in_place: bool, seed: int) -> tuple[dict[str, int], list
                 x, args, kwargs = tree_map(lambda x: x.clone() if type(x) is Tensor else x, own)
                 if not any(isinstance(each, GridTensor) for each in tree_leaves(own)):
                     continue
-                try:
-                    result = "equal" if is_same(run(x, *args, **kwargs), expected) else "wrong"
-                except ndtp.LayoutError:
-                    result = "refused"
-                except Exception as error:
-                    result = f"{type(error).__name__}: {error}".splitlines()[0][:80]
-            found[result if result in ("equal", "wrong", "refused") else "error"] += 1
-            if result not in ("equal", "refused"):
                 lies = [each.placements for each in tree_leaves(own) if isinstance(each, GridTensor)]
-                odd.append(f"{op.name} {op.variant_test_name}: {result}, of {lies}")
+                count(op, lies, found, odd, lambda: is_same(run(x, *args, **kwargs), expected))  # noqa: B023
     return dict(found), odd
 
 
@@ -166,19 +172,13 @@ def compare_activations(first: int, in_place: bool, seed: int) -> tuple[dict[str
             split = tree_map(lambda x, c=context: in_parts(x * 1, c, draw) if isinstance(x, Tensor) else x, own)
             if not any(isinstance(each, SplitTensor) for each in tree_leaves(split)):
                 continue
-            try:
-                given = run(split, *args, **kwargs)
-                is_equal = is_same(given, expected)
-                is_equal &= slope is None or is_same(gradient_of(given, own), slope)
-                result = "equal" if is_equal else "wrong"
-            except ndtp.LayoutError:
-                result = "refused"
-            except Exception as error:
-                result = f"{type(error).__name__}: {error}".splitlines()[0][:80]
-            found[result if result in ("equal", "wrong", "refused") else "error"] += 1
-            if result not in ("equal", "refused"):
-                lies = [each.spec.dims for each in tree_leaves(split) if isinstance(each, SplitTensor)]
-                odd.append(f"{op.name} {op.variant_test_name}: {result}, of {lies}")
+            lies = [each.spec.dims for each in tree_leaves(split) if isinstance(each, SplitTensor)]
+
+            def is_equal() -> bool:
+                given = run(split, *args, **kwargs)  # noqa: B023
+                return is_same(given, expected) and (slope is None or is_same(gradient_of(given, own), slope))  # noqa: B023
+
+            count(op, lies, found, odd, is_equal)
     return dict(found), odd
 
 
@@ -189,16 +189,16 @@ def main() -> None:
     parser.add_argument("--activations", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    total, odd, count = Counter[str](), list[str](), len(operations())
+    total, odd, number = Counter[str](), list[str](), len(operations())
     compared = compare_activations if options.activations else compare
-    for first in range(0, count, AT_ONCE):
+    for first in range(0, number, AT_ONCE):
         found, more = ndtp.testing.run(compared, ranks=4, args=(first, options.in_place, options.seed), timeout=120)[0]
         total.update(found)
         odd += more
         print(*more, sep="\n", end="\n" if more else "", flush=True)
-    print(f"{count} operations: {dict(total)}")
+    print(f"{number} operations: {dict(total)}")
     if options.json:
-        record = {"torch": torch.__version__, "seed": options.seed, "in_place": options.in_place, "operations": count}
+        record = {"torch": torch.__version__, "seed": options.seed, "in_place": options.in_place, "operations": number}
         options.json.write_text(json.dumps(record | {"samples": dict(total), "odd": odd}, indent=1) + "\n")
 
 

@@ -212,6 +212,7 @@ CASES = {
     ),
     "differences of what is joined": lambda x: torch.diff(x, 2, 1, prepend=torch.ones(4, 1, 8), append=x[:, :2]),
     "likeness of what is broadcast": lambda x: F.cosine_similarity(x[:, None], x[:1], -2),
+    "an axis that torch calls so": lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([1, 3]), axis=0),
     "a gradient without memory": lambda x: x.sgn(),
     "in place behind": lambda x: F.relu(F.linear(x, torch.arange(24.0).view(3, 8) / 8), inplace=True),
 }
@@ -250,7 +251,7 @@ def check_rules() -> list[str]:
                 wrong.append(f"{name} of {layout}: {getattr(result, 'spec', 'whole')}")
     whole_in = (
         *("setitem", "as_strided", "square", "sort of", "constant", "foreach"),
-        *("quantile", "unique_consecutive", "take_along_dim"),
+        *("quantile", "unique_consecutive", "take_along_dim", "segment_reduce"),
     )
     return [*wrong, *(key for key in context.gathered if not key.startswith(whole_in))]
 
@@ -347,6 +348,13 @@ def test_strangers(ranks):
     assert all(ranks(2).run(check_strangers))
 
 
+NORMS = (
+    lambda x, weight: F.layer_norm(x, (6,), weight),
+    lambda x, weight: F.rms_norm(x, (6,), weight),
+    lambda x, bias: F.batch_norm(x, torch.zeros(6), torch.ones(6), None, bias),
+)
+
+
 def check_other_sizes() -> bool:
     """What dense refuses for its sizes is refused on every rank, where it has the sizes of a shard as elsewhere."""
     context = Context(ndtp.ProcessGrid(ndtp.Grid(x=2)))
@@ -354,8 +362,12 @@ def check_other_sizes() -> bool:
         spec = spec_of(context, (8, 6), dims)
         x = enter(cut(torch.randn(8, 6), spec), spec)
         for rows in (4, 7, 9, 16):
-            with pytest.raises(LayoutError, match=rf"targets are \(8,\), and they are \({rows},\)"):
+            with pytest.raises(LayoutError, match=rf"target is \({rows},\)\n  fix: give one of \(8,\)"):
                 F.cross_entropy(x, torch.zeros(rows, dtype=torch.long))
+        for norm in NORMS:
+            for size in (1, 3, 12):
+                with pytest.raises(LayoutError, match=r"give one of \(6,\)"):
+                    norm(x, torch.ones(size))
         for key, sizes in ((1, (3,)), (slice(0, 8), (4, 6)), (slice(0, 8), (2, 8, 6))):
             with pytest.raises(RuntimeError, match="expand"):
                 x[key] = torch.ones(sizes)
