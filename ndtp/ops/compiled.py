@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
@@ -168,11 +169,12 @@ def _outline(
     """Run the program on tensors without memory, to learn which tensors are kept and from which operands they come."""
     mesh = DryGrid(grid, rank)
     spec = ChainSpec(mesh, *products)
-    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype, _ in filter(None, forms)]
     program = program_of(
         spec.in_place(forms), spec.plans, spec.activations, mesh, spec.in_place(needs, missing=False), chunks
     )
-    c, found = program.forward(mesh.step, spec.in_place(tensors))
+    with _disable_current_modes():  # torch 2.11 asks for the outline inside of its fake mode
+        tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype, _ in filter(None, forms)]
+        c, found = program.forward(mesh.step, spec.in_place(tensors))
     kept = dict(zip(program.kept, found, strict=True))
     inputs = {_place(tensor): i for i, tensor in enumerate(tensors)}
     outputs: dict[Any, int] = {}

@@ -27,4 +27,5 @@ def end_of(leaf: Tensor) -> Any:
     of another kind.
     """
     with torch.enable_grad():
-        return _Edge.apply(leaf).grad_fn.next_functions[0][0]  # type: ignore[no-untyped-call]
+        edge = _Edge.apply(leaf)  # type: ignore[no-untyped-call]
+        return edge.grad_fn.next_functions[0][0]  # of a tensor that still lives: torch 2.11 asks for that
