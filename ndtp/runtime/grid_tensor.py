@@ -163,7 +163,7 @@ class GridTensor(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, given: Any, size: Any, stride: Any) -> Any:
-        meta, real = given[1], None
+        meta, real = getattr(given[0], "tensor_meta", given[1]), None  # torch 2.11 gives a spec, which holds it
         if tuple(size) != tuple(meta.shape):  # it has padding
             real, size, stride = size, meta.shape, meta.stride
         made: Any = DTensor.__tensor_unflatten__(inner, given, size, stride)
