@@ -57,6 +57,10 @@ PATCHES: dict[str, Patch] = {
         "foreach and fused optimizers change a DTensor without counting it in _version, so that a cached weight is old",
         "torch counts changes of DTensors by operations on lists",
     ),
+    "torch._library.simple_registry.GenericTorchDispatchRuleHolder.find": Patch(
+        "torch 2.11 runs operations on all that says it is a DTensor by itself, and asks no __torch_dispatch__ of theirs",
+        "the oldest torch that ndtp takes asks the class of such a tensor, as torch 2.13 does",
+    ),
     "torch.distributed.tensor._redistribute": Patch(
         "its logger advises to flatten dims of a grid's mesh, which nobody but ndtp could do",
         "the advice can be turned off for a mesh",

@@ -251,7 +251,21 @@ def _lies(x: Any) -> tuple[Any, ...]:
     return x.placements, x.device_mesh, x._local_tensor.shape
 
 
-as_it_is(GridTensor.__torch_dispatch__.__func__)  # type: ignore[attr-defined]  # a compiled step calls it in backward
+OPERATE: Any = GridTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
+as_it_is(OPERATE)  # a compiled step calls it in backward
+
+
+def _as_operated(find: Callable[[Any, type], Any]) -> Callable[[Any, type], Any]:
+    """Wrap torch's look-up of the rule that a class has for an operation, which comes before all else."""
+
+    def found(holder: Any, kind: type) -> Any:
+        return OPERATE if kind is GridTensor else find(holder, kind)
+
+    as_it_is(found)
+    return found
+
+
+replaced("torch._library.simple_registry.GenericTorchDispatchRuleHolder.find", _as_operated)
 
 
 class _Whole(torch.autograd.Function):
