@@ -24,7 +24,7 @@ def refuse_traces(what: str, exports: bool = True) -> None:
         LayoutError: names `what` and the mode; the same on every rank, before anything is sent.
     """
     if torch.compiler.is_compiling():
-        if not exports and torch.compiler.is_exporting():
+        if not exports and torch.compiler._is_exporting_flag:  # torch 2.11 traces is_exporting() as True, always
             raise LayoutError(
                 f"{what}: torch.export would write down this rank's part of a split model as if it were the whole\n"
                 "  fix: export the dense model; save_pretrained() and state_dict() give its weights"

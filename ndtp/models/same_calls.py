@@ -26,6 +26,7 @@ from ndtp.models.pending import Pending
 from ndtp.models.same_inputs import facts_of, inputs_of, settings_in
 from ndtp.models.same_optimizers import settings_by_name, watch_steps
 from ndtp.models.same_steps import Steps
+from ndtp.runtime.eagerly import eagerly
 from ndtp.runtime.facts import (
     COARSE,
     FINE,
@@ -74,9 +75,7 @@ class SameCalls:
     ) -> None:
         self.mesh, self.rows, self.made_by, self.every = mesh, tuple(rows), made_by, every
         self._rows = self.rows or ("",)  # an axis of no grid: facts of rows where no axis has others
-        self.check = check
-        self.thorough = check is True
-        self.whole_inputs = whole_inputs
+        self.check, self.thorough, self.whole_inputs = check, check is True, whole_inputs
         self.name = type(model).__name__
         self._model = ref(model)
         self.calls = self.backwards = 0
@@ -165,6 +164,7 @@ class SameCalls:
 
     # --------------------------------------------------------------------------------------------------------- calls
 
+    @eagerly("ndtp: what ranks tell each other of a call is no part of a graph")
     def _compare_call(self, conversation: Any, own: dict[str, Any], module: nn.Module, args: Any, kwargs: Any) -> None:
         self.calls = number = self.calls + 1
         model, steps, device_type = self.model, self.steps, self.mesh.device_type

@@ -89,6 +89,7 @@ def check_step():
     for ids in (IDS, IDS[:, :6]):
         torch.testing.assert_close(compiled(model, ids), step(dense, ids))
     compare(model, dense)
+    torch._dynamo.reset()  # or it takes frames for those that the step has broken already, at torch's own leave
     with pytest.raises(torch._dynamo.exc.Unsupported, match="memory of a part, which no graph can hold"):
         torch.compile(model, fullgraph=True)(IDS)
 
