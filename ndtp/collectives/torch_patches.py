@@ -58,7 +58,7 @@ PATCHES: dict[str, Patch] = {
         "torch counts changes of DTensors by operations on lists",
     ),
     "torch._library.simple_registry.GenericTorchDispatchRuleHolder.find": Patch(
-        "torch 2.11 runs operations on all that says it is a DTensor by itself, and asks no __torch_dispatch__ of theirs",
+        "torch 2.11 runs operations on whatever says that it is a DTensor by itself, and asks no class of such tensors",
         "the oldest torch that ndtp takes asks the class of such a tensor, as torch 2.13 does",
     ),
     "torch.distributed.tensor._redistribute": Patch(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 # What DTensor writes to where it belongs; by another rule it may write to a part that it has moved.
 WRITES = ("copy_", "zero_", "fill_", "detach_", "requires_grad_")
 # There is a rule, and it gives other numbers or an error of shapes.
-WRONG = ("convolution", "convolution_backward", "index_put", "argmax", "argmin")
+WRONG = ("convolution", "convolution_backward", "index_put", "index_add", "argmax", "argmin")
 # Of a view that only says what its numbers mean, DTensor's operations forget it.
 PHYSICAL = {
     torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,

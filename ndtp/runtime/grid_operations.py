@@ -285,7 +285,7 @@ def _on_every_rank(x: Tensor, like: Any) -> Any:
 @torch.no_grad()
 def full_of(x: Any) -> Tensor:
     """The whole without padding, on every rank; a collective."""
-    whole = getattr(x, "_dtensor", x).full_tensor()
+    whole = getattr(x, "_dtensor", x).detach().full_tensor()  # or torch 2.11 has no rule for what autograd does of it
     real = getattr(x, "ndtp_real", whole.shape)
     return whole if whole.shape == real else whole[tuple(map(slice, real))].clone()
 
