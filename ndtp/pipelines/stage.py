@@ -21,6 +21,7 @@ from ndtp.checkpoints.pieces import Piece, Whole
 from ndtp.collectives.uneven_exchange import cut, landing_in, part_of, sendable
 from ndtp.errors import CommunicationError, GridError, LayoutError
 from ndtp.models.state_entries import mesh_of_model
+from ndtp.pipelines.in_parts import IN_PARTS, whole_backward
 from ndtp.pipelines.messages import decode_into, encoded, exchange, receive_op, send_op
 from ndtp.pipelines.pipeline import Pipeline
 from ndtp.runtime.crew import Crew
@@ -89,8 +90,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self.group = pipeline.group
         self.group_rank, self.group_size = pipeline.places[index], max(pipeline.places) + 1
         self.stage_index_to_group_rank = dict(enumerate(pipeline.places))
-        self.pipeline, self.index = pipeline, index
-        self.rank = dist.get_rank()
+        self.pipeline, self.index, self.rank = pipeline, index, dist.get_rank()
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.passing = ((pipeline, self.dtype), *also)
         self.wire, self._collectives = mesh.sending(Wire.of(wire)).wire, mesh.sending(Wire.of(wire)).collectives
@@ -355,6 +355,10 @@ class PipelineStage(torch_pipelining.PipelineStage):
     # -------------------------------------------------------------------------------------------------------- gradients
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        if not IN_PARTS and backward_type != "full":
+            if backward_type == "weight":
+                return (), None  # they came with those of the inputs
+            backward_type, bwd_kwargs, last_backward = "full", whole_backward(bwd_kwargs), True
         with nullcontext() if last_backward else self.mesh.accumulate():
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 

@@ -82,7 +82,7 @@ def check_documents(sizes, length, ways):
     given = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
     for attention in ways:
         dense, model = (architectures.build("LlamaForCausalLM", num_hidden_layers=1, **LLAMA) for _ in range(2))
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
         ndtp.parallelize(model.train(), mesh, attention=attention)
         with CommMeter() as meter:
             out = torch.compile(model, backend="eager")(**given)
