@@ -22,6 +22,7 @@ from ndtp.split.tensor import TABLE, SplitTensor, mapped, split_in
 from ndtp.split.whole import on_whole, whole
 
 _given = Function.apply
+_SAVES_INPUTS = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)  # how torch 2.11 does what save_inputs does
 _OURS = ("ndtp.", "torch.")
 
 
@@ -45,6 +46,8 @@ def _begin(rows: OwnRows, grads: Any) -> Any:
 def _ruled(cls: Any, args: Any, kwargs: Any) -> Any:
     if cls is CheckpointFunction:
         return _given.__func__(_Checkpoint, *map(_computed, args), **kwargs)  # type: ignore[attr-defined]
+    if cls is _SAVES_INPUTS:
+        return _given.__func__(cls, *map(_computed, args), **kwargs)  # type: ignore[attr-defined]
     if not split_in(args):
         kind = cls if at_work() is None or cls.__module__.startswith(_OURS) else _giving_wholes(cls)
         return _given.__func__(kind, *args, **kwargs)  # type: ignore[attr-defined]
