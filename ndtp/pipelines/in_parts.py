@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-IN_PARTS = torch.__version__ >= (2, 13)
+IN_PARTS = torch.__version__ >= "2.13"  # of versions, not of words
 
 
 def whole_backward(given: Mapping[str, Any]) -> dict[str, Any]:

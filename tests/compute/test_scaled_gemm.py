@@ -27,7 +27,7 @@ def came(x, dtype, blocks=1):
     return made if blocks > 1 else made.joined()
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch._scaled_mm has no rowwise scales on CPUs before 2.13")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch._scaled_mm has no rowwise scales on CPUs before 2.13")
 @pytest.mark.parametrize("formats", [(OPERAND, OPERAND), (GRADIENT, OPERAND)], ids=str)
 def test_the_numbers_are_those_of_torch(formats):
     """torch._scaled_mm with rowwise scales multiplies on CPUs, too."""

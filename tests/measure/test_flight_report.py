@@ -103,7 +103,7 @@ def failing_at(nth, real):
     return call
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch's analyser reads records of NCCL alone before 2.13")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's analyser reads records of NCCL alone before 2.13")
 @pytest.mark.parametrize("steps", [2, LENGTH + 5], ids=["whole", "overflowed"])
 def test_torch_reads_them(steps, tmp_path, caplog, monkeypatch):
     """Its analyser finds the rank that is behind, also where rings have overflowed by different amounts."""
