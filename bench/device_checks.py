@@ -33,8 +33,10 @@ from torch import Tensor
 
 import ndtp
 from ndtp.algebra.steps import Step
+from ndtp.testing.device import share_gpu
 
 STEPS = 2000
+STEPS_OF_SHARED = 100  # where ranks share a GPU, which gives each of them its turn
 
 
 @dataclass
@@ -45,16 +47,22 @@ class Place:
     on_gpu: bool
     rank: int
     ranks: int
+    is_shared: bool = False
 
     @classmethod
     def here(cls) -> Place:
         on_gpu = torch.cuda.is_available()
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+        if on_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
+            device = share_gpu(rank)
         if on_gpu:
             torch.cuda.set_device(device)
         if "RANK" in os.environ:
             dist.init_process_group("nccl" if on_gpu else "gloo", **({"device_id": device} if on_gpu else {}))
-        return cls(device, on_gpu, int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        is_shared = on_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
+        return cls(device, on_gpu, int(os.environ.get("RANK", "0")), ranks, is_shared)
 
     def mesh(self, **options: Any) -> ndtp.ProcessGrid:
         """The most cubic grid of all ranks."""
@@ -111,7 +119,7 @@ def block_of(here: Place, hidden: int, **options: Any) -> tuple[ndtp.nn.MLP, Ten
 
 def endurance(here: Place) -> dict[str, Any]:
     block, x = block_of(here, 2048 if here.on_gpu else 16, chunks=8)
-    steps = STEPS if here.on_gpu else 5
+    steps = 5 if not here.on_gpu else STEPS_OF_SHARED if here.is_shared else STEPS
     for _ in range(steps):
         block(x).square().mean().backward()
         block.zero_grad()

@@ -17,6 +17,7 @@ from ndtp.algebra.steps import Step
 from ndtp.collectives import nccl
 from ndtp.collectives.buffer_ring import SMALLEST, BufferRing
 from ndtp.testing import assert_equal, small_integers
+from ndtp.testing.device import share_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -160,7 +161,6 @@ def nccl_of_one():
     assert gather is user.get_group("x") and scatter is not gather
     options = scatter._get_backend(device).options
     assert options.is_high_priority_stream and options.config.max_ctas == 4
-    assert scatter._get_backend(device)._is_initialized(), "made at once"
     try:
         mesh.collectives.ring = BufferRing(allocate=nccl.registered_memory([gather, scatter]))
     except GridError as error:
@@ -190,8 +190,11 @@ def nccl_of_one():
 
 
 def nccl_of_all():
-    """Launched by torchrun, one rank a device."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    """Launched by torchrun, one rank a device, or several on each."""
+    rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", rank)
+    if int(os.environ["WORLD_SIZE"]) > torch.cuda.device_count():
+        device = share_gpu(rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     grid = {2: Grid(z=1, x=2, y=1), 4: Grid(z=1, x=2, y=2), 8: Grid(z=2, x=2, y=2)}[dist.get_world_size()]
@@ -204,23 +207,97 @@ def nccl_of_all():
     dist.destroy_process_group()
 
 
+def models_on_nccl():
+    """A stock Llama and a stack of torch's own layers train as dense ones do, eagerly and as one graph."""
+    rank = int(os.environ["LOCAL_RANK"])
+    device = share_gpu(rank)
+    dist.init_process_group("nccl", device_id=device)
+    mesh = ProcessGrid(Grid(x=2, y=2))
+    for make, inputs in ((stock_llama, token_batch), (torch_stack, float_batch)):
+        expected = trained(make, inputs, device, None, False)
+        for is_captured in (False, True):
+            found = trained(make, inputs, device, mesh, is_captured)
+            torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5, msg=lambda m: f"{make}: {m}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def stock_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=2, max_position_embeddings=64, **sizes))
+
+
+def token_batch(device):
+    ids = torch.randint(128, (4, 32), generator=torch.Generator().manual_seed(1)).to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
+class torch_stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+def float_batch(device):
+    return {"x": torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(1)).to(device)}
+
+
+def trained(make, inputs, device, mesh, is_captured):
+    """The losses of six steps of AdamW."""
+    torch.manual_seed(0)
+    model, given = make().to(device), inputs(device)
+    if mesh is not None:
+        ndtp.parallelize(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, device=device), capturable=True)
+
+    def step(*tensors):
+        out = model(**dict(zip(given, tensors, strict=True)))
+        loss = out.loss if hasattr(out, "loss") else out.square().mean()
+        loss.backward()
+        ndtp.nn.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = ndtp.capture(step, tuple(given.values())) if is_captured else step
+    return torch.tensor([float(run(*given.values())) for _ in range(6)])
+
+
 def run_here(name, *launcher):
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, *launcher, *([] if launcher else [__file__]), name],
         env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=250,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    said = [line for line in done.stderr.splitlines() if line.startswith("[rank") or "NCCL" in line]
+    assert done.returncode == 0, "\n".join(said)[:6000] or done.stderr[-4000:]
 
 
 def test_nccl_on_one_rank():
     run_here("nccl_of_one")
 
 
+def torchrun(name, ranks):
+    run_here(name, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_nccl_on_every_device():
-    devices = 1 << (min(torch.cuda.device_count(), 8).bit_length() - 1)
-    run_here("nccl_of_all", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}", __file__)
+    torchrun("nccl_of_all", 1 << (min(torch.cuda.device_count(), 8).bit_length() - 1))
+
+
+def test_nccl_of_four_ranks_that_share_gpus():
+    torchrun("nccl_of_all", 4)
+
+
+def test_models_on_nccl_of_ranks_that_share_gpus():
+    torchrun("models_on_nccl", 4)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,21 @@ _SPREAD = 0x9E3779B1  # odd: lengths that differ by less than 1 GiB spread over 
 
 
 class Exchange:
-    """Messages under way, as one work."""
+    """Messages under way, as one work.
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
+    Args:
+        landings: tensors of a device, each with the memory of the host in which its message arrives.
+    """
+
+    def __init__(self, works: Sequence[Any], landings: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        self._works, self._landings = works, landings
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+        for x, arrived in self._landings:
+            x.copy_(arrived)
+        self._landings = ()
 
 
 @dataclass
@@ -81,12 +88,18 @@ def exchange(
     past.started += 1
     peers = [(me + distance) % ranks for distance in range(1, ranks)]
     sources, targets = ([j for j in peers if empties or x[j].numel()] for x in (landing, sent))
+    arriving, leaving, through_host = landing, sent, []
+    if not landing[me].is_cpu:  # gloo's messages come from and go to the host's memory alone
+        arriving = {j: torch.empty(landing[j].shape, dtype=landing[j].dtype, device="cpu") for j in sources}
+        through_host = [(landing[j], arriving[j]) for j in sources]
+        copies = {id(x): x.cpu() for x in {id(sent[j]): sent[j] for j in targets}.values()}
+        leaving = {j: copies[id(sent[j])] for j in targets}
     # Receives first: a peer sends when it hears of one, which must not queue behind what this rank sends.
-    works = [group.recv([landing[j]], j, _tag(purpose, landing[j].nbytes)) for j in reversed(sources)]
-    works += [group.send([sent[j]], j, _tag(purpose, sent[j].nbytes)) for j in targets]
+    works = [group.recv([arriving[j]], j, _tag(purpose, arriving[j].nbytes)) for j in reversed(sources)]
+    works += [group.send([leaving[j]], j, _tag(purpose, leaving[j].nbytes)) for j in targets]
     if own and landing[me].data_ptr() != sent[me].data_ptr():  # else it is there
         landing[me].copy_(sent[me])
-    return Exchange(works)
+    return Exchange(works, through_host)
 
 
 def announce(group: ProcessGroup, like: Tensor, purpose: int) -> list[Any]:

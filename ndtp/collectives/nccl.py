@@ -78,20 +78,17 @@ def registered_memory(groups: Iterable[dist.ProcessGroup]) -> Allocate:
     """Memory from `ncclMemAlloc` that is registered with all of these groups, for NCCL to send from without a copy.
 
     Raises:
-        GridError: the device cannot, or a group has not communicated yet and has no communicator.
+        GridError: the device cannot.
     """
-    gpu = device()
+    gpu, groups = device(), list(groups)
     backends: list[Any] = [group._get_backend(gpu) for group in groups]
     if not all(backend.supports_tensor_alloc(gpu) for backend in backends):
         raise GridError(
             f"ProcessGrid: register_buffers=True, but NCCL cannot register memory on {gpu}: it needs NCCL 2.19 and a "
             "device with multicast (NVSwitch)\n  fix: register_buffers=False"
         )
-    if not all(backend._is_initialized() for backend in backends):
-        raise GridError(
-            "ProcessGrid: register_buffers=True, but a group of the mesh has no communicator yet\n"
-            "  fix: init_process_group(..., device_id=...), or a collective over every dim of the mesh first"
-        )
+    for group in groups:  # torch makes communicators behind the host's back, and waits for one at its first collective
+        dist.all_reduce(torch.zeros(1, device=gpu), group=group)
     with torch.cuda.device(gpu):
         pool = torch.cuda.MemPool(backends[0].mem_allocator)
     for backend in backends:

@@ -72,8 +72,10 @@ class _Named:
         given["group_dst" if self.op is dist.isend else "group_src"] = peer
         flight, me = flight_of_world(), dist.get_rank()
         entry = None if flight is None else self._enter(flight, me, x)
+        # gloo's messages come from and go to the host's memory alone.
+        there = x if x.is_cpu else x.cpu() if self.op is dist.isend else torch.empty_like(x, device="cpu")
         try:
-            return _NamedWork(self, self.op(x, **given), entry)
+            return _NamedWork(self, self.op(there, **given), entry, None if x.is_cpu else (x, there))
         except RuntimeError as error:
             raise self.failed(error) from error
 
@@ -89,8 +91,10 @@ class _Named:
 
 
 class _NamedWork:
-    def __init__(self, message: _Named, work: Any, entry: FlightEntry | None) -> None:
-        self._message, self._work, self._entry = message, work, entry
+    def __init__(
+        self, message: _Named, work: Any, entry: FlightEntry | None, staged: tuple[Tensor, Tensor] | None
+    ) -> None:
+        self._message, self._work, self._entry, self._staged = message, work, entry, staged
 
     def wait(self, *timeout: Any) -> Any:
         entry = self._entry
@@ -100,6 +104,9 @@ class _NamedWork:
             result = self._work.wait(*timeout)
         except RuntimeError as error:
             raise self._message.failed(error) from error
+        if self._staged is not None and self._message.op is dist.irecv:
+            x, arrived = self._staged
+            x.copy_(arrived)
         if entry is not None:
             entry[DONE] = time.monotonic()
         return result

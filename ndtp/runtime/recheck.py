@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndtp.algebra.grid import Grid
+from ndtp.collectives.backends import backend_of
 from ndtp.collectives.cross_check import gather_texts
 from ndtp.collectives.labels import ASIDE, LABEL, Label
 from ndtp.collectives.watch import Watch
@@ -223,23 +224,25 @@ def _passed_on(
 ) -> list[Sample]:
     """Send this rank's sample to the next one, and receive that of the one before, whose header is known."""
     operations: list[Any] = []
+    where = "cpu" if backend_of(group).runs_in_host else device_type
     for sample in sent:
         for x in (*sample.operands, sample.result):
-            raw = x.contiguous().flatten().view(torch.uint8)
+            raw = x.contiguous().flatten().view(torch.uint8).to(where)
             operations.append(dist.P2POp(dist.isend, raw, after, group, _TAG + len(operations)))
-    received, first = list[Sample](), len(operations)
+    received, first = list[tuple[tuple[str, str, str], list[Tensor]]](), len(operations)
     for operation, module, phase, forms in theirs:
         if operation not in {name for name, _ in PRODUCTS.values()}:
             raise RuntimeError(f"recheck: {operation!r} is no product")
-        tensors = [torch.empty(shape, dtype=getattr(torch, name), device=device_type) for name, shape in forms]
+        tensors = [torch.empty(shape, dtype=getattr(torch, name), device=where) for name, shape in forms]
         for x in tensors:
             raw = x.view(-1).view(torch.uint8)
             operations.append(dist.P2POp(dist.irecv, raw, before, group, _TAG + len(operations) - first))
-        received.append(Sample(operation, module, phase, tensors[:-1], tensors[-1]))
+        received.append(((operation, module, phase), tensors))
     works = dist.batch_isend_irecv(operations) if operations else []
     for work in works:
         work.wait()
-    return received
+    moved = [(title, [x.to(device_type) for x in tensors]) for title, tensors in received]
+    return [Sample(*title, operands, result) for title, (*operands, result) in moved]
 
 
 def differing(sample: Sample) -> tuple[tuple[bool, bool], str] | None:

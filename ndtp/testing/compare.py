@@ -15,7 +15,7 @@ def small_integers(
     *,
     low: int = -3,
     high: int = 3,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
 ) -> Tensor:
     """Integers drawn uniformly from low..high, both included: the same on every rank and device for the same seed.
 
@@ -24,10 +24,12 @@ def small_integers(
 
     Args:
         shape: of the returned tensor.
-        seed: an int, or a CPU generator, which advances.
+        seed: an int, or a generator, which advances.
+        device: default: that of torch.
     """
     generator = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
-    return torch.randint(low, high + 1, tuple(shape), generator=generator).to(device=device, dtype=dtype)
+    drawn = torch.randint(low, high + 1, tuple(shape), generator=generator, device=generator.device)
+    return drawn.to(device=torch.get_default_device() if device is None else device, dtype=dtype)
 
 
 def assert_equal(actual: Tensor, expected: Tensor, what: str = "result") -> None:

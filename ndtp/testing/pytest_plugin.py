@@ -15,6 +15,7 @@ asks for ranks.
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from collections.abc import Callable, Generator
@@ -37,6 +38,13 @@ def ranks() -> Callable[[int], RankPool]:
     from ndtp.testing.pool import shared_pool
 
     return shared_pool
+
+
+def pytest_configure() -> None:
+    if os.environ.get("NDTP_TEST_DEVICE"):
+        from ndtp.testing.device import use_test_device
+
+        use_test_device()
 
 
 def pytest_sessionfinish() -> None:

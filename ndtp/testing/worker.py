@@ -29,6 +29,7 @@ import torch.distributed as dist
 from ndtp.collectives.backends import GLOO
 from ndtp.collectives.last_words import tell_of
 from ndtp.testing import rank_asserts
+from ndtp.testing.device import use_test_device
 from ndtp.testing.messages import (
     IMPORTING_MAIN,
     TRACE_SIGNAL,
@@ -122,6 +123,7 @@ def work(birth: Birth, connection_fd: int, zygote_pid: int) -> None:
         world_size=birth.num_ranks,
         timeout=datetime.timedelta(seconds=birth.group_timeout_s),
     )
+    use_test_device(birth.rank)
     world = dist.group.WORLD
     sender.send(Ready())
 

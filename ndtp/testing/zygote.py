@@ -28,7 +28,7 @@ import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from ndtp.testing import rank_asserts
@@ -234,11 +234,30 @@ def serve(control_fd: int, folder: str, preload: Sequence[str], parent_pid: int,
 def _import(names: Sequence[str]) -> None:
     gc.disable()  # nothing that is imported is garbage, and to look for some takes a fifth of the time
     for name in names:
-        with contextlib.suppress(Exception):  # the ranks will see it, should they need the module
+        with contextlib.suppress(Exception), _without_gpus():  # the ranks will see it, should they need the module
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # the ranks share these pages with us as long as no collection touches them
     gc.enable()
+
+
+@contextlib.contextmanager
+def _without_gpus() -> Iterator[None]:
+    """Let no module that is imported here start CUDA, which no rank could use then; such a one is left to the ranks."""
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is None:
+        yield
+        return
+    starts = cuda._lazy_init  # type: ignore[attr-defined]
+    cuda._lazy_init = _refuse_to_start  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        cuda._lazy_init = starts  # type: ignore[attr-defined]
+
+
+def _refuse_to_start() -> None:
+    raise RuntimeError("the process from which ranks are forked must not start CUDA")
 
 
 def _reap(status_fds: dict[int, int]) -> None:

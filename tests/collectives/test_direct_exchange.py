@@ -10,6 +10,7 @@ from ndtp import CommunicationError, Grid, Layout, MatMulPlan, ProcessGrid
 from ndtp.algebra.steps import Step
 from ndtp.collectives import direct_exchange
 from ndtp.collectives.labels import Label
+from ndtp.testing import small_integers
 
 GATHER, SCATTER, SUM = Step("all_gather", ("x",), 0), Step("reduce_scatter", ("x",), 0), Step("all_reduce", ("x",))
 
@@ -118,3 +119,34 @@ def multiply_twice():
 
 def test_what_messages_are_for_is_settled_when_a_product_is_bound(ranks):
     ranks(2).run(multiply_twice)
+
+
+def through_the_host(ranks):
+    """As of a GPU's tensors, which gloo cannot send: every message goes through other memory, both ways."""
+    mesh = ProcessGrid(Grid(x=ranks))
+    of_rank = [small_integers((ranks, 6), seed) for seed in range(ranks)]
+    mine, sent = of_rank[mesh.rank], []
+    group = mesh.group(("x",))
+    parts = list(mine.unbind())
+    with mock.patch.object(torch.Tensor, "is_cpu", False), mock.patch.object(torch.Tensor, "cpu", torch.Tensor.clone):
+        landings = [torch.zeros(6) for _ in range(ranks)]
+        work = direct_exchange.exchange(group, parts, landings)
+        parts[mesh.rank - 1].zero_()  # what was copied may change
+        sent = [x.clone() for x in landings]
+        work.wait()
+        everywhere = [torch.zeros(ranks, 6) for _ in range(ranks)]
+        direct_exchange.exchange(group, [of_rank[mesh.rank].clone()] * ranks, everywhere).wait()
+    assert not torch.stack([x for j, x in enumerate(sent) if j != mesh.rank]).any(), "it lands when it is waited for"
+    for rank, landed in enumerate(landings):
+        expected = small_integers((ranks, 6), rank)[mesh.rank]
+        assert torch.equal(landed, expected), rank
+        assert everywhere[rank].shape == (ranks, 6)
+        if rank != mesh.rank:
+            zeroed = small_integers((ranks, 6), rank)
+            zeroed[rank - 1] = 0
+            assert torch.equal(everywhere[rank], zeroed), rank
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_tensors_of_a_device_go_through_the_host(ranks, size):
+    ranks(size).run(through_the_host, size)

@@ -51,6 +51,7 @@ from zoo.entry import ALL, Entry
 import ndtp
 import ndtp.testing
 from ndtp import CommMeter
+from ndtp.testing.device import use_test_device
 
 # Of verdicts, the worst last.
 ORDER = ["equal", "drift", "refused", "no dense", "stopped", "wrong", "broken"]
@@ -219,6 +220,7 @@ def main() -> None:
     parser = parser_of(__doc__, "3d", 300)
     parser.add_argument("--models", nargs="*", default=["*"], help="patterns of their names")
     arguments = parser.parse_args()
+    use_test_device()
     axes = axes_of(arguments.grid)
     ranks = 1
     for size in axes.values():

@@ -125,7 +125,7 @@ def compare(first: int, in_place: bool, seed: int) -> tuple[dict[str, int], list
         run = op.inplace_variant if in_place else op.op
         if run is None:
             continue
-        for sample in list(op.sample_inputs("cpu", torch.float32))[:SAMPLES]:
+        for sample in list(op.sample_inputs(torch.get_default_device().type, torch.float32))[:SAMPLES]:
             given = (sample.input, sample.args, sample.kwargs)
             with torch.no_grad():
                 try:
@@ -159,7 +159,7 @@ def compare_activations(first: int, in_place: bool, seed: int) -> tuple[dict[str
         run = op.inplace_variant if in_place else op.op
         if run is None or op.name.endswith(DROPS):
             continue
-        samples = list(op.sample_inputs("cpu", torch.float32))
+        samples = list(op.sample_inputs(torch.get_default_device().type, torch.float32))
         for sample in draw.sample(samples, min(SAMPLES, len(samples))):
             x, args, kwargs = differentiable(sample)
             try:

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +128,8 @@ def fits(problem: Problem, config: Config, chip: Chip) -> bool:
 def _fits_gluon(problem: Problem, config: Config, chip: Chip) -> bool:
     """One product of 16-bit matrices into one, with an epilogue or without; no interpreter runs these kernels."""
     return (
-        chip.target in ("sm_90", "sm_100", "sm_103")
+        _has_gluon()
+        and chip.target in ("sm_90", "sm_100", "sm_103")
         and _dtype_class(problem.dtype) == "half"
         and problem.kind in ("plain", "epilogue")
         and problem.tma_out
@@ -137,6 +138,12 @@ def _fits_gluon(problem: Problem, config: Config, chip: Chip) -> bool:
         and problem.k > 0
         and config.num_stages > 1
     )
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    """Return whether this Triton compiles the kernels in Gluon: 3.6 has another form of its barriers."""
+    return tuple(map(int, metadata.version("triton").split(".")[:2])) >= (3, 7)
 
 
 def candidates(problem: Problem, chip: Chip, table: Table, unmeasured: bool = False) -> list[Config]:
