@@ -17,7 +17,7 @@ demo: $(READY)      ## train on real text: dense against 1D, 2D and 3D on eight 
 
 # Hundreds of processes import ndtp and the tests: each would compile them again where no bytecode may be kept.
 test: $(READY)      ## the whole test suite, two files of it at a time
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(if $(JUNIT),--junitxml=$(JUNIT))
+	env -u PYTHONDONTWRITEBYTECODE $(if $(DEVICE),NDTP_TEST_DEVICE=$(DEVICE)) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(if $(JUNIT),--junitxml=$(JUNIT))
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -109,8 +109,10 @@ def backends_of_host() -> str:
 
 
 def device_type_of(backends: Mapping[str, str]) -> str:
-    """The devices that a grid takes: torch's default device, where the user set one that a backend serves; else those of
-    a backend that is made for others than CPUs, if there is one."""
+    """The devices that a grid takes: torch's default device, where the user set one that a backend serves.
+
+    Else those of a backend that is made for others than CPUs, if there is one.
+    """
     chosen = torch.get_default_device().type
     if chosen != "cpu" and chosen in backends:
         return chosen

@@ -10,33 +10,46 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ndtp.collectives.backends import GLOO, backends_of_host
+
 TEST_DEVICE = "NDTP_TEST_DEVICE"
 
 
-def use_test_device(rank: int = 0) -> None:
+def use_test_device(rank: int | None = None) -> str:
     """Make the device that `NDTP_TEST_DEVICE` names torch's default device in this thread, for good.
 
-    Ranks share the GPUs that there are, and convolutions compute in fp32.  Numbers that are drawn with a generator of the CPU are drawn there and copied,
-    so that they are the same on every device.
+    Ranks share the GPUs that there are, and convolutions compute in fp32.  Numbers that are drawn with a generator of
+    the CPU are drawn there and copied, so that they are the same on every device.
+
+    Args:
+        rank: of a process that is about to join a process group.
+
+    Returns:
+        the backend of the process groups of this device.
     """
     device_type = os.environ.get(TEST_DEVICE)
     if not device_type:
-        return
+        return GLOO.name
     if device_type == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if rank is not None:
+            share_gpu(rank)
+            os.environ["NCCL_MAX_CTAS"] = "2"  # of tiny messages
         torch.backends.cudnn.allow_tf32 = False  # which is torch's default: convolutions of ten bits
     torch.set_default_device(device_type)
     _DrawnWhereTheGeneratorIs().__enter__()
+    return backends_of_host() if device_type == "cuda" else GLOO.name
 
 
 def share_gpu(rank: int) -> torch.device:
     """Let several ranks of NCCL have one GPU, before the first process group is made; returns this rank's device.
 
     NCCL refuses two ranks of one host on a GPU.  Each rank therefore is a host of its own for NCCL, which then sends
-    through sockets: all of NCCL's kernels, streams and orders are as on many nodes, and its speed says nothing.
+    through sockets: all of NCCL's kernels, streams and orders are as on many nodes, and its speed says nothing.  The
+    communicators have small buffers, of which many fit on the GPU.
     """
     os.environ["NCCL_HOSTID"] = f"rank {rank}"
     os.environ.update(NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    os.environ["NCCL_BUFFSIZE"] = str(1 << 20)
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ndtp.collectives.backends import GLOO
 from ndtp.collectives.last_words import tell_of
 from ndtp.testing import rank_asserts
 from ndtp.testing.device import use_test_device
@@ -117,13 +116,12 @@ def work(birth: Birth, connection_fd: int, zygote_pid: int) -> None:
     torch.set_num_threads(1)
     _prefer_loopback()
     dist.init_process_group(
-        GLOO.name,
+        use_test_device(birth.rank),
         store=dist.FileStore(birth.store_path, birth.num_ranks),
         rank=birth.rank,
         world_size=birth.num_ranks,
         timeout=datetime.timedelta(seconds=birth.group_timeout_s),
     )
-    use_test_device(birth.rank)
     world = dist.group.WORLD
     sender.send(Ready())
 

@@ -173,6 +173,7 @@ class Zygote:
             and name.partition(".")[0] in _PACKAGES
             and module is not None
             and not name.endswith("__main__")
+            and not name.startswith("torch.testing._internal")  # some of it starts CUDA, which no fork could use then
         ]
         self._told.update(names)
         return names
