@@ -40,7 +40,7 @@ step() {
     local name=$1 limit=$2 verdict=ok status begin=$SECONDS
     shift 2
     if [[ $mode == list ]]; then echo "$name $limit $*"; return; fi
-    timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1 </dev/null
+    timeout --signal=INT --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1 </dev/null
     status=$?
     if [[ $status == 124 || $status == 137 ]]; then
         verdict="out of time"
@@ -67,10 +67,12 @@ tests() { # NAME SECONDS FILES AND OPTIONS...
 # Sizes of a step against torch; those of a dry run take seconds on CPUs.
 tokens=(2048 8192 32768)
 block=(--hidden 4096 --ffn 14336 --dtype bf16) shares=(--largest 64 --repeats 5)
+models=("*") programs=80
 ranks=$devices
 if [[ $mode == dry ]]; then
     tokens=(64)
     block=(--hidden 16 --ffn 32 --dtype bf16 --rounds 1 --warmup 1) shares=(--largest 0.01 --repeats 1)
+    models=(none) programs=0  # the tests have some
     ranks=2
 fi
 ours=("$python" -m ndtp)
@@ -81,12 +83,33 @@ check() { # NAME SECONDS, see bench/device_checks.py
     step "$1" "$2" "${launched[@]}" bench/device_checks.py "$1" --out "$out/$1.json"
 }
 
+# Four ranks of NCCL on one device, which runs kernels of several processes at once where MPS is there.
+shared() { # NAME SECONDS COMMAND...
+    local name=$1 limit=$2
+    shift 2
+    [[ $mode == dry ]] || set -- env NDTP_TEST_DEVICE=cuda "$@"
+    step "$name" "$limit" "$@"
+}
+mps() { # start | quit
+    [[ $mode == run ]] && command -v nvidia-cuda-mps-control >/dev/null || return 0
+    export CUDA_MPS_PIPE_DIRECTORY=$out/mps CUDA_MPS_LOG_DIRECTORY=$out/mps
+    mkdir -p "$out/mps"
+    case $1 in
+        start) timeout 10 nvidia-cuda-mps-control -d </dev/null >/dev/null 2>&1 ;;
+        quit)
+            echo quit | timeout 10 nvidia-cuda-mps-control >/dev/null 2>&1
+            unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+            rm -rf "$out/mps"
+            ;;
+    esac
+}
+
 step info 30 "${ours[@]}" info --json "$out/info.json"
 if [[ $mode == dry ]]; then # in one launch
     step checks 120 "${launched[@]}" bench/device_checks.py topology captured endurance host beside bandwidth memory
 else
     check topology 30
-    tests tests_cuda 300 tests/test_cuda.py
+    tests tests_cuda 200 tests/test_cuda.py
     check captured 240
     check endurance 240
     check host 90
@@ -99,12 +122,16 @@ else
     echo "step, calibrate: left out, one device"
 fi
 if [[ $mode == dry ]]; then
-    tests tests_cuda 300 tests/test_cuda.py
+    tests tests_cuda 200 tests/test_cuda.py
 else
     check beside 60
     check bandwidth 60
     check memory 60
 fi
+mps start
+shared programs 60 "$python" tests/split/programs.py --programs "$programs" --ranks 4 --json "$out/programs.json"
+shared models 150 "$python" tests/models/elsewhere.py --models "${models[@]}" --json "$out/models.json"
+mps quit
 tests tests_kernels 120 tests/kernels/test_parts.py
 tests tests_on_device 150 tests/kernels/test_on_device.py
 tests tests_symmetric 120 tests/collectives/test_symmetric.py tests/collectives/test_recorder.py
@@ -114,8 +141,8 @@ if [[ $ranks -ge 2 ]]; then
 fi
 step gemm 300 "$python" bench/gemm.py --all --seconds 260 --out "$out/gemm.json"
 step grouped_gemm 180 "$python" bench/grouped_gemm.py --seconds 150 --out "$out/grouped_gemm.json"
-step tuning 240 "${ours[@]}" bench gemm --tune --json "$out/tuning.json"
+step tuning 180 "${ours[@]}" bench gemm --tune --json "$out/tuning.json"
 tests tests_fabric 120 tests/measure/test_bench_fabric.py
-step fabric 240 "$python" bench/fabric.py --hardware h200-ib --out "$out/fabric.json"
+step fabric 180 "$python" bench/fabric.py --hardware h200-ib --out "$out/fabric.json"
 [[ $mode == list ]] || echo "results in $out"
 exit $failed

@@ -77,7 +77,11 @@ def take_signal(signal: Tensor) -> None:
 
 
 def wait_for(count: Tensor, at_least: int) -> None:
-    """Hold the current stream until an int32 has come to `at_least`."""
+    """Hold the current stream until an int32 has come to `at_least`.
+
+    The kernel that counts it up must have been launched once before: CUDA loads a kernel at its first launch, and that
+    may wait for all kernels that run, this one included.
+    """
     from ndtp_kernels.triton_code.parts import wait_for_kernel
 
     wait_for_kernel[(1,)](count, at_least, num_warps=1)

@@ -88,7 +88,9 @@ def exchange(
     past.started += 1
     peers = [(me + distance) % ranks for distance in range(1, ranks)]
     sources, targets = ([j for j in peers if empties or x[j].numel()] for x in (landing, sent))
-    arriving, leaving, through_host = landing, sent, []
+    arriving: Any = landing
+    leaving: Any = sent
+    through_host = []
     if not landing[me].is_cpu:  # gloo's messages come from and go to the host's memory alone
         arriving = {j: torch.empty(landing[j].shape, dtype=landing[j].dtype, device="cpu") for j in sources}
         through_host = [(landing[j], arriving[j]) for j in sources]

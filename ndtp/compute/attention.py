@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ndtp.compute.constants import numbers_on
+
 Drop = Callable[..., Tensor]
 
 
@@ -131,7 +133,7 @@ def _for_heads(k: Tensor, v: Tensor, kv_of: Sequence[int]) -> tuple[Tensor, Tens
         return k, v, False
     if len(kv_of) % heads == 0 and list(kv_of) == [i // (len(kv_of) // heads) for i in range(len(kv_of))]:
         return k, v, True
-    chosen = torch.tensor(kv_of, device=k.device)
+    chosen = numbers_on(kv_of, k.device)
     return k.index_select(2, chosen), v.index_select(2, chosen), False
 
 

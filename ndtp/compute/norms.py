@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ndtp.compute.constants import numbers_on
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which statistics are computed."""
@@ -33,7 +35,7 @@ def merge_moments(parts: Tensor, counts: Sequence[int]) -> Tensor:
 
     Source: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
     """
-    count = torch.tensor(counts, dtype=parts.dtype, device=parts.device)[:, None]
+    count = numbers_on(counts, parts.device, parts.dtype)[:, None]
     means, squares = parts.unbind(1)
     mean = (means * (count / sum(counts))).sum(0)
     return torch.stack((mean, (squares + count * (means - mean).square()).sum(0)))

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.relayouts import RelayoutPlan
+from ndtp.compute.constants import numbers_on
 from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.hidden import Hidden, enter, leave, split, whole
@@ -260,7 +261,7 @@ class OfHeads:
     def of(self, x: Tensor) -> Tensor:
         if self.picked is None:
             return x
-        return x.index_select(self.dim, torch.tensor(self.picked, device=x.device))
+        return x.index_select(self.dim, numbers_on(self.picked, x.device))
 
 
 class Replicated(nn.Module):

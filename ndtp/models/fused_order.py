@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ndtp.compute.constants import numbers_on
 from ndtp.split.moving import section_order
 
 QUARTERS = 4
@@ -71,7 +72,7 @@ def in_order(kind: str, parts: tuple[Tensor, Tensor, Tensor], head_dim: int) -> 
     heads, kv_heads = (part.shape[1] // head_dim for part in parts[:2])
     order = heads_in_order(kind, heads, kv_heads)
     assert order is not None
-    return y if kind == "sections" else y.unflatten(1, (-1, head_dim))[:, order].flatten(1)
+    return y if kind == "sections" else y.unflatten(1, (-1, head_dim))[:, numbers_on(order, y.device)].flatten(1)
 
 
 def order_of(sections: Sequence[int], splits: int) -> Tensor | None:

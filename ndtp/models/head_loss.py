@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndtp.compute.constants import indices_on
 from ndtp.models.frame import Frame
 from ndtp.models.hidden import Hidden, leave
 from ndtp.models.kept_logits import KeptWeights
@@ -95,7 +96,7 @@ def _all_targets(logits: Pending, target: Tensor, ignore_index: int) -> Tensor:
     if logits.rows is None:
         mine[:] = given.laid(target, ignore_index)
     else:
-        mine[given.row_of(logits.rows).to(target.device)] = target
+        mine[indices_on(given.row_of(logits.rows), target.device)] = target
     return whole.flatten()
 
 

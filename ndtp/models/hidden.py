@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.algebra.layout import Layout
+from ndtp.compute.constants import constant_on, inverse_on
 from ndtp.errors import LayoutError
 from ndtp.models.between import DROPOUTS, FACTS, GRADIENTS, KNOWN, SIZES, is_dropout_off, is_in_backward, writes
 from ndtp.models.frame import Frame, Passage
@@ -143,7 +144,7 @@ def whole(x: Tensor) -> Tensor:
     passage = x.passage
     y = relayout(leave(x), passage.layout, passage.frame.outside, passage.frame.mesh, f"{passage.came_from} whole")
     if (order := passage.order) is not None:
-        y = y[:, order.argsort().to(y.device)]
+        y = y[:, inverse_on(order, y.device)]
     y = passage.in_order(y)[:, : passage.features].reshape(passage.shape).contiguous()
     return passage.frame.mesh.step.made_whole(y)  # type: ignore[no-any-return]
 
@@ -169,7 +170,7 @@ def split(x: Tensor, frame: Frame, layout: Layout, width: int, came_from: str = 
 def _cut(x: Tensor, passage: Passage) -> Tensor:
     frame = passage.frame
     if (order := passage.order) is not None:
-        x = x.index_select(-1, order.to(x.device))
+        x = x.index_select(-1, constant_on(order, x.device))
     x = F.pad(passage.laid(x.reshape(-1, x.shape[-1])), (0, passage.width - x.shape[-1]))
     y = relayout(x, frame.outside, passage.layout, frame.mesh, passage.came_from or "split")
     return y.view_as(y)
@@ -281,7 +282,7 @@ def brought(x: Tensor, passage: Passage) -> Tensor:
     bare, by_feature = Layout(mesh.grid, None, None), Layout(mesh.grid, None, layout.dims[1])
     if features == passage.features and features != 1:
         order = passage.order
-        rows = rows if order is None else rows[:, order.to(rows.device)]
+        rows = rows if order is None else rows[:, constant_on(order, rows.device)]
         rows = F.pad(rows, (0, passage.width - features))
         rows = relayout(rows, bare, by_feature, mesh, "operand")
         rows = used_over(rows, by_feature, inner, mesh, "operand")

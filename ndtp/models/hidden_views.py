@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ndtp.algebra.layout import Layout
+from ndtp.compute.constants import indices_on
 from ndtp.errors import LayoutError
 from ndtp.models.frame import Passage
 from ndtp.models.hidden import Hidden, enter, leave
@@ -35,7 +36,7 @@ def standing_for(link: Tie, passage: Passage, strides: tuple[int, ...] | None = 
 def rows_picked(shard: Tensor, ids: Tensor, passage: Passage, target: Passage) -> Tensor:
     """Return the shard of the rows `ids` of the whole, which lies as `target`: each rank gives those that it has."""
     frame, here = passage.frame, passage.rows_here
-    local = target.laid(passage.row_of(ids.flatten()), value=-1).to(shard.device) - here.start
+    local = indices_on(target.laid(passage.row_of(ids.flatten()), value=-1), shard.device) - here.start
     mine = (local >= 0) & (local < len(here))
     found = shard[local.clamp(0, len(here) - 1)] if len(here) else shard.new_zeros(target.rows, shard.shape[1])
     found = torch.where(mine[:, None], found, 0)
@@ -71,7 +72,7 @@ class PickedRows(Tie):
         here = passage.rows_here
         at = passage.row_of(self.ids.flatten()) - here.start
         mine = ((at >= 0) & (at < len(here))).nonzero()[:, 0]
-        leave(self.base)[at[mine].to(rows.device)] = rows[mine.to(rows.device)]
+        leave(self.base)[indices_on(at[mine], rows.device)] = rows[indices_on(mine, rows.device)]
         return False
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ndtp.algebra.layout import Layout
+from ndtp.compute.constants import inverse_on
 from ndtp.errors import LayoutError
 from ndtp.models.cut_sequences import row_axes
 from ndtp.models.frame import Frame, Passage
@@ -70,7 +71,7 @@ def with_whole_sizes(core: Any, member: Projection, y: Tensor, passage: Passage)
     if order is None:
         return made
     flat = moved(made, [*made.spec.dims[:-1], ()])  # in an order of heads that no layout has
-    return enter(leave(flat).index_select(-1, order.argsort().to(y.device)), flat.spec)
+    return enter(leave(flat).index_select(-1, inverse_on(order, y.device)), flat.spec)
 
 
 def of_shard(

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ndtp.compute.constants import indices_on
 from ndtp.compute.epilogues import ACTIVATIONS
 from ndtp.models.head_loss import plain_products
 from ndtp.models.kept_logits import KeptWeights
@@ -149,7 +150,7 @@ def _all_targets(logits: Noted, target: Tensor, ignore_index: int) -> Tensor:
     spec, dim = rows.spec, rows.dim
     lead, padded = spec.sizes[:-1], spec.padded[:-1]
     mine = target.new_full((torch.Size(lead).numel(),), ignore_index)
-    mine[logits.row_ids().to(target.device)] = target
+    mine[indices_on(logits.row_ids(), target.device)] = target
     mine = mine.view(lead)
     if padded[dim] != lead[dim]:
         mine = F.pad(mine, [0, 0] * (len(lead) - 1 - dim) + [0, padded[dim] - lead[dim]], value=ignore_index)

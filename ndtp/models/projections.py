@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.schemes import BlockLayouts
+from ndtp.compute.constants import constant_on
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted, adopt, as_projection_input
 from ndtp.models.frame import Frame, Passage, led_to
@@ -156,7 +157,7 @@ class Projection(Adopted):
         if self.stored == self.plan.b and self.order is None:
             return weight, bias
         mesh, dim = self.mesh, 1 if self.is_conv else 0
-        order: Any = slice(None) if self.order is None else self.order.to(weight.device)
+        order: Any = slice(None) if self.order is None else constant_on(self.order, weight.device)
         shard = local_shard(weight)
         shard = shard.index_select(dim, order) if isinstance(order, Tensor) else shard
         shard = relayout(shard, self.stored, self.plan.b, mesh, f"{self.name}.weight", kind="weights")

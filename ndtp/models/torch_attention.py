@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ndtp.algebra.layout import Layout
+from ndtp.compute.constants import constant_on
 from ndtp.models.adopted import adopt
 from ndtp.models.frame import Frame
 from ndtp.models.observation import Observation
@@ -119,4 +120,5 @@ class ObservedPart(ObservedLinear):
         """Return the rows of a parameter that are this projection's, in the order in which its product has them."""
         shard, order = local_shard(p), self.order
         assert order is not None
-        return shard[(order if len(shard) == len(self.rows) else order + self.rows.start).to(shard.device)]
+        order = constant_on(order, shard.device)
+        return shard[order if len(shard) == len(self.rows) else order + self.rows.start]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.compute.constants import constant_on
 from ndtp.errors import LayoutError
 from ndtp.runtime.versions import version_of as version_of_plain
 from ndtp.split.moving import cut, moved, section_order
@@ -75,7 +76,7 @@ class Copy(Tie):
             shard = cut(now, spec)
         else:
             if spec.sections and now.spec.dims[-1] != spec.dims[-1]:
-                order = section_order(spec.sections, spec.layout.num_splits(-1)).to(now.device)
+                order = constant_on(section_order(spec.sections, spec.layout.num_splits(-1)), now.device)
                 now = enter(leave(now).index_select(-1, order), now.spec)
             shard = leave(moved(now, spec.dims, spec.padded))
         with torch._C.DisableTorchFunctionSubclass():

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ndtp.compute.constants import constant_on
 from ndtp.split.copies import as_view, share_memory, version_of, written
 from ndtp.split.moving import brought, moved, section_order
 from ndtp.split.spec import Axes, Context, Spec, layout_of
@@ -113,11 +114,13 @@ def aligned(
         if isinstance(x, SplitTensor):
             x = _whole_last(x)
             count = context.mesh.grid.size(mine[-1])
-            bare = leave(x).index_select(-1, section_order(sections, count).to(x.device))
+            bare = leave(x).index_select(-1, constant_on(section_order(sections, count), x.device))
             x = enter(bare, x.spec)
             return brought(x, context, mine, wide, used)
         count = context.mesh.grid.size(mine[-1])
-        return brought(x.index_select(-1, section_order(sections, count).to(x.device)), context, mine, wide, used)
+        return brought(
+            x.index_select(-1, constant_on(section_order(sections, count), x.device)), context, mine, wide, used
+        )
     return brought(x, context, mine, wide, used)
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.algebra.steps import is_legal
+from ndtp.compute.constants import constant_on, inverse_on
 from ndtp.ops.reductions import reduce, relayout_plan
 from ndtp.split.spec import Axes, Context, Spec, layout_of
 from ndtp.split.tensor import SplitTensor, enter, leave
@@ -94,7 +95,7 @@ def _relaid(shard: Tensor, spec: Spec, target: Spec, used: Axes, kind: str = "")
 def cut(x: Tensor, spec: Spec, used: Axes = ()) -> Tensor:
     """The shard of a tensor that is whole on every rank, as `spec` says; its gradient comes back whole."""
     if spec.sections:
-        x = x.index_select(-1, section_order(spec.sections, spec.layout.num_splits(-1)).to(x.device))
+        x = x.index_select(-1, constant_on(section_order(spec.sections, spec.layout.num_splits(-1)), x.device))
     bare = spec.lying([()] * len(spec.sizes), spec.sizes)
     if not x.requires_grad or not torch.is_grad_enabled():
         x = _grown(x, bare, spec)
@@ -139,5 +140,5 @@ def in_dense_order(x: SplitTensor) -> SplitTensor:
     splits = spec.layout.num_splits(-1)
     one = enter(leave(x), Spec(spec.context, spec.sizes, spec.layout, spec.padded, (), spec.origin))
     flat = moved(one, (*spec.dims[:-1], ()))
-    order = torch.argsort(section_order(spec.sections, splits)).to(flat.device)
+    order = inverse_on(section_order(spec.sections, splits), flat.device)
     return enter(leave(flat).index_select(-1, order), flat.spec)

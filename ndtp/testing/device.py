@@ -34,7 +34,7 @@ def use_test_device(rank: int | None = None) -> str:
         if rank is not None:
             share_gpu(rank)
             os.environ["NCCL_MAX_CTAS"] = "2"  # of tiny messages
-        torch.backends.cudnn.allow_tf32 = False  # which is torch's default: convolutions of ten bits
+        torch.backends.cudnn.set_flags(_allow_tf32=False)  # torch's default: convolutions of ten bits
     torch.set_default_device(device_type)
     _DrawnWhereTheGeneratorIs().__enter__()
     return backends_of_host() if device_type == "cuda" else GLOO.name

@@ -83,9 +83,16 @@ def test_rows_that_arrive_and_leave_on_a_device(dtype):
     a, flags = torch.full_like(whole, torch.nan), torch.zeros(ranks, dtype=torch.int32, device="cuda")
     counts, taken = torch.zeros_like(flags), torch.full((ranks * rows, n), torch.nan, dtype=dtype, device="cuda")
     leaving = torch.full_like(taken, torch.nan)
+    tiles = parts.tiles_of_part(whole, b, ranks)
+    # CUDA loads a kernel at its first launch, which waits for all that runs: for a kernel that waits for this one, too.
+    ready = torch.ones_like(flags)
+    parts.gemm_of_arrivals(whole, b, ready, rank)
+    parts.gemm_of_departures(whole, b, ready, rank)
+    parts.wait_for(ready[0], 1)
+    flags[0].fill_(0)
+    torch.cuda.synchronize()
     copies = torch.cuda.Stream()
     copies.wait_stream(torch.cuda.current_stream())
-    tiles = parts.tiles_of_part(whole, b, ranks)
     with torch.cuda.stream(copies):
         for distance in range(ranks):
             part = slice((rank + distance) % ranks * rows, ((rank + distance) % ranks + 1) * rows)

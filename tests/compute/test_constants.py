@@ -1,0 +1,35 @@
+"""Constants are copied to a device once: what a CUDA graph would not hold, and the host would wait for."""
+
+import gc
+
+import torch
+
+from ndtp.compute import constants
+from ndtp.compute.constants import constant_on, indices_on, inverse_on, numbers_on
+
+THERE = torch.device("meta")
+
+
+def test_one_copy_of_each():
+    order = torch.tensor([2, 0, 1])
+    assert constant_on(order, order.device) is order
+    assert constant_on(order, THERE) is constant_on(order, THERE) and constant_on(order, THERE).device == THERE
+    assert inverse_on(order, order.device).tolist() == [1, 2, 0]
+    assert inverse_on(order, THERE) is inverse_on(order, THERE)
+    assert numbers_on([3, 1], THERE) is numbers_on((3, 1), THERE)
+    assert numbers_on([3, 1], order.device, torch.float32).tolist() == [3.0, 1.0]
+    for x in (torch.arange(6).view(2, 3), torch.tensor([True, False]), torch.empty(0, dtype=torch.int64)):
+        there = indices_on(x.clone(), THERE)
+        assert there is indices_on(x.clone(), THERE), "computed anew, and the same"
+        assert there.shape == x.shape and there.dtype == x.dtype
+    assert indices_on(torch.arange(2), THERE) is not indices_on(torch.arange(2) + 1, THERE)
+
+
+def test_what_goes_takes_its_copy_along():
+    order = torch.tensor([1, 0])
+    constant_on(order, THERE)
+    inverse_on(order, THERE)
+    before = len(constants._COPIES), len(constants._INVERSES)
+    del order
+    gc.collect()
+    assert (len(constants._COPIES), len(constants._INVERSES)) == (before[0] - 2, before[1] - 1)
