@@ -26,6 +26,7 @@ from ndtp.models.opened_attention import INPUTS, can_open, leave_fast_path, name
 from ndtp.models.other_layers import reads
 from ndtp.models.placing import Placing
 from ndtp.models.projections import place_projection, used_and_stored
+from ndtp.models.recurrent import keep_weights_apart
 from ndtp.models.roles import features, is_linear, join
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly, run_eagerly
 from ndtp.models.saving import saved_whole
@@ -104,6 +105,7 @@ class AnyModel(Placing):
             average_loss(self.model, self.frame)
         saved_whole(self.model)
         not_replicated(self.model)
+        keep_weights_apart(self.model)
         run_eagerly(self.model)
 
     def adapt(self, modules: dict[str, nn.Module]) -> dict[str, str]:

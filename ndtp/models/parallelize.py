@@ -32,6 +32,7 @@ from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.profile import use_measured
 from ndtp.models.rechecked import rechecked
 from ndtp.models.recognised import is_recognised
+from ndtp.models.recurrent import keep_weights_apart
 from ndtp.models.refused_code import refuse_layers_of_shards, refuse_scripts
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
@@ -245,6 +246,7 @@ def parallelize(
     report.carried = held.bring(mesh)
     report.of(model, mesh, count, len(report.replaced), strict)
     not_replicated(model)
+    keep_weights_apart(model)
     rows = axes_of_rows(model)
     OwnRows(mesh, rows).watch(model)
     report.plain = sum_plain_gradients_of(model, mesh, rows)
