@@ -81,6 +81,14 @@ class GridTrainerMixin:
         finally:
             self._ndtp_mesh = mesh
 
+    def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+        """Save the model, which every rank has a part of: transformers 5.20 asks the main process alone."""
+        if self._ndtp_mesh is None or self.args.should_save:  # type: ignore[attr-defined]
+            return super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:  # type: ignore[attr-defined]
+            self.push_to_hub()  # type: ignore[attr-defined]  # which saves once more
+
     def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
         writes: bool = self.args.should_save  # type: ignore[attr-defined]
         if self._ndtp_mesh is None or writes:
