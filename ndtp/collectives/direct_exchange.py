@@ -65,6 +65,11 @@ def past_of(group: ProcessGroup) -> Past:
     return past
 
 
+def is_elsewhere(x: Tensor) -> bool:
+    """Return whether a tensor lies where gloo cannot send from: its messages come from and go to the host's memory."""
+    return x.device.type not in ("cpu", "meta")
+
+
 def exchange(
     group: ProcessGroup,
     sent: Sequence[Tensor],
@@ -91,7 +96,7 @@ def exchange(
     arriving: Any = landing
     leaving: Any = sent
     through_host = []
-    if not landing[me].is_cpu:  # gloo's messages come from and go to the host's memory alone
+    if is_elsewhere(landing[me]):
         arriving = {j: torch.empty(landing[j].shape, dtype=landing[j].dtype, device="cpu") for j in sources}
         through_host = [(landing[j], arriving[j]) for j in sources]
         copies = {id(x): x.cpu() for x in {id(sent[j]): sent[j] for j in targets}.values()}

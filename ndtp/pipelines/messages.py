@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ndtp.algebra.pipeline_plan import AXIS
 from ndtp.collectives.backends import backend_of
+from ndtp.collectives.direct_exchange import is_elsewhere
 from ndtp.collectives.flight import DONE, WAITED, Flight, FlightEntry, Note
 from ndtp.collectives.labels import Label
 from ndtp.collectives.own_presence import flight_of_world
@@ -72,10 +73,12 @@ class _Named:
         given["group_dst" if self.op is dist.isend else "group_src"] = peer
         flight, me = flight_of_world(), dist.get_rank()
         entry = None if flight is None else self._enter(flight, me, x)
-        # gloo's messages come from and go to the host's memory alone.
-        there = x if x.is_cpu else x.cpu() if self.op is dist.isend else torch.empty_like(x, device="cpu")
+        there, staged = x, None
+        if is_elsewhere(x):
+            there = x.cpu() if self.op is dist.isend else torch.empty_like(x, device="cpu")
+            staged = x, there
         try:
-            return _NamedWork(self, self.op(there, **given), entry, None if x.is_cpu else (x, there))
+            return _NamedWork(self, self.op(there, **given), entry, staged)
         except RuntimeError as error:
             raise self.failed(error) from error
 
