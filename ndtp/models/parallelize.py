@@ -33,7 +33,7 @@ from ndtp.models.profile import use_measured
 from ndtp.models.rechecked import rechecked
 from ndtp.models.recognised import is_recognised
 from ndtp.models.recurrent import keep_weights_apart
-from ndtp.models.refused_code import refuse_layers_of_shards, refuse_scripts
+from ndtp.models.refused_code import refuse_layers_of_shards, refuse_lazy, refuse_scripts
 from ndtp.models.report import Report
 from ndtp.models.roles import is_linear
 from ndtp.models.same_calls import compare_calls
@@ -157,6 +157,7 @@ def parallelize(
     is_mixed = len(schemes) > 1 or LAYOUTS in schemes
     left = [name for name, value in values.items() if value is None]
     refuse_scripts(model)
+    refuse_lazy(model)
     set_hooked_apart(model)
     guard_backward_hooks()
     report, held = Report(plan=names.as_dict()), Held(model)

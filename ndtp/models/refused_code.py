@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted
@@ -33,6 +34,20 @@ def refuse_scripts(model: nn.Module) -> None:
             raise LayoutError(
                 f"parallelize: {repr(name) if name else 'the model'} is a script of TorchScript, whose code would see "
                 "shards and take them for the whole\n  fix: the module of which it was made"
+            )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Refuse parameters and buffers that get their sizes in the first call, as those of `nn.LazyLinear` do.
+
+    Raises:
+        LayoutError: names the first one.
+    """
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(x):
+            raise LayoutError(
+                f"parallelize: {name!r} is of a lazy layer, and has no size before its first call\n"
+                "  fix: call the dense model once, with an input of the right sizes, and then parallelize"
             )
 
 

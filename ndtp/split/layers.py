@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn._reduction import get_enum
 
 from ndtp.errors import LayoutError
 from ndtp.nn.losses import cross_entropy
@@ -57,9 +58,9 @@ def layer_norm(
 
 @rule(F.rms_norm, torch.rms_norm)
 def rms_norm(func: Any, x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    if isinstance(x, SplitTensor):
-        eps = default_eps(x.dtype) if eps is None else eps
-    return _normed(x, normalized_shape, weight, None, eps or 0.0, False)
+    if isinstance(x, SplitTensor) and eps is None:
+        eps = default_eps(x.dtype)
+    return _normed(x, normalized_shape, weight, None, eps, False)
 
 
 def _check_sizes(what: str, sizes: Sequence[int], **given: Tensor | None) -> None:
@@ -73,7 +74,7 @@ def _check_sizes(what: str, sizes: Sequence[int], **given: Tensor | None) -> Non
             raise LayoutError(f"{what}: {name} is {tuple(x.shape)}\n  fix: give one of {tuple(sizes)}")
 
 
-def _normed(x: Any, shape: Any, weight: Any, bias: Any, eps: float, centred: bool) -> Any:
+def _normed(x: Any, shape: Any, weight: Any, bias: Any, eps: Any, centred: bool) -> Any:
     """Normalise over the last dims: moments of a row are merged over the axes that split them, and nothing else
     moves.
     """
@@ -81,7 +82,10 @@ def _normed(x: Any, shape: Any, weight: Any, bias: Any, eps: float, centred: boo
     if not isinstance(x, SplitTensor):
         x, own, other = whole(x), whole(weight), whole(bias)
         return F.layer_norm(x, shape, own, other, eps) if centred else F.rms_norm(x, shape, own, eps)
-    _check_sizes(f"norm over the last dims of {tuple(x.shape)}", shape, weight=weight, bias=bias)
+    what = f"norm over the last dims of {tuple(x.shape)}"
+    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+        raise LayoutError(f"{what}: they are not {shape}\n  fix: normalized_shape={tuple(x.shape[-1:])}")
+    _check_sizes(what, shape, weight=weight, bias=bias)
     count = len(x.spec.sizes)
     if x.spec.sections:
         x = without(x, [count - 1])
@@ -136,7 +140,7 @@ PER_SAMPLE = {
     "max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3, "avg_pool1d": 1, "avg_pool2d": 2, "avg_pool3d": 3,
     "adaptive_avg_pool1d": 1, "adaptive_avg_pool2d": 2, "adaptive_avg_pool3d": 3, "adaptive_max_pool1d": 1,
     "adaptive_max_pool2d": 2, "lp_pool1d": 1, "lp_pool2d": 2, "max_pool2d_with_indices": 2, "interpolate": 0,
-    "upsample": 0, "pixel_shuffle": 2, "pixel_unshuffle": 2, "group_norm": 0, "instance_norm": 0, "unfold": 2,
+    "upsample": 0, "pixel_shuffle": 2, "pixel_unshuffle": 2, "group_norm": 0, "unfold": 2,
     "fold": 2, "pad": -1, "prelu": 0, "channel_shuffle": 0,
 }  # fmt: skip
 
@@ -179,7 +183,24 @@ def per_sample(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return made[0] if isinstance(result, Tensor) else type(result)(made)
 
 
+@rule(F.instance_norm)
+def instance_norm(
+    func: Any, x: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
+    use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Any:  # fmt: skip
+    """Normalise each channel of a sample; running statistics are averages over all samples, split ones, too."""
+    if isinstance(x, SplitTensor) and use_input_stats and x.dim() > 2:
+        places = list(range(2, x.dim()))
+        with torch.no_grad():
+            for running, now in ((running_mean, torch.mean), (running_var, torch.var)):
+                if running is not None:
+                    running.lerp_(whole(now(x, places).mean(0)).to(running.dtype), momentum)
+        running_mean = running_var = None
+    return per_sample(func, x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
 def _reduced(losses: Any, reduction: str) -> Any:
+    get_enum(reduction)  # torch's error for a word that means nothing
     return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
 
 
@@ -189,6 +210,7 @@ def _reduced(losses: Any, reduction: str) -> Any:
 )  # fmt: skip
 def pointwise_loss(func: Any, x: Any, target: Any, *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
     """Losses that are computed element by element."""
+    get_enum(reduction)
     if (
         kwargs.get("size_average") is not None
         or kwargs.get("reduce") is not None

@@ -5,8 +5,8 @@
 
 An operation gives what it gives of dense tensors, or it is refused by name.  It takes ten minutes; `--seed` draws other
 layouts, `--in-place` takes the forms that write into their first operand, `--activations` takes split activations in
-the place of parameters, and compares their gradients, too.  Tensors whose numbers are not defined (`empty`), sparse
-ones, and attention that drops at random are not compared.
+the place of parameters, and compares their gradients, too, and `--refusals` takes operands that torch refuses.  Tensors
+whose numbers are not defined (`empty`), sparse ones, and attention that drops at random are not compared.
 """
 
 from __future__ import annotations
@@ -182,15 +182,46 @@ def compare_activations(first: int, in_place: bool, seed: int) -> tuple[dict[str
     return dict(found), odd
 
 
+def compare_refusals(first: int, in_place: bool, seed: int) -> tuple[dict[str, int], list[str]]:
+    """Operands that torch refuses: a split activation is refused with them, too."""
+    warnings.simplefilter("ignore")
+    mesh, draw = ndtp.ProcessGrid(ndtp.Grid(x=2, y=2)), random.Random(seed)
+    found, odd = Counter[str](), list[str]()
+    for op in operations()[first : first + AT_ONCE]:
+        for sample in op.error_inputs("cpu") if op.error_inputs_func is not None else ():
+            given, context = sample.sample_input, Context(mesh)
+            if given.kwargs.get("out") is not None:  # memory that overlaps with that of an operand
+                continue
+            try:
+                op(given.input, *given.args, **given.kwargs)
+                continue
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+            split = tree_map(
+                lambda x, c=context: in_parts(x, c, draw) if isinstance(x, Tensor) and x.is_floating_point() else x,
+                given.input,
+            )
+            if not any(isinstance(each, SplitTensor) for each in tree_leaves(split)):
+                continue
+            try:
+                op(split, *given.args, **given.kwargs)
+                found["taken"] += 1
+                odd.append(f"{op.name} {op.variant_test_name}: taken, where dense raises {why}")
+            except Exception:
+                found["refused"] += 1
+    return dict(found), odd
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--in-place", action="store_true")
     parser.add_argument("--activations", action="store_true")
+    parser.add_argument("--refusals", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     total, odd, number = Counter[str](), list[str](), len(operations())
-    compared = compare_activations if options.activations else compare
+    compared = compare_activations if options.activations else compare_refusals if options.refusals else compare
     for first in range(0, number, AT_ONCE):
         found, more = ndtp.testing.run(compared, ranks=4, args=(first, options.in_place, options.seed), timeout=120)[0]
         total.update(found)

@@ -368,6 +368,9 @@ def check_other_sizes() -> bool:
             for size in (1, 3, 12):
                 with pytest.raises(LayoutError, match=r"give one of \(6,\)"):
                     norm(x, torch.ones(size))
+        for loss in (F.mse_loss, F.soft_margin_loss, F.kl_div):
+            with pytest.raises(ValueError, match="sums is not a valid value for reduction"):
+                loss(x, torch.zeros(8, 6), reduction="sums")
         for key, sizes in ((1, (3,)), (slice(0, 8), (4, 6)), (slice(0, 8), (2, 8, 6))):
             with pytest.raises(RuntimeError, match="expand"):
                 x[key] = torch.ones(sizes)
