@@ -94,7 +94,7 @@ class Report:
             LayoutError: none was replaced.
         """
         if strict:
-            self.refuse_nothing(replaced)
+            self.refuse_nothing(model, replaced)
         self.mesh = mesh
         self.count(model, linears, replaced)
         earlier = vars(model).get("ndtp_report")
@@ -123,8 +123,11 @@ class Report:
         self.carried = [*earlier.carried, *self.carried]
         self.plan = earlier.plan | self.plan
 
-    def refuse_nothing(self, linears: int) -> None:
+    def refuse_nothing(self, model: nn.Module, linears: int) -> None:
         """Refuse a model of which nothing was replaced.
+
+        Args:
+            linears: how many of its Linears are on the grid.
 
         Raises:
             LayoutError: nothing was replaced, or no layer of a model that is quantised; the same on every rank.
@@ -138,6 +141,12 @@ class Report:
             )
         if self.replaced:
             return
+        before = next((name for name, p in model.named_parameters() if not is_plain(p)), None)
+        if before is not None:
+            raise LayoutError(
+                f"parallelize: {before!r} lies on a grid already: the model, or one that it is a part of, was split "
+                "before\n  fix: no second call; another grid takes the dense model"
+            )
         reasons = "\n".join(f"  {line}" for line in _grouped(self.kept)[:8]) or "  it has no nn.Linear"
         raise LayoutError(
             f"parallelize: nothing was replaced\n{reasons}\n  fix: name layers in plan=, or strict=False to go on"

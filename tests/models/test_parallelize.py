@@ -189,6 +189,8 @@ def check_report():
     named = ndtp.parallelize(encoder(), mesh, {"0.mapping": "up", "0.projection": "down"})
     assert named.ndtp_report.kept == {"1.mapping": "not named in the plan", "1.projection": "not named in the plan"}
     assert isinstance(named[0].mapping, nn.Linear), "for model.apply(init), peft and whoever asks"
+    with pytest.raises(LayoutError, match=r"'mapping.weight' lies on a grid already: .*\n  fix: no second call"):
+        ndtp.parallelize(named[0], mesh, example=torch.ones(8, named[0].mapping.in_features))
     return text
 
 
