@@ -38,12 +38,17 @@ class OfWholeBatches(TorchFunctionMode):
             return True
         if func is Tensor.__contains__ and args[0].is_meta:  # the token of padding among ids
             return False
-        if func is torch.bincount and args[0].is_meta:  # which torch 2.11 does not count
-            return args[0].new_empty((kwargs or {}).get("minlength", 0))
+        if func in (torch.bincount, Tensor.bincount) and args and args[0].is_meta:  # for which torch has no kernel
+            return _counted(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func in (torch.any, Tensor.any) and isinstance(result, Tensor) and not result.dim() and result.is_meta:
             return torch.tensor(False)
         return result
+
+
+def _counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Return a tensor of the form that `bincount` gives."""
+    return x.new_empty(minlength) if weights is None else weights.new_empty(minlength)
 
 
 def step_volume(model: nn.Module, mesh: ProcessGrid, given: Mapping[str, Any]) -> Volume:

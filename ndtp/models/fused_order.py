@@ -76,5 +76,8 @@ def in_order(kind: str, parts: tuple[Tensor, Tensor, Tensor], head_dim: int) -> 
 
 
 def order_of(sections: Sequence[int], splits: int) -> Tensor | None:
-    """Rows of a weight of several sections, so that each rank along the axes that split them has its part of each."""
-    return section_order(tuple(sections), splits).clone() if sections else None
+    """Rows of a weight of several sections, so that each rank along the axes that split them has its part of each.
+
+    One tensor for equal sections, which nobody may write to.
+    """
+    return section_order(tuple(sections), splits) if sections else None

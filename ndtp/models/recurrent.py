@@ -17,4 +17,4 @@ def keep_weights_apart(model: nn.Module) -> None:
 
 
 def _nothing_to_flatten() -> None:
-    """The place of `flatten_parameters`: what lies on a grid is one piece for cuDNN when it is gathered."""
+    """Stand in for `flatten_parameters`: each call has whole weights of its own, which it would move every time."""

@@ -66,8 +66,8 @@ def brought_together(mesh: ProcessGrid, named: Sequence[tuple[str, Tensor]], axe
     if mesh.rank == 0 and apart:
         more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
         warnings.warn(
-            f"ndtp: ranks' copies of '{apart[0]}'{more} have drifted apart by up to {max(distances):.1e}, as they "
-            "do by kernels whose sums are not the same in every run; all ranks go on with those of the first one\n"
+            f"ndtp: ranks' copies of '{apart[0]}'{more} have drifted apart by up to {max(distances):.1e}, as they do "
+            "by kernels without a fixed order of sums, or by other inputs; all go on with those of the first rank\n"
             "  fix: torch.use_deterministic_algorithms(True), with which copies stay the same to the bit",
             stacklevel=2,
         )

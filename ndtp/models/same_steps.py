@@ -266,7 +266,7 @@ class Steps:
             for topic in topics
             if set(topic) != set(every)
         ]  # fmt: skip
-        facts.append(Fact("all of the weights that were changed by nobody known", digest(changed)))
+        changes = Fact("all of the weights that were changed by nobody known", digest(changed))
 
         def details() -> list[Fact]:
             found = []
@@ -276,11 +276,15 @@ class Steps:
                 found.append(Fact(f"weight '{name}' since the last step", how or "as it was"))
             return found
 
+        what = f"weights before {what}"
+        if not self.taken or not may_drift(mesh.device_type):
+            compare_facts(mesh, what, [*facts, changes], details)
+            return
+        compare_facts(mesh, what, [changes], details)
         try:
-            compare_facts(mesh, f"weights before {what}", facts, details)
+            compare_facts(mesh, what, facts, details)
         except MismatchError:
-            named = [*_in_order(self._calls.model)]
-            if not self.taken or not may_drift(mesh.device_type) or not brought_together(mesh, named, axes):
+            if not brought_together(mesh, [*_in_order(self._calls.model)], axes):
                 raise
             self._seen = self._parts.counts.now()
 

@@ -76,6 +76,7 @@ class _Named:
         there, staged = x, None
         if is_elsewhere(x):
             there = x.cpu() if self.op is dist.isend else torch.empty_like(x, device="cpu")
+            there.__dict__.update(x.__dict__)  # by its label a message is counted
             staged = x, there
         try:
             return _NamedWork(self, self.op(there, **given), entry, staged)

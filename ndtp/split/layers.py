@@ -189,14 +189,20 @@ def instance_norm(
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     """Normalise each channel of a sample; running statistics are averages over all samples, split ones, too."""
-    if isinstance(x, SplitTensor) and use_input_stats and x.dim() > 2:
+    running = [each for each in (running_mean, running_var) if each is not None]
+    if not isinstance(x, SplitTensor) or x.dim() < 3 or len(running) == 1:
+        return NotImplemented
+    given = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    _check_sizes(f"instance_norm of {tuple(x.shape)}", x.shape[1:2], **given)
+    if not use_input_stats or not running:
+        return per_sample(func, x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    y = per_sample(func, x, None, None, weight, bias, True, momentum, eps)
+    with torch.no_grad():
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         places = list(range(2, x.dim()))
-        with torch.no_grad():
-            for running, now in ((running_mean, torch.mean), (running_var, torch.var)):
-                if running is not None:
-                    running.lerp_(whole(now(x, places).mean(0)).to(running.dtype), momentum)
-        running_mean = running_var = None
-    return per_sample(func, x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+        for each, now in zip(running, (x.mean(places), x.var(places)), strict=True):
+            each.lerp_(whole(now.mean(0)).to(each.dtype), momentum)
+    return y
 
 
 def _reduced(losses: Any, reduction: str) -> Any:

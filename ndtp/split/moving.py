@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ndtp.algebra.steps import is_legal
-from ndtp.compute.constants import constant_on, inverse_on
+from ndtp.compute.constants import constant_on, inverse_on, lasting
 from ndtp.ops.reductions import reduce, relayout_plan
 from ndtp.split.spec import Axes, Context, Spec, layout_of
 from ndtp.split.tensor import SplitTensor, enter, leave
@@ -131,7 +131,8 @@ def section_order(sections: tuple[int, ...], splits: int) -> Tensor:
         for size in sections:
             order += range(start + part * size // splits, start + (part + 1) * size // splits)
             start += size
-    return torch.tensor(order, device="cpu")
+    with lasting():
+        return torch.tensor(order, device="cpu")
 
 
 def in_dense_order(x: SplitTensor) -> SplitTensor:

@@ -2,7 +2,9 @@
 
 import gc
 
+import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ndtp.compute import constants
 from ndtp.compute.constants import constant_on, indices_on, inverse_on, numbers_on
@@ -23,6 +25,19 @@ def test_one_copy_of_each():
         assert there is indices_on(x.clone(), THERE), "computed anew, and the same"
         assert there.shape == x.shape and there.dtype == x.dtype
     assert indices_on(torch.arange(2), THERE) is not indices_on(torch.arange(2) + 1, THERE)
+
+
+@pytest.mark.parametrize("kind", ["inference", "fake"])
+def test_whatever_mode_asks_first(kind):
+    """What an evaluation has made serves training."""
+    order = torch.tensor([2, 1, 0]) if kind == "fake" else torch.tensor([1, 2, 0])
+    with torch.inference_mode() if kind == "inference" else FakeTensorMode(allow_non_fake_inputs=True):
+        inverse_on(order, order.device)
+        numbers_on(range(len(kind)), order.device)
+    for index in (inverse_on(order, order.device), numbers_on(range(len(kind)), order.device) % 3):
+        x = torch.ones(3, requires_grad=True)
+        (x.index_select(0, index) * x[index]).sum().backward()
+        assert type(x.grad) is torch.Tensor
 
 
 def test_what_goes_takes_its_copy_along():

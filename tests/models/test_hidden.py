@@ -31,6 +31,7 @@ def check_sections(grid, sections):
     features = sections * each
     dense = torch.arange(3 * 2 * features, dtype=torch.float64).view(3, 2, features)
     passage = Passage(frame, Layout(grid, "x", "y"), (3, 2), 8, features, features, sections)
+    assert passage.order is passage.order, "copied to a device once"
     rows = torch.nn.functional.pad(dense.flatten(0, 1), (0, 0, 0, 2))
     parts = [Layout(grid, "x", "y").shard(part, mesh.rank) for part in rows.chunk(sections, 1)]
     x = enter(torch.cat(parts, 1).requires_grad_().clone(), passage)

@@ -1,5 +1,7 @@
 """Stages on unequal grids under torch's schedules: gradients of the dense model, and bytes as the plan counts them."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from ndtp.algebra.pipeline_plan import PipelinePlan
 from ndtp.algebra.schemes import block_layouts
 from ndtp.algebra.volume import Traffic, Volume
 from ndtp.errors import CheckpointError
+from ndtp.pipelines import messages
 
 SHAPE, MICRO_BATCHES = (4, 8), 4
 
@@ -138,6 +141,10 @@ def check_files(folder):
 def check_all(folder):
     for case in CASES:
         check_case(*case)
+    # As the messages of a GPU's tensors go: through other memory, both ways.
+    elsewhere = mock.patch.object(messages, "is_elsewhere", lambda x: True)
+    with elsewhere, mock.patch.object(torch.Tensor, "cpu", torch.Tensor.clone):
+        check_case(*CASES[0])
     return check_files(folder)
 
 

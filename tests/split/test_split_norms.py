@@ -23,6 +23,11 @@ def check_running_statistics() -> bool:
                 expected = norm(x, *dense, None, None, True, 0.3)
                 made = norm(enter(cut(x, spec), spec), *split, None, None, True, 0.3)
                 torch.testing.assert_close([whole(made), *split], [expected, *dense])
+    spec = spec_of(context, (4, 6, 1), [("x",), (), ()])
+    running = [torch.zeros(6), torch.ones(6)]
+    with pytest.raises(ValueError, match="more than 1 spatial element"):
+        F.instance_norm(enter(cut(torch.ones(4, 6, 1), spec), spec), *running)
+    assert torch.equal(torch.stack(running), torch.stack([torch.zeros(6), torch.ones(6)])), "as they were"
     return True
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,8 +128,7 @@ def fits(problem: Problem, config: Config, chip: Chip) -> bool:
 def _fits_gluon(problem: Problem, config: Config, chip: Chip) -> bool:
     """One product of 16-bit matrices into one, with an epilogue or without; no interpreter runs these kernels."""
     return (
-        _has_gluon()
-        and chip.target in ("sm_90", "sm_100", "sm_103")
+        chip.target in ("sm_90", "sm_100", "sm_103")
         and _dtype_class(problem.dtype) == "half"
         and problem.kind in ("plain", "epilogue")
         and problem.tma_out
@@ -137,13 +136,19 @@ def _fits_gluon(problem: Problem, config: Config, chip: Chip) -> bool:
         and problem.batch == config.split_k == 1
         and problem.k > 0
         and config.num_stages > 1
+        and _has_gluon()
     )
 
 
 @functools.cache
 def _has_gluon() -> bool:
     """Return whether this Triton compiles the kernels in Gluon: 3.6 has another form of its barriers."""
-    return tuple(map(int, metadata.version("triton").split(".")[:2])) >= (3, 7)
+    try:
+        import triton
+    except ImportError:
+        return False
+    numbers = [int("".join(filter(str.isdigit, part)) or 0) for part in triton.__version__.split(".")[:2]]
+    return tuple(numbers) >= (3, 7)
 
 
 def candidates(problem: Problem, chip: Chip, table: Table, unmeasured: bool = False) -> list[Config]:
