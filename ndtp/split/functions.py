@@ -21,9 +21,14 @@ from ndtp.split.own_collectives import guard_collectives
 from ndtp.split.tensor import TABLE, SplitTensor, mapped, split_in
 from ndtp.split.whole import on_whole, whole
 
-_given = Function.apply
+_GIVEN: Any = vars(Function)["apply"]  # a method of the class, in Python or, from torch 2.15 on, in C
 _SAVES_INPUTS = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)  # how torch 2.11 does what save_inputs does
 _OURS = ("ndtp.", "torch.")
+
+
+def _given(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Torch's own `apply` of a class."""
+    return _GIVEN.__get__(None, cls)(*args, **kwargs)
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,12 +50,12 @@ def _begin(rows: OwnRows, grads: Any) -> Any:
 
 def _ruled(cls: Any, args: Any, kwargs: Any) -> Any:
     if cls is CheckpointFunction:
-        return _given.__func__(_Checkpoint, *map(_computed, args), **kwargs)  # type: ignore[attr-defined]
+        return _given(_Checkpoint, *map(_computed, args), **kwargs)
     if cls is _SAVES_INPUTS:
-        return _given.__func__(cls, *map(_computed, args), **kwargs)  # type: ignore[attr-defined]
+        return _given(cls, *map(_computed, args), **kwargs)
     if not split_in(args):
         kind = cls if at_work() is None or cls.__module__.startswith(_OURS) else _giving_wholes(cls)
-        return _given.__func__(kind, *args, **kwargs)  # type: ignore[attr-defined]
+        return _given(kind, *args, **kwargs)
     made = TABLE.get(cls)
     if made is not None:
         result = made(cls.apply, *args, **kwargs)
@@ -105,7 +110,7 @@ class _Named:
         self.kind, self.__name__ = kind, kind.__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _given.__func__(_giving_wholes(self.kind), *args, **kwargs)  # type: ignore[attr-defined]
+        return _given(_giving_wholes(self.kind), *args, **kwargs)
 
 
 def _of_computed(save_inputs: Any) -> Any:
