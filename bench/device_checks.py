@@ -10,6 +10,7 @@
     bandwidth    gathers by symmetric memory: at least 0.8 of NCCL's rate
     memory       device memory that a communicator takes
 
+More ranks than devices share them (`ndtp.testing.device.share_gpu`), with fewer steps; times say nothing then.
 Without a GPU a check that can runs small on CPUs, over gloo, and judges nothing; the others say that they need one.
 Exit status: 0 the goal is met, or there is none; 1 missed or wrong; 2 nothing was measured.
 """
@@ -37,6 +38,8 @@ from ndtp.algebra.steps import Step
 from ndtp.collectives import nccl
 from ndtp.testing.device import share_gpu
 
+# cuBLAS gives the same sums in every run with a workspace of a fixed size.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 STEPS = 2000
 STEPS_OF_SHARED = 100  # where ranks share a GPU, which gives each of them its turn
 
@@ -49,21 +52,19 @@ class Place:
     on_gpu: bool
     rank: int
     ranks: int
-    is_shared: bool = False
+    is_shared: bool
 
     @classmethod
     def here(cls) -> Place:
         on_gpu = torch.cuda.is_available()
         rank = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-        if on_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
-            device = share_gpu(rank)
+        is_shared = on_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
+        device = share_gpu(rank) if is_shared else torch.device("cuda", rank) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(device)
         if "RANK" in os.environ:
             dist.init_process_group("nccl" if on_gpu else "gloo", **({"device_id": device} if on_gpu else {}))
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        is_shared = on_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
         return cls(device, on_gpu, int(os.environ.get("RANK", "0")), ranks, is_shared)
 
     def mesh(self, **options: Any) -> ndtp.ProcessGrid:
@@ -103,10 +104,6 @@ class Place:
         issued = time.perf_counter()
         self.synchronize()
         return (time.perf_counter() - begin) / times, (issued - begin) / times
-
-
-# cuBLAS gives the same sums in every run with a workspace of a fixed size.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 class NeedsADevice(Exception):

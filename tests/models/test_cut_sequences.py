@@ -53,8 +53,11 @@ def check(names, sizes, scheme, batch, length=7, generates=False, masked=True, a
             assert torch.equal(model.generate(ids, attention_mask=mask, **options), tokens), where
 
 
-def test_a_dry_run_finds_no_token_of_padding():
+def test_a_dry_run_finds_no_token_of_padding_and_counts():
+    ids, weights = torch.empty(3, dtype=torch.long, device="meta"), torch.empty(3, device="meta")
     with OfWholeBatches():
+        for counted, dtype in ((torch.bincount(ids, None, 4), torch.long), (ids.bincount(weights, minlength=4), None)):
+            assert counted.shape == (4,) and counted.dtype == (dtype or torch.float32)
         assert 0 not in torch.empty(2, 3, dtype=torch.long, device="meta")
 
 
