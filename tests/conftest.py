@@ -33,6 +33,9 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     others = left_out(json.loads(COSTS.read_text()))
+    for kind, devices in {"cpu": ("cuda", "emulated"), "real": ("emulated",)}.items():
+        if os.environ.get("NDTP_TEST_DEVICE") in devices:
+            others |= {item.nodeid for item in items if item.get_closest_marker(kind)}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
     items[:] = [item for item in items if item.nodeid not in others]
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))

@@ -45,6 +45,10 @@ PATCHES: dict[str, Patch] = {
         "torch names groups by their number, so that ranks in different numbers of groups wait for each other for ever",
         "new_group(use_local_synchronization=True) takes a name",
     ),
+    "torch.distributed.distributed_c10d._world": Patch(
+        "torch 2.15 names a group that ranks make alone by the number of groups that each has made, which differs",
+        "as for _world.pg_names",
+    ),
     "torch.distributed.nn.functional": Patch(
         "its functions have the world as a default argument and keep gloo's threads alive after the world has ended",
         "torch looks the default group up when such a function is called",
@@ -52,6 +56,10 @@ PATCHES: dict[str, Patch] = {
     "torch.distributed.device_mesh.DeviceMesh._concatenate": Patch(
         "fully_shard over a further dim fails deep inside of torch, and its error does not name the grid",
         "FSDP2 takes parameters whose mesh has any number of dims in any order",
+    ),
+    "torch.distributed.Backend.backend_capability": Patch(
+        "torch's fake process groups serve the devices that it lists, and the emulated one of `ndtp.testing` is none",
+        "fake process groups take tensors of any device",
     ),
     "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers": Patch(
         "foreach and fused optimizers change a DTensor without counting it in _version, so that a cached weight is old",

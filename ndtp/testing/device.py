@@ -1,4 +1,4 @@
-"""Tests whose tensors lie on a GPU: with `NDTP_TEST_DEVICE=cuda` ranks and pytest make them there by default."""
+"""Tests whose tensors lie on another device, "cuda" or "emulated": `NDTP_TEST_DEVICE` names it for ranks and pytest."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ndtp.collectives.backends import GLOO, backends_of_host
+from ndtp.testing import emulated
 
 TEST_DEVICE = "NDTP_TEST_DEVICE"
 
@@ -30,6 +31,8 @@ def use_test_device(rank: int | None = None) -> str:
     device_type = os.environ.get(TEST_DEVICE)
     if not device_type:
         return GLOO.name
+    if device_type == emulated.NAME:
+        emulated.start()
     if device_type == "cuda":
         if rank is not None:
             share_gpu(rank)
@@ -37,6 +40,8 @@ def use_test_device(rank: int | None = None) -> str:
         torch.backends.cudnn.set_flags(_allow_tf32=False)  # torch's default: convolutions of ten bits
     torch.set_default_device(device_type)
     _DrawnWhereTheGeneratorIs().__enter__()
+    if device_type == emulated.NAME:
+        return emulated.BACKENDS
     return backends_of_host() if device_type == "cuda" else GLOO.name
 
 

@@ -25,6 +25,9 @@ def test_a_grid_takes_the_default_device_where_a_backend_serves_it():
     assert device_type_of({"cpu": "gloo", "cuda": "gloo"}) == "cpu"
     with torch.device("cuda:0"):
         assert device_type_of({"cpu": "gloo", "cuda": "gloo"}) == "cuda" and device_type_of({"cpu": "gloo"}) == "cpu"
+        assert device_type_of({}) == "cuda", "a grid of one rank"
+    with torch.device("meta"):
+        assert device_type_of({}) == "cpu"
 
 
 def own_device():
