@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,11 +34,13 @@ _GROUPS: WeakValueDictionary[Hashable, ProcessGroup] = WeakValueDictionary()
 # Whether a group is there must not depend on when a rank collects the last grid that had it: ranks make one together.
 _KEPT: WeakKeyDictionary[ProcessGroup, set[ProcessGroup]] = WeakKeyDictionary()  # by the world, which ends them all
 _ALONE: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # by the world
+_MADE: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # likewise
 DEFAULT_TIMEOUT_S = 120.0
 TIMEOUT = "NDTP_TIMEOUT"  # of the environment: another default, in seconds
 _START_UP_S = 5.0  # ranks may take so long to come together, whatever the timeout of the group
 _LATE_S, _LOOK_S = 2.0, 0.1  # for torch to say itself that time is up; between looks whether a rank has left
 _NAMES = "torch.distributed.distributed_c10d._world.pg_names"
+_WORLD, _FAR = "torch.distributed.distributed_c10d._world", 2**40  # more groups than a world has
 _ENDING: list[tuple[float, ProcessGroup]] = []  # and when, on the monotonic clock
 
 
@@ -131,10 +134,11 @@ def _shared_group(
     description = "_".join(("ndtp", *axes, str(len(partition[0])), "ranks"))
     if alone:
         _know_as_many(partition[0], seconds)
-    made = [
-        dist.new_group(list(ranks), use_local_synchronization=alone, group_desc=description, **arguments())
-        for ranks in partition
-    ]
+    with _counted(partition[0]) if alone else nullcontext():
+        made = [
+            dist.new_group(list(ranks), use_local_synchronization=alone, group_desc=description, **arguments())
+            for ranks in partition
+        ]
     mine = next(i for i, ranks in enumerate(partition) if dist.get_rank() in ranks)
     group = _GROUPS[key] = made[mine]
     if not keep:
@@ -142,6 +146,22 @@ def _shared_group(
     elif (world := dist.group.WORLD) is not None:
         _KEPT.setdefault(world, set()).add(group)
     return group
+
+
+@contextmanager
+def _counted(members: tuple[int, ...]) -> Iterator[None]:
+    """Let torch 2.15 name a group by how many its members have made alone; it names groups by how many a rank made."""
+    world, known = dist.group.WORLD, in_place(_WORLD)
+    if world is None:
+        yield
+        return
+    made = _MADE.setdefault(world, Counter())
+    made[members] += 1
+    before, known.group_count = known.group_count, _FAR + made[members]
+    try:
+        yield
+    finally:
+        known.group_count = before  # others may not have made it, and count on together
 
 
 def _know_as_many(members: tuple[int, ...], seconds: float) -> None:

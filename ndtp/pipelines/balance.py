@@ -114,8 +114,8 @@ def _refused(model: nn.Module, why: str) -> LayoutError:
 def _is_common(formula: Any, balance: Balance) -> bool:
     """Return whether a model's function is the common one, by a trial on two layers with padding and without."""
     draw = torch.Generator().manual_seed(0)
-    logits = tuple(torch.randn(6, balance.experts, generator=draw) for _ in range(2))
-    for mask in (None, torch.tensor([[1, 1, 1], [1, 0, 0]])):
+    logits = tuple(torch.randn(6, balance.experts, generator=draw, device="cpu") for _ in range(2))
+    for mask in (None, torch.tensor([[1, 1, 1], [1, 0, 0]], device="cpu")):
         theirs = formula(logits, balance.experts, balance.top_k, mask)
         mine = balance.loss(balance.sums(logits, mask))
         if not isinstance(theirs, Tensor) or not torch.allclose(mine, theirs, rtol=1e-5):

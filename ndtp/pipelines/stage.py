@@ -18,6 +18,7 @@ from ndtp.algebra.resharding import Box, ReshardPlan, volume_of
 from ndtp.algebra.volume import Volume
 from ndtp.algebra.wire import Wire
 from ndtp.checkpoints.pieces import Piece, Whole
+from ndtp.collectives.groups import shared_group
 from ndtp.collectives.uneven_exchange import cut, landing_in, part_of, sendable
 from ndtp.errors import CommunicationError, GridError, LayoutError
 from ndtp.models.state_entries import mesh_of_model
@@ -80,13 +81,10 @@ class PipelineStage(torch_pipelining.PipelineStage):
                 raise GridError(f"pipeline: also= has {plan}, the pipeline {pipeline}\n  fix: the same ranks=")
         self.mesh = mesh = pipeline.mesh(index)
         where = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
-        # torch wants a group with one rank of every stage.  Stages of unequal grids have none: no group, then, and what
-        # it would say is set below.
-        nobody: Any = dist.GroupMember.NON_GROUP_MEMBER
-        super().__init__(
-            module, index, pipeline.num_stages, torch.device(mesh.device_type, *where),
-            group=nobody, dw_builder=dw_builder,
-        )  # fmt: skip
+        # torch wants a group with a rank of every stage, which unequal grids have not: what it would say is set below.
+        alone, device = ((dist.get_rank(),),), torch.device(mesh.device_type, *where)
+        group = shared_group(alone, "alone in its stage", True, dict)
+        super().__init__(module, index, pipeline.num_stages, device, group=group, dw_builder=dw_builder)
         self.group = pipeline.group
         self.group_rank, self.group_size = pipeline.places[index], max(pipeline.places) + 1
         self.stage_index_to_group_rank = dict(enumerate(pipeline.places))
@@ -178,9 +176,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
             meta.inputs = (None,) * (taken if self.is_first else len(self.passing))
         wants = ", with gradients" * self.has_backward
         tensors = ", ".join(f"{plan.shapes} of {dtype}" for plan, dtype in self.passing)
-        what = f"{num_microbatches} micro-batches{wants}; {self.pipeline}, {tensors}" + f", {self.wire}" * bool(
-            self.wire
-        )
+        wire = f", {self.wire}" * bool(self.wire)
+        what = f"{num_microbatches} micro-batches{wants}; {self.pipeline}, {tensors}{wire}"
         first = self.pipeline.stages_of(self.rank)[0] == self.index
         if first and what not in self._agreed:
             self._agreed.add(what)
@@ -215,7 +212,10 @@ class PipelineStage(torch_pipelining.PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
             return []
-        outputs = self._passed_on(self.fwd_cache[fwd_chunk_id][0], self.index)
+        before = getattr(self, "fwd_cache", None)  # torch 2.15 keeps outputs elsewhere
+        now: Any = self
+        given = now._forward_chunk_states[fwd_chunk_id].live_outputs if before is None else before[fwd_chunk_id][0]
+        outputs = self._passed_on(given, self.index)
         ways = self._ways(self.index, "forward")
         return [op for i, plan, _ in ways for op in self._send(plan, outputs[i], ("forward", i, fwd_chunk_id))]
 

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import ndtp
 from ndtp import Grid, GridError, ProcessGrid
 from ndtp.algebra.steps import Step
 from ndtp.collectives.direct_exchange import past_of
-from ndtp.collectives.groups import _breakable
+from ndtp.collectives.groups import _breakable, shared_group
 from ndtp.testing import assert_equal
 
 
@@ -43,6 +44,34 @@ def check_uneven_groups():
 def test_users_groups_may_be_uneven(ranks):
     ranks(4).run(check_uneven_groups, timeout=100)
     ranks(4).close()  # torch names groups that their members make alone by how many they have: no more of those here
+
+
+def check_groups_that_a_rank_made_alone():
+    """Also where torch names a group by how many a rank has made, as torch 2.15 does, and counts all of them."""
+    c10d = dist.distributed_c10d
+    world, before = c10d._world, c10d._world.group_count
+
+    def named(ranks, use_hashed_name):
+        name = f"{list(ranks)} {world.group_count}" if use_hashed_name else str(world.group_count)
+        world.group_count += 1
+        return name
+
+    try:
+        with mock.patch.object(c10d, "_process_group_name", named):
+            for _ in range(3 * dist.get_rank()):
+                dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            made = world.group_count
+            for name in ("one", "another"):
+                total = torch.ones(1)
+                dist.all_reduce(total, group=shared_group(((0, 1),), f"{name} of a test", True, dict, timeout=20))
+                assert total.item() == 2 and world.group_count == made, "ranks count on as they did"
+    finally:
+        world.group_count = before
+
+
+def test_a_rank_may_have_made_groups_alone(ranks):
+    ranks(2).run(check_groups_that_a_rank_made_alone, timeout=60)
+    ranks(2).close()
 
 
 def check_sharing():

@@ -5,6 +5,7 @@ from inspect import signature
 
 import pytest
 import torch
+from counted import of_ndtp
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from turns import by_turns
 
@@ -95,7 +96,7 @@ def check_case(name):
                 *given, target=target[0] if target else None, losses=losses, return_outputs=False,
                 attention_mask=mask, **({"loss_kwargs": counted} if takes else {}),
             )  # fmt: skip
-        between = Volume(tuple(entry for entry in meter.volume if entry.collective == "receive"))
+        between = Volume(tuple(entry for entry in of_ndtp(meter.volume) if entry.collective == "receive"))
         assert between == stages[0].volume(MICRO_BATCHES), f"{between}, {stages[0].volume(MICRO_BATCHES)}"
         # In micro-batches, as a loss of routers is no sum over them.
         loss = sum(
@@ -217,7 +218,7 @@ def check_long_sequences():
         given, target = ([stage.rows(ids, 1)], None) if stage.is_first else ([], stage.rows(ids, 1))
         with CommMeter() as meter:
             schedule.step(*given, target=target, losses=losses, return_outputs=False)
-        between = Volume(tuple(entry for entry in meter.volume if entry.collective == "receive"))
+        between = Volume(tuple(entry for entry in of_ndtp(meter.volume) if entry.collective == "receive"))
         assert between == stage.volume(1), f"{wire}: {between}, {stage.volume(1)}"
         moved[wire] = between.total
         assert not losses or abs(sum(losses) - loss) < allowed
