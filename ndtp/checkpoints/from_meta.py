@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -107,8 +108,7 @@ def _initialize(model: nn.Module, seed: int, device: Device) -> None:
         if hasattr(module, "_is_hf_initialized"):
             del module._is_hf_initialized
     root = _with_own_values(model)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _Draws(entries, mesh, seed):
-        torch.manual_seed(seed % 2**63)
+    with torch.no_grad(), _seeded(seed % 2**63, {e.local.device for e in entries}), _Draws(entries, mesh, seed):
         if root is not None and hasattr(root, "initialize_weights"):
             root.initialize_weights()
         else:
@@ -126,6 +126,20 @@ def _initialize(model: nn.Module, seed: int, device: Device) -> None:
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             _zero_row(module, module.padding_idx, mesh)
+
+
+@contextmanager
+def _seeded(seed: int, devices: set[torch.device]) -> Iterator[None]:
+    """Seed the generators of the CPU and of these devices; behind it they go on as before."""
+    with ExitStack() as kept:
+        kept.enter_context(torch.random.fork_rng(devices=[]))
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            module = getattr(torch, device.type, None)
+            if device.type not in ("cpu", "meta") and hasattr(module, "manual_seed_all"):
+                kept.enter_context(torch.random.fork_rng(devices=[device.index or 0], device_type=device.type))
+                module.manual_seed_all(seed)  # type: ignore[union-attr]
+        yield
 
 
 @torch.no_grad()

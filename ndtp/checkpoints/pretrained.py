@@ -181,7 +181,7 @@ def _gather(key: str, entry: Entry, mesh: ProcessGrid | None, state: State | Non
 
     def make() -> None:
         if state is not None:
-            state[key] = torch.empty(entry.real, dtype=entry.local.dtype)
+            state[key] = torch.empty(entry.real, dtype=entry.local.dtype, device="cpu")
 
     def put(whole: Tensor, row: int, values: Tensor) -> None:
         (whole[row : row + values.shape[0]] if whole.dim() else whole).copy_(values)

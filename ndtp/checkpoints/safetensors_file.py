@@ -82,7 +82,7 @@ class StoredBox(NamedTuple):
         step = self.step if self.sums else max(block_bytes // row_bytes, 1)
         start = rows.start // step * step if self.sums else rows.start
         most = shape[0] if self.sums else rows.stop - rows.start
-        memory = torch.empty(min(step, most) * row_bytes, dtype=torch.uint8)
+        memory = torch.empty(min(step, most) * row_bytes, dtype=torch.uint8, device="cpu")
         with opened(self.path) as file:
             for first in range(start, rows.stop, step):
                 last = min(first + step, shape[0] if self.sums else rows.stop)

@@ -31,6 +31,7 @@ class Backend:
         takes_multiprocessors: whether its collectives are kernels that hold multiprocessors of the device, which
             `max_ctas` limits, and whose memory `register_buffers` takes.
         groups_per_axis: the number of process groups that an axis has where the whole world is one grid.
+        sums_sparse: whether it adds up sparse tensors.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Backend:
     runs_in_host: bool = False
     takes_multiprocessors: bool = False
     groups_per_axis: int = 1
+    sums_sparse: bool = False
 
     def prepare(self) -> None:
         """Set what the backend reads before its first group is made."""
@@ -77,7 +79,7 @@ class _Nccl(Backend):
         return nccl.registered_memory(groups)
 
 
-GLOO = Backend("gloo", device_type="cpu", runs_in_host=True)
+GLOO = Backend("gloo", device_type="cpu", runs_in_host=True, sums_sparse=True)
 NCCL = _Nccl("nccl", device_type="cuda", takes_multiprocessors=True, groups_per_axis=2)
 FAKE = Backend("fake", has_peers=False)
 NOBODY = Backend("")  # of a grid of one rank
@@ -111,10 +113,11 @@ def backends_of_host() -> str:
 def device_type_of(backends: Mapping[str, str]) -> str:
     """The devices that a grid takes: torch's default device, where the user set one that a backend serves.
 
-    Else those of a backend that is made for others than CPUs, if there is one.
+    A grid of one rank without backends takes any default device but meta.  Else they are those of a backend that is
+    made for others than CPUs, if there is one.
     """
     chosen = torch.get_default_device().type
-    if chosen != "cpu" and chosen in backends:
+    if chosen not in ("cpu", "meta") and (chosen in backends or not backends):
         return chosen
     made_for = [backend_named(name).device_type for name in backends.values()]
     return next((device_type for device_type in made_for if device_type not in (None, "cpu")), None) or "cpu"

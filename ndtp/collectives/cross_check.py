@@ -67,7 +67,7 @@ def gather_texts(
     with Watch(describe, label, dist.get_process_group_ranks(group)):
         _all_gather_single(sizes, own, group=group)
         lengths: list[int] = sizes.tolist()
-        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8, device="cpu")
         padded[: len(said)] = torch.frombuffer(said, dtype=torch.uint8) if said else padded[:0]
         every = torch.empty(group.size() * len(padded), dtype=torch.uint8, device=device_type)
         _all_gather_single(every, padded.to(device_type), group=group)

@@ -29,7 +29,8 @@ class Groups:
         """int32 [experts + 1], made once for all products of a step."""
         # From memory that is not pinned, a copy would hold the host until all before it is done.
         pinned = self.device.type == "cuda"
-        starts = torch.tensor(list(accumulate(self.sizes, initial=0)), dtype=torch.int32, pin_memory=pinned)
+        numbers = list(accumulate(self.sizes, initial=0))
+        starts = torch.tensor(numbers, dtype=torch.int32, pin_memory=pinned, device="cpu")
         return starts.to(self.device, non_blocking=pinned)
 
     def of(self, rows: Tensor) -> tuple[Tensor, ...]:

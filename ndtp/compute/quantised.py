@@ -35,7 +35,7 @@ def widened(x: Tensor) -> Tensor:
 
 @cache
 def _table() -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
 
 
 class Quantised(Tensor):

@@ -139,7 +139,7 @@ class Noted(SplitTensor):
     def row_ids(self) -> Tensor:
         """Return which of the layer's rows it has, in the form of its leading dims."""
         if self.leaf is not None:
-            return torch.arange(self.sample.shape[:-1].numel()).view(self.sample.shape[:-1])
+            return torch.arange(self.sample.shape[:-1].numel(), device="cpu").view(self.sample.shape[:-1])
         source = next(x for x in self.args if isinstance(x, Noted))
         ids = source.row_ids()
         if self.func is Tensor.__getitem__:

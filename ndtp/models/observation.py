@@ -212,17 +212,22 @@ def _lead_of(out: Tensor, width: int) -> int:
     return out.shape[: out.dim() - len(parts)].numel() if parts else -1
 
 
-def _lent(given: Any, mode: Any) -> Any:
+def _lent(given: Any, mode: Any, device: torch.device | None) -> Any:
     """Return what a model is called with for a run beside the call, which must not write into it (a cache of keys).
 
     Args:
         mode: makes tensors without memory; other ones are copied.
+        device: where tensors without memory go to, if all are on the CPU.
     """
     memo: dict[int, Any] = {}
+    stays = device is None or any(x.device.type != "cpu" for x in _tensors(given))
 
     def lent(x: Any) -> Any:
         if isinstance(x, Tensor):
-            return mode.from_tensor(x) if isinstance(mode, FakeTensorMode) else x.detach().clone()
+            if not isinstance(mode, FakeTensorMode):
+                return x.detach().clone()
+            with mode:
+                return mode.from_tensor(x) if stays else mode.from_tensor(x).to(device)
         try:
             return copy.deepcopy(x, memo)
         except Exception:  # what cannot be copied is lent as it is
@@ -244,14 +249,16 @@ def observe(model: nn.Module, example: Any = None) -> Observation | None:
     Raises:
         TransformedError: the model cannot be split, whatever it is called with.
     """
+    given = [*_tensors(example), *model.parameters()]
+    device = next((x.device for x in given if x.device.type not in ("cpu", "meta")), torch.device("cpu"))
     for args, kwargs in [_call_of(example)] if example is not None else guesses(model):
-        try:
-            return _observed(model, args, kwargs, torch.device("cpu"))
-        except TransformedError:
-            raise
-        except Exception:  # whatever a model's code raises on such inputs: the next ones are tried
-            if example is not None:
-                return None
+        for where in dict.fromkeys((device, torch.device("cpu"))):  # there, where some inputs have to be on the CPU
+            try:
+                return _observed(model, args, kwargs, where)
+            except TransformedError:
+                raise
+            except Exception:  # whatever a model's code raises on such inputs: the next ones are tried
+                continue
     return None
 
 
@@ -306,7 +313,7 @@ def _watched(model: nn.Module, args: Any, kwargs: Any, device: Any, gradients: A
                     memo[id(p)] = nn.Parameter(bare, p.requires_grad)
                 for x in computed_in(model):
                     memo[id(x)] = torch.empty(x.shape, dtype=x.dtype, device=device or x.device)
-        args, kwargs = _lent((args, dict(kwargs)), mode)
+        args, kwargs = _lent((args, dict(kwargs)), mode, None if device is REAL else device)
         for part in model.modules():  # hooks of a user's are called in the call itself, once
             memo |= {id(part._forward_hooks): OrderedDict(), id(part._forward_pre_hooks): OrderedDict()}
         shadow = copy.deepcopy(model, memo)

@@ -170,11 +170,14 @@ def forms(given: Any) -> str:
 
 @contextlib.contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:
-    """Draw the same random numbers each time; the program's own go on afterwards as if nothing had been drawn."""
+    """Draw the same random numbers each time, on the CPU, where torch makes what code says no device for.
+
+    The program's own numbers go on afterwards as if nothing had been drawn.
+    """
     numpy, state = sys.modules.get("numpy"), random.getstate()
     of_numpy = None if numpy is None else numpy.random.get_state()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed all devices
         random.seed(seed)
         if numpy is not None:
             numpy.random.seed(seed)

@@ -45,7 +45,7 @@ def rows_of(rows: Tensor, lead: Sequence[int], passage: Passage) -> Tensor:
 def are_all(ids: Tensor, passage: Passage) -> bool:
     """Return whether rows that are picked are all rows, in order: the host's own arithmetic, which no device sees."""
     with _disable_current_modes():
-        return ids.shape == passage.lead and torch.equal(ids.flatten(), torch.arange(ids.numel()))
+        return ids.shape == passage.lead and torch.equal(ids.flatten(), torch.arange(ids.numel(), device="cpu"))
 
 
 def is_view(key: Any) -> bool:
@@ -59,7 +59,9 @@ def is_view(key: Any) -> bool:
 
 
 def picked_rows(passage: Passage, key: Any) -> Tensor | None:
-    """Return the rows that `x[key]` picks, in the shape of the result; None where it picks anything else."""
+    """Return the rows that `x[key]` picks, in the shape of the result and on the CPU; None where it picks anything
+    else.
+    """
     keys, dims = list(key) if isinstance(key, tuple) else [key], len(passage.shape)
     named = sum(k is not None and k is not Ellipsis for k in keys)
     if named > dims or any(isinstance(k, Tensor) and (k.dtype == torch.bool or hasattr(k, "passage")) for k in keys):
@@ -68,5 +70,6 @@ def picked_rows(passage: Passage, key: Any) -> Tensor | None:
         last = keys.pop()
         if not isinstance(last, slice) or last.indices(passage.features) != (0, passage.features, 1):
             return None
-    ids = torch.arange(math.prod(passage.lead)).view(passage.lead)[tuple(keys)]
+    here = (k.cpu() if isinstance(k, Tensor) and not k.is_meta else k for k in keys)
+    ids = torch.arange(math.prod(passage.lead), device="cpu").view(passage.lead)[tuple(here)]
     return ids if ids.dim() else None

@@ -75,7 +75,7 @@ def gathered_state(
     for entry in entries_of(model, mesh):
         if wanted is not None and not any(wanted(key, key in trains) for key in entry.keys):
             continue
-        whole = torch.empty(entry.real, dtype=entry.local.dtype) if keeps else None
+        whole = torch.empty(entry.real, dtype=entry.local.dtype, device="cpu") if keeps else None
         for row, values in blocks(entry, mesh, BLOCK_BYTES):
             if whole is not None and whole.dim():
                 whole[row : row + values.shape[0]] = values

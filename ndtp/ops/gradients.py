@@ -28,12 +28,29 @@ def all_reduce(gradients: Iterable[tuple[str, Tensor]], mesh: ProcessGrid, axes:
     mesh.step.late.enter()
     for name, gradient in gradients:
         if gradient.is_sparse:  # of as many elements on each rank as it happens to have
-            dist.all_reduce(gradient, group=mesh.group(step.axes))
+            _sum_sparse(gradient, mesh.group(step.axes), mesh.groups.kind.sums_sparse)
             continue
         out = gradient if gradient.is_contiguous() else None
         summed = mesh.collectives.start(step, gradient, (name, "gradient"), "wgrad", out=out).wait()
         if summed is not gradient:
             gradient.copy_(summed.view_as(gradient))
+
+
+def _sum_sparse(gradient: Tensor, group: dist.ProcessGroup, is_known: bool) -> None:
+    """Sum a sparse gradient in place; as a dense one over a backend that does not know sparse tensors.
+
+    It keeps the elements that any rank has, also those whose sum is zero, which an optimizer may update.
+    """
+    if is_known:
+        dist.all_reduce(gradient, group=group)
+        return
+    found = gradient.coalesce()
+    dense, has = found.to_dense(), found.values().new_zeros(found.shape[: found.sparse_dim()])
+    has[tuple(found.indices())] = 1
+    for x in (dense, has):
+        dist.all_reduce(x, group=group)
+    indices = has.nonzero().t()
+    gradient.copy_(torch.sparse_coo_tensor(indices, dense[tuple(indices)], gradient.shape, is_coalesced=True))
 
 
 def joined_norms(norms: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:

@@ -227,5 +227,5 @@ class CapturedStep:
 
 def _pinned(numbers: Sequence[int]) -> Tensor:
     """Numbers that the device can fetch while the host goes on; torch keeps their memory until then."""
-    made = torch.tensor(numbers)
+    made = torch.tensor(numbers, device="cpu")
     return made.pin_memory() if torch.cuda.is_available() else made

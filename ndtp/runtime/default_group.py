@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ndtp.collectives.groups import shared_group
 from ndtp.collectives.torch_patches import replaced
@@ -137,7 +138,7 @@ def _asked_for() -> Any:
             code = frame.f_code
             first = frame if "group" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] else first
             is_torch_nn |= name.startswith("torch.distributed.nn")
-        elif not name.startswith(_BETWEEN):
+        elif not name.startswith(_BETWEEN) and not isinstance(frame.f_locals.get("self"), TorchFunctionMode):
             break
         frame = frame.f_back  # type: ignore[assignment]
     name = "" if frame is None else frame.f_globals.get("__name__", "")

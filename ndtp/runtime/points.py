@@ -18,6 +18,8 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any, Protocol
 
+import torch
+
 from ndtp.algebra.grid import Grid
 from ndtp.collectives.axis_groups import AxisGroups
 from ndtp.collectives.board import ROW, Row
@@ -29,6 +31,7 @@ from ndtp.errors import MismatchError
 from ndtp.runtime.facts import COARSE, Fact, Fingerprint
 
 _CELL, _HASH = struct.Struct(f"<16s16s4d{ROW - 64}x"), 16  # two hashes, the sums of `numbers`, the factor
+_CALLER = "ndtp_caller"  # the key of the thread in what torch keeps of it
 SHOWN = 6  # kinds of topics of an error
 SUMMARY = "all of "  # begins topics that others take apart
 FIXES = (  # by the beginning of a topic
@@ -163,7 +166,8 @@ def compare_facts(mesh: Compared, what: str, facts: Sequence[Fact], details: Cal
 class Speaking:
     """One thread of a rank at a time is in a call, or a backward, of those that a conversation belongs to.
 
-    Parts of a batch that run in turns count as one thread.
+    Parts of a batch that run in turns count as one thread, and what autograd runs in a thread of a device counts as run
+    by the thread that asked for it.  What nobody holds any more has ended: a backward that broke off.
 
     Raises:
         MismatchError: another thread is.
@@ -171,6 +175,10 @@ class Speaking:
 
     def __init__(self, conversation: Conversation, what: str) -> None:
         self.conversation, self.what = conversation, what
+        self._has_begun = False
+
+    def __del__(self) -> None:
+        self.end()
 
     def __enter__(self) -> None:
         self.begin()
@@ -179,12 +187,12 @@ class Speaking:
         self.end()
 
     def begin(self) -> None:
-        turn, conversation = TURN.get(), self.conversation
-        me: Any = threading.current_thread() if turn is None else turn.turns
+        conversation, me = self.conversation, _caller()
         with conversation.lock:
             speaker = conversation.speaker
             if speaker is None:
                 conversation.speaker = (me, self.what, 1)
+                self._has_begun = True
                 return
             if speaker[0] is not me and getattr(speaker[0], "is_alive", lambda: True)():
                 raise MismatchError(
@@ -194,12 +202,33 @@ class Speaking:
                     "groups of its own: ProcessGrid(grid, timeout=...)"
                 )
             conversation.speaker = (me, self.what, speaker[2] + 1)
+            self._has_begun = True
 
     def end(self) -> None:
+        if not self._has_begun:
+            return
+        self._has_begun = False
         with self.conversation.lock:
             speaker = self.conversation.speaker
             if speaker is not None:
                 self.conversation.speaker = (*speaker[:2], speaker[2] - 1) if speaker[2] > 1 else None
+
+
+def _caller() -> Any:
+    """Return the turns of this thread, or the thread itself; in a backward those of the thread that asked for it.
+
+    Autograd hands what torch keeps of a thread on to the threads of devices, in which it runs their nodes.
+    """
+    turn = TURN.get()
+    if turn is not None:  # whose backward runs in its own thread
+        return turn.turns
+    known = torch._C._get_obj_in_tls(_CALLER) if torch._C._is_key_in_tls(_CALLER) else None
+    if known is not None and torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+        return known
+    me = threading.current_thread()
+    if me is not known:  # once a thread: a thread of a device would free the last one while Python ends
+        torch._C._stash_obj_in_tls(_CALLER, me)
+    return me
 
 
 def _heard(mesh: Compared, conversation: Conversation, point: Point) -> list[str]:

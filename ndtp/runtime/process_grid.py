@@ -181,7 +181,7 @@ class ProcessGrid:
         let_go_of_world()
         spare_advice(self.mesh_axes)
         grid = self.grid
-        ranks = torch.tensor(global_ranks, dtype=torch.int).reshape(grid.shape)
+        ranks = torch.tensor(global_ranks, dtype=torch.int, device="cpu").reshape(grid.shape)
         ranks = ranks.permute([grid.names.index(axis) for axis in default_mesh_axes(grid)])
         device_mesh = DeviceMesh.from_group(
             [self.groups.parameters_group(axis) for axis in self.mesh_axes],
