@@ -36,7 +36,8 @@ def turned_mesh(grid: Grid) -> ProcessGrid:
     """A grid whose first axis is the fastest in the order of the world, in which process groups have their members."""
     names = grid.names
     return ProcessGrid.from_mesh(
-        init_device_mesh("cpu", grid.shape[::-1], mesh_dim_names=names[::-1]), dict(zip(names, names, strict=True))
+        init_device_mesh(torch.get_default_device().type, grid.shape[::-1], mesh_dim_names=names[::-1]),
+        dict(zip(names, names, strict=True)),
     )
 
 

@@ -37,6 +37,7 @@ def read(stored, part=None):
     return into
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("step", [10, 3, 4, 1])
 def test_any_order_of_rows(tmp_path, step):
     """Blocks that come in parts are read back for their checksums."""

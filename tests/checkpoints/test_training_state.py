@@ -89,7 +89,7 @@ def test_a_run_goes_on_elsewhere(ranks, tmp_path):
         train(dense, optimizer, name, 2 * STEPS)
         for n, p in dense.named_parameters():
             for found in (at_once, moved):
-                torch.testing.assert_close(found[name][n], p.detach(), rtol=1e-5, atol=1e-6, msg=f"{name}: {n}")
+                torch.testing.assert_close(found[name][n], p.detach().cpu(), rtol=1e-5, atol=1e-6, msg=f"{name}: {n}")
         load(through, other, second / name)
         train(dense, optimizer, name, 1)
         train(through, other, name, 1)

@@ -9,6 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ndtp.compute import constants
 from ndtp.compute.constants import constant_on, indices_on, inverse_on, numbers_on
 
+pytestmark = pytest.mark.cpu
+
 THERE = torch.device("meta")
 
 

@@ -42,6 +42,7 @@ def test_torch_is_what_eager_torch_does_to_the_bit(name, dtype):
     assert torch.equal(TorchGemm().activate_backward(grad, pre, name), gradient)
 
 
+@pytest.mark.cpu
 @GEMMS
 @DTYPES
 @pytest.mark.parametrize("name", list(ACTIVATIONS))

@@ -126,6 +126,7 @@ def accelerated(folder):
     return first + second, state
 
 
+@pytest.mark.cpu
 def test_an_accelerator_goes_on_on_another_grid(ranks, tmp_path):
     import accelerate
     from accelerate.state import AcceleratorState

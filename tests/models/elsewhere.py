@@ -28,6 +28,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -46,13 +47,15 @@ import zoo.sequences  # noqa: F401  # which put their models into ALL
 from products import mesh_of
 from recorded import RATE, axes_of, campaign, compared, decided, parser_of, using, whole
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from zoo.entry import ALL, Entry
 
 import ndtp
 import ndtp.testing
 from ndtp import CommMeter
-from ndtp.testing.device import use_test_device
+from ndtp.testing.device import TEST_DEVICE, _DrawnWhereTheGeneratorIs, use_test_device
 
+DEVICE = os.environ.get(TEST_DEVICE) or "cpu"
 # Of verdicts, the worst last.
 ORDER = ["equal", "drift", "refused", "no dense", "stopped", "wrong", "broken"]
 
@@ -76,17 +79,17 @@ def tensors_in(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 def real(x: Tensor) -> Tensor:
     x = whole(x.detach())
     x = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return (torch.view_as_real(x) if x.is_complex() else x).clone()
+    return (torch.view_as_real(x) if x.is_complex() else x).cpu().clone()
 
 
 def scalar(out: Any) -> Tensor:
     """The sum of all that a model gives with fixed random factors; a number counts as it is."""
-    generator, total = torch.Generator().manual_seed(0), torch.zeros(())
+    generator, total = torch.Generator().manual_seed(0), torch.zeros((), device=DEVICE)
     for _, x in tensors_in(out):
         if x.requires_grad:
             x = torch.view_as_real(x) if x.is_complex() else x
             factors = torch.randn(x.shape, generator=generator) if x.dim() else torch.ones(())
-            total = total + (whole(x) * factors.to(x.dtype)).sum()
+            total = total + (whole(x) * factors.to(x)).sum()
     return total
 
 
@@ -107,7 +110,7 @@ def results(model: nn.Module, each: Entry, about: dict[str, Any] | None = None) 
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
     for turn, batch in enumerate(each.batches):
         torch.manual_seed(3)
-        given = each.inputs(batch)
+        given = tree_map_only(Tensor, lambda x: x.to(DEVICE), each.inputs(batch))
         model.train()
         optimizer.zero_grad()
         with CommMeter() as meter:
@@ -131,7 +134,7 @@ def results(model: nn.Module, each: Entry, about: dict[str, Any] | None = None) 
 def made(each: Entry) -> nn.Module:
     torch.manual_seed(1)
     random.seed(1)  # by which some draw
-    return each.make()
+    return each.make().to(DEVICE)
 
 
 def nearby(each: Entry) -> list[dict[str, Tensor]]:
@@ -153,23 +156,41 @@ def compare(mine: dict[str, Tensor], dense: dict[str, Tensor], also: list[dict[s
     return {"verdict": verdict, "off": max(off.values()), "worst": worst}
 
 
+@contextmanager
+def default_device() -> Iterator[None]:
+    with torch.device(DEVICE), _DrawnWhereTheGeneratorIs():
+        yield
+
+
 def dense_of(each: Entry, dtype: torch.dtype, path: str, moved: bool = False) -> None:
     """Put what the dense model gives into a file, and with `moved` what it gives with other last bits of its weights.
 
-    It runs in this process: some packages' code looks for other ranks, which the dense model must not find.
+    It runs in this process: some packages' code looks for other ranks, which the dense model must not find.  Where its
+    own code makes tensors without a device, the default device is that of the model.
     """
     with using(dtype), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.save((results(made(each), each), nearby(each) if moved else []), path)
+        try:
+            found = results(made(each), each)
+            is_default = False
+        except RuntimeError:
+            if DEVICE == "cpu":
+                raise
+            is_default = True
+            with default_device():
+                found = results(made(each), each)
+        with default_device() if is_default else nullcontext():
+            torch.save((found, nearby(each) if moved else [], is_default), path)
 
 
 def on_grid(name: str, axes: dict[str, int], scheme: str, dtype: torch.dtype, path: str) -> dict[str, Any]:
     """One model on every rank: what `compare` says, and what the report does."""
     torch.set_num_threads(1)
     each = ALL[name]
-    dense, also = torch.load(path)
+    dense, also, is_default = torch.load(path, map_location="cpu")
+    torch.set_default_device(None)  # models and inputs are moved to the device, as users do
     row: dict[str, Any] = {"split": 0.0}
-    with using(dtype), warnings.catch_warnings():
+    with using(dtype), warnings.catch_warnings(), default_device() if is_default else nullcontext():
         warnings.simplefilter("ignore")
         model = made(each)
         try:
@@ -221,6 +242,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["*"], help="patterns of their names")
     arguments = parser.parse_args()
     use_test_device()
+    torch.set_default_device(None)
     axes = axes_of(arguments.grid)
     ranks = 1
     for size in axes.values():

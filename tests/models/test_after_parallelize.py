@@ -274,7 +274,7 @@ def as_a_vector(kind, model):
 
 
 def as_numbers(kind, model):
-    return torch.tensor([[layer.weight.detach().numpy().sum(), sum(map(sum, layer.weight.tolist()))]
+    return torch.tensor([[layer.weight.detach().numpy(force=True).sum(), sum(map(sum, layer.weight.tolist()))]
                          for layer in layers(kind, model)])  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def scaled(program):
 
 
 def in_autocast(program):
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         return [round(program.loss(0).item(), 1)]  # that it runs, and is no other loss
 
 
@@ -198,6 +198,7 @@ def trained(program):
         )  # fmt: skip
         trainer = transformers.trainer.Trainer(model=program.model, args=arguments, train_dataset=rows)
         trainer.train()
+        program.model.to(torch.get_default_device())
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -248,8 +249,8 @@ def in_ddp(program):
 
 def in_fsdp(program):
     if program.mesh is not None:
-        ranks = program.mesh.grid.num_ranks
-        fully_shard(program.model, mesh=init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("grid", "data"))["data"])
+        ranks, kind = program.mesh.grid.num_ranks, program.mesh.device_type
+        fully_shard(program.model, mesh=init_device_mesh(kind, (ranks, 1), mesh_dim_names=("grid", "data"))["data"])
     return []
 
 

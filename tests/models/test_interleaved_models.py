@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from architectures import build, inputs
 from products import mesh_of
+from torch import nn
 from turns import by_turns
 
 import ndtp
 from ndtp import CommMeter, Grid
+from ndtp.collectives.turns import Turns
 
 CASES = [("LlamaForCausalLM", Grid(z=2, x=1, y=2), 2), ("MixtralForCausalLM", Grid(dp=2, x=2), 1)]  # and layers
 
@@ -51,6 +55,20 @@ def check(name, grid, layers):
 def every_case():
     for case in by_turns(CASES, 2):
         check(*case)
+
+
+def check_backward_alone():
+    """Forward is called outside of what is interleaved; every part is at work with the others."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))]
+    model = ndtp.parallelize(nn.Sequential(*layers), mesh_of(Grid(x=2)), scheme="1d")
+    losses = [model(torch.ones(4, 8).requires_grad_()).square().sum() for _ in range(2)]
+    model.ndtp_report.mesh.interleave(lambda loss: loss.backward(), losses)
+    gc.collect()
+    assert not [x for x in gc.get_objects() if type(x) is Turns], "what has run in turns is not held"
+
+
+def test_backward_alone(ranks):
+    ranks(2).run(check_backward_alone)
 
 
 def test_stock_models(ranks):

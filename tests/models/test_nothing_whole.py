@@ -114,6 +114,7 @@ def check_nothing_whole(names, mesh, scheme):
         assert not set(model.ndtp_report.gathered) - GATHERED, where
 
 
+@pytest.mark.cpu
 def test_nothing_is_whole():
     """On three axes and on two; 1D gathers whole activations, that is what it is."""
     with fake_group(8):  # one rank of eight, and what the others would send is made up

@@ -103,6 +103,17 @@ def test_code_of_a_model_sees_the_ranks_that_have_other_rows(ranks, way):
     ranks(2).run(check_rows, way, Grid(x=2), "1d")
 
 
+def check_rows_with_a_default_device(*case: Any) -> None:
+    """It is a mode, through which torch's functions are called."""
+    with torch.device(torch.get_default_device()):
+        check_rows(*case)
+
+
+@pytest.mark.cpu
+def test_a_default_device_changes_nothing(ranks):
+    ranks(4).run(check_rows_with_a_default_device, "list", Grid(dp=2, x=2), "2d")
+
+
 def check_lists() -> str:
     model = ndtp.parallelize(
         nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), mesh_of(Grid(x=2)), scheme="1d", example=torch.arange(4)

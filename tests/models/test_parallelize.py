@@ -240,8 +240,8 @@ def test_weights_modes_and_dropout(ranks):
     assert not torch.equal(expected, without)
     for grid, scheme in [(Grid(x=4), "1d"), (Grid(x=4), "1d-sp"), (Grid(z=2, x=2, y=2), "3d")]:
         for results in ranks(grid.num_ranks).run(dropout_model, grid, scheme):
-            torch.testing.assert_close(results[0], expected, rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(results[1], without, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(results[0], expected.cpu(), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(results[1], without.cpu(), rtol=1e-12, atol=1e-12)
 
 
 def check_single_layer():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -146,6 +148,8 @@ def check_programs():
 
     both(recomputed, "a backward within another")
     both(accumulated, "sparse gradients", sparse=True)
+    with mock.patch.object(mesh.groups, "kind", replace(mesh.groups.kind, sums_sparse=False)):
+        both(accumulated, "sparse gradients, over a backend that knows none", sparse=True)
 
     early, dense = make(), make()
     for each in (early, dense):
@@ -164,5 +168,6 @@ def check_programs():
         nn.parallel.DistributedDataParallel(model)
 
 
+@pytest.mark.real
 def test_gradients_of_what_stays_are_those_of_all_rows(ranks):
     ranks(2).run(check_programs)

@@ -2,6 +2,7 @@
 
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -143,6 +144,14 @@ def test_a_residual_and_a_norm_behind_the_last_projection_are_no_matter_of_heads
 @pytest.mark.parametrize("kind", ["DiffLlama", "Llama"])
 def test_heads_that_are_combined_in_pairs(kind):
     assert all(bool(reason) == (kind == "DiffLlama") for reason in reasons(model_of(kind)))
+
+
+@pytest.mark.parametrize("kind", ["DiffLlama", "Llama"])
+def test_trials_are_on_the_cpu_whatever_the_default_device_and_seed_no_other(kind):
+    """An index out of range is an error there, and ends the process on a GPU."""
+    model = model_of(kind)
+    with torch.device("meta"), mock.patch.object(torch, "manual_seed", side_effect=AssertionError("seeds all devices")):
+        assert all(bool(reason) == (kind == "DiffLlama") for reason in reasons(model))
 
 
 def test_the_program_draws_on_as_if_nothing_had_drawn():

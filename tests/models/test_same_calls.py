@@ -213,6 +213,7 @@ def losses_outside():
     return found
 
 
+@pytest.mark.cpu
 def test_losses_of_code_outside_of_a_model(ranks):
     for found in ranks(2).run(losses_outside):
         assert all(re.search("backward of call 2 .*\n.*factor of the loss", found.get(name, "")) for name in LOSSES), (

@@ -4,6 +4,7 @@ import copy
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from architectures import build
 from products import mesh_of
@@ -31,6 +32,7 @@ def calls_of(run):
     return count
 
 
+@pytest.mark.cpu
 @torch.no_grad()
 def test_a_decode_step_repeats_itself():
     """Layers decide once what they do with rows of a shape, until another parameter is put in one's place."""

@@ -126,7 +126,7 @@ def check_fully_shard():
     """Another dim of the user's mesh: refused by name, and the way that the error names works."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     _, model = both(ndtp.ProcessGrid.from_mesh(mesh["tp"], {"x": "tp"}), "1d")
     with pytest.raises(LayoutError, match=r"fully_shard: parameters on the grid x=2 .* 'dp'\n  fix: make that dim"):
         fully_shard(model, mesh=mesh["dp"])
@@ -144,6 +144,7 @@ def check_fully_shard():
         fully_shard(rest[0], mesh=mesh["dp"])
 
 
+@pytest.mark.real
 def test_fully_shard_is_refused_by_name(ranks):
     ranks(4).run(check_fully_shard)
 
@@ -242,6 +243,7 @@ def check_quantised():
     assert "fix: load the model without quantisation" in str(error.value)
 
 
+@pytest.mark.cpu
 def test_quantised_layers_beside_split_ones(ranks):
     ranks(2).run(check_quantised)
 

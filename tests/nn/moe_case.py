@@ -19,7 +19,10 @@ GATE = {"silu": F.silu, "relu": F.relu}
 def drawn(tokens, columns, what):
     """The draw of a router's step, over all tokens."""
     return uniform(
-        (tokens, columns), [slice(0, tokens), slice(0, columns)], key_of(draw_seed(), f"moe.router.{what}"), "cpu"
+        (tokens, columns),
+        [slice(0, tokens), slice(0, columns)],
+        key_of(draw_seed(), f"moe.router.{what}"),
+        torch.get_default_device().type,
     )
 
 

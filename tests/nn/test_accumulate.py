@@ -115,7 +115,7 @@ def under_autocast():
     for reduced_once in (False, True):
         block.zero_grad()
         for i, (x, grad) in enumerate(case.parts):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(torch.get_default_device().type, torch.bfloat16):
                 y = block(block.in_layout.shard(x.float(), case.mesh.rank))
             grad = block.out_layout.shard(grad, case.mesh.rank).to(y.dtype)
             if reduced_once and i < PARTS - 1:

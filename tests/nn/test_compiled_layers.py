@@ -109,5 +109,6 @@ def check_experts(mesh, scheme):
         torch.compile(model, fullgraph=True, backend=counted)(x)
 
 
+@pytest.mark.cpu
 def test_one_graph(ranks):
     ranks(2).run(check_compiled, {"x": 2}, "1d-sp")

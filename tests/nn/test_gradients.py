@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import ndtp
 from ndtp import CommMeter, Grid
+from ndtp.ops.gradients import _sum_sparse
 
 INF = float("inf")
 NORM_TYPES = [2.0, 1.0, 3, 0.5, INF, -INF, -1.0, -2, 0.0]
@@ -18,7 +19,7 @@ NORM_TYPES = [2.0, 1.0, 3, 0.5, INF, -INF, -1.0, -2, 0.0]
 def on_two_grids():
     """A dense model with gradients, and the same one on two grids, on a mesh of the user's own, and on none."""
     mesh, other = mesh_of(Grid(z=2, x=1, y=2)), mesh_of(Grid(dp=2, x=2))
-    own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    own = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("a", "b"))
     torch.manual_seed(0)
     names = ("linear", "other", "norm")
     layers = dense_nn.Linear(4, 8), dense_nn.Linear(4, 8), dense_nn.LayerNorm(4)
@@ -132,6 +133,22 @@ def test_clip_of_a_long_bfloat16_gradient_is_precise():
     torch.testing.assert_close(total.float(), ndtp.nn.clip_grad_norm_(exact, 1.0), rtol=2**-8, atol=0)
 
 
+def check_sums_of_sparse_gradients():
+    """An element of any rank stays, also where the sum is zero: an optimizer moves its momentum."""
+    sign, mesh = 1.0 - 2.0 * dist.get_rank(), mesh_of(Grid(x=2))
+    for is_known in (True, False):
+        x = torch.sparse_coo_tensor([[0, 2, 2], [1, 0, 0]], [sign, 2.0, 1.0], (4, 2))
+        _sum_sparse(x, mesh.group(("x",)), is_known)
+        found = x.coalesce()
+        assert found.indices().tolist() == [[0, 2], [1, 0]] and found.values().tolist() == [0.0, 6.0], found
+
+
+@pytest.mark.cpu
+def test_sums_of_sparse_gradients(ranks):
+    ranks(2).run(check_sums_of_sparse_gradients)
+
+
+@pytest.mark.real
 def test_clip_of_sparse_gradients():
     """Which torch refuses; what they leave out is zeros."""
     for norm_type in NORM_TYPES:

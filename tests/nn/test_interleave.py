@@ -185,7 +185,7 @@ def states():
             return y, torch.rand(1)
 
         torch.manual_seed(5)
-        with torch.autocast("cpu", torch.bfloat16), torch.device("cpu"):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16), torch.device("cpu"):
             y = mesh.interleave(step, x.chunk(3))
         found.append((y, block.up.weight.grad.full_tensor() if grid.num_ranks > 1 else block.up.weight.grad))
         with torch.no_grad():

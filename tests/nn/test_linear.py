@@ -141,7 +141,7 @@ def check_meta_and_dtype(grid):
     mesh = mesh_of(grid)
     layer = ndtp.nn.Linear(IN, OUT, mesh=mesh, device="meta", dtype=torch.float64, seed=4)
     assert layer.weight.is_meta and layer.weight.shape == (OUT, IN) and layer.weight.dtype == torch.float64
-    layer.to_empty(device="cpu").reset_parameters()
+    layer.to_empty(device=torch.get_default_device().type).reset_parameters()
     made = ndtp.nn.Linear(IN, OUT, mesh=mesh, dtype=torch.float64, seed=4)
     for one, other in zip(layer.parameters(), made.parameters(), strict=True):
         assert_equal(ndtp.ops.products.local_shard(one), ndtp.ops.products.local_shard(other), "meta, then to_empty")

@@ -142,6 +142,7 @@ def check_rest():
     return messages
 
 
+@pytest.mark.cpu
 def test_weights_metrics_and_refusals(ranks):
     one, other = ranks(2).run(check_rest)
     assert one == other

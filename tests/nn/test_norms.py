@@ -146,7 +146,7 @@ def check_meta_and_memory():
     mesh = mesh_of(Grid(x=2, y=2))
     module = ndtp.nn.LayerNorm(FEATURES, mesh=mesh, scheme="2d", device="meta")
     assert module.weight.is_meta
-    module.to_empty(device="cpu").reset_parameters()
+    module.to_empty(device=torch.get_default_device().type).reset_parameters()
     assert_equal(module.to_dense().weight, torch.ones(FEATURES), "reset")
     memory = module.memory(64)
     rows = 64 // 2

@@ -212,6 +212,7 @@ def moved_after_forward():
     assert_equal(model(x.bfloat16()).double(), expected, "to_empty and load_state_dict")
 
 
+@pytest.mark.cpu
 def test_modules_move_after_their_first_forward(ranks):
     ranks(4).run(moved_after_forward)
 

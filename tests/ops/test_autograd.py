@@ -119,7 +119,7 @@ def autocast(product):
     plan, mesh, (a_whole, b_whole), a, b = shards_of(product)
     a.requires_grad_(), b.requires_grad_()
     bias = torch.ones(plan.bias.shard_shape((product.b_shape[1],)), requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16), CommMeter() as meter:
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16), CommMeter() as meter:
         c = ndtp.matmul(a, b, plan, mesh, bias)
     assert_equal(c, plan.out.shard((a_whole @ b_whole + 1).bfloat16(), mesh.rank), "C")
     forward = plan.volume(global_shape_of(product), "bf16", dgrad=False, wgrad=False)
@@ -128,7 +128,7 @@ def autocast(product):
     assert (a.grad.dtype, b.grad.dtype, bias.grad.dtype) == (torch.float32,) * 3, "gradients in the operands' dtype"
     ones = torch.ones(product.a_shape[0], product.b_shape[1])
     assert_equal(a.grad, plan.a.shard(ones @ b_whole.mT, mesh.rank), "dA")
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         # As torch does: autocast leaves fp64 alone.
         assert ndtp.matmul(a.double(), b.double(), plan, mesh).dtype == torch.float64, "fp64 under autocast"
 

@@ -86,6 +86,7 @@ def assert_same_step(eager, traced, x, leaves=(), what=""):
     return volume
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("regather", [(), ("a", "b")], ids=str)
 def test_ops_pass_the_checks_of_torch(regather):
     import ndtp.ops.compiled_reductions  # noqa: F401 (makes the op)
@@ -198,6 +199,7 @@ def test_a_block_is_one_op(ranks):
     ranks(2).run(module_cases, Grid(x=2), "1d-sp", on=1, regather=("a",))
 
 
+@pytest.mark.real
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(ranks):
     """Compiled on every rank."""
@@ -210,7 +212,7 @@ def measured_while_compiling():
     block = with_integers(ndtp.nn.MLP(HIDDEN, INNER, "relu", mesh=mesh, scheme="1d-sp", chunks="auto"), mesh)
     x = shard_of(block.in_layout, (ROWS, HIDDEN), mesh, 1)
     traced, measure, seen = compiled(block), chunk_count.measure, []
-    cpu = replace(KINDS["cpu"], chunks_from=(0, 0), probe_bytes=2**12, probe_side=32, probe_gathers=1)
+    few = replace(KINDS["cpu"], chunks_from=(0, 0), probe_bytes=2**12, probe_side=32, probe_gathers=1)
 
     def noting(*arguments, **options):
         # gloo's threads inherit it, and then wait for the interpreter's lock: a deadlock, now and then.
@@ -218,7 +220,7 @@ def measured_while_compiling():
         return measure(*arguments, **options)
 
     with (
-        mock.patch.dict(KINDS, cpu=cpu),
+        mock.patch.dict(KINDS, cpu=few, cuda=few),
         mock.patch.object(chunk_count, "shared_processors", return_value=0),
         mock.patch.object(chunk_count, "measure", noting),
     ):
@@ -332,10 +334,10 @@ def modes(way):
             return checkpoint(block, x, use_reentrant=False)
 
     elif way == "autocast":
-        element = 2
+        element, kind = 2, torch.get_default_device().type
 
         def run(x):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(kind, torch.bfloat16):
                 return block(x)
 
     ops = []

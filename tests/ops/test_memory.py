@@ -23,6 +23,8 @@ from ndtp.ops.memory import LiveBytes, measured, memory
 from ndtp.planner import block_cost
 from ndtp.planner.block_cost import Block, Grids
 
+pytestmark = pytest.mark.cpu
+
 TOKENS, HIDDEN, INNER = 96, 16, 48
 CASES = [
     (Grid(z=2, x=2, y=2), "3d"),

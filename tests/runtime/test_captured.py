@@ -13,6 +13,8 @@ import ndtp
 from ndtp import CaptureError, Grid, ProcessGrid
 from ndtp.testing import RecordedCuda
 
+pytestmark = pytest.mark.cpu
+
 CALLS = 6
 
 

@@ -35,6 +35,8 @@ from ndtp.schedule.chunk_choice import SMALL, Speeds
 from ndtp.schedule.host import EAGER
 from ndtp.testing import assert_equal, small_integers
 
+pytestmark = pytest.mark.cpu
+
 CUBE = Grid(z=2, x=2, y=2)
 
 

@@ -121,6 +121,7 @@ def test_torch_writes_a_gradient_whole_and_kernels_write_blocks(ranks):
     ranks(2).run(gradient_in_blocks)
 
 
+@pytest.mark.cpu
 def test_only_large_products_do_the_ranks_own_part_first(ranks):
     ranks(8).run(own_parts)
 
@@ -160,6 +161,7 @@ def in_place():
                 assert found, grid
 
 
+@pytest.mark.cpu
 def test_own_parts_are_made_where_they_are_gathered(ranks):
     ranks(4).run(in_place)
 

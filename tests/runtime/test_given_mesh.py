@@ -17,7 +17,7 @@ def pair():
 def check_given():
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
     expected = pair()(x)
-    named = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    named = init_device_mesh(torch.get_default_device().type, (2,), mesh_dim_names=("x",))
     for mesh in (Grid(x=2), ProcessGrid(Grid(x=2)), named, None):  # left out: all ranks are one axis
         model = ndtp.parallelize(pair(), mesh, scheme="1d")
         torch.testing.assert_close(model(x), expected)
@@ -28,7 +28,7 @@ def check_given():
     with pytest.raises(LayoutError, match=r"no mesh is given, and scheme '2d' .*\n  fix: .*scheme='1d'"):
         ndtp.parallelize(pair(), scheme="2d")
     with pytest.raises(GridError, match="mesh_dim_names="):
-        ndtp.parallelize(pair(), init_device_mesh("cpu", (2,)), scheme="1d")
+        ndtp.parallelize(pair(), init_device_mesh(torch.get_default_device().type, (2,)), scheme="1d")
 
 
 def test_what_may_be_given(ranks):

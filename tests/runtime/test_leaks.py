@@ -12,7 +12,7 @@ import ndtp
 from ndtp import Grid, ProcessGrid
 from ndtp.collectives.direct_exchange import past_of
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for threads in /proc")
+pytestmark = [pytest.mark.cpu, pytest.mark.skipif(sys.platform != "linux", reason="looks for threads in /proc")]
 
 
 class Fails(torch.nn.Module):

@@ -22,6 +22,8 @@ from ndtp.nn.random import draw_seed, key_of
 from ndtp.runtime import weight_prefetch
 from ndtp.testing import CudaFault, RecordedCuda
 
+pytestmark = pytest.mark.cpu
+
 GRIDS = {"3d": Grid(z=2, x=2, y=2), "2d": Grid(x=2, y=4), "2d-features": Grid(x=4, y=2), "1d-sp": Grid(x=8)}
 
 

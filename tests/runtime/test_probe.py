@@ -15,6 +15,8 @@ from ndtp.compute.devices import KINDS
 from ndtp.compute.gemm import TorchGemm
 from ndtp.runtime.probe import BESIDE, MOST_BESIDE, SHORTER, SMALLER, Probe, measure
 
+pytestmark = pytest.mark.cpu
+
 
 class Watched(TorchGemm):
     """What multiplies, and with what."""

@@ -18,6 +18,8 @@ from ndtp import CommMeter, CommunicationError, Grid, GridError, Layout, MatMulP
 from ndtp.collectives.backends import backends_by_device
 from ndtp.testing import assert_equal, small_integers
 
+pytestmark = pytest.mark.cpu
+
 
 def advised_of(device_mesh):
     """Whether DTensor has advice about the dims of a mesh, when it sums over all of them."""

@@ -96,7 +96,7 @@ def test_gradients_autocast_and_gemm_are_those_of_the_call():
         x = X.clone().requires_grad_()
         ndtp.matmul(x, W, plan, mesh).sum().backward()
         assert_equal(x.grad, torch.ones(4, 4) @ W.mT, "the input's gradient alone")
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             y = ndtp.matmul(x, w, plan, mesh)
         y.sum().backward()
         assert y.dtype == torch.bfloat16 and w.grad.dtype == x.grad.dtype == torch.float32

@@ -68,6 +68,7 @@ def flipped():
     return said
 
 
+@pytest.mark.cpu
 def test_a_wrong_bit_is_found_and_named(ranks):
     said, others = ranks(2).run(flipped)
     assert said == others and all(each is not None and each[2] == (1,) for each in said), said

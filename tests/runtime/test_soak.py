@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.cpu
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at itself in /proc")
 def test_nothing_grows_and_nothing_changes(monkeypatch, tmp_path):

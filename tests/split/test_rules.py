@@ -344,6 +344,7 @@ def check_strangers():
     return True
 
 
+@pytest.mark.cpu
 def test_strangers(ranks):
     assert all(ranks(2).run(check_strangers))
 
