@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ndtp.algebra.volume import Volume
@@ -40,10 +41,18 @@ class OfWholeBatches(TorchFunctionMode):
             return False
         if func in (torch.bincount, Tensor.bincount) and args and args[0].is_meta:  # for which torch has no kernel
             return _counted(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention and all(type(x) is Tensor and x.is_meta for x in args[:3]):
+            args = (*_of_one_dtype(args[:3]), *args[3:])
         result = func(*args, **(kwargs or {}))
         if func in (torch.any, Tensor.any) and isinstance(result, Tensor) and not result.dim() and result.is_meta:
             return torch.tensor(False)
         return result
+
+
+def _of_one_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return queries, keys and values in the shortest of their dtypes, as autocast has them, which is none of meta."""
+    least = min((x.dtype for x in tensors), key=lambda dtype: dtype.itemsize)
+    return [x.to(least) for x in tensors]
 
 
 def _counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
