@@ -15,9 +15,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)      ## train on real text: dense against 1D, 2D and 3D on eight local ranks
 	$(BIN)/ndtp demo --output demo_output
 
+ON_DEVICE = checkpoints compute integrations models nn ops pipelines runtime schedule split
+
 # Hundreds of processes import ndtp and the tests: each would compile them again where no bytecode may be kept.
-test: $(READY)      ## the whole test suite, two files of it at a time
-	env -u PYTHONDONTWRITEBYTECODE $(if $(DEVICE),NDTP_TEST_DEVICE=$(DEVICE)) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(if $(JUNIT),--junitxml=$(JUNIT))
+test: $(READY)      ## the whole test suite, two files of it at a time; DEVICE=cuda or emulated: what has tensors, there
+	env -u PYTHONDONTWRITEBYTECODE $(if $(DEVICE),NDTP_TEST_DEVICE=$(DEVICE)) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(if $(JUNIT),--junitxml=$(JUNIT)) $(if $(DEVICE),$(addprefix tests/,$(ON_DEVICE)))
 
 lint: $(READY)
 	$(BIN)/ruff check .

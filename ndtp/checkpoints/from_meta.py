@@ -108,7 +108,7 @@ def _initialize(model: nn.Module, seed: int, device: Device) -> None:
         if hasattr(module, "_is_hf_initialized"):
             del module._is_hf_initialized
     root = _with_own_values(model)
-    with torch.no_grad(), _seeded(seed % 2**63, {e.local.device for e in entries}), _Draws(entries, mesh, seed):
+    with torch.no_grad(), _seeded(seed % 2**63, {e.local.device.type for e in entries}), _Draws(entries, mesh, seed):
         if root is not None and hasattr(root, "initialize_weights"):
             root.initialize_weights()
         else:
@@ -129,16 +129,15 @@ def _initialize(model: nn.Module, seed: int, device: Device) -> None:
 
 
 @contextmanager
-def _seeded(seed: int, devices: set[torch.device]) -> Iterator[None]:
-    """Seed the generators of the CPU and of these devices; behind it they go on as before."""
+def _seeded(seed: int, kinds: set[str]) -> Iterator[None]:
+    """Seed the generators of the CPU and of these kinds of devices; behind it they go on as before."""
     with ExitStack() as kept:
         kept.enter_context(torch.random.fork_rng(devices=[]))
         torch.default_generator.manual_seed(seed)
-        for device in devices:
-            module = getattr(torch, device.type, None)
-            if device.type not in ("cpu", "meta") and hasattr(module, "manual_seed_all"):
-                kept.enter_context(torch.random.fork_rng(devices=[device.index or 0], device_type=device.type))
-                module.manual_seed_all(seed)  # type: ignore[union-attr]
+        for kind in kinds - {"cpu", "meta"}:
+            module = torch.get_device_module(kind)
+            kept.enter_context(torch.random.fork_rng(range(module.device_count()), device_type=kind))
+            module.manual_seed_all(seed)
         yield
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,6 @@ _GROUPS: WeakValueDictionary[Hashable, ProcessGroup] = WeakValueDictionary()
 # Whether a group is there must not depend on when a rank collects the last grid that had it: ranks make one together.
 _KEPT: WeakKeyDictionary[ProcessGroup, set[ProcessGroup]] = WeakKeyDictionary()  # by the world, which ends them all
 _ALONE: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # by the world
-_MADE: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # likewise
 DEFAULT_TIMEOUT_S = 120.0
 TIMEOUT = "NDTP_TIMEOUT"  # of the environment: another default, in seconds
 _START_UP_S = 5.0  # ranks may take so long to come together, whatever the timeout of the group
@@ -132,9 +131,13 @@ def _shared_group(
 ) -> ProcessGroup:
     partition, _, alone = key
     description = "_".join(("ndtp", *axes, str(len(partition[0])), "ranks"))
-    if alone:
-        _know_as_many(partition[0], seconds)
-    with _counted(partition[0]) if alone else nullcontext():
+    naming: AbstractContextManager[None] = nullcontext()
+    if alone and (world := dist.group.WORLD) is not None:
+        asked = _ALONE.setdefault(world, Counter())
+        asked[partition[0]] += 1
+        _know_as_many(partition[0], asked[partition[0]], seconds)
+        naming = _named_by(asked[partition[0]])
+    with naming:
         made = [
             dist.new_group(list(ranks), use_local_synchronization=alone, group_desc=description, **arguments())
             for ranks in partition
@@ -149,36 +152,31 @@ def _shared_group(
 
 
 @contextmanager
-def _counted(members: tuple[int, ...]) -> Iterator[None]:
+def _named_by(number: int) -> Iterator[None]:
     """Let torch 2.15 name a group by how many its members have made alone; it names groups by how many a rank made."""
-    world, known = dist.group.WORLD, in_place(_WORLD)
-    if world is None:
-        yield
-        return
-    made = _MADE.setdefault(world, Counter())
-    made[members] += 1
-    before, known.group_count = known.group_count, _FAR + made[members]
+    known = in_place(_WORLD)
+    before, known.group_count = known.group_count, _FAR + number
     try:
         yield
     finally:
         known.group_count = before  # others may not have made it, and count on together
 
 
-def _know_as_many(members: tuple[int, ...], seconds: float) -> None:
+def _know_as_many(members: tuple[int, ...], number: int, seconds: float) -> None:
     """Let the members of a group that they are to make alone know of equally many groups; they come here together.
 
     torch names such a group by its ranks and by how many groups there are.  Ranks that are in different numbers of them
     (of grids of other ranks, of the user's own) would wait for each other under different names, and for ever.
+
+    Args:
+        number: how many they have made alone, this one among them.
     """
     from torch.distributed.distributed_c10d import _get_default_store
 
-    world = dist.group.WORLD
-    if world is None or len(members) == 1 or not backend_of().has_peers:
+    if len(members) == 1 or not backend_of().has_peers:
         return
-    asked = _ALONE.setdefault(world, Counter())
-    asked[members] += 1
     names: dict[Any, str] = in_place(_NAMES)
-    store, key = _get_default_store(), f"ndtp/alone/{'_'.join(map(str, members))}/{asked[members]}"
+    store, key = _get_default_store(), f"ndtp/alone/{'_'.join(map(str, members))}/{number}"
     store.set(f"{key}/{dist.get_rank()}", str(len(names)))
     store.wait([f"{key}/{member}" for member in members], timedelta(seconds=seconds))
     most = max(int(store.get(f"{key}/{member}")) for member in members)

@@ -171,7 +171,8 @@ def dense_of(each: Entry, dtype: torch.dtype, path: str, moved: bool = False) ->
     with using(dtype), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = results(made(each), each)
+            with torch.device("cpu") if DEVICE != "cpu" else nullcontext():  # no default device
+                found = results(made(each), each)
             is_default = False
         except RuntimeError:
             if DEVICE == "cpu":

@@ -35,7 +35,9 @@ def check_training():
         norms.append(nn.utils.clip_grad_norm_(each.parameters(), 0.5))
         optimizer.step()
     assert model.model.layers[0].mlp.up_proj.weight.grad is None
-    torch.testing.assert_close(getattr(norms[1], "full_tensor", lambda: norms[1])(), norms[0], rtol=1e-6, atol=0.0)
+    # Of lists of gradients, for which torch has kernels on devices, the norm is whole.
+    total = norms[1].full_tensor() if torch.get_default_device().type == "cpu" else norms[1]
+    torch.testing.assert_close(total, norms[0], rtol=1e-6, atol=0.0)
     assert abs(float(norms[1]) / float(norms[0]) - 1) < 1e-6, "the norm of all, on each rank"
     for (name, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
         found = mine.full_tensor()[tuple(slice(0, size) for size in theirs.shape)]

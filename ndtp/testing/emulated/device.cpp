@@ -171,7 +171,7 @@ struct Call {
   }
 };
 
-// Torch takes lengths of the host, which it reads there; lists of indices may be there, too.
+// Torch takes lengths of the host, which it reads there, and copies between devices.
 bool takes_both(const std::string& name) {
   for (const char* known : {"aten::copy_", "aten::_copy_from", "aten::_pack_padded", "aten::_ctc_loss"})
     if (name.rfind(known, 0) == 0) return true;
@@ -182,7 +182,6 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto count = schema.arguments().size(), start = stack->size() - count;
   Call call;
-  bool is_made = false;
   at::Tensor first;
   for (size_t i = 0; i < count; ++i) {
     auto& value = (*stack)[start + i];
@@ -201,7 +200,6 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = c10::IValue(std::move(all));
     } else if (value.isDevice() && value.toDevice().type() == kType) {
       value = c10::IValue(c10::Device(c10::kCPU));
-      is_made = true;
     }
   }
   const auto name = toString(op.operator_name());
