@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 # What DTensor writes to where it belongs; by another rule it may write to a part that it has moved.
@@ -55,3 +56,15 @@ def box_of(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
     shape, start = compute_local_shape_and_global_offset(dtensor.shape, dtensor.device_mesh, dtensor.placements)
     return tuple(start), tuple(shape)
+
+
+def dtensor_of(local: Tensor, spec: Any) -> DTensor:
+    """Return a DTensor of a shard that lies as the one with this `_spec` does; outside of autograd.
+
+    By the constructor that torch's own data parallelism takes: `from_local` takes 24 us, this 2.
+    """
+    if spec.tensor_meta is None or local.dtype is not spec.tensor_meta.dtype:
+        return DTensor.from_local(
+            local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
+    return DTensor(local, spec, requires_grad=False)

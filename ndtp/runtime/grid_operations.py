@@ -14,7 +14,6 @@ would of the dense tensor, from torch's generator, of which a rank keeps its par
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,16 +23,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ndtp.errors import LayoutError
-from ndtp.runtime.dtensor_rules import LACKS, WRITES, box_of, has_wrong_rule, is_odd, is_sound
+from ndtp.runtime.dtensor_rules import LACKS, WRITES, box_of, dtensor_of, has_wrong_rule, is_odd, is_sound
 from ndtp.runtime.list_operations import by_groups, groups_of
 from ndtp.runtime.refused_reads import is_whole_tensor, refused
+from ndtp.runtime.shard_operations import is_norm_of_many, norms_on_shards, on_shards
 from ndtp.runtime.writes import writes
 
 DETACH = torch.ops.aten.detach.default
 LIKE = ("zeros_like", "ones_like", "full_like")
 NEW = ("new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided")
 SAME = ("detach", "clone", "_to_copy", "alias", "empty_like")
-# Of one with padding these run on the DTensor, too; the others that do are those that go element by element.
+# Of one with padding these run on the DTensor, too, as do those that go element by element.
 SUMS = ("sum", "linalg_vector_norm", "norm", "_foreach_norm", "count_nonzero")  # to which zeros add nothing
 DRAWS = (
     "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_",
@@ -43,9 +43,9 @@ LISTS = ("_foreach_", "_fused_", "_amp_")
 
 def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """An operation of which some operands are of `kind`."""
-    if func is DETACH and not args[0].requires_grad:  # of each gradient, when autograd takes it
-        return _taken(kind, func(args[0]._dtensor), args[0], "detach")
     name = func.overloadpacket.__name__
+    if (done := _on_shards(kind, func, name, args, kwargs)) is not NotImplemented:
+        return done
     if name.startswith(LISTS) and len(groups := groups_of(args)) > 1:
         return by_groups(func, args, kwargs, groups)
     flat, tree = tree_flatten((args, kwargs))
@@ -102,6 +102,22 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return _results(kind, func, name, made, mine[0], (flat, tree) if is_view else None)
 
 
+def _on_shards(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Return the result of an operation that runs on this rank's shards alone; `NotImplemented` of another one."""
+    if func is DETACH and not args[0].requires_grad:  # of each gradient, when autograd takes it
+        own = args[0]._dtensor
+        return _taken(kind, dtensor_of(func(own._local_tensor), own._spec), args[0], name)
+    if is_norm_of_many(name, 2) and (norms := norms_on_shards(kind, func, args, kwargs)) is not None:
+        return tree_map(kind, norms)  # summed at once, where they meet
+    if (done := on_shards(kind, func, args, kwargs)) is None:
+        return NotImplemented
+    written, made = done
+    if written is None:
+        return _results(kind, func, name, made, next(x for x in tree_flatten(args)[0] if type(x) is kind), None)
+    _wrote(kind, written)
+    return None if name.startswith(LISTS) else written
+
+
 def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any) -> Any:
     """Return the result of an operation on DTensors, as it is given out.
 
@@ -109,7 +125,7 @@ def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any) ->
         of: the first of its operands.
         given: all of them, of one that gives views.
     """
-    if name == "_foreach_norm" or (name == "linalg_vector_norm" and _is_one_of_many()):
+    if is_norm_of_many(name, 2):
         return tree_map(lambda x: kind(x) if isinstance(x, DTensor) else x, made)  # summed at once, where they meet
     is_source = given is not None and name not in ("detach", "alias")
     leaves, form = tree_flatten(made)
@@ -117,13 +133,6 @@ def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any) ->
         if isinstance(x, DTensor):
             leaves[i] = _taken(kind, x, of, name, (of, (func, *given, i)) if is_source else None)
     return tree_unflatten(leaves, form)
-
-
-def _is_one_of_many() -> bool:
-    """Return whether torch's `clip_grad_norm_` asks for the norm of one gradient, of which it stacks all."""
-    caller = sys._getframe(3).f_back  # of `__torch_dispatch__`: none in a thread of autograd's own
-    frames = (caller, caller and caller.f_back)  # the second of a list's comprehension, before Python 3.12
-    return any(frame is not None and frame.f_code.co_name == "_get_total_norm" for frame in frames)
 
 
 def _finished(kind: Any, x: Any) -> Any:
@@ -243,6 +252,8 @@ def _wrote(kind: Any, written: Any) -> None:
 def _keeps_padding(func: Any, name: str, args: Any) -> bool:
     """Whether an operation on a DTensor with padding gives one that has it at the same place, or counts no zeros."""
     if name in SUMS:
+        if "norm" in name and isinstance(args[1] if len(args) > 1 else None, (int, float)) and args[1] < 0:
+            return False  # the least of all
         return name == "_foreach_norm" or len([x for x in args[1:] if isinstance(x, (list, tuple)) and x]) == 0
     if name in (*SAME, *LIKE, *NEW, "copy_", "zero_", "fill_", "equal", "is_same_size"):
         return True

@@ -1,0 +1,156 @@
+"""Operations element by element on tensors of a grid that lie alike run on the shards alone.
+
+Each number of the result comes of numbers that this rank has, at the same place of its shards, so that DTensor has no
+layout to find and nothing to move: an optimizer's step is made of such operations, of each parameter or of lists.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+from ndtp.runtime.dtensor_rules import dtensor_of, is_odd
+
+PLAIN = (int, float, complex, str, type(None))  # a bool is an int
+MOVED = ("copy_", "zero_", "fill_")  # element by element without torch's tag
+# Of lists: one number of each tensor; or what has to be the same on all ranks.
+REDUCES = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+
+
+@cache
+def form_of(func: Any) -> str:
+    """Return "each" or "lists" for an operation element by element, on tensors or on lists of them, else ""."""
+    name, returns = func.overloadpacket.__name__, func._schema.returns
+    if name.startswith(("_foreach_", "_fused_")):
+        return "" if name in REDUCES else "lists"
+    if torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.inplace_view in func.tags:
+        return ""
+    is_each = torch.Tag.pointwise in func.tags or name in MOVED
+    is_one = len(returns) == 1 and str(returns[0].type) == "Tensor"
+    is_out = any(argument.is_out for argument in func._schema.arguments)
+    return "each" if is_each and is_one and not is_out else ""
+
+
+def on_shards(kind: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Run an operation on this rank's shards, where each number of the result comes of numbers at its place in them.
+
+    Returns:
+        The operand that the operation wrote to (None where it wrote to none), and the result as DTensors; or None where
+        the operation is of another kind, or its operands do not lie alike, and nothing has run.
+    """
+    form = form_of(func)
+    if form == "each":
+        if (like := _alike(kind, args)) is None or not all(map(_is_plain, kwargs.values())):
+            return None
+        made = func(*[x._dtensor._local_tensor if type(x) is kind else x for x in args], **kwargs)
+        return (args[0], None) if func._schema.is_mutable else (None, dtensor_of(made, like._dtensor._spec))
+    return _lists(kind, func, args, kwargs) if form else None
+
+
+def is_norm_of_many(name: str, depth: int) -> bool:
+    """Return whether torch asks for the norms of several gradients, all of which it stacks (`clip_grad_norm_`).
+
+    Args:
+        depth: how many calls the caller is below the dispatch of the operation.
+    """
+    if name != "linalg_vector_norm":
+        return name == "_foreach_norm"
+    caller = sys._getframe(depth + 1).f_back  # none in a thread of autograd's own
+    frames = (caller, caller and caller.f_back)  # the second of a list's comprehension, before Python 3.12
+    return any(frame is not None and frame.f_code.co_name == "_get_total_norm" for frame in frames)
+
+
+def norms_on_shards(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the norm of a tensor of a grid, or of each in a list, of this rank's shards, as DTensors of which ranks
+    have parts; or None where it is another operation, or a norm of another form, and nothing has run.
+
+    It is what `torch.nn.utils.clip_grad_norm_` takes of each gradient.
+    """
+    is_list = func is torch.ops.aten._foreach_norm.Scalar
+    order = args[1] if len(args) > 1 else 2
+    if not is_list and func is not torch.ops.aten.linalg_vector_norm.default:
+        return None
+    of = args[0] if is_list else args[:1]
+    is_sum = isinstance(order, (int, float)) and 0 < order < math.inf and len(args) <= 2 and not kwargs
+    if not is_sum or any(_alike(kind, (x,)) is None for x in of):
+        return None
+    local = [x._dtensor._local_tensor for x in of]
+    made = func(local, order) if is_list else [func(local[0], order)]
+    parts = []
+    for x, norm in zip(of, made, strict=True):
+        spec = x._dtensor._spec
+        parts.append(DTensor(norm, _norm_spec(spec.mesh, spec.placements, order, norm.dtype), requires_grad=False))
+    return parts if is_list else parts[0]
+
+
+@lru_cache(maxsize=256)
+def _norm_spec(mesh: Any, placements: Any, order: float, dtype: torch.dtype) -> DTensorSpec:
+    """Return how the norm of a tensor that lies so lies: ranks that have a part of the tensor have a part of it."""
+    parts = tuple([_NormPartial(order) if placement.is_shard() else placement for placement in placements])
+    return DTensorSpec(mesh, parts, tensor_meta=TensorMeta(torch.Size(()), (), dtype))
+
+
+def _lists(kind: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    count = len(args[0])
+    lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple)) and len(x) == count]
+    likes = [_alike(kind, each) for each in zip(*lists, strict=True)]
+    if not all(map(_is_plain, _others(args, kwargs, count))) or any(like is None for like in likes):
+        return None
+    local = lambda x: [_local(kind, y) for y in x] if isinstance(x, (list, tuple)) else x  # noqa: E731
+    made = func(*map(local, args), **{name: local(x) for name, x in kwargs.items()})
+    if made is None:
+        return args[0], None
+    return None, [dtensor_of(x, like._dtensor._spec) for x, like in zip(made, likes, strict=True)]
+
+
+def _others(args: Any, kwargs: Any, count: int) -> Iterator[Any]:
+    """All operands of an operation on lists that are no lists of this length, those within other lists too."""
+    for x in (*args, *kwargs.values()):
+        if not isinstance(x, (list, tuple)):
+            yield x
+        elif len(x) != count:
+            yield from x
+
+
+def _local(kind: Any, x: Any) -> Any:
+    return x._dtensor._local_tensor if type(x) is kind else x
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether an operand is the same on all ranks: a number, as one or as a tensor of none of the grid's kinds."""
+    return isinstance(x, PLAIN) or (type(x) is Tensor and not x.dim())
+
+
+def _alike(kind: Any, operands: Sequence[Any]) -> Any:
+    """Return the first of operands on the grid, beside plain numbers, if all of them lie alike, else None."""
+    first: Any = None
+    for x in operands:
+        if type(x) is not kind:
+            if not _is_plain(x):
+                return None
+        elif torch.is_grad_enabled() and x.requires_grad:
+            return None  # the graph of autograd is to know of it
+        elif first is None:
+            if not x.dim() or any(map(is_odd, x._dtensor._spec.placements)):
+                return None
+            first = x
+        elif not _lie_alike(first, x):
+            return None
+    return first
+
+
+def _lie_alike(one: Any, other: Any) -> bool:
+    mine, theirs = one._dtensor, other._dtensor
+    if one.ndtp_real != other.ndtp_real or mine._local_tensor.stride() != theirs._local_tensor.stride():
+        return False
+    a, b = mine._spec, theirs._spec
+    return a is b or bool(a.shape == b.shape and a.placements == b.placements and a.mesh == b.mesh)

@@ -1,0 +1,108 @@
+"""Operations element by element on tensors of a grid that lie alike: shards alone, and the numbers of dense ones."""
+
+import math
+
+import pytest
+import torch
+from products import mesh_of
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from ndtp import Grid
+from ndtp.runtime.grid_operations import full_of
+from ndtp.runtime.grid_tensor import GridTensor, become
+from ndtp.runtime.shard_operations import form_of, on_shards
+
+aten = torch.ops.aten
+# What optimizers, averages and scaling of gradients are made of.
+ON_SHARDS = (
+    (aten.add_.Tensor, 2, {"alpha": -0.1}), (aten.mul_.Tensor, 1, {}), (aten.lerp_.Scalar, 2, {}),
+    (aten.addcmul_.default, 3, {"value": 0.5}), (aten.addcdiv_.default, 3, {"value": 0.5}), (aten.sqrt.default, 1, {}),
+    (aten.copy_.default, 2, {}), (aten.zero_.default, 1, {}), (aten.maximum.default, 2, {}),
+)  # fmt: skip
+NUMBERS = {aten.mul_.Tensor: (0.9,), aten.lerp_.Scalar: (0.1,)}
+OPTIMIZERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adamw": lambda ps: torch.optim.AdamW(ps, 0.1, amsgrad=True),
+    "adamw, of lists": lambda ps: torch.optim.AdamW(ps, 0.1, foreach=True),
+    "adamw, fused": lambda ps: torch.optim.AdamW(ps, 0.1, fused=True),
+    "a learning rate that is a tensor": lambda ps: torch.optim.Adam(ps, torch.tensor(0.1)),
+    "nadam, of lists": lambda ps: torch.optim.NAdam(ps, 0.1, foreach=True),
+    "rprop": lambda ps: torch.optim.Rprop(ps, 0.1),
+    "adagrad, of lists": lambda ps: torch.optim.Adagrad(ps, 0.1, foreach=True),
+}
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).abs() + 0.1
+
+
+def on_grid(x, mesh, placements):
+    return GridTensor(distribute_tensor(x, mesh.device_mesh, placements))
+
+
+def check_which():
+    """Those that lie alike run on shards; others, and what needs numbers from elsewhere, do not."""
+    mesh = mesh_of(Grid(x=2, y=2))
+    split, other = [Shard(0), Shard(1)], [Shard(1), Shard(0)]
+    for func, count, named in ON_SHARDS:
+        dense = [drawn(4, 6, seed=i) for i in range(count)]
+        mine, numbers = [on_grid(x, mesh, split) for x in dense], NUMBERS.get(func, ())
+        with torch.no_grad():
+            expected = func(*dense, *numbers, **named)
+            written, made = on_shards(GridTensor, func, (*mine, *numbers), named)
+            found = made.full_tensor() if written is None else full_of(written)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=str(func))
+        if count > 1:
+            mixed = [mine[0], *(on_grid(x, mesh, other) for x in dense[1:])]
+            assert on_shards(GridTensor, func, (*mixed, *numbers), named) is None, func
+    a, b = on_grid(drawn(4, 6), mesh, split), on_grid(drawn(6), mesh, [Replicate(), Shard(0)])
+    assert on_shards(GridTensor, aten.add.Tensor, (a, b), {}) is None  # they are broadcast
+    assert on_shards(GridTensor, aten.add.Tensor, (a, drawn(4, 6)), {}) is None  # a whole one
+    lists = [a, a.clone()], [a.clone(), a.clone()]
+    assert on_shards(GridTensor, aten._foreach_addcmul_.Scalar, (*lists, lists[0], 0.5), {}) is not None
+    assert on_shards(GridTensor, aten._foreach_add_.List, ([a, b], [a.clone(), drawn(6)]), {}) is None
+    for func in (aten._foreach_norm.Scalar, aten.bernoulli_.float, aten.sum.default, aten.t.default, aten.mm.default):
+        assert not form_of(func), func
+
+
+def check_optimizers():
+    """Two steps of each on a weight with padding and on a whole bias, bit for bit those of dense parameters."""
+    mesh = mesh_of(Grid(x=2, y=2))
+    for name, make in OPTIMIZERS.items():
+        dense = [nn.Parameter(drawn(5, 6)), nn.Parameter(drawn(6, seed=1))]
+        mine = [nn.Parameter(x.detach().clone()) for x in dense]
+        stored = nn.functional.pad(dense[0].detach(), (0, 0, 0, 3))
+        become(mine[0], distribute_tensor(stored, mesh.device_mesh, [Shard(0), Shard(1)]), "w", (5, 6))
+        become(mine[1], distribute_tensor(dense[1].detach(), mesh.device_mesh, [Replicate()] * 2), "b", (6,))
+        steps = [make(ps) for ps in (mine, dense)]
+        for turn in range(2):
+            versions = [p._version for p in mine]
+            for p, like in zip(mine, dense, strict=True):
+                like.grad = drawn(*like.shape, seed=turn)
+                p.grad = torch.zeros_like(p)
+                p.grad.copy_(like.grad)
+            for each in steps:
+                each.step()
+            assert all(p._version > version for p, version in zip(mine, versions, strict=True)), name
+        for p, like in zip(mine, dense, strict=True):
+            torch.testing.assert_close(full_of(p), like.detach(), rtol=0, atol=0, msg=name)
+            for order in (
+                2,
+                1,
+                0,
+                math.inf,
+                -math.inf,
+                -2,
+            ):  # zeros behind the sizes of the whole are none of its numbers
+                norms = torch.linalg.vector_norm(p.detach(), order), *torch._foreach_norm([p.detach()], order)
+                for norm in norms:
+                    found = norm.full_tensor() if isinstance(norm, DTensor) else norm
+                    torch.testing.assert_close(found, torch.linalg.vector_norm(like.detach(), order), msg=name)
+        padding = mine[0]._dtensor.full_tensor()[5:]
+        assert not padding.any(), name
+
+
+@pytest.mark.parametrize("check", [check_which, check_optimizers])
+def test_operations_on_shards(ranks, check):
+    ranks(4).run(check)
