@@ -8,12 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ndtp.models.roles import features, is_linear
 
 
 def guesses(model: nn.Module) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Inputs with which a model may run, by what its first layer takes and how its arguments are called."""
+    """Inputs with which a model may run, by what its first layer takes and how its arguments are called.
+
+    Those that are no ids have the dtype of its parameters.
+    """
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    cast = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
+    return (tree_map(cast, given) for given in _guesses(model))
+
+
+def _guesses(model: nn.Module) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     dummy = getattr(model, "dummy_inputs", None)
     if isinstance(dummy, dict) and dummy:
         yield (), dict(dummy)

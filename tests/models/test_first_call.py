@@ -12,6 +12,7 @@ from torch import nn
 import ndtp
 from ndtp import Grid, LayoutError, MismatchError
 from ndtp.models.first_call import WaitsForCall
+from ndtp.models.observation import observe
 
 
 class Seen:
@@ -107,3 +108,22 @@ def check_ranks_that_differ():
 
 def test_ranks_whose_first_calls_differ_are_told(ranks):
     ranks(2).run(check_ranks_that_differ)
+
+
+class Images(nn.Module):
+    """Takes images, which are made up where none are given."""
+
+    image_size = 8
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.up, self.down = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, images):
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_inputs_are_made_up_in_the_dtype_of_the_parameters(dtype):
+    assert observe(Images().to(dtype)) is not None
