@@ -215,7 +215,7 @@ class SplitEmbedding(Adopted, nn.Embedding):
         frame = self.frame
         lead, plan = tuple(ids.shape), self.lookup
         rows, across = frame.rows_of(lead)
-        self.is_for_all = self.for_all is not None and (len(lead) == 1 or lead[0] == 1)
+        self.is_for_all = self.for_all is not None and (len(lead) < 2 or lead[0] == 1)
         if self.for_all is not None and self.is_for_all:
             rows, across, plan = ids.numel(), 0, self.for_all
         passage = Passage(

@@ -87,7 +87,7 @@ class Frame:
 
     def rows_of(self, lead: Sequence[int]) -> tuple[int, int]:
         """Return the rows of an activation with these leading dims, padding included, and its `Passage.across`."""
-        count, each = lead[0], math.prod(lead[1:])
+        count, each = lead[0] if lead else 1, math.prod(lead[1:])  # a vector is one row
         if self.cuts_sequences and len(lead) > 1 and (count % self.sequences or self.always_cuts):
             return self.padded(each) * count, count
         return self.padded(count) * each, 0

@@ -159,7 +159,7 @@ def _shard(x: Tensor, passage: Passage) -> Tensor:
 def split(x: Tensor, frame: Frame, layout: Layout, width: int, came_from: str = "") -> Hidden:
     """A whole activation [.., features], which every rank has, as a split one."""
     x = x.gathered() if isinstance(x, SplitTensor) else x  # from a user's hook
-    if x.dim() < 2:
+    if not x.dim():
         raise LayoutError(f"'{came_from}': an activation {tuple(x.shape)} has no rows to split")
     lead, features = tuple(x.shape[:-1]), x.shape[-1]
     rows, across = frame.rows_of(lead)

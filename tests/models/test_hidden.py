@@ -1,5 +1,6 @@
 """Activations whose features are several parts in one, each split by itself; views of activations, written to."""
 
+import copy
 import warnings
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from products import mesh_of
 
+import ndtp
 from ndtp import Grid, Layout
 from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame, Passage
@@ -145,3 +147,37 @@ def test_what_is_written_to_a_view_comes_back(ranks, dims):
 @pytest.mark.parametrize("sections", [2, 3])
 def test_parts_of_features_in_one_are_taken_for_what_they_are(ranks, sections):
     ranks(4).run(check_sections, Grid(x=2, y=2), sections)
+
+
+def parts_on_vectors(model):
+    """What parts of a Llama give for one token alone, without a dim of rows."""
+    layer, one = model.model.layers[0], torch.ones(32)
+    row = model.model.embed_tokens(torch.tensor(5))
+    return [
+        row,
+        model.lm_head(layer.mlp(layer.post_attention_layernorm(row)) + row),
+        model.model.norm(one),
+        layer.mlp(one),
+    ]
+
+
+def check_vectors(scheme):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    dense = LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes))
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2, y=2)), scheme=scheme)
+    mine, theirs = parts_on_vectors(model), parts_on_vectors(dense)
+    for x, y in zip(mine, theirs, strict=True):
+        assert x.shape == y.shape
+        torch.testing.assert_close(torch.zeros_like(y) + x, y)
+    for each in (mine, theirs):
+        sum(x.square().sum() for x in each).backward()
+    for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("scheme", ["2d", "3d"])
+def test_layers_take_vectors(ranks, scheme):
+    ranks(4).run(check_vectors, scheme)
