@@ -227,7 +227,7 @@ class Recorder:
         self.entries.append(flight)
         if work is None:
             return None
-        if self.grid.collectives.orders_by_stream:
+        if self._on_device and self.grid.collectives.orders_by_stream:
             # A stream of its own for what one communicator runs in order, so that no later end waits for an earlier.
             key = label.collective, label.axes
             stream = self._streams.get(key) or self._streams.setdefault(key, torch.cuda.Stream())

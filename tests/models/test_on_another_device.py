@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 import ndtp
 from ndtp import Grid
+from ndtp.collectives.recorder import Recorder
 from ndtp.models.observation import observe
 from ndtp.testing import RankPool, emulated
 from ndtp.testing.device import TEST_DEVICE
@@ -164,3 +165,17 @@ def check_example_and_breaking_off():
 
 def test_an_example_there_and_a_backward_that_breaks_off(pool):
     pool.run(check_example_and_breaking_off)
+
+
+def check_recorded():
+    """Where there are no streams of CUDA, the host's clock times collectives."""
+    as_users_do()
+    model = ndtp.parallelize(there(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))), mesh_of(Grid(x=2)), scheme="1d")
+    with Recorder(model[0].mesh) as recorder:
+        model(there(torch.ones(4, 8))).square().sum().backward()
+    flights = [span for span in recorder.spans() if span.kind == "collective"]
+    assert flights and all(span.end > span.start for span in flights), flights
+
+
+def test_collectives_are_recorded(pool):
+    pool.run(check_recorded)
