@@ -104,6 +104,7 @@ class AxisGroups:
             else:
                 group = self.made[axes, "aside"] = self._make(axes, "aside", self.timeout is not None, GLOO)
             self._conversation = conversation_of(group, self.seconds)
+            self._conversation.meet()
         return self._conversation
 
     @property

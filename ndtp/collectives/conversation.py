@@ -57,10 +57,16 @@ class Conversation:
             Missing: names ranks that have ended or not come.
         """
         self.thread = current_thread()
+        return self._sent_round(row) if self._board is None else self._board.exchange(row, self._look)
+
+    def meet(self) -> None:
+        """Find out, once, whether all ranks share memory; a collective.
+
+        From then on those that wait in an exchange look within a second for what the missing ones wait in.
+        """
         if not self._has_looked:
             self._board = shared_board(self._rank, self._ranks, self._timeout, self._sent_round)
             self._has_looked = True
-        return self._sent_round(row) if self._board is None else self._board.exchange(row, self._look)
 
     def _look(self, missing: Sequence[int]) -> None:
         others = (each.thread for each in list(_CONVERSATIONS.values()))
@@ -106,6 +112,7 @@ class Conversation:
                     for work in works:
                         work.wait()
                 except RuntimeError as error:
+                    self._look([source])
                     raise Missing([source], f"has not come: {error}") from error
                 have, tag = have + count, tag + 1
         finally:

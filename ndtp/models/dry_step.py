@@ -23,6 +23,7 @@ from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 from ndtp.models.cached_results import forgotten_fake_results
 from ndtp.models.hidden import Hidden, leave
+from ndtp.models.kept_random import random_kept
 from ndtp.nn.sharded import shadow_of
 from ndtp.runtime.process_grid import ProcessGrid
 from ndtp.split.tensor import SplitTensor
@@ -74,7 +75,7 @@ def step_volume(model: nn.Module, mesh: ProcessGrid, given: Mapping[str, Any]) -
     with ExitStack() as ending:
         ending.enter_context(forgotten_fake_results(model))
         for each in (
-            torch.random.fork_rng(devices=()),
+            random_kept(),
             torch.enable_grad(),
             warnings.catch_warnings(),
             OfWholeBatches(),

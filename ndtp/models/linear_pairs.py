@@ -5,6 +5,7 @@ A gated pair has two Linears in the place of the first: `down(act(gate(x)) * up(
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ndtp.errors import LayoutError
+from ndtp.models.kept_random import random_kept
 from ndtp.nn.hooks import OF_A_MODULE
+from ndtp.nn.parameters import computed_in
 
 ELEMENTWISE_MODULES = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU, nn.Mish, nn.ReLU,
@@ -60,12 +63,17 @@ def find_pairs(model: nn.Module) -> tuple[list[Pair], dict[str, str]]:
     reasons |= unfit
     pairs: list[Pair] = []
     taken: set[str] = set()
-    for prefix, parent in model.named_modules():
+    try:  # what its code notes of a call, in buffers or anywhere, it notes in the copy
+        traced = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *computed_in(model))})
+    except Exception as error:  # whatever a model holds
+        why = f"the model cannot be copied, to trace its code ({type(error).__name__}); name the pair in the plan"
+        return [], reasons | dict.fromkeys(sorted(linears - unfit.keys()), why)
+    for prefix, parent in traced.named_modules():
         if type(parent) is nn.Linear or not any(type(child) is nn.Linear for child in parent.modules()):
             continue
-        before = dict(vars(parent))
         try:
-            graph = _Tracer().trace(parent)
+            with random_kept():
+                graph = _Tracer().trace(parent)
         except Exception as error:  # a forward may do anything under tracing, and raise anything
             for name, child in parent.named_children():
                 if type(child) is nn.Linear:
@@ -74,10 +82,6 @@ def find_pairs(model: nn.Module) -> tuple[list[Pair], dict[str, str]]:
                         "name the pair in the plan"
                     )
             continue
-        finally:  # what its code notes of a call, it shall not note of this one
-            for key in vars(parent).keys() - before:
-                del vars(parent)[key]
-            vars(parent).update(before)
         calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
         for node in graph.nodes:
             name = _join(prefix, str(node.target))

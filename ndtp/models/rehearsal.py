@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ndtp.models.between import FACTS, SIZES
+from ndtp.models.kept_random import random_kept
 from ndtp.models.part_settings import PartSettings
 from ndtp.models.roles import features, is_linear, vocabulary_of
 from ndtp.nn.parameters import computed_in
@@ -176,7 +177,7 @@ def seeded(seed: int = 0) -> Iterator[None]:
     """
     numpy, state = sys.modules.get("numpy"), random.getstate()
     of_numpy = None if numpy is None else numpy.random.get_state()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+    with random_kept(), torch.no_grad(), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed all devices
         random.seed(seed)
         if numpy is not None:

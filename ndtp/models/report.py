@@ -152,6 +152,24 @@ class Report:
             f"parallelize: nothing was replaced\n{reasons}\n  fix: name layers in plan=, or strict=False to go on"
         )
 
+    @property
+    def losses(self) -> str:
+        """Return the sentence about losses of the user's own where axes split rows.
+
+        It is empty for a stock model, whose loss is the mean over the rows of all ranks.
+        """
+        context = getattr(self.split, "context", None)
+        if context is not None:
+            axes = () if context.losses is not None else context.data
+        else:
+            axes = self.plain.axes if self.plain is not None and self.split is None else ()
+        if not axes or self.mesh is None:
+            return ""
+        return (
+            f"ranks along {' '.join(axes)} have losses of their own, whose gradients are summed: divide a mean over a "
+            f"rank's rows by {self.mesh.grid.size(axes)}"
+        )
+
     def _repr_html_(self) -> str:
         return html.table(("", "layers"), (line.split(" ", 1) for line in str(self).splitlines()))
 
@@ -164,6 +182,7 @@ class Report:
         ]
         lines += [f"planned  {self.planned}"] if self.planned else []
         lines += [f"waits    {self.waits}"] if self.waits else []
+        lines += [f"losses   {self.losses}"] if self.losses else []
         lines += [f"plan     {self.plan}"] if len(self.plan) > 1 else []
         lines += [f"replaced {line}" for line in _grouped(self.replaced)]
         lines += [f"kept     {line}" for line in _grouped(self.kept)]

@@ -127,7 +127,7 @@ class SameCalls:
             module.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
             module.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         watch_steps(self)
-        if self.is_on and self.mesh.groups.kind.has_peers:
+        if self.is_on and self.mesh.groups.conversation() is not None:
             self.mesh.step.loaded = []
             self.steps.note_weights()
         return self

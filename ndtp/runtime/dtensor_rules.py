@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 WRITES = ("copy_", "zero_", "fill_", "detach_", "requires_grad_")
 # There is a rule, and it gives other numbers or an error of shapes.
 WRONG = ("convolution", "convolution_backward", "index_put", "index_add", "argmax", "argmin")
+ALONG = ("cumsum", "cumprod", "logcumsumexp")
 # Of a view that only says what its numbers mean, DTensor's operations forget it.
 PHYSICAL = {
     torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
@@ -26,6 +27,8 @@ LACKS = ("sharding strategy", "placement", "sharding prop", "stack expects each 
 
 def has_wrong_rule(name: str, args: Any) -> bool:
     """Return whether DTensor has a rule for an operation and its operands that gives something else than the whole."""
+    if name in ALONG:
+        return isinstance(args[1], int) and args[1] < 0  # it takes -1 for another dim than the last one
     # It takes indices of one dim each, masks of several too.
     return name in WRONG or (name == "index" and any(x is not None and x.dtype is torch.bool for x in args[1]))
 

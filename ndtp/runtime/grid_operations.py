@@ -15,6 +15,7 @@ would of the dense tensor, from torch's generator, of which a rank keeps its par
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ndtp.errors import LayoutError
 from ndtp.runtime.dtensor_rules import LACKS, WRITES, box_of, dtensor_of, has_wrong_rule, is_odd, is_sound
+from ndtp.runtime.grid_parts import full_of, lying_as, on_every_rank, part_of
 from ndtp.runtime.list_operations import by_groups, groups_of
+from ndtp.runtime.reads import NamedRead
 from ndtp.runtime.refused_reads import is_whole_tensor, refused
 from ndtp.runtime.shard_operations import is_norm_of_many, norms_on_shards, on_shards
 from ndtp.runtime.writes import writes
@@ -64,10 +67,7 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if name == "new_empty" and tuple(args[1]) == tuple(mine[0].shape):  # for a draw, such as `orthogonal_`'s
         return func(mine[0]._local_tensor, *args[1:], **kwargs)
     if torch.Tag.inplace_view in func.tags and name not in ("detach_", "requires_grad_"):
-        raise LayoutError(
-            f"ndtp: {mine[0].ndtp_name or 'a parameter'} {tuple(mine[0].shape)} is split over ranks, and {name}() "
-            f"would change its sizes in place\n  fix: {name.rstrip('_')}() gives another tensor"
-        )
+        raise _refused_resize(mine[0], name)
     if name in DRAWS and type(args[0]) is kind:
         return _drawn(func, args, kwargs)
     if any(is_whole_tensor(x) for x in flat):
@@ -87,8 +87,10 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
             args = (args[0], mine[0]._dtensor.shape, *args[2:])
             flat, tree = tree_flatten((args, kwargs))
     given, named = tree_unflatten([x._dtensor if type(x) is kind else x for x in flat], tree)
+    odd = next((x for x in mine if any(map(is_odd, x.placements))), None)  # norms that are stacked
     try:
-        made = func(*given, **named)
+        with nullcontext() if odd is None else NamedRead(odd, name, odd.ndtp_name):
+            made = func(*given, **named)
     except (NotImplementedError, RuntimeError) as error:
         if not any(word in str(error).lower() for word in LACKS):
             raise
@@ -100,6 +102,13 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
         return _by_whole(kind, func, name, flat, tree, written)
     is_view = any(each.alias_info is not None for each in func._schema.returns)
     return _results(kind, func, name, made, mine[0], (flat, tree) if is_view else None)
+
+
+def _refused_resize(x: Any, name: str) -> LayoutError:
+    return LayoutError(
+        f"ndtp: {x.ndtp_name or 'a parameter'} {tuple(x.shape)} is split over ranks, and {name}() would change its "
+        f"sizes in place\n  fix: {name.rstrip('_')}() gives another tensor"
+    )
 
 
 def _on_shards(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -137,8 +146,10 @@ def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any) ->
 
 def _finished(kind: Any, x: Any) -> Any:
     """A number of which ranks have parts, as a plain number."""
-    is_part = type(x) is kind and not x.dim() and any(map(is_odd, x.placements))
-    return x._dtensor.full_tensor() if is_part else x
+    if type(x) is not kind or x.dim() or not any(map(is_odd, x.placements)):
+        return x
+    with NamedRead(x, "number", x.ndtp_name):
+        return x._dtensor.full_tensor()
 
 
 def _without_theirs(kind: Any, func: Any, name: str, flat: list[Any], mine: Sequence[Any], written: Any) -> list[Any]:
@@ -168,12 +179,23 @@ def _written(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return args[0] if is_in_place and func._schema.is_mutable and args else None
 
 
+def _is_number(of: Any, name: str, source: Any) -> bool:
+    """Return whether a result without dims is a number, and plain: not another form of a parameter that is one, nor a
+    view of one element, to which may be written.
+    """
+    if source is not None:
+        return torch.is_grad_enabled() and of.requires_grad
+    return of.dim() > 0 or name not in (*SAME, *LIKE)
+
+
 def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None) -> Any:
     """Return what an operation gave: a number is finished, and plain."""
-    if made.dim() == 0 and (source is None or torch.is_grad_enabled()):
-        return made.full_tensor()
+    if made.dim() == 0 and _is_number(of, name, source):
+        with NamedRead(made, name, of.ndtp_name):
+            return made.full_tensor()
     if any(map(is_odd, made.placements)):
-        made = made.redistribute(placements=[Replicate() if is_odd(p) else p for p in made.placements])
+        with NamedRead(made, name, of.ndtp_name):
+            made = made.redistribute(placements=[Replicate() if is_odd(p) else p for p in made.placements])
     is_like = made.shape == of._dtensor.shape and source is None
     result = kind(made, False, of.ndtp_real if is_like else None)
     result.ndtp_name = of.ndtp_name
@@ -213,13 +235,13 @@ def _by_whole(
         if not isinstance(x, Tensor):
             return x
         if is_view:
-            result = kind(_on_every_rank(x, of))
+            result = kind(on_every_rank(x, of))
             result.ndtp_name, result.ndtp_is_read = of.ndtp_name, True
             result.ndtp_view = (of, (func, list(flat), tree, index))
             return result
         if is_drawn and x.shape == of.shape:
             local = part_of(x, of._dtensor)
-            return kind(_lying_as(local, of._dtensor), False, of.ndtp_real)
+            return kind(lying_as(local, of._dtensor), False, of.ndtp_real)
         return x
 
     leaves, form = tree_flatten(made)
@@ -254,7 +276,8 @@ def _keeps_padding(func: Any, name: str, args: Any) -> bool:
     if name in SUMS:
         if "norm" in name and isinstance(args[1] if len(args) > 1 else None, (int, float)) and args[1] < 0:
             return False  # the least of all
-        return name == "_foreach_norm" or len([x for x in args[1:] if isinstance(x, (list, tuple)) and x]) == 0
+        dims = [x for x in args[1:] if isinstance(x, (list, tuple)) or (name == "count_nonzero" and x is not None)]
+        return name == "_foreach_norm" or not any(x != [] for x in dims)
     if name in (*SAME, *LIKE, *NEW, "copy_", "zero_", "fill_", "equal", "is_same_size"):
         return True
     return torch.Tag.pointwise in func.tags or name.startswith(LISTS)
@@ -269,36 +292,6 @@ def _clear(x: Any) -> None:
             inside = min(max(real - first, 0), local.shape[dim])
             if inside < local.shape[dim]:
                 local.narrow(dim, inside, local.shape[dim] - inside).zero_()
-
-
-def part_of(dense: Tensor, like: Any) -> Tensor:
-    """This rank's shard of a tensor that every rank has, with padding or without, to lie as a DTensor does."""
-    start, shape = box_of(like)
-    inside = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
-    mine = dense[inside]
-    if mine.shape == torch.Size(shape):
-        return mine.clone() if mine.data_ptr() == dense.data_ptr() or not mine.is_contiguous() else mine
-    whole = dense.new_zeros(shape)
-    whole[tuple(map(slice, mine.shape))] = mine
-    return whole
-
-
-def _lying_as(local: Tensor, like: Any) -> Any:
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
-def _on_every_rank(x: Tensor, like: Any) -> Any:
-    return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
-
-
-@torch.no_grad()
-def full_of(x: Any) -> Tensor:
-    """The whole without padding, on every rank; a collective."""
-    whole = getattr(x, "_dtensor", x).detach().full_tensor()  # or torch 2.11 has no rule for what autograd does of it
-    real = getattr(x, "ndtp_real", whole.shape)
-    return whole if whole.shape == real else whole[tuple(map(slice, real))].clone()
 
 
 def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
@@ -375,7 +368,7 @@ def _beside(x: Tensor, split: Any, name: str, flat: Sequence[Any]) -> Any:
         for have, real, want in zip(reversed(x.shape), reversed(split.shape), reversed(shape), strict=False):
             grow += [0, want - real if have == real and want != real else 0]
         x = torch.nn.functional.pad(x, grow) if any(grow) else x
-    return _on_every_rank(x, split)
+    return on_every_rank(x, split)
 
 
 # -------------------------------------------------------------------------------------------------------- gradients
@@ -395,6 +388,6 @@ def _hand_out(parameter: Any) -> None:
         def put(grad: Any) -> Any:
             if isinstance(grad, (kind, DTensor)) or grad.shape != real:
                 return None
-            return kind(_lying_as(part_of(grad.detach(), dtensor), dtensor), False, real)
+            return kind(lying_as(part_of(grad.detach(), dtensor), dtensor), False, real)
 
         parameter.register_hook(put)

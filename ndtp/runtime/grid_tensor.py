@@ -25,7 +25,9 @@ from ndtp.errors import LayoutError
 from ndtp.runtime.dtensor_rules import PHYSICAL, box_of
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.gradient_ends import end_of
-from ndtp.runtime.grid_operations import full_of, operate, part_of
+from ndtp.runtime.grid_operations import operate
+from ndtp.runtime.grid_parts import full_of, part_of
+from ndtp.runtime.reads import NamedRead
 
 CLASS: Any = vars(object)["__class__"]
 GRAD: Any = vars(torch._C.TensorBase)["grad"]
@@ -90,7 +92,7 @@ class GridTensor(torch.Tensor):
     def grad(self) -> Any:  # type: ignore[override]
         """A gradient is one of the grid, too: torch's compiler gives a DTensor, whose sums are those of a rank."""
         grad = GRAD.__get__(self)
-        if type(grad) is DTensor and grad.dim() and not grad.requires_grad:
+        if type(grad) is DTensor and not grad.requires_grad:
             grad = GridTensor(grad, False, self.ndtp_real)
             GRAD.__set__(self, grad)
         return grad
@@ -139,9 +141,10 @@ class GridTensor(torch.Tensor):
         return _ToLocal.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_padded:
-            return self._dtensor.redistribute(*args, **kwargs)  # with its padding, outside of autograd
-        return DTensor.redistribute(self, *args, **kwargs)  # type: ignore[arg-type]
+        with NamedRead(self, "redistribute", self.ndtp_name):
+            if self.is_padded:
+                return self._dtensor.redistribute(*args, **kwargs)  # with its padding, outside of autograd
+            return DTensor.redistribute(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
         """The whole, as of a dense tensor; a collective."""
@@ -214,9 +217,10 @@ class GridTensor(torch.Tensor):
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole of it without padding, on every rank; a collective."""
-        if not self.is_padded:
-            return DTensor.full_tensor(self, grad_placements=grad_placements)  # type: ignore[arg-type]
-        return _Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+        with NamedRead(self, "full_tensor", self.ndtp_name):
+            if not self.is_padded:
+                return DTensor.full_tensor(self, grad_placements=grad_placements)  # type: ignore[arg-type]
+            return _Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self._dtensor)
@@ -340,7 +344,8 @@ def become(parameter: Any, dtensor: Any, name: str, real: Sequence[int]) -> None
     before cannot run any more, and says so.
     """
     replaced("torch.utils.swap_tensors", _keeping_hooks_of_moved)
-    made = GridTensor(dtensor, parameter.requires_grad, real)
+    own = dtensor._dtensor if type(dtensor) is GridTensor else dtensor  # or each operation would be dispatched twice
+    made = GridTensor(own, parameter.requires_grad, real)
     vars(parameter).update(vars(made), ndtp_name=name, _is_param=True)
     exchange(parameter, made)
 

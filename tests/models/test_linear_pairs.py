@@ -1,7 +1,10 @@
 """Which Linear pairs are found in models of all shapes, and what is said of the others."""
 
 import operator
+import random
+import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -244,3 +247,37 @@ def test_names_that_make_no_pairs(plan, words):
         return
     with pytest.raises(LayoutError, match=words):
         pairs_by_name(model, plan)
+
+
+def noted(model, h):
+    model.calls += 1
+    model.notes["calls"] += 1
+    model.seen.append(h.mean())
+    model.fc2.last = h
+    return h.relu() * (2 if torch.rand(()).item() + random.random() + np.random.rand() < 1.5 else 3)
+
+
+class Noting(TwoLayers):
+    """Its code notes its calls in all places, and draws."""
+
+    def __init__(self):
+        super().__init__(noted)
+        self.register_buffer("calls", torch.zeros(()))
+        self.notes, self.seen = {"calls": 0}, []
+
+
+def test_nobody_sees_that_code_was_traced():
+    model = Noting()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    _, reasons = find_pairs(model)
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+    assert not any("cannot be traced" in why for why in reasons.values()), reasons
+    assert not model.calls and not model.notes["calls"] and not model.seen and not hasattr(model.fc2, "last")
+
+
+def test_a_model_that_cannot_be_copied():
+    model = TwoLayers(lambda self, h: h.relu())
+    model.lock = threading.Lock()
+    pairs, reasons = find_pairs(model)
+    assert not pairs and "cannot be copied" in reasons["fc1"]

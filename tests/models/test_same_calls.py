@@ -112,6 +112,40 @@ def test_a_tensor_that_one_rank_alone_reads_is_named(ranks):
     assert "rank 1 is at the call 2 of Scores" in said and "call it on every rank" in said
 
 
+def sum_of(x):
+    return float(x.detach().sum())
+
+
+def whole_of(x):
+    return x.detach().full_tensor().numpy()
+
+
+def numbers_of(x):
+    return x.tolist()
+
+
+def reads_a_parameter_alone(read):
+    """As above, of a parameter, before the first call."""
+    mesh = ProcessGrid(Grid(x=2), timeout=60)
+    torch.manual_seed(0)
+    model = ndtp.parallelize(Tiny(), mesh, {"up": "up", "down": "down"}, scheme="1d")
+    weight = model.up.weight
+    if mesh.rank:
+        try:
+            model(torch.zeros(2, 8, dtype=torch.long))
+        except MismatchError as error:
+            read(weight)
+            return str(error)
+    return read(weight)
+
+
+@pytest.mark.parametrize("read", [sum_of, whole_of, numbers_of], ids=["a sum", "the whole", "numbers"])
+def test_a_parameter_that_one_rank_alone_reads_is_named(ranks, read):
+    _, said = ranks(2).run(reads_a_parameter_alone, read)
+    assert re.search(r"rank 0 is in \w+ of up.weight \(read\) over axis x, which rank 1 has not begun", said), said
+    assert "rank 1 is at the call 1 of Tiny" in said
+
+
 def trains_in_silence():
     """Ranks of other `dp` have other rows; what has no effect may differ; with `check=False` all may."""
     for axes, scheme in (({"dp": 2}, "3d"), ({"x": 2}, "1d")):

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import ndtp
 import ndtp.testing
-from ndtp.runtime.grid_operations import full_of
+from ndtp.runtime.grid_parts import full_of
 from ndtp.runtime.grid_tensor import GridTensor
 from ndtp.split import Context, SplitTensor, cut, enter, spec_of, whole
 

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from every_operation import is_same
 from products import mesh_of
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ndtp import Grid
-from ndtp.runtime.grid_operations import full_of
-from ndtp.runtime.grid_tensor import GridTensor
+from ndtp.runtime.grid_parts import full_of
+from ndtp.runtime.grid_tensor import GridTensor, become
 
 PLACED = ([Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(1), Replicate()])
 ROWS = torch.randperm(32, generator=torch.Generator().manual_seed(1))
@@ -72,12 +73,24 @@ def check_results():
             ("conv2d", F.conv2d(image, weights), F.conv2d(picture, kernel)),
             ("conv_transpose2d", F.conv_transpose2d(image, weights), F.conv_transpose2d(picture, kernel)),
             ("argmax", w.argmax(1, keepdim=True), dense.argmax(1, keepdim=True)),
+            ("cumsum", w.cumsum(-1) + w.cumsum(-2), dense.cumsum(-1) + dense.cumsum(-2)),
+            ("cumprod", w.cumprod(-1), dense.cumprod(-1)),
             ("hfft2", torch.fft.hfft2(w), torch.fft.hfft2(dense)),
         ):
             torch.testing.assert_close(whole(found), expected, rtol=1e-4, atol=1e-3, msg=f"{name}, {placements}")
 
 
-@pytest.mark.parametrize("check", [check_writes, check_results])
+def check_padding():
+    """Zeros behind the sizes of the whole are no numbers of it."""
+    mesh, dense = mesh_of(Grid(x=2, y=2)), normal(5, 7)
+    w = nn.Parameter(dense.clone())
+    become(w, distribute_tensor(F.pad(dense, (0, 1, 0, 3)), mesh.device_mesh, [Shard(0), Shard(1)]), "w", (5, 7))
+    for dim in (0, 1, -1):
+        assert torch.equal(whole(w.detach().count_nonzero(dim)), dense.count_nonzero(dim)), dim
+    assert int(w.detach().count_nonzero()) == 35
+
+
+@pytest.mark.parametrize("check", [check_writes, check_results, check_padding])
 def test_operations_give_what_they_give_of_dense_tensors(ranks, check):
     ranks(4).run(check)
 

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from products import mesh_of
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import ndtp
 from ndtp import Grid, LayoutError
+from ndtp.runtime.grid_tensor import become
 
 
 class Net(nn.Module):
@@ -182,3 +183,36 @@ def check_moved():
 
 def test_hooks_of_moved_parameters(ranks):
     ranks(2).run(check_moved)
+
+
+def check_numbers():
+    """A parameter without dims trains, beside a dense layer as well; and one element of a split one is written to."""
+    mesh, scale = mesh_of(Grid(x=2)), nn.Parameter(torch.tensor(2.0))
+    become(scale, distribute_tensor(scale.detach(), mesh.device_mesh, [Replicate()]), "scale", ())
+    like, others = nn.Parameter(torch.tensor(2.0)), [nn.Linear(3, 3) for _ in range(2)]
+    others[1].load_state_dict(others[0].state_dict())
+    for kind in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Rprop):
+        norms = []
+        for x, other in ((scale, others[0]), (like, others[1])):
+            optimizer = kind([x, *other.parameters()], lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                (other(torch.ones(2, 3)) * x.exp()).square().sum().backward()
+                norms.append(whole(nn.utils.clip_grad_norm_([x, *other.parameters()], 1.0)))
+                x.grad.data.mul_(0.5)
+                optimizer.step()
+        torch.testing.assert_close(norms[:2], norms[2:], msg=kind.__name__)
+        torch.testing.assert_close(scale.full_tensor(), like.detach(), msg=kind.__name__)
+    model, dense = made(mesh), made()
+    for m in (model, dense):
+        m(IDS).square().sum().backward()
+        m.fc1.weight.data[0, 1], m.fc1.bias.data[6], m.fc2.weight.grad[2, 3] = 9.0, -4.6, 5.0
+        m.fc2.weight.data.view(-1)[5] = 4.0
+        with torch.no_grad():
+            m.table.weight[3, 2] = 7.0
+    same(model, dense, "written to one element")
+    torch.testing.assert_close(whole(model.fc2.weight.grad), dense.fc2.weight.grad)
+
+
+def test_parameters_without_dims_and_single_elements(ranks):
+    ranks(2).run(check_numbers)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ndtp import Grid
-from ndtp.runtime.grid_operations import full_of
+from ndtp.runtime.grid_parts import full_of
 from ndtp.runtime.grid_tensor import GridTensor, become
 from ndtp.runtime.shard_operations import form_of, on_shards
 

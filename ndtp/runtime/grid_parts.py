@@ -1,0 +1,46 @@
+"""Tensors of a grid and tensors that every rank has: the whole of one, and this rank's part of the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from ndtp.runtime.dtensor_rules import box_of
+from ndtp.runtime.reads import NamedRead
+
+
+def part_of(dense: Tensor, like: Any) -> Tensor:
+    """This rank's shard of a tensor that every rank has, with padding or without, to lie as a DTensor does."""
+    start, shape = box_of(like)
+    inside = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
+    mine = dense[inside]
+    if mine.shape == torch.Size(shape):
+        return mine.clone() if mine.data_ptr() == dense.data_ptr() or not mine.is_contiguous() else mine
+    whole = dense.new_zeros(shape)
+    whole[tuple(map(slice, mine.shape))] = mine
+    return whole
+
+
+def lying_as(local: Tensor, like: Any) -> Any:
+    """A DTensor of a shard, that lies as another one does."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def on_every_rank(x: Tensor, like: Any) -> Any:
+    """A DTensor of a tensor that every rank has, on the mesh of another one."""
+    return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+@torch.no_grad()
+def full_of(x: Any) -> Tensor:
+    """The whole without padding, on every rank; a collective."""
+    own = getattr(x, "_dtensor", x).detach()  # or torch 2.11 has no rule for what autograd does of it
+    with NamedRead(own, "whole", getattr(x, "ndtp_name", "")):
+        whole = own.full_tensor()
+    real = getattr(x, "ndtp_real", whole.shape)
+    return whole if whole.shape == real else whole[tuple(map(slice, real))].clone()

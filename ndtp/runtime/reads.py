@@ -1,0 +1,83 @@
+"""`NamedRead`: what waits for other ranks while torch's own collectives bring a tensor of a grid together has a name.
+
+Code that sums, prints or gathers a parameter on one rank alone waits for ranks that never come to it.  They learn of it
+at their next point (`ndtp.runtime.points`), within a second; and the rank that waits says for whom.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from ndtp.collectives.flight import DONE, STARTED, WAITED, FlightEntry, Note
+from ndtp.collectives.labels import Label
+from ndtp.collectives.own_presence import presence
+from ndtp.collectives.watch import failure
+from ndtp.errors import CommunicationError
+
+
+class NamedRead:
+    """A collective on a DTensor, inside of which this rank waits for others.
+
+    Args:
+        dtensor: whose parts ranks have; nothing is noted where every rank has the whole.
+        what: the operation; `name`: that of the parameter.
+
+    Raises:
+        CommunicationError: says who did not come, in the place of torch's RuntimeError.
+    """
+
+    __slots__ = ("_dtensor", "_entry", "_what")
+
+    def __init__(self, dtensor: Any, what: str, name: str) -> None:
+        self._dtensor, self._what = dtensor, (what, name or "a parameter")
+        self._entry: FlightEntry | None = None
+
+    def __enter__(self) -> None:
+        here = None if torch.compiler.is_compiling() else presence()
+        split = _split_dims(self._dtensor)
+        if here is not None and split:
+            mesh = self._dtensor.device_mesh
+            axes = tuple([mesh.mesh_dim_names[dim] for dim in split])
+            what, name = self._what
+            note = Note((name,), "read", what, axes, "", _peers(mesh, split))
+            self._entry = here.flight.start(note, 0)
+            self._entry[WAITED] = self._entry[STARTED]
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._entry is None:
+            return
+        if error is None:
+            self._entry[DONE] = time.monotonic()
+        elif isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
+            note: Note = self._entry[0]
+            label = Label(note.op, note.phase, note.kind, note.axes)
+            raise failure(
+                label, partial(_describe, self._dtensor.device_mesh, note.ranks), error, note.ranks
+            ) from error
+
+
+def _split_dims(dtensor: Any) -> tuple[int, ...]:
+    """Return the dims of the mesh over which ranks have parts."""
+    sizes = dtensor.device_mesh.shape
+    return tuple([i for i, p in enumerate(dtensor.placements) if not p.is_replicate() and sizes[i] > 1])
+
+
+@lru_cache(maxsize=64)
+def _peers(mesh: Any, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ranks of the world that have the other parts of what this rank has a part of, and this one."""
+    here = mesh.get_coordinate()
+    place = tuple(slice(None) if i in dims else here[i] for i in range(mesh.ndim))
+    return tuple(mesh.mesh[place].flatten().tolist())
+
+
+def _describe(mesh: Any, ranks: Sequence[int], axes: Sequence[str]) -> str:
+    """Return this rank and its coordinate, and for whom it waited."""
+    me, here = mesh.get_rank(), mesh.get_coordinate()
+    where = ", ".join(f"{axis}={position}" for axis, position in zip(mesh.mesh_dim_names, here, strict=True))
+    others = [str(rank) for rank in ranks if rank != me]
+    return f"rank {me} ({where}) waited for rank{'s' * (len(others) > 1)} {', '.join(others)}"
