@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey  # type: ignore[attr-defined]
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd.graph import _CloneArgBeforeMutateMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ndtp.errors import LayoutError
 
@@ -46,4 +48,9 @@ def refuse_traces(what: str, exports: bool = True) -> None:
         raise LayoutError(
             f"{what}: tensors of FakeTensorMode have no values that ranks could send\n"
             "  fix: the dense model; for the bytes of a split one ndtp.plan, or `ndtp bench volume --model`"
+        )
+    if any(isinstance(mode, _CloneArgBeforeMutateMode) for mode in _get_current_dispatch_mode_stack()):
+        raise LayoutError(
+            f"{what}: allow_mutation_on_saved_tensors() puts copies in the place of what a layer on a grid writes its "
+            "results into\n  fix: run the model outside of it"
         )

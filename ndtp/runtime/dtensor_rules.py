@@ -33,6 +33,11 @@ def has_wrong_rule(name: str, args: Any) -> bool:
     return name in WRONG or (name == "index" and any(x is not None and x.dtype is torch.bool for x in args[1]))
 
 
+def lacks_rule(error: Exception) -> bool:
+    """Return whether an error of DTensor says that it has no rule for an operation and its operands."""
+    return any(word in str(error).lower() for word in LACKS)
+
+
 def is_odd(placement: Any) -> bool:
     """Whether a placement is a sum that is not finished, or a shard that is no block."""
     return placement.is_partial() or type(placement).__name__ == "_StridedShard"

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ndtp.errors import LayoutError
-from ndtp.runtime.dtensor_rules import LACKS, WRITES, box_of, dtensor_of, has_wrong_rule, is_odd, is_sound
+from ndtp.runtime.dtensor_rules import WRITES, box_of, dtensor_of, has_wrong_rule, is_odd, is_sound, lacks_rule
 from ndtp.runtime.grid_parts import full_of, lying_as, on_every_rank, part_of
 from ndtp.runtime.list_operations import by_groups, groups_of
 from ndtp.runtime.reads import NamedRead
@@ -92,7 +92,7 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
         with nullcontext() if odd is None else NamedRead(odd, name, odd.ndtp_name):
             made = func(*given, **named)
     except (NotImplementedError, RuntimeError) as error:
-        if not any(word in str(error).lower() for word in LACKS):
+        if not lacks_rule(error):
             raise
         return _by_whole(kind, func, name, flat, tree, written)
     if written is not None:
@@ -328,7 +328,12 @@ def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: An
     if is_split:
         given = [getattr(x, "_dtensor", x) for x in given]
     args, kwargs = tree_unflatten(given, tree)
-    made = func(*args, **kwargs)
+    try:
+        made = func(*args, **kwargs)
+    except NotImplementedError as error:
+        if not is_split or not lacks_rule(error):
+            raise
+        return _by_whole(kind, func, name, flat, tree, written)
     if is_split and written is not None:
         _wrote(kind, written)
     if written is not None and made is not None:

@@ -24,7 +24,7 @@ def refused(what: str, split: Any, flat: Sequence[Any]) -> LayoutError:
     owner, what_it_is = name.rpartition(".")[0], f"'{name}'" if name else "a parameter"
     shapes = ", ".join(str(tuple(x.shape)) for x in flat if is_whole_tensor(x))
     others = f"tensors that are not, {shapes}" if shapes else "tensors that are not"
-    keep = f"; or parallelize(..., keep=['{owner}']), which leaves it whole" if name else ""
+    keep = f"; or parallelize(..., keep=['{owner}']), which leaves it whole" if owner else ""
     return LayoutError(
         f"ndtp: {code} reads {what_it_is} {tuple(split.shape)}, which is split over ranks, in {what} beside {others}\n"
         f"  at {where}\n"

@@ -232,6 +232,11 @@ def without_values(function, *given):
         return function(*given)
 
 
+def mutating(call, *given):
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        return call(*given)
+
+
 def errors():
     grid = Grid(z=2, x=2, y=2)
     mesh = mesh_of(grid)
@@ -253,6 +258,7 @@ def errors():
         "no batch": lambda: ndtp.batch_matmul(a, b, plan, mesh),
         "batch": lambda: ndtp.batch_matmul(torch.ones(2, 4, 16), torch.ones(3, 16, 32), batched, mesh),
         "trace": lambda: make_fx(lambda a: ndtp.matmul(a, b, plan, mesh))(a),
+        "mutation": lambda: mutating(ndtp.matmul, a, b, plan, mesh),
         "no values": lambda: without_values(ndtp.matmul, a, b, plan, mesh),
         "relayout ndim": lambda: ndtp.relayout(torch.ones(4), x_rows, rows, mesh),
         "relayout divide": lambda: ndtp.relayout(torch.ones(3, 3), rows, x_rows, mesh),
@@ -287,6 +293,7 @@ def test_errors_name_what_is_wrong_on_every_rank_alike(ranks):
         "no batch": ["batch dims", "ndtp.matmul"],
         "batch": ["4 in A", "6 in B"],
         "trace": ["all_gather", "up", "make_fx", "fix"],
+        "mutation": ["all_gather", "up", "allow_mutation_on_saved_tensors", "fix"],
         "no values": ["all_gather", "up", "FakeTensorMode", "fix"],
         "relayout ndim": ["1 dims"],
         "relayout grid": ["x=8", "z=2 x=2 y=2"],

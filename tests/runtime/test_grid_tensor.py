@@ -211,6 +211,8 @@ def check_numbers():
         with torch.no_grad():
             m.table.weight[3, 2] = 7.0
     same(model, dense, "written to one element")
+    torch._foreach_copy_([model.fc1.weight.grad], [dense.fc1.weight.grad + 1])
+    torch.testing.assert_close(whole(model.fc1.weight.grad), dense.fc1.weight.grad + 1)
     torch.testing.assert_close(whole(model.fc2.weight.grad), dense.fc2.weight.grad)
 
 
