@@ -103,8 +103,10 @@ class AxisGroups:
                 group = self.group(axes)
             else:
                 group = self.made[axes, "aside"] = self._make(axes, "aside", self.timeout is not None, GLOO)
-            self._conversation = conversation_of(group, self.seconds)
-            self._conversation.meet()
+            conversation = conversation_of(group, self.seconds)
+            with Watch(self.describe, Label(("ranks",), "start", "meeting", axes), conversation.members):
+                conversation.meet()
+            self._conversation = conversation
         return self._conversation
 
     @property

@@ -65,6 +65,7 @@ class Conversation:
         From then on those that wait in an exchange look within a second for what the missing ones wait in.
         """
         if not self._has_looked:
+            self.thread = current_thread()
             self._board = shared_board(self._rank, self._ranks, self._timeout, self._sent_round)
             self._has_looked = True
 

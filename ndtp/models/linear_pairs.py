@@ -65,12 +65,12 @@ def find_pairs(model: nn.Module) -> tuple[list[Pair], dict[str, str]]:
     taken: set[str] = set()
     try:  # what its code notes of a call, in buffers or anywhere, it notes in the copy
         traced = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *computed_in(model))})
-    except Exception as error:  # whatever a model holds
-        why = f"the model cannot be copied, to trace its code ({type(error).__name__}); name the pair in the plan"
-        return [], reasons | dict.fromkeys(sorted(linears - unfit.keys()), why)
+    except Exception:  # a model may hold anything; then what it notes in itself is taken back
+        traced = model
     for prefix, parent in traced.named_modules():
         if type(parent) is nn.Linear or not any(type(child) is nn.Linear for child in parent.modules()):
             continue
+        before = dict(vars(parent))
         try:
             with random_kept():
                 graph = _Tracer().trace(parent)
@@ -82,6 +82,10 @@ def find_pairs(model: nn.Module) -> tuple[list[Pair], dict[str, str]]:
                         "name the pair in the plan"
                     )
             continue
+        finally:
+            for key in vars(parent).keys() - before:
+                del vars(parent)[key]
+            vars(parent).update(before)
         calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
         for node in graph.nodes:
             name = _join(prefix, str(node.target))

@@ -33,7 +33,7 @@ def has_wrong_rule(name: str, args: Any) -> bool:
     return name in WRONG or (name == "index" and any(x is not None and x.dtype is torch.bool for x in args[1]))
 
 
-def lacks_rule(error: Exception) -> bool:
+def lacks_rule(error: BaseException) -> bool:
     """Return whether an error of DTensor says that it has no rule for an operation and its operands."""
     return any(word in str(error).lower() for word in LACKS)
 

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ndtp.errors import LayoutError
-from ndtp.runtime.dtensor_rules import WRITES, box_of, dtensor_of, has_wrong_rule, is_odd, is_sound, lacks_rule
-from ndtp.runtime.grid_parts import full_of, lying_as, on_every_rank, part_of
+from ndtp.runtime.dtensor_rules import WRITES, dtensor_of, has_wrong_rule, is_odd, is_sound, lacks_rule
+from ndtp.runtime.grid_parts import clear, full_of, lying_as, on_every_rank, part_of
 from ndtp.runtime.list_operations import by_groups, groups_of
 from ndtp.runtime.reads import NamedRead
 from ndtp.runtime.refused_reads import is_whole_tensor, refused
@@ -70,7 +70,7 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
         raise _refused_resize(mine[0], name)
     if name in DRAWS and type(args[0]) is kind:
         return _drawn(func, args, kwargs)
-    if any(is_whole_tensor(x) for x in flat):
+    if _is_plain(written) or any(is_whole_tensor(x) for x in flat):
         return _beside_plain(kind, func, name, flat, tree, written)
     is_drawn = torch.Tag.nondeterministic_seeded in func.tags
     is_each = torch.Tag.pointwise in func.tags or name in WRITES or name.startswith(LISTS)
@@ -82,7 +82,7 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
         if name in SUMS:
             for x in mine:
                 if not isinstance(x, nn.Parameter):  # what was computed, as `p == 0`
-                    _clear(x)
+                    clear(x)
         if name in NEW and tuple(args[1]) == tuple(mine[0].shape):
             args = (args[0], mine[0]._dtensor.shape, *args[2:])
             flat, tree = tree_flatten((args, kwargs))
@@ -120,9 +120,10 @@ def _on_shards(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return tree_map(kind, norms)  # summed at once, where they meet
     if (done := on_shards(kind, func, args, kwargs)) is None:
         return NotImplemented
-    written, made = done
+    written, made, likes = done
     if written is None:
-        return _results(kind, func, name, made, next(x for x in tree_flatten(args)[0] if type(x) is kind), None)
+        given = [_taken(kind, x, like, name) for x, like in zip(made, likes, strict=True)]
+        return given if name.startswith(LISTS) else given[0]
     _wrote(kind, written)
     return None if name.startswith(LISTS) else written
 
@@ -179,18 +180,10 @@ def _written(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return args[0] if is_in_place and func._schema.is_mutable and args else None
 
 
-def _is_number(of: Any, name: str, source: Any) -> bool:
-    """Return whether a result without dims is a number, and plain: not another form of a parameter that is one, nor a
-    view of one element, to which may be written.
-    """
-    if source is not None:
-        return torch.is_grad_enabled() and of.requires_grad
-    return of.dim() > 0 or name not in (*SAME, *LIKE)
-
-
 def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None) -> Any:
     """Return what an operation gave: a number is finished, and plain."""
-    if made.dim() == 0 and _is_number(of, name, source):
+    # A view of one element, of what wants no gradient, may be written to.
+    if made.dim() == 0 and (source is None or not of.dim() or (torch.is_grad_enabled() and of.requires_grad)):
         with NamedRead(made, name, of.ndtp_name):
             return made.full_tensor()
     if any(map(is_odd, made.placements)):
@@ -257,7 +250,7 @@ def _wrote(kind: Any, written: Any) -> None:
             continue
         writes.note(x)
         if x.is_padded:
-            _clear(x)
+            clear(x)
         source, way = getattr(x, "ndtp_view", (None, None))
         if source is None:
             continue
@@ -283,17 +276,6 @@ def _keeps_padding(func: Any, name: str, args: Any) -> bool:
     return torch.Tag.pointwise in func.tags or name.startswith(LISTS)
 
 
-def _clear(x: Any) -> None:
-    """Zeros behind the sizes of the whole."""
-    start, _ = box_of(x._dtensor)
-    local = x._local_tensor.detach()
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(x._local_tensor):  # type: ignore[attr-defined]
-        for dim, (first, real) in enumerate(zip(start, x.ndtp_real, strict=True)):
-            inside = min(max(real - first, 0), local.shape[dim])
-            if inside < local.shape[dim]:
-                local.narrow(dim, inside, local.shape[dim] - inside).zero_()
-
-
 def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     own = args[0]
     if own.is_meta:
@@ -311,7 +293,7 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
 def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: Any, written: Any) -> Any:
     into = written if isinstance(written, (list, tuple)) else [written]
     is_split = False
-    if any(is_whole_tensor(x) for x in into):
+    if any(map(_is_plain, into)):
         given = [full_of(x) if isinstance(x, DTensor) else x for x in flat]
     elif all(_is_plain_beside(x, flat) for x in flat if isinstance(x, DTensor)) and written is None:
         given = [x._local_tensor if isinstance(x, DTensor) else x for x in flat]
@@ -342,6 +324,10 @@ def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: An
         return made
     of = next((x for x in flat if type(x) is kind and x.is_padded), next(x for x in flat if type(x) is kind))
     return tree_map(lambda x: _taken(kind, x, of, name) if isinstance(x, DTensor) else x, made)
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, DTensor)
 
 
 def _is_plain_beside(x: Any, flat: Sequence[Any]) -> bool:

@@ -44,3 +44,14 @@ def full_of(x: Any) -> Tensor:
         whole = own.full_tensor()
     real = getattr(x, "ndtp_real", whole.shape)
     return whole if whole.shape == real else whole[tuple(map(slice, real))].clone()
+
+
+def clear(x: Any) -> None:
+    """Write zeros behind the sizes of the whole."""
+    start, _ = box_of(x._dtensor)
+    local = x._local_tensor.detach()
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(x._local_tensor):  # type: ignore[attr-defined]
+        for dim, (first, real) in enumerate(zip(start, x.ndtp_real, strict=True)):
+            inside = min(max(real - first, 0), local.shape[dim])
+            if inside < local.shape[dim]:
+                local.narrow(dim, inside, local.shape[dim] - inside).zero_()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -26,7 +27,7 @@ from ndtp.runtime.dtensor_rules import PHYSICAL, box_of
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.grid_operations import operate
-from ndtp.runtime.grid_parts import full_of, part_of
+from ndtp.runtime.grid_parts import full_of, lying_as, part_of
 from ndtp.runtime.reads import NamedRead
 
 CLASS: Any = vars(object)["__class__"]
@@ -117,10 +118,7 @@ class GridTensor(torch.Tensor):
         if (local.dtype, local.device) == (self.dtype, self.device):
             self._dtensor._local_tensor.copy_(local)
         else:
-            become(self, DTensor.from_local(
-                local, self.device_mesh, self.placements, run_check=False, shape=self._dtensor.shape,
-                stride=self._dtensor.stride(),
-            ), self.ndtp_name, self.ndtp_real)  # fmt: skip
+            become(self, lying_as(local, self._dtensor), self.ndtp_name, self.ndtp_real)
 
     def _refuse_other(self, value: Tensor) -> None:
         what = f"'{self.ndtp_name}'" if self.ndtp_name else "a parameter"
@@ -141,7 +139,8 @@ class GridTensor(torch.Tensor):
         return _ToLocal.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
-        with NamedRead(self, "redistribute", self.ndtp_name):
+        wanted = kwargs.get("placements") or (args[1] if len(args) > 1 else None)
+        with nullcontext() if wanted == self.placements else NamedRead(self, "redistribute", self.ndtp_name):
             if self.is_padded:
                 return self._dtensor.redistribute(*args, **kwargs)  # with its padding, outside of autograd
             return DTensor.redistribute(self, *args, **kwargs)  # type: ignore[arg-type]
@@ -221,6 +220,9 @@ class GridTensor(torch.Tensor):
             if not self.is_padded:
                 return DTensor.full_tensor(self, grad_placements=grad_placements)  # type: ignore[arg-type]
             return _Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def __format__(self, spec: str) -> str:
+        return format(full_of(self), spec) if not self.dim() else super().__format__(spec)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self._dtensor)

@@ -63,6 +63,8 @@ def groups_of(args: Sequence[Any]) -> list[list[int]]:
     from torch.distributed.tensor import DTensor
 
     groups: dict[Any, list[int]] = {}
+    if not isinstance(args[0], (list, tuple)):
+        return []
     lists = [x for x in args if isinstance(x, (list, tuple)) and len(x) == len(args[0])]
     if any(len({*map(type, x)}) > 1 for x in lists):
         for i, operands in enumerate(zip(*lists, strict=True)):

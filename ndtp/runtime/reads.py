@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensor
 
 from ndtp.collectives.flight import DONE, STARTED, WAITED, FlightEntry, Note
 from ndtp.collectives.labels import Label
 from ndtp.collectives.own_presence import presence
 from ndtp.collectives.watch import failure
-from ndtp.errors import CommunicationError
+from ndtp.runtime.dtensor_rules import lacks_rule
 
 
 class NamedRead:
@@ -28,7 +30,7 @@ class NamedRead:
         what: the operation; `name`: that of the parameter.
 
     Raises:
-        CommunicationError: says who did not come, in the place of torch's RuntimeError.
+        CommunicationError: says who did not come, in the place of torch's error of the process group.
     """
 
     __slots__ = ("_dtensor", "_entry", "_what")
@@ -40,9 +42,10 @@ class NamedRead:
     def __enter__(self) -> None:
         here = None if torch.compiler.is_compiling() else presence()
         split = _split_dims(self._dtensor)
-        if here is not None and split:
-            mesh = self._dtensor.device_mesh
-            axes = tuple([mesh.mesh_dim_names[dim] for dim in split])
+        mesh = self._dtensor.device_mesh
+        is_fake = isinstance(self._dtensor._local_tensor, FakeTensor)
+        if here is not None and split and not is_fake and mesh.get_coordinate() is not None:
+            axes = tuple([_names(mesh)[dim] for dim in split])
             what, name = self._what
             note = Note((name,), "read", what, axes, "", _peers(mesh, split))
             self._entry = here.flight.start(note, 0)
@@ -51,9 +54,12 @@ class NamedRead:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._entry is None:
             return
-        if error is None:
+        # torch's errors of a process group; others, such as a lack of memory, are what they are.
+        is_lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
+        if error is None or not is_lost or lacks_rule(error):
             self._entry[DONE] = time.monotonic()
-        elif isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
+        else:
+            assert isinstance(error, RuntimeError)
             note: Note = self._entry[0]
             label = Label(note.op, note.phase, note.kind, note.axes)
             raise failure(
@@ -67,7 +73,10 @@ def _split_dims(dtensor: Any) -> tuple[int, ...]:
     return tuple([i for i, p in enumerate(dtensor.placements) if not p.is_replicate() and sizes[i] > 1])
 
 
-@lru_cache(maxsize=64)
+def _names(mesh: Any) -> Sequence[str]:
+    return mesh.mesh_dim_names or [f"dim {i}" for i in range(mesh.ndim)]  # type: ignore[no-any-return]
+
+
 def _peers(mesh: Any, dims: tuple[int, ...]) -> tuple[int, ...]:
     """Return the ranks of the world that have the other parts of what this rank has a part of, and this one."""
     here = mesh.get_coordinate()
@@ -78,6 +87,6 @@ def _peers(mesh: Any, dims: tuple[int, ...]) -> tuple[int, ...]:
 def _describe(mesh: Any, ranks: Sequence[int], axes: Sequence[str]) -> str:
     """Return this rank and its coordinate, and for whom it waited."""
     me, here = mesh.get_rank(), mesh.get_coordinate()
-    where = ", ".join(f"{axis}={position}" for axis, position in zip(mesh.mesh_dim_names, here, strict=True))
+    where = ", ".join(f"{axis}={position}" for axis, position in zip(_names(mesh), here, strict=True))
     others = [str(rank) for rank in ranks if rank != me]
     return f"rank {me} ({where}) waited for rank{'s' * (len(others) > 1)} {', '.join(others)}"

@@ -9,29 +9,34 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 from ndtp.runtime.dtensor_rules import dtensor_of, is_odd
+from ndtp.runtime.grid_parts import clear
 
 PLAIN = (int, float, complex, str, type(None))  # a bool is an int
 MOVED = ("copy_", "zero_", "fill_")  # element by element without torch's tag
-# Of lists: one number of each tensor; or what has to be the same on all ranks.
-REDUCES = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
 @cache
 def form_of(func: Any) -> str:
     """Return "each" or "lists" for an operation element by element, on tensors or on lists of them, else ""."""
     name, returns = func.overloadpacket.__name__, func._schema.returns
-    if name.startswith(("_foreach_", "_fused_")):
-        return "" if name in REDUCES else "lists"
+    if name.startswith("_foreach_"):
+        word = name.removeprefix("_foreach_")
+        one = getattr(torch.ops.aten, word, None)
+        is_each = one is not None and any(torch.Tag.pointwise in getattr(one, o).tags for o in one.overloads())
+        return "lists" if is_each or word in MOVED else ""
+    if name in FUSED:
+        return "lists"
     if torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.inplace_view in func.tags:
         return ""
     is_each = torch.Tag.pointwise in func.tags or name in MOVED
@@ -40,19 +45,20 @@ def form_of(func: Any) -> str:
     return "each" if is_each and is_one and not is_out else ""
 
 
-def on_shards(kind: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def on_shards(kind: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], list[Any]] | None:
     """Run an operation on this rank's shards, where each number of the result comes of numbers at its place in them.
 
     Returns:
-        The operand that the operation wrote to (None where it wrote to none), and the result as DTensors; or None where
-        the operation is of another kind, or its operands do not lie alike, and nothing has run.
+        The operand that the operation wrote to (None where it wrote to none), the results as DTensors, and for each the
+        operand that lies alike; or None where the operation is of another kind, or its operands do not lie alike, and
+        nothing has run.
     """
     form = form_of(func)
     if form == "each":
         if (like := _alike(kind, args)) is None or not all(map(_is_plain, kwargs.values())):
             return None
         made = func(*[x._dtensor._local_tensor if type(x) is kind else x for x in args], **kwargs)
-        return (args[0], None) if func._schema.is_mutable else (None, dtensor_of(made, like._dtensor._spec))
+        return (args[0], [], []) if func._schema.is_mutable else (None, [_lying_as(made, like)], [like])
     return _lists(kind, func, args, kwargs) if form else None
 
 
@@ -83,6 +89,9 @@ def norms_on_shards(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     is_sum = isinstance(order, (int, float)) and 0 < order < math.inf and len(args) <= 2 and not kwargs
     if not is_sum or any(_alike(kind, (x,)) is None for x in of):
         return None
+    for x in of:
+        if x.is_padded and not isinstance(x, nn.Parameter):  # what was computed, as `grad + 1`
+            clear(x)
     local = [x._dtensor._local_tensor for x in of]
     made = func(local, order) if is_list else [func(local[0], order)]
     parts = []
@@ -92,24 +101,34 @@ def norms_on_shards(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return parts if is_list else parts[0]
 
 
-@lru_cache(maxsize=256)
 def _norm_spec(mesh: Any, placements: Any, order: float, dtype: torch.dtype) -> DTensorSpec:
     """Return how the norm of a tensor that lies so lies: ranks that have a part of the tensor have a part of it."""
     parts = tuple([_NormPartial(order) if placement.is_shard() else placement for placement in placements])
     return DTensorSpec(mesh, parts, tensor_meta=TensorMeta(torch.Size(()), (), dtype))
 
 
-def _lists(kind: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    count = len(args[0])
+def _lists(kind: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], list[Any]] | None:
+    if not isinstance(args[0], (list, tuple)):
+        return None
+    count, is_fused = len(args[0]), func.overloadpacket.__name__ in FUSED
     lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple)) and len(x) == count]
-    likes = [_alike(kind, each) for each in zip(*lists, strict=True)]
+    likes = [_alike(kind, each, is_fused) for each in zip(*lists, strict=True)]
     if not all(map(_is_plain, _others(args, kwargs, count))) or any(like is None for like in likes):
         return None
     local = lambda x: [_local(kind, y) for y in x] if isinstance(x, (list, tuple)) else x  # noqa: E731
     made = func(*map(local, args), **{name: local(x) for name, x in kwargs.items()})
     if made is None:
-        return args[0], None
-    return None, [dtensor_of(x, like._dtensor._spec) for x, like in zip(made, likes, strict=True)]
+        return args[0], [], []
+    return None, [_lying_as(x, like) for x, like in zip(made, likes, strict=True)], likes
+
+
+def _lying_as(made: Tensor, like: Any) -> DTensor:
+    """A result as a DTensor that lies as an operand; of a view with gaps, whose result has none, with other strides."""
+    own = like._dtensor
+    if made.stride() == own._local_tensor.stride():
+        return dtensor_of(made, own._spec)
+    strides = torch.empty(own.shape, device="meta").stride()
+    return DTensor.from_local(made, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=strides)
 
 
 def _others(args: Any, kwargs: Any, count: int) -> Iterator[Any]:
@@ -130,8 +149,12 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, PLAIN) or (type(x) is Tensor and not x.dim())
 
 
-def _alike(kind: Any, operands: Sequence[Any]) -> Any:
-    """Return the first of operands on the grid, beside plain numbers, if all of them lie alike, else None."""
+def _alike(kind: Any, operands: Sequence[Any], is_fused: bool = False) -> Any:
+    """Return the first of operands on the grid, beside plain numbers, if all of them lie alike, else None.
+
+    Args:
+        is_fused: the operation reads the memory of all operands alike.
+    """
     first: Any = None
     for x in operands:
         if type(x) is not kind:
@@ -143,14 +166,16 @@ def _alike(kind: Any, operands: Sequence[Any]) -> Any:
             if not x.dim() or any(map(is_odd, x._dtensor._spec.placements)):
                 return None
             first = x
-        elif not _lie_alike(first, x):
+        elif not _lie_alike(first, x, is_fused):
             return None
     return first
 
 
-def _lie_alike(one: Any, other: Any) -> bool:
+def _lie_alike(one: Any, other: Any, is_fused: bool) -> bool:
     mine, theirs = one._dtensor, other._dtensor
-    if one.ndtp_real != other.ndtp_real or mine._local_tensor.stride() != theirs._local_tensor.stride():
+    if one.ndtp_real != other.ndtp_real:
+        return False
+    if is_fused and mine._local_tensor.stride() != theirs._local_tensor.stride():
         return False
     a, b = mine._spec, theirs._spec
     return a is b or bool(a.shape == b.shape and a.placements == b.placements and a.mesh == b.mesh)

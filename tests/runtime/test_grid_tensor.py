@@ -185,13 +185,24 @@ def test_hooks_of_moved_parameters(ranks):
     ranks(2).run(check_moved)
 
 
+STEPPERS = ("AdamW", "RMSprop", "NAdam", "RAdam", "Rprop", "ASGD", "Adadelta", "Adagrad", "Adamax")
+
+
 def check_numbers():
     """A parameter without dims trains, beside a dense layer as well; and one element of a split one is written to."""
     mesh, scale = mesh_of(Grid(x=2)), nn.Parameter(torch.tensor(2.0))
     become(scale, distribute_tensor(scale.detach(), mesh.device_mesh, [Replicate()]), "scale", ())
     like, others = nn.Parameter(torch.tensor(2.0)), [nn.Linear(3, 3) for _ in range(2)]
     others[1].load_state_dict(others[0].state_dict())
-    for kind in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Rprop):
+    for made_of in (lambda x: x.detach().sin(), lambda x: x.data * 2):  # numbers beside plain ones
+        average, expected = torch.tensor(1.0), torch.tensor(1.0)
+        average.lerp_(made_of(scale), 0.5).add_(scale.data)
+        expected.lerp_(made_of(like), 0.5).add_(like.data)
+        torch.testing.assert_close(average, expected)
+        with torch.no_grad():
+            torch.testing.assert_close(torch.zeros(()).copy_(scale).add_(scale), like.detach() * 2)
+    assert f"{scale.detach():.2f}" == "2.00" and torch.tensor([scale.detach()]).tolist() == [2.0]
+    for kind in (getattr(torch.optim, name) for name in STEPPERS):
         norms = []
         for x, other in ((scale, others[0]), (like, others[1])):
             optimizer = kind([x, *other.parameters()], lr=0.1)
@@ -211,6 +222,10 @@ def check_numbers():
         with torch.no_grad():
             m.table.weight[3, 2] = 7.0
     same(model, dense, "written to one element")
+    assert f"{model.fc1.weight.detach()[0, 1]:.1f}" == "9.0"
+    row, expected = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    row[0], expected[0] = model.fc1.weight.detach()[1, 2], dense.fc1.weight.detach()[1, 2]
+    torch.testing.assert_close(row, expected)
     torch._foreach_copy_([model.fc1.weight.grad], [dense.fc1.weight.grad + 1])
     torch.testing.assert_close(whole(model.fc1.weight.grad), dense.fc1.weight.grad + 1)
     torch.testing.assert_close(whole(model.fc2.weight.grad), dense.fc2.weight.grad)

@@ -50,8 +50,8 @@ def check_which():
         mine, numbers = [on_grid(x, mesh, split) for x in dense], NUMBERS.get(func, ())
         with torch.no_grad():
             expected = func(*dense, *numbers, **named)
-            written, made = on_shards(GridTensor, func, (*mine, *numbers), named)
-            found = made.full_tensor() if written is None else full_of(written)
+            written, made, _ = on_shards(GridTensor, func, (*mine, *numbers), named)
+            found = made[0].full_tensor() if written is None else full_of(written)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=str(func))
         if count > 1:
             mixed = [mine[0], *(on_grid(x, mesh, other) for x in dense[1:])]
@@ -62,7 +62,14 @@ def check_which():
     lists = [a, a.clone()], [a.clone(), a.clone()]
     assert on_shards(GridTensor, aten._foreach_addcmul_.Scalar, (*lists, lists[0], 0.5), {}) is not None
     assert on_shards(GridTensor, aten._foreach_add_.List, ([a, b], [a.clone(), drawn(6)]), {}) is None
-    for func in (aten._foreach_norm.Scalar, aten.bernoulli_.float, aten.sum.default, aten.t.default, aten.mm.default):
+    gaps = on_grid(drawn(4, 6), mesh, split)[:, ::2]
+    assert (gaps * 2).is_contiguous() and (gaps * 2).stride() == (drawn(4, 3) * 2).stride()
+    several = [on_grid(drawn(4, 6), mesh, split), on_grid(drawn(6), mesh, [Replicate()] * 2)]
+    assert [x.shape for x in torch._foreach_abs(several)] == [x.shape for x in several]
+    torch.testing.assert_close(full_of(torch._foreach_pow(2.0, several)[1]), 2.0 ** drawn(6))
+    others = [aten._foreach_norm.Scalar, aten.bernoulli_.float, aten.sum.default, aten.t.default, aten.mm.default]
+    others += [getattr(aten, name).default for name in ("_fused_rms_norm", "_foreach_mm") if hasattr(aten, name)]
+    for func in others:
         assert not form_of(func), func
 
 
@@ -85,6 +92,12 @@ def check_optimizers():
             for each in steps:
                 each.step()
             assert all(p._version > version for p, version in zip(mine, versions, strict=True)), name
+        for foreach in (False, True):
+            for ps in (mine, dense):
+                for p in ps:
+                    p.grad = p.grad.exp()  # of zeros that are none
+            norms = [torch.nn.utils.clip_grad_norm_(ps, 1e9, foreach=foreach) for ps in (mine, dense)]
+            torch.testing.assert_close(norms[0].full_tensor() if isinstance(norms[0], DTensor) else norms[0], norms[1])
         for p, like in zip(mine, dense, strict=True):
             torch.testing.assert_close(full_of(p), like.detach(), rtol=0, atol=0, msg=name)
             for order in (
