@@ -55,16 +55,13 @@ class NamedRead:
         if self._entry is None:
             return
         # torch's errors of a process group; others, such as a lack of memory, are what they are.
-        is_lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
-        if error is None or not is_lost or lacks_rule(error):
+        lost = error if type(error) is RuntimeError or isinstance(error, dist.DistError) else None
+        if lost is None or lacks_rule(lost):
             self._entry[DONE] = time.monotonic()
-        else:
-            assert isinstance(error, RuntimeError)
-            note: Note = self._entry[0]
-            label = Label(note.op, note.phase, note.kind, note.axes)
-            raise failure(
-                label, partial(_describe, self._dtensor.device_mesh, note.ranks), error, note.ranks
-            ) from error
+            return
+        note: Note = self._entry[0]
+        label = Label(note.op, note.phase, note.kind, note.axes)
+        raise failure(label, partial(_describe, self._dtensor.device_mesh, note.ranks), lost, note.ranks) from lost
 
 
 def _split_dims(dtensor: Any) -> tuple[int, ...]:

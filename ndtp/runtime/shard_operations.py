@@ -33,7 +33,10 @@ def form_of(func: Any) -> str:
     if name.startswith("_foreach_"):
         word = name.removeprefix("_foreach_")
         one = getattr(torch.ops.aten, word, None)
-        is_each = one is not None and any(torch.Tag.pointwise in getattr(one, o).tags for o in one.overloads())
+        forms = [] if one is None else one.overloads()
+        # `max` of one operand is a number, of two it goes element by element.
+        forms = ["default"] if "default" in forms else forms
+        is_each = any(torch.Tag.pointwise in getattr(one, form).tags for form in forms)
         return "lists" if is_each or word in MOVED else ""
     if name in FUSED:
         return "lists"

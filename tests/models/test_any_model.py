@@ -54,6 +54,7 @@ def check_model(name: str, scheme: str, grid: Grid) -> str:
         full = ours.grad.full_tensor()[tuple(map(slice, theirs.shape))]
         torch.testing.assert_close(full, theirs.grad, rtol=1e-3, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
     report = model.ndtp_report
+    assert ("divide a mean" in report.losses) == ("dp" in grid), report.losses
     total, split, _ = report.parameters
     assert split >= SPLIT * total, report
     assert report.linears[1] >= SPLIT * report.linears[0] - 1, report

@@ -8,6 +8,7 @@ pytest.importorskip("transformers")
 
 import elsewhere
 import every_class
+import every_type
 import recorded
 import tiny_models
 import torch
@@ -125,3 +126,9 @@ def test_other_tokens_are_wrong_unless_their_scores_are_tied():
     assert every_class.compare(other, dense, [])["verdict"] == "wrong"
     dense["scores"] = torch.tensor([[[0.0, 1.0, 1.0 - 1e-6]]])
     assert every_class.compare(other, dense, [])["verdict"] == "equal"
+
+
+def test_a_type_that_is_made_small_by_rule(ranks):
+    """One of `every_type.py`, which takes all of them."""
+    row = ranks(2).run(every_type.compare, "gpt2", "GPT2LMHeadModel", {"x": 2}, "1d-sp")[0]
+    assert row["verdict"] == "equal" and row["split"] > 0.95, row

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from products import mesh_of
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import ndtp
 from ndtp import Grid, LayoutError
@@ -138,6 +138,11 @@ def check_operations():
             for p in (m.fc1.weight, m.fc2.weight):
                 write(p.data)
         same(model, dense, f"a write to {name}")
+    unnamed = init_device_mesh(mesh.device_type, (2,))  # a user's own
+    given = distribute_tensor(torch.arange(42.0, dtype=torch.float64).view(7, 6), unnamed, [Shard(1)])
+    with torch.no_grad():
+        model.fc1.weight.copy_(given)
+    torch.testing.assert_close(model.fc1.weight.full_tensor(), given.full_tensor())
     with pytest.raises(LayoutError, match=r"check_operations reads 'fc1.weight' .*\n  at .*\n  fix: call the layer"):
         torch.ones(3, 8, dtype=torch.float64) @ model.fc1.weight
 

@@ -66,9 +66,15 @@ def check_which():
     assert (gaps * 2).is_contiguous() and (gaps * 2).stride() == (drawn(4, 3) * 2).stride()
     several = [on_grid(drawn(4, 6), mesh, split), on_grid(drawn(6), mesh, [Replicate()] * 2)]
     assert [x.shape for x in torch._foreach_abs(several)] == [x.shape for x in several]
-    torch.testing.assert_close(full_of(torch._foreach_pow(2.0, several)[1]), 2.0 ** drawn(6))
+    for found in (torch._foreach_pow(2.0, several)[1], torch._foreach_max(several)[1].exp2()):
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        torch.testing.assert_close(found, 2.0 ** (drawn(6) if found.dim() else drawn(6).max()))
     others = [aten._foreach_norm.Scalar, aten.bernoulli_.float, aten.sum.default, aten.t.default, aten.mm.default]
-    others += [getattr(aten, name).default for name in ("_fused_rms_norm", "_foreach_mm") if hasattr(aten, name)]
+    others += [
+        getattr(aten, name).default
+        for name in ("_fused_rms_norm", "_foreach_mm", "_foreach_max")
+        if hasattr(aten, name)
+    ]
     for func in others:
         assert not form_of(func), func
 
@@ -114,6 +120,20 @@ def check_optimizers():
                     torch.testing.assert_close(found, torch.linalg.vector_norm(like.detach(), order), msg=name)
         padding = mine[0]._dtensor.full_tensor()[5:]
         assert not padding.any(), name
+
+
+def test_lists_that_go_element_by_element_keep_sizes():
+    """All operations on lists of this torch that take a list alone."""
+    checked = []
+    for name in (name for name in dir(aten) if name.startswith("_foreach_")):
+        func = getattr(getattr(aten, name), "default", None)
+        needed = [] if func is None else [x for x in func._schema.arguments if not x.has_default_value()]
+        if len(needed) == 1 and form_of(func):
+            given = [drawn(4, 6), drawn(6)]
+            made = func(given) or given
+            assert [x.shape for x in made] == [x.shape for x in given], name
+            checked.append(name)
+    assert len(checked) > 10, checked
 
 
 @pytest.mark.parametrize("check", [check_which, check_optimizers])
