@@ -7,8 +7,8 @@ every 500, an evaluation every 50, generation of a random length every 200.  Los
 the last bit.  Memory, threads, descriptors, collectives in flight, process groups and bound programs of the disturbed
 run are looked at every 1/100 of its steps; what the second half of them grows by, per thousand steps, is a regression's
 slope, with its standard error.  Then two ranks make a world, a grid and a model, make a step and end it all, so many
-times.  What is seen goes into a file for each rank at once: of a run that is ended early, the record tells how far it
-came.
+times; and as often a world of torch alone, which grows by itself.  What is seen goes into a file for each rank at once:
+of a run that is ended early, the record tells how far it came.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def malloc_bytes() -> int:
     return int(found.in_use + found.hblkhd)
 
 
-def looked_at(mesh: ProcessGrid) -> dict[str, float]:
+def looked_at(mesh: ProcessGrid | None) -> dict[str, float]:
     """What a program has, that must not grow."""
     from torch.distributed.distributed_c10d import _world
 
@@ -81,9 +81,9 @@ def looked_at(mesh: ProcessGrid) -> dict[str, float]:
         "python_blocks": sys.getallocatedblocks(),
         "threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "in_flight": mesh.collectives.in_flight,
+        "in_flight": 0 if mesh is None else mesh.collectives.in_flight,
         "process_groups": len(_world.pg_map),
-        "programs": len(mesh.programs),
+        "programs": 0 if mesh is None else len(mesh.programs),
     }
 
 
@@ -146,22 +146,23 @@ def _digest(model: torch.nn.Module) -> str:
     return weights.hexdigest()
 
 
-def start_and_end(times: int, folder: str) -> None:
-    """A world, a grid, a model, a step, and the end of all of it."""
+def start_and_end(times: int, folder: str, kind: str) -> None:
+    """A world, a grid, a model, a step, and the end of all of it; of the kind "torch", a world alone."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    log = Path(folder, f"starts-{rank}.jsonl")
+    log, mesh, block = Path(folder, f"{kind}-{rank}.jsonl"), None, None
     for turn in range(times):
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store-{turn}", rank=rank, world_size=size)
-        mesh = ProcessGrid(Grid(x=size))
-        block = ndtp.nn.MLP(8, 16, mesh=mesh, scheme="1d-sp")
-        block(torch.ones(block.in_layout.shard_shape((4, 8)))).sum().backward()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{kind}-{turn}", rank=rank, world_size=size)
+        if kind != "torch":
+            mesh = ProcessGrid(Grid(x=size))
+            block = ndtp.nn.MLP(8, 16, mesh=mesh, scheme="1d-sp")
+            block(torch.ones(block.in_layout.shard_shape((4, 8)))).sum().backward()
         if turn % (times // 50 if times >= 100 else 2) == 0:
             gc.collect()
             worlds = sum(isinstance(each, Presence) for each in gc.get_objects())
             with log.open("a") as file:
                 file.write(json.dumps({"step": turn, "worlds": worlds, **looked_at(mesh)}) + "\n")
-        del mesh, block
+        mesh = block = None
         dist.barrier()
         dist.destroy_process_group()
 
@@ -184,7 +185,7 @@ def summary(folder: str) -> dict[str, Any]:
         paths = sorted(Path(folder).glob(f"{name}-*.jsonl"))
         return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
-    alone, disturbed, starts = map(seen, ("alone", "disturbed", "starts"))
+    alone, disturbed, starts, bare = map(seen, ("alone", "disturbed", "starts", "torch"))
     pairs = [(mine, theirs) for one, other in zip(alone, disturbed, strict=False)
              for mine, theirs in zip(one, other, strict=False)]  # fmt: skip
     equal = bool(pairs) and all(mine[key] == theirs[key] for mine, theirs in pairs for key in ("weights", "losses"))
@@ -192,18 +193,17 @@ def summary(folder: str) -> dict[str, Any]:
             "compared_steps": min((each[-1]["step"] + 1 for each in alone), default=0), "equal": equal,
             "starts": min((each[-1]["step"] + 1 for each in starts), default=0),
             "per_1000_steps": [growth(each, 1000) for each in disturbed],
-            "per_100_starts": [growth(each, 100) for each in starts]}  # fmt: skip
+            "per_100_starts": [growth(each, 100) for each in starts],
+            "per_100_starts_of_torch": [growth(each, 100) for each in bare]}  # fmt: skip
 
 
 def soak(steps: int, starts: int, folder: str, ranks: int = 2) -> dict[str, Any]:
     with RankPool(ranks, timeout=36000) as pool:
         for disturbed in (True, False):  # in this order: what is looked at begins in new processes
             pool.run(train, steps, disturbed, folder)
-        if ranks == 2:
-            pool.run(start_and_end, starts, folder)
-    if ranks > 2:
+    for kind in ("starts", "torch"):
         with RankPool(2, timeout=36000) as pool:
-            pool.run(start_and_end, starts, folder)
+            pool.run(start_and_end, starts, folder, kind)
     return summary(folder)
 
 
