@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -115,7 +116,8 @@ _WORDS = {
 def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
     """The first that left without having lost another one before; else who does not answer; else who is behind.
 
-    A rank that left after it had lost another is a consequence, and so is one that was told to end as this one is.
+    A rank that left after it had lost another is a consequence, and so is one that was told to end as this one is.  One
+    that was told to end where this one was not comes before those that left later: their launcher may end it alone.
     Among ranks that are all there, those are behind that others wait for, directly or through others, and that wait
     for nobody.  Where a connection broke and all are alive, it is the link that failed: those that have not noticed yet
     are not behind.
@@ -139,12 +141,13 @@ def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
     for rank, when in gone.items():
         if rank not in said | told and rank not in lost and rank != me:
             left.append((when, rank, Verdict(GONE, (rank,), "its process ended without a word")))
-    left = [entry for entry in left if entry[1] != me]
-    if not left and me not in told:
-        ends = ((when, rank) for rank, when in gone.items() if rank in told)
-        left = [(when, rank, Verdict(ENDED, (rank,), "which was told to end (SIGTERM)")) for when, rank in ends]
+    left = sorted((entry for entry in left if entry[1] != me), key=lambda entry: entry[:2])
+    if me not in told and all(math.isfinite(when) for when, _, _ in left):
+        # First, so that of two at one time the one that is known to have been told is named.
+        why = "which was told to end (SIGTERM)"
+        left[:0] = [(when, rank, Verdict(ENDED, (rank,), why)) for rank, when in gone.items() if rank in told]
     if left:
-        return min(left, key=lambda entry: entry[:2])[2]
+        return min(left, key=lambda entry: entry[0])[2]
     for how, ranks, text in (
         (SILENT, facts.silent, "no heartbeat comes; its process, machine or network is gone or stopped"),
         (ABSENT, facts.absent, "it has not come to the first grid"),

@@ -75,6 +75,13 @@ CASES = {
         Facts([Event(0, TOLD, "", 1.0), Event(1, TOLD, "", 1.0)], departed={1: 1.1, 2: 2.0}), GONE, (2,),
     ),
     "one that alone was told to end": (Facts([Event(1, TOLD, "", 1.0)], departed={1: 2.0}), ENDED, (1,)),
+    "one that was told to end, and one that left later without a word that came here": (
+        Facts([Event(2, TOLD, "", 1.0)], departed={2: 2.0, 1: 2.1}), ENDED, (2,),
+    ),
+    "and both seen at once": (Facts([Event(2, TOLD, "", 1.0)], departed={2: 2.0, 1: 2.0}), ENDED, (2,)),
+    "one that died, for which a launcher has told another one to end": (
+        Facts([Event(1, TOLD, "", 2.2)], departed={2: 2.0, 1: 2.3}), GONE, (2,),
+    ),
     "all wait for each other": (Facts(waiting={1: waits(0, 2), 2: waits(0, 1)}), UNKNOWN, ()),
 }  # fmt: skip
 

@@ -46,6 +46,8 @@ SIZES = {
     "head_dim": 8, "d_kv": 8, "layers": 2, "n_layer": 2, "depth": 2, "hidden_size": 32, "d_model": 32, "n_embd": 32,
     "embed_dim": 32, "rotary_dim": 4, "dim": 32, "width": 32, "num_experts_per": 2, "experts": 4, "num_mel": 8,
 }  # fmt: skip
+# Words of names that are no size of a model, though one of the words above is in them.
+NO_SIZES = ("kernel", "stride", "dilation", "_factor", "threshold")
 # Of latent attention, and of states: sizes that have to fit one another.
 LATENT = {
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_head_dim": 16, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4,
@@ -56,9 +58,15 @@ STATES = {
     "mamba_d_ssm": 64, "mamba_num_heads": 8, "mamba_head_dim": 8, "time_step_rank": 4, "mamba_dt_rank": 4,
     "state_size": 8, "mamba_d_state": 8, "ssm_state_size": 8, "n_groups": 2, "mamba_n_groups": 2,
 }  # fmt: skip
-# Layers, size of rotary parts, dtype: the first with which the dense model runs.
-WAYS = [(n, rope, dtype) for dtype in (torch.float64, torch.float32) for n, rope in ((2, 8), (4, 8), (2, 4), (8, 8))]
-MOST_PARAMETERS = 8e6
+# Layers, size of rotary parts, whether widths stay as they are, dtype: the first with which the dense model runs.
+WAYS = [
+    (*sizes, dtype)
+    for dtype in (torch.float64, torch.float32)
+    for sizes in ((2, 8, False), (4, 8, False), (2, 4, False), (8, 8, False), (2, 64, True))
+]
+WIDTHS = ("hidden_size", "d_model", "embed_dim", "dim", "width", "heads", "n_head", "kv", "head_dim", "depth")
+MOST_PARAMETERS, MOST_WIDE = 8e6, 3e7
+MELS = ("num_mel_bins", "num_mel_bands", "feature_size", "input_feat_per_channel", "n_mels", "input_dim")
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "IMAGE_TEXT_TO_TEXT",
          "AUDIO_CLASSIFICATION", "SEQUENCE_CLASSIFICATION")  # fmt: skip
 
@@ -72,15 +80,23 @@ def types() -> dict[str, str]:
     return {name: kind for name, kind in found.items() if hasattr(transformers, kind)}
 
 
-def small(config: Any, layers: int, rope: int) -> Any:
+def small(config: Any, layers: int, rope: int, is_wide: bool) -> Any:
     for key, value in list(vars(config).items()):
         if isinstance(value, PretrainedConfig):
-            small(value, layers, rope)
+            small(value, layers, rope, is_wide)
         elif key == "layer_types" and isinstance(value, list):
             kinds = list(dict.fromkeys(value))
             config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
         elif key == "image_size" and isinstance(value, (list, tuple)):
             config.image_size = [16] * len(value)
+        elif key == "head_dim" and value is None and not is_wide:
+            _set(config, key, 8)
+        elif key in ("rope_parameters", "rope_scaling") and isinstance(value, dict) and "mrope_section" in value:
+            value["mrope_section"] = value["mrope_section"] if is_wide else [2, 1, 1]
+        elif key == "prediction_length" and value is None:
+            _set(config, key, 4)
+        elif any(word in key for word in NO_SIZES) or (is_wide and any(word in key for word in WIDTHS)):
+            continue
         elif isinstance(value, int) and not isinstance(value, bool):
             if key.endswith(("_token_id", "_token_index")):
                 size = 90
@@ -89,6 +105,8 @@ def small(config: Any, layers: int, rope: int) -> Any:
             size = layers if size == 2 and "layer" in key else size
             size = rope if key in ("qk_rope_head_dim", "rotary_dim") else size
             _set(config, key, min(value, size))
+    if is_wide:
+        return config
     for key, size in {**(LATENT if hasattr(config, "kv_lora_rank") else {}), **STATES}.items():
         if vars(config).get(key) is not None and not isinstance(vars(config)[key], bool):
             _set(config, key, size)
@@ -102,14 +120,14 @@ def _set(config: Any, key: str, value: Any) -> None:
         return
 
 
-def build(name: str, kind: str, layers: int, rope: int, dtype: torch.dtype) -> Any:
+def build(name: str, kind: str, layers: int, rope: int, is_wide: bool, dtype: torch.dtype) -> Any:
     model_class: Any = getattr(transformers, kind)
     config: Any = CONFIG_MAPPING[name]()
     if not isinstance(config, model_class.config_class):
         config = model_class.config_class()
-    config = small(config, layers, rope)
+    config = small(config, layers, rope, is_wide)
     with torch.device("meta"):
-        if sum(p.numel() for p in model_class(config).parameters()) > MOST_PARAMETERS:
+        if sum(p.numel() for p in model_class(config).parameters()) > (MOST_WIDE if is_wide else MOST_PARAMETERS):
             raise MemoryError("too large")
     torch.manual_seed(7)
     model = model_class(config).eval().to(dtype)
@@ -122,20 +140,32 @@ def build(name: str, kind: str, layers: int, rope: int, dtype: torch.dtype) -> A
 def inputs(model: Any, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     real = lambda *shape: torch.randn(shape, generator=generator, dtype=dtype)  # noqa: E731
-    ids, main = torch.randint(3, 80, (4, 8), generator=generator), model.main_input_name
-    channels = getattr(model.config, "num_channels", 3) or 3
-    if main == "pixel_values":
+    ids, main, config = torch.randint(3, 80, (4, 8), generator=generator), model.main_input_name, model.config
+    channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
+    takes = inspect.signature(model.forward).parameters
+    if "grid_thw" in takes:  # images as rows of patches, of several sizes
+        grid, patch = torch.tensor([[1, 4, 4], [1, 4, 8]]), getattr(config, "patch_size", 4)
+        for each in (channels * patch * patch * getattr(config, "temporal_patch_size", 1), channels * patch * patch):
+            yield {next(iter(takes)): real(48, each), "grid_thw": grid}
+        yield {next(iter(takes)): real(48, channels, patch, patch), "grid_thw": grid}
+    elif main == "pixel_values":
         for side in (16, 32, 64):
             yield {main: real(4, channels, side, side)}
         yield {main: real(4, 3, 16, 16), "input_ids": ids}
-    elif main in ("input_values", "input_features"):
-        for shape in ((400,), (1600,), (1024, 128), (8, 12), (80, 3000), (100, 80)):
+        for side in (16, 32):
+            yield {main: real(2, getattr(config, "num_frames", 4), channels, side, side)}
+    elif main in ("input_values", "input_features", "past_values", "pixel_values_videos"):
+        mel = next((getattr(config, key) for key in MELS if isinstance(getattr(config, key, None), int)), 8)
+        length = getattr(config, "context_length", 16)
+        for shape in ((400,), (1600,), (1024, 128), (8, 12), (80, 3000), (100, 80), (128, mel), (mel, 128), (mel, 3000),
+                      (1, 1600), (length, getattr(config, "num_input_channels", 1)), (4, 3, 16, 16)):  # fmt: skip
             yield {main: real(4, *shape)}
+        yield {main: real(4, 128, mel), "decoder_input_ids": ids}
     elif isinstance(main, str):
-        takes = inspect.signature(model.forward).parameters
         more = {"decoder_input_ids": ids.flip(1)} if "decoder_input_ids" in takes else {}
         yield {main: ids, **more}
         yield {main: ids, **more, "pixel_values": real(4, 3, 16, 16)}
+        yield {main: ids, **more, "bbox": torch.randint(0, 30, (4, 8, 4), generator=generator).sort().values}
 
 
 def tensors(x: Any) -> list[Tensor]:
@@ -178,7 +208,7 @@ def dense_of(name: str, kind: str) -> tuple[Any, ...] | str:
         except Exception as error:  # whatever a config that was made small leads to
             why = f"{type(error).__name__}: {str(error)[:80]}"
             continue
-        for given in inputs(dense, way[2]):
+        for given in inputs(dense, way[-1]):
             dense.zero_grad()
             try:
                 out, number = score(dense, given)
@@ -201,8 +231,8 @@ def compare(name: str, kind: str, sizes: dict[str, int], scheme: str) -> dict[st
     if isinstance(found, str):
         return row | {"verdict": "no dense", "why": found}
     dense, way, given, expected = found
-    times = 1 if way[2] == torch.float64 else 3000
-    row |= {"layers": way[0], "dtype": str(way[2]).removeprefix("torch.")}
+    times = 1 if way[-1] == torch.float64 else 3000
+    row |= {"layers": way[0], "dtype": str(way[-1]).removeprefix("torch.")}
     model = build(name, kind, *way)
     try:
         model = ndtp.parallelize(model, ndtp.ProcessGrid(Grid(sizes)), scheme=scheme, strict=False)
