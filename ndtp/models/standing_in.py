@@ -62,4 +62,4 @@ def lying(value: Any, lies: Lies, mesh: ProcessGrid, name: str) -> Any:
         if tuple(value.shape) != lies.real:
             raise LayoutError(f"ndtp: in the place of '{name}' {lies.real} is a tensor {tuple(value.shape)}")
         return put_in_place(value, lies.layout.placements_on(mesh.mesh_axes), mesh.device_mesh, lies.shape, name)
-    return moved_in_place(value, _placed(lies, mesh))
+    return moved_in_place(value, _placed(lies, mesh), lies.shape, name)

@@ -3,7 +3,7 @@
 Optimizers that act element by element (SGD, AdamW) need nothing.  Others keep statistics of rows, as plain tensors or
 through sums that DTensor leaves unfinished, and stop at the first operation on both.  While this is on, each operation
 gives what it gives on the whole: sums are finished where they arise, a plain tensor beside a split one is taken for one
-that every rank has, and what is written into a plain tensor is gathered, one tensor at a time.
+that every rank has, and the split one is gathered for it, one tensor at a time, unless it is what is written to.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ndtp.runtime.arrival import is_plain
+from ndtp.runtime.grid_parts import on_every_rank
+from ndtp.runtime.grid_tensor import GridTensor
 
 
 class as_dense(TorchFunctionMode):  # used as `with ndtp.nn.as_dense():`
@@ -27,20 +29,17 @@ class as_dense(TorchFunctionMode):  # used as `with ndtp.nn.as_dense():`
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, str(getattr(func, "__name__", ""))
         tensors = _tensors((args, kwargs))
         split = [x for x in tensors if not is_plain(x)]
-        if not split or _name(func) in ("__get__", "__set__", "full_tensor", "redistribute", "to_local"):
+        if not split or name in ("__get__", "__set__", "full_tensor", "redistribute", "to_local"):
             return func(*args, **kwargs)
         if any(is_plain(x) and x.dim() for x in tensors):
-            into = args[0] if args and _name(func).endswith("_") and not _name(func).endswith("__") else None
-            bring = _gathered if isinstance(into, Tensor) and is_plain(into) else _on_every_rank(split[0])
+            is_in_place = name.endswith("_") and not name.endswith("__")
+            into = _tensors(args[:1]) if is_in_place else []
+            bring = _gathered if not into or is_plain(into[0]) else _on_every_rank(split[0])
             args, kwargs = _mapped(bring, args), _mapped(bring, kwargs)
         return _mapped(_finished, func(*args, **kwargs))
-
-
-def _name(func: Any) -> str:
-    return str(getattr(func, "__name__", ""))
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -69,9 +68,8 @@ def _on_every_rank(other: Any) -> Callable[[Tensor], Tensor]:
     def wrapped(x: Tensor) -> Tensor:
         if not is_plain(x) or not x.dim():
             return x
-        from torch.distributed.tensor import DTensor, Replicate
-
-        return DTensor.from_local(x, other.device_mesh, [Replicate()] * other.device_mesh.ndim, run_check=False)
+        made = on_every_rank(x, other)
+        return GridTensor(made) if type(other) is GridTensor else made  # or padding would count beside it
 
     return wrapped
 

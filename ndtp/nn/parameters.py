@@ -74,8 +74,10 @@ def put_in_place(dense: Tensor, placements: Any, device_mesh: Any, shape: Sequen
     return PutInPlace.apply(dense, placements, device_mesh, torch.Size(shape))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def moved_in_place(computed: Any, placements: tuple[Any, ...]) -> Any:
+def moved_in_place(computed: Any, placements: tuple[Any, ...], shape: Sequence[int], name: str) -> Any:
     """A DTensor that was computed in the place of a parameter, to lie as that does; differentiable."""
+    if tuple(stored_shape(computed)) != tuple(shape):
+        return put_in_place(computed.full_tensor(), placements, computed.device_mesh, shape, name)
     if computed.requires_grad:
         computed.register_hook(_of_grid)
     return computed if computed.placements == placements else computed.redistribute(placements=placements)

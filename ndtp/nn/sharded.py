@@ -112,12 +112,15 @@ class Sharded(nn.Module):
                     f"  fix: make the layer with a {name}"
                 )
             lies, device_mesh = self.lies[name], self.mesh.device_mesh
-            if device_mesh is not None and type(parameter) is Tensor and parameter.shape == lies.real:
-                # Whole, and no parameter: computed, and put in its place by `torch.func.functional_call`.
-                placements = lies.layout.placements_on(self.mesh.mesh_axes)
-                parameter = put_in_place(parameter, placements, device_mesh, lies.shape, f"{self.name}.{name}")
-            elif device_mesh is not None and name not in self._parameters and not is_plain(parameter):  # by hooks
-                parameter = moved_in_place(parameter, tuple(lies.layout.placements_on(self.mesh.mesh_axes)))
+            if device_mesh is not None:
+                where = f"{self.name}.{name}"
+                if type(parameter) is Tensor and parameter.shape == lies.real:
+                    # Whole, and no parameter: computed, and put in its place by `torch.func.functional_call`.
+                    placements = lies.layout.placements_on(self.mesh.mesh_axes)
+                    parameter = put_in_place(parameter, placements, device_mesh, lies.shape, where)
+                elif name not in self._parameters and not is_plain(parameter):  # by hooks
+                    placements = lies.layout.placements_on(self.mesh.mesh_axes)
+                    parameter = moved_in_place(parameter, tuple(placements), lies.shape, where)
             check_own(parameter, lies.shape, lies.shard, x, f"{type(self).__name__} '{self.name}': {name}")
         return parameter
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ WRITES = ("copy_", "zero_", "fill_", "detach_", "requires_grad_")
 # There is a rule, and it gives other numbers or an error of shapes.
 WRONG = ("convolution", "convolution_backward", "index_put", "index_add", "argmax", "argmin")
 ALONG = ("cumsum", "cumprod", "logcumsumexp")
+# A list among their arguments has sizes, of which a number has none.
+SIZED = (
+    "new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided", "view", "_unsafe_view", "reshape", "expand",
+    "permute", "repeat", "as_strided",
+)  # fmt: skip
 # Of a view that only says what its numbers mean, DTensor's operations forget it.
 PHYSICAL = {
     torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
@@ -25,8 +31,18 @@ PHYSICAL = {
 LACKS = ("sharding strategy", "placement", "sharding prop", "stack expects each tensor", "not supported with dtensor")
 
 
-def has_wrong_rule(name: str, args: Any) -> bool:
+@cache
+def is_mean(func: Any) -> bool:
+    """Return whether an operation is a loss that may be a mean: of its backward DTensor takes that of a shard."""
+    return any(argument.name == "reduction" for argument in func._schema.arguments)
+
+
+def has_wrong_rule(func: Any, name: str, args: Any) -> bool:
     """Return whether DTensor has a rule for an operation and its operands that gives something else than the whole."""
+    if is_mean(func):
+        return True
+    if name not in SIZED and any(type(x) is list and not x for x in args[1:]):
+        return True  # no dims, which are all of them: it reduces this rank's shard alone
     if name in ALONG:
         return isinstance(args[1], int) and args[1] < 0  # it takes -1 for another dim than the last one
     # It takes indices of one dim each, masks of several too.

@@ -30,7 +30,7 @@ from ndtp.runtime.list_operations import by_groups, groups_of
 from ndtp.runtime.reads import NamedRead
 from ndtp.runtime.refused_reads import is_whole_tensor, refused
 from ndtp.runtime.shard_operations import is_norm_of_many, norms_on_shards, on_shards
-from ndtp.runtime.writes import writes
+from ndtp.runtime.whole_operations import by_whole, drawn, wrote
 
 DETACH = torch.ops.aten.detach.default
 LIKE = ("zeros_like", "ones_like", "full_like")
@@ -42,6 +42,7 @@ DRAWS = (
     "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_",
 )  # fmt: skip
 LISTS = ("_foreach_", "_fused_", "_amp_")
+IN_PLACE_VIEWS = ("squeeze_", "unsqueeze_", "t_", "transpose_")
 
 
 def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -67,17 +68,18 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if name == "new_empty" and tuple(args[1]) == tuple(mine[0].shape):  # for a draw, such as `orthogonal_`'s
         return func(mine[0]._local_tensor, *args[1:], **kwargs)
     if torch.Tag.inplace_view in func.tags and name not in ("detach_", "requires_grad_"):
-        raise _refused_resize(mine[0], name)
+        return _viewed_in_place(kind, func, name, args, kwargs)
     if name in DRAWS and type(args[0]) is kind:
-        return _drawn(func, args, kwargs)
+        return drawn(func, args, kwargs)
     if _is_plain(written) or any(is_whole_tensor(x) for x in flat):
         return _beside_plain(kind, func, name, flat, tree, written)
     is_drawn = torch.Tag.nondeterministic_seeded in func.tags
     is_each = torch.Tag.pointwise in func.tags or name in WRITES or name.startswith(LISTS)
     # With `out` it would take the size of what is written.
-    is_wrong = "out" in kwargs or has_wrong_rule(name, args) or (written is not None and not is_each)
+    is_wrong = "out" in kwargs or has_wrong_rule(func, name, args) or _grows(written, mine)
+    is_wrong |= written is not None and not is_each
     if is_drawn or is_wrong or (is_padded and not _keeps_padding(func, name, args)):
-        return _by_whole(kind, func, name, flat, tree, written, is_drawn)
+        return by_whole(kind, func, name, flat, tree, written, is_drawn)
     if is_padded:
         if name in SUMS:
             for x in mine:
@@ -94,21 +96,37 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     except (NotImplementedError, RuntimeError) as error:
         if not lacks_rule(error):
             raise
-        return _by_whole(kind, func, name, flat, tree, written)
+        return by_whole(kind, func, name, flat, tree, written)
     if written is not None:
-        _wrote(kind, written)
+        wrote(kind, written)
         return None if made is None else written
     if not is_each and not all(map(is_sound, tree_flatten(made)[0])):
-        return _by_whole(kind, func, name, flat, tree, written)
+        return by_whole(kind, func, name, flat, tree, written)
     is_view = any(each.alias_info is not None for each in func._schema.returns)
-    return _results(kind, func, name, made, mine[0], (flat, tree) if is_view else None)
+    real = _broadcast(mine) if is_padded and torch.Tag.pointwise in func.tags else None
+    return _results(kind, func, name, made, mine[0], (flat, tree) if is_view else None, real)
 
 
-def _refused_resize(x: Any, name: str) -> LayoutError:
-    return LayoutError(
-        f"ndtp: {x.ndtp_name or 'a parameter'} {tuple(x.shape)} is split over ranks, and {name}() would change its "
-        f"sizes in place\n  fix: {name.rstrip('_')}() gives another tensor"
-    )
+def _grows(written: Any, operands: Sequence[Any]) -> bool:
+    """Whether what has no padding is written to, of operands that have some."""
+    return written is not None and not getattr(written, "is_padded", True) and any(x.is_padded for x in operands)
+
+
+def _viewed_in_place(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Change the sizes of what was computed, as torch does of results of its own: `matmul` has a `squeeze_`."""
+    own = args[0]
+    if isinstance(own, nn.Parameter) or name not in IN_PLACE_VIEWS:
+        raise LayoutError(
+            f"ndtp: {own.ndtp_name or 'a parameter'} {tuple(own.shape)} is split over ranks, and {name}() would change "
+            f"its sizes in place\n  fix: {name.rstrip('_')}() gives another tensor"
+        )
+    before = kind(own._dtensor, False, own.ndtp_real)
+    vars(before).update(vars(own))
+    made = getattr(getattr(torch.ops.aten, name[:-1]), func._overloadname)(before, *args[1:], **kwargs)
+    vars(own).update(vars(made))
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        func(own, *args[1:], **kwargs)  # of the outer tensor, the sizes
+    return own
 
 
 def _on_shards(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -124,16 +142,17 @@ def _on_shards(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if written is None:
         given = [_taken(kind, x, like, name) for x, like in zip(made, likes, strict=True)]
         return given if name.startswith(LISTS) else given[0]
-    _wrote(kind, written)
+    wrote(kind, written)
     return None if name.startswith(LISTS) else written
 
 
-def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any) -> Any:
+def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any, real: Any) -> Any:
     """Return the result of an operation on DTensors, as it is given out.
 
     Args:
         of: the first of its operands.
         given: all of them, of one that gives views.
+        real: its sizes without padding, where they are not those of the first.
     """
     if is_norm_of_many(name, 2):
         return tree_map(lambda x: kind(x) if isinstance(x, DTensor) else x, made)  # summed at once, where they meet
@@ -141,8 +160,13 @@ def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any) ->
     leaves, form = tree_flatten(made)
     for i, x in enumerate(leaves):
         if isinstance(x, DTensor):
-            leaves[i] = _taken(kind, x, of, name, (of, (func, *given, i)) if is_source else None)
+            leaves[i] = _taken(kind, x, of, name, (of, (func, *given, i)) if is_source else None, real)
     return tree_unflatten(leaves, form)
+
+
+def _broadcast(operands: Sequence[Any]) -> Any:
+    """The sizes without padding of what operands give element by element."""
+    return torch.broadcast_shapes(*(x.shape for x in operands if isinstance(x, Tensor)))
 
 
 def _finished(kind: Any, x: Any) -> Any:
@@ -180,7 +204,7 @@ def _written(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return args[0] if is_in_place and func._schema.is_mutable and args else None
 
 
-def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None) -> Any:
+def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None, real: Any = None) -> Any:
     """Return what an operation gave: a number is finished, and plain."""
     # A view of one element, of what wants no gradient, may be written to.
     if made.dim() == 0 and (source is None or not of.dim() or (torch.is_grad_enabled() and of.requires_grad)):
@@ -190,7 +214,7 @@ def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None) -> Any:
         with NamedRead(made, name, of.ndtp_name):
             made = made.redistribute(placements=[Replicate() if is_odd(p) else p for p in made.placements])
     is_like = made.shape == of._dtensor.shape and source is None
-    result = kind(made, False, of.ndtp_real if is_like else None)
+    result = kind(made, False, real or (of.ndtp_real if is_like else None))
     result.ndtp_name = of.ndtp_name
     if hasattr(of, "ndtp_is_read"):
         result.ndtp_is_read = of.ndtp_is_read
@@ -208,62 +232,6 @@ def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None) -> Any:
 # ---------------------------------------------------------------------------------------------------------- the whole
 
 
-def _by_whole(
-    kind: Any, func: Any, name: str, flat: Sequence[Any], tree: Any, written: Any, is_drawn: bool = False
-) -> Any:
-    """Run an operation on the whole of each operand, on every rank; what it writes goes back into the shards."""
-    whole = {id(x): full_of(x) for x in flat if isinstance(x, DTensor)}
-    args, kwargs = tree_unflatten([whole.get(id(x), x) for x in flat], tree)
-    made = func(*args, **kwargs)
-    if written is not None:
-        for x in written if isinstance(written, (list, tuple)) else [written]:
-            if isinstance(x, DTensor):
-                x._local_tensor.copy_(part_of(whole[id(x)], getattr(x, "_dtensor", x)))  # type: ignore[attr-defined]
-        _wrote(kind, written)
-        return None if made is None else written
-    of = next(x for x in flat if type(x) is kind)
-    is_view = any(each.alias_info is not None for each in func._schema.returns)
-
-    def back(x: Any, index: int) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if is_view:
-            result = kind(on_every_rank(x, of))
-            result.ndtp_name, result.ndtp_is_read = of.ndtp_name, True
-            result.ndtp_view = (of, (func, list(flat), tree, index))
-            return result
-        if is_drawn and x.shape == of.shape:
-            local = part_of(x, of._dtensor)
-            return kind(lying_as(local, of._dtensor), False, of.ndtp_real)
-        return x
-
-    leaves, form = tree_flatten(made)
-    return tree_unflatten([back(x, i) for i, x in enumerate(leaves)], form)
-
-
-def _wrote(kind: Any, written: Any) -> None:
-    """Padding stays zero; and what a view was written to, what it is a view of has, too."""
-    if isinstance(written, (list, tuple)):  # whose changes torch counts for tensors of its own alone
-        torch.autograd.graph.increment_version([x for x in written if type(x) is kind and not x.is_inference()])
-    for x in written if isinstance(written, (list, tuple)) else [written]:
-        if type(x) is not kind:
-            continue
-        writes.note(x)
-        if x.is_padded:
-            clear(x)
-        source, way = getattr(x, "ndtp_view", (None, None))
-        if source is None:
-            continue
-        if way is not None:
-            func, flat, tree, index = way
-            whole = full_of(source).clone()
-            args, kwargs = tree_unflatten([whole if each is source else each for each in flat], tree)
-            made = func(*args, **kwargs)
-            tree_flatten(made)[0][index].copy_(full_of(x))
-            source._local_tensor.copy_(part_of(whole, source._dtensor))
-        _wrote(kind, source)
-
-
 def _keeps_padding(func: Any, name: str, args: Any) -> bool:
     """Whether an operation on a DTensor with padding gives one that has it at the same place, or counts no zeros."""
     if name in SUMS:
@@ -274,17 +242,6 @@ def _keeps_padding(func: Any, name: str, args: Any) -> bool:
     if name in (*SAME, *LIKE, *NEW, "copy_", "zero_", "fill_", "equal", "is_same_size"):
         return True
     return torch.Tag.pointwise in func.tags or name.startswith(LISTS)
-
-
-def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
-    own = args[0]
-    if own.is_meta:
-        return own
-    whole = torch.empty(own.ndtp_real, dtype=own.dtype, device=own.device)
-    func(whole, *args[1:], **kwargs)
-    own._local_tensor.copy_(part_of(whole, own._dtensor))
-    _wrote(type(own), own)
-    return own
 
 
 # ------------------------------------------------------------------------------------------------ beside plain tensors
@@ -302,7 +259,7 @@ def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: An
         is_each = torch.Tag.pointwise in func.tags or name == "copy_" or "foreach" in name
         is_in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]  # of what ran on the whole
         if not is_each and (type(written) is kind or is_in_backward):
-            return _by_whole(kind, func, name, flat, tree, written)
+            return by_whole(kind, func, name, flat, tree, written)
         if not is_each:
             raise refused(name, split, flat)
         given = [_beside(x, split, name, flat) if is_whole_tensor(x) else x for x in flat]
@@ -315,15 +272,16 @@ def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: An
     except NotImplementedError as error:
         if not is_split or not lacks_rule(error):
             raise
-        return _by_whole(kind, func, name, flat, tree, written)
+        return by_whole(kind, func, name, flat, tree, written)
     if is_split and written is not None:
-        _wrote(kind, written)
+        wrote(kind, written)
     if written is not None and made is not None:
         return written
     if not is_split:
         return made
-    of = next((x for x in flat if type(x) is kind and x.is_padded), next(x for x in flat if type(x) is kind))
-    return tree_map(lambda x: _taken(kind, x, of, name) if isinstance(x, DTensor) else x, made)
+    of = next(x for x in flat if type(x) is kind)
+    real = _broadcast(flat) if torch.Tag.pointwise in func.tags else None
+    return tree_map(lambda x: _taken(kind, x, of, name, None, real) if isinstance(x, DTensor) else x, made)
 
 
 def _is_plain(x: Any) -> bool:

@@ -217,7 +217,7 @@ class GridTensor(torch.Tensor):
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole of it without padding, on every rank; a collective."""
         with NamedRead(self, "full_tensor", self.ndtp_name):
-            if not self.is_padded:
+            if grad_placements is not None and not self.is_padded:
                 return DTensor.full_tensor(self, grad_placements=grad_placements)  # type: ignore[arg-type]
             return _Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -275,16 +275,17 @@ replaced("torch._library.simple_registry.GenericTorchDispatchRuleHolder.find", _
 
 
 class _Whole(torch.autograd.Function):
-    """`full_tensor` of one with padding: its gradient is whole on every rank, which takes its part."""
+    """`full_tensor`: its gradient is whole on every rank, which takes its part."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
-        ctx.like, ctx.real = x._dtensor, x.ndtp_real
-        return x._dtensor.full_tensor()[tuple(map(slice, x.ndtp_real))].clone()  # type: ignore[no-any-return]
+        ctx.like = x._dtensor
+        whole = x._dtensor.full_tensor()
+        return whole[tuple(map(slice, x.ndtp_real))].clone() if x.is_padded else whole  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return GridTensor(DTensor(part_of(grad, ctx.like), ctx.like._spec, requires_grad=False), False, ctx.real)
+        return PutInPlace.apply(grad, ctx.like.placements, ctx.like.device_mesh, ctx.like.shape)  # type: ignore[no-untyped-call]
 
 
 class _ToLocal(torch.autograd.Function):
@@ -316,7 +317,7 @@ class PutInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return full_of(grad), None, None, None
+        return grad.full_tensor() if isinstance(grad, DTensor) else grad, None, None, None
 
 
 def _rebuilt(dtensor: Any, requires_grad: bool, real: Any, name: str, own: Any) -> Any:

@@ -28,7 +28,8 @@ def refused(what: str, split: Any, flat: Sequence[Any]) -> LayoutError:
     return LayoutError(
         f"ndtp: {code} reads {what_it_is} {tuple(split.shape)}, which is split over ranks, in {what} beside {others}\n"
         f"  at {where}\n"
-        f"  fix: call the layer that has it; or take the whole of it, p.full_tensor(), a collective{keep}"
+        "  fix: call the layer that has it; or take the whole of it, p.full_tensor(), a collective; or compute in "
+        f"`with ndtp.nn.as_dense():` where every rank has the same plain tensors, as an optimizer's{keep}"
     )
 
 

@@ -1,0 +1,153 @@
+"""Operations on parameters whose sizes ranks do not divide, and their gradients: padding counts nowhere."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from products import mesh_of
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+import ndtp
+from ndtp import Grid
+
+OPERATIONS = {
+    "gram": lambda p: p @ p.T,
+    "three products": lambda p: p @ p.T @ p,
+    "orthogonality": lambda p: (p @ p.T - torch.eye(len(p), dtype=p.dtype)).square().sum(),
+    "what was multiplied, beside itself": lambda p: 2 * (p @ p.T) + (p @ p.T) @ (p @ p.T),
+    "the largest": lambda p: p.norm(float("inf")),
+    "the least of columns": lambda p: p.exp().amin(0),
+    "by the mean of columns": lambda p: p.square().mean(0).rsqrt() * p,
+    "a quantile": lambda p: torch.quantile(p.exp(), 0.3),
+    "no dims, which are all": lambda p: p.exp().sum([], keepdim=True),
+    "whole": lambda p: (p @ p.T).full_tensor().exp() if isinstance(p, DTensor) else (p @ p.T).exp(),
+    "the mean of a loss": lambda p: F.mse_loss(p, p.detach() / 2) + F.smooth_l1_loss(p, torch.zeros_like(p)),
+    "what is small, in place": lambda p: (p @ p.T @ p).clone().mul_(p),
+    "rows added in place": lambda p: (p + 1).unsqueeze_(0).squeeze_(0).t_().exp(),
+}
+AS_DENSE = {
+    "a plain product": lambda p: torch.ones(3, len(p), dtype=p.dtype) @ p,
+    "a plain vector": lambda p: torch.arange(len(p), dtype=p.dtype) @ p,
+    "a loss beside a plain one": lambda p: F.mse_loss(p, torch.ones(p.shape, dtype=p.dtype)),
+    "rows by number": lambda p: p.index_select(0, torch.tensor([1, 0, 1])),
+    "joined": lambda p: torch.cat([p, torch.ones(2, p.shape[1], dtype=p.dtype)]).exp(),
+}
+
+
+def made():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 5), nn.GELU(), nn.Linear(5, 3)).double()
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def compare(name, operation, mine, dense):
+    given, expected = operation(mine), operation(dense)
+    torch.testing.assert_close(whole(given), expected, rtol=1e-10, atol=1e-12, msg=name)
+    factor = torch.linspace(1, 2, expected.numel(), dtype=torch.float64).view(expected.shape)
+    (theirs,) = torch.autograd.grad((expected * factor).sum(), dense)
+    (grad,) = torch.autograd.grad((whole(given) * factor).sum(), mine)
+    torch.testing.assert_close(whole(grad), theirs, rtol=1e-10, atol=1e-12, msg=f"gradient of {name}")
+
+
+def check_operations(sizes, scheme):
+    dense, model = made(), ndtp.parallelize(made(), mesh_of(Grid(sizes)), scheme=scheme)
+    for i in (0, 2, 4):
+        for name, operation in OPERATIONS.items():
+            compare(f"{name}, {i}", operation, model[i].weight, dense[i].weight)
+        with ndtp.nn.as_dense():
+            for name, operation in {**OPERATIONS, **AS_DENSE}.items():
+                compare(f"{name}, {i}, as dense", operation, model[i].weight, dense[i].weight)
+
+
+def orthogonal(gradient):
+    """As Muon does: five steps of Newton and Schulz."""
+    x = gradient / (gradient.norm() + 1e-7)
+    x = x.T if len(gradient) > gradient.shape[1] else x
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
+    return x.T if len(gradient) > gradient.shape[1] else x
+
+
+class Muon(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+            moment.mul_(0.9).add_(p.grad)
+            p.add_(orthogonal(moment) if p.dim() == 2 else moment, alpha=-0.1)
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Of rows alone; its statistics are plain tensors."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        with ndtp.nn.as_dense():
+            for p in self.param_groups[0]["params"]:
+                rows = p.grad.reshape(len(p), -1)
+                known = self.state[p].setdefault("rows", 0.1 * torch.eye(len(p), dtype=p.dtype))
+                values, vectors = torch.linalg.eigh(known.add_(rows @ rows.T))
+                p.add_((vectors @ torch.diag(values**-0.5) @ vectors.T @ rows).view(p.shape), alpha=-0.1)
+
+
+def trained(model, kind):
+    x, optimizer = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6), kind(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return [whole(p) for p in model.parameters()]
+
+
+def check_optimizers(sizes, scheme):
+    for kind in (Muon, Shampoo):
+        model = ndtp.parallelize(made(), mesh_of(Grid(sizes)), scheme=scheme)
+        for mine, theirs in zip(trained(model, kind), trained(made(), kind), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10, msg=f"{kind.__name__} on {sizes}")
+
+
+def check_penalty():
+    """The gradient of a gradient, of what was taken whole."""
+    dense, model = made(), ndtp.parallelize(made(), mesh_of(Grid(x=2)), scheme="1d")
+    for p, q in ((model[i].weight, dense[i].weight) for i in (0, 4)):
+        found = []
+        for each in (p, q):
+            loss = whole(each).exp().sum() + whole(each).pow(3).sum()
+            (grad,) = torch.autograd.grad(loss, each, create_graph=True)
+            (second,) = torch.autograd.grad(whole(grad).square().sum(), each)
+            found.append(whole(second))
+        torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+def check_torch():
+    """The trap that `has_wrong_rule` knows: torch's own answer is that of this rank alone, or an error."""
+    x = torch.arange(8.0).view(4, 2)
+    split = distribute_tensor(copy.deepcopy(x), init_device_mesh("cpu", (2,)), [Shard(0)])
+    assert split.sum([], keepdim=True).full_tensor().item() != x.sum()
+
+
+@pytest.mark.parametrize(("sizes", "scheme"), [({"x": 2}, "1d"), ({"x": 2, "y": 2}, "2d")])
+def test_operations_and_their_gradients(ranks, sizes, scheme):
+    ranks(2 * len(sizes)).run(check_operations, sizes, scheme)
+
+
+def test_optimizers_of_whole_matrices(ranks):
+    ranks(2).run(check_optimizers, {"x": 2}, "1d")
+    ranks(4).run(check_optimizers, {"x": 2, "y": 2}, "2d")
+
+
+def test_gradients_of_gradients(ranks):
+    ranks(2).run(check_penalty)
+    ranks(2).run(check_torch)
