@@ -86,7 +86,7 @@ class RankPool:
     @property
     def pids(self) -> list[int]:
         """Process ids by rank; empty while no ranks are running."""
-        return [rank.pid for rank in self._ranks]
+        return [rank.process_id() for rank in self._ranks]
 
     def close(self) -> None:
         """Kill the ranks.  A later call starts new ones."""

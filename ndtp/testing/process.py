@@ -49,9 +49,14 @@ class RankProcess:
             self.exit_code = STATUS.unpack(record)[0]
         return True
 
-    def signal(self, number: int) -> None:
-        if not self.pid and self.alive:  # asked for, but not yet forked
+    def process_id(self) -> int:
+        """Return the process id of a rank, which may be still to be forked, or whose id is still to be read."""
+        if not self.pid and self.alive:
             self._read_status(_DEATH_S)
+        return self.pid
+
+    def signal(self, number: int) -> None:
+        self.process_id()
         self.poll_exit()
         if self.pid and self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
