@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey  # type: ignore[attr-defined]
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.autograd.graph import _CloneArgBeforeMutateMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -37,6 +41,11 @@ def refuse_traces(what: str, exports: bool = True) -> None:
             f"{what}: torch.func transforms look past the shards of a split model\n  fix: loss.backward(), or "
             "torch.autograd.grad(loss, list(model.parameters())); or the dense model"
         )
+    if forward_ad._current_level >= 0:
+        raise LayoutError(
+            f"{what}: layers on a grid have no forward-mode derivatives\n  fix: reverse mode: loss.backward(), "
+            "torch.autograd.grad or torch.autograd.functional.jvp; or the dense model"
+        )
     if not _modes_on():
         return
     if _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None:
@@ -53,4 +62,20 @@ def refuse_traces(what: str, exports: bool = True) -> None:
         raise LayoutError(
             f"{what}: allow_mutation_on_saved_tensors() puts copies in the place of what a layer on a grid writes its "
             "results into\n  fix: run the model outside of it"
+        )
+
+
+def refuse_batched(grad: Any, what: str, asked: Any = False) -> None:
+    """Refuse gradients that torch computes several of at once.
+
+    Args:
+        asked: whether torch is asked for them here.
+
+    Raises:
+        LayoutError: names `what`; the same on every rank, before anything is sent.
+    """
+    if asked or (isinstance(grad, Tensor) and is_legacy_batchedtensor(grad)):
+        raise LayoutError(
+            f"{what}: its collectives send one gradient, and is_grads_batched=True or vectorize=True asks for several\n"
+            "  fix: one torch.autograd.grad after the other; or the dense model"
         )

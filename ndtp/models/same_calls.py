@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ndtp.compute.traces import refuse_traces
+from ndtp.compute.traces import refuse_batched, refuse_traces
 from ndtp.models.noted import Noted
 from ndtp.models.pending import Pending
 from ndtp.models.same_inputs import facts_of, inputs_of, settings_in
@@ -308,9 +308,9 @@ class SameCalls:
         conversation = self.mesh.groups.conversation()
         if conversation is None:
             return
-        self._task = task
-        self.backwards += 1
+        self._task, self.backwards = task, self.backwards + 1
         what = f"backward of call {number} of {self.name}"
+        refuse_batched(grad, what)
         last, numbers = self._of_last() if self.of_last or self.late or self.late_numbers else ([], {})
         accumulates, creates = self.mesh.step.partial_sums.depth, torch.is_grad_enabled()
         of_rows: list[Any] = [fact[:2] for fact in last] if last else []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndtp.runtime.facts import Fact, form_of, hash_of, leaves_of
+from ndtp.runtime.facts import Fact, form_of, hash_of, is_strided, leaves_of
 
 # What `save_pretrained` leaves in the config of the rank that saves.
 SAVED = {"architectures", "transformers_version", "dtype", "torch_dtype", "auto_map", "name_or_path"}
@@ -29,7 +29,7 @@ def inputs_of(kind: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tu
     given = [*zip(names, args, strict=False), *kwargs.items()]
     given += [(f"argument {i}", args[i]) for i in range(len(names), len(args))]
     for _, value in given:
-        if type(value) is not Tensor:
+        if type(value) is not Tensor or not is_strided(value):
             return [leaf for name, value in given for leaf in leaves_of(value, name)]
     return given
 

@@ -9,7 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from ndtp.errors import LayoutError
 from ndtp.nn.sharded import Sharded
+from ndtp.runtime.facts import is_strided
+from ndtp.split.tensor import Linked
 
 
 class NamedArguments:
@@ -107,3 +110,19 @@ def input_by_name(layer: nn.Module, given: Any, named: Mapping[str, Any]) -> Any
     if len(bound.arguments) != 1 or named.keys() != bound.arguments.keys():
         raise TypeError(f"{type(layer).__name__} takes one argument, and was called with {', '.join(named)} beside it")
     return next(iter(named.values()))
+
+
+def as_dense_input(x: Any, name: str) -> Any:
+    """Return the input of a split layer, which dense layers take sparse, too, as one that ranks can have parts of.
+
+    Raises:
+        LayoutError: it is nested.
+    """
+    if isinstance(x, Linked) or is_strided(x):
+        return x
+    if x.is_nested:
+        raise LayoutError(
+            f"'{name}': its input is a nested tensor, of whose rows ranks cannot have equal parts\n"
+            "  fix: torch.nested.to_padded_tensor(x, 0.0), and a mask for the padding"
+        )
+    return x.to_dense()

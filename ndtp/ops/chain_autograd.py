@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ndtp.compute.traces import refuse_batched
 from ndtp.ops.moving import as_own
 from ndtp.runtime.arrival import Deferred, is_plain, real_of, taken_in, wrapped
 from ndtp.runtime.moves import Move
@@ -142,6 +143,7 @@ class _Chain(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
         program, step = call.program, call.step
+        refuse_batched(grad, " -> ".join([plan.name for plan in program.plans]))
         step.late.enter()
         if torch.is_grad_enabled():
             raise RuntimeError(_NO_SECOND.format(" -> ".join([plan.name for plan in program.plans])))

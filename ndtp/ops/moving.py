@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.algebra.steps import Step
+from ndtp.compute.traces import refuse_batched
 from ndtp.runtime.arrival import Deferred, local_shard, taken_in
 from ndtp.runtime.chain import signature_of
 from ndtp.runtime.moves import Move, Way
@@ -99,6 +100,7 @@ class _Used(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         plan, mesh, deferred = ctx.plan, ctx.mesh, ctx.deferred
+        refuse_batched(grad, plan.name)
         late, sums = mesh.step.late, mesh.step.partial_sums
         late.enter()
         refuse_second(plan.name)

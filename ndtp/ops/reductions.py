@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import MergePlan, RelayoutPlan
+from ndtp.compute.traces import refuse_batched
 from ndtp.errors import LayoutError
 from ndtp.ops.moving import as_own, enter, moved
 
@@ -97,6 +98,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        refuse_batched(grad, ctx.plan.name)
         ctx.mesh.step.late.enter()
         # By itself, the other way: so a gradient of gradients is right, too.
         back = _Reduce.apply(grad, ctx.plan.back, ctx.mesh, ctx.backward, ctx.backward)  # type: ignore[no-untyped-call]

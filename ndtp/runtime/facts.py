@@ -131,7 +131,7 @@ def _bytes(x: Tensor) -> Any:
 def leaves_of(given: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of arguments by name: tensors, plain values, and the kinds of everything else."""
     if isinstance(given, _LEAVES):
-        yield name, given
+        yield from [(name, given)] if is_strided(given) else parts_of(given, name)
     elif isinstance(given, Mapping):
         for key, value in given.items():
             yield from leaves_of(value, f"{name}.{key}" if name else str(key))
@@ -141,6 +141,29 @@ def leaves_of(given: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     else:
         length = getattr(given, "get_seq_length", None)  # a cache of keys and values
         yield name, f"{type(given).__name__}{'' if length is None else f' of {_length(length)}'}"
+
+
+def is_strided(x: Any) -> bool:
+    """Whether a value is no tensor, or one whose numbers lie in one block of memory: not sparse, not nested."""
+    return not isinstance(x, Tensor) or (x.layout is torch.strided and not x.is_nested)
+
+
+def parts_of(x: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield, of a tensor that is sparse or nested, its form, and the tensors that hold its numbers, by name."""
+    if x.is_nested:
+        yield name, f"nested of {x.dim()} dims {str(x.dtype).removeprefix('torch.')} on {x.device.type}"
+        if x.layout is torch.strided:
+            yield f"{name} sizes", x._nested_tensor_size()
+        else:
+            yield from ((f"{name} offsets", x.offsets()), (f"{name} values", x.values()))
+        return
+    yield name, f"{str(x.layout).removeprefix('torch.')} {form_of(x)}"
+    if x.layout is torch.sparse_coo:
+        yield from ((f"{name} indices", x._indices()), (f"{name} values", x._values()))
+        return
+    by_rows = x.layout in (torch.sparse_csr, torch.sparse_bsr)
+    first, second = ("crow_indices", "col_indices") if by_rows else ("ccol_indices", "row_indices")
+    yield from ((f"{name} {part}", getattr(x, part)()) for part in (first, second, "values"))
 
 
 def _length(length: Any) -> str:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ndtp.errors import LayoutError
-from ndtp.runtime.dtensor_rules import WRITES, dtensor_of, has_wrong_rule, is_odd, is_sound, lacks_rule
+from ndtp.runtime.dtensor_rules import WRITES, dtensor_of, has_wrong_rule, is_mean, is_odd, is_sound, lacks_rule
 from ndtp.runtime.grid_parts import clear, full_of, lying_as, on_every_rank, part_of
 from ndtp.runtime.list_operations import by_groups, groups_of
 from ndtp.runtime.reads import NamedRead
@@ -258,7 +258,7 @@ def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: An
         split = next((x for x in flat if isinstance(x, DTensor) and not _is_plain_beside(x, flat)), written)
         is_each = torch.Tag.pointwise in func.tags or name == "copy_" or "foreach" in name
         is_in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]  # of what ran on the whole
-        if not is_each and (type(written) is kind or is_in_backward):
+        if not is_each and (type(written) is kind or is_in_backward or is_mean(func)):
             return by_whole(kind, func, name, flat, tree, written)
         if not is_each:
             raise refused(name, split, flat)

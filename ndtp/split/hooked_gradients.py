@@ -17,6 +17,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import has_torch_function_unary
 
 from ndtp.collectives.torch_patches import replaced
+from ndtp.compute.traces import refuse_batched
 from ndtp.errors import LayoutError
 from ndtp.split.moving import cut, moved
 from ndtp.split.spec import ShardForm, Spec
@@ -106,6 +107,9 @@ def gradients(
     **kwargs: Any,
 ) -> Any:
     """`torch.autograd.grad`: gradients by tensors that are split lie as these do."""
+    refuse_batched(
+        grad_outputs, "torch.autograd.grad of a split tensor", kwargs.get("is_grads_batched", any(args[4:5]))
+    )
     asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     given = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     if grad_outputs is not None:

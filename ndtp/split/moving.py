@@ -12,8 +12,9 @@ from torch import Tensor
 from ndtp.algebra.steps import is_legal
 from ndtp.compute.constants import constant_on, inverse_on, lasting
 from ndtp.ops.reductions import reduce, relayout_plan
+from ndtp.runtime.facts import is_strided
 from ndtp.split.spec import Axes, Context, Spec, layout_of
-from ndtp.split.tensor import SplitTensor, enter, leave
+from ndtp.split.tensor import NotStridedError, SplitTensor, enter, leave
 
 NO_AXES: Axes = ()
 
@@ -93,7 +94,13 @@ def _relaid(shard: Tensor, spec: Spec, target: Spec, used: Axes, kind: str = "")
 
 
 def cut(x: Tensor, spec: Spec, used: Axes = ()) -> Tensor:
-    """The shard of a tensor that is whole on every rank, as `spec` says; its gradient comes back whole."""
+    """The shard of a tensor that is whole on every rank, as `spec` says; its gradient comes back whole.
+
+    Raises:
+        NotStridedError: the tensor is sparse or nested.
+    """
+    if not is_strided(x):
+        raise NotStridedError
     if spec.sections:
         x = x.index_select(-1, constant_on(section_order(spec.sections, spec.layout.num_splits(-1)), x.device))
     bare = spec.lying([()] * len(spec.sizes), spec.sizes)

@@ -152,10 +152,18 @@ def in_torchs_words(func: Any, kwargs: Mapping[str, Any] | None) -> dict[str, An
     return dict(kwargs)
 
 
+class NotStridedError(Exception):
+    """A rule would cut a part out of a tensor that is sparse or nested."""
+
+
 def answer(rule: Rule, args: Any, kwargs: Any) -> Any:
-    """Return what a rule makes of arguments; `NotImplemented` where it does not know them by these names."""
+    """Return what a rule makes of arguments; `NotImplemented` where it does not know them by these names, or cannot cut
+    them.
+    """
     try:
         return rule(*args, **kwargs)
+    except NotStridedError:
+        return NotImplemented
     except TypeError:
         try:
             inspect.signature(rule).bind(*args, **kwargs)

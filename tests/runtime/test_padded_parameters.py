@@ -24,6 +24,8 @@ OPERATIONS = {
     "no dims, which are all": lambda p: p.exp().sum([], keepdim=True),
     "whole": lambda p: (p @ p.T).full_tensor().exp() if isinstance(p, DTensor) else (p @ p.T).exp(),
     "the mean of a loss": lambda p: F.mse_loss(p, p.detach() / 2) + F.smooth_l1_loss(p, torch.zeros_like(p)),
+    "a loss beside a plain tensor": lambda p: F.huber_loss(p, torch.ones(p.shape, dtype=p.dtype)),
+    "the largest of all": lambda p: p.amax() + p.abs().amax((0, 1)),
     "what is small, in place": lambda p: (p @ p.T @ p).clone().mul_(p),
     "rows added in place": lambda p: (p + 1).unsqueeze_(0).squeeze_(0).t_().exp(),
 }

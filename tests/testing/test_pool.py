@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ndtp.testing import RankError, RankPool, RankTimeout, zygote
-from ndtp.testing.process import RankProcess
-from ndtp.testing.zygote import STATUS
 
 P = 4
 
@@ -174,16 +172,6 @@ def test_ranks_are_reused(pool):
     pids = [pid for _, pid in pool.run(rank_and_pid)]
     assert pids == [pid for _, pid in pool.run(rank_and_pid)] == pool.pids
     assert len({os.getpid(), *pids}) == P + 1
-
-
-def test_process_ids_are_waited_for():
-    """What a rank says may come before its id, which another process tells."""
-    told, tell = os.pipe()
-    rank = RankProcess(0, None, told, "")
-    threading.Timer(0.1, os.write, (tell, STATUS.pack(os.getpid()))).start()
-    assert rank.pid == 0 and rank.process_id() == os.getpid() == rank.pid
-    os.close(tell)
-    os.close(told)
 
 
 def test_the_fixture_returns_one_pool_per_size(ranks):

@@ -3,12 +3,14 @@
 import os
 import signal
 import socket
+import threading
 from unittest import mock
 
 from forked import with_torch
 from process_states import wait_until_gone
 
 from ndtp.testing import RankPool, pool, zygote
+from ndtp.testing.process import RankProcess
 
 
 def test_a_zygote_may_be_killed_while_it_starts_ranks_and_just_before_a_call():
@@ -42,3 +44,13 @@ def kill_two():
         assert len(os.listdir("/dev/fd")) == held and not os.path.exists(folder), "nothing of the old one is left"
         wait_until_gone(pids)
     mine._end()
+
+
+def test_process_ids_are_waited_for():
+    """What a rank says may come before its id, which another process tells."""
+    told, tell = os.pipe()
+    rank = RankProcess(0, None, told, "")
+    threading.Timer(0.1, os.write, (tell, zygote.STATUS.pack(os.getpid()))).start()
+    assert rank.pid == 0 and rank.process_id() == os.getpid() == rank.pid
+    os.close(tell)
+    os.close(told)
