@@ -100,7 +100,8 @@ def is_bad(link: PeerLink, usual: tuple[float, float]) -> bool:
     usual_ms, usual_lost = usual
     return (
         link.unanswered_s >= UNANSWERED_S
-        or (link.again >= LEAST_AGAIN and _lost(link) >= min(LOST_SHARE, max(MORE_SHARE, MORE_TIMES * usual_lost)))
+        or (link.again >= LEAST_AGAIN and _lost(link) >= LOST_SHARE)
+        or (link.again >= 2 * LEAST_AGAIN and _lost(link) >= max(MORE_SHARE, MORE_TIMES * usual_lost))
         or link.least_rtt_ms >= LONG_MS
         or link.rtt_ms >= (max(SLOW_MS, TIMES * usual_ms) if usual_ms else LOADED_MS)
     )

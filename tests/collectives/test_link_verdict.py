@@ -70,8 +70,9 @@ def test_nothing_to_tell():
 
 
 @pytest.mark.parametrize(
-    ("sent", "again", "is_told"), [(17, 6, False), (199, 20, False), (200, 4, False), (255, 18, True)]
-)
+    ("sent", "again", "is_told"), [(17, 6, False), (199, 20, False), (200, 4, False), (255, 18, True),
+     (818, 5, False), (1694, 11, True)],
+)  # fmt: skip
 def test_a_share_of_few_segments_is_no_evidence(sent, again, is_told):
     """One outage sends one segment again and again."""
     known = seen(4, all_of(2), GOOD._replace(sent=sent, again=again))
