@@ -121,12 +121,11 @@ class GridTensor(torch.Tensor):
             become(self, lying_as(local, self._dtensor), self.ndtp_name, self.ndtp_real)
 
     def _refuse_other(self, value: Tensor) -> None:
-        what = f"'{self.ndtp_name}'" if self.ndtp_name else "a parameter"
-        if tuple(value.shape) != tuple(self.shape):
+        if (given := tuple(value.shape)) != tuple(self.shape):
+            what = f"'{self.ndtp_name}'" if self.ndtp_name else "a parameter"
             raise LayoutError(
-                f"ndtp: .data = of {what} {tuple(self.shape)}, which is split over ranks, got a tensor of the shape "
-                f"{tuple(value.shape)}\n  fix: a dense tensor of its shape, of which each rank takes its part; or make "
-                "the model anew and parallelize that"
+                f"ndtp: .data = of {what} {tuple(self.shape)}, which is split over ranks, got a tensor {given}\n"
+                "  fix: a dense tensor of its shape, of which each rank takes its part; or make the model anew"
             )
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
@@ -241,6 +240,8 @@ class GridTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         own = {"_is_param": True} if getattr(self, "_is_param", False) else {}
+        if not own and getattr(self, "ndtp_is_read", False) and all(each.is_replicate() for each in self.placements):
+            return self._local_tensor.detach().__reduce_ex__(protocol)  # what code has computed, as of dense ones
         return _rebuilt, (self._dtensor, self.requires_grad, tuple(self.ndtp_real), self.ndtp_name, own)
 
     @classmethod
@@ -248,8 +249,7 @@ class GridTensor(torch.Tensor):
         return operate(cls, PHYSICAL.get(func, func), args, kwargs or {})
 
 
-# The compiler goes by the class itself, not by what a tensor says of it, which is not asked for the first one.
-KINDS = (GridTensor, DTensor)
+KINDS = (GridTensor, DTensor)  # the compiler goes by the class itself, not by what a tensor says of it
 
 
 def _lies(x: Any) -> tuple[Any, ...]:

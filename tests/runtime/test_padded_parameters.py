@@ -1,7 +1,9 @@
 """Operations on parameters whose sizes ranks do not divide, and their gradients: padding counts nowhere."""
 
 import copy
+import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,6 +135,18 @@ def check_penalty():
         torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
+def check_plain():
+    """What was computed on the whole counts as a plain tensor, for NumPy and files, too."""
+    dense, model = made(), ndtp.parallelize(made(), mesh_of(Grid(x=2)), scheme="1d")
+    mine, theirs = (torch.linalg.svdvals(each[0].weight.detach()) for each in (model, dense))
+    np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs))
+    loaded = pickle.loads(pickle.dumps(mine))
+    assert type(loaded) is torch.Tensor and torch.allclose(loaded, theirs)
+    assert mine.tolist() == loaded.tolist() and torch.equal(
+        torch.ones(len(mine)) + mine, torch.ones(len(mine)) + loaded
+    )
+
+
 def check_torch():
     """The trap that `has_wrong_rule` knows: torch's own answer is that of this rank alone, or an error."""
     x = torch.arange(8.0).view(4, 2)
@@ -153,3 +167,7 @@ def test_optimizers_of_whole_matrices(ranks):
 def test_gradients_of_gradients(ranks):
     ranks(2).run(check_penalty)
     ranks(2).run(check_torch)
+
+
+def test_what_was_computed_on_the_whole(ranks):
+    ranks(2).run(check_plain)
