@@ -163,7 +163,7 @@ def numbers(compiled: Any, target: str) -> tuple[dict[str, int], Code | None]:
 
 def expected(case: CompiledCase) -> tuple[str, ...]:
     """The instructions that prove the fast path."""
-    if case.kind == "reduce":
+    if case.is_pass:
         return ()
     if case.dtype == "float32":  # exact fp32 has no matrix unit on NVIDIA's chips
         return ("mfma",) if case.target == "gfx942" else ("fma", "cp.async")
@@ -204,7 +204,7 @@ def examine(case: CompiledCase, **constants: Any) -> dict[str, Any]:
     row |= found
     failures = [f"lacks {name}" for name in expected(case) if name not in row["instructions"]]
     failures += [f"ptxas expects it to be slow: {warning}" for warning in row["warnings"]]
-    if code is not None and case.kind != "reduce":
+    if code is not None and not case.is_pass:
         failures += code.faults()
     if row["spills"]:
         failures.append(f"spills {row['spills']}")
@@ -221,7 +221,7 @@ def examine(case: CompiledCase, **constants: Any) -> dict[str, Any]:
 
 def shared_bound(case: CompiledCase) -> int:
     """Return the shared memory that `fits` assumes for a program."""
-    if case.kind == "reduce":  # is not chosen: it has none to speak of
+    if case.is_pass:  # is not chosen: it has none to speak of
         return case.chip.shared_bytes
     problem = problem_of(case)
     if case.kind == "split":  # fp32 sums, stored without staging
@@ -241,9 +241,8 @@ def report(of: Sequence[CompiledCase], workers: int | None = None) -> list[dict[
     """Examine cases in processes side by side; by default one for each core."""
     # A server that has imported everything once, and has no threads: the parent may hold torch's.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [f"ndtp_kernels.{name}" for name in ("tools.aot", *(f"triton_code.{k}" for k in ("gemm", "grouped", "reduce")))]
-    )
+    kinds = (f"triton_code.{kind}" for kind in ("gemm", "grouped", "pairs", "reduce"))
+    context.set_forkserver_preload([f"ndtp_kernels.{name}" for name in ("tools.aot", *kinds)])
     with ProcessPoolExecutor(workers or len(os.sched_getaffinity(0)), mp_context=context) as pool:
         return list(pool.map(examine, of))
 

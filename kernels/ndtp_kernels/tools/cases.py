@@ -17,11 +17,12 @@ from ndtp_kernels.choice.selection import Options
 from ndtp_kernels.choice.table import shipped_table
 from ndtp_kernels.form import Form
 from ndtp_kernels.grouped import GroupedCall
-from ndtp_kernels.launch import Launch, gemm_launches, reduce_launch
+from ndtp_kernels.launch import Launch, gemm_launches, pairs_launch, reduce_launch
 from ndtp_kernels.operands import matrix
 
 TARGETS = {"sm_80": "a100", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200", "gfx942": "mi300x"}
 SIZE = 4096
+PASSES = ("reduce", "pairs", "pairs_backward")  # kernels without products
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,18 @@ class CompiledCase:
         return CHIPS[TARGETS[self.target]]
 
     @property
+    def is_pass(self) -> bool:
+        """Whether it is a pass over memory, without products."""
+        return self.kind in PASSES
+
+    @property
     def run(self) -> Config:
         """Return the configuration that is compiled; a split product's has K split."""
         return replace(self.config, split_k=4) if self.kind == "split" else self.config
 
 
 def cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[CompiledCase]:
-    """Every shipped configuration in each of its kinds, and the reduction."""
+    """Every shipped configuration in each of its kinds, and the passes over memory."""
     table = shipped_table()
     for target in targets:
         for dtype_class, configs in table.candidates[target].items():
@@ -54,7 +60,8 @@ def cases(targets: Sequence[str] = tuple(TARGETS)) -> Iterator[CompiledCase]:
                     yield CompiledCase(target, dtype, kind, config)
         best = table.candidates[target]["half"][0].config
         yield CompiledCase(target, "bfloat16", "split", best)
-        yield CompiledCase(target, "bfloat16", "reduce", Config(block_m=16, block_n=256))
+        for kind in PASSES:
+            yield CompiledCase(target, "bfloat16", kind, Config(block_m=16, block_n=256))
 
 
 # (target, dtype, kind, kernel, whether warps have roles): ways to load and to multiply, and the second pass of a sum.
@@ -66,6 +73,8 @@ QUICK = (
     ("sm_90", "bfloat16", "blocks", "pointer", False),
     ("sm_90", "bfloat16", "split", "tma", False),
     ("sm_90", "bfloat16", "reduce", "pointer", False),
+    ("sm_90", "bfloat16", "pairs", "pointer", False),
+    ("sm_90", "bfloat16", "pairs_backward", "pointer", False),
     ("sm_100", "bfloat16", "plain", "tma", True),
     ("gfx942", "bfloat16", "plain", "pointer", False),
 )
@@ -98,7 +107,7 @@ def call_of(case: CompiledCase) -> GemmCall:
     form = Form(False, True)
     a, b, c = new(m, k), new(n, k), new(m, n)
     extra: dict[str, Any] = {}
-    if case.kind in ("epilogue", "reduce"):
+    if case.kind == "epilogue" or case.is_pass:
         extra = dict(bias=new(n), activation="gelu", pre=new(m, n))
     if case.kind == "backward":
         form, b = Form(), new(k, n)
@@ -153,16 +162,21 @@ def launch_of(case: CompiledCase) -> Launch:
     if case.kind.startswith("grouped"):
         return experts_call(case).launch(case.config, case.chip)
     call = call_of(case)
+    part = torch.empty(4, SIZE, SIZE, device="meta", dtype=torch.bfloat16)
     if case.kind == "reduce":
-        part = torch.empty(4, SIZE, SIZE, device="meta", dtype=torch.bfloat16)
         return reduce_launch(call, part, call.view_c)
+    if case.kind == "pairs":
+        return pairs_launch(part, part[0, :, : SIZE // 2], None, part[0], part[0, 0], SIZE, SIZE // 2, "silu")
+    if case.kind == "pairs_backward":
+        grad = part[:, :, : SIZE // 2]
+        return pairs_launch(grad, part[0], part[0], None, None, SIZE, SIZE // 2, "silu")
     return gemm_launches(call, case.run, case.chip)[0]
 
 
 def name_of(case: CompiledCase) -> str:
-    return f"{'reduce' if case.kind == 'reduce' else 'gemm'} {case.kind} {case.dtype}"
+    return f"{'pass' if case.is_pass else 'gemm'} {case.kind} {case.dtype}"
 
 
 def shown(case: CompiledCase) -> str:
     """The configuration as reports name it."""
-    return "16x256" if case.kind == "reduce" else str(case.run)
+    return "16x256" if case.is_pass else str(case.run)
