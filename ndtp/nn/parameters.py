@@ -69,9 +69,11 @@ def put_in_place(dense: Tensor, placements: Any, device_mesh: Any, shape: Sequen
         LayoutError: the tensor belongs to a transform of torch.func.
     """
     refuse_traces(name)
-    from ndtp.runtime.grid_tensor import PutInPlace
+    from ndtp.runtime.grid_autograd import PutInPlace
+    from ndtp.runtime.grid_tensor import GridTensor
 
-    return PutInPlace.apply(dense, placements, device_mesh, torch.Size(shape))  # type: ignore[no-any-return, no-untyped-call]
+    found = PutInPlace.apply(dense, placements, device_mesh, torch.Size(shape), GridTensor)  # type: ignore[no-untyped-call]
+    return found  # type: ignore[no-any-return]
 
 
 def moved_in_place(computed: Any, placements: tuple[Any, ...], shape: Sequence[int], name: str) -> Any:

@@ -26,6 +26,7 @@ from ndtp.errors import LayoutError
 from ndtp.runtime.dtensor_rules import PHYSICAL, box_of
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.gradient_ends import end_of
+from ndtp.runtime.grid_autograd import Moved, ToLocal, Whole
 from ndtp.runtime.grid_operations import operate
 from ndtp.runtime.grid_parts import full_of, lying_as, part_of
 from ndtp.runtime.reads import NamedRead
@@ -135,13 +136,13 @@ class GridTensor(torch.Tensor):
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
         if not self.is_padded or not torch.is_grad_enabled():
             return DTensor.to_local(self, grad_placements=grad_placements)  # type: ignore[arg-type]
-        return _ToLocal.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+        return ToLocal.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
         wanted = kwargs.get("placements") or (args[1] if len(args) > 1 else None)
         with nullcontext() if wanted == self.placements else NamedRead(self, "redistribute", self.ndtp_name):
             if self.is_padded:
-                return self._dtensor.redistribute(*args, **kwargs)  # with its padding, outside of autograd
+                return Moved.apply(self, args, kwargs)  # type: ignore[no-untyped-call]
             return DTensor.redistribute(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
@@ -218,7 +219,7 @@ class GridTensor(torch.Tensor):
         with NamedRead(self, "full_tensor", self.ndtp_name):
             if grad_placements is not None and not self.is_padded:
                 return DTensor.full_tensor(self, grad_placements=grad_placements)  # type: ignore[arg-type]
-            return _Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+            return Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
     def __format__(self, spec: str) -> str:
         return format(full_of(self), spec) if not self.dim() else super().__format__(spec)
@@ -272,52 +273,6 @@ def _as_operated(find: Callable[[Any, type], Any]) -> Callable[[Any, type], Any]
 
 
 replaced("torch._library.simple_registry.GenericTorchDispatchRuleHolder.find", _as_operated)
-
-
-class _Whole(torch.autograd.Function):
-    """`full_tensor`: its gradient is whole on every rank, which takes its part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Tensor:
-        ctx.like = x._dtensor
-        whole = x._dtensor.full_tensor()
-        return whole[tuple(map(slice, x.ndtp_real))].clone() if x.is_padded else whole  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return PutInPlace.apply(grad, ctx.like.placements, ctx.like.device_mesh, ctx.like.shape)  # type: ignore[no-untyped-call]
-
-
-class _ToLocal(torch.autograd.Function):
-    """`to_local` of one with padding."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Tensor:
-        ctx.spec, ctx.real = x._spec, x.ndtp_real
-        local = x._local_tensor
-        return local.view_as(local)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return GridTensor(DTensor(grad.contiguous(), ctx.spec, requires_grad=False), False, ctx.real)
-
-
-class PutInPlace(torch.autograd.Function):
-    """A tensor that every rank has, as one on the grid; its gradient is whole on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, dense: Tensor, placements: Any, device_mesh: Any, shape: torch.Size) -> Any:
-        strides = torch.empty(shape, device="meta").stride()
-        with torch.no_grad():
-            like = DTensor.from_local(
-                dense.new_empty(0), device_mesh, placements, run_check=False, shape=shape, stride=strides
-            )
-            local = part_of(dense, like)
-        return GridTensor(DTensor(local, like._spec, requires_grad=False), False, dense.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return grad.full_tensor() if isinstance(grad, DTensor) else grad, None, None, None
 
 
 def _rebuilt(dtensor: Any, requires_grad: bool, real: Any, name: str, own: Any) -> Any:

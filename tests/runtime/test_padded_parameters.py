@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from products import mesh_of
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import ndtp
 from ndtp import Grid
@@ -29,6 +29,11 @@ OPERATIONS = {
     "a loss beside a plain tensor": lambda p: F.huber_loss(p, torch.ones(p.shape, dtype=p.dtype)),
     "the largest of all": lambda p: p.amax() + p.abs().amax((0, 1)),
     "what is small, in place": lambda p: (p @ p.T @ p).clone().mul_(p),
+    "moved": lambda p: (
+        (2 * p).redistribute(placements=[Replicate()] * p.device_mesh.ndim).mean(0)
+        if isinstance(p, DTensor)
+        else (2 * p).mean(0)
+    ),
     "rows added in place": lambda p: (p + 1).unsqueeze_(0).squeeze_(0).t_().exp(),
 }
 AS_DENSE = {

@@ -1,0 +1,71 @@
+"""Parameters of a grid taken whole, in part, or elsewhere, and tensors put on the grid: differentiably."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ndtp.runtime.grid_parts import part_of
+
+
+class Whole(torch.autograd.Function):
+    """`full_tensor`: its gradient is whole on every rank, which takes its part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        ctx.like, ctx.kind = x._dtensor, type(x)
+        whole = x._dtensor.full_tensor()
+        return whole[tuple(map(slice, x.ndtp_real))].clone() if x.is_padded else whole  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        like = ctx.like
+        return PutInPlace.apply(grad, like.placements, like.device_mesh, like.shape, ctx.kind)  # type: ignore[no-untyped-call]
+
+
+class PutInPlace(torch.autograd.Function):
+    """A tensor that every rank has, as one on the grid; its gradient is whole on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, placements: Any, device_mesh: Any, shape: torch.Size, kind: Any) -> Any:
+        strides = torch.empty(shape, device="meta").stride()
+        with torch.no_grad():
+            like = DTensor.from_local(
+                dense.new_empty(0), device_mesh, placements, run_check=False, shape=shape, stride=strides
+            )
+            local = part_of(dense, like)
+        return kind(DTensor(local, like._spec, requires_grad=False), False, dense.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad.full_tensor() if isinstance(grad, DTensor) else grad, None, None, None, None
+
+
+class Moved(torch.autograd.Function):
+    """`redistribute` of one with padding, which stays behind its sizes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, args: Any, kwargs: Any) -> Any:
+        ctx.placements = x._dtensor.placements
+        return type(x)(x._dtensor.redistribute(*args, **kwargs), False, x.ndtp_real)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad.redistribute(placements=ctx.placements), None, None
+
+
+class ToLocal(torch.autograd.Function):
+    """`to_local` of one with padding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        ctx.spec, ctx.real, ctx.kind = x._spec, x.ndtp_real, type(x)
+        local = x._local_tensor
+        return local.view_as(local)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.kind(DTensor(grad.contiguous(), ctx.spec, requires_grad=False), False, ctx.real)
