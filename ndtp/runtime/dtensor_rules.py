@@ -5,22 +5,28 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+LISTS = ("_foreach_", "_fused_", "_amp_")
 # What DTensor writes to where it belongs; by another rule it may write to a part that it has moved.
 WRITES = ("copy_", "zero_", "fill_", "detach_", "requires_grad_")
-# There is a rule, and it gives other numbers or an error of shapes.
-WRONG = ("convolution", "convolution_backward", "index_put", "index_add", "argmax", "argmin")
-ALONG = ("cumsum", "cumprod", "logcumsumexp")
+# Operations whose rules give what dense tensors do, beside those that go element by element.  Of the others DTensor has
+# wrong rules for some: convolutions, poolings, scans, indices, `topk`, means in the backward of losses.
+TRUSTED = frozenset((
+    *WRITES, "detach", "clone", "_to_copy", "alias", "empty_like", "zeros_like", "ones_like", "full_like", "new_zeros",
+    "new_empty", "new_ones", "new_full", "new_empty_strided", "equal", "is_same_size", "_local_scalar_dense",
+    "sum", "mean", "linalg_vector_norm", "norm", "count_nonzero", "amax", "amin", "max", "min", "any", "all", "var",
+    "mm", "addmm", "bmm", "baddbmm", "mv", "dot",
+    "view", "_unsafe_view", "t", "transpose", "permute", "unsqueeze", "squeeze", "select", "slice", "expand", "split",
+    "split_with_sizes", "unbind", "cat", "stack",
+))  # fmt: skip
 # A list among their arguments has sizes, of which a number has none.
 SIZED = (
-    "new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided", "view", "_unsafe_view", "reshape", "expand",
-    "permute", "repeat", "as_strided",
+    "new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided", "view", "_unsafe_view", "expand", "permute",
 )  # fmt: skip
 # Of a view that only says what its numbers mean, DTensor's operations forget it.
 PHYSICAL = {
@@ -31,22 +37,17 @@ PHYSICAL = {
 LACKS = ("sharding strategy", "placement", "sharding prop", "stack expects each tensor", "not supported with dtensor")
 
 
-@cache
-def is_mean(func: Any) -> bool:
-    """Return whether an operation is a loss that may be a mean: of its backward DTensor takes that of a shard."""
-    return any(argument.name == "reduction" for argument in func._schema.arguments)
-
-
-def has_wrong_rule(func: Any, name: str, args: Any) -> bool:
-    """Return whether DTensor has a rule for an operation and its operands that gives something else than the whole."""
-    if is_mean(func):
+def is_trusted(func: Any, name: str, args: Any) -> bool:
+    """Return whether DTensor has a rule for an operation and its operands that gives what dense tensors give."""
+    if torch.Tag.pointwise in func.tags or name.startswith(LISTS):
         return True
-    if name not in SIZED and any(type(x) is list and not x for x in args[1:]):
-        return True  # no dims, which are all of them: it reduces this rank's shard alone
-    if name in ALONG:
-        return isinstance(args[1], int) and args[1] < 0  # it takes -1 for another dim than the last one
-    # It takes indices of one dim each, masks of several too.
-    return name in WRONG or (name == "index" and any(x is not None and x.dtype is torch.bool for x in args[1]))
+    # A list of no dims is one of all dims, and DTensor reduces this rank's shard alone.
+    return name in TRUSTED and (name in SIZED or not any(type(x) is list and not x for x in args[1:]))
+
+
+def is_loss(func: Any) -> bool:
+    """Return whether an operation is a loss, or the gradient of one, of tensors of the same sizes."""
+    return any(argument.name == "reduction" for argument in func._schema.arguments)
 
 
 def lacks_rule(error: BaseException) -> bool:
@@ -57,21 +58,6 @@ def lacks_rule(error: BaseException) -> bool:
 def is_odd(placement: Any) -> bool:
     """Whether a placement is a sum that is not finished, or a shard that is no block."""
     return placement.is_partial() or type(placement).__name__ == "_StridedShard"
-
-
-def is_sound(x: Any) -> bool:
-    """Return whether a result has the sizes that it says: DTensor keeps the rule of `topk`, also for another k."""
-    if not isinstance(x, DTensor) or any(map(is_odd, x.placements)):
-        return True
-    counts = [1] * x.dim()
-    for placement, count in zip(x.placements, x.device_mesh.shape, strict=True):
-        if isinstance(placement, Shard):
-            counts[placement.dim] *= count
-    local = x._local_tensor.shape
-    # Where a dim is not divided evenly ranks have other sizes, and all of them have to find the same.
-    return len(local) == x.dim() and all(
-        size % count or have * count == size for have, size, count in zip(local, x.shape, counts, strict=True)
-    )
 
 
 def box_of(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ndtp.errors import LayoutError
-from ndtp.runtime.dtensor_rules import WRITES, dtensor_of, has_wrong_rule, is_mean, is_odd, is_sound, lacks_rule
+from ndtp.runtime.dtensor_rules import LISTS, WRITES, dtensor_of, is_loss, is_odd, is_trusted, lacks_rule
 from ndtp.runtime.grid_parts import clear, full_of, lying_as, on_every_rank, part_of
 from ndtp.runtime.list_operations import by_groups, groups_of
 from ndtp.runtime.reads import NamedRead
@@ -41,7 +41,6 @@ SUMS = ("sum", "linalg_vector_norm", "norm", "_foreach_norm", "count_nonzero")  
 DRAWS = (
     "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_",
 )  # fmt: skip
-LISTS = ("_foreach_", "_fused_", "_amp_")
 IN_PLACE_VIEWS = ("squeeze_", "unsqueeze_", "t_", "transpose_")
 
 
@@ -76,8 +75,8 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     is_drawn = torch.Tag.nondeterministic_seeded in func.tags
     is_each = torch.Tag.pointwise in func.tags or name in WRITES or name.startswith(LISTS)
     # With `out` it would take the size of what is written.
-    is_wrong = "out" in kwargs or has_wrong_rule(func, name, args) or _grows(written, mine)
-    is_wrong |= written is not None and not is_each
+    is_wrong = "out" in kwargs or not is_trusted(func, name, args) or (written is not None and not is_each)
+    is_wrong |= is_padded and not name.startswith(LISTS) and _lie_apart(mine)
     if is_drawn or is_wrong or (is_padded and not _keeps_padding(func, name, args)):
         return by_whole(kind, func, name, flat, tree, written, is_drawn)
     if is_padded:
@@ -100,16 +99,19 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if written is not None:
         wrote(kind, written)
         return None if made is None else written
-    if not is_each and not all(map(is_sound, tree_flatten(made)[0])):
-        return by_whole(kind, func, name, flat, tree, written)
     is_view = any(each.alias_info is not None for each in func._schema.returns)
     real = _broadcast(mine) if is_padded and torch.Tag.pointwise in func.tags else None
     return _results(kind, func, name, made, mine[0], (flat, tree) if is_view else None, real)
 
 
-def _grows(written: Any, operands: Sequence[Any]) -> bool:
-    """Whether what has no padding is written to, of operands that have some."""
-    return written is not None and not getattr(written, "is_padded", True) and any(x.is_padded for x in operands)
+def _lie_apart(operands: Sequence[Any]) -> bool:
+    """Whether operands have padding behind other dims, or one of them has none behind a dim that is as long."""
+    stored: dict[int, int] = {}
+    for x in operands:
+        for dim, (real, size) in enumerate(zip(reversed(x.shape), reversed(x._dtensor.shape), strict=True)):
+            if real != 1 and stored.setdefault(dim, size) != size:
+                return True
+    return False
 
 
 def _viewed_in_place(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -122,7 +124,7 @@ def _viewed_in_place(kind: Any, func: Any, name: str, args: Any, kwargs: Any) ->
         )
     before = kind(own._dtensor, False, own.ndtp_real)
     vars(before).update(vars(own))
-    made = getattr(getattr(torch.ops.aten, name[:-1]), func._overloadname)(before, *args[1:], **kwargs)
+    made = getattr(torch.ops.aten, name[:-1])(before, *args[1:], **kwargs)
     vars(own).update(vars(made))
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
         func(own, *args[1:], **kwargs)  # of the outer tensor, the sizes
@@ -258,7 +260,7 @@ def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: An
         split = next((x for x in flat if isinstance(x, DTensor) and not _is_plain_beside(x, flat)), written)
         is_each = torch.Tag.pointwise in func.tags or name == "copy_" or "foreach" in name
         is_in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]  # of what ran on the whole
-        if not is_each and (type(written) is kind or is_in_backward or is_mean(func)):
+        if not is_each and (type(written) is kind or is_in_backward or is_loss(func)):
             return by_whole(kind, func, name, flat, tree, written)
         if not is_each:
             raise refused(name, split, flat)

@@ -4,8 +4,9 @@
     python tests/runtime/every_operation.py --json bench/results/grid_operations.json
 
 An operation gives what it gives of dense tensors, or it is refused by name.  It takes ten minutes; `--seed` draws other
-layouts, `--in-place` takes the forms that write into their first operand, `--activations` takes split activations in
-the place of parameters, and compares their gradients, too, and `--refusals` takes operands that torch refuses.  Tensors
+layouts, `--in-place` takes the forms that write into their first operand, `--gradients` takes parameters that have
+padding as well, and compares their gradients, too, `--activations` takes split activations in their place, and
+`--refusals` takes operands that torch refuses.  Tensors
 whose numbers are not defined (`empty`), sparse ones, and attention that drops at random are not compared.
 """
 
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import ndtp
 import ndtp.testing
+from ndtp.runtime.grid_autograd import PutInPlace
 from ndtp.runtime.grid_parts import full_of
 from ndtp.runtime.grid_tensor import GridTensor
 from ndtp.split import Context, SplitTensor, cut, enter, spec_of, whole
@@ -60,6 +62,20 @@ def on_grid(x: Any, mesh: Any, draw: random.Random) -> Any:
     return GridTensor(distribute_tensor(x.detach().clone(), mesh, placements))
 
 
+def padded_on_grid(x: Any, mesh: Any, draw: random.Random) -> Any:
+    """A tensor of a grid of which the axes split any dims, with padding where they do not divide them."""
+    if not isinstance(x, Tensor) or x.dim() == 0 or x.layout is not torch.strided or not x.numel():
+        return x
+    counts, placements = [1] * x.dim(), []
+    for count in mesh.shape:
+        dim = draw.choice([None, *range(x.dim())])
+        placements.append(Replicate() if dim is None else Shard(dim))
+        if dim is not None:
+            counts[dim] *= count
+    shape = torch.Size(-(-size // count) * count for size, count in zip(x.shape, counts, strict=True))
+    return PutInPlace.apply(x.detach().clone(), placements, mesh, shape, GridTensor)
+
+
 def in_parts(x: Any, context: Context, draw: random.Random) -> Any:
     """A split activation, whose gradient is that of the whole tensor."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided or all(size < 2 for size in x.shape):
@@ -79,6 +95,7 @@ def gradient_of(result: Any, x: Tensor) -> Tensor | None:
     for each in tree_leaves(result):
         if isinstance(each, Tensor) and each.requires_grad and not each.is_complex():
             each = whole(each) if isinstance(each, SplitTensor) else each
+            each = each.full_tensor() if isinstance(each, DTensor) else each
             total = total + (each * torch.randn(each.shape, generator=generator)).sum()
     return torch.autograd.grad(total, x, allow_unused=True)[0] if total.requires_grad else None
 
@@ -150,6 +167,41 @@ def differentiable(sample: Any) -> tuple[Any, Any, Any]:
     return (*given, sample.kwargs)
 
 
+def compare_gradients(first: int, in_place: bool, seed: int) -> tuple[dict[str, int], list[str]]:
+    """The same of parameters with padding, whose gradients are compared as well."""
+    warnings.simplefilter("ignore")
+    mesh, draw = ndtp.ProcessGrid(ndtp.Grid(x=2, y=2)).device_mesh, random.Random(seed)
+    found, odd = Counter[str](), list[str]()
+    for op in operations()[first : first + AT_ONCE]:
+        run = op.inplace_variant if in_place else op.op
+        if run is None or op.name.endswith(DROPS):
+            continue
+        samples = list(op.sample_inputs(torch.get_default_device().type, torch.float32))
+        for sample in draw.sample(samples, min(SAMPLES, len(samples))):
+            x, args, kwargs = differentiable(sample)
+            try:
+                expected = run(x * 1 if in_place else x, *args, **kwargs)
+                slope = gradient_of(expected, x) if isinstance(x, Tensor) and x.requires_grad else None
+            except Exception:
+                continue
+            with torch.no_grad():
+                is_alone = draw.random() < 0.5
+                own = tree_map(lambda x: padded_on_grid(x, mesh, draw), differentiable(sample)[0])
+                others = args if is_alone else tree_map(lambda x: padded_on_grid(x, mesh, draw), args)
+            if not any(isinstance(each, GridTensor) for each in tree_leaves(own)):
+                continue
+            if slope is not None:
+                own.requires_grad_()
+            lies = [(tuple(each.shape), each.placements) for each in tree_leaves(own) if isinstance(each, GridTensor)]
+
+            def is_equal() -> bool:
+                given = run(own * 1 if in_place else own, *others, **kwargs)  # noqa: B023
+                return is_same(given, expected) and (slope is None or is_same(gradient_of(given, own), slope))  # noqa: B023
+
+            count(op, lies, found, odd, is_equal)
+    return dict(found), odd
+
+
 def compare_activations(first: int, in_place: bool, seed: int) -> tuple[dict[str, int], list[str]]:
     """The same of split activations, whose gradients are compared as well."""
     warnings.simplefilter("ignore")
@@ -216,12 +268,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--in-place", action="store_true")
+    parser.add_argument("--gradients", action="store_true")
     parser.add_argument("--activations", action="store_true")
     parser.add_argument("--refusals", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     total, odd, number = Counter[str](), list[str](), len(operations())
-    compared = compare_activations if options.activations else compare_refusals if options.refusals else compare
+    kinds = {"gradients": compare_gradients, "activations": compare_activations, "refusals": compare_refusals}
+    compared = next((run for name, run in kinds.items() if getattr(options, name)), compare)
     for first in range(0, number, AT_ONCE):
         found, more = ndtp.testing.run(compared, ranks=4, args=(first, options.in_place, options.seed), timeout=120)[0]
         total.update(found)

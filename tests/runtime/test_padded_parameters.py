@@ -153,7 +153,7 @@ def check_plain():
 
 
 def check_torch():
-    """The trap that `has_wrong_rule` knows: torch's own answer is that of this rank alone, or an error."""
+    """A trap that `is_trusted` knows: torch's own answer is that of this rank alone, or an error."""
     x = torch.arange(8.0).view(4, 2)
     split = distribute_tensor(copy.deepcopy(x), init_device_mesh("cpu", (2,)), [Shard(0)])
     assert split.sum([], keepdim=True).full_tensor().item() != x.sum()
