@@ -34,7 +34,7 @@ class PutInPlace(torch.autograd.Function):
         strides = torch.empty(shape, device="meta").stride()
         with torch.no_grad():
             like = DTensor.from_local(
-                dense.new_empty(0), device_mesh, placements, run_check=False, shape=shape, stride=strides
+                dense.new_empty((0,) * len(shape)), device_mesh, placements, run_check=False, shape=shape, stride=strides
             )
             local = part_of(dense, like)
         return kind(DTensor(local, like._spec, requires_grad=False), False, dense.shape)

@@ -125,6 +125,8 @@ def _viewed_in_place(kind: Any, func: Any, name: str, args: Any, kwargs: Any) ->
     before = kind(own._dtensor, False, own.ndtp_real)
     vars(before).update(vars(own))
     made = getattr(torch.ops.aten, name[:-1])(before, *args[1:], **kwargs)
+    if type(made) is not kind:  # a number
+        made = kind(on_every_rank(made, before))
     vars(own).update(vars(made))
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
         func(own, *args[1:], **kwargs)  # of the outer tensor, the sizes
@@ -264,6 +266,8 @@ def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: An
             return by_whole(kind, func, name, flat, tree, written)
         if not is_each:
             raise refused(name, split, flat)
+        if _lie_apart([x for x in flat if type(x) is kind]):
+            return by_whole(kind, func, name, flat, tree, written)
         given = [_beside(x, split, name, flat) if is_whole_tensor(x) else x for x in flat]
         is_split = True
     if is_split:

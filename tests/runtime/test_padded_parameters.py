@@ -34,6 +34,8 @@ OPERATIONS = {
         if isinstance(p, DTensor)
         else (2 * p).mean(0)
     ),
+    "a quantile that skips": lambda p: torch.nanquantile(p.flatten()[:2].exp(), 0.3),
+    "between others": lambda p: torch.lerp(p, p.detach() / 2, p @ p.T @ p).clamp(min=p.detach() - 1),
     "rows added in place": lambda p: (p + 1).unsqueeze_(0).squeeze_(0).t_().exp(),
 }
 AS_DENSE = {
