@@ -41,7 +41,8 @@ def full_of(x: Any) -> Tensor:
     """The whole without padding, on every rank; a collective."""
     own = getattr(x, "_dtensor", x).detach()  # or torch 2.11 has no rule for what autograd does of it
     with NamedRead(own, "whole", getattr(x, "ndtp_name", "")):
-        whole = own.full_tensor()
+        # Gloo has no integers of 16 bits.
+        whole = own.full_tensor() if own.dtype is not torch.int16 else own.int().full_tensor().short()
     real = getattr(x, "ndtp_real", whole.shape)
     return whole if whole.shape == real else whole[tuple(map(slice, real))].clone()
 

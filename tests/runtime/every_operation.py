@@ -36,7 +36,7 @@ from ndtp.split import Context, SplitTensor, cut, enter, spec_of, whole
 AT_ONCE, SAMPLES = 6, 6  # operations in one call of the ranks, samples of each
 UNDEFINED = (
     "empty", "sparse", "normal", "rand", "uniform", "bernoulli", "multinomial", "dropout", "exponential", "geometric",
-    "cauchy",
+    "cauchy", "rrelu",
 )  # fmt: skip
 
 # Samples of these drop at random, where split activations draw numbers of their own.
