@@ -141,13 +141,12 @@ def judge(me: int, waited_for: Sequence[int], facts: Facts) -> Verdict:
     for rank, when in gone.items():
         if rank not in said | told and rank not in lost and rank != me:
             left.append((when, rank, Verdict(GONE, (rank,), "its process ended without a word")))
-    left = sorted((entry for entry in left if entry[1] != me), key=lambda entry: entry[:2])
+    left = [entry for entry in left if entry[1] != me]
     if me not in told and all(math.isfinite(when) for when, _, _ in left):
-        # First, so that of two at one time the one that is known to have been told is named.
         why = "which was told to end (SIGTERM)"
-        left[:0] = [(when, rank, Verdict(ENDED, (rank,), why)) for rank, when in gone.items() if rank in told]
-    if left:
-        return min(left, key=lambda entry: entry[0])[2]
+        left += [(when, rank, Verdict(ENDED, (rank,), why)) for rank, when in gone.items() if rank in told]
+    if left:  # of two at one time, one that is known to have been told
+        return min(left, key=lambda entry: (entry[0], entry[1] not in told, entry[1]))[2]
     for how, ranks, text in (
         (SILENT, facts.silent, "no heartbeat comes; its process, machine or network is gone or stopped"),
         (ABSENT, facts.absent, "it has not come to the first grid"),

@@ -18,6 +18,9 @@ from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.grid_parts import on_every_rank
 from ndtp.runtime.grid_tensor import GridTensor
 
+# Of a gradient autograd itself knows how it lies.
+AS_THEY_ARE = ("__get__", "__set__", "full_tensor", "redistribute", "to_local", "grad", "backward")
+
 
 class as_dense(TorchFunctionMode):  # used as `with ndtp.nn.as_dense():`
     """A context in which torch's operations on DTensors, and on DTensors and plain tensors, work on whole tensors.
@@ -32,14 +35,21 @@ class as_dense(TorchFunctionMode):  # used as `with ndtp.nn.as_dense():`
         kwargs, name = kwargs or {}, str(getattr(func, "__name__", ""))
         tensors = _tensors((args, kwargs))
         split = [x for x in tensors if not is_plain(x)]
-        if not split or name in ("__get__", "__set__", "full_tensor", "redistribute", "to_local"):
+        if not split or name in AS_THEY_ARE:
             return func(*args, **kwargs)
         if any(is_plain(x) and x.dim() for x in tensors):
-            is_in_place = name.endswith("_") and not name.endswith("__")
-            into = _tensors(args[:1]) if is_in_place else []
-            bring = _gathered if not into or is_plain(into[0]) else _on_every_rank(split[0])
+            written = _tensors((args[:1] if _writes(name) else (), kwargs.get("out")))
+            is_whole = all(map(is_plain, written))  # of what is written, if anything
+            bring = _gathered if is_whole else _on_every_rank(split[0])
             args, kwargs = _mapped(bring, args), _mapped(bring, kwargs)
         return _mapped(_finished, func(*args, **kwargs))
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of torch writes into its first argument: `add_`, `__setitem__`, `__iand__`."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return name.endswith("_")
 
 
 def _tensors(x: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The rules of DTensor that give something else than dense tensors do, by torch's own samples of its operations.
+"""The operations whose rules DTensor has right, compared by torch's own samples of its operations.
 
 `tests/runtime/every_operation.py` compares the samples on tensors of a grid.
 """

@@ -161,9 +161,10 @@ def parts_of(x: Any, name: str) -> Iterator[tuple[str, Any]]:
     if x.layout is torch.sparse_coo:
         yield from ((f"{name} indices", x._indices()), (f"{name} values", x._values()))
         return
-    by_rows = x.layout in (torch.sparse_csr, torch.sparse_bsr)
-    first, second = ("crow_indices", "col_indices") if by_rows else ("ccol_indices", "row_indices")
-    yield from ((f"{name} {part}", getattr(x, part)()) for part in (first, second, "values"))
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from ((f"{name} {part}", getattr(x, part)()) for part in ("crow_indices", "col_indices", "values"))
+    elif x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from ((f"{name} {part}", getattr(x, part)()) for part in ("ccol_indices", "row_indices", "values"))
 
 
 def _length(length: Any) -> str:

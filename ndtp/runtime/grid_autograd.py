@@ -21,8 +21,8 @@ class Whole(torch.autograd.Function):
         return whole[tuple(map(slice, x.ndtp_real))].clone() if x.is_padded else whole  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        like = ctx.like
+    def backward(ctx: Any, grad: Any) -> Any:
+        like, grad = ctx.like, grad.full_tensor() if isinstance(grad, DTensor) else grad
         return PutInPlace.apply(grad, like.placements, like.device_mesh, like.shape, ctx.kind)  # type: ignore[no-untyped-call]
 
 
@@ -34,7 +34,12 @@ class PutInPlace(torch.autograd.Function):
         strides = torch.empty(shape, device="meta").stride()
         with torch.no_grad():
             like = DTensor.from_local(
-                dense.new_empty((0,) * len(shape)), device_mesh, placements, run_check=False, shape=shape, stride=strides
+                dense.new_empty((0,) * len(shape)),
+                device_mesh,
+                placements,
+                run_check=False,
+                shape=shape,
+                stride=strides,
             )
             local = part_of(dense, like)
         return kind(DTensor(local, like._spec, requires_grad=False), False, dense.shape)
@@ -49,12 +54,16 @@ class Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, args: Any, kwargs: Any) -> Any:
-        ctx.placements = x._dtensor.placements
+        ctx.like, ctx.kind = x._dtensor, type(x)
         return type(x)(x._dtensor.redistribute(*args, **kwargs), False, x.ndtp_real)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return grad.redistribute(placements=ctx.placements), None, None
+        like = ctx.like
+        if isinstance(grad, DTensor):
+            return grad.redistribute(placements=like.placements), None, None
+        put = PutInPlace.apply(grad, like.placements, like.device_mesh, like.shape, ctx.kind)  # type: ignore[no-untyped-call]
+        return put, None, None
 
 
 class ToLocal(torch.autograd.Function):

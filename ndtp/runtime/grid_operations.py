@@ -1,12 +1,14 @@
 """Torch's operations on parameters of a grid (`ndtp.runtime.grid_tensor`) do what they do with dense ones.
 
-An operation runs on the DTensors where these have a rule for it; padding is zero wherever it would count.  Where they
-have none, and where padding would count otherwise, it runs on the whole, gathered, on every rank: what it writes goes
-back into the shards, also through a view that shares no memory with them.  Beside plain tensors it goes by three rules:
+An operation runs on the DTensors where their rule for it is trusted (`ndtp.runtime.dtensor_rules`); padding is zero
+wherever it would count.  All others, and those in which padding would count otherwise, run on the whole, gathered, on
+every rank: what one writes goes back into the shards, also through a view that shares no memory with them.
+
+Beside plain tensors an operation goes by three rules:
 
 - one that every rank has whole counts as a plain tensor, and so does what comes of it;
 - into a plain tensor that is written (`ema.lerp_(p, 0.1)`) goes the whole of it, gathered;
-- element by element, and where a parameter is written, a plain tensor is one that every rank has.
+- element by element, in a loss, and where a parameter is written, a plain tensor is one that every rank has.
 
 A number made of it (`p.pow(2).sum()`) is a plain number, the same on every rank.  What draws (`nn.init`) draws what it
 would of the dense tensor, from torch's generator, of which a rank keeps its part.
@@ -26,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from ndtp.errors import LayoutError
 from ndtp.runtime.dtensor_rules import LISTS, WRITES, dtensor_of, is_loss, is_odd, is_trusted, lacks_rule
 from ndtp.runtime.grid_parts import clear, full_of, lying_as, on_every_rank, part_of
-from ndtp.runtime.list_operations import by_groups, groups_of
+from ndtp.runtime.list_operations import by_groups, groups_of, operands_of_each
 from ndtp.runtime.reads import NamedRead
 from ndtp.runtime.refused_reads import is_whole_tensor, refused
 from ndtp.runtime.shard_operations import is_norm_of_many, norms_on_shards, on_shards
@@ -52,6 +54,10 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if name.startswith(LISTS) and len(groups := groups_of(args)) > 1:
         return by_groups(func, args, kwargs, groups)
     flat, tree = tree_flatten((args, kwargs))
+    if name.startswith(LISTS) and any(_lie_apart(kind, each) for each in operands_of_each(args, kwargs)):
+        if len(args[0]) > 1:
+            return by_groups(func, args, kwargs, [[i] for i in range(len(args[0]))])
+        return by_whole(kind, func, name, flat, tree, args[0] if name.endswith("_") else None)
     if name != "stack" and any(type(x) is kind and not x.dim() and any(map(is_odd, x.placements)) for x in flat):
         args, kwargs = tree_unflatten([_finished(kind, x) for x in flat], tree)
         return func(*args, **kwargs)
@@ -61,9 +67,12 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
             if x.requires_grad and x.is_leaf:
                 _hand_out(x)
     written = _written(func, name, args, kwargs)
-    is_padded = any(x.is_padded for x in mine)
+    is_padded, is_drawn = any(x.is_padded for x in mine), torch.Tag.nondeterministic_seeded in func.tags
     if is_padded and not name.startswith(LISTS):
-        flat = _without_theirs(kind, func, name, flat, mine, written)
+        if (torch.Tag.pointwise in func.tags or name == "copy_") and _lie_apart(kind, mine):
+            return by_whole(kind, func, name, flat, tree, written, is_drawn)
+        stored = [x._dtensor.shape for x in mine]
+        flat = [full_of(x) if x is not written and _is_dense(kind, x, stored) else x for x in flat]
     if name == "new_empty" and tuple(args[1]) == tuple(mine[0].shape):  # for a draw, such as `orthogonal_`'s
         return func(mine[0]._local_tensor, *args[1:], **kwargs)
     if torch.Tag.inplace_view in func.tags and name not in ("detach_", "requires_grad_"):
@@ -72,11 +81,9 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
         return drawn(func, args, kwargs)
     if _is_plain(written) or any(is_whole_tensor(x) for x in flat):
         return _beside_plain(kind, func, name, flat, tree, written)
-    is_drawn = torch.Tag.nondeterministic_seeded in func.tags
     is_each = torch.Tag.pointwise in func.tags or name in WRITES or name.startswith(LISTS)
     # With `out` it would take the size of what is written.
     is_wrong = "out" in kwargs or not is_trusted(func, name, args) or (written is not None and not is_each)
-    is_wrong |= is_padded and not name.startswith(LISTS) and _lie_apart(mine)
     if is_drawn or is_wrong or (is_padded and not _keeps_padding(func, name, args)):
         return by_whole(kind, func, name, flat, tree, written, is_drawn)
     if is_padded:
@@ -101,16 +108,17 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
         return None if made is None else written
     is_view = any(each.alias_info is not None for each in func._schema.returns)
     real = _broadcast(mine) if is_padded and torch.Tag.pointwise in func.tags else None
-    return _results(kind, func, name, made, mine[0], (flat, tree) if is_view else None, real)
+    return _results(kind, func, name, made, mine[0], (flat, tree) if is_view else None, real, args)
 
 
-def _lie_apart(operands: Sequence[Any]) -> bool:
-    """Whether operands have padding behind other dims, or one of them has none behind a dim that is as long."""
-    stored: dict[int, int] = {}
+def _lie_apart(kind: Any, operands: Sequence[Any]) -> bool:
+    """Whether operands of an operation element by element do not have the same padding behind each dim."""
+    found: dict[int, tuple[int, int]] = {}
     for x in operands:
-        for dim, (real, size) in enumerate(zip(reversed(x.shape), reversed(x._dtensor.shape), strict=True)):
-            if real != 1 and stored.setdefault(dim, size) != size:
-                return True
+        if type(x) is kind:
+            for dim, sizes in enumerate(zip(reversed(x.shape), reversed(x._dtensor.shape), strict=True)):
+                if sizes[1] != 1 and found.setdefault(dim, sizes) != sizes:
+                    return True
     return False
 
 
@@ -150,20 +158,25 @@ def _on_shards(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return None if name.startswith(LISTS) else written
 
 
-def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any, real: Any) -> Any:
+def _results(
+    kind: Any, func: Any, name: str, made: Any, of: Any, given: Any, real: Any, given_to: Sequence[Any]
+) -> Any:
     """Return the result of an operation on DTensors, as it is given out.
 
     Args:
         of: the first of its operands.
         given: all of them, of one that gives views.
         real: its sizes without padding, where they are not those of the first.
+        given_to: what it was called with: of one on lists, results lie as the entries of the first list.
     """
     if is_norm_of_many(name, 2):
         return tree_map(lambda x: kind(x) if isinstance(x, DTensor) else x, made)  # summed at once, where they meet
     is_source = given is not None and name not in ("detach", "alias")
     leaves, form = tree_flatten(made)
+    likes = given_to[0] if name.startswith(LISTS) else [of] * len(leaves)
     for i, x in enumerate(leaves):
         if isinstance(x, DTensor):
+            of = likes[i] if type(likes[i]) is kind else of
             leaves[i] = _taken(kind, x, of, name, (of, (func, *given, i)) if is_source else None, real)
     return tree_unflatten(leaves, form)
 
@@ -181,23 +194,10 @@ def _finished(kind: Any, x: Any) -> Any:
         return x._dtensor.full_tensor()
 
 
-def _without_theirs(kind: Any, func: Any, name: str, flat: list[Any], mine: Sequence[Any], written: Any) -> list[Any]:
-    """Return operands in which one that every rank has, as code that takes all for dense brings it, has no padding."""
-    stored = [x._dtensor.shape for x in mine]
-    is_each = torch.Tag.pointwise in func.tags or name == "copy_"
-    is_full = lambda x: _is_dense(kind, x, stored) or (is_each and _lacks_padding(kind, x, mine))  # noqa: E731
-    return [full_of(x) if x is not written and is_full(x) else x for x in flat]
-
-
 def _is_dense(kind: Any, x: Any, stored: Sequence[Any]) -> bool:
     """A DTensor that is no parameter's, and which every rank has whole, or whose sizes are those without padding."""
     is_other = isinstance(x, DTensor) and type(x) is not kind and x.dim() > 0
     return is_other and (x.shape not in stored or all(placement.is_replicate() for placement in x.placements))
-
-
-def _lacks_padding(kind: Any, x: Any, mine: Sequence[Any]) -> bool:
-    """Whether a tensor that was computed of parameters has no padding beside one that has some."""
-    return type(x) is kind and not x.is_padded and any(not _fits(x, y._dtensor.shape) for y in mine if y.is_padded)
 
 
 def _written(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -243,9 +243,9 @@ def _keeps_padding(func: Any, name: str, args: Any) -> bool:
             return False  # the least of all
         dims = [x for x in args[1:] if isinstance(x, (list, tuple)) or (name == "count_nonzero" and x is not None)]
         return name == "_foreach_norm" or not any(x != [] for x in dims)
-    if name in (*SAME, *LIKE, *NEW, "copy_", "zero_", "fill_", "equal", "is_same_size"):
+    if name in (*SAME, *LIKE, *NEW, "copy_", "zero_", "fill_", "is_same_size"):
         return True
-    return torch.Tag.pointwise in func.tags or name.startswith(LISTS)
+    return (torch.Tag.pointwise in func.tags and name != "equal") or name.startswith(LISTS)
 
 
 # ------------------------------------------------------------------------------------------------ beside plain tensors
@@ -266,8 +266,6 @@ def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: An
             return by_whole(kind, func, name, flat, tree, written)
         if not is_each:
             raise refused(name, split, flat)
-        if _lie_apart([x for x in flat if type(x) is kind]):
-            return by_whole(kind, func, name, flat, tree, written)
         given = [_beside(x, split, name, flat) if is_whole_tensor(x) else x for x in flat]
         is_split = True
     if is_split:

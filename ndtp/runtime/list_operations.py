@@ -8,7 +8,7 @@ foreach form, or an EMA by `torch._foreach_lerp_`, has changed a weight.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -70,6 +70,14 @@ def groups_of(args: Sequence[Any]) -> list[list[int]]:
         for i, operands in enumerate(zip(*lists, strict=True)):
             groups.setdefault(tuple(isinstance(x, DTensor) for x in operands), []).append(i)
     return [*groups.values()]
+
+
+def operands_of_each(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield, for each place in the lists of an operation on many, the entries of all lists there."""
+    if isinstance(args[0], (list, tuple)):
+        count = len(args[0])
+        lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple)) and len(x) == count]
+        yield from zip(*lists, strict=True)
 
 
 def by_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any], groups: Sequence[Sequence[int]]) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.errors import LayoutError
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.split.spec import ShardForm, Spec
 
@@ -152,8 +153,11 @@ def in_torchs_words(func: Any, kwargs: Mapping[str, Any] | None) -> dict[str, An
     return dict(kwargs)
 
 
-class NotStridedError(Exception):
+class NotStridedError(LayoutError):
     """A rule would cut a part out of a tensor that is sparse or nested."""
+
+    def __init__(self) -> None:
+        super().__init__("ndtp: ranks have no parts of a tensor that is sparse or nested\n  fix: x.to_dense()")
 
 
 def answer(rule: Rule, args: Any, kwargs: Any) -> Any:

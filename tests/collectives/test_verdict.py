@@ -79,6 +79,9 @@ CASES = {
         Facts([Event(2, TOLD, "", 1.0)], departed={2: 2.0, 1: 2.1}), ENDED, (2,),
     ),
     "and both seen at once": (Facts([Event(2, TOLD, "", 1.0)], departed={2: 2.0, 1: 2.0}), ENDED, (2,)),
+    "two that were told at once, in any order": (
+        Facts([Event(1, TOLD, "", 1.0), Event(2, TOLD, "", 1.0)], departed={2: 2.0, 1: 2.0}), ENDED, (1,),
+    ),
     "one that died, for which a launcher has told another one to end": (
         Facts([Event(1, TOLD, "", 2.2)], departed={2: 2.0, 1: 2.3}), GONE, (2,),
     ),
