@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from ndtp.runtime.grid_parts import part_of
 
 
-class Whole(torch.autograd.Function):
+class TakenWhole(torch.autograd.Function):
     """`full_tensor`: its gradient is whole on every rank, which takes its part."""
 
     @staticmethod

@@ -51,13 +51,9 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     name = func.overloadpacket.__name__
     if (done := _on_shards(kind, func, name, args, kwargs)) is not NotImplemented:
         return done
-    if name.startswith(LISTS) and len(groups := groups_of(args)) > 1:
-        return by_groups(func, args, kwargs, groups)
+    if name.startswith(LISTS) and (done := _in_groups(kind, func, name, args, kwargs)) is not NotImplemented:
+        return done
     flat, tree = tree_flatten((args, kwargs))
-    if name.startswith(LISTS) and any(_lie_apart(kind, each) for each in operands_of_each(args, kwargs)):
-        if len(args[0]) > 1:
-            return by_groups(func, args, kwargs, [[i] for i in range(len(args[0]))])
-        return by_whole(kind, func, name, flat, tree, args[0] if name.endswith("_") else None)
     if name != "stack" and any(type(x) is kind and not x.dim() and any(map(is_odd, x.placements)) for x in flat):
         args, kwargs = tree_unflatten([_finished(kind, x) for x in flat], tree)
         return func(*args, **kwargs)
@@ -86,14 +82,31 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     is_wrong = "out" in kwargs or not is_trusted(func, name, args) or (written is not None and not is_each)
     if is_drawn or is_wrong or (is_padded and not _keeps_padding(func, name, args)):
         return by_whole(kind, func, name, flat, tree, written, is_drawn)
-    if is_padded:
-        if name in SUMS:
-            for x in mine:
-                if not isinstance(x, nn.Parameter):  # what was computed, as `p == 0`
-                    clear(x)
-        if name in NEW and tuple(args[1]) == tuple(mine[0].shape):
-            args = (args[0], mine[0]._dtensor.shape, *args[2:])
+    if is_padded and name in NEW and tuple(args[1]) == tuple(mine[0].shape):
+        flat, tree = tree_flatten(((args[0], mine[0]._dtensor.shape, *args[2:]), kwargs))
+    return _on_dtensors(kind, func, name, flat, tree, written, mine)
+
+
+def _in_groups(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Return the result of an operation on lists whose places have operands of several kinds, or with other padding;
+    `NotImplemented` of another one.
+    """
+    groups = groups_of(args)
+    if len(groups) < 2 and any(_lie_apart(kind, each) for each in operands_of_each(args, kwargs)):
+        if len(args[0]) == 1:
             flat, tree = tree_flatten((args, kwargs))
+            return by_whole(kind, func, name, flat, tree, args[0] if name.endswith("_") else None)
+        groups = [[i] for i in range(len(args[0]))]
+    return by_groups(func, args, kwargs, groups) if len(groups) > 1 else NotImplemented
+
+
+def _on_dtensors(kind: Any, func: Any, name: str, flat: list[Any], tree: Any, written: Any, mine: list[Any]) -> Any:
+    """Run an operation on DTensors."""
+    is_padded = any(x.is_padded for x in mine)
+    if is_padded and name in SUMS:
+        for x in mine:
+            if not isinstance(x, nn.Parameter):  # what was computed, as `p == 0`
+                clear(x)
     given, named = tree_unflatten([x._dtensor if type(x) is kind else x for x in flat], tree)
     odd = next((x for x in mine if any(map(is_odd, x.placements))), None)  # norms that are stacked
     try:
@@ -107,8 +120,10 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
         wrote(kind, written)
         return None if made is None else written
     is_view = any(each.alias_info is not None for each in func._schema.returns)
+    lists = tree_unflatten(flat, tree)[0] if name.startswith(LISTS) else ()
+    likes = next((x for x in lists if isinstance(x, (list, tuple))), ())
     real = _broadcast(mine) if is_padded and torch.Tag.pointwise in func.tags else None
-    return _results(kind, func, name, made, mine[0], (flat, tree) if is_view else None, real, args)
+    return _results(kind, func, name, made, mine[0], (flat, tree) if is_view else None, real, likes)
 
 
 def _lie_apart(kind: Any, operands: Sequence[Any]) -> bool:
@@ -158,25 +173,22 @@ def _on_shards(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return None if name.startswith(LISTS) else written
 
 
-def _results(
-    kind: Any, func: Any, name: str, made: Any, of: Any, given: Any, real: Any, given_to: Sequence[Any]
-) -> Any:
+def _results(kind: Any, func: Any, name: str, made: Any, of: Any, given: Any, real: Any, likes: Sequence[Any]) -> Any:
     """Return the result of an operation on DTensors, as it is given out.
 
     Args:
         of: the first of its operands.
         given: all of them, of one that gives views.
         real: its sizes without padding, where they are not those of the first.
-        given_to: what it was called with: of one on lists, results lie as the entries of the first list.
+        likes: of an operation on lists, the entries of the first, as which the results lie.
     """
     if is_norm_of_many(name, 2):
         return tree_map(lambda x: kind(x) if isinstance(x, DTensor) else x, made)  # summed at once, where they meet
     is_source = given is not None and name not in ("detach", "alias")
     leaves, form = tree_flatten(made)
-    likes = given_to[0] if name.startswith(LISTS) else [of] * len(leaves)
     for i, x in enumerate(leaves):
         if isinstance(x, DTensor):
-            of = likes[i] if type(likes[i]) is kind else of
+            of = likes[i] if likes and type(likes[i]) is kind else of
             leaves[i] = _taken(kind, x, of, name, (of, (func, *given, i)) if is_source else None, real)
     return tree_unflatten(leaves, form)
 

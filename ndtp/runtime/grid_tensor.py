@@ -26,7 +26,7 @@ from ndtp.errors import LayoutError
 from ndtp.runtime.dtensor_rules import PHYSICAL, box_of
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.gradient_ends import end_of
-from ndtp.runtime.grid_autograd import Moved, ToLocal, Whole
+from ndtp.runtime.grid_autograd import Moved, TakenWhole, ToLocal
 from ndtp.runtime.grid_operations import operate
 from ndtp.runtime.grid_parts import full_of, lying_as, part_of
 from ndtp.runtime.reads import NamedRead
@@ -219,7 +219,7 @@ class GridTensor(torch.Tensor):
         with NamedRead(self, "full_tensor", self.ndtp_name):
             if grad_placements is not None and not self.is_padded:
                 return DTensor.full_tensor(self, grad_placements=grad_placements)  # type: ignore[arg-type]
-            return Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+            return TakenWhole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
     def __format__(self, spec: str) -> str:
         return format(full_of(self), spec) if not self.dim() else super().__format__(spec)
