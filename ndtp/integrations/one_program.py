@@ -80,6 +80,11 @@ def on_grid(model: nn.Module, mesh: ProcessGrid, scheme: str | None, options: Ma
     return parallelize(model, mesh, scheme=scheme or usual_scheme(sizes), **dict(options or {}))
 
 
+def data_axes(mesh: ProcessGrid) -> tuple[str, ...]:
+    """Return the axes, such as `dp`, along which ranks have rows of their own."""
+    return tuple(axis for axis in mesh.grid if axis not in TENSOR_AXES and mesh.grid[axis] > 1)
+
+
 def rows_here(inputs: Any, mesh: ProcessGrid | None) -> Any:
     """Of a whole batch, the rows that this rank's model is called with: a share, where axes such as `dp` split rows.
 
@@ -87,7 +92,7 @@ def rows_here(inputs: Any, mesh: ProcessGrid | None) -> Any:
     """
     if mesh is None:
         return inputs
-    axes = tuple(axis for axis in mesh.grid if axis not in TENSOR_AXES and mesh.grid[axis] > 1)
+    axes = data_axes(mesh)
     if not axes:
         return inputs
     tensors = _tensors_of(inputs)

@@ -80,7 +80,9 @@ def _place(
     placed.plan, placed.stored, placed.leads_in, placed.is_conv = plan, stored, base.leads_in, False
     placed.out_width, placed.width = shape
     placed.sections, placed.group, placed.core, placed.loud = sections, None, None, True
-    placed.adapts, placed.gives_features, placed.schedule = base, False, None
+    placed.gives_features, placed.schedule = False, None
+    # No child of it: peft turns the gradients of an adapter's modules on and off, and leaves those of the base.
+    vars(placed)["adapts"] = base
     placed.order, placed.gives = order, plan.out
     plan.check_divides({"m": 0, "k": placed.width, "n": placed.out_width})
     placed.placed("weight", stored, shape)

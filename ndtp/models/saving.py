@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import class_of
 from ndtp.models.state_entries import Entry, entries_of, mesh_of_model
 from ndtp.ops.products import relayout
 from ndtp.runtime.crew import crew_of
+from ndtp.runtime.grid_parts import full_of
 from ndtp.runtime.process_grid import ProcessGrid
 
 BLOCK_BYTES = 1 << 26
@@ -37,7 +40,8 @@ class SavedWhole:
         if state is None:
             state = gathered_state(self, mesh, writes, _adapters if hasattr(self, "peft_config") else None)
         save = partial(super().save_pretrained, save_directory, *args, state_dict=state, **kwargs)  # type: ignore[misc]
-        return crew.alone(save, f"save_pretrained: {save_directory} is not complete")
+        with _prompts_known(self):
+            return crew.alone(save, f"save_pretrained: {save_directory} is not complete")
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Give the table of tokens as it is; its size is settled where a model is split.
@@ -58,6 +62,22 @@ class SavedWhole:
 def saved_whole(model: nn.Module) -> None:
     if not isinstance(model, SavedWhole) and hasattr(model, "save_pretrained"):
         model.__class__ = class_of(SavedWhole, type(model))
+
+
+@contextmanager
+def _prompts_known(model: Any) -> Iterator[None]:
+    """Have peft find the prompts that it has learned computed: their encoder is split, and one rank alone asks it."""
+    configs = getattr(model, "peft_config", {})
+    learned = [name for name, config in configs.items() if getattr(config, "is_prompt_learning", False)]
+    found = {name: model.get_prompt_embedding_to_save(name) for name in learned}
+    taken = {name: x.gathered() if hasattr(x, "gathered") else x for name, x in found.items()}
+    prompts = {name: (full_of(x) if isinstance(x, DTensor) else x).cpu() for name, x in taken.items()}
+    if prompts:
+        vars(model)["get_prompt_embedding_to_save"] = prompts.__getitem__
+    try:
+        yield
+    finally:
+        vars(model).pop("get_prompt_embedding_to_save", None)
 
 
 def _adapters(key: str, trains: bool) -> bool:

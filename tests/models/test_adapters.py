@@ -1,5 +1,6 @@
 """Low-rank adapters around the layers of a stock model: peft's, and modules of the same form."""
 
+import copy
 import warnings
 
 import pytest
@@ -123,6 +124,35 @@ def check_peft(folder):
         torch.testing.assert_close(dora(**given).loss, dense(**given).loss, rtol=1e-6, atol=0.0)
 
 
+def check_switches():
+    """What peft turns on and off is what it turns on and off of the dense model."""
+    import peft
+
+    config = peft.LoraConfig(target_modules="all-linear", r=2)
+    dense = peft.get_peft_model(build("LlamaForCausalLM", **ONE_LAYER), config)
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), scheme="1d")
+    for each in (model, dense):
+        with each.disable_adapter():
+            pass
+        each.set_adapter("default")
+    trains = [{name for name, p in each.named_parameters() if p.requires_grad} for each in (model, dense)]
+    assert trains[0] == trains[1] and all("lora_" in name for name in trains[0])
+
+
+def check_prompts(folder):
+    """The prompts of an encoder that is split are computed by all ranks, and written by one."""
+    import peft
+
+    for kind in (peft.PromptTuningConfig, peft.PromptEncoderConfig):
+        base = build("LlamaForCausalLM", **ONE_LAYER)
+        dense = peft.get_peft_model(copy.deepcopy(base), kind(task_type="CAUSAL_LM", num_virtual_tokens=2))
+        model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), scheme="1d")
+        model.save_pretrained(folder)
+        again = peft.PeftModel.from_pretrained(base, folder)
+        prompts = again.prompt_encoder["default"].embedding.weight  # as they were saved
+        torch.testing.assert_close(prompts, dense.get_prompt_embedding_to_save("default"), check_dtype=False)
+
+
 def check_volume():
     """Where hidden states want gradients: counted to the byte."""
     mesh = mesh_of(Grid(x=2, y=2))
@@ -142,3 +172,9 @@ def test_adapters_of_the_same_form(ranks):
 def test_adapters_of_peft(ranks, tmp_path):
     pytest.importorskip("peft")
     ranks(2).run(check_peft, tmp_path)
+    ranks(2).run(check_switches)
+
+
+def test_prompts_of_peft(ranks, tmp_path):
+    pytest.importorskip("peft")
+    ranks(2).run(check_prompts, tmp_path)
