@@ -13,7 +13,7 @@ from ndtp.algebra.layout import Layout
 from ndtp.algebra.volume import Volume
 from ndtp.errors import LayoutError
 from ndtp.models.between import Between, PairPassage, enter, leave
-from ndtp.models.signatures import as_dense_input, input_by_name
+from ndtp.models.signatures import OF_TORCH, as_dense_input, input_by_name
 from ndtp.nn.linear import Linear
 from ndtp.nn.padding import RowBlocks, pad_rows, padded_tokens, with_leading_dims, zero_padding, zero_padding_rows
 from ndtp.nn.sharded import volume_of
@@ -49,7 +49,8 @@ class BoundaryLinear(Linear):
     def forward(self, x: Any = None, **named: Any) -> Tensor:
         if named:
             x = input_by_name(self, x, named)
-        x = as_dense_input(x, self.name)
+        if type(x) in OF_TORCH:
+            x = as_dense_input(x, self.name)
         if self.boundary.enters:
             x, passage = self._enter(x)
         else:

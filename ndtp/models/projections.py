@@ -24,7 +24,7 @@ from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.fused_order import order_of
 from ndtp.models.hidden import Hidden, enter, leave
 from ndtp.models.settled import settled_product
-from ndtp.models.signatures import as_dense_input, input_by_name
+from ndtp.models.signatures import OF_TORCH, as_dense_input, input_by_name
 from ndtp.ops.products import chain, relayout
 from ndtp.runtime.arrival import local_shard
 from ndtp.runtime.of_turn import OfTurn
@@ -113,7 +113,8 @@ class Projection(Adopted):
     def forward(self, x: Any = None, **named: Any) -> Tensor:
         if named:
             x = input_by_name(self, x, named)
-        x = as_dense_input(x, self.name)
+        if type(x) in OF_TORCH:
+            x = as_dense_input(x, self.name)
         if self.core is not None:
             return self.core.projected(self, x)
         if self.schedule is not None and (made := self.schedule.called(self, x)) is not None:

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from ndtp.errors import LayoutError
 from ndtp.nn.sharded import Sharded
 from ndtp.runtime.facts import is_strided
-from ndtp.split.tensor import Linked
+
+OF_TORCH = (Tensor, NestedTensor)  # which may be no block of memory
 
 
 class NamedArguments:
@@ -118,7 +120,7 @@ def as_dense_input(x: Any, name: str) -> Any:
     Raises:
         LayoutError: it is nested.
     """
-    if isinstance(x, Linked) or is_strided(x):
+    if is_strided(x):
         return x
     if x.is_nested:
         raise LayoutError(

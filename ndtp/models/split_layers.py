@@ -16,7 +16,7 @@ from ndtp.compute.traces import refuse_traces
 from ndtp.errors import LayoutError
 from ndtp.models.adopted import Adopted
 from ndtp.models.projections import Projection, mode_of, products
-from ndtp.models.signatures import as_dense_input, input_by_name
+from ndtp.models.signatures import OF_TORCH, as_dense_input, input_by_name
 from ndtp.models.table_settings import refused_setting
 from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
@@ -171,7 +171,8 @@ class ObservedLinear(ReadAsSplit, Projection):
     def forward(self, x: Any = None, **named: Any) -> Tensor:
         if named:
             x = input_by_name(self, x, named)
-        x = as_dense_input(x, self.name)
+        if type(x) in OF_TORCH:
+            x = as_dense_input(x, self.name)
         if x.dim() < 1 or x.shape[-1] != self.real_in:
             raise LayoutError(f"'{self.name}' takes {self.real_in} features, its input is of {tuple(x.shape)}")
         refuse_traces(f"'{self.name}'", exports=False)
