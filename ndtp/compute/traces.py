@@ -43,8 +43,8 @@ def refuse_traces(what: str, exports: bool = True) -> None:
         )
     if forward_ad._current_level >= 0:
         raise LayoutError(
-            f"{what}: layers on a grid have no forward-mode derivatives\n  fix: reverse mode: loss.backward(), "
-            "torch.autograd.grad or torch.autograd.functional.jvp; or the dense model"
+            f"{what}: layers on a grid have no forward-mode derivatives\n  fix: reverse mode, loss.backward() or "
+            "torch.autograd.grad; or the dense model"
         )
     if not _modes_on():
         return

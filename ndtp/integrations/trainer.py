@@ -56,10 +56,22 @@ class GridTrainerMixin:
         )
         self._ndtp_how = ndtp_scheme, ndtp_options
         if self._ndtp_mesh is not None:
-            _refuse_other_losses(self._ndtp_mesh, args, kwargs)
             become_one_program()
             model = None if model is None else self._on_grid(model.to(args.device))
         super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
+        if self._ndtp_mesh is not None:
+            self._refuse_other_losses(data_axes(self._ndtp_mesh))
+
+    def _refuse_other_losses(self, axes: tuple[str, ...]) -> None:
+        """Refuse losses that the Trainer computes itself, where axes such as `dp` split the rows that it sees."""
+        smoothing = self.args.label_smoothing_factor  # type: ignore[attr-defined]
+        what = [f"label_smoothing_factor={smoothing}"] if smoothing else []
+        what += ["compute_loss_func"] if self.compute_loss_func is not None else []  # type: ignore[attr-defined]
+        if axes and what:
+            raise LayoutError(
+                f"Trainer: {' and '.join(what)} makes a loss of one rank's rows along {' '.join(axes)}, and gradients "
+                "are summed\n  fix: z in the place of dp, which splits rows, too; or a model that gives the loss itself"
+            )
 
     def _on_grid(self, model: nn.Module) -> nn.Module:
         assert self._ndtp_mesh is not None
@@ -115,18 +127,6 @@ class GridTrainerMixin:
     def _save_rng_state(self, output_dir: str) -> None:
         if self._ndtp_mesh is None or self.args.should_save:  # type: ignore[attr-defined]
             super()._save_rng_state(output_dir)  # type: ignore[misc]
-
-
-def _refuse_other_losses(mesh: ProcessGrid, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse losses that the Trainer computes itself, where axes such as `dp` split the rows that it sees."""
-    axes = data_axes(mesh)
-    what = [f"label_smoothing_factor={args.label_smoothing_factor}"] if args.label_smoothing_factor else []
-    what += ["compute_loss_func"] if kwargs.get("compute_loss_func") is not None else []
-    if axes and what:
-        raise LayoutError(
-            f"Trainer: {' and '.join(what)} makes a loss of one rank's rows along {' '.join(axes)}, whose gradients "
-            "are summed\n  fix: z in the place of dp, which splits rows, too; or a model that computes the loss itself"
-        )
 
 
 class Trainer(GridTrainerMixin, transformers.Trainer):

@@ -241,7 +241,8 @@ class GridTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         own = {"_is_param": True} if getattr(self, "_is_param", False) else {}
-        if not own and getattr(self, "ndtp_is_read", False) and all(each.is_replicate() for each in self.placements):
+        is_computed = not own and not self.is_padded and getattr(self, "ndtp_is_read", False)
+        if is_computed and all(each.is_replicate() for each in self.placements):
             return self._local_tensor.detach().__reduce_ex__(protocol)  # what code has computed, as of dense ones
         return _rebuilt, (self._dtensor, self.requires_grad, tuple(self.ndtp_real), self.ndtp_name, own)
 

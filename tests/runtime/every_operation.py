@@ -18,6 +18,7 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,43 +168,14 @@ def differentiable(sample: Any) -> tuple[Any, Any, Any]:
     return (*given, sample.kwargs)
 
 
-def compare_gradients(first: int, in_place: bool, seed: int) -> tuple[dict[str, int], list[str]]:
-    """The same of parameters with padding, whose gradients are compared as well."""
-    warnings.simplefilter("ignore")
-    mesh, draw = ndtp.ProcessGrid(ndtp.Grid(x=2, y=2)).device_mesh, random.Random(seed)
-    found, odd = Counter[str](), list[str]()
-    for op in operations()[first : first + AT_ONCE]:
-        run = op.inplace_variant if in_place else op.op
-        if run is None or op.name.endswith(DROPS):
-            continue
-        samples = list(op.sample_inputs(torch.get_default_device().type, torch.float32))
-        for sample in draw.sample(samples, min(SAMPLES, len(samples))):
-            x, args, kwargs = differentiable(sample)
-            try:
-                expected = run(x * 1 if in_place else x, *args, **kwargs)
-                slope = gradient_of(expected, x) if isinstance(x, Tensor) and x.requires_grad else None
-            except Exception:
-                continue
-            with torch.no_grad():
-                is_alone = draw.random() < 0.5
-                own = tree_map(lambda x: padded_on_grid(x, mesh, draw), differentiable(sample)[0])
-                others = args if is_alone else tree_map(lambda x: padded_on_grid(x, mesh, draw), args)
-            if not any(isinstance(each, GridTensor) for each in tree_leaves(own)):
-                continue
-            if slope is not None:
-                own.requires_grad_()
-            lies = [(tuple(each.shape), each.placements) for each in tree_leaves(own) if isinstance(each, GridTensor)]
+def compare_gradients(
+    laid: Callable[[Any, Any, random.Random], tuple[Any, Any, Any]], first: int, in_place: bool, seed: int
+) -> tuple[dict[str, int], list[str]]:
+    """The same with gradients by the first operand.
 
-            def is_equal() -> bool:
-                given = run(own * 1 if in_place else own, *others, **kwargs)  # noqa: B023
-                return is_same(given, expected) and (slope is None or is_same(gradient_of(given, own), slope))  # noqa: B023
-
-            count(op, lies, found, odd, is_equal)
-    return dict(found), odd
-
-
-def compare_activations(first: int, in_place: bool, seed: int) -> tuple[dict[str, int], list[str]]:
-    """The same of split activations, whose gradients are compared as well."""
+    Args:
+        laid: gives of a sample the operand that takes a gradient, the first one and the others as they are called.
+    """
     warnings.simplefilter("ignore")
     mesh, draw = ndtp.ProcessGrid(ndtp.Grid(x=2, y=2)), random.Random(seed)
     found, odd = Counter[str](), list[str]()
@@ -219,19 +191,36 @@ def compare_activations(first: int, in_place: bool, seed: int) -> tuple[dict[str
                 slope = gradient_of(expected, x) if isinstance(x, Tensor) and x.requires_grad else None
             except Exception:
                 continue
-            own, args, kwargs = differentiable(sample)
-            context = Context(mesh)
-            split = tree_map(lambda x, c=context: in_parts(x * 1, c, draw) if isinstance(x, Tensor) else x, own)
-            if not any(isinstance(each, SplitTensor) for each in tree_leaves(split)):
+            own, split, others = laid(sample, mesh, draw)
+            leaves = [each for each in tree_leaves(split) if isinstance(each, (SplitTensor, GridTensor))]
+            if not leaves:
                 continue
-            lies = [each.spec.dims for each in tree_leaves(split) if isinstance(each, SplitTensor)]
+            lies = [each.spec.dims if isinstance(each, SplitTensor) else each.placements for each in leaves]
 
             def is_equal() -> bool:
-                given = run(split, *args, **kwargs)  # noqa: B023
+                given = run(split * 1 if in_place else split, *others, **kwargs)  # noqa: B023
                 return is_same(given, expected) and (slope is None or is_same(gradient_of(given, own), slope))  # noqa: B023
 
             count(op, lies, found, odd, is_equal)
     return dict(found), odd
+
+
+def as_parameters(sample: Any, mesh: Any, draw: random.Random) -> tuple[Any, Any, Any]:
+    """Tensors of a grid, with padding where axes do not divide them: the first operand, in half of all cases all."""
+    x, args, _ = differentiable(sample)
+    with torch.no_grad():
+        on = lambda part: tree_map(lambda x: padded_on_grid(x, mesh.device_mesh, draw), part)  # noqa: E731
+        own, others = on(x), args if draw.random() < 0.5 else on(args)
+    if isinstance(own, Tensor) and x.requires_grad:
+        own.requires_grad_()
+    return own, own, others
+
+
+def as_activations(sample: Any, mesh: Any, draw: random.Random) -> tuple[Any, Any, Any]:
+    """Split activations in the place of the first operand."""
+    own, args, _ = differentiable(sample)
+    context = Context(mesh)
+    return own, tree_map(lambda x: in_parts(x * 1, context, draw) if isinstance(x, Tensor) else x, own), args
 
 
 def compare_refusals(first: int, in_place: bool, seed: int) -> tuple[dict[str, int], list[str]]:
@@ -274,7 +263,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     total, odd, number = Counter[str](), list[str](), len(operations())
-    kinds = {"gradients": compare_gradients, "activations": compare_activations, "refusals": compare_refusals}
+    kinds: dict[str, Any] = {
+        "gradients": partial(compare_gradients, as_parameters),
+        "activations": partial(compare_gradients, as_activations),
+        "refusals": compare_refusals,
+    }
     compared = next((run for name, run in kinds.items() if getattr(options, name)), compare)
     for first in range(0, number, AT_ONCE):
         found, more = ndtp.testing.run(compared, ranks=4, args=(first, options.in_place, options.seed), timeout=120)[0]

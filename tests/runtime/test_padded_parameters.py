@@ -204,6 +204,9 @@ def check_plain():
     np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs))
     loaded = pickle.loads(pickle.dumps(mine))
     assert type(loaded) is torch.Tensor and torch.allclose(loaded, theirs)
+    moved = model[0].weight.detach().redistribute(placements=[Replicate()])
+    moved.ndtp_is_read = True
+    assert pickle.loads(pickle.dumps(moved)).shape == moved.shape == dense[0].weight.shape
     assert mine.tolist() == loaded.tolist() and torch.equal(
         torch.ones(len(mine)) + mine, torch.ones(len(mine)) + loaded
     )
