@@ -19,7 +19,11 @@ ON_DEVICE = checkpoints compute integrations models nn ops pipelines runtime sch
 
 # Hundreds of processes import ndtp and the tests: each would compile them again where no bytecode may be kept.
 test: $(READY)      ## the whole test suite, two files of it at a time; DEVICE=cuda or emulated: what has tensors, there
+ifeq ($(DEVICE),cuda)
+	$(BIN)/python tests/on_device.py $(addprefix tests/,$(ON_DEVICE))
+else
 	env -u PYTHONDONTWRITEBYTECODE $(if $(DEVICE),NDTP_TEST_DEVICE=$(DEVICE)) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(if $(JUNIT),--junitxml=$(JUNIT)) $(if $(DEVICE),$(addprefix tests/,$(ON_DEVICE)))
+endif
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -117,7 +117,7 @@ def sum_of(x):
 
 
 def whole_of(x):
-    return x.detach().full_tensor().numpy()
+    return x.detach().full_tensor().cpu().numpy()
 
 
 def numbers_of(x):

@@ -201,7 +201,7 @@ def check_plain():
     """What was computed on the whole counts as a plain tensor, for NumPy and files, too."""
     dense, model = made(), ndtp.parallelize(made(), mesh_of(Grid(x=2)), scheme="1d")
     mine, theirs = (torch.linalg.svdvals(each[0].weight.detach()) for each in (model, dense))
-    np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs))
+    np.testing.assert_allclose(np.asarray(mine.cpu()), np.asarray(theirs.cpu()))
     loaded = pickle.loads(pickle.dumps(mine))
     assert type(loaded) is torch.Tensor and torch.allclose(loaded, theirs)
     moved = model[0].weight.detach().redistribute(placements=[Replicate()])

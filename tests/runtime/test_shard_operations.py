@@ -80,8 +80,12 @@ def check_which():
 
 
 def check_optimizers():
-    """Two steps of each on a weight with padding and on a whole bias, bit for bit those of dense parameters."""
+    """Two steps of each on a weight with padding and on a whole bias, bit for bit those of dense parameters.
+
+    On GPUs torch steps lists of plain tensors in kernels of their own, which round otherwise.
+    """
     mesh = mesh_of(Grid(x=2, y=2))
+    exact = {} if torch.get_default_device().type == "cuda" else {"rtol": 0, "atol": 0}
     for name, make in OPTIMIZERS.items():
         dense = [nn.Parameter(drawn(5, 6)), nn.Parameter(drawn(6, seed=1))]
         mine = [nn.Parameter(x.detach().clone()) for x in dense]
@@ -105,7 +109,7 @@ def check_optimizers():
             norms = [torch.nn.utils.clip_grad_norm_(ps, 1e9, foreach=foreach) for ps in (mine, dense)]
             torch.testing.assert_close(norms[0].full_tensor() if isinstance(norms[0], DTensor) else norms[0], norms[1])
         for p, like in zip(mine, dense, strict=True):
-            torch.testing.assert_close(full_of(p), like.detach(), rtol=0, atol=0, msg=name)
+            torch.testing.assert_close(full_of(p), like.detach(), **exact, msg=name)
             for order in (
                 2,
                 1,
