@@ -77,6 +77,26 @@ PATCHES: dict[str, Patch] = {
         "a function of a user's own would get a split tensor in a form that it does not know",
         "torch asks __torch_function__ for the arguments of an autograd.Function",
     ),
+    "torch._functorch.vmap._add_batch_dim": Patch(
+        "vmap would take the shard of a split tensor for the whole, without a word",
+        "torch asks __torch_function__ for the tensors that a transform takes",
+    ),
+    "torch._functorch.eager_transforms._wrap_for_grad": Patch(
+        "torch.func.grad, vjp and jacrev would take the shard of a split tensor for the whole, without a word",
+        "as for _add_batch_dim",
+    ),
+    "torch._functorch.eager_transforms._autograd_grad": Patch(
+        "what torch.func.vjp gives would take the shard of a gradient for the whole",
+        "as for _add_batch_dim",
+    ),
+    "torch.jit.ScriptFunction.__call__": Patch(
+        "a script of TorchScript would take the shard of a split tensor for the whole, without a word",
+        "torch asks __torch_function__ for the tensors that a script takes, or TorchScript is gone",
+    ),
+    "torch.ScriptMethod.__call__": Patch(
+        "as for ScriptFunction",
+        "as for ScriptFunction",
+    ),
     "torch.utils.checkpoint._CheckpointFrame.save_inputs": Patch(
         "a checkpoint saves the memory of a tensor that is still to be computed, which will be that of another object",
         "torch asks __torch_function__ for the tensors that a checkpoint saves",

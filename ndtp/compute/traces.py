@@ -17,6 +17,22 @@ from ndtp.errors import LayoutError
 _modes_on = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 
 
+class TransformedError(LayoutError):
+    """The model's code multiplies under a transform of torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "parallelize: the model's own code multiplies under a transform of torch.func (vmap, grad, ..), which "
+            "looks past the shards of a split model\n  fix: a loop in the place of vmap; torch.autograd.grad with "
+            "create_graph=True in the place of torch.func.grad; or the dense model"
+        )
+
+
+def is_in_transform() -> bool:
+    """Whether code runs within a transform of `torch.func`."""
+    return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]
+
+
 def refuse_traces(what: str, exports: bool = True) -> None:
     """Refuse a transform of torch.func, a trace by make_fx, and tensors without values.
 

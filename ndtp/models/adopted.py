@@ -7,18 +7,21 @@ from its own, and its parameters DTensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.matmul_plan import MatMulPlan
 from ndtp.algebra.relayouts import RelayoutPlan
 from ndtp.compute.constants import numbers_on
+from ndtp.compute.traces import is_in_transform
 from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame, Passage, led_to
 from ndtp.models.hidden import Hidden, enter, leave, split, whole
@@ -299,7 +302,8 @@ class Replicated(nn.Module):
         if name in self.__dict__["_parameters"] and running and running[-1] is not None and value is not None:
             plan, part = self.ndtp_plan(name), self._part(name)
             running[-1].append((value, version_of(value), f"'{plan.name}'"))
-            plain = taken(value, plan, self.ndtp_frame.mesh)
+            with temporarily_clear_interpreter_stack() if is_in_transform() else nullcontext():
+                plain = taken(value, plan, self.ndtp_frame.mesh)
             if part is not None:
                 return part.of(plain)
             # One that is shared with a layer on the grid is split, and may be padded.

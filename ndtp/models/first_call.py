@@ -7,14 +7,16 @@ the layers are put on the grid, in place, and the call goes on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ndtp.collectives.cross_check import differing
-from ndtp.errors import MismatchError
+from ndtp.errors import LayoutError, MismatchError
 from ndtp.models.held import Held
 from ndtp.models.made_classes import made_class
 from ndtp.models.observation import observe_call
@@ -40,14 +42,17 @@ class FirstCall:
         split: the model on its way to the grid.
         linears: how many Linears it has.
         strict: nothing to replace is an error.
-        hook: keeps torch from looking for the hooks of the model before its call, which may give it some.
+        hooks: of the model, one that keeps torch from looking for its hooks before its call, which may give it some;
+            and of its parameters, whose gradients are those of a dense model.
+        is_told: that it gets gradients before its first call.
     """
 
     split: Any
     report: Report
     linears: int
     strict: bool
-    hook: Any = None
+    hooks: list[Any] = field(default_factory=list)
+    is_told: bool = False
 
     def wait(self) -> None:
         model = self.split.model
@@ -63,10 +68,35 @@ class FirstCall:
         model.__class__ = made_class(
             theirs.__name__, (WaitsForCall, theirs), {"__module__": theirs.__module__, "forward": forward}
         )
-        model.ndtp_waiting, self.hook = self, model.register_forward_hook(_nothing)
+        model.ndtp_waiting = self
+        self.hooks = [model.register_forward_hook(_nothing)]
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self.hooks.append(parameter.register_hook(partial(self._see_gradient, name)))
         self.report.mesh, self.report.waits = self.split.mesh, WAITS
         self.report.count(model, self.linears, 0)
         model.ndtp_report = self.report
+
+    def _see_gradient(self, name: str, _: Any) -> None:
+        """A gradient before the first call, of code that calls a method or layers of the model and not the model.
+
+        Raises:
+            LayoutError: ranks have rows of their own, whose gradients nobody would sum.
+        """
+        model, mesh = self.split.model, self.split.mesh
+        axes = mesh.grid.nontrivial(self.split.frame.outside.dims[0])
+        fix = "parallelize(..., example=...), which splits it at once; or call the model itself first"
+        said = (
+            f"parallelize: {type(model).__name__} waits for its first call, and '{name}' gets a gradient before it: "
+            "its layers ran without it, whole on every rank"
+        )
+        if axes:
+            raise LayoutError(
+                f"{said}, and ranks along {', '.join(axes)} have gradients of their own rows\n  fix: {fix}"
+            )
+        if not self.is_told:
+            self.is_told = True
+            warnings.warn(f"ndtp: {said}\n  fix: {fix}", stacklevel=2)
 
     def settle(self, args: Any, kwargs: Any) -> None:
         """Split the model by what a call of it shows.
@@ -77,6 +107,8 @@ class FirstCall:
         """
         split, model = self.split, self.split.model
         model.__class__ = type(model).__mro__[2]
+        for hook in self.hooks[1:]:
+            hook.remove()
         try:
             with torch.inference_mode(False):
                 mesh = split.mesh
@@ -95,10 +127,11 @@ class FirstCall:
                     finish(split, self.report, held, self.linears, self.strict)
         except BaseException:
             if all(map(is_plain, model.parameters())):  # it is dense still, and can be called again
+                self.hooks[0].remove()
                 self.wait()
             raise
         del model.ndtp_waiting
-        self.hook.remove()
+        self.hooks[0].remove()
 
 
 def _nothing(*_: Any) -> None:

@@ -22,13 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ndtp.compute.traces import TransformedError, is_in_transform
 from ndtp.models.cached_results import forgotten_fake_results
 from ndtp.models.kept_random import random_kept
 from ndtp.models.kinds import Kinds
 from ndtp.models.made_up_inputs import guesses
 from ndtp.models.observed_chains import Chains
 from ndtp.models.opened_attention import open_to_see
-from ndtp.models.refused_code import TransformedError
 from ndtp.models.roles import features, is_linear
 from ndtp.models.run_eagerly import compiled_parts_run_eagerly
 from ndtp.nn.parameters import computed_in
@@ -112,8 +112,10 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in TRANSFORMED and torch._C._functorch.peek_interpreter_stack() is not None:
-            raise TransformedError
+        if is_in_transform():
+            if func in TRANSFORMED and any(isinstance(x, nn.Parameter) for x in args):
+                raise TransformedError
+            return func(*args, **kwargs)  # of what is whole then
         if func is torch.autograd.grad and kwargs.get("create_graph"):
             self.twice |= set(self.differentiated)
         result = func(*args, **kwargs)

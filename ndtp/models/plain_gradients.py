@@ -8,11 +8,18 @@ Where ranks have rows of their own, each rank's gradient is that of its rows.  A
 and nothing is added to `.grad`; when backward ends, all that were set aside are summed in the order of the model's
 parameters, in few collectives, and added.  So neither the order in which they come on a rank matters, nor whether one
 comes there at all.
+
+Code outside of layers computes with parameters, too: a penalty in the loss, a scale, prototypes.  What it gives of a
+parameter is this rank's, also of a split one, whose layer gives the sum of all ranks.  The two must not be added up
+before the first is summed: from then on what the layer gives is set aside, and added behind the sums.
 Source: the buckets of Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.relayouts import reduction_volume
@@ -31,7 +39,9 @@ from ndtp.nn.parameters import put_on_grid
 from ndtp.nn.sharded import Sharded
 from ndtp.ops.gradients import all_reduce
 from ndtp.runtime.arrival import is_plain, local_of, real_of, wrapped
+from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.gradient_ends import end_of
+from ndtp.runtime.grid_parts import full_of, part_of
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -47,13 +57,22 @@ class PlainGradients:
 
     # What came of each parameter, by the backward that is going on: there may be one within another.
     _came = OfTurn(dict)
+    _summed = OfTurn(dict)  # what layers gave meanwhile
 
     def __init__(self, mesh: ProcessGrid, axes: Sequence[str]) -> None:
         self.mesh, self.axes = mesh, mesh.grid.nontrivial(axes)
         self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._split: dict[int, tuple[str, Any]] = {}
+        self._hooked: set[int] = set()  # their identities, and those of these parameters
 
-    def __deepcopy__(self, memo: object) -> PlainGradients:
-        return PlainGradients(self.mesh, self.axes)  # hooks of parameters are not copied with these
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlainGradients:
+        made = PlainGradients(self.mesh, self.axes)
+        memo[id(self)] = made
+        for name, parameter in self._split.values():
+            made._watch_split(name, copy.deepcopy(parameter, memo))
+        for name, parameter in self._parameters:  # hooks of parameters are not copied with these
+            made._watch_whole(name, copy.deepcopy(parameter, memo))
+        return made
 
     def watch(self, model: nn.Module, *_: Any) -> None:
         """Take all parameters that the model has whole by now; runs before each of its forwards."""
@@ -61,7 +80,11 @@ class PlainGradients:
             return
         if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
             self._came.clear()  # of a backward that was broken off
+            self._summed.clear()
         for name, parameter in model.named_parameters():
+            is_known = ("ndtp_hand_out" if self.axes else "ndtp_of_model") in vars(parameter)
+            if not is_known and not is_plain(parameter):
+                self._watch_split(name, parameter)
             if not hasattr(parameter, "ndtp_summed_over") and _may_have_gradient(parameter):
                 if any(parameter is each for _, each in self._parameters):  # moved since, by `model.to`
                     parameter._backward_hooks = parameter._backward_hooks  # the memory there has no hooks yet
@@ -77,9 +100,53 @@ class PlainGradients:
                     put_on_grid(parameter, bare, self.mesh, name)
                 if not isinstance(owner, Replicated):
                     parameter.ndtp_is_read = True  # type: ignore[attr-defined]
-                _hook_first(parameter, partial(self._take, len(self._parameters)))
-                parameter.ndtp_summed_over = self.axes  # type: ignore[attr-defined]
-                self._parameters.append((name, parameter))
+                self._watch_whole(name, parameter)
+
+    def _watch_split(self, name: str, parameter: Any) -> None:
+        parameter.ndtp_of_model = True
+        if self.axes:
+            self._split[id(parameter)] = name, parameter
+            parameter.ndtp_hand_out = partial(self._hand_out, parameter)
+
+    def _watch_whole(self, name: str, parameter: Any) -> None:
+        _hook_first(parameter, partial(self._take, len(self._parameters)))
+        self._hooked.add(id(parameter))
+        self._parameters.append((name, parameter))
+        parameter.ndtp_summed_over = self.axes
+        if not is_plain(parameter):
+            parameter.ndtp_of_model = True
+            if self.axes:
+                parameter.ndtp_hand_out = partial(self._hand_out, parameter)
+
+    def _hand_out(self, parameter: Any) -> None:
+        """Sum what code outside of layers gives of a parameter, from now on."""
+        parameter.ndtp_set_aside = partial(self._set_aside, id(parameter))
+        if id(parameter) not in self._hooked:
+            self._hooked.add(id(parameter))
+            _hook_first(parameter, partial(self._take_of_split, id(parameter)))
+        else:
+            parameter._backward_hooks = parameter._backward_hooks  # as above
+
+    def _set_aside(self, parameter: int, summed: Any) -> Any:
+        """Keep what a layer gives of a parameter; a zero for autograd, once in a backward."""
+        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        found = self._summed.setdefault(task, {}).setdefault(parameter, [])
+        found.append(summed)
+        if len(found) > 1:
+            return None
+        nothing = local_of(summed).new_zeros(()).expand(local_of(summed).shape)
+        zero = wrapped(nothing, summed._spec, real_of(summed))
+        zero.ndtp_is_nothing = True
+        return zero
+
+    def _taken_up(self, parameter: Any) -> Any:
+        """Return what layers gave of a parameter in this backward; None where they gave nothing."""
+        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        of_task = self._summed.get(task, {})
+        found = of_task.pop(id(parameter), None)
+        if not of_task:
+            self._summed.pop(task, None)
+        return None if found is None else functools.reduce(torch.add, found)
 
     def volume(self) -> Volume:
         """Bytes that a rank receives in a backward."""
@@ -93,25 +160,60 @@ class PlainGradients:
     def _take(self, place: int, gradient: Tensor) -> Tensor | None:
         """The hook of a parameter; the gradient that autograd goes on with."""
         name, parameter = self._parameters[place]
+        summed = self._taken_up(parameter)
+        if getattr(gradient, "ndtp_is_nothing", False):
+            return summed  # type: ignore[no-any-return]
         if not is_plain(gradient):
-            return None  # it was put on a grid since
+            if _is_sum(gradient) or not vars(parameter).get("ndtp_is_handed"):
+                return None if summed is None else gradient + summed  # what a compiled layer gives is the sum
+            self._refuse_graph(name, gradient)
+            gradient = full_of(gradient)
         if not self.axes:
             return _on_grid(gradient, parameter)
-        if gradient.requires_grad:
-            raise LayoutError(
-                f"parallelize: create_graph=True: the gradient of '{name}' {tuple(gradient.shape)} is summed over "
-                f"{', '.join(self.axes)}, and sums over ranks have no second derivative\n  fix: create_graph=False"
-            )
+        self._refuse_graph(name, gradient)
+        return self._to_be_summed(name, parameter, place, gradient, summed)
+
+    def _take_of_split(self, place: int, gradient: Any) -> Any:
+        """The hook of a split parameter with which code outside of layers computes."""
+        name, parameter = self._split[place]
+        summed = self._taken_up(parameter)
+        if getattr(gradient, "ndtp_is_nothing", False):
+            return summed
+        if _is_sum(gradient) or not vars(parameter).get("ndtp_is_handed"):  # no more, since `model.to` moved it
+            return None if summed is None else gradient + summed
+        self._refuse_graph(name, gradient)
+        if not is_plain(gradient) and gradient.placements == parameter.placements:
+            gradient = gradient._local_tensor
+        else:
+            gradient = part_of(gradient if is_plain(gradient) else full_of(gradient), parameter._dtensor)
+        return self._to_be_summed(name, parameter, place, gradient, summed)
+
+    def _to_be_summed(self, name: str, parameter: Any, place: int, gradient: Tensor, summed: Any) -> Any:
+        """Return the gradient that autograd goes on with.
+
+        Args:
+            place: of the parameter: its number, or the identity of a split one.
+            gradient: this rank's shard of it.
+            summed: what is already the sum of all ranks.
+        """
         if gradient.is_sparse or _is_seen(parameter):
             gradient = gradient.clone()
             all_reduce([(name, gradient)], self.mesh, self.axes)
-            return _on_grid(gradient, parameter)
+            gradient = _on_grid(gradient, parameter)
+            return gradient if summed is None else gradient + summed
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
         if task not in self._came:
             self._came[task] = {}
             Variable._execution_engine.queue_callback(partial(self._finish, task))  # type: ignore[attr-defined]
         self._came[task][place] = gradient
-        return _on_grid(torch.zeros_like(gradient), parameter)
+        return _on_grid(torch.zeros_like(gradient), parameter) if summed is None else summed
+
+    def _refuse_graph(self, name: str, gradient: Tensor) -> None:
+        if gradient.requires_grad:
+            raise LayoutError(
+                f"parallelize: create_graph=True: the gradient of '{name}' {tuple(gradient.shape)} is summed over "
+                f"{', '.join(self.axes)}, and sums over ranks have no second derivative\n  fix: create_graph=False"
+            )
 
     @torch.no_grad()
     def _finish(self, task: int) -> None:
@@ -131,6 +233,17 @@ class PlainGradients:
                 if parameter.grad is None:  # it came on other ranks alone
                     parameter.grad = torch.zeros_like(parameter)
                 local_of(parameter.grad).add_(total.view(parameter.shape))
+        self._finish_split([(self._split[place][1], x) for place, x in came.items() if place in self._split])
+
+    def _finish_split(self, came: list[tuple[Any, Tensor]]) -> None:
+        places = {place: number for number, place in enumerate(self._split)}
+        came.sort(key=lambda each: places[id(each[0])])
+        for dtype in dict.fromkeys(x.dtype for _, x in came):
+            mine = [(parameter, x) for parameter, x in came if x.dtype is dtype]
+            flat = torch.cat([x.reshape(-1) for _, x in mine])
+            all_reduce([("parameters outside of layers", flat)], self.mesh, self.axes)
+            for (parameter, x), total in zip(mine, flat.split([x.numel() for _, x in mine]), strict=True):
+                local_of(parameter.grad).add_(total.view(x.shape))
 
     def _buckets(self) -> Iterator[list[tuple[int, str, nn.Parameter]]]:
         """Parameters that are summed together, in the order of the model: of one dtype, on one device."""
@@ -148,6 +261,19 @@ class PlainGradients:
             yield bucket
 
 
+for _hook in (
+    PlainGradients._take,
+    PlainGradients._take_of_split,
+    inspect.unwrap(PlainGradients._finish),
+):  # a compiled step calls them in backward
+    as_it_is(_hook)
+
+
+def _is_sum(gradient: Any) -> bool:
+    """Whether a compiled layer gave it, see `GridTensor.to_local`."""
+    return type(gradient) is DTensor or getattr(gradient, "ndtp_is_sum", False)
+
+
 def _may_have_gradient(parameter: nn.Parameter) -> bool:
     if not isinstance(parameter, nn.Parameter) or parameter.is_inference():
         return False  # one that somebody else put in its place for a while
@@ -161,8 +287,6 @@ def _on_grid(gradient: Tensor, parameter: Any) -> Tensor:
     if is_plain(parameter) or gradient.is_sparse:
         return gradient
     if gradient.requires_grad:
-        from torch.distributed.tensor import DTensor
-
         return DTensor.from_local(gradient, parameter.device_mesh, parameter.placements, run_check=False)
     return wrapped(gradient, parameter._spec, real_of(parameter))  # type: ignore[no-any-return]
 

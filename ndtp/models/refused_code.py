@@ -12,17 +12,6 @@ from ndtp.models.boundary import BoundaryLinear
 from ndtp.nn.sharded import BlockModule, Sharded
 
 
-class TransformedError(LayoutError):
-    """The model's code multiplies under a transform of torch.func."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "parallelize: the model's own code multiplies under a transform of torch.func (vmap, grad, ..), which "
-            "looks past the shards of a split model\n  fix: a loop in the place of vmap; torch.autograd.grad with "
-            "create_graph=True in the place of torch.func.grad; or the dense model"
-        )
-
-
 def refuse_scripts(model: nn.Module) -> None:
     """Refuse parts whose code torch does not run in Python: it asks no split tensor what to do, and takes it for whole.
 

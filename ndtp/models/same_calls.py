@@ -8,7 +8,7 @@ what are integers, and a projection of what are not.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
@@ -128,7 +128,7 @@ class SameCalls:
             module.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         watch_steps(self)
         if self.is_on and self.mesh.groups.conversation() is not None:
-            self.mesh.step.loaded = []
+            self.mesh.step.loaded, self.mesh.step.uses = [], []
             self.steps.note_weights()
         return self
 
@@ -178,7 +178,7 @@ class SameCalls:
         for name, value in inputs:
             self._look_at(name, value, of_rows, numbers)
         accumulates, backwards, taken = self.mesh.step.partial_sums.depth, self.backwards, steps.taken
-        (factor, changed), loaded, self._operands = steps.between.taken(), self._loaded(), []
+        (factor, changed), loaded, self._operands = steps.between.taken(), self.mesh.step.taken_loaded(), []
         alike: list[Any] = [found, accumulates, backwards, taken, optimizers, changed, loaded]
         is_seen, config = torch.is_grad_enabled() or (number - 1) % SELDOM == 0 or steps.is_new, {}
         if is_seen:
@@ -205,14 +205,6 @@ class SameCalls:
             steps.compare_weights(what)
         looks = self.thorough or self.draws or (number - 1) % SELDOM < 2
         own["drawn"] = random_state(device_type) if model.training and looks else b""
-
-    def _loaded(self) -> list[tuple[str, int]]:
-        """Return what was loaded since ranks last compared it, by names and hashes."""
-        step = self.mesh.step
-        if not step.loaded:
-            return []
-        found, step.loaded = step.loaded, []
-        return [(name, int(seen) & (1 << 63) - 1) for name, seen in found]
 
     def _settings(self, number: int) -> dict[str, Any]:
         """Return the settings of a model of transformers: its attention kernel, and its config, which is compared
@@ -313,6 +305,7 @@ class SameCalls:
         refuse_batched(grad, what)
         last, numbers = self._of_last() if self.of_last or self.late or self.late_numbers else ([], {})
         accumulates, creates = self.mesh.step.partial_sums.depth, torch.is_grad_enabled()
+        uses = self.mesh.step.taken_uses()
         of_rows: list[Any] = [fact[:2] for fact in last] if last else []
         operands, self._operands = self._operands, []
         for name, value in operands:
@@ -330,15 +323,18 @@ class SameCalls:
         def facts() -> list[Fact]:
             made = [*last, Fact("accumulating gradients", accumulates > 0), Fact("create_graph", creates)]
             made += facts_of(operands, self._rows)
+            made += [Fact(f"uses of the weights of '{name}' before it", n) for name, n in Counter(uses).items()]
             return made if form is None else [*made, Fact("input gradient", form_of(grad), self._rows)]
 
         at_work = Speaking(conversation, what)
         at_work.begin()
         try:
-            point = Point(what, (accumulates, creates), of_rows, numbers, facts=facts, tolerance=self.tolerance)
+            alike = accumulates, creates, crc32("\n".join(uses).encode())
+            point = Point(what, alike, of_rows, numbers, facts=facts, tolerance=self.tolerance)
             compare(self.mesh, conversation, point, self.rows)
         except BaseException:
             at_work.end()
+            self.mesh.step.partial_sums.discard()  # other ranks may have none
             raise
         # Twice: behind what the first ones of this backward still have to end.
         engine: Any = Variable._execution_engine

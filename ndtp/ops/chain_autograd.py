@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ndtp.compute.traces import refuse_batched
 from ndtp.ops.moving import as_own
-from ndtp.runtime.arrival import Deferred, is_plain, real_of, taken_in, wrapped
+from ndtp.runtime.arrival import Deferred, arrived, is_plain, taken_in
 from ndtp.runtime.moves import Move
 from ndtp.runtime.program import NO_LEAVES, Program
 from ndtp.runtime.versions import refuse_changed, version_of
@@ -58,6 +58,8 @@ def run_chain(
     c: Tensor = _Chain.apply(call, *shards)  # type: ignore[no-untyped-call]
     if call.deferred and c.grad_fn is not None:
         step.late.note_chain(c.grad_fn._sequence_nr())
+        if step.uses is not None:
+            step.uses += program.names
     return c
 
 
@@ -156,7 +158,7 @@ class _Chain(torch.autograd.Function):
         if call.deferred:
             _expect(call, gradients, grad, bool(held))
         for i, x in call.specs.items():
-            gradients[i] = wrapped(gradients[i], x._spec, real_of(x))
+            gradients[i] = arrived(gradients[i], x)
         return None, *gradients
 
 

@@ -68,6 +68,8 @@ def taken(parameter: Tensor, plan: RelayoutPlan, mesh: GridLike) -> Tensor:
     deferred = None
     if plan.back.steps and parameter.requires_grad and torch.is_grad_enabled():
         shard, deferred = taken_in(parameter, mesh.step.late.window_start, parameter)
+        if mesh.step.uses is not None:
+            mesh.step.uses.append(plan.name)
     else:
         shard = local_shard(parameter)
     if plan.is_identity:

@@ -20,8 +20,9 @@ def local_shard(x: Tensor) -> Tensor:
         return x
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return x._local_tensor.detach()  # type: ignore[attr-defined, no-any-return]
-    # A gradient that is built by hand, as `_Arrival` does, cannot be traced.
-    return x.to_local() if torch.compiler.is_compiling() else _Arrival.apply(x, None)  # type: ignore[attr-defined]
+    if torch.compiler.is_compiling():  # a gradient that is built by hand, as `_Arrival` does, cannot be traced
+        return x.to_local(grad_placements=x.placements)  # type: ignore[attr-defined, no-any-return]
+    return _Arrival.apply(x, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def local_of(x: Any) -> Tensor:
@@ -79,6 +80,17 @@ def wrapped(local: Tensor | None, spec: Any, real: Any = None) -> Any:
     return GridTensor(made, False, real)
 
 
+def arrived(grad: Tensor | None, x: Any) -> Any:
+    """The gradient that a layer gives of a tensor on the grid: a shard, summed over all ranks that have other rows.
+
+    Where code outside of layers computes with the parameter, too, this part of the gradient does not go through
+    autograd, which would add up what is summed and what is to be (`ndtp.models.plain_gradients`).
+    """
+    made = wrapped(grad, x._spec, real_of(x))
+    set_aside = vars(x).get("ndtp_set_aside")
+    return made if made is None or set_aside is None else set_aside(made)
+
+
 class Deferred:
     """One use of a weight, whose gradient takes collectives and arrives late.
 
@@ -131,7 +143,7 @@ class _Arrival(torch.autograd.Function):
             late, deferred.late = deferred.late, None
             grad = late.arrive()
         if grad is not None and ctx.spec is not None:
-            grad = wrapped(_lying_as(grad, ctx.stride), ctx.spec, real_of(ctx.x))
+            grad = arrived(_lying_as(grad, ctx.stride), ctx.x)
         return grad, None
 
 

@@ -8,7 +8,6 @@ code that name no group, or the world, act on the group along the data axes; wit
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ndtp.collectives.groups import shared_group
 from ndtp.collectives.torch_patches import replaced
+from ndtp.runtime.at_work import AT_WORK
 from ndtp.runtime.process_grid import ProcessGrid
 
 _BETWEEN = ("ndtp.split", "contextlib", "functools", "torch.overrides", "torch.utils._contextlib")
@@ -50,11 +50,11 @@ class OwnRows:
     def begin(self, *_: Any) -> None:
         """Say that the code of the model runs in this thread from now on, until `end`."""
         if self.mesh.global_ranks is not None and not torch.compiler.is_compiling():  # of a dry run there are none
-            _at_work.models.append(self)
+            AT_WORK.models.append(self)
 
     def end(self, *_: Any) -> None:
-        if _at_work.models and _at_work.models[-1] is self:
-            _at_work.models.pop()
+        if AT_WORK.models and AT_WORK.models[-1] is self:
+            AT_WORK.models.pop()
 
     @contextmanager
     def while_running(self) -> Iterator[None]:
@@ -71,35 +71,14 @@ class OwnRows:
         model.register_forward_hook(self.end, always_call=True)
 
 
-class _AtWork(threading.local):
-    """The models that run in a thread.
-
-    Attributes:
-        models: the models, one inside of the other.
-        asked: how often the group of rows was asked for.
-    """
-
-    def __init__(self) -> None:
-        self.models: list[OwnRows] = []
-        self.asked = 0
-
-
-_at_work = _AtWork()
-
-
 def _world_rank() -> int:
     rank: int = dist.group.WORLD.rank()  # type: ignore[union-attr]
     return rank
 
 
-def at_work() -> OwnRows | None:
-    """The rows of the model whose code runs in this thread."""
-    return _at_work.models[-1] if _at_work.models else None
-
-
 def uses() -> int:
     """Count how often code of models has asked for its group in this thread."""
-    return _at_work.asked
+    return AT_WORK.asked
 
 
 def guard_default_group() -> None:
@@ -110,7 +89,7 @@ def guard_default_group() -> None:
 
 def _own_default_group(given: Callable[[], Any]) -> Callable[[], Any]:
     def _get_default_group() -> Any:
-        rows = _asked_for() if _at_work.models else None
+        rows = _asked_for() if AT_WORK.models else None
         return given() if rows is None else rows
 
     return _get_default_group
@@ -122,7 +101,7 @@ def _own_group_rank(given: Callable[..., Any]) -> Callable[..., Any]:
     def _canonicalize_group_rank(
         group: Any, global_rank: Any = None, group_rank: Any = None, *rest: Any, **ways: Any
     ) -> Any:
-        if _at_work.models and group is _asked_for() and (global_rank is None) != (group_rank is None):
+        if AT_WORK.models and group is _asked_for() and (global_rank is None) != (group_rank is None):
             return global_rank if group_rank is None else group_rank
         return given(group, global_rank, group_rank, *rest, **ways)
 
@@ -145,8 +124,8 @@ def _asked_for() -> Any:
     is_users = is_torch_nn or not name.startswith(_OURS) or name.startswith(_USERS)
     if first is None or not is_users:
         return None
-    given, group = first.f_locals.get("group"), _at_work.models[-1].group
+    given, group = first.f_locals.get("group"), AT_WORK.models[-1].group
     if given is not None and given is not dist.group.WORLD and given is not group:
         return None
-    _at_work.asked += 1
+    AT_WORK.asked += 1
     return group

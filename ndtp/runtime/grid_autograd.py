@@ -67,14 +67,17 @@ class Moved(torch.autograd.Function):
 
 
 class ToLocal(torch.autograd.Function):
-    """`to_local` of one with padding."""
+    """`to_local`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any) -> Tensor:
-        ctx.spec, ctx.real, ctx.kind = x._spec, x.ndtp_real, type(x)
+    def forward(ctx: Any, x: Any, is_sum: bool) -> Tensor:
+        ctx.spec, ctx.real, ctx.kind, ctx.is_sum = x._spec, x.ndtp_real, type(x), is_sum
         local = x._local_tensor
         return local.view_as(local)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.kind(DTensor(grad.contiguous(), ctx.spec, requires_grad=False), False, ctx.real)
+        made = ctx.kind(DTensor(grad.contiguous(), ctx.spec, requires_grad=False), False, ctx.real)
+        if ctx.is_sum:
+            made.ndtp_is_sum = True
+        return made, None

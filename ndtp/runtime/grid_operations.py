@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ndtp.errors import LayoutError
+from ndtp.runtime.at_work import at_work
 from ndtp.runtime.dtensor_rules import LISTS, WRITES, dtensor_of, is_loss, is_odd, is_trusted, lacks_rule
 from ndtp.runtime.grid_parts import clear, full_of, lying_as, on_every_rank, part_of
 from ndtp.runtime.list_operations import by_groups, groups_of, operands_of_each
@@ -58,10 +59,8 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_unflatten([_finished(kind, x) for x in flat], tree)
         return func(*args, **kwargs)
     mine = [x for x in flat if type(x) is kind]
-    if torch.is_grad_enabled():
-        for x in mine:
-            if x.requires_grad and x.is_leaf:
-                _hand_out(x)
+    for x in mine:
+        note_use(x)
     written = _written(func, name, args, kwargs)
     is_padded, is_drawn = any(x.is_padded for x in mine), torch.Tag.nondeterministic_seeded in func.tags
     if is_padded and not name.startswith(LISTS):
@@ -234,6 +233,8 @@ def _taken(kind: Any, made: Any, of: Any, name: str, source: Any = None, real: A
     result.ndtp_name = of.ndtp_name
     if hasattr(of, "ndtp_is_read"):
         result.ndtp_is_read = of.ndtp_is_read
+    if hasattr(of, "ndtp_of_model"):
+        result.ndtp_of_model = True
     if name in SAME and hasattr(of, "ndtp_layout"):
         result.ndtp_layout = of.ndtp_layout
     if source is not None:
@@ -270,6 +271,8 @@ def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: An
         given = [full_of(x) if isinstance(x, DTensor) else x for x in flat]
     elif all(_is_plain_beside(x, flat) for x in flat if isinstance(x, DTensor)) and written is None:
         given = [x._local_tensor if isinstance(x, DTensor) else x for x in flat]
+    elif written is None and _is_read_outside(func, flat):
+        given = [full_of(x) if isinstance(x, DTensor) else x for x in flat]
     else:
         split = next((x for x in flat if isinstance(x, DTensor) and not _is_plain_beside(x, flat)), written)
         is_each = torch.Tag.pointwise in func.tags or name == "copy_" or "foreach" in name
@@ -298,6 +301,23 @@ def _beside_plain(kind: Any, func: Any, name: str, flat: Sequence[Any], tree: An
     of = next(x for x in flat if type(x) is kind)
     real = _broadcast(flat) if torch.Tag.pointwise in func.tags else None
     return tree_map(lambda x: _taken(kind, x, of, name, None, real) if isinstance(x, DTensor) else x, made)
+
+
+def _is_read_outside(func: Any, flat: Sequence[Any]) -> bool:
+    """Whether code outside of a model's forward, where plain tensors are whole, reads its parameters beside them.
+
+    What a constant of a parameter's sizes gives with it element by element stays on the grid.  Gradients of plain
+    tensors are plain.
+    """
+    mine = [x for x in flat if isinstance(x, DTensor)]
+    if at_work() is not None or not all(getattr(x, "ndtp_of_model", False) for x in mine):
+        return False
+    plain = [x for x in flat if is_whole_tensor(x)]
+    if torch.Tag.pointwise not in func.tags or not all(_fits(x, y.shape) for x in plain for y in mine):
+        return True
+    if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+        return torch.is_grad_enabled() and any(x.requires_grad for x in plain)
+    return any(any(x.stride()) for x in plain)  # the gradient of a sum is a number that was expanded
 
 
 def _is_plain(x: Any) -> bool:
@@ -339,14 +359,21 @@ def _beside(x: Tensor, split: Any, name: str, flat: Sequence[Any]) -> Any:
 # -------------------------------------------------------------------------------------------------------- gradients
 
 
-def _hand_out(parameter: Any) -> None:
-    """Note that code outside of the layers computes with a parameter, in a graph of autograd.
+def note_use(parameter: Any) -> None:
+    """Note that code outside of the layers computes with a tensor, which may be a parameter in a graph of autograd.
 
     A number has plain gradients, also where it was made of a parameter (`p.sum()`).  They become ones of the grid here,
     and those that layers give become such beside which torch adds plain ones up.
     """
+    if not torch.is_grad_enabled() or not parameter.requires_grad or not parameter.is_leaf:
+        return
+    if torch.compiler.is_compiling():
+        return
     own = vars(parameter)
-    if not own.get("ndtp_is_handed") and not own.get("ndtp_summed_over") and not own.get("ndtp_is_read"):
+    if not own.get("ndtp_is_handed") and "ndtp_hand_out" in own:  # of a model whose ranks have other rows
+        parameter.ndtp_is_handed = True
+        own["ndtp_hand_out"]()
+    elif not own.get("ndtp_is_handed") and not own.get("ndtp_summed_over") and not own.get("ndtp_is_read"):
         parameter.ndtp_is_handed = True
         kind, dtensor, real = type(parameter), parameter._dtensor, parameter.ndtp_real
 

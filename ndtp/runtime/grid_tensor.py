@@ -27,13 +27,14 @@ from ndtp.runtime.dtensor_rules import PHYSICAL, box_of
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.grid_autograd import Moved, TakenWhole, ToLocal
-from ndtp.runtime.grid_operations import operate
+from ndtp.runtime.grid_operations import note_use, operate
 from ndtp.runtime.grid_parts import full_of, lying_as, part_of
 from ndtp.runtime.reads import NamedRead
 
 CLASS: Any = vars(object)["__class__"]
 GRAD: Any = vars(torch._C.TensorBase)["grad"]
-KEPT = ("_dtensor", "ndtp_summed_over", "ndtp_is_handed")  # hooks, and what stands for one, are not copied
+HANDED = ("ndtp_is_handed", "ndtp_hand_out", "ndtp_set_aside")
+KEPT = ("_dtensor", "ndtp_summed_over", *HANDED)  # hooks, and what stands for one, are not copied
 
 
 class GridTensor(torch.Tensor):
@@ -45,7 +46,11 @@ class GridTensor(torch.Tensor):
         ndtp_name: what errors call it.
         ndtp_is_read: whether a model's own code takes it for a plain tensor, so that its gradient is one.
         ndtp_view: (of a view) what it is a view of, and how it was made where it shares no memory with that.
+        ndtp_of_model: whether it is, or was made of, a parameter of a model whose inputs every rank has whole.
         ndtp_is_handed: whether code outside of the layers computes with it, whose gradient may be a plain tensor.
+        ndtp_is_sum: (of a gradient) whether a compiled layer gives it, which has summed it over all ranks.
+        ndtp_hand_out: what is called when it first does, where ranks have other rows; see `plain_gradients`.
+        ndtp_set_aside: what takes the gradients that layers give of it from then on.
     """
 
     _dtensor: Any
@@ -134,11 +139,15 @@ class GridTensor(torch.Tensor):
         if sys._getframe(1).f_code.co_name == "_get_in_out_features":
             # peft asks how many features a layer takes and gives: here these are those of the whole.
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
-        if not self.is_padded or not torch.is_grad_enabled():
+        is_layers = grad_placements is not None  # of a compiled one, which gives the sum of all ranks
+        if not torch.is_grad_enabled() or (is_layers and not self.is_padded):
             return DTensor.to_local(self, grad_placements=grad_placements)  # type: ignore[arg-type]
-        return ToLocal.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+        if not is_layers:
+            note_use(self)
+        return ToLocal.apply(self, is_layers)  # type: ignore[no-any-return, no-untyped-call]
 
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
+        note_use(self)
         wanted = kwargs.get("placements") or (args[1] if len(args) > 1 else None)
         with nullcontext() if wanted == self.placements else NamedRead(self, "redistribute", self.ndtp_name):
             if self.is_padded:
@@ -168,8 +177,11 @@ class GridTensor(torch.Tensor):
         meta, real = getattr(given[0], "tensor_meta", given[1]), None  # torch 2.11 gives a spec, which holds it
         if tuple(size) != tuple(meta.shape):  # it has padding
             real, size, stride = size, meta.shape, meta.stride
-        made: Any = DTensor.__tensor_unflatten__(inner, given, size, stride)
-        return GridTensor(DTensor(made._local_tensor, made._spec, requires_grad=False), made.requires_grad, real)
+        of_torch: Any = DTensor.__tensor_unflatten__(inner, given, size, stride)
+        own = DTensor(of_torch._local_tensor, of_torch._spec, requires_grad=False)
+        made = GridTensor(own, of_torch.requires_grad, real)
+        made.ndtp_is_sum = True
+        return made
 
     # What a distributed checkpoint of torch asks for; padding is in none.
 
@@ -216,6 +228,7 @@ class GridTensor(torch.Tensor):
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole of it without padding, on every rank; a collective."""
+        note_use(self)
         with NamedRead(self, "full_tensor", self.ndtp_name):
             if grad_placements is not None and not self.is_padded:
                 return DTensor.full_tensor(self, grad_placements=grad_placements)  # type: ignore[arg-type]
@@ -336,9 +349,16 @@ def _keeping_hooks_of_moved(swap: Callable[[Any, Any], None]) -> Callable[[Any, 
 
     @wraps(swap)
     def swapped(t1: Any, t2: Any) -> None:
-        known = [(x, {*(x._backward_hooks or ())}) for x in (t1, t2) if type(x) is GridTensor]
+        known = []
+        for x in (t1, t2):
+            if type(x) is GridTensor:
+                known.append((x, {*(x._backward_hooks or ())}, {key: vars(x)[key] for key in HANDED if key in vars(x)}))
+                x.ndtp_is_handed = True  # torch computes with it
         swap(t1, t2)
-        for x, own in known:
+        for x, own, handed in known:
+            for key in HANDED:
+                vars(x).pop(key, None)
+            vars(x).update(handed)
             hooks: Any = x._backward_hooks
             for key in [key for key in hooks or () if key not in own]:
                 del hooks[key]  # ndtp's, which came since torch computes with the parameter to swap it

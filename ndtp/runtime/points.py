@@ -54,6 +54,8 @@ FIXES = (  # by the beginning of a topic
     ("inference mode", "torch.no_grad() and torch.inference_mode() around the same calls on every rank"),
     ("autocast", "torch.autocast around the same calls on every rank"),
     ("module", "the same modules in the same order on every rank"),
+    ("uses of", "the same layers in the same order on every rank; one that has no rows for a layer calls it without "
+     "any, layer(x[mask])"),
     ("hooks", "the same hooks on every rank"),
     ("what", "the same calls in the same order on every rank"),
 )  # fmt: skip

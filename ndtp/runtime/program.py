@@ -56,6 +56,7 @@ class Program:
         keys = [(0, "A"), *((p, "B") for p in range(count)), *((p, "bias") for p in range(count))]
         stored = {key: shape for key, shape in zip(keys, shapes, strict=True) if shape is not None}
         plans = self.plans = [stage.plan for stage in setting.stages]
+        self.names = [plan.name for plan in plans]
         first = 0 if plans[0].gathers_b else None
         last = count - 1 if plans[-1].gathers_b and wanted[-1].again("b") else None
         self.ends = first, last

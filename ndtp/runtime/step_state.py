@@ -39,6 +39,7 @@ class StepState:
             else they were made of.
         loaded: what was put in the place of parameters as every rank has it whole, by names and hashes, until ranks
             compare it; None: nobody does.
+        uses: the names of weights that were used since ranks last compared them, in a graph; None: nobody does.
     """
 
     def __init__(self, late: LateGradients) -> None:
@@ -51,6 +52,8 @@ class StepState:
         self.residuals = Residuals()
         self.expect_backward: Callable[[Tensor, Any], None] | None = None
         self.loaded: list[tuple[str, Any]] | None = None
+        self.uses: list[str] | None = None
+        self._accumulated: set[str] = set()
 
     def made_whole(self, result: Any, operands: Any = ()) -> Any:
         """The result, of which `expect_backward` is told: what every rank has whole, made of a split activation.
@@ -66,6 +69,25 @@ class StepState:
         """Note what is put in the place of a parameter, which every rank has whole."""
         if self.loaded is not None and dense.layout is torch.strided:
             self.loaded.append((name, hash_of_content(dense)))
+
+    def taken_loaded(self) -> list[tuple[str, int]]:
+        """Return what was loaded since ranks last compared it, by names and hashes."""
+        if not self.loaded:
+            return []
+        found, self.loaded = self.loaded, []
+        return [(name, int(seen) & (1 << 63) - 1) for name, seen in found]
+
+    def taken_uses(self) -> list[str]:
+        """Return the weights that were used since the last backward: each use ends in collectives of its own.
+
+        While gradients are accumulated ranks may use others, as long as all use the same ones in the end.
+        """
+        found, self.uses = self.uses or [], []
+        if self.partial_sums.depth:
+            self._accumulated.update(found)
+            return []
+        before, self._accumulated = self._accumulated, set()
+        return found + sorted(before.difference(found)) if before else found
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

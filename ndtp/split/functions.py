@@ -16,7 +16,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
 from ndtp.collectives.torch_patches import replaced
-from ndtp.runtime.default_group import OwnRows, at_work, uses
+from ndtp.compute.traces import TransformedError, is_in_transform
+from ndtp.runtime.at_work import at_work
+from ndtp.runtime.default_group import OwnRows, uses
+from ndtp.split.outside_of_dispatch import whole_in_scripts_and_transforms
 from ndtp.split.own_collectives import guard_collectives
 from ndtp.split.tensor import TABLE, SplitTensor, mapped, split_in
 from ndtp.split.whole import on_whole, whole
@@ -32,6 +35,8 @@ def _given(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    if cls.__module__.startswith("ndtp.") and is_in_transform():
+        raise TransformedError
     before = uses()
     result = _ruled(cls, args, kwargs)
     rows = at_work()
@@ -128,3 +133,4 @@ def guard_functions() -> None:
     if hasattr(_CheckpointFrame, "save_inputs"):
         replaced("torch.utils.checkpoint._CheckpointFrame.save_inputs", _of_computed)
     guard_collectives()
+    whole_in_scripts_and_transforms()

@@ -12,6 +12,7 @@ from torch import Tensor
 from ndtp.algebra.steps import is_legal
 from ndtp.compute.constants import constant_on, inverse_on, lasting
 from ndtp.ops.reductions import reduce, relayout_plan
+from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.facts import is_strided
 from ndtp.split.spec import Axes, Context, Spec, layout_of
 from ndtp.split.tensor import NotStridedError, SplitTensor, enter, leave
@@ -101,6 +102,7 @@ def cut(x: Tensor, spec: Spec, used: Axes = ()) -> Tensor:
     """
     if not is_strided(x):
         raise NotStridedError
+    x = x if is_plain(x) else x.full_tensor()  # type: ignore[attr-defined]  # a parameter outside of its layer
     if spec.sections:
         x = x.index_select(-1, constant_on(section_order(spec.sections, spec.layout.num_splits(-1)), x.device))
     bare = spec.lying([()] * len(spec.sizes), spec.sizes)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndtp.compute.traces import is_in_transform
 from ndtp.errors import LayoutError
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.split.spec import ShardForm, Spec
@@ -22,7 +23,7 @@ from ndtp.split.spec import ShardForm, Spec
 Rule = Callable[..., Any]
 TABLE: dict[Any, Rule] = {}
 # Keys of the rules for what has none, for the whole tensor, and for the way in which a tensor lies.
-NO_RULE, GATHERED, FORM = "no rule", "gathered", "form"
+NO_RULE, GATHERED, FORM, IN_TRANSFORM = "no rule", "gathered", "form", "in a transform"
 
 
 def rule(*functions: Any) -> Callable[[Rule], Rule]:
@@ -119,6 +120,8 @@ class SplitTensor(Linked):
             args, given = mapped(args, _gathered, Tensor), mapped(given, _gathered, Tensor)
             kwargs = in_torchs_words(func, given)
         found = TABLE.get(func)
+        if is_in_transform():
+            return func(*mapped(args, TABLE[IN_TRANSFORM], Tensor), **mapped(kwargs, TABLE[IN_TRANSFORM], Tensor))
         if found is not None and ("out" not in kwargs or kwargs["out"] is None):  # rules give new tensors
             result = answer(found, (func, *args), kwargs)
             if result is not NotImplemented:

@@ -303,7 +303,7 @@ OPERATIONS = {
         WORKS,
         WORKS,
     ),
-    "`parametrizations.orthogonal`": (lambda *given: in_norms(*given, parametrizations.orthogonal), REFUSED, REFUSED),
+    "`parametrizations.orthogonal`": (lambda *given: in_norms(*given, parametrizations.orthogonal), WORKS, WORKS),
     "`torch.nn.utils.prune`": (pruned, WORKS, WORKS),
     "`nn.init` of a weight": (filled, WORKS, WORKS),
     "`model.apply(init)`": (applied, WORKS, WORKS),

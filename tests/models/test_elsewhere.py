@@ -17,8 +17,8 @@ ONCE = {
     "blocks that are undone": "equal",  # an autograd.Function that calls split layers, forward and backward
     "layers of its own": "equal",  # a model without nn.Linear was refused
     "layers with spectral": "equal",  # `parallelize` read a weight whose parametrization changes buffers
-    "an ensemble": "vmap",
-    "a learner": "vmap",
+    "an ensemble": "equal",  # of vmap of functional_call: what it takes is gathered
+    "a learner": "under a transform of torch.func",  # in its first call
     "a submodule that is a script": "'body' is a script",
 }
 
@@ -31,4 +31,4 @@ def test_models_that_were_wrong_are_equal_or_refused_by_name(ranks, tmp_path, st
         if (wanted := ONCE[start]) == "equal":
             assert row["verdict"] == "equal" and row["split"] > 0.5, row
         else:
-            assert row["verdict"] == "refused" and wanted in row["error"], row
+            assert row["verdict"] in ("refused", "stopped") and wanted in row["error"], row

@@ -1,0 +1,27 @@
+"""The models whose code runs in this thread, one inside of the other; see `ndtp.runtime.default_group`."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+
+class _AtWork(threading.local):
+    """The models that run in a thread.
+
+    Attributes:
+        models: the rows of each, `ndtp.runtime.default_group.OwnRows`.
+        asked: how often the group of rows was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[Any] = []
+        self.asked = 0
+
+
+AT_WORK = _AtWork()
+
+
+def at_work() -> Any:
+    """The rows of the model whose code runs in this thread; None where none does."""
+    return AT_WORK.models[-1] if AT_WORK.models else None

@@ -1,0 +1,80 @@
+"""Scripts of TorchScript and transforms of `torch.func`: they take tensors by their memory, and so they get the whole.
+
+Neither asks `__torch_function__`.  Within a transform a split tensor that a function has from outside of it is taken
+whole, too: a rule would see one entry of the batch, or a tensor of another level, and take it for a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from ndtp.collectives.torch_patches import replaced
+from ndtp.runtime.arrival import is_plain
+from ndtp.split.tensor import IN_TRANSFORM, SplitTensor, mapped, rule, split_in
+from ndtp.split.whole import on_whole, whole
+
+_TRANSFORMS = ("torch._functorch.vmap._add_batch_dim", "torch._functorch.eager_transforms._wrap_for_grad")
+_SCRIPTS = ("torch.jit.ScriptFunction.__call__", "torch.ScriptMethod.__call__")
+
+
+def whole_in_scripts_and_transforms() -> None:
+    """Have scripts and transforms take split tensors, and parameters of a grid, whole."""
+    for target in _TRANSFORMS:
+        replaced(target, _of_whole)
+    replaced("torch._functorch.eager_transforms._autograd_grad", _from_whole)
+    for target in _SCRIPTS:
+        replaced(target, _on_whole)
+
+
+@rule(IN_TRANSFORM)
+def whole_in_transform(x: Any) -> Any:
+    """The whole of a split tensor or of a parameter on the grid, gathered outside of all transforms; else as it is."""
+    if isinstance(x, SplitTensor):
+        x.spec.context.note("torch.func", x.spec)
+        with temporarily_clear_interpreter_stack():
+            return whole(x)
+    if is_plain(x):
+        return x
+    with temporarily_clear_interpreter_stack():
+        return x.full_tensor()
+
+
+def _of_whole(enter: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap what takes a tensor into a level of a transform."""
+
+    def entered(x: Any, *where: Any) -> Tensor:
+        return enter(whole_in_transform(x), *where)
+
+    return entered
+
+
+def _from_whole(derive: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what computes gradients within a level, from those that code gives to `vjp`."""
+
+    def derived(*args: Any, **kwargs: Any) -> Any:
+        return derive(*mapped(args, whole_in_transform, Tensor), **kwargs)
+
+    return derived
+
+
+def _on_whole(call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(script: Any, *args: Any, **kwargs: Any) -> Any:
+        if not split_in([*args, *kwargs.values()]):
+            return call(script, *args, **kwargs)
+        return on_whole(_Script(call, script), args, kwargs)
+
+    return called
+
+
+class _Script:
+    """A script, by its name."""
+
+    def __init__(self, call: Callable[..., Any], script: Any) -> None:
+        self._call, self._script, self.__name__ = call, script, f"the script '{script.name}'"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._script, *args, **kwargs)

@@ -1,0 +1,199 @@
+"""Code outside of a model's forward computes with its parameters and layers, where ranks have rows of their own."""
+
+import copy
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from products import mesh_of
+from torch import nn
+
+import ndtp
+from ndtp import Grid, LayoutError, MismatchError
+
+GRIDS = [({"dp": 2}, "1d"), ({"dp": 2, "x": 2}, "1d-sp"), ({"dp": 2, "x": 2, "y": 2}, "2d")]
+
+
+class Net(nn.Module):
+    """A vision model as timm has them: an embedding of places, features, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch, self.pos = nn.Conv2d(3, 16, 4, 4), nn.Parameter(torch.randn(1, 4, 16))
+        self.up, self.down, self.norm = nn.Linear(16, 33), nn.Linear(33, 16), nn.LayerNorm(16)
+        self.head, self.scale = nn.Linear(16, 10), nn.Parameter(torch.randn(16))
+        self.prototypes = nn.Parameter(torch.randn(6, 16))
+
+    def forward_features(self, x):
+        x = self.patch(x).flatten(2).transpose(1, 2) + self.pos
+        return self.norm(x + self.down(self.up(x).relu()))
+
+    def forward_head(self, x):
+        return self.head(x.mean(1))
+
+    def forward(self, x):
+        return self.forward_head(self.forward_features(x))
+
+
+def penalty(model, p=2):
+    return sum(each.abs().pow(p).sum() for each in model.parameters())
+
+
+def whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+LOSSES = {
+    "a penalty of all parameters": lambda m, x: m(x).square().mean() + penalty(m),
+    "a penalty of split weights": lambda m, x: m(x).square().mean() + m.up.weight.norm() + m.down.weight.abs().mean(),
+    "scaled by parameters": lambda m, x: (m(x) / m.scale.norm() * m.up.weight.square().mean()).square().mean(),
+    "a whole parameter": lambda m, x: (m(x) * whole(m.prototypes).mean()).square().mean(),
+    "methods": lambda m, x: m.forward_head(m.forward_features(x) * m.scale).square().mean(),
+    "prototypes": lambda m, x: F.cosine_similarity(
+        m.forward_features(x).mean(1)[:, None], m.prototypes[None], dim=-1
+    ).square().mean(),
+    "a read weight": lambda m, x: F.linear(m.forward_features(x).mean(1), m.head.weight).square().mean(),
+}  # fmt: skip
+
+
+def check_losses(sizes, scheme):
+    mesh, x = mesh_of(Grid(**sizes)), torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    mine = x.chunk(2)[mesh.coordinate["dp"]]
+    for name, loss in LOSSES.items():
+        torch.manual_seed(0)
+        dense = Net().double()
+        model = ndtp.parallelize(copy.deepcopy(dense), mesh, scheme=scheme, example=x)
+        same = partial(torch.testing.assert_close, msg=lambda m, name=name: f"{name}: {m}")
+        steps = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, dense)]
+        for _ in range(3):
+            of_rows, of_all = loss(model, mine) / 2, loss(dense, x)
+            of_rows.backward(retain_graph=True)
+            of_all.backward(retain_graph=True)
+            for (key, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None), (name, key)
+                if q.grad is not None:
+                    same(p.grad.full_tensor(), q.grad)
+            for m, given in ((model, of_rows), (dense, of_all)):
+                parameters = [p for p in m.parameters() if p.grad is not None]
+                m.asked = torch.autograd.grad(given, parameters)
+            for one, other in zip(model.asked, dense.asked, strict=True):
+                same(one.full_tensor(), other)
+            for each in steps:
+                each.step()
+                each.zero_grad()
+        with torch.no_grad():
+            same(loss(model, x), loss(dense, x))
+    with pytest.raises(LayoutError, match="sums over ranks have no second derivative"):
+        torch.autograd.grad(penalty(model), model.up.weight, create_graph=True)
+
+
+@pytest.mark.parametrize(("sizes", "scheme"), GRIDS, ids=str)
+def test_gradients_are_those_of_all_rows(ranks, sizes, scheme):
+    ranks(2 ** len(sizes)).run(check_losses, sizes, scheme)
+
+
+class Routed(nn.Module):
+    """Experts that a rank calls where it has rows for them, or always."""
+
+    def __init__(self, always):
+        super().__init__()
+        self.always, self.inner = always, nn.Linear(16, 16)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(3))
+
+    def forward(self, x, which):
+        h = self.inner(x)
+        y = h
+        for i, expert in enumerate(self.experts):
+            mask = which == i
+            if self.always or mask.any():
+                rows = mask.nonzero()[:, 0]
+                y = y.index_add(0, rows, expert(h[rows]))
+        return y
+
+
+def routed(mesh, always):
+    torch.manual_seed(0)
+    x, which = torch.randn(8, 16, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1, 2, 1, 2])
+    dense, at = Routed(always).double(), mesh.coordinate["dp"]
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh, scheme="1d", example=(x, torch.arange(8) % 3))
+    dense(x, which).square().mean().backward()
+    (model(x.chunk(2)[at], which.chunk(2)[at]).square().mean() / 2).backward()
+    return model, dense
+
+
+def check_routes():
+    mesh = mesh_of(Grid(dp=2, x=2))
+    model, dense = routed(mesh, True)
+    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    with pytest.raises(MismatchError) as error:
+        routed(mesh, False)
+    return str(error.value)
+
+
+def test_layers_that_some_ranks_call(ranks):
+    for said in ranks(4).run(check_routes):
+        assert re.search(
+            "uses of the weights of 'experts.0.0' before it: ranks 2-3 have nothing, ranks 0-1 have 1", said
+        ), said
+        assert "calls it without any, layer(x[mask])" in said
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x, takes):
+        return self.b(self.a(x)) if takes.any() else self.a(x)
+
+
+def check_micro_batches(first, second):
+    """Each rank's branch in two micro-batches: they may differ in the first one if the last one has them all."""
+    mesh, x = mesh_of(Grid(dp=2)), torch.randn(4, 16, dtype=torch.float64)
+    torch.manual_seed(0)
+    dense, at = Branch().double(), mesh.coordinate["dp"]
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh, scheme="1d", example=(x, torch.ones(1)))
+    for taken in (first, second):
+        for rank in range(2):
+            dense(x.chunk(2)[rank], torch.tensor(taken[rank])).square().mean().backward()
+    with mesh.accumulate():
+        model(x.chunk(2)[at], torch.tensor(first[at])).square().mean().backward()
+    model(x.chunk(2)[at], torch.tensor(second[at])).square().mean().backward()
+    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def check_uneven_micro_batches():
+    check_micro_batches((0, 1), (1, 1))
+    with pytest.raises(MismatchError, match="uses of the weights of 'b' before it: rank"):
+        check_micro_batches((0, 1), (0, 0))
+
+
+def test_layers_that_some_ranks_call_while_gradients_add_up(ranks):
+    ranks(2).run(check_uneven_micro_batches)
+
+
+def check_waiting(sizes):
+    """Methods of a model that nobody has called: with rows of its own a rank would train a model of its own."""
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(4, 3, 8, 8)
+    ndtp.parallelize(model, mesh_of(Grid(**sizes)), scheme="1d")
+    assert "waits" in str(model.ndtp_report)
+    loss = model.forward_head(model.forward_features(x)).square().mean()
+    if "dp" in sizes:
+        with pytest.raises(LayoutError, match=r"Net waits for its first call, and '.*' gets a gradient before it"):
+            loss.backward()
+    else:
+        with pytest.warns(UserWarning, match=r"Net waits for its first call.*\n  fix: parallelize\(..., example=...\)"):
+            loss.backward()
+    model.zero_grad()
+    model(x).square().mean().backward()
+    assert "waits" not in str(model.ndtp_report) and not model.up.weight._backward_hooks
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"x": 2}], ids=str)
+def test_what_runs_before_the_first_call(ranks, sizes):
+    ranks(2).run(check_waiting, sizes)
