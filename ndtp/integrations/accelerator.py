@@ -16,7 +16,16 @@ from accelerate.state import PartialState
 from torch import Tensor, nn
 
 from ndtp.checkpoints.training_state import load, save
-from ndtp.integrations.one_program import GivenGrid, become_one_program, mesh_of, on_grid, rows_here
+from ndtp.integrations.one_program import (
+    GivenGrid,
+    become_one_program,
+    gathered_rows,
+    mesh_of,
+    on_grid,
+    rows_here,
+    share_of_loss,
+    whole,
+)
 from ndtp.models.saving import gathered_state
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -25,10 +34,13 @@ class RowsHere:
     """A loader that gives this rank's rows of each batch of another, and has that one's attributes."""
 
     def __init__(self, loader: Any, mesh: ProcessGrid) -> None:
-        self.loader, self.mesh = loader, mesh
+        self.loader, self.mesh, self.has_own_rows = loader, mesh, False
 
     def __iter__(self) -> Iterator[Any]:
-        return (rows_here(batch, self.mesh) for batch in self.loader)
+        for batch in self.loader:
+            mine = rows_here(batch, self.mesh)
+            self.has_own_rows = mine is not batch
+            yield mine
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -61,6 +73,7 @@ class Accelerator(accelerate.Accelerator):
         PartialState(cpu=bool(kwargs.get("cpu")))  # makes torchrun's process group
         self.ndtp_mesh = mesh_of(ndtp_grid)
         self._ndtp_how = ndtp_scheme, ndtp_options
+        self._ndtp_loaders: list[RowsHere] = []
         become_one_program()
         super().__init__(**kwargs)
 
@@ -76,7 +89,19 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(data_loader, RowsHere):
             return data_loader
-        return RowsHere(super().prepare_data_loader(data_loader, *args, **kwargs), self.ndtp_mesh)
+        self._ndtp_loaders.append(RowsHere(super().prepare_data_loader(data_loader, *args, **kwargs), self.ndtp_mesh))
+        return self._ndtp_loaders[-1]
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Compute the gradients of the whole batch: those of a mean over a rank's rows are averaged, as under DDP."""
+        share = share_of_loss(map(self.unwrap_model, self._models), self.ndtp_mesh)
+        super().backward(loss if share == 1.0 else loss * share, **kwargs)
+
+    def gather(self, tensor: Any) -> Any:
+        """The rows of all ranks of tensors that were made of the last batch, and whole tensors of split ones."""
+        if any(each.has_own_rows for each in self._ndtp_loaders):
+            return gathered_rows(tensor, self.ndtp_mesh)
+        return super().gather(whole(tensor))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """The dense state dict in the host's memory on rank 0, an empty one elsewhere; a collective."""

@@ -8,12 +8,15 @@ is told of a single process.  The rank stays: rank 0 logs and writes.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ndtp.algebra.grid import Grid
 from ndtp.algebra.layout import Layout
@@ -83,6 +86,32 @@ def on_grid(model: nn.Module, mesh: ProcessGrid, scheme: str | None, options: Ma
 def data_axes(mesh: ProcessGrid) -> tuple[str, ...]:
     """Return the axes, such as `dp`, along which ranks have rows of their own."""
     return tuple(axis for axis in mesh.grid if axis not in TENSOR_AXES and mesh.grid[axis] > 1)
+
+
+def share_of_loss(models: Iterable[nn.Module], mesh: ProcessGrid | None) -> float:
+    """Return what a mean over a rank's rows is multiplied by, so that the gradients that ranks sum are the batch's.
+
+    It is one where no axis splits rows, and for stock models of transformers, whose loss is that of all rows.
+    """
+    axes = () if mesh is None else data_axes(mesh)
+    if mesh is None or not axes or not any(model.ndtp_report.losses for model in models):  # type: ignore[union-attr]
+        return 1.0
+    return 1.0 / mesh.grid.size(axes)
+
+
+def gathered_rows(result: Any, mesh: ProcessGrid) -> Any:
+    """The rows that ranks along the data axes have of tensors, one behind the other, on every rank; a collective."""
+    axes = data_axes(mesh)
+
+    def of_all(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        mine, parts = whole(x).detach(), [None] * mesh.grid.size(axes)
+        dist.all_gather_object(parts, (mesh.grid.index(mesh.rank, axes), mine.cpu()), group=mesh.group(axes))
+        rows = [part.reshape(-1, *part.shape[1:]) for _, part in sorted(parts, key=itemgetter(0))]  # type: ignore[arg-type]
+        return torch.cat(rows).to(mine.device)
+
+    return tree_map(of_all, result)
 
 
 def rows_here(inputs: Any, mesh: ProcessGrid | None) -> Any:

@@ -15,12 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 
 from ndtp.checkpoints.training_state import load, save
 from ndtp.errors import LayoutError
-from ndtp.integrations.one_program import GivenGrid, become_one_program, data_axes, mesh_of, on_grid, rows_here, whole
+from ndtp.integrations.one_program import (
+    GivenGrid,
+    become_one_program,
+    data_axes,
+    mesh_of,
+    on_grid,
+    rows_here,
+    share_of_loss,
+    whole,
+)
 from ndtp.models.state_entries import mesh_of_model
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -84,6 +94,33 @@ class GridTrainerMixin:
     def _prepare_inputs(self, inputs: Any) -> Any:
         return rows_here(super()._prepare_inputs(inputs), self._ndtp_mesh)  # type: ignore[misc]
 
+    def training_step(self, model: Any, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
+        """A mean over this rank's rows along axes such as `dp` counts as its share of that of the batch."""
+        this: Any = self
+        num_items = kwargs.get("num_items_in_batch", rest[0] if rest else None)
+        is_mean = not this.model_accepts_loss_kwargs or num_items is None  # else divided by the tokens of the batch
+        backward = this.accelerator.backward
+
+        def of_share(loss: Any, **more: Any) -> None:  # the first call decides how the model lies
+            share = share_of_loss([this.model], self._ndtp_mesh) if is_mean else 1.0
+            backward(loss if share == 1.0 else loss * share, **more)
+
+        this.accelerator.backward = of_share
+        try:
+            loss = super().training_step(model, inputs, *rest, **kwargs)  # type: ignore[misc]
+        finally:
+            del this.accelerator.backward
+        return self._of_all_rows(loss, is_mean)
+
+    def _of_all_rows(self, loss: Any, is_mean: bool = True) -> Any:
+        """Return the loss of the batch for one of this rank's rows; a collective."""
+        mesh, share = self._ndtp_mesh, share_of_loss([self.model], self._ndtp_mesh)  # type: ignore[attr-defined]
+        if mesh is None or loss is None or share == 1.0:
+            return loss
+        total = loss.detach() * (share if is_mean else 1.0)
+        dist.all_reduce(total, group=mesh.group(data_axes(mesh)))
+        return total
+
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         mesh = self._ndtp_mesh
         if mesh is None:
@@ -91,9 +128,10 @@ class GridTrainerMixin:
         if not prediction_loss_only:  # the predictions of all rows are asked for, on every rank
             self._ndtp_mesh = None
         try:
-            return whole(super().prediction_step(model, inputs, prediction_loss_only, ignore_keys))  # type: ignore[misc]
+            found = whole(super().prediction_step(model, inputs, prediction_loss_only, ignore_keys))  # type: ignore[misc]
         finally:
             self._ndtp_mesh = mesh
+        return (self._of_all_rows(found[0]), *found[1:]) if prediction_loss_only else found
 
     def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
         """Save the model, which every rank has a part of: transformers 5.20 asks the main process alone."""

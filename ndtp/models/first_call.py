@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ class FirstCall:
         theirs: Any = type(model)
 
         @eagerly(WHY)
+        @wraps(theirs.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if any(type(p) is not nn.Parameter for p in self.parameters()):
                 return theirs.forward(self, *args, **kwargs)  # of a tracer, or parameters of somebody's function

@@ -160,3 +160,82 @@ def check_other_losses(folder):
 
 def test_losses_of_one_ranks_rows_are_refused(ranks, tmp_path):
     ranks(2).run(check_other_losses, str(tmp_path))
+
+
+class OfOnesOwn(torch.nn.Module):
+    """A model of a user's own, which gives the mean over the rows that it is called with, and waits for a call."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.patch, self.place = torch.nn.Conv2d(3, 16, 4, 4), torch.nn.Parameter(torch.randn(1, 4, 16))
+        self.inner, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, 5)
+
+    def forward(self, pixels, labels=None):
+        x = self.patch(pixels).flatten(2).transpose(1, 2) + self.place
+        logits = self.head(self.inner(x).relu().mean(1))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def images(count):
+    pixels = torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    return [{"pixels": each, "labels": i % 5} for i, each in enumerate(pixels)]
+
+
+def of_ones_own(folder, **grid):
+    arguments = transformers.TrainingArguments(
+        folder, max_steps=3, per_device_train_batch_size=4, per_device_eval_batch_size=2, learning_rate=0.5,
+        optim="sgd", logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, prediction_loss_only=True,
+    )  # fmt: skip
+    kind = Trainer if grid else transformers.Trainer
+    trainer = kind(OfOnesOwn(), arguments, train_dataset=images(16), eval_dataset=images(5), **grid)
+    trainer.train()
+    found = [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
+    return [*found, trainer.evaluate()["eval_loss"]]
+
+
+def of_ones_own_on_grid(folder, sizes):
+    with under_torchrun():
+        return of_ones_own(folder, ndtp_grid=sizes)
+
+
+@pytest.mark.cpu
+def test_losses_of_ones_own_are_those_of_the_batch(ranks, tmp_path):
+    expected = of_ones_own(str(tmp_path / "dense"))
+    assert len(expected) == 7
+    for found in ranks(4).run(of_ones_own_on_grid, str(tmp_path), {"dp": 2, "x": 2}):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def own_loop(accelerator):
+    model = OfOnesOwn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, torch.utils.data.DataLoader(images(9), batch_size=4, drop_last=False)
+    )
+    norms, guesses = [], []
+    for batch in loader:
+        given = model(**batch)
+        accelerator.backward(given["loss"])
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1e9)))
+        optimizer.step()
+        optimizer.zero_grad()
+        guesses.append(accelerator.gather_for_metrics((given["logits"].argmax(-1), batch["labels"])))
+    return norms, [[each.tolist() for each in pair] for pair in guesses]
+
+
+def own_loop_on_grid(sizes):
+    with under_torchrun():
+        return own_loop(Accelerator(ndtp_grid=sizes, cpu=True))
+
+
+@pytest.mark.cpu
+def test_a_loop_of_ones_own_has_the_gradients_and_metrics_of_the_batch(ranks):
+    import accelerate
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    norms, guesses = own_loop(accelerate.Accelerator(cpu=True))
+    assert [len(each) for each, _ in guesses] == [4, 4, 1]  # which two ranks do not divide
+    for mine, theirs in ranks(4).run(own_loop_on_grid, {"dp": 2, "x": 2}):
+        assert mine == pytest.approx(norms, rel=1e-4) and theirs == guesses
