@@ -106,9 +106,9 @@ def gathered_rows(result: Any, mesh: ProcessGrid) -> Any:
     def of_all(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        mine, parts = whole(x).detach(), [None] * mesh.grid.size(axes)
+        mine, parts = whole(x).detach(), [(0, x)] * mesh.grid.size(axes)
         dist.all_gather_object(parts, (mesh.grid.index(mesh.rank, axes), mine.cpu()), group=mesh.group(axes))
-        rows = [part.reshape(-1, *part.shape[1:]) for _, part in sorted(parts, key=itemgetter(0))]  # type: ignore[arg-type]
+        rows = [part.reshape(-1, *part.shape[1:]) for _, part in sorted(parts, key=itemgetter(0))]
         return torch.cat(rows).to(mine.device)
 
     return tree_map(of_all, result)

@@ -83,6 +83,11 @@ class Pipeline(PipelinePlan):
 
         One of its own: messages would wait for what else goes over the world's, and as long as that does.
         """
+        if dist.get_rank() not in self.all_ranks:
+            raise GridError(
+                f"pipeline: rank {dist.get_rank()} has no stage\n  {self}\n  fix: as many ranks as the stages take, "
+                f"{len(self.all_ranks)}, or stages for all {dist.get_world_size()}"
+            )
         everybody = len(self.all_ranks) == dist.get_world_size()
         seconds = self._timeout or default_timeout()
         limit = {"timeout": timedelta(seconds=seconds)}

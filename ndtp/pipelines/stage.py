@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as torch_pipelining
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ndtp.algebra.layout import Layout
 from ndtp.algebra.pipeline_plan import AXIS, PASSED, PipelinePlan
@@ -20,8 +21,9 @@ from ndtp.algebra.wire import Wire
 from ndtp.checkpoints.pieces import Piece, Whole
 from ndtp.collectives.groups import shared_group
 from ndtp.collectives.uneven_exchange import cut, landing_in, part_of, sendable
-from ndtp.errors import CommunicationError, GridError, LayoutError
+from ndtp.errors import GridError, LayoutError
 from ndtp.models.state_entries import mesh_of_model
+from ndtp.pipelines.as_torch_wants import as_it_was, no_view
 from ndtp.pipelines.in_parts import IN_PARTS, whole_backward
 from ndtp.pipelines.messages import decode_into, encoded, exchange, receive_op, send_op
 from ndtp.pipelines.pipeline import Pipeline
@@ -53,6 +55,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
 
     Attributes:
         pipeline, index, mesh: where it is.
+        beginning: called before each backward with the number of the step.
         finishing: called when this rank has its gradients of a step, in order; see `ndtp.pipelines.tied`.
         known_as: of what the first stage has, too: the name in this stage's model -> that in the first one's.
         settling: called when parameters have got their first values where they lie, in order.
@@ -92,10 +95,11 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.passing = ((pipeline, self.dtype), *also)
         self.wire, self._collectives = mesh.sending(Wire.of(wire)).wire, mesh.sending(Wire.of(wire)).collectives
+        self.beginning: list[Callable[[int], None]] = []
         self.finishing: list[Callable[[], None]] = []
         self.known_as: dict[str, str] = {}
         self.settling: list[Callable[[], None]] = []
-        self._runtime_validate = False  # of metadata that is not there
+        self._runtime_validate, self.steps = False, 0  # of metadata that is not there
         self._arriving: dict[tuple[str, int, int], tuple[Tensor, list[Callable[[], Any]]]] = {}
         self._agreed: set[str] = set()
 
@@ -345,14 +349,18 @@ class PipelineStage(torch_pipelining.PipelineStage):
     # ---------------------------------------------------------------------- errors, which torch wraps in one of its own
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with _as_it_was():
+        with as_it_was():
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with _as_it_was():
+        for begin in self.beginning:
+            begin(self.steps)
+        with as_it_was():
             return super().backward_one_chunk(*args, **kwargs)
 
-    # -------------------------------------------------------------------------------------------------------- gradients
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        made = super().forward_maybe_with_nosync(*args, **kwargs)
+        return made if self.is_last else tree_map_only(Tensor, no_view, made)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         if not IN_PARTS and backward_type != "full":
@@ -369,18 +377,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
+        self.steps += 1
         self._arriving.clear()
-
-
-@contextmanager
-def _as_it_was() -> Iterator[None]:
-    """A lost peer is told as such, not as a stage that failed."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error.__cause__, CommunicationError):
-            raise error.__cause__ from error.__cause__.__cause__
-        raise
 
 
 def _shape(box: Box | None) -> tuple[int, ...]:

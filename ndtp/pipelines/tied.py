@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class TiedWeight:
     def __init__(self, plan: ReshardPlan, pipeline: Pipeline, where: Mapping[bool, tuple[PipelineStage, str]]) -> None:
         self.plan, self.pipeline, self.where = plan, pipeline, where
         self.rank = dist.get_rank()
+        self._steps: dict[bool, int] = {}
+        self._before: dict[bool, Any] = {}  # gradients of earlier steps, which both sides have
 
     @property
     def own(self) -> dict[bool, nn.Parameter]:
@@ -53,6 +56,12 @@ class TiedWeight:
         ways = (self.plan if is_last else self.plan.back for is_last in self.where)
         found = (way.traffic("wgrad", "receive", self.rank, dtype) for way in ways)
         return Volume.of(replace(each, axes=(AXIS,)) for each in found)
+
+    def begin(self, is_last: bool, step: int) -> None:
+        """Put the gradient of earlier steps aside, once a step: the other side has it, too."""
+        if self._steps.get(is_last) != step:
+            self._steps[is_last], weight = step, self.own[is_last]
+            self._before[is_last], weight.grad = weight.grad, None
 
     @torch.no_grad()
     def add_gradients(self) -> None:
@@ -82,6 +91,10 @@ class TiedWeight:
             for room, landing in late:
                 room.copy_(landing)
             gradient += theirs
+        for is_last, weight in own.items():
+            if (before := self._before.pop(is_last, None)) is not None:
+                before += weight.grad
+                weight.grad = before
 
     @torch.no_grad()
     def copy(self) -> None:
@@ -168,3 +181,5 @@ def _at_the_end(stages: Sequence[PipelineStage], tied: Sequence[TiedWeight]) -> 
 
     for stage in stages:
         stage.finishing.append(finish)
+        for is_last in (end for end in (False, True) if (stage.is_last if end else stage.is_first)):
+            stage.beginning += [partial(weight.begin, is_last) for weight in tied if is_last in weight.where]

@@ -185,7 +185,8 @@ def images(count):
 def of_ones_own(folder, **grid):
     arguments = transformers.TrainingArguments(
         folder, max_steps=3, per_device_train_batch_size=4, per_device_eval_batch_size=2, learning_rate=0.5,
-        optim="sgd", logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, prediction_loss_only=True,
+        optim="sgd", logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+        prediction_loss_only=True,
     )  # fmt: skip
     kind = Trainer if grid else transformers.Trainer
     trainer = kind(OfOnesOwn(), arguments, train_dataset=images(16), eval_dataset=images(5), **grid)
