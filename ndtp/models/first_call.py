@@ -147,6 +147,6 @@ def can_wait(model: nn.Module) -> bool:
 def finish(split: Any, report: Report, held: Held, linears: int, strict: bool) -> None:
     """End the split of a whole model: states of optimizers, gradients of plain parameters, and the report."""
     report.replaced, report.kept, report.split, report.waits = split.replaced, split.kept, split, ""
-    report.carried = held.bring(split.mesh)
+    report.carried, report.was_dense = held.bring(split.mesh), held.was_dense
     sum_plain_gradients_of(split.model, split.mesh, split.frame.outside.dims[0], watches=False)
     report.of(split.model, split.mesh, linears, split.linears, strict)

@@ -37,6 +37,7 @@ class Held:
 
     def __init__(self, model: nn.Module) -> None:
         names = {id(p): name for name, p in model.named_parameters() if is_plain(p)}
+        self.was_dense = all(map(is_plain, model.parameters()))
         self._hooked: list[nn.Parameter] = []
         for p in model.parameters():
             if id(p) not in names:
@@ -93,7 +94,8 @@ def _check(state: _State, name: str) -> None:
             raise LayoutError(
                 f"parallelize: {type(state.optimizer).__name__} was built before and has stepped; its state {key!r} of "
                 f"'{name}' {state.shape} is {tuple(value.shape)}, which cannot be split as the parameter\n"
-                "  fix: parallelize before the first step"
+                "  fix: parallelize before the first step; of a model that waits for its first call with example=, so "
+                "that it lies on the grid before an optimizer steps or is loaded"
             )
 
 

@@ -244,7 +244,7 @@ def parallelize(
         reason = None if isinstance(module, BoundaryLinear) else why_left(module)
         if reason:
             report.kept.setdefault(name, reason)
-    report.carried = held.bring(mesh)
+    report.carried, report.was_dense = held.bring(mesh), held.was_dense
     report.of(model, mesh, count, len(report.replaced), strict)
     not_replicated(model)
     keep_weights_apart(model)

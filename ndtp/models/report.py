@@ -29,6 +29,7 @@ class Report:
         linears: how many Linears the model had, and how many of them were replaced.
         parameters: the number of elements of all parameters; of those that are split; of what this rank holds.
         split: of a whole model, its modules on the grid.
+        was_dense: whether no parameter was on a grid before.
         carried: what hung on the parameters that there were, and hangs on those in their place now.
         plain: what sums the gradients of its other parameters, where axes split rows.
         planned: what scheme="auto" chose for it, and for what.
@@ -44,6 +45,7 @@ class Report:
     parameters: tuple[int, int, int] = (0, 0, 0)
     split: Any = field(default=None, repr=False)
     carried: list[str] = field(default_factory=list)
+    was_dense: bool = field(default=False, repr=False)
     planned: str = ""
     waits: str = ""
     plan: dict[str, Any] = field(default_factory=dict)
@@ -142,7 +144,7 @@ class Report:
         if self.replaced:
             return
         before = next((name for name, p in model.named_parameters() if not is_plain(p)), None)
-        if before is not None:
+        if before is not None and not self.was_dense:
             raise LayoutError(
                 f"parallelize: {before!r} lies on a grid already: the model, or one that it is a part of, was split "
                 "before\n  fix: no second call; another grid takes the dense model"

@@ -23,6 +23,8 @@ from ndtp.ops.elements import ELEMENTWISE, ElementArithmetic
 from ndtp.ops.loop_nests import applied, contracted, extreme
 from ndtp.ops.placed import NamedSplit, Placed, layout_of
 
+NOT_MAPPED = "a tensor that is not mapped among mapped ones\n  fix: ndtp.Mapped.shard(x, ...)"
+
 
 class Mapped(Placed, ElementArithmetic):
     """A tensor with named dims, of which this rank has a shard.
@@ -110,7 +112,7 @@ class Mapped(Placed, ElementArithmetic):
         operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Mapped)]
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor) and x.dim():
-                raise TypeError("a tensor that is not mapped among mapped ones\n  fix: ndtp.Mapped.shard(x, ...)")
+                raise TypeError(NOT_MAPPED)
 
         def of_shards(*tensors: Tensor) -> Tensor:
             given = iter(tensors)
@@ -199,6 +201,8 @@ def plan_of(
     """
     if not operands:
         raise LayoutError(f"einsum '{expression}': give an operand")
+    if any(not isinstance(x, Mapped) for x in operands):
+        raise TypeError(f"einsum '{expression}': {NOT_MAPPED}")
     mesh = operands[0].mesh
     for x in operands:
         if x.mesh is not mesh and (x.mesh.grid, x.mesh.global_ranks) != (mesh.grid, mesh.global_ranks):

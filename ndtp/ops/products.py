@@ -48,11 +48,26 @@ def matmul(a: Tensor, b: Tensor, plan: MatMulPlan, mesh: GridLike, bias: Tensor 
 
     Raises:
         LayoutError: a shard's shape does not follow from `plan`, or dtypes differ; the same on every rank.
+        TypeError: an operand that is no dense tensor.
         CommunicationError: a peer died or stalled.
 
     Source: MindSpore's high-dimension tensor parallel; Agarwal et al. 1995 for the 3D algorithm.
     """
+    _check_operands(a, b, bias, plan, mesh)
     return chain(a, (b,), (bias,), (plan,), (None,), mesh)
+
+
+def _check_operands(a: Any, b: Any, bias: Any, plan: Any, mesh: Any) -> None:
+    if not isinstance(plan, MatMulPlan) or not hasattr(mesh, "step"):
+        raise TypeError(
+            f"matmul: the plan is a {type(plan).__name__} and the mesh a {type(mesh).__name__}\n"
+            "  fix: matmul(a, b, ndtp.MatMulPlan(...), ndtp.ProcessGrid(grid))"
+        )
+    operands = {"A": a, "B": b} if bias is None else {"A": a, "B": b, "the bias": bias}
+    for name, x in operands.items():
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
+            kind = f"a {x.layout} tensor" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise TypeError(f"MatMul '{plan.name}': {name} is {kind}\n  fix: a dense tensor, this rank's shard")
 
 
 def mlp(

@@ -260,6 +260,10 @@ def errors():
         "trace": lambda: make_fx(lambda a: ndtp.matmul(a, b, plan, mesh))(a),
         "mutation": lambda: mutating(ndtp.matmul, a, b, plan, mesh),
         "no values": lambda: without_values(ndtp.matmul, a, b, plan, mesh),
+        "sparse": lambda: ndtp.matmul(a.to_sparse(), b, plan, mesh),
+        "nothing": lambda: ndtp.matmul(a, None, plan, mesh),
+        "no plan": lambda: ndtp.matmul(a, b, None, mesh),
+        "no mesh": lambda: ndtp.matmul(a, b, plan, mesh.grid),
         "relayout ndim": lambda: ndtp.relayout(torch.ones(4), x_rows, rows, mesh),
         "relayout divide": lambda: ndtp.relayout(torch.ones(3, 3), rows, x_rows, mesh),
         "relayout grid": lambda: ndtp.relayout(torch.ones(8, 8), Layout(other, "x", None), rows, mesh),
@@ -272,7 +276,7 @@ def errors():
         for name, call in calls.items():
             try:
                 call()
-            except LayoutError as error:
+            except (LayoutError, TypeError) as error:
                 messages[name] = str(error)
             else:
                 raise AssertionError(f"{name}: no error")
@@ -295,6 +299,10 @@ def test_errors_name_what_is_wrong_on_every_rank_alike(ranks):
         "trace": ["all_gather", "up", "make_fx", "fix"],
         "mutation": ["all_gather", "up", "allow_mutation_on_saved_tensors", "fix"],
         "no values": ["all_gather", "up", "FakeTensorMode", "fix"],
+        "sparse": ["'up'", "A is a torch.sparse_coo tensor", "fix"],
+        "nothing": ["'up'", "B is a NoneType", "fix"],
+        "no plan": ["the plan is a NoneType", "fix"],
+        "no mesh": ["the mesh a Grid", "fix"],
         "relayout ndim": ["1 dims"],
         "relayout grid": ["x=8", "z=2 x=2 y=2"],
         "relayout mesh": ["x=8", "z=2 x=2 y=2"],
