@@ -287,6 +287,8 @@ def test_errors():
         with pytest.raises(LayoutError, match=r"'1' is split already: an ndtp.nn.MLP takes .*\n  fix: .* to_dense\(\)"):
             ndtp.parallelize(mixed, mesh, **given)
     assert not any(isinstance(p, ndtp.nn.Linear) for p in mixed[:1]), "nothing was replaced before"
+    with pytest.raises(LayoutError, match="nothing was replaced"):  # of a model that was dense
+        ndtp.parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, keep=["0"])
     for lazy, name in ((nn.LazyLinear(4), "1.weight"), (nn.LazyBatchNorm1d(affine=False), "1.running_mean")):
         with pytest.raises(LayoutError, match=rf"'{name}' is of a lazy layer, .*\n  fix: call the dense model once"):
             ndtp.parallelize(nn.Sequential(nn.Linear(4, 8), lazy), mesh)

@@ -229,6 +229,11 @@ def check_refusals():
         (lambda: Mapped.shard(torch.zeros(4, 4), "m k", {"n": "x"}, mesh), LayoutError, "splits 'n', which is none"),
         (lambda: Mapped.shard(torch.zeros(4, 4), "m m", {}, mesh), LayoutError, "a name of its own"),
         (lambda: ndtp.einsum("m k -> m", x, x), LayoutError, "it names 1 operands, and there are 2"),
+        (
+            lambda: ndtp.einsum("m k, k n -> m n", x, torch.zeros(6, 3)),
+            TypeError,
+            "einsum 'm k, k n -> m n': a tensor that",
+        ),
         (lambda: x + torch.zeros(6), TypeError, r"fix: ndtp.Mapped.shard"),
         (lambda: x + Mapped.shard(torch.zeros(8), "k", {}, mesh), LayoutError, "k is 6 in A and 8 in B"),
         (lambda: torch.cumsum(x, 0), TypeError, "no function of elements"),
