@@ -6,7 +6,7 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,13 @@ from ndtp.runtime.process_grid import ProcessGrid
 class RowsHere:
     """A loader that gives this rank's rows of each batch of another, and has that one's attributes."""
 
-    def __init__(self, loader: Any, mesh: ProcessGrid) -> None:
-        self.loader, self.mesh, self.has_own_rows = loader, mesh, False
+    def __init__(self, loader: Any, mesh: ProcessGrid, note: Callable[[bool], None]) -> None:
+        self.loader, self.mesh, self.note = loader, mesh, note
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
             mine = rows_here(batch, self.mesh)
-            self.has_own_rows = mine is not batch
+            self.note(mine is not batch)
             yield mine
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class Accelerator(accelerate.Accelerator):
         PartialState(cpu=bool(kwargs.get("cpu")))  # makes torchrun's process group
         self.ndtp_mesh = mesh_of(ndtp_grid)
         self._ndtp_how = ndtp_scheme, ndtp_options
-        self._ndtp_loaders: list[RowsHere] = []
+        self._has_own_rows = False  # of the last batch that a loader gave
         become_one_program()
         super().__init__(**kwargs)
 
@@ -89,8 +89,10 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(data_loader, RowsHere):
             return data_loader
-        self._ndtp_loaders.append(RowsHere(super().prepare_data_loader(data_loader, *args, **kwargs), self.ndtp_mesh))
-        return self._ndtp_loaders[-1]
+        return RowsHere(super().prepare_data_loader(data_loader, *args, **kwargs), self.ndtp_mesh, self._note_batch)
+
+    def _note_batch(self, has_own_rows: bool) -> None:
+        self._has_own_rows = has_own_rows
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute the gradients of the whole batch: those of a mean over a rank's rows are averaged, as under DDP."""
@@ -99,7 +101,7 @@ class Accelerator(accelerate.Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """The rows of all ranks of tensors that were made of the last batch, and whole tensors of split ones."""
-        if any(each.has_own_rows for each in self._ndtp_loaders):
+        if self._has_own_rows:
             return gathered_rows(tensor, self.ndtp_mesh)
         return super().gather(whole(tensor))
 

@@ -94,9 +94,14 @@ def share_of_loss(models: Iterable[nn.Module], mesh: ProcessGrid | None) -> floa
     It is one where no axis splits rows, and for stock models of transformers, whose loss is that of all rows.
     """
     axes = () if mesh is None else data_axes(mesh)
-    if mesh is None or not axes or not any(model.ndtp_report.losses for model in models):  # type: ignore[union-attr]
+    if mesh is None or not axes or not any(_has_own_losses(model) for model in models):
         return 1.0
     return 1.0 / mesh.grid.size(axes)
+
+
+def _has_own_losses(model: Any) -> bool:
+    report = getattr(model, "ndtp_report", None)
+    return report is not None and bool(report.losses)
 
 
 def gathered_rows(result: Any, mesh: ProcessGrid) -> Any:

@@ -41,6 +41,7 @@ from ndtp.ops.gradients import all_reduce
 from ndtp.runtime.arrival import is_plain, local_of, real_of, wrapped
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.gradient_ends import end_of
+from ndtp.runtime.grid_operations import is_sum
 from ndtp.runtime.grid_parts import full_of, part_of
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
@@ -164,7 +165,7 @@ class PlainGradients:
         if getattr(gradient, "ndtp_is_nothing", False):
             return summed  # type: ignore[no-any-return]
         if not is_plain(gradient):
-            if _is_sum(gradient) or not vars(parameter).get("ndtp_is_handed"):
+            if is_sum(gradient) or "ndtp_set_aside" not in vars(parameter):
                 return None if summed is None else gradient + summed  # what a compiled layer gives is the sum
             self._refuse_graph(name, gradient)
             gradient = full_of(gradient)
@@ -179,7 +180,7 @@ class PlainGradients:
         summed = self._taken_up(parameter)
         if getattr(gradient, "ndtp_is_nothing", False):
             return summed
-        if _is_sum(gradient) or not vars(parameter).get("ndtp_is_handed"):  # no more, since `model.to` moved it
+        if is_sum(gradient) or "ndtp_set_aside" not in vars(parameter):  # no more, since `model.to` moved it
             return None if summed is None else gradient + summed
         self._refuse_graph(name, gradient)
         if not is_plain(gradient) and gradient.placements == parameter.placements:
@@ -209,6 +210,12 @@ class PlainGradients:
         return _on_grid(torch.zeros_like(gradient), parameter) if summed is None else summed
 
     def _refuse_graph(self, name: str, gradient: Tensor) -> None:
+        if getattr(gradient, "ndtp_has_sum", False):
+            raise LayoutError(
+                f"parallelize: '{name}' {tuple(gradient.shape)} gets gradients of a compiled layer, which has summed "
+                f"them over {', '.join(self.axes)}, and of code outside of it, such as a penalty, whose are not\n"
+                "  fix: compute the penalty in the model's forward, or do not compile the model"
+            )
         if gradient.requires_grad:
             raise LayoutError(
                 f"parallelize: create_graph=True: the gradient of '{name}' {tuple(gradient.shape)} is summed over "
@@ -267,11 +274,6 @@ for _hook in (
     inspect.unwrap(PlainGradients._finish),
 ):  # a compiled step calls them in backward
     as_it_is(_hook)
-
-
-def _is_sum(gradient: Any) -> bool:
-    """Whether a compiled layer gave it, see `GridTensor.to_local`."""
-    return type(gradient) is DTensor or getattr(gradient, "ndtp_is_sum", False)
 
 
 def _may_have_gradient(parameter: nn.Parameter) -> bool:

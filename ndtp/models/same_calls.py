@@ -265,6 +265,7 @@ class SameCalls:
 
     def _expect_backward(self, output: Any) -> None:
         self.mesh.step.expect_backward = self._expect_outside
+        self.mesh.step.fold_uses()
         if type(output) is Tensor:
             found = [output] if output.requires_grad else []
         else:

@@ -21,6 +21,7 @@ from ndtp.nn.random import given_or_drawn
 from ndtp.nn.sharded import Sharded
 from ndtp.ops.experts import combined, dispatched, experts, known_counts, weight_plan
 from ndtp.ops.reductions import used_over
+from ndtp.runtime.arrival import local_shard
 from ndtp.runtime.eagerly import backwards_as_they_are, eagerly
 from ndtp.runtime.process_grid import ProcessGrid
 
@@ -124,7 +125,7 @@ class Experts(Sharded):
         sent = dispatched(x, order, top_k).split([flow.dispatch.before for flow in flows])
         parts = experts(
             sent,
-            [weight if weight.dtype == x.dtype else weight.to(x.dtype) for weight in weights],
+            [weight if weight.dtype == x.dtype else local_shard(weight).to(x.dtype) for weight in weights],
             flows,
             self.mesh,
             self.activation,

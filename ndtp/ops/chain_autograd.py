@@ -58,8 +58,8 @@ def run_chain(
     c: Tensor = _Chain.apply(call, *shards)  # type: ignore[no-untyped-call]
     if call.deferred and c.grad_fn is not None:
         step.late.note_chain(c.grad_fn._sequence_nr())
-        if step.uses is not None:
-            step.uses += program.names
+        if step.uses is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+            step.uses += program.names  # but for what a checkpoint computes again
     return c
 
 

@@ -50,6 +50,20 @@ IN_PLACE_VIEWS = ("squeeze_", "unsqueeze_", "t_", "transpose_")
 def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """An operation of which some operands are of `kind`."""
     name = func.overloadpacket.__name__
+    if name == "add" and torch._C._current_graph_task_id() != -1 and any(map(is_sum, args)):  # type: ignore[attr-defined]
+        made = _operate(kind, func, name, args, kwargs)
+        if type(made) is kind and not all(map(is_sum, args)):
+            made.ndtp_has_sum = True
+        return made
+    return _operate(kind, func, name, args, kwargs)
+
+
+def is_sum(gradient: Any) -> bool:
+    """Whether a compiled layer gave it, which has summed it over all ranks, see `GridTensor.to_local`."""
+    return type(gradient) is DTensor or getattr(gradient, "ndtp_is_sum", False)
+
+
+def _operate(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if (done := _on_shards(kind, func, name, args, kwargs)) is not NotImplemented:
         return done
     if name.startswith(LISTS) and (done := _in_groups(kind, func, name, args, kwargs)) is not NotImplemented:
@@ -370,7 +384,9 @@ def note_use(parameter: Any) -> None:
     if torch.compiler.is_compiling():
         return
     own = vars(parameter)
-    if not own.get("ndtp_is_handed") and "ndtp_hand_out" in own:  # of a model whose ranks have other rows
+    if "ndtp_hand_out" in own and at_work() is None:  # of a model whose ranks have other rows
+        if "ndtp_set_aside" in own:
+            return
         parameter.ndtp_is_handed = True
         own["ndtp_hand_out"]()
     elif not own.get("ndtp_is_handed") and not own.get("ndtp_summed_over") and not own.get("ndtp_is_read"):

@@ -117,6 +117,7 @@ def _accumulate(leaf: Any, total: Tensor) -> None:
         )
         if leaf.dim() and hasattr(leaf, "_dtensor"):
             total = type(leaf)(total, False, leaf.shape)
+            total.ndtp_is_sum = True  # type: ignore[attr-defined]
     if leaf.requires_grad:
         torch.autograd.backward([leaf], [total])
     else:  # frozen since

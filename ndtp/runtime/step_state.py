@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from ndtp.runtime.weight_prefetch import WeightPrefetch
 
 if TYPE_CHECKING:
     from ndtp.runtime.recheck import Recheck
+
+
+_MOST_USES = 100_000
 
 
 class StepState:
@@ -76,6 +80,11 @@ class StepState:
             return []
         found, self.loaded = self.loaded, []
         return [(name, int(seen) & (1 << 63) - 1) for name, seen in found]
+
+    def fold_uses(self) -> None:
+        """Keep the names of uses bounded, of a program that calls a model with a graph and never goes backward."""
+        if self.uses and len(self.uses) > _MOST_USES:
+            self.uses = [f"{len(self.uses)} uses, of a hash {crc32(chr(10).join(self.uses).encode()):08x}"]
 
     def taken_uses(self) -> list[str]:
         """Return the weights that were used since the last backward: each use ends in collectives of its own.

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from products import mesh_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ndtp
 from ndtp import Grid, LayoutError, MismatchError
@@ -89,6 +90,39 @@ def check_losses(sizes, scheme):
         torch.autograd.grad(penalty(model), model.up.weight, create_graph=True)
 
 
+def check_other_ends(sizes, scheme):
+    """Gradients that end elsewhere than in a backward of eager layers."""
+    mesh, x = mesh_of(Grid(**sizes)), torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    mine = x.chunk(2)[mesh.coordinate["dp"]]
+    torch.manual_seed(0)
+    dense = Net().double()
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh, scheme=scheme, example=x)
+    for _ in range(2):
+        with mesh.accumulate():
+            ((model(mine).square().mean() + penalty(model)) / 2).backward()
+        (dense(x).square().mean() + penalty(dense)).backward()
+    mesh.reduce_gradients()
+    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def test_gradients_that_end_elsewhere(ranks):
+    ranks(4).run(check_other_ends, {"dp": 2, "x": 2}, "1d-sp")
+
+
+def check_compiled():
+    torch.manual_seed(0)
+    pair = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    ndtp.parallelize(pair, mesh_of(Grid(dp=2)), {"0": "up", "2": "down"}, scheme="1d")
+    compiled = torch.compile(pair, backend="aot_eager")
+    with pytest.raises(LayoutError, match=r"gets gradients of a compiled layer.* and of code outside of it"):
+        (compiled(torch.randn(4, 16)).square().mean() + penalty(pair)).backward()
+
+
+def test_a_penalty_beside_a_compiled_model(ranks):
+    ranks(2).run(check_compiled)
+
+
 @pytest.mark.parametrize(("sizes", "scheme"), GRIDS, ids=str)
 def test_gradients_are_those_of_all_rows(ranks, sizes, scheme):
     ranks(2 ** len(sizes)).run(check_losses, sizes, scheme)
@@ -144,18 +178,20 @@ def test_layers_that_some_ranks_call(ranks):
 class Branch(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.a, self.b, self.again = nn.Linear(16, 16), nn.Linear(16, 16), None
 
     def forward(self, x, takes):
-        return self.b(self.a(x)) if takes.any() else self.a(x)
+        b = self.b if self.again is None else partial(checkpoint, self.b, use_reentrant=self.again)
+        return b(self.a(x)) if takes.any() else self.a(x)
 
 
-def check_micro_batches(first, second):
+def check_micro_batches(first, second, again=None):
     """Each rank's branch in two micro-batches: they may differ in the first one if the last one has them all."""
     mesh, x = mesh_of(Grid(dp=2)), torch.randn(4, 16, dtype=torch.float64)
     torch.manual_seed(0)
     dense, at = Branch().double(), mesh.coordinate["dp"]
     model = ndtp.parallelize(copy.deepcopy(dense), mesh, scheme="1d", example=(x, torch.ones(1)))
+    model.again = again
     for taken in (first, second):
         for rank in range(2):
             dense(x.chunk(2)[rank], torch.tensor(taken[rank])).square().mean().backward()
@@ -167,7 +203,8 @@ def check_micro_batches(first, second):
 
 
 def check_uneven_micro_batches():
-    check_micro_batches((0, 1), (1, 1))
+    for again in (None, False, True):  # computed again by a checkpoint
+        check_micro_batches((0, 1), (1, 1), again)
     with pytest.raises(MismatchError, match="uses of the weights of 'b' before it: rank"):
         check_micro_batches((0, 1), (0, 0))
 
