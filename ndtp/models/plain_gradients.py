@@ -41,8 +41,8 @@ from ndtp.ops.gradients import all_reduce
 from ndtp.runtime.arrival import is_plain, local_of, real_of, wrapped
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.gradient_ends import end_of
-from ndtp.runtime.grid_operations import is_sum
 from ndtp.runtime.grid_parts import full_of, part_of
+from ndtp.runtime.handed_out import is_sum
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.process_grid import ProcessGrid
 

@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from ndtp.errors import LayoutError
 from ndtp.runtime.at_work import at_work
 from ndtp.runtime.dtensor_rules import LISTS, WRITES, dtensor_of, is_loss, is_odd, is_trusted, lacks_rule
-from ndtp.runtime.grid_parts import clear, full_of, lying_as, on_every_rank, part_of
+from ndtp.runtime.grid_parts import clear, full_of, on_every_rank
+from ndtp.runtime.handed_out import is_sum, note_use
 from ndtp.runtime.list_operations import by_groups, groups_of, operands_of_each
 from ndtp.runtime.reads import NamedRead
 from ndtp.runtime.refused_reads import is_whole_tensor, refused
@@ -56,11 +57,6 @@ def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
             made.ndtp_has_sum = True
         return made
     return _operate(kind, func, name, args, kwargs)
-
-
-def is_sum(gradient: Any) -> bool:
-    """Whether a compiled layer gave it, which has summed it over all ranks, see `GridTensor.to_local`."""
-    return type(gradient) is DTensor or getattr(gradient, "ndtp_is_sum", False)
 
 
 def _operate(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -368,34 +364,3 @@ def _beside(x: Tensor, split: Any, name: str, flat: Sequence[Any]) -> Any:
             grow += [0, want - real if have == real and want != real else 0]
         x = torch.nn.functional.pad(x, grow) if any(grow) else x
     return on_every_rank(x, split)
-
-
-# -------------------------------------------------------------------------------------------------------- gradients
-
-
-def note_use(parameter: Any) -> None:
-    """Note that code outside of the layers computes with a tensor, which may be a parameter in a graph of autograd.
-
-    A number has plain gradients, also where it was made of a parameter (`p.sum()`).  They become ones of the grid here,
-    and those that layers give become such beside which torch adds plain ones up.
-    """
-    if not torch.is_grad_enabled() or not parameter.requires_grad or not parameter.is_leaf:
-        return
-    if torch.compiler.is_compiling():
-        return
-    own = vars(parameter)
-    if "ndtp_hand_out" in own and at_work() is None:  # of a model whose ranks have other rows
-        if "ndtp_set_aside" in own:
-            return
-        parameter.ndtp_is_handed = True
-        own["ndtp_hand_out"]()
-    elif not own.get("ndtp_is_handed") and not own.get("ndtp_summed_over") and not own.get("ndtp_is_read"):
-        parameter.ndtp_is_handed = True
-        kind, dtensor, real = type(parameter), parameter._dtensor, parameter.ndtp_real
-
-        def put(grad: Any) -> Any:
-            if isinstance(grad, (kind, DTensor)) or grad.shape != real:
-                return None
-            return kind(lying_as(part_of(grad.detach(), dtensor), dtensor), False, real)
-
-        parameter.register_hook(put)

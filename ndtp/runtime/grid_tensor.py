@@ -27,8 +27,9 @@ from ndtp.runtime.dtensor_rules import PHYSICAL, box_of
 from ndtp.runtime.eagerly import as_it_is
 from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.grid_autograd import Moved, TakenWhole, ToLocal
-from ndtp.runtime.grid_operations import note_use, operate
+from ndtp.runtime.grid_operations import operate
 from ndtp.runtime.grid_parts import full_of, lying_as, part_of
+from ndtp.runtime.handed_out import note_use
 from ndtp.runtime.reads import NamedRead
 
 CLASS: Any = vars(object)["__class__"]

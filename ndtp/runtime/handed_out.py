@@ -1,0 +1,44 @@
+"""Parameters of a grid that code outside of layers computes with, and what their gradients are then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ndtp.runtime.at_work import at_work
+from ndtp.runtime.grid_parts import lying_as, part_of
+
+
+def is_sum(gradient: Any) -> bool:
+    """Whether a compiled layer gave it, which has summed it over all ranks, see `GridTensor.to_local`."""
+    return type(gradient) is DTensor or getattr(gradient, "ndtp_is_sum", False)
+
+
+def note_use(parameter: Any) -> None:
+    """Note that code outside of the layers computes with a tensor, which may be a parameter in a graph of autograd.
+
+    A number has plain gradients, also where it was made of a parameter (`p.sum()`).  They become ones of the grid here,
+    and those that layers give become such beside which torch adds plain ones up.
+    """
+    if not torch.is_grad_enabled() or not parameter.requires_grad or not parameter.is_leaf:
+        return
+    if torch.compiler.is_compiling():
+        return
+    own = vars(parameter)
+    if "ndtp_hand_out" in own and at_work() is None:  # of a model whose ranks have other rows
+        if "ndtp_set_aside" in own:
+            return
+        parameter.ndtp_is_handed = True
+        own["ndtp_hand_out"]()
+    elif not own.get("ndtp_is_handed") and not own.get("ndtp_summed_over") and not own.get("ndtp_is_read"):
+        parameter.ndtp_is_handed = True
+        kind, dtensor, real = type(parameter), parameter._dtensor, parameter.ndtp_real
+
+        def put(grad: Any) -> Any:
+            if isinstance(grad, (kind, DTensor)) or grad.shape != real:
+                return None
+            return kind(lying_as(part_of(grad.detach(), dtensor), dtensor), False, real)
+
+        parameter.register_hook(put)
