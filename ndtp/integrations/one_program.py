@@ -113,7 +113,7 @@ def gathered_rows(result: Any, mesh: ProcessGrid) -> Any:
             return x
         mine, parts = whole(x).detach(), [(0, x)] * mesh.grid.size(axes)
         dist.all_gather_object(parts, (mesh.grid.index(mesh.rank, axes), mine.cpu()), group=mesh.group(axes))
-        rows = [part.reshape(-1, *part.shape[1:]) for _, part in sorted(parts, key=itemgetter(0))]
+        rows = [part if part.dim() else part[None] for _, part in sorted(parts, key=itemgetter(0))]
         return torch.cat(rows).to(mine.device)
 
     return tree_map(of_all, result)

@@ -29,7 +29,7 @@ from ndtp.errors import LayoutError
 from ndtp.runtime.at_work import at_work
 from ndtp.runtime.dtensor_rules import LISTS, WRITES, dtensor_of, is_loss, is_odd, is_trusted, lacks_rule
 from ndtp.runtime.grid_parts import clear, full_of, on_every_rank
-from ndtp.runtime.handed_out import is_sum, note_use
+from ndtp.runtime.handed_out import note_use
 from ndtp.runtime.list_operations import by_groups, groups_of, operands_of_each
 from ndtp.runtime.reads import NamedRead
 from ndtp.runtime.refused_reads import is_whole_tensor, refused
@@ -51,15 +51,6 @@ IN_PLACE_VIEWS = ("squeeze_", "unsqueeze_", "t_", "transpose_")
 def operate(kind: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """An operation of which some operands are of `kind`."""
     name = func.overloadpacket.__name__
-    if name == "add" and torch._C._current_graph_task_id() != -1 and any(map(is_sum, args)):  # type: ignore[attr-defined]
-        made = _operate(kind, func, name, args, kwargs)
-        if type(made) is kind and not all(map(is_sum, args)):
-            made.ndtp_has_sum = True
-        return made
-    return _operate(kind, func, name, args, kwargs)
-
-
-def _operate(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if (done := _on_shards(kind, func, name, args, kwargs)) is not NotImplemented:
         return done
     if name.startswith(LISTS) and (done := _in_groups(kind, func, name, args, kwargs)) is not NotImplemented:
@@ -69,8 +60,9 @@ def _operate(kind: Any, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_unflatten([_finished(kind, x) for x in flat], tree)
         return func(*args, **kwargs)
     mine = [x for x in flat if type(x) is kind]
-    for x in mine:
-        note_use(x)
+    if torch.is_grad_enabled():
+        for x in mine:
+            note_use(x)
     written = _written(func, name, args, kwargs)
     is_padded, is_drawn = any(x.is_padded for x in mine), torch.Tag.nondeterministic_seeded in func.tags
     if is_padded and not name.startswith(LISTS):

@@ -29,11 +29,12 @@ from ndtp.runtime.gradient_ends import end_of
 from ndtp.runtime.grid_autograd import Moved, TakenWhole, ToLocal
 from ndtp.runtime.grid_operations import operate
 from ndtp.runtime.grid_parts import full_of, lying_as, part_of
-from ndtp.runtime.handed_out import note_use
+from ndtp.runtime.handed_out import note_mixed, note_use
 from ndtp.runtime.reads import NamedRead
 
 CLASS: Any = vars(object)["__class__"]
 GRAD: Any = vars(torch._C.TensorBase)["grad"]
+ADD = torch.ops.aten.add.Tensor
 HANDED = ("ndtp_is_handed", "ndtp_hand_out", "ndtp_set_aside")
 KEPT = ("_dtensor", "ndtp_summed_over", *HANDED)  # hooks, and what stands for one, are not copied
 
@@ -50,6 +51,7 @@ class GridTensor(torch.Tensor):
         ndtp_of_model: whether it is, or was made of, a parameter of a model whose inputs every rank has whole.
         ndtp_is_handed: whether code outside of the layers computes with it, whose gradient may be a plain tensor.
         ndtp_is_sum: (of a gradient) whether a compiled layer gives it, which has summed it over all ranks.
+        ndtp_has_sum: (of a gradient) whether autograd has added such a one and another.
         ndtp_hand_out: what is called when it first does, where ranks have other rows; see `plain_gradients`.
         ndtp_set_aside: what takes the gradients that layers give of it from then on.
     """
@@ -151,7 +153,7 @@ class GridTensor(torch.Tensor):
         note_use(self)
         wanted = kwargs.get("placements") or (args[1] if len(args) > 1 else None)
         with nullcontext() if wanted == self.placements else NamedRead(self, "redistribute", self.ndtp_name):
-            if self.is_padded:
+            if self.is_padded or not torch.compiler.is_compiling():
                 return Moved.apply(self, args, kwargs)  # type: ignore[no-untyped-call]
             return DTensor.redistribute(self, *args, **kwargs)  # type: ignore[arg-type]
 
@@ -262,7 +264,10 @@ class GridTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return operate(cls, PHYSICAL.get(func, func), args, kwargs or {})
+        made = operate(cls, PHYSICAL.get(func, func), args, kwargs or {})
+        if func is ADD:
+            note_mixed(args, made)
+        return made
 
 
 KINDS = (GridTensor, DTensor)  # the compiler goes by the class itself, not by what a tensor says of it
@@ -354,7 +359,8 @@ def _keeping_hooks_of_moved(swap: Callable[[Any, Any], None]) -> Callable[[Any, 
         for x in (t1, t2):
             if type(x) is GridTensor:
                 known.append((x, {*(x._backward_hooks or ())}, {key: vars(x)[key] for key in HANDED if key in vars(x)}))
-                x.ndtp_is_handed = True  # torch computes with it
+                vars(x).pop("ndtp_hand_out", None)
+                x.ndtp_is_handed = True  # or torch, which computes with it here, would be code outside of layers
         swap(t1, t2)
         for x, own, handed in known:
             for key in HANDED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,14 @@ from ndtp.runtime.grid_parts import lying_as, part_of
 def is_sum(gradient: Any) -> bool:
     """Whether a compiled layer gave it, which has summed it over all ranks, see `GridTensor.to_local`."""
     return type(gradient) is DTensor or getattr(gradient, "ndtp_is_sum", False)
+
+
+def note_mixed(terms: Sequence[Any], made: Any) -> None:
+    """Note of what autograd has added up that it is neither a sum of all ranks nor a gradient of this one."""
+    if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+        return
+    if any(map(is_sum, terms)) and not all(map(is_sum, terms)) and hasattr(made, "_dtensor"):
+        made.ndtp_has_sum = True
 
 
 def note_use(parameter: Any) -> None:

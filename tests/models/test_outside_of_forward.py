@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from products import mesh_of
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.utils.checkpoint import checkpoint
 
 import ndtp
@@ -46,11 +47,18 @@ def whole(x):
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
+def everywhere(x):
+    if not hasattr(x, "redistribute"):
+        return x
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local()
+
+
 LOSSES = {
     "a penalty of all parameters": lambda m, x: m(x).square().mean() + penalty(m),
     "a penalty of split weights": lambda m, x: m(x).square().mean() + m.up.weight.norm() + m.down.weight.abs().mean(),
     "scaled by parameters": lambda m, x: (m(x) / m.scale.norm() * m.up.weight.square().mean()).square().mean(),
     "a whole parameter": lambda m, x: (m(x) * whole(m.prototypes).mean()).square().mean(),
+    "a parameter laid otherwise": lambda m, x: m(x).square().mean() + everywhere(m.down.bias).square().sum(),
     "methods": lambda m, x: m.forward_head(m.forward_features(x) * m.scale).square().mean(),
     "prototypes": lambda m, x: F.cosine_similarity(
         m.forward_features(x).mean(1)[:, None], m.prototypes[None], dim=-1
@@ -102,8 +110,28 @@ def check_other_ends(sizes, scheme):
             ((model(mine).square().mean() + penalty(model)) / 2).backward()
         (dense(x).square().mean() + penalty(dense)).backward()
     mesh.reduce_gradients()
+    same_gradients(model, dense)
+    model, again = ndtp.parallelize(copy.deepcopy(dense), mesh, scheme=scheme, example=x), dense
+    for change in (
+        lambda m: m.float().double(),
+        lambda m: m,
+        lambda m: m.float().double(),
+        copy.deepcopy,
+    ):  # moved before and after it is read
+        model, again = change(model), change(again)
+        for with_penalty in (0, 1):
+            for m, given, count in ((model, mine, 2), (again, x, 1)):
+                m.zero_grad()
+                loss = m(given).square().mean() + (penalty(m) if with_penalty else 0)
+                (loss / count).backward()
+            same_gradients(model, again)
+
+
+def same_gradients(model, dense):
     for p, q in zip(model.parameters(), dense.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
 def test_gradients_that_end_elsewhere(ranks):
