@@ -39,6 +39,7 @@ from ndtp.ops.lookup import LookupPlan, look_up
 from ndtp.ops.moving import taken
 from ndtp.ops.norms import NormPlan, bound_norm, norm, with_eps
 from ndtp.runtime.arrival import is_plain, stored_shape
+from ndtp.runtime.eagerly import WHY_EAGER, eagerly
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.runtime.versions import refuse_changed, version_of
 
@@ -71,6 +72,11 @@ class Adopted(Sharded):
     frame: Frame
     lies: dict[str, Lies]
     settled: Settlements
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if "forward" in vars(cls):
+            cls.forward = eagerly(WHY_EAGER)(cls.forward)
 
     def placed(
         self,

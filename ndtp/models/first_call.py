@@ -22,10 +22,9 @@ from ndtp.models.made_classes import made_class
 from ndtp.models.observation import observe_call
 from ndtp.models.plain_gradients import sum_plain_gradients_of
 from ndtp.models.report import Report
-from ndtp.models.run_eagerly import WHY
 from ndtp.runtime.arrival import is_plain
 from ndtp.runtime.default_group import OwnRows
-from ndtp.runtime.eagerly import eagerly
+from ndtp.runtime.eagerly import WHY_EAGER, eagerly
 
 WAITS = "the first call decides: no inputs are known with which the model runs; example= decides at once"
 
@@ -58,7 +57,7 @@ class FirstCall:
         model = self.split.model
         theirs: Any = type(model)
 
-        @eagerly(WHY)
+        @eagerly(WHY_EAGER)
         @wraps(theirs.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if any(type(p) is not nn.Parameter for p in self.parameters()):

@@ -263,6 +263,7 @@ class SameCalls:
 
     # ------------------------------------------------------------------------------------------------------ backward
 
+    @eagerly("ndtp: what ranks compare of a backward is no part of a graph")
     def _expect_backward(self, output: Any) -> None:
         self.mesh.step.expect_backward = self._expect_outside
         self.mesh.step.fold_uses()

@@ -43,7 +43,7 @@ from ndtp.models.roles import (
     vocabulary_of,
 )
 from ndtp.models.router_loss import whole_router_loss
-from ndtp.models.run_eagerly import run_eagerly
+from ndtp.models.run_eagerly import compiled_parts_run_eagerly, run_eagerly
 from ndtp.models.saving import saved_whole
 from ndtp.models.table_settings import setting_against
 from ndtp.ops.lookup import LookupPlan
@@ -80,6 +80,7 @@ class Split(Placing):
     proofs: Proofs
 
     def run(self) -> None:
+        compiled_parts_run_eagerly(self.model)
         model, modules = self.model, dict(self.model.named_modules())
         attention, self.kept = find_attention(model, self.hidden)
         taken = {name for role in attention for name in (*role.inputs.values(), role.output)}

@@ -9,6 +9,13 @@ import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# What the error of `fullgraph=True` says of models that were split as a whole.
+WHY_EAGER = (
+    "ndtp: a model that was parallelized as a whole runs eagerly: its hidden states have the sizes of the whole and "
+    "the memory of a part, which no graph can hold. fix: leave out fullgraph=True, or build its layers of ndtp.nn, "
+    "which compile into one graph"
+)
+
 
 def as_it_is(function: Any) -> None:
     """Have a compiler run a function, and all that it calls, as they are, where it comes to be called."""

@@ -1,11 +1,13 @@
-"""`torch.compile` of a model that is split by what a run shows, and of its parts: they run as they are."""
+"""`torch.compile` of a model that is split as a whole, and of its parts: they run as they are."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 from products import mesh_of
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import ndtp
 from ndtp import Grid
@@ -101,3 +103,59 @@ def test_compiled_models_run_as_they_are(ranks, change, waits):
 
 def test_a_compiled_step(ranks):
     ranks(2).run(check_step)
+
+
+def compile_part(module, name):
+    module.get_submodule(name).compile(backend="eager")
+
+
+def replace_part(module, name):
+    owner, _, own = name.rpartition(".")
+    setattr(module.get_submodule(owner), own, torch.compile(module.get_submodule(name), backend="eager"))
+
+
+def compile_forward(module, name):
+    part = module.get_submodule(name)
+    part.forward = torch.compile(part.forward, backend="eager")
+
+
+def stock():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, **sizes))
+
+
+PARTS = {
+    "model": compile_part, "model.layers.0": replace_part, "model.layers.0.self_attn": compile_part,
+    "model.layers.0.mlp": replace_part, "model.layers.0.mlp.act_fn": compile_part,
+    "model.layers.0.input_layernorm": compile_forward, "model.layers.0.self_attn.o_proj": replace_part,
+    "model.embed_tokens": compile_part,
+}  # fmt: skip
+
+
+def check_stock(is_before):
+    """Any part of a stock model, compiled before the model is split or afterwards."""
+    dense, batch = stock(), {"input_ids": IDS, "labels": IDS}
+    dense(**batch).loss.backward()
+    gradients = {name: p.grad for name, p in dense.named_parameters()}
+    dense.zero_grad()
+    mesh = mesh_of(Grid(x=2))
+    for part, change in PARTS.items():
+        model = copy.deepcopy(dense)
+        if is_before:
+            change(model, part)
+        split = ndtp.parallelize(model, mesh, scheme="1d-sp")
+        if not is_before:
+            change(split, part)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            split(**batch).loss.backward()
+        for name, p in split.named_parameters():
+            theirs = gradients[name.replace("_orig_mod.", "")]
+            torch.testing.assert_close(p.grad.full_tensor(), theirs, rtol=1e-4, atol=1e-6, msg=f"{part}: {name}")
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+def test_compiled_parts_of_a_stock_model_run_as_they_are(ranks, is_before):
+    ranks(2).run(check_stock, is_before)
