@@ -28,7 +28,7 @@ from ndtp.nn.sharded import BlockModule, memory_of, volume_of
 from ndtp.ops.experts import known_counts
 from ndtp.ops.memory import Memory
 from ndtp.ops.moving import enter
-from ndtp.ops.reductions import reduce
+from ndtp.ops.reductions import reduce, used_over
 from ndtp.ops.resharding import reshard
 from ndtp.runtime.eagerly import eagerly
 from ndtp.runtime.given_mesh import GivenWire, given_mesh
@@ -169,7 +169,13 @@ class MoE(BlockModule):
     def _shared(self, rows: Tensor) -> Tensor:
         assert self.shared is not None
         y = self.shared(rows)
-        return y if self.shared_gate is None else y * self.shared_gate.logits(rows).sigmoid().to(y.dtype)
+        if self.shared_gate is None:
+            return y
+        rows_alone = Layout(self.mesh.grid, self.in_layout.dims[0], None)
+        gate = used_over(
+            self.shared_gate.logits(rows), rows_alone, self.out_layout.dims[1], self.mesh, self.shared_gate.name
+        )
+        return y * gate.sigmoid().to(y.dtype)
 
     @property
     def aux_loss(self) -> Tensor:

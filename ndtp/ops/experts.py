@@ -133,7 +133,7 @@ def combined(y: Tensor, order: Tensor, gates: Tensor) -> Tensor:
     """
     tokens, top_k = gates.shape
     each: Tensor = _Placed.apply(y, order, tokens * top_k)  # type: ignore[no-untyped-call]
-    each = each.view(tokens, top_k, -1)
+    each = each.view(tokens, top_k, y.shape[1])
     return (each * gates.to(y.dtype).unsqueeze(-1)).sum(1)
 
 

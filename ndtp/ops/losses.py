@@ -180,9 +180,14 @@ def totals(loss: Tensor, targets: Tensor, plan: LossPlan, mesh: GridLike, weight
 
 
 def reduced(total: Tensor, reduction: str, dtype: torch.dtype) -> Tensor:
-    """The mean or the sum of the losses, from `totals`."""
-    loss = total[0] / total[1].detach() if reduction == "mean" else total[0]
-    return torch.where(total[2].detach() > 0, torch.nan, loss).to(dtype)
+    """The mean or the sum of the losses, from `totals`.
+
+    The mean of no rows is NaN, and its gradients are zeros, as those of torch.
+    """
+    loss, counted, wrong = total[0], *total[1:].detach()
+    has_none = (counted == 0) & (reduction == "mean")
+    loss = loss / torch.where(has_none, 1, counted) if reduction == "mean" else loss
+    return torch.where((wrong > 0) | has_none, torch.nan, loss).to(dtype)
 
 
 def whole_targets(targets: Tensor, layout: Layout, rows: int, mesh: GridLike, name: str) -> Tensor:

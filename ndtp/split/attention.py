@@ -274,6 +274,11 @@ def _composed(q: Any, k: Any, v: Any, mask: Any, p: float, is_causal: bool, scal
         rows, columns = q.shape[-2], k.shape[-2]
         seen = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril()
         scores = scores.masked_fill(~seen, float("-inf"))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    return torch.matmul(F.dropout(torch.softmax(scores, -1), p, True), v)
+    if mask is None:
+        return torch.matmul(F.dropout(torch.softmax(scores, -1), p, True), v)
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    # A row that sees no key gives zeros, as torch's kernels do.
+    seen = mask if mask.dtype == torch.bool else mask > float("-inf")
+    is_blind = ~seen.any(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(is_blind, 0.0), -1).masked_fill(is_blind, 0.0)
+    return torch.matmul(F.dropout(weights, p, True), v)

@@ -200,6 +200,21 @@ def dropped(sizes, scheme):
     return whole(model(randn(3, 5, HIDDEN))).detach()
 
 
+def check_blind():
+    """An empty sequence, whose rows see no key, beside dropout that drops nothing."""
+    dense, model = both(lambda: encoder(dropout=1e-15), mesh_of(Grid(x=2)), "1d")
+    padding = torch.zeros(3, 5, dtype=torch.bool)
+    padding[0] = True
+    additive = torch.zeros(5, 5, dtype=torch.float64)
+    additive[2] = -torch.inf
+    for kwargs in ({"src_key_padding_mask": padding}, {"mask": additive}):
+        compare(dense, model, [randn(3, 5, HIDDEN)], kwargs, str(list(kwargs)))
+
+
+def test_rows_that_see_no_key(ranks):
+    ranks(2).run(check_blind)
+
+
 def test_encoder(ranks):
     check_encoder({"x": 1}, "1d", True)
     plane, other = {"x": 2, "y": 2}, {"z": 2, "y": 2}

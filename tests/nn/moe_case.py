@@ -182,6 +182,9 @@ def check(
     choice = Choice(router, x_dense, weights, **settings)
     up = next(p for name, p in parameters.items() if "up_proj" in name)
     expected = dense(x_dense, choice.pairs, up, parameters["experts.down_proj"], moe.experts.activation)
+    if moe.shared is not None:
+        shared = moe.shared.to_dense()(x_dense)
+        expected = expected + shared * (x_dense @ parameters["shared_gate.weight"].T).sigmoid()
     ((expected * upstream).sum() + choice.loss).backward()
 
     shard = moe.in_layout.shard(x, mesh.rank).clone().requires_grad_()
@@ -196,6 +199,8 @@ def check(
         "dx": assert_close(shard.grad, moe.in_layout.shard(x_dense.grad, mesh.rank), f"{where}: dx"),
     }
     for name, parameter in moe.named_parameters():
+        if name.startswith("shared."):  # an MLP, which has tests of its own
+            continue
         grad = parameters[name].grad
         assert parameter.grad is not None, f"{where}: {name} has no gradient"
         grad = torch.zeros_like(parameters[name]) if grad is None else grad

@@ -157,8 +157,15 @@ def check_extremes():
         assert loss.dtype == torch.float32
         assert_close_to_dense(mine.grad, *(shard(t.grad, layout, mesh) for t in (whole, exact)))
         close(loss.double().round(decimals=4), F.cross_entropy(exact, targets).round(decimals=4), "loss")
-        none = ndtp.nn.cross_entropy(mine.detach(), torch.full_like(targets, -100), layout=layout, mesh=mesh)
-        assert none.isnan(), "as torch has it"
+        mine = mine.detach().requires_grad_()
+        none = ndtp.nn.cross_entropy(mine, torch.full_like(targets, -100), layout=layout, mesh=mesh)
+        none.backward()
+        assert none.isnan() and not mine.grad.any(), "as torch has it"
+    fused = ndtp.nn.LinearCrossEntropy(ndtp.nn.Linear(FEATURES, CLASSES + 1, mesh=mesh, scheme="1d-sp", seed=0))
+    x = torch.randn(fused.in_layout.shard_shape((TOKENS, FEATURES))).requires_grad_()
+    none = fused(x, torch.full((TOKENS,), -100))
+    none.backward()
+    assert none.isnan() and not x.grad.any(), "as torch has it"
 
 
 def wrong_targets():

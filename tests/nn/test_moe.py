@@ -40,6 +40,7 @@ def test_experts_beside_and_inside(ranks):
         (Grid(x=4), {"chunks": 2, "skew": 3.0}),  # rows that are cut unevenly, which bounds allow for
         (Grid(x=2, y=2), {"scheme": "2d-features", "skew": 1.0, "chunks": 2}),
         (Grid(e=4), {"skew": 3.0, "options": LOSSES}),
+        (Grid(x=2, y=2), {"router": "qwen", "shared": 16, "shared_gate": True}),
     ]  # fmt: skip
     loads = ranks(4).run(check_all, cases)[0][-1]["loads"]
     assert 0 in loads and max(loads) > 2 * 16 / EXPERTS  # some experts had nothing, others far more than a share
@@ -98,6 +99,7 @@ def check_rest():
         assert not torch.equal(moe(moe.in_layout.shard(x, mesh.rank)), expected)
         assert not any(moe.load_state_dict(form))
         assert_close(moe(moe.in_layout.shard(x, mesh.rank)), expected, "loaded")
+    assert moe(x[:0]).shape == (0, HIDDEN)  # no token on any rank
     # The shared expert, by hand.
     whole_x = other.in_layout.shard(x, mesh.rank)
     shared = other.shared(whole_x) * (x @ dense["shared_gate.weight"].T).sigmoid()
