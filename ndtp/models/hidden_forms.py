@@ -171,7 +171,8 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any)
     with torch._C.DisableTorchFunctionSubclass():
         if len(grads) != len(given) or any(g is None or g.shape != x.shape for x, g in zip(given, grads, strict=True)):
             return NotImplemented
-    return torch.autograd.backward([*map(edge_of, given)], grads, *args, **kwargs)
+        shards = [g.as_subclass(Tensor) for g in grads]  # their sizes are those that an edge has
+    return torch.autograd.backward([*map(edge_of, given)], shards, *args, **kwargs)
 
 
 OWN: dict[Any, Any] = {

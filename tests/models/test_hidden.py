@@ -181,3 +181,23 @@ def check_vectors(scheme):
 @pytest.mark.parametrize("scheme", ["2d", "3d"])
 def test_layers_take_vectors(ranks, scheme):
     ranks(4).run(check_vectors, scheme)
+
+
+def check_reentrant():
+    """The gradient of one layer's checkpoint is what the checkpoint of the layer below begins with."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
+    dense = LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes)).double()
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), scheme="1d-sp")
+    ids = torch.arange(32).view(4, 8)
+    for each in (dense, model):
+        each.gradient_checkpointing_enable({"use_reentrant": True})
+        each.train()(input_ids=ids, labels=ids).loss.backward()
+    for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
+def test_reentrant_checkpoints_one_behind_the_other(ranks):
+    ranks(2).run(check_reentrant)
