@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ndtp.runtime.grid_parts import part_of
+from ndtp.runtime.grid_parts import on_every_rank, part_of
 
 
 class TakenWhole(torch.autograd.Function):
@@ -50,18 +50,23 @@ class PutInPlace(torch.autograd.Function):
 
 
 class Moved(torch.autograd.Function):
-    """`redistribute` of one with padding, which stays behind its sizes."""
+    """`redistribute` of one with padding, which stays behind its sizes while it is split."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, args: Any, kwargs: Any) -> Any:
         ctx.like, ctx.kind = x._dtensor, type(x)
-        return type(x)(x._dtensor.redistribute(*args, **kwargs), False, x.ndtp_real)
+        moved = x._dtensor.redistribute(*args, **kwargs)
+        if x.is_padded and all(placement.is_replicate() for placement in moved.placements):
+            moved = on_every_rank(moved.to_local()[tuple(map(slice, x.ndtp_real))].clone(), moved)
+        return type(x)(moved, False, x.ndtp_real)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         like = ctx.like
         if isinstance(grad, DTensor):
-            return grad.redistribute(placements=like.placements), None, None
+            if getattr(grad, "_dtensor", grad).shape == like.shape:
+                return grad.redistribute(placements=like.placements), None, None
+            grad = grad.full_tensor()
         put = PutInPlace.apply(grad, like.placements, like.device_mesh, like.shape, ctx.kind)  # type: ignore[no-untyped-call]
         return put, None, None
 

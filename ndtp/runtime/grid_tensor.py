@@ -30,6 +30,7 @@ from ndtp.runtime.grid_autograd import Moved, TakenWhole, ToLocal
 from ndtp.runtime.grid_operations import operate
 from ndtp.runtime.grid_parts import full_of, lying_as, part_of
 from ndtp.runtime.handed_out import note_mixed, note_use
+from ndtp.runtime.loaded_states import watch_loaded_states
 from ndtp.runtime.reads import NamedRead
 
 CLASS: Any = vars(object)["__class__"]
@@ -324,6 +325,8 @@ def become(parameter: Any, dtensor: Any, name: str, real: Sequence[int]) -> None
     replaced("torch.utils.swap_tensors", _keeping_hooks_of_moved)
     own = dtensor._dtensor if type(dtensor) is GridTensor else dtensor  # or each operation would be dispatched twice
     made = GridTensor(own, parameter.requires_grad, real)
+    if made.is_padded:
+        watch_loaded_states()
     vars(parameter).update(vars(made), ndtp_name=name, _is_param=True)
     exchange(parameter, made)
 

@@ -10,6 +10,13 @@ import torch
 import torch.nn.functional as F
 from products import mesh_of
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import ndtp
@@ -205,6 +212,7 @@ def check_plain():
     loaded = pickle.loads(pickle.dumps(mine))
     assert type(loaded) is torch.Tensor and torch.allclose(loaded, theirs)
     moved = model[0].weight.detach().redistribute(placements=[Replicate()])
+    assert moved.to_local().shape == dense[0].weight.shape  # without the padding, which nothing needs there
     moved.ndtp_is_read = True
     assert pickle.loads(pickle.dumps(moved)).shape == moved.shape == dense[0].weight.shape
     assert mine.tolist() == loaded.tolist() and torch.equal(
@@ -212,11 +220,47 @@ def check_plain():
     )
 
 
+def check_full_state(foreach):
+    """Whole weights and states of an optimizer, out and in by torch's functions for them."""
+    dense, model = made(), ndtp.parallelize(made(), mesh_of(Grid(x=2)), scheme="1d")
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    given = copy.deepcopy(dense.state_dict())
+    sum(p.square().sum() for p in model.parameters()).backward()
+    optimizer.step()
+    full = StateDictOptions(full_state_dict=True, cpu_offload=False)
+    weights, states = (
+        get_model_state_dict(model, options=full),
+        get_optimizer_state_dict(model, optimizer, options=full),
+    )
+    assert {name: x.shape for name, x in weights.items()} == {name: x.shape for name, x in dense.state_dict().items()}
+    assert states["state"]["0.weight"]["exp_avg"].shape == dense[0].weight.shape
+    set_model_state_dict(model, dense.state_dict(), options=full)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.full_tensor(), dense.get_parameter(name).detach(), rtol=0, atol=0)
+    set_optimizer_state_dict(model, optimizer, states, options=full)
+    theirs = torch.optim.AdamW(dense.parameters(), foreach=foreach)
+    for each, stepped in ((dense, theirs), (model, optimizer)):
+        each.zero_grad()
+        sum(p.square().sum() for p in each.parameters()).backward()
+        if each is dense:
+            stepped.step()  # makes its state, which is overwritten
+            dense.load_state_dict({name: x.clone() for name, x in given.items()})
+            set_optimizer_state_dict(dense, theirs, copy.deepcopy(states), options=full)
+        stepped.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.full_tensor(), dense.get_parameter(name).detach())
+
+
 def check_torch():
     """A trap that `is_trusted` knows: torch's own answer is that of this rank alone, or an error."""
     x = torch.arange(8.0).view(4, 2)
     split = distribute_tensor(copy.deepcopy(x), init_device_mesh("cpu", (2,)), [Shard(0)])
     assert split.sum([], keepdim=True).full_tensor().item() != x.sum()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_full_states(ranks, foreach):
+    ranks(2).run(check_full_state, foreach)
 
 
 @pytest.mark.parametrize(("sizes", "scheme"), [({"x": 2}, "1d"), ({"x": 2, "y": 2}, "2d")])

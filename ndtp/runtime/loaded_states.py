@@ -1,0 +1,40 @@
+"""States of optimizers that torch has distributed anew, put where the padded parameters of a grid lie."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ndtp.runtime.grid_parts import lying_as, part_of
+
+_SEEN: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # the states when they were last looked at
+
+
+@cache
+def watch_loaded_states() -> None:
+    """Look at the states of each optimizer at its first step after they were loaded.
+
+    `set_optimizer_state_dict` of torch makes DTensors of the sizes without padding, which lie otherwise than a padded
+    parameter, and which torch cannot combine with it.
+    """
+    register_optimizer_step_pre_hook(_put_on_grid)  # type: ignore[no-untyped-call]
+
+
+def _put_on_grid(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or _SEEN.get(optimizer) is optimizer.state:
+        return
+    _SEEN[optimizer] = optimizer.state
+    for parameter, states in optimizer.state.items():
+        own: Any = parameter
+        if not getattr(own, "is_padded", False) or not isinstance(states, dict):
+            continue
+        for name, state in states.items():
+            if type(state) is DTensor and state.shape == own.shape:
+                local = part_of(state.full_tensor(), own._dtensor)
+                states[name] = type(own)(lying_as(local, own._dtensor), False, own.ndtp_real)
