@@ -46,6 +46,7 @@ def reads_parameters(model: nn.Module, frame: Frame, compiles: bool = False) -> 
 
 def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool) -> Any:
     method = getattr(theirs, name)
+    is_synced = "synced_gpus" in inspect.signature(method).parameters  # `generate` of transformers
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,6 +55,8 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool)
             return method(self, *args, **kwargs)
         if name != "forward" and frame.running:  # called by what notes already
             return method(self, *args, **kwargs)
+        if is_synced and rows.axes:
+            kwargs.setdefault("synced_gpus", True)  # ranks whose rows have ended call on until all others' have
         read: list[Any] = []
         frame.running.append(read)
         rows.begin()

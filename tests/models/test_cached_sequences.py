@@ -119,3 +119,25 @@ def test_generation(ranks):
 
 def test_cache(ranks):
     ranks(4).run(check_cache)
+
+
+def check_rows_that_end():
+    """Along dp, where the rows of one rank end long before those of the other."""
+    mesh = mesh_of(Grid(dp=2))
+    dense = build("LlamaForCausalLM", num_hidden_layers=1)
+    model = ndtp.parallelize(build("LlamaForCausalLM", num_hidden_layers=1), mesh)
+    ids = inputs("LlamaForCausalLM")["input_ids"]
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids[:1])}
+    free = dense.generate(ids[:1], **options)
+    ends = free[0, ids.shape[1] + 1].item()  # what the first row says second
+    lengths = []
+    for each, rows in ((dense, (0, 1)), (model, (mesh.rank,))):
+        for row in rows:
+            lengths.append(each.generate(ids[row : row + 1], eos_token_id=ends, **options).shape[1])
+    assert lengths[2] == lengths[mesh.rank] and lengths[0] < lengths[1], lengths
+    with torch.no_grad():
+        model(ids[:1])
+
+
+def test_rows_that_end_early_along_dp(ranks):
+    ranks(2).run(check_rows_that_end)
