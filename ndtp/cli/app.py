@@ -53,7 +53,7 @@ class CommandLine(CommandGroup):
 
             if not isinstance(error, RankError):
                 raise
-            _fail(str(error), 1)
+            _fail(error.refusal or str(error), 2 if error.refusal else 1)
         sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -36,6 +36,7 @@ from ndtp.cli.common import (
 )
 from ndtp.cli.progress import Runner
 from ndtp.cli.train_log import LOG, live_table
+from ndtp.errors import LayoutError
 from ndtp.planner.fields import Number, integer, reason, unwritable
 
 if TYPE_CHECKING:
@@ -166,6 +167,8 @@ def train(
     if capture:
         _check_capture(bool(axes), stages)
     _check_files(text, model, context, output)
+    if without := [folder for folder in compare or () if not (folder / LOG).is_file()]:
+        raise typer.BadParameter(f"{without[0]} has no {LOG}, as the output of a run has", param_hint="--compare")
     tokens = _tokens(data, text, tokenizer, model, field, context, output)
     if is_first_rank():
         _keep_for_export(model, tokenizer, output)
@@ -195,6 +198,8 @@ def train(
                     )
                 break
             except RankError as error:
+                if error.refusal:
+                    raise LayoutError(error.refusal) from None
                 if is_first_rank():
                     print(f"train failed: {error}", file=sys.stderr)
                 if restarts and world_size() is None and not stop_file.exists():

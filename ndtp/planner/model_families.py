@@ -17,7 +17,7 @@ from typing import Any
 from ndtp.errors import GridError
 from ndtp.planner.fields import shown
 
-INSTALL = "  fix: pip install transformers, to count in the model itself"
+INSTALL = "  fix: pip install --upgrade transformers, to count in the model itself"
 TABLE = Path(__file__).with_name("model_families.json")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from ndtp.errors import GridError, LayoutError
+
 
 class RankError(RuntimeError):
     """A rank raised, died or hung.
@@ -56,6 +58,14 @@ class RankError(RuntimeError):
     def unfinished(self) -> list[int]:
         """Ranks that were killed and have said nothing."""
         return sorted(set(self.stopped) - set(self.errors))
+
+    @property
+    def refusal(self) -> str | None:
+        """The message, where all ranks have refused sizes or layouts alike: what was asked for is wrong, and no rank."""
+        found = [self.exceptions.get(rank) for rank in self.errors]
+        if self.unfinished or not all(isinstance(each, (GridError, LayoutError)) for each in found):
+            return None
+        return str(found[0]) if len({*map(str, found)}) == 1 else None
 
     def name(self, ranks: Sequence[int]) -> str:
         """Name one rank or several; one with its coordinates, where they are known."""

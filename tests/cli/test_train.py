@@ -162,6 +162,8 @@ def test_under_torchrun(ranks, tmp_path):
         (("--scheme", "4d"), "it must be"),
         (("--learning-rate", "nan"), "it must be"),
         (("--tensorboard",), "pip install tensorboard"),
+        (("--compare", "nowhere"), "nowhere has no log.csv"),
+        (("--width", "36", "--heads", "3", "--grid", "x=2"), "3 heads are split over x=2"),
     ],
 )
 def test_wrong_use(tmp_path, monkeypatch, arguments, message):

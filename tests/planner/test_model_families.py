@@ -54,7 +54,7 @@ def test_the_table():
 
 @pytest.mark.parametrize("kind", ["swin", "albert", "mamba", "gpt_oss", "switch_transformers"])
 def test_what_is_built_otherwise_is_refused_by_name(kind):
-    with pytest.raises(GridError, match=rf"model_type='{kind}'.*\n  fix: pip install transformers"):
+    with pytest.raises(GridError, match=rf"model_type='{kind}'.*\n  fix: pip install --upgrade transformers"):
         sizes_of({"model_type": kind})
 
 
