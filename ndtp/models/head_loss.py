@@ -20,6 +20,7 @@ from ndtp.models.projections import Projection, products
 from ndtp.nn.hooks import has_hooks
 from ndtp.nn.losses import loss_plan
 from ndtp.ops.linear_losses import LinearLossPlan, linear_cross_entropy
+from ndtp.ops.losses import dtype_of_loss
 from ndtp.ops.products import chain
 from ndtp.runtime.arrival import local_shard
 
@@ -79,9 +80,10 @@ def cross_entropy(
         plan = frame.losses[key] = LinearLossPlan(head.plan, loss, frame.loss_rows)
     head.own("weight", rows)
     own, bias = head.weight_and_bias()
+    dtype = dtype_of_loss(logits.dtype, rows.device.type)
     found = linear_cross_entropy(
         rows, own, bias, _all_targets(logits, target, ignore_index), plan, frame.mesh, reduction,
-        weights=weight, between=lambda part: logits.formula({(0, None): part}), dtype=logits.dtype,
+        weights=weight, between=lambda part: logits.formula({(0, None): part}), dtype=dtype,
     )  # fmt: skip
     return frame.mesh.step.made_whole(found, (target, weight, ignore_index, label_smoothing, reduction))
 

@@ -19,6 +19,7 @@ from ndtp.models.rows import are_all, is_view, picked_rows
 from ndtp.models.scores import scores
 from ndtp.models.sequences import expanded, joined
 from ndtp.nn.losses import cross_entropy
+from ndtp.ops.losses import dtype_of_loss
 from ndtp.ops.products import relayout
 from ndtp.split.copies import share_memory, version_of
 from ndtp.split.gathered_operands import counted
@@ -157,7 +158,7 @@ def _cross_entropy(
         leave(logits), padded[here.start : here.stop], layout=passage.layout, mesh=frame.mesh,
         classes=passage.features, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
         reduction=reduction, name=passage.came_from or "loss",
-    )  # fmt: skip
+    ).to(dtype_of_loss(logits.dtype, target.device.type))  # fmt: skip
     if reduction != "none":
         return frame.mesh.step.made_whole(loss, (target, weight, ignore_index, label_smoothing, reduction))
     rows = Layout(frame.mesh.grid, passage.layout.dims[0], None)

@@ -25,6 +25,7 @@ from ndtp.models.split_layers import ObservedLinear, as_rows
 from ndtp.nn.hooks import has_hooks
 from ndtp.nn.losses import loss_plan
 from ndtp.ops.linear_losses import LinearLossPlan, linear_cross_entropy
+from ndtp.ops.losses import dtype_of_loss
 from ndtp.ops.products import mlp
 from ndtp.runtime.of_turn import OfTurn
 from ndtp.split.copies import state_of
@@ -136,9 +137,10 @@ def cross_entropy(
     with head.at_work():
         head.own("weight", call.source)
         own, bias = head.weight_and_bias()
+        dtype = dtype_of_loss(form.dtype, own.device.type)
         found = linear_cross_entropy(
             call.source, own, bias, _all_targets(logits, target, ignore_index), plan, head.mesh, reduction,
-            weights=weight, between=lambda part: logits.formula({(0, None): part}), dtype=form.dtype,
+            weights=weight, between=lambda part: logits.formula({(0, None): part}), dtype=dtype,
         )  # fmt: skip
     call.feeds_loss = True
     return head.mesh.step.made_whole(found, (target, weight, ignore_index, label_smoothing, reduction))

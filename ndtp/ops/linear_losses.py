@@ -102,7 +102,8 @@ def linear_cross_entropy(
 
     Args:
         weights: [V], of all classes.
-        between: what is made of the logits of a chunk, element by element, before their loss; of `dtype`.
+        between: what is made of the logits of a chunk, element by element, before their loss.
+        dtype: of the loss; default: fp32, or that of `x` where it is wider.
 
     Raises:
         LayoutError: shards that do not fit.
@@ -122,7 +123,7 @@ def linear_cross_entropy(
     weight = taken(weight, plan.weight, mesh)
     bias = None if bias is None else taken(bias, plan.bias, mesh)
     local: Tensor = _Chunks.apply(x, weight, bias, targets, plan, mesh, weights, between)  # type: ignore[no-untyped-call]
-    return reduced(totals(local, mine, plan.loss, mesh, weights), reduction, wide(dtype or x.dtype))
+    return reduced(totals(local, mine, plan.loss, mesh, weights), reduction, dtype or wide(x.dtype))
 
 
 class _Chunks(torch.autograd.Function):

@@ -190,6 +190,11 @@ def reduced(total: Tensor, reduction: str, dtype: torch.dtype) -> Tensor:
     return torch.where((wrong > 0) | has_none, torch.nan, loss).to(dtype)
 
 
+def dtype_of_loss(logits: torch.dtype, device_type: str) -> torch.dtype:
+    """Return the dtype of torch's `cross_entropy` of logits: theirs, or fp32 where autocast casts them before."""
+    return torch.float32 if logits.itemsize < 4 and torch.is_autocast_enabled(device_type) else logits
+
+
 def whole_targets(targets: Tensor, layout: Layout, rows: int, mesh: GridLike, name: str) -> Tensor:
     """All targets, on every rank, from all or from this rank's rows of them; those are gathered."""
     targets, are_all = checked_targets(targets, rows, layout.num_splits(0), name)

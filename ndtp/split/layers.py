@@ -13,6 +13,7 @@ from torch.nn._reduction import get_enum
 from ndtp.errors import LayoutError
 from ndtp.nn.losses import cross_entropy
 from ndtp.nn.random import draw_key, uniform_at
+from ndtp.ops.losses import dtype_of_loss
 from ndtp.ops.norms import NormPlan, default_eps, norm
 from ndtp.split.copies import written
 from ndtp.split.elementwise import elementwise
@@ -292,7 +293,7 @@ def cross_entropy_loss(
         leave(logits), padded[here.start : here.stop], layout=layout, mesh=spec.mesh, classes=spec.sizes[1],
         weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction,
         name=spec.origin or "loss",
-    )  # fmt: skip
+    ).to(dtype_of_loss(logits.dtype, target.device.type))  # fmt: skip
     if reduction != "none":
         return loss
     rows = Spec(spec.context, spec.sizes[:1], layout_of(spec.mesh, spec.dims[:1]), spec.padded[:1], (), spec.origin)

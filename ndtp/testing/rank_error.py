@@ -61,7 +61,7 @@ class RankError(RuntimeError):
 
     @property
     def refusal(self) -> str | None:
-        """The message, where all ranks have refused sizes or layouts alike: what was asked for is wrong, and no rank."""
+        """The message, where all ranks have refused sizes or layouts alike: what was asked for is wrong."""
         found = [self.exceptions.get(rank) for rank in self.errors]
         if self.unfinished or not all(isinstance(each, (GridError, LayoutError)) for each in found):
             return None

@@ -1,5 +1,6 @@
 """MLPs of any model run as one program, and losses in chunks of rows, wherever one run has shown them."""
 
+import copy
 import warnings
 
 import pytest
@@ -120,6 +121,32 @@ def test_what_follows_element_by_element_is_one_program_and_logits_are_never_who
     assert turned == (3, 1, "Noted"), "features come second"
     assert hooked == (2, 0, "SplitTensor"), "hooks see what a layer gives"
     assert trained == 2, "dropout stands between"
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.up, self.head = nn.Embedding(WORDS, 32), nn.Linear(32, 32), nn.Linear(32, WORDS)
+
+    def forward(self, ids):
+        return F.cross_entropy(self.head(torch.tanh(self.up(self.table(ids)))).flatten(0, 1), ids.flatten())
+
+
+def check_dtypes(fuse):
+    """The loss of bf16 logits is bf16, and fp32 under autocast, as torch's."""
+    mesh, ids = mesh_of(Grid(x=2)), torch.arange(24).view(3, 8)
+    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True), (torch.float32, False)):
+        dense = Plain().to(dtype)
+        model = ndtp.parallelize(copy.deepcopy(dense), mesh, scheme="1d", fuse=fuse)
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
+            ours, theirs = model(ids), dense(ids)
+        assert ours.dtype == theirs.dtype, (fuse, dtype, autocast, ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=0.0)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_losses_have_the_dense_dtype(ranks, fuse):
+    ranks(2).run(check_dtypes, fuse)
 
 
 class Undone(torch.autograd.Function):
