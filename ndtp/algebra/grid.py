@@ -105,11 +105,11 @@ class Grid:
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` on `axes` only, ordered by their `index` on them."""
         coordinate = self.coordinate(rank)
-        ranks = []
-        for position in range(self.size(axes)):
-            for axis in reversed(axes):
-                position, coordinate[axis] = divmod(position, self[axis])
-            ranks.append(self.rank(**coordinate))
+        ranks = [self.rank(**{axis: 0 if axis in axes else position for axis, position in coordinate.items()})]
+        for axis in axes:
+            size = self[axis]  # raises where there is no such axis
+            stride = math.prod(self.shape[self.names.index(axis) + 1 :])
+            ranks = [first + position * stride for first in ranks for position in range(size)]
         return tuple(ranks)
 
     def refine(self, **axes: Sequence[int]) -> Grid:

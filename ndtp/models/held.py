@@ -45,8 +45,9 @@ class Held:
             if p._backward_hooks or p._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
                 self._hooked.append(p)
         _refuse_held_nodes({names[id(p)]: p for p in model.parameters() if id(p) in names})
+        stepped = [] if all(p.is_meta for p in model.parameters()) else _stepped()
         self._states = [
-            _State(optimizer, p, tuple(p.shape)) for optimizer in _stepped() for p in optimizer.state if id(p) in names
+            _State(optimizer, p, tuple(p.shape)) for optimizer in stepped for p in optimizer.state if id(p) in names
         ]
         for state in self._states:
             _check(state, names[id(state.parameter)])
