@@ -71,7 +71,7 @@ class AnyModel(Placing):
 
     def place_by(self, seen: Observation | None) -> None:
         """Split the model by what a run of it has shown; see `ndtp.models.observation`."""
-        guard_functions()
+        guard_functions(self.model)
         compiled_parts_run_eagerly(self.model)
         modules = dict(self.model.named_modules())
         self.feeds: dict[str, bool] | None = None

@@ -6,11 +6,14 @@ torch's hands what it gets to the model's code and does nothing else with it, so
 
 from __future__ import annotations
 
+import sys
+import types
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
@@ -27,6 +30,7 @@ from ndtp.split.whole import on_whole, whole
 _GIVEN: Any = vars(Function)["apply"]  # a method of the class, in Python or, from torch 2.15 on, in C
 _SAVES_INPUTS = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)  # how torch 2.11 does what save_inputs does
 _OURS = ("ndtp.", "torch.")
+_METHODS = (types.MethodType, types.BuiltinMethodType)
 
 
 def _given(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,10 +131,30 @@ def _of_computed(save_inputs: Any) -> Any:
     return save
 
 
-def guard_functions() -> None:
-    """Let every `autograd.Function` that has no rule take split tensors whole."""
+def guard_functions(model: nn.Module) -> None:
+    """Let every `autograd.Function` that has no rule take split tensors whole, those that a model holds already, too."""
     replaced("torch.autograd.Function.apply", lambda given: classmethod(_apply))
     if hasattr(_CheckpointFrame, "save_inputs"):
         replaced("torch.utils.checkpoint._CheckpointFrame.save_inputs", _of_computed)
     guard_collectives()
     whole_in_scripts_and_transforms()
+    for held in _namespaces(model):
+        for name, value in list(held.items()):
+            if type(value) in _METHODS and _is_apply(value):
+                held[name] = value.__self__.apply
+
+
+def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the attributes of a model's modules, and those of the Python modules that define their classes: both may
+    hold an `apply` from before (`quantize = Quantize.apply`).
+    """
+    yield from map(vars, model.modules())
+    for name in {kind.__module__ for part in model.modules() for kind in type(part).__mro__}:
+        if name.partition(".")[0] not in ("torch", "builtins", "ndtp") and name in sys.modules:
+            yield vars(sys.modules[name])
+
+
+def _is_apply(value: Any) -> bool:
+    kind = value.__self__
+    return isinstance(kind, type) and issubclass(kind, Function) and value.__name__ == "apply"
+

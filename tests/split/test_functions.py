@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ndtp
 from ndtp import CommMeter, Grid
+from ndtp.split.functions import _GIVEN
 
 HIDDEN, IDS = 16, torch.arange(32).view(4, 8)
 
@@ -53,3 +54,44 @@ def check():
 
 def test_what_is_recomputed(ranks):
     ranks(2).run(check)
+
+
+class Sorted(torch.autograd.Function):
+    """A function whose code would see a shard, and whose `apply` was taken before any model was split."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y, ctx.order = x.sort(-1)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.zeros_like(grad).scatter(-1, ctx.order, grad)
+
+
+in_order = _GIVEN.__get__(None, Sorted)
+
+
+class Holding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.out = nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN), nn.Linear(HIDDEN, 8)
+        self.held = in_order
+
+    def forward(self, x):
+        return self.out(in_order(self.down(self.held(self.up(x)))))
+
+
+def check_held():
+    torch.manual_seed(0)
+    dense = Holding().double()
+    x = torch.randn(4, HIDDEN, dtype=torch.float64)
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), scheme="1d", example=x)
+    for each in (dense, model):
+        each(x).square().sum().backward()
+    for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_functions_that_a_model_holds_take_the_whole(ranks):
+    ranks(2).run(check_held)
