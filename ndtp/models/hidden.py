@@ -30,6 +30,7 @@ from ndtp.ops.products import relayout
 from ndtp.ops.reductions import used_over
 from ndtp.runtime.arrival import is_plain, plain_of
 from ndtp.split.copies import Tie, share_memory, version_of, written
+from ndtp.split.functions import OTHER_KINDS
 from ndtp.split.gathered_operands import GatheredOperands
 from ndtp.split.spec import ShardForm
 from ndtp.split.tensor import Linked, SplitTensor, answer, in_torchs_words
@@ -331,6 +332,17 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     for x in hidden_in((*args, *kwargs.values())):
         x.passage.frame.note(name, x.passage)
     return GatheredOperands(Hidden, _as_dense, _cut_like, leave, _view).run(func, args, kwargs)
+
+
+def _in_function(on_whole: Any, on_shards: Any, args: Any, kwargs: Any) -> Any:
+    """Run an `autograd.Function` of somebody else, on shards where a rule says that it acts element by element."""
+    if not hidden_in((*args, *kwargs.values())):
+        return NotImplemented
+    result = NotImplemented if on_shards is None else _elementwise(on_shards, args, kwargs)
+    return _on_whole(on_whole, args, kwargs) if result is NotImplemented else result
+
+
+OTHER_KINDS.append(_in_function)
 
 
 def _as_dense(x: Hidden) -> Tensor:

@@ -49,6 +49,7 @@ from ndtp.models.table_settings import setting_against
 from ndtp.ops.lookup import LookupPlan
 from ndtp.ops.norms import NormPlan
 from ndtp.runtime.process_grid import ProcessGrid
+from ndtp.split.functions import guard_functions
 
 
 def is_transformer(model: nn.Module) -> bool:
@@ -80,6 +81,7 @@ class Split(Placing):
     proofs: Proofs
 
     def run(self) -> None:
+        guard_functions(self.model)
         compiled_parts_run_eagerly(self.model)
         model, modules = self.model, dict(self.model.named_modules())
         attention, self.kept = find_attention(model, self.hidden)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from ndtp.collectives.torch_patches import replaced
 from ndtp.compute.traces import TransformedError, is_in_transform
 from ndtp.runtime.at_work import at_work
 from ndtp.runtime.default_group import OwnRows, uses
+from ndtp.split.elementwise import elementwise
 from ndtp.split.outside_of_dispatch import whole_in_scripts_and_transforms
 from ndtp.split.own_collectives import guard_collectives
 from ndtp.split.tensor import TABLE, SplitTensor, mapped, split_in
@@ -30,6 +31,9 @@ from ndtp.split.whole import on_whole, whole
 _GIVEN: Any = vars(Function)["apply"]  # a method of the class, in Python or, from torch 2.15 on, in C
 _SAVES_INPUTS = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)  # how torch 2.11 does what save_inputs does
 _OURS = ("ndtp.", "torch.")
+# How tensors of another kind go into functions: (on whole tensors, on shards or None, args, kwargs) -> the result, or
+# `NotImplemented` where no argument is of the kind.
+OTHER_KINDS: list[Callable[[Any, Any, Any, Any], Any]] = []
 _METHODS = (types.MethodType, types.BuiltinMethodType)
 
 
@@ -39,8 +43,10 @@ def _given(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if cls.__module__.startswith("ndtp.") and is_in_transform():
-        raise TransformedError
+    if cls.__module__.startswith("ndtp."):  # gets shards
+        if is_in_transform():
+            raise TransformedError
+        return _given(cls, *args, **kwargs)
     before = uses()
     result = _ruled(cls, args, kwargs)
     rows = at_work()
@@ -62,6 +68,10 @@ def _ruled(cls: Any, args: Any, kwargs: Any) -> Any:
         return _given(_Checkpoint, *map(_computed, args), **kwargs)
     if cls is _SAVES_INPUTS:
         return _given(cls, *map(_computed, args), **kwargs)
+    for take in () if cls.__module__.startswith("torch.") else OTHER_KINDS:  # a backward hook's hands its inputs on
+        result = take(_Named(cls), partial(_given, cls) if TABLE.get(cls) is elementwise else None, args, kwargs)
+        if result is not NotImplemented:
+            return result
     if not split_in(args):
         kind = cls if at_work() is None or cls.__module__.startswith(_OURS) else _giving_wholes(cls)
         return _given(kind, *args, **kwargs)
@@ -132,7 +142,7 @@ def _of_computed(save_inputs: Any) -> Any:
 
 
 def guard_functions(model: nn.Module) -> None:
-    """Let every `autograd.Function` that has no rule take split tensors whole, those that a model holds already, too."""
+    """Let every `autograd.Function` that has no rule take split tensors whole, also one that a model holds already."""
     replaced("torch.autograd.Function.apply", lambda given: classmethod(_apply))
     if hasattr(_CheckpointFrame, "save_inputs"):
         replaced("torch.utils.checkpoint._CheckpointFrame.save_inputs", _of_computed)
@@ -157,4 +167,3 @@ def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
 def _is_apply(value: Any) -> bool:
     kind = value.__self__
     return isinstance(kind, type) and issubclass(kind, Function) and value.__name__ == "apply"
-

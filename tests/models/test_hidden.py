@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from products import mesh_of
+from torch import nn
 
 import ndtp
 from ndtp import Grid, Layout
@@ -201,3 +202,59 @@ def check_reentrant():
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
 def test_reentrant_checkpoints_one_behind_the_other(ranks):
     ranks(2).run(check_reentrant)
+
+
+class Sorted(torch.autograd.Function):
+    """A function whose code would take a shard for the whole."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y, ctx.order = x.sort(-1)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.zeros_like(grad).scatter(-1, ctx.order, grad)
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+class Applied(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        return self.kind.apply(x)
+
+
+def check_functions():
+    """In a stock model: the whole, gathered; shards where a rule says that it acts element by element."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ndtp.register_rule(Tripled, "elementwise")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    ids = torch.arange(32).view(4, 8)
+    for kind in (Sorted, Tripled):
+        dense = LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes))
+        dense.model.layers[0].mlp.act_fn = Applied(kind)
+        dense.model.layers[0].register_forward_hook(lambda _, __, y, kind=kind: kind.apply(y))
+        model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), scheme="1d-sp")
+        for each in (dense, model):
+            each(input_ids=ids, labels=ids).loss.backward()
+        for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-6, msg=f"{kind} {name}")
+        assert bool(model.ndtp_report.gathered) == (kind is Sorted), model.ndtp_report
+
+
+@pytest.mark.filterwarnings("ignore:ndtp")
+def test_functions_of_somebody_else_take_the_whole(ranks):
+    ranks(2).run(check_functions)

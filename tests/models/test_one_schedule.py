@@ -15,6 +15,7 @@ from ndtp import CommMeter, Grid, LayoutError
 from ndtp.compute.epilogues import ACTIVATIONS, GATES
 from ndtp.models import head_loss, one_schedule, pending
 from ndtp.models.hidden import whole
+from ndtp.split.functions import _GIVEN
 
 pytest.importorskip("transformers")
 
@@ -264,7 +265,7 @@ def test_code_that_looks_past_functions_of_torch():
         def forward(self, x):
             return Doubled.apply(x)
 
-    doubled = Doubled.apply
+    doubled = _GIVEN.__get__(None, Doubled)  # as somebody has it who took it before any model was split
 
     class Unseen(nn.Module):
         def forward(self, x):
