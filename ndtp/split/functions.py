@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
 from ndtp.collectives.torch_patches import replaced
-from ndtp.compute.traces import TransformedError, is_in_transform
+from ndtp.compute.traces import TransformedError
 from ndtp.runtime.at_work import at_work
 from ndtp.runtime.default_group import OwnRows, uses
 from ndtp.split.elementwise import elementwise
@@ -30,6 +30,7 @@ from ndtp.split.whole import on_whole, whole
 
 _GIVEN: Any = vars(Function)["apply"]  # a method of the class, in Python or, from torch 2.15 on, in C
 _SAVES_INPUTS = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)  # how torch 2.11 does what save_inputs does
+_level: Any = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]  # of transforms of torch.func
 _OURS = ("ndtp.", "torch.")
 # How tensors of another kind go into functions: (on whole tensors, on shards or None, args, kwargs) -> the result, or
 # `NotImplemented` where no argument is of the kind.
@@ -43,10 +44,10 @@ def _given(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if cls.__module__.startswith("ndtp."):  # gets shards
-        if is_in_transform():
+    if cls.__module__.startswith("ndtp."):  # gets shards; the commonest, so it calls nothing of ndtp's
+        if _level() is not None:
             raise TransformedError
-        return _given(cls, *args, **kwargs)
+        return _GIVEN.__get__(None, cls)(*args, **kwargs)
     before = uses()
     result = _ruled(cls, args, kwargs)
     rows = at_work()
