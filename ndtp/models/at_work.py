@@ -56,7 +56,7 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool)
         if name != "forward" and frame.running:  # called by what notes already
             return method(self, *args, **kwargs)
         if is_synced and rows.axes:
-            kwargs.setdefault("synced_gpus", True)  # ranks whose rows have ended call on until all others' have
+            kwargs["synced_gpus"] = True  # ranks whose rows have ended call on until all others' have
         read: list[Any] = []
         frame.running.append(read)
         rows.begin()
