@@ -101,6 +101,10 @@ PATCHES: dict[str, Patch] = {
         "a checkpoint saves the memory of a tensor that is still to be computed, which will be that of another object",
         "torch asks __torch_function__ for the tensors that a checkpoint saves",
     ),
+    "torch.utils.checkpoint._CheckpointFrame.get_inputs": Patch(
+        "a checkpoint inside of another one would get the shard of a split tensor, which hooks keep without its class",
+        "hooks of saved tensors get tensors of the class that was saved",
+    ),
     "torch._dynamo.config.nontraceable_tensor_subclasses": Patch(
         "a compiler would take the sizes of a split activation, those of the whole, for those of its memory",
         "a class of tensors can say of itself that no graph takes it",

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ndtp.errors import LayoutError
 
+_SELECTIVE = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")  # of torch.utils.checkpoint
 _modes_on = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 
 
@@ -34,7 +35,7 @@ def is_in_transform() -> bool:
 
 
 def refuse_traces(what: str, exports: bool = True) -> None:
-    """Refuse a transform of torch.func, a trace by make_fx, and tensors without values.
+    """Refuse a transform of torch.func, a trace by make_fx, a selective checkpoint, and tensors without values.
 
     torch.compile has a way of its own, and a layer of `ndtp.nn` is one operation of what torch.export makes.
 
@@ -74,7 +75,13 @@ def refuse_traces(what: str, exports: bool = True) -> None:
             f"{what}: tensors of FakeTensorMode have no values that ranks could send\n"
             "  fix: the dense model; for the bytes of a split one ndtp.plan, or `ndtp bench volume --model`"
         )
-    if any(isinstance(mode, _CloneArgBeforeMutateMode) for mode in _get_current_dispatch_mode_stack()):
+    stack = _get_current_dispatch_mode_stack()
+    if any(type(mode).__name__ in _SELECTIVE for mode in stack):
+        raise LayoutError(
+            f"{what}: a selective checkpoint (context_fn=) keeps results of single operations, whose memory a layer on "
+            "a grid uses again\n  fix: a checkpoint of the whole layer, without context_fn="
+        )
+    if any(isinstance(mode, _CloneArgBeforeMutateMode) for mode in stack):
         raise LayoutError(
             f"{what}: allow_mutation_on_saved_tensors() puts copies in the place of what a layer on a grid writes its "
             "results into\n  fix: run the model outside of it"

@@ -53,10 +53,10 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool)
         refuse_traces(theirs.__name__, exports=False)
         if compiles and torch.compiler.is_compiling():
             return method(self, *args, **kwargs)
-        if name != "forward" and frame.running:  # called by what notes already
-            return method(self, *args, **kwargs)
         if is_synced and rows.axes:
             kwargs["synced_gpus"] = True  # ranks whose rows have ended call on until all others' have
+        if name != "forward" and frame.running:  # called by what notes already
+            return method(self, *args, **kwargs)
         read: list[Any] = []
         frame.running.append(read)
         rows.begin()

@@ -128,7 +128,7 @@ def _whole_last(x: SplitTensor) -> SplitTensor:
     return moved(x, (*x.spec.dims[:-1], ()))
 
 
-@rule(*named(NAMES))
+@rule(*named(NAMES), torch.ops.aten.detach.default)  # the latter from a checkpoint under a dispatch mode
 def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Each rank computes its part of the result, which lies as the largest operand does."""
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]

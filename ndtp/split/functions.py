@@ -25,7 +25,7 @@ from ndtp.runtime.default_group import OwnRows, uses
 from ndtp.split.elementwise import elementwise
 from ndtp.split.outside_of_dispatch import whole_in_scripts_and_transforms
 from ndtp.split.own_collectives import guard_collectives
-from ndtp.split.tensor import TABLE, SplitTensor, mapped, split_in
+from ndtp.split.tensor import TABLE, mapped, split_in
 from ndtp.split.whole import on_whole, whole
 
 _GIVEN: Any = vars(Function)["apply"]  # a method of the class, in Python or, from torch 2.15 on, in C
@@ -137,19 +137,36 @@ def _of_computed(save_inputs: Any) -> Any:
     """Let a checkpoint save split tensors that are computed: one that is not becomes another in memory."""
 
     def save(frame: Any, *args: Any) -> None:
-        save_inputs(frame, *[_computed(x) if isinstance(x, SplitTensor) else x for x in args])
+        args = tuple(_computed(x) if isinstance(x, Tensor) else x for x in args)
+        frame.ndtp_forms = [x.form() if hasattr(type(x), "form") else None for x in args]
+        save_inputs(frame, *args)
 
     return save
 
 
-def guard_functions(model: nn.Module) -> None:
+def _in_form(get_inputs: Any) -> Any:
+    """Let a checkpoint inside of another one get split tensors: hooks of the outer one have kept their shards alone."""
+
+    def get(frame: Any) -> list[Any]:
+        given = list(get_inputs(frame))
+        forms = getattr(frame, "ndtp_forms", None) or [None] * len(given)
+        return [
+            x if form is None or type(x) is not Tensor else form.enter(x.view_as(x))
+            for x, form in zip(given, forms, strict=True)
+        ]
+
+    return get
+
+
+def guard_functions(model: nn.Module | None = None) -> None:
     """Let every `autograd.Function` that has no rule take split tensors whole, also one that a model holds already."""
     replaced("torch.autograd.Function.apply", lambda given: classmethod(_apply))
     if hasattr(_CheckpointFrame, "save_inputs"):
         replaced("torch.utils.checkpoint._CheckpointFrame.save_inputs", _of_computed)
+        replaced("torch.utils.checkpoint._CheckpointFrame.get_inputs", _in_form)
     guard_collectives()
     whole_in_scripts_and_transforms()
-    for held in _namespaces(model):
+    for held in () if model is None else _namespaces(model):
         for name, value in list(held.items()):
             if type(value) in _METHODS and _is_apply(value):
                 held[name] = value.__self__.apply

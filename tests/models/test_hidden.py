@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from products import mesh_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ndtp
 from ndtp import Grid, Layout
@@ -184,6 +185,17 @@ def test_layers_take_vectors(ranks, scheme):
     ranks(4).run(check_vectors, scheme)
 
 
+def twice(layer):
+    """Let a layer run in a checkpoint inside of another one."""
+    run = layer.forward
+
+    def forward(x, **options):
+        once = lambda x: checkpoint(run, x, use_reentrant=False, **options)  # noqa: E731
+        return checkpoint(once, x, use_reentrant=False)
+
+    layer.forward = forward
+
+
 def check_reentrant():
     """The gradient of one layer's checkpoint is what the checkpoint of the layer below begins with."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -195,12 +207,20 @@ def check_reentrant():
     for each in (dense, model):
         each.gradient_checkpointing_enable({"use_reentrant": True})
         each.train()(input_ids=ids, labels=ids).loss.backward()
-    for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-7, msg=name)
+    for is_nested in (False, True):
+        for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-7, msg=name)
+        if not is_nested:
+            for each in (dense, model):
+                each.zero_grad()
+                each.gradient_checkpointing_disable()
+                for layer in each.model.layers:
+                    twice(layer)
+                each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
-def test_reentrant_checkpoints_one_behind_the_other(ranks):
+def test_checkpoints_one_behind_the_other_and_inside(ranks):
     ranks(2).run(check_reentrant)
 
 

@@ -1,17 +1,31 @@
 """A checkpoint that is recomputed gives the dense gradients, and its forward runs again on parts, not on the whole."""
 
 import copy
+from functools import partial
 
+import pytest
 import torch
 from products import mesh_of
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ndtp
-from ndtp import CommMeter, Grid
+from ndtp import CommMeter, Grid, LayoutError
 from ndtp.split.functions import _GIVEN
 
 HIDDEN, IDS = 16, torch.arange(32).view(4, 8)
+
+
+def once_more(block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def nested(block, x):
+    return checkpoint(partial(once_more, block), x, use_reentrant=False)
+
+
+def selective():
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
 
 
 class Block(nn.Module):
@@ -27,12 +41,12 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.table, self.blocks = nn.Embedding(32, HIDDEN), nn.ModuleList([Block(), Block()])
-        self.head, self.again = nn.Linear(HIDDEN, 32), False
+        self.head, self.again = nn.Linear(HIDDEN, 32), None
 
     def forward(self, ids):
         x = self.table(ids)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+            x = self.again(block, x) if self.again else block(x)
         return self.head(x)
 
 
@@ -41,15 +55,19 @@ def check():
     dense, volumes = Model().double(), []
     dense(IDS).square().mean().backward()
     model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), scheme="1d-sp", example=IDS)
-    for model.again in (False, True):
+    for model.again in (None, once_more, nested):
         model.zero_grad()
         with CommMeter() as meter:
             model(IDS).square().mean().backward()
         volumes.append(meter.volume.by("phase"))
         for (name, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
             torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=name)
-    once, twice = volumes
+    once, twice, thrice = volumes
     assert twice["dgrad"] == once["dgrad"] and once["forward"] < twice["forward"] < 2 * once["forward"], volumes
+    assert thrice["dgrad"] == once["dgrad"] and twice["forward"] <= thrice["forward"] < 3 * once["forward"], volumes
+    model.again = partial(checkpoint, use_reentrant=False, context_fn=selective)
+    with pytest.raises(LayoutError, match="a selective checkpoint"):
+        model(IDS)
 
 
 def test_what_is_recomputed(ranks):
