@@ -48,8 +48,11 @@ def killed_run(output: Path, steps: int, kills: int, save_every: int, draw: rand
             while not ended.is_set() and len(losses(output)) < due:
                 time.sleep(0.005)
             time.sleep(draw.uniform(0, 0.05))
-            pids = shared_pool(RANKS).pids
-            if ended.is_set() or not pids:
+            pids: list[int] = []
+            while not ended.is_set() and not (pids and all(pids)):  # none between two starts
+                pids = shared_pool(RANKS).pids
+                time.sleep(0.001)
+            if ended.is_set():
                 return
             before = len(losses(output))
             os.kill(draw.choice(pids), signal.SIGKILL)

@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ndtp.compute.traces import refuse_traces
+from ndtp.errors import LayoutError
 from ndtp.models.frame import Frame
 from ndtp.models.made_classes import made_class
 from ndtp.models.noted import Noted, settle
 from ndtp.runtime.default_group import OwnRows
 from ndtp.runtime.grid_like import GridLike
 from ndtp.runtime.versions import refuse_changed
+
+_DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # options of `generate`
 
 
 class AtWork:
@@ -54,6 +57,7 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool)
         if compiles and torch.compiler.is_compiling():
             return method(self, *args, **kwargs)
         if is_synced and rows.axes:
+            _refuse_drafts(theirs.__name__, self, kwargs)
             kwargs["synced_gpus"] = True  # ranks whose rows have ended call on until all others' have
         if name != "forward" and frame.running:  # called by what notes already
             return method(self, *args, **kwargs)
@@ -75,6 +79,18 @@ def _noting(theirs: Any, name: str, frame: Frame, rows: OwnRows, compiles: bool)
         return given
 
     return run
+
+
+def _refuse_drafts(who: str, model: Any, given: dict[str, Any]) -> None:
+    """Refuse drafts where ranks have rows of their own: each accepts another number of tokens."""
+    config = given.get("generation_config") or getattr(model, "generation_config", None)
+    for name in _DRAFTS:
+        if given.get(name) is not None or getattr(config, name, None) is not None:
+            raise LayoutError(
+                f"{who}.generate: {name}= along an axis on which ranks have rows of their own: each rank accepts "
+                "another number of drafted tokens, so that their steps come apart\n"
+                "  fix: leave out the drafts, or use a grid without a dp axis"
+            )
 
 
 def cast_for(mesh: GridLike) -> AbstractContextManager[Any]:

@@ -43,7 +43,8 @@ def run_eagerly(model: nn.Module) -> None:
 def _eager(theirs: Any, forward_of_theirs: Any) -> Any:
     """The class of the modules of a class whose forward compilers leave alone, made once for each forward."""
     forward = torch.compiler.disable(forward_of_theirs, reason=WHY_EAGER)
-    return made_class(theirs.__name__, (theirs,), {"__module__": theirs.__module__, "forward": forward})
+    named = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__}
+    return made_class(theirs.__name__, (theirs,), {**named, "forward": forward})
 
 
 def compiled_parts_run_eagerly(model: nn.Module) -> None:

@@ -119,7 +119,8 @@ def _giving_wholes(cls: Any) -> Any:
     def whole_of(method: Any) -> Any:
         return staticmethod(lambda *args, **kwargs: mapped(method(*args, **kwargs), whole))
 
-    methods = {name: whole_of(getattr(cls, name)) for name in ("forward", "backward")}
+    own = [name for name in ("forward", "backward", "vjp") if getattr(cls, name) is not getattr(Function, name)]
+    methods = {name: whole_of(getattr(cls, name)) for name in own}
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, **methods})
 
 

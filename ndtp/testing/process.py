@@ -6,10 +6,12 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from ndtp.testing.messages import TRACE_SIGNAL, Raised
 from ndtp.testing.zygote import STATUS
@@ -29,6 +31,10 @@ class RankProcess:
     pid: int = 0
     exit_code: int | None = None
     alive: bool = True
+    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        os.set_blocking(self.status_fd, False)
 
     def poll_exit(self, timeout: float = 0.0) -> bool:
         """Return whether the process has ended."""
@@ -40,19 +46,24 @@ class RankProcess:
         """Read the next record of the status pipe, where the zygote writes the pid and then the exit code."""
         if not wait([self.status_fd], timeout):
             return False
-        record = os.read(self.status_fd, STATUS.size)
-        if record and not self.pid:
-            self.pid = STATUS.unpack(record)[0]
+        with self._lock:
+            try:
+                record = os.read(self.status_fd, STATUS.size)
+            except BlockingIOError:  # another thread that waited has read it
+                return True
+            if record and not self.pid:
+                self.pid = STATUS.unpack(record)[0]
+                return True
+            self.alive = False  # with no record: the zygote was killed, and its ranks with it
+            if record:
+                self.exit_code = STATUS.unpack(record)[0]
             return True
-        self.alive = False  # with no record: the zygote was killed, and its ranks with it
-        if record:
-            self.exit_code = STATUS.unpack(record)[0]
-        return True
 
     def process_id(self) -> int:
         """Return the process id of a rank, which may be still to be forked, or whose id is still to be read."""
-        if not self.pid and self.alive:
-            self._read_status(_DEATH_S)
+        until = time.monotonic() + _DEATH_S
+        while not self.pid and self.alive and (left := until - time.monotonic()) > 0:
+            self._read_status(left)
         return self.pid
 
     def signal(self, number: int) -> None:

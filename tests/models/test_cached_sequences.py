@@ -137,6 +137,8 @@ def check_rows_that_end():
     assert lengths[2] == lengths[mesh.rank] and lengths[0] < lengths[1], lengths
     with torch.no_grad():
         model(ids[:1])
+    with pytest.raises(LayoutError, match="prompt_lookup_num_tokens= along an axis"):
+        model.generate(ids[:1], prompt_lookup_num_tokens=2, **options)
 
 
 def test_rows_that_end_early_along_dp(ranks):

@@ -11,6 +11,7 @@ from process_states import wait_until_gone
 
 from ndtp.testing import RankPool, pool, zygote
 from ndtp.testing.process import RankProcess
+from ndtp.testing.zygote import STATUS
 
 
 def test_a_zygote_may_be_killed_while_it_starts_ranks_and_just_before_a_call():
@@ -54,3 +55,17 @@ def test_process_ids_are_waited_for():
     assert rank.pid == 0 and rank.process_id() == os.getpid() == rank.pid
     os.close(tell)
     os.close(told)
+
+
+def test_threads_that_ask_for_an_id_at_once(monkeypatch):
+    """A record that two threads have waited for is read by one of them, and the other one goes on."""
+    ours, theirs = os.pipe()
+    rank = RankProcess(0, None, ours, "")
+    monkeypatch.setattr("ndtp.testing.process.wait", lambda *_: [ours])  # as it says to both
+    monkeypatch.setattr("ndtp.testing.process._DEATH_S", 0.1)
+    assert rank.process_id() == 0 and rank.alive, "another thread has read it"
+    os.write(theirs, STATUS.pack(123))
+    assert rank.process_id() == 123
+    os.close(theirs)
+    assert rank.poll_exit() and rank.exit_code is None
+    os.close(ours)
