@@ -62,8 +62,8 @@ class RankProcess:
     def process_id(self) -> int:
         """Return the process id of a rank, which may be still to be forked, or whose id is still to be read."""
         until = time.monotonic() + _DEATH_S
-        while not self.pid and self.alive and (left := until - time.monotonic()) > 0:
-            self._read_status(left)
+        while not self.pid and self.alive and time.monotonic() < until:
+            self._read_status(0.05)  # another thread may read it meanwhile
         return self.pid
 
     def signal(self, number: int) -> None:
