@@ -7,7 +7,7 @@ import pytest
 import torch
 from products import mesh_of
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import ndtp
 from ndtp import Grid
@@ -159,3 +159,21 @@ def check_stock(is_before):
 @pytest.mark.parametrize("is_before", [False, True])
 def test_compiled_parts_of_a_stock_model_run_as_they_are(ranks, is_before):
     ranks(2).run(check_stock, is_before)
+
+
+def check_names():
+    """transformers finds what it records of a model by the name of its class, which may be one of a function."""
+
+    class Local(LlamaModel):
+        pass
+
+    dense = stock()
+    dense.model = Local(dense.config)
+    model = ndtp.parallelize(copy.deepcopy(dense), mesh_of(Grid(x=2)), scheme="1d-sp")
+    assert str(type(model.model)) == str(Local)
+    found, expected = (each(input_ids=IDS, output_hidden_states=True).hidden_states for each in (model, dense))
+    assert len(found) == len(expected) == 2
+
+
+def test_classes_keep_their_names(ranks):
+    ranks(2).run(check_names)
